@@ -9,17 +9,16 @@ from gateway.api.fields import invalid
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
+from shared.media import MEDIA
 from shared.protocol import (
     THINKING_SWITCHES,
     ChatMessage,
     Ending,
     ImagePart,
-    ImageRef,
     ModelCard,
     TemplateOption,
     TextPart,
     ToolCall,
-    VideoOptions,
 )
 from shared.settings.limits import LimitSettings
 
@@ -41,44 +40,11 @@ class Conversation(Struct):
         self.num_chars += len(text)
         return TextPart(text)
 
-    def image(
-        self,
-        url: str,
-        param: str,
-        role: Role = "user",
-        pixels: tuple[int, int] = (0, 0),
-        if_video: VideoOptions | None = None,
-    ) -> ImagePart:
-        """The part of an image. `param` names its place in the request. Raises: InvalidRequest.
-
-        `pixels`: least and most pixels to which it is scaled; 0: as the model does. `if_video`: for a file's id.
-        """
-        source = ImageSource(url, param, None, *pixels, if_video=if_video)
-        return self._add_media(source, role, "images are")
-
-    def video(
-        self,
-        url: str,
-        param: str,
-        role: Role,
-        options: VideoOptions,
-        pixels: tuple[int, int] = (0, 0),
-    ) -> ImagePart:
-        """The part of a video. `param`, `pixels`: as in `image`, of each frame. Raises: InvalidRequest."""
-        source = ImageSource(url, param, None, *pixels, options)
-        return self._add_media(source, role, "videos are")
-
-    def audio(self, url: str, param: str, role: Role) -> ImagePart:
-        """The part of audio. `param`: as in `image`. Raises: InvalidRequest."""
-        return self._add_media(ImageSource(url, param, is_audio=True), role, "audio is")
-
-    def kept_image(self, ref: ImageRef, param: str) -> ImagePart:
-        """The part of an image, video or audio that was sent with an earlier request."""
-        return self._add_media(ImageSource("", param, ref), "user", "images are")
-
-    def _add_media(self, source: ImageSource, role: Role, what: str) -> ImagePart:
+    def medium(self, source: ImageSource, role: Role) -> ImagePart:
+        """The part of an image, video or audio. Raises: InvalidRequest."""
         if role not in ("user", "tool"):
-            raise invalid(source.param, f"{what} only allowed in user and tool messages")
+            plural = MEDIA[source.kind].plural
+            raise invalid(source.param, f"{plural} are only allowed in user and tool messages")
         self.sources.append(source)
         return ImagePart(len(self.sources) - 1)
 

@@ -34,6 +34,7 @@ from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import ApiError
 from gateway.http.exchange import RequestContext, sse_event, with_sse_id_last
+from gateway.media.loader import ImageSource
 from shared.protocol import (
     THINKING_SWITCHES,
     Finished,
@@ -575,7 +576,7 @@ def _parts(conversation: Conversation, block: ShownBlock, role: Role, place: str
             yield from _document(conversation, block.source, role, f"{place}.source")
         case ImageBlock():
             url, name = _url(block, place)
-            yield conversation.image(url, f"{place}.source.{name}", role)
+            yield conversation.medium(ImageSource(url, f"{place}.source.{name}"), role)
 
 
 def _document(

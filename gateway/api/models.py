@@ -11,6 +11,7 @@ from msgspec import Struct
 from gateway.api.fields import Data
 from gateway.calls.models import ModelDirectory
 from gateway.http.endpoint import Caller, Resource, operation
+from shared.media import MEDIA
 from shared.protocol import ModelCard, SamplingDefaults
 from shared.settings.limits import LimitSettings
 
@@ -202,10 +203,7 @@ def _order(card: ModelCard) -> tuple[bool, bool, bool, int, str]:
 
 
 def _modalities(card: ModelCard) -> tuple[str, ...]:
-    taken = {
-        "image": card.supports_images, "video": card.supports_video, "audio": card.supports_audio,
-    }  # fmt: skip
-    return ("text", *(name for name, is_taken in taken.items() if is_taken))
+    return ("text", *(kind for kind, medium in MEDIA.items() if medium.is_taken(card)))
 
 
 def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:

@@ -49,6 +49,7 @@ from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Tota
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, Headers
 from gateway.http.exchange import RequestContext
+from gateway.media.loader import ImageSource
 from shared.protocol import (
     FinishReason,
     Generate,
@@ -361,7 +362,7 @@ def _parts(
     shown: list[Part] = []
     for index, image in enumerate(images or ()):
         url = image if image.startswith("data:") else f"data:image;base64,{image}"
-        shown.append(conversation.image(url, f"{param}images.[{index}]", role))
+        shown.append(conversation.medium(ImageSource(url, f"{param}images.[{index}]"), role))
     return (*shown, conversation.text(text))
 
 

@@ -38,6 +38,7 @@ from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Tota
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import JSON_HEADERS, Headers, RequestContext, sse_event
 from gateway.http.multipart import read_form
+from gateway.media.loader import ImageSource
 from shared.protocol import CallEvent, Finished, Generate, ModelCard, Tokens
 from shared.settings.limits import MAX_NAME_CHARS
 
@@ -166,9 +167,8 @@ class Translations(Surface):
 
     def plan(self, request: TranslationRequest, context: RequestContext, card: ModelCard) -> Plan:
         conversation = Conversation()
-        instruction = request.instruction(card)
-        parts = [conversation.audio(request.file, "file", "user"), conversation.text(instruction)]
-        conversation.add("user", parts)
+        audio = conversation.medium(ImageSource(request.file, "file", is_audio=True), "user")
+        conversation.add("user", [audio, conversation.text(request.instruction(card))])
         sampling = translate_sampling(
             OpenAiSampling(temperature=request.temperature or 0.0),
             self.limits,

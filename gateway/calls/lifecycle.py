@@ -40,6 +40,7 @@ from gateway.http.errors import (
 from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
 from gateway.media.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.api import BlobStore
+from shared.media import MEDIA
 from shared.protocol import (
     Call,
     Generate,
@@ -549,20 +550,19 @@ def check_images(
     images: Sequence[ImageSource], task: str, card: ModelCard, limits: LimitSettings
 ) -> None:
     """Check the number of media of each kind, and that the model takes them. Raises: InvalidRequest."""
-    max_images = limits.max_images if task == "generate" else limits.max_input_images
-    for kind, kinds, most, is_taken in (
-        ("image", "images", max_images, card.supports_images),
-        ("video", "videos", limits.max_videos, card.supports_video),
-        ("audio", "audio parts", limits.max_audios, card.supports_audio),
-    ):
+    for kind, medium in MEDIA.items():
         given = [source for source in images if source.kind == kind]
-        if given and not is_taken:
-            problem = f"this model takes no {'audio' if kind == 'audio' else kinds}; send text only"
+        if given and not medium.is_taken(card):
+            problem = f"this model takes no {medium.plural}; send text only"
             if kind == "video" and card.supports_images:
                 problem = "this model takes no videos; send frames of it as images"
             raise _bad_image(given[0], problem, code="unsupported_image")
+        most = medium.max_count(limits)
+        if kind == "image" and task != "generate":
+            most = limits.max_input_images
         if len(given) > most:
-            raise _bad_image(given[most], f"send at most {most} {kinds}", code="too_many_images")
+            problem = f"send at most {most} {medium.plural}"
+            raise _bad_image(given[most], problem, code="too_many_images")
 
 
 def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:

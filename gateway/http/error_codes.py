@@ -21,7 +21,7 @@ ERROR_CODES: dict[str, tuple[int, str]] = {
         400,
         "The image, video or audio exceeds a limit of bytes, pixels or frames.",
     ),
-    "too_many_images": (400, "The request has more images, videos or audio parts than allowed."),
+    "too_many_images": (400, "The request has more images, videos or audio files than allowed."),
     "invalid_image_url": (400, "The URL is neither a base64 `data:` URL nor of an allowed host."),
     "file_not_found": (
         400,

@@ -15,12 +15,10 @@ from struct import unpack_from
 
 from msgspec import Struct
 
+from shared.media import MEDIA
 from shared.protocol import MediaKind
 from shared.settings.limits import LimitSettings
 
-AUDIO_NAMES = "WAV, MP3, FLAC, Ogg, M4A, AAC or WebM"
-FORMAT_NAMES = "PNG, JPEG, WebP, GIF or AVIF"
-CONTAINER_NAMES = "MP4, WebM, AVI or MPEG-TS"
 _MP4_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"skip", b"free"})
 _AUDIO = {b"OggS": "audio/ogg", b"fLaC": "audio/flac", b"ID3": "audio/mpeg"}
 _AUDIO_OF_VIDEO = {"video/mp4": "audio/mp4", "video/webm": "audio/webm"}
@@ -73,7 +71,9 @@ def read_header(data: bytes) -> ImageHeader:
             return _read_avif(data)
     except (IndexError, ValueError, StructError):
         raise ImageRefused("The image is damaged: its size cannot be read.") from None
-    raise ImageRefused(f"Unsupported image: send {FORMAT_NAMES}.", code="unsupported_image")
+    raise ImageRefused(
+        f"Unsupported image: send {MEDIA['image'].formats}.", code="unsupported_image"
+    )
 
 
 def find_container(data: bytes) -> str | None:

@@ -19,9 +19,6 @@ from msgspec.structs import replace
 from gateway.http.errors import InvalidRequest
 from gateway.media.fetch import ImageFetcher
 from gateway.media.header import (
-    AUDIO_NAMES,
-    CONTAINER_NAMES,
-    FORMAT_NAMES,
     ImageRefused,
     check_header,
     find_audio,
@@ -30,6 +27,7 @@ from gateway.media.header import (
     read_header,
 )
 from shared.blobs.api import BlobStore
+from shared.media import MEDIA
 from shared.protocol import FRAMES_TYPE, ImageRef, MediaKind, VideoOptions
 from shared.settings.limits import LimitSettings
 
@@ -37,12 +35,6 @@ Encoded = TypeVar("Encoded", str, bytes)
 
 _INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are read on the event loop
 _LEAST_BYTES_PER_S = 1024 * 1024  #: of a fetched video or audio
-_NAMES: dict[MediaKind, str] = {
-    "image": FORMAT_NAMES,
-    "video": CONTAINER_NAMES,
-    "audio": AUDIO_NAMES,
-}
-_A: dict[MediaKind, str] = {"image": "an image", "video": "a video", "audio": "audio"}
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 
 
@@ -133,7 +125,7 @@ class ImageLoader:
             media_type = ref.media_type.replace("video/", "audio/")
             ref = replace(ref, video=None, media_type=media_type)
         if ref.kind != source.kind:
-            raise ImageRefused(f"The file is {_A[ref.kind]}: send it as {ref.kind}_url.")
+            raise ImageRefused(f"The file is of the kind {ref.kind}: send it as {ref.kind}_url.")
         if source.video is not None:
             ref = replace(ref, video=source.video)
         reserve(ref.num_bytes)
@@ -165,7 +157,7 @@ class ImageLoader:
                 "(the operator may set gateway.remote_images).",
                 code="invalid_image_url",
             )
-        most = self._max_bytes(source.kind)
+        most = MEDIA[source.kind].max_bytes(self.limits)
         more_s = 0.0 if source.kind == "image" else most / _LEAST_BYTES_PER_S
         return await self.fetcher.fetch(url, reserve, most, more_s)
 
@@ -173,13 +165,12 @@ class ImageLoader:
         comma = url.find(",", 0, 256)
         head = url[:comma].lower()
         if comma < 0 or not head.endswith(";base64"):
-            example = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+            example = MEDIA[source.kind].media_type
             raise ImageRefused(
-                f"The data: URL is not base64: send data:{example[source.kind]};base64,...",
+                f"The data: URL is not base64: send data:{example};base64,...",
                 code="invalid_image_url",
             )
-        if (len(url) - comma - 1) // 4 * 3 > self._max_bytes(source.kind) + 2:
-            raise self._too_many_bytes(source.kind)
+        self._check_bytes((len(url) - comma - 1) // 4 * 3 - 2, source.kind)
         if source.video is not None and head == f"data:{FRAMES_TYPE};base64":
             return self._from_frames(url[comma + 1 :].split(","), source.video)
         return self._check(decode_base64(url[comma + 1 :]), source)
@@ -211,31 +202,24 @@ class ImageLoader:
         return _refer(msgspec.msgpack.encode(frames), FRAMES_TYPE, 0, 0, video)
 
     def _check(self, data: bytes, source: ImageSource) -> LoadedImage:
-        kind, names = source.kind, _NAMES[source.kind]
+        kind, formats = source.kind, MEDIA[source.kind].formats
         if not data:
-            raise ImageRefused(f"The {kind} is empty: send {names}.")
-        if len(data) > self._max_bytes(kind):
-            raise self._too_many_bytes(kind)
+            raise ImageRefused(f"The {kind} is empty: send {formats}.")
+        self._check_bytes(len(data), kind)
         if kind == "image":
             header = read_header(data)
             check_header(header, self.limits)
             return _refer(data, header.media_type, header.width, header.height, None)
         media_type = find_audio(data) if kind == "audio" else find_container(data)
         if media_type is None:
-            raise ImageRefused(f"Unsupported {kind}: send {names}.", code="unsupported_image")
+            raise ImageRefused(f"Unsupported {kind}: send {formats}.", code="unsupported_image")
         return _refer(data, media_type, 0, 0, source.video)
 
-    def _max_bytes(self, kind: MediaKind) -> int:
-        limits = self.limits
-        return {
-            "image": limits.max_image_bytes, "video": limits.max_video_bytes, "audio": limits.max_audio_bytes,
-        }[kind]  # fmt: skip
-
-    def _too_many_bytes(self, kind: MediaKind) -> ImageRefused:
-        return ImageRefused(
-            f"The {kind} is too large: send at most {self._max_bytes(kind)} bytes.",
-            code="image_too_large",
-        )
+    def _check_bytes(self, num_bytes: int, kind: MediaKind) -> None:
+        most = MEDIA[kind].max_bytes(self.limits)
+        if num_bytes > most:
+            message = f"The {kind} is too large: send at most {most} bytes."
+            raise ImageRefused(message, code="image_too_large")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

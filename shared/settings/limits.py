@@ -122,7 +122,7 @@ class LimitSettings(Group):
     max_video_cpu_s: float = Field(default=30.0, gt=0)
     """Seconds of CPU time for decoding one video or audio file."""
     max_audios: int = Field(default=4, ge=0)
-    """Audio parts of a request."""
+    """Audio files of a request."""
     max_audio_bytes: int = Field(default=25 * MIB, ge=1)
     """Bytes of one audio file."""
     max_audio_s: float = Field(default=1800.0, gt=0)

@@ -120,7 +120,7 @@ def test_a_bad_part_is_a_400_that_names_its_field(client: httpx.Client, part, fi
 def test_more_audio_than_the_limit_is_refused_by_the_first_beyond_it(client: httpx.Client):
     error = chat(client, *[input_audio(base())] * 5).json()["error"]
     assert error["param"] == "messages.[0].content.[4].input_audio"
-    assert "send at most 4 audio parts" in error["message"]
+    assert "send at most 4 audio files" in error["message"]
 
 
 def test_uploaded_audio_is_used_by_its_id(client: httpx.Client):

@@ -31,6 +31,7 @@ from engines.base import (
 )
 from engines.image_decoder import decode_image
 from shared.blobs.api import BlobReader, BlobsUnavailable
+from shared.media import MEDIA
 from shared.protocol import (
     BlobRef,
     Call,
@@ -222,20 +223,19 @@ class Preprocessor:
 
     async def _media_file(self, image: ImageRef, tenant: str) -> bytes:
         """The file of a video or audio; cached if only a part of it is used. Raises: InvalidImage, ImageUnavailable."""
-        capabilities, limits = self._capabilities, self._limits
-        if image.kind == "audio":
-            what, most, is_taken = "audio", limits.max_audio_bytes, capabilities.max_audio_s > 0
-        else:
-            what, most, is_taken = "a video", limits.max_video_bytes, capabilities.takes_video
+        medium = MEDIA[image.kind]
+        engine = self._capabilities
+        is_taken = engine.max_audio_s > 0 if image.kind == "audio" else engine.takes_video
         if self._videos is None or not is_taken:
-            raise InvalidImage(f"This model takes no {what.removeprefix('a ')}.")
-        name = f"{what} of the request"
+            raise InvalidImage(f"This model takes no {medium.plural}.")
+        name = f"the {image.kind} of the request"
         if image.end_s:
             data = await self._cached(image, name, tenant)
         else:
             data = await self._fetch(image, name)
+        most = medium.max_bytes(self._limits)
         if len(data) > most:
-            raise InvalidImage(f"{what} has {len(data)} bytes: send at most {most}")
+            raise InvalidImage(f"The {image.kind} has {len(data)} bytes: send at most {most}.")
         return data
 
     async def _segment_ends(self, image: ImageRef, tenant: str) -> tuple[float, ...]:
@@ -387,9 +387,7 @@ def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[st
         return (
             ("messages", len(task.messages), limits.max_messages),
             ("text characters", num_chars, limits.max_text_chars),
-            ("images", kinds["image"], limits.max_images),
-            ("videos", kinds["video"], limits.max_videos),
-            ("audio parts", kinds["audio"], limits.max_audios),
+            *((each.plural, kinds[kind], each.max_count(limits)) for kind, each in MEDIA.items()),
             ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
             ("stop strings", len(sampling.stop), limits.max_stop_strings),
             ("stop token ids", len(sampling.stop_token_ids), limits.max_stop_token_ids),

@@ -76,7 +76,8 @@ from gateway.api.tools import check_arguments, find_tools, read_call, read_offer
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
-from gateway.media.header import AUDIO_NAMES, CONTAINER_NAMES, FORMAT_NAMES
+from gateway.media.loader import ImageSource
+from shared.media import MEDIA
 from shared.protocol import (
     CallEvent,
     CallPiece,
@@ -259,33 +260,37 @@ class _Messages:
         if isinstance(part, RefusalContent):
             return conversation.text(part.refusal)
         if isinstance(part, InputAudioContent):
-            return conversation.audio(part.input_audio.url, f"{param}.input_audio", role)
+            where = f"{param}.input_audio"
+            return conversation.medium(
+                ImageSource(part.input_audio.url, where, is_audio=True), role
+            )
         if isinstance(part, AudioContent):
             audio = part.audio_url
             url = audio if isinstance(audio, str) else audio.url
-            return conversation.audio(url, f"{param}.audio_url", role)
+            return conversation.medium(ImageSource(url, f"{param}.audio_url", is_audio=True), role)
         if isinstance(part, VideoContent):
             return self._video(part.video_url, role, f"{param}.video_url")
         if not isinstance(part, ImageContent | InputImageContent):
             return conversation.text(part.text)
         url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
         bounds = self._bounds(part if isinstance(part, ImageContent) else None, param)
-        return conversation.image(url, f"{param}.image_url", role, bounds)
+        return conversation.medium(ImageSource(url, f"{param}.image_url", None, *bounds), role)
 
     def _file(self, file: FileField, role: Role, param: str) -> Part:
         conversation = self._conversation
         if file.file_id is not None:
             where = f"{param}.file_id"
             options = self._options(VideoUrl(url=file.file_id), where)
-            return conversation.image(file.file_id, where, role, self._bounds(), options)
+            source = ImageSource(file.file_id, where, None, *self._bounds(), if_video=options)
+            return conversation.medium(source, role)
         data, param = file.file_data or "", f"{param}.file_data"
         media_type, _, encoded = data.partition(";base64,")
         if media_type.startswith("data:image/"):
-            return conversation.image(data, param, role, self._bounds())
+            return conversation.medium(ImageSource(data, param, None, *self._bounds()), role)
         if media_type.startswith("data:video/"):
             return self._video(data, role, param)
         if media_type.startswith("data:audio/"):
-            return conversation.audio(data, param, role)
+            return conversation.medium(ImageSource(data, param, is_audio=True), role)
         if not media_type.startswith(("data:text/", "data:application/json")):
             raise invalid(param, "send a data: URL of text, an image, a video or audio, in base64")
         try:
@@ -296,7 +301,8 @@ class _Messages:
     def _video(self, given: VideoUrl | str, role: Role, param: str) -> Part:
         video = VideoUrl(url=given) if isinstance(given, str) else given
         options = self._options(video, param)
-        return self._conversation.video(video.url, param, role, options, self._bounds())
+        source = ImageSource(video.url, param, None, *self._bounds(), options)
+        return self._conversation.medium(source, role)
 
     def _options(self, video: VideoUrl, param: str) -> VideoOptions:
         """Which frames are used, by the part or else by the request."""
@@ -500,12 +506,12 @@ def _bytes(entry: TokenLogprob) -> tuple[int, ...]:
 def _describe_fields(properties: dict[str, Any], limits: LimitSettings) -> None:
     properties["messages"]["description"] = (
         f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
-        f"together. An image: {FORMAT_NAMES} of at most {limits.max_image_bytes} bytes, "
+        f"together. An image: {MEDIA['image'].formats} of at most {limits.max_image_bytes} bytes, "
         f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
-        f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {CONTAINER_NAMES} "
+        f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {MEDIA['video'].formats} "
         f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds, "
         f"{limits.max_frame_pixels} pixels a frame and {limits.max_video_frames} chosen frames. "
-        f"At most {limits.max_audios} audio files: {AUDIO_NAMES} of at most {limits.max_audio_bytes} bytes "
+        f"At most {limits.max_audios} audio files: {MEDIA['audio'].formats} of at most {limits.max_audio_bytes} bytes "
         f"and {limits.max_audio_s:g} seconds."
     )
     for name in StructuredFields.__annotations__:

@@ -44,6 +44,7 @@ from gateway.api.tools import FunctionField, Offer, check_arguments, find_tools
 from gateway.calls.surface import Plan
 from gateway.http.errors import NotFound
 from gateway.http.exchange import RequestContext
+from gateway.media.loader import ImageSource
 from shared.protocol import (
     ChatMessage,
     Generate,
@@ -282,7 +283,9 @@ def _go_on(conversation: Conversation, kept: Continued) -> None:
         parts = tuple(
             conversation.text(part.text)
             if isinstance(part, TextPart)
-            else conversation.kept_image(kept.images[part.image], "previous_response_id")
+            else conversation.medium(
+                ImageSource("", "previous_response_id", kept.images[part.image]), message.role
+            )
             for part in message.parts
         )
         conversation.add(
@@ -382,9 +385,10 @@ class _Items:
         if isinstance(part, RefusalContent):
             return self._conversation.text(part.refusal)
         if isinstance(part, InputFile):
-            return self._conversation.image(part.file_id, f"{param}.file_id", role)
+            return self._conversation.medium(ImageSource(part.file_id, f"{param}.file_id"), role)
         if isinstance(part, InputAudio):
-            return self._conversation.audio(part.input_audio.url, f"{param}.input_audio", role)
+            audio = ImageSource(part.input_audio.url, f"{param}.input_audio", is_audio=True)
+            return self._conversation.medium(audio, role)
         if not isinstance(part, InputImage | InputVideo):
             return self._conversation.text(part.text)
         kind = "image" if isinstance(part, InputImage) else "video"
@@ -393,10 +397,10 @@ class _Items:
         source = url if part.file_id is None else part.file_id
         if source is None:
             raise invalid(f"{param}.{kind}_url", f"send the {kind} as a data: URL in base64")
-        if isinstance(part, InputVideo):
-            options = part.options(param, self._limits)
-            return self._conversation.video(source, f"{param}.{name}", role, options)
-        return self._conversation.image(source, f"{param}.{name}", role)
+        options = part.options(param, self._limits) if isinstance(part, InputVideo) else None
+        return self._conversation.medium(
+            ImageSource(source, f"{param}.{name}", video=options), role
+        )
 
 
 def _thought(content: str | Sequence[InputPart]) -> str:
