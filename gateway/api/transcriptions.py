@@ -196,9 +196,13 @@ class Translations(Surface):
         options = replace(plan.options, segment_ends=tuple(segment_ends))
         if num_segments == 1:
             return replace(plan, options=options)
-        parts = tuple(pairwise((0.0, *segment_ends)))
-        tasks = [*plan.tasks] * num_segments
-        return replace(plan, options=options, tasks=tasks, parts=parts, num_prompts=num_segments)
+        return replace(
+            plan,
+            tasks=[*plan.tasks] * num_segments,
+            options=options,
+            audio_parts=tuple(pairwise((0.0, *segment_ends))),
+            num_prompts=num_segments,
+        )
 
     def answer(self, options: TranscriptOptions, head: AnswerHead) -> Answer:
         return TranscriptAnswer(options)

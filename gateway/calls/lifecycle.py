@@ -338,14 +338,10 @@ class Lifecycle:
             located = [await self.blobs.locate(ref, lives_s) for ref in refs]
             # The request carries the pixel limit, so that every worker builds the same prompt.
             scaled = tuple(map(partial(_scaled, card), sources, located))
-            tasks = (
-                [
-                    task.with_images([replace(ref, start_s=start_s, end_s=end_s) for ref in scaled])
-                    for task, (start_s, end_s) in zip(plan.tasks, plan.parts, strict=True)
-                ]
-                if plan.parts
-                else [task.with_images(scaled) for task in plan.tasks]
-            )
+            tasks = [task.with_images(scaled) for task in plan.tasks]
+            for place, (start_s, end_s) in enumerate(plan.audio_parts):
+                part = [replace(ref, start_s=start_s, end_s=end_s) for ref in scaled]
+                tasks[place] = tasks[place].with_images(part)
             call = await self._queue(plan, tasks, card, context, clock, resumable_id)
             call.images = refs
         except BaseException as error:

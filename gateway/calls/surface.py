@@ -57,8 +57,8 @@ class Plan(Struct, frozen=True):
     images: Sequence[ImageSource] = ()
     #: `images`, if they are loaded already.
     loaded: Sequence[LoadedImage] = ()
-    #: Start and end of the part of the audio that each task has; empty: all of it. Units: seconds.
-    parts: Sequence[tuple[float, float]] = ()
+    #: Start and end of each task's part of the audio; empty: all of it. Units: seconds.
+    audio_parts: Sequence[tuple[float, float]] = ()
     #: Number of prompts; each run of `len(tasks) // num_prompts` tasks has the same prompt, whose tokens are billed
     #: once.
     num_prompts: int = 1
