@@ -1,6 +1,7 @@
 """Audio of strangers: one channel at the wanted rate, or a sentence; the next file is decoded either way."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -147,12 +148,21 @@ def test_audio_that_the_model_takes_whole_is_one_segment(pool: VideoPool):
 @given(
     name=st.sampled_from(["wav", "mp3", "flac", "opus", "m4a"]),
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),
+    start_s=st.sampled_from([0.0, 0.5, 1.5]),
 )
-def test_audio_of_changed_bytes_is_refused_or_decoded(pool: VideoPool, name: str, edits):
+def test_audio_of_changed_bytes_is_refused_or_decoded(
+    pool: VideoPool, name: str, edits: list[tuple[int, int]], start_s: float
+):
     data = bytearray(sound(name))
     for place, value in edits:
         data[place % len(data)] = value
-    try:
-        decode(pool, bytes(data), SOUNDS[name][1])
-    except InvalidImage:
-        return
+    ref = ImageRef("", len(data), SOUNDS[name][1], 0, 0)
+    with suppress(InvalidImage):
+        decode(pool, bytes(data), ref.media_type)
+    with suppress(InvalidImage), pool.open_audio(bytes(data), ref, 0.6) as audio:
+        ends = audio.info.segment_ends
+        assert sorted(ends) == list(ends)
+        assert all(end - start <= 0.6 + 1e-9 for start, end in pairwise((0.0, *ends)))
+    part = replace(ref, start_s=start_s, end_s=start_s + 0.5)
+    with suppress(InvalidImage), pool.open_audio(bytes(data), part) as audio:
+        assert len(audio.samples(RATE)) <= 4 * RATE
