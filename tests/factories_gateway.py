@@ -255,6 +255,7 @@ class ScriptedWorker:
 
     def __init__(self, redis: Redis, redis_blocking: Redis, prefix: str, card: ModelCard) -> None:
         self.script: Script = say_hello
+        self.find: Script = find_segments
         self.segment_ends = (2.0,)
         self.answers: list[Answer] = []
         self.cancelled = asyncio.Event()
@@ -288,7 +289,7 @@ class ScriptedWorker:
                 answer, script = Answer(self, claim), self.script
                 task = answer.request.task
                 if isinstance(task, Tokenize) and task.finds_segments:
-                    script = find_segments
+                    script = self.find
                 else:
                     self.answers.append(answer)
                 self._tasks.append(asyncio.ensure_future(script(answer)))

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = b"x-vlm-package"
 _WATCH_AFTER_S = 0.02  #: before checking whether the client has disconnected
+_LEAST_TIMEOUT_S = 0.1  #: of a request whose media took all of its time
 #: Images that are not released expire this long after the request's deadline.
 _IMAGE_GRACE_S = 60.0
 
@@ -414,10 +415,11 @@ class Lifecycle:
             calls = [replace(call, id=call.id + shard) for call in calls] if shard else calls
         reservation = self.key_limits.reservation(calls, card)
         clock.submitted_at = time.perf_counter()
+        timeout_s = self.settings.request_timeout_s
         try:
             call = await self.dispatcher.submit(
                 calls,
-                timeout_s=self.settings.request_timeout_s,
+                timeout_s=max(_LEAST_TIMEOUT_S, timeout_s - clock.image_decode_s),
                 max_waiting=self.key_limits.max_waiting(plan.priority),
                 reservation=reservation,
                 affinity=affinity,

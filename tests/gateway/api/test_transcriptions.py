@@ -11,7 +11,14 @@ from msgspec.structs import replace
 from shared.protocol import ErrorCode, Generate
 from shared.settings.limits import LimitSettings
 from tests.factories_audio import sound
-from tests.factories_gateway import CARD, Answer, RunningGateway, ScriptedWorker, say_nothing
+from tests.factories_gateway import (
+    CARD,
+    Answer,
+    RunningGateway,
+    ScriptedWorker,
+    find_segments,
+    say_nothing,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.parametrize("card", [replace(CARD, supports_audio=True)])
@@ -160,6 +167,17 @@ async def test_a_client_that_leaves_while_the_file_is_cut_is_noticed(gateway, wo
     await until(lambda: queue.num_open == 1)
     waiting.cancel()
     await until(lambda: queue.num_open == 0)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 60.0}}])
+async def test_the_time_in_which_a_file_is_cut_counts_for_the_deadline(gateway, worker, changes):
+    async def find_slowly(answer: Answer) -> None:
+        await asyncio.sleep(1.0)
+        await find_segments(answer)
+
+    worker.find = find_slowly
+    assert (await post(gateway)).status_code == 200
+    assert {answer.claim.remaining_s <= 59.0 for answer in worker.answers} == {True}
 
 
 async def test_more_segments_than_the_limit_are_refused(gateway, worker):
