@@ -127,6 +127,7 @@ class PreparedImage(msgspec.Struct, frozen=True):
 
     image_hash: str
     content: Any
+    frames: tuple[int, int] | None = None  #: of a video: how many are used, and how many it has
 
 
 #: Decodes bytes with the expected (width, height) to an RGB image. Raises: InvalidImage.
@@ -234,14 +235,14 @@ def can_decode_video() -> bool:
     return find_spec("av") is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenization:
+class Tokenization(msgspec.Struct, frozen=True):
     """The result of `Engine.tokenize`: token ids with their spellings, or a text; or the segments of audio."""
 
     token_ids: Sequence[int] = ()
     strings: Sequence[str] = ()
     text: str = ""
     segment_ends: tuple[float, ...] = ()  #: of `Tokenize.finds_segments`
+    frames: tuple[tuple[int, int], ...] = ()  #: of each video, as in `PreparedImage`
 
 
 class EngineInput(Protocol):

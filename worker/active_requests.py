@@ -326,6 +326,7 @@ class ActiveRequests:
                 tuple(made.strings),
                 made.text,
                 made.segment_ends,
+                made.frames,
             ),
         )
         timings = active.timings(StageTimings())

@@ -57,6 +57,11 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     tools: list[ToolField] | None = None
 
 
+class VideoFrames(msgspec.Struct):
+    used: int
+    total: int
+
+
 class TokenList(msgspec.Struct):
     """The answer: `count` tokens, including those of images."""
 
@@ -64,6 +69,8 @@ class TokenList(msgspec.Struct):
     max_model_len: int
     tokens: Sequence[int]
     token_strs: Sequence[str] | None = None
+    #: Of each video.
+    frames: list[VideoFrames] | msgspec.UnsetType = msgspec.UNSET
 
 
 class DetokenizeRequest(RequestStruct, frozen=True, kw_only=True):
@@ -142,7 +149,10 @@ class Tokenization(Surface):
     def answer(self, options: TokenizeOptions, head: AnswerHead) -> Answer:
         def to_list(made: Tokenized) -> TokenList:
             strings = made.strings if options.with_strings else None
-            return TokenList(made.num_tokens, options.max_model_len, made.token_ids, strings)
+            frames = [VideoFrames(*counts) for counts in made.frames] or msgspec.UNSET
+            return TokenList(
+                made.num_tokens, options.max_model_len, made.token_ids, strings, frames
+            )
 
         return TokenizedAnswer(to_list)
 

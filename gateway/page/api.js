@@ -50,7 +50,7 @@ export async function revokeKey(name) {
   return (await call(`v1/admin/keys/${encodeURIComponent(name)}`, { method: "DELETE" })).json();
 }
 
-/** `{count, max_model_len}` of messages. Throws ApiError. */
+/** `{count, max_model_len, frames}` of messages. Throws ApiError. */
 export async function countTokens(body) {
   return (await post("tokenize", body)).json();
 }

@@ -195,9 +195,10 @@ async function showTokens(added) {
   const { id: model, tasks } = chosenModel() ?? {};
   if (!tasks?.includes("tokenize")) return;
   const messages = new Conversation({ exchanges: [{ question: { text: "", images: [added] } }] }).toMessages();
-  const { count, max_model_len: most } = await countTokens({ model, messages });
-  const [taken, room] = [count, most].map((number) => number?.toLocaleString("en"));
-  showHint(`${added.name} takes ${taken}${room ? ` of ${room}` : ""} tokens.`);
+  const { count, max_model_len: most, frames } = await countTokens({ model, messages });
+  const share = (part, whole) => [part, whole].filter(Boolean).map((number) => number.toLocaleString("en")).join(" of ");
+  const seen = frames ? `${share(frames[0].used, frames[0].total)} frames, ` : "";
+  showHint(`${added.name} takes ${seen}${share(count, most)} tokens.`);
 }
 
 async function addSample(blob, name) {

@@ -224,6 +224,9 @@ class Tokenized(Event, frozen=True):
     text: str = ""  #: of the token ids
     #: Where the audio is cut into segments that the model takes; the last is its length. Units: seconds.
     segment_ends: tuple[float, ...] = ()
+    frames: tuple[
+        tuple[int, int], ...
+    ] = ()  #: of each video: how many are used, and how many it has
 
 
 class Finished(Event, frozen=True):

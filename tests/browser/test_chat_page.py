@@ -118,7 +118,9 @@ def test_a_video_is_sent_and_shown(page: ChatPage):
     page.give("drop", data, "clip.webm", "video/webm")
     page.wait_for(lambda: len(page.find_all("#tray video")) == 1)
     said = page.wait_for(lambda: page.find("#hint").text)
-    assert re.fullmatch(r"clip\.webm takes [\d,]+ of [\d,]+ tokens\.", said)
+    assert re.fullmatch(
+        r"clip\.webm takes [\d,]+ of [\d,]+ frames, [\d,]+ of [\d,]+ tokens\.", said
+    )
     page.ask("What moves?")
     page.wait_for_end()
     assert "media decode" in page.facts

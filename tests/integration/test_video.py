@@ -98,6 +98,12 @@ def test_tokens_of_a_video_are_tokens_of_the_prompt(client: httpx.Client):
     assert (usage["prompt_tokens"], details["image_tokens"], details["text_tokens"]) == (60, 32, 28)
 
 
+def test_the_tokenizer_says_how_many_frames_are_used(client: httpx.Client):
+    messages = [{"role": "user", "content": [video(data_url(), num_frames=4)]}]
+    told = client.post("/tokenize", json={"model": "mock", "messages": messages}).json()
+    assert told["frames"] == [{"used": 4, "total": 50}]
+
+
 def test_frames_are_a_video(client: httpx.Client):
     files = []
     for shade in (0, 90, 180):

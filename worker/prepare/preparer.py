@@ -140,7 +140,8 @@ class Preprocessor:
         if request.adapter and self._hold_adapter is not None:
             await self._hold_adapter(request.adapter)
         if isinstance(task, Tokenize):
-            return await self._text_threads.run(tenant, lambda: self._engine.tokenize(task, images))
+            made = await self._text_threads.run(tenant, lambda: self._engine.tokenize(task, images))
+            return replace(made, frames=tuple(each.frames for each in images if each.frames))
         call = _to_engine_call(request, engine_id, output_token_ids)
         if isinstance(task, Run) and task.common is not None:
             data = await self._cached(task.common, "the session's common data", tenant)
@@ -263,7 +264,8 @@ class Preprocessor:
         self.media.length_s += video.info.length_s
         frames = f"{image.sha256} {video.info} {video.indices} {video.size}"
         key = salted_hash(hashlib.sha256(frames.encode()).hexdigest(), tenant)
-        return PreparedImage(key, content), getattr(content, "nbytes", len(data))
+        counts = len(video.indices or ()), video.info.num_frames
+        return PreparedImage(key, content, counts), getattr(content, "nbytes", len(data))
 
     def _decode_audio(self, data: bytes, image: ImageRef, tenant: str) -> tuple[PreparedImage, int]:
         assert self._videos is not None
