@@ -78,7 +78,7 @@ def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> A
         case "not_found":
             return NotFound(fault.message, param=fault.param, code="not_found")
         case "conflict":
-            return conflict(fault.message, "model_changed", param)
+            return conflict(fault.message, code="model_changed", param=param)
         case "read_only":
             return conflict(fault.message, code="store_read_only")
         case "full":

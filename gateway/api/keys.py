@@ -153,7 +153,7 @@ class Keys(Resource):
         keys = await self._fresh()
         if body.name in keys.records:
             message = "There is a key of this name: take another, or rotate it."
-            raise conflict(message, "key_exists", "name")
+            raise conflict(message, code="key_exists", param="name")
         self._check_budget(body)
         if len(keys.records) >= MAX_KEYS:
             raise invalid("name", f"there are {MAX_KEYS} keys, revoked ones included")
@@ -207,7 +207,7 @@ class Keys(Resource):
         admins = [k for k in keys.records.values() if "admin" in k.roles and k.is_active(now)]
         if admins == [record]:
             message = "This is the last key with the role admin: create another one first."
-            raise conflict(message, "last_admin_key", "name")
+            raise conflict(message, code="last_admin_key", param="name")
         if not record.is_revoked:
             record = next_version(record, is_revoked=True)
             await keys.write(record)
@@ -262,9 +262,11 @@ def _find(keys: KeyDirectory, caller: Caller) -> KeyRecord:
 def _find_active(keys: KeyDirectory, caller: Caller) -> KeyRecord:
     record = _find(keys, caller)
     if record.is_revoked:
-        raise conflict("This key is revoked: create another one.", "key_revoked", "name")
+        raise conflict("This key is revoked: create another one.", code="key_revoked", param="name")
     if not record.is_active(time.time()):  # noqa: TID251
-        raise conflict("This key has expired: create another one.", "key_expired", "name")
+        raise conflict(
+            "This key has expired: create another one.", code="key_expired", param="name"
+        )
     return record
 
 

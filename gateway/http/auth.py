@@ -196,7 +196,7 @@ class WrongKeys:
                 logger.warning("%s sends wrong API keys, more than %d a minute", address, num_keys)
             message = "Too many wrong API keys from this address: send a known key, or retry later."
             wait_s = math.ceil(until - now)
-            raise RateLimited("wrong_keys", message, wait_s, "too_many_wrong_keys")
+            raise RateLimited("wrong_keys", message, wait_s, code="too_many_wrong_keys")
 
 
 def _place(host: str) -> str:

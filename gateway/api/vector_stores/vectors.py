@@ -64,8 +64,8 @@ class StoreVectors:
             raise conflict(
                 "The model that is served under this name is not the one that made the vectors of "
                 "this store: make a new store.",
-                "model_changed",
-                "embedding_model",
+                code="model_changed",
+                param="embedding_model",
             )
         return card
 
