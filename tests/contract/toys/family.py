@@ -5,7 +5,6 @@ tokens of an image stand at one rotary position, so that it takes no more of the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ import torch
 from engines.base import Decode
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.core.sequence import ImageInput, Positions, Prompt
+from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import LLAVA_TEMPLATE
+from engines.text.processor import MultimodalProcessor
 from engines.text.prompt import Item
 from engines.torch_backend.models import llava
 from engines.torch_backend.models.llava import Llava, VLMConfig
@@ -41,30 +42,23 @@ class TiledLlava(Llava):
         return ImageInput(0, count, "example", torch.zeros(2, 3, size, size))
 
 
-@dataclass(frozen=True)
-class TileProcessor:
+class TileProcessor(MultimodalProcessor):
     """Cuts an image to tiles."""
 
-    slot_id: int
-    side: int
-    tile_tokens: int
-    template: str = LLAVA_TEMPLATE
+    def __init__(self, slot_id: int, side: int, tile_tokens: int) -> None:
+        super().__init__(LLAVA_TEMPLATE)
+        self.slot_id, self.side, self.tile_tokens = slot_id, side, tile_tokens
 
     @property
     def image_tokens(self) -> int:
         """Of four tiles, the tokens around them, and the breaks between."""
         return 4 * self.tile_tokens + 2 + 3
 
-    max_pixels: int = 0
-
-    def limit(self, max_pixels: int) -> None:
-        """Its tiles are of one size."""
-
     def process(
         self,
         data: bytes,
         expected_size: tuple[int, int],
-        decode: Decode,
+        decode: Decode = decode_image,
         pixels: PixelLimits = NO_LIMITS,
     ) -> np.ndarray:
         """Shapes: returns (tiles, 3, side, side) float32. Raises: InvalidImage."""
