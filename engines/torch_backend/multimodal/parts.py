@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import greenlet
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -83,7 +84,9 @@ class _Parts(TorchFunctionMode):
         cut = find_cut(func, args, kwargs) if find_cut and "out" not in kwargs else None
         if cut is None or cut.flops <= self._piece_flops:
             result = func(*args, **kwargs)
-            if time.perf_counter() - self._began_at >= PART_S:
+            is_late = time.perf_counter() - self._began_at >= PART_S
+            # Within vmap, which makes masks, other code would run in its batches too.
+            if is_late and peek_interpreter_stack() is None:
                 parent = greenlet.getcurrent().parent
                 assert parent is not None
                 parent.switch()
@@ -208,7 +211,9 @@ _CUTS: dict[Any, Callable[[Any, _Arguments, dict[str, Any]], _Cut | None]] = {
     F.layer_norm: _cut_norm,
     F.rms_norm: _cut_norm,
     F.scaled_dot_product_attention: _cut_attention,
-    **dict.fromkeys((F.conv2d, F.conv3d, torch.conv2d, torch.conv3d), _cut_convolution),
+    **dict.fromkeys(
+        (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d), _cut_convolution
+    ),
     **dict.fromkeys((torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm), _cut_matmul),
     **dict.fromkeys(
         (

@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import greenlet
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -595,8 +596,11 @@ def embeddings_of(
 
     `decoder`: by default, the first module that takes embeddings.
     """
+    own = greenlet.getcurrent()
 
     def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if greenlet.getcurrent() is not own:
+            return  # a step of running streams between two parts of an encoder
         if kwargs.get("inputs_embeds") is not None:
             raise _Caught(kwargs["inputs_embeds"][0])
 

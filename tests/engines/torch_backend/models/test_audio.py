@@ -19,6 +19,7 @@ from engines.base import InvalidImage, InvalidRequest
 from engines.core.sequence import Prompt
 from engines.registry import create_engine
 from engines.text.processor import ChatProcessor
+from engines.torch_backend.multimodal import parts
 from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO
 from shared.protocol import BlobRef, ChatMessage, ImagePart, ImageRef, SamplingParams, TextPart
 from shared.settings.limits import LimitSettings
@@ -236,6 +237,13 @@ def loaded(
 @pytest.mark.parametrize("way", WAYS if IS_LONG else QUICK_WAYS)
 def test_tokens_are_those_of_transformers(loaded: Loaded, way: Way) -> None:
     assert way(loaded.start, loaded.requests) == loaded.expected
+
+
+def test_streams_go_on_while_audio_is_encoded_in_parts(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "PART_S", 0.0)
+    assert ways.run_beside_smooth_streams(loaded.start, loaded.requests) == loaded.expected
 
 
 def test_answers_differ(loaded: Loaded) -> None:

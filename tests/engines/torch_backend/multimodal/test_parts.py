@@ -28,6 +28,9 @@ OPERATIONS: dict[str, Callable[[], Tensor]] = {
     "convolution of an image": lambda: F.conv2d(
         numbers(1, 3, 28, 28), numbers(8, 3, 7, 7), numbers(8), stride=7
     ),
+    "convolution of sound": lambda: F.conv1d(
+        numbers(1, 4, 40), numbers(8, 4, 3), numbers(8), stride=2, padding=1
+    ),
     "padded convolution": lambda: F.conv2d(
         numbers(2, 4, 16, 16), numbers(8, 4, 3, 3), None, (2, 2), (1, 1)
     ),
@@ -42,6 +45,7 @@ OPERATIONS: dict[str, Callable[[], Tensor]] = {
     "elementwise": lambda: F.gelu(numbers(1, 90, 8), approximate="tanh") * numbers(90, 1) + 1.0,
     "broadcast to the left": lambda: numbers(8) + numbers(30, 8),
     "a result that is given": lambda: torch.add(numbers(40, 8), 1.0, out=torch.empty(40, 8)),
+    "vmap": lambda: torch.vmap(lambda row: (row * 2).sum())(numbers(6, 8)) + numbers(6),
     "a module of the model": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))(
         numbers(1, 40, 8)
     ).detach(),
@@ -64,6 +68,7 @@ def run(generator: Generator[None, None, Any]) -> tuple[int, Any]:
             return num_parts, stop.value
         num_parts += 1
         assert torch.ones(3, 3).matmul(torch.ones(3)).tolist() == [3, 3, 3]
+        assert torch.rand(3, generator=torch.Generator()).max() <= 1  # vmap refuses it
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
