@@ -974,7 +974,7 @@ REFUSED = [
                 },
             },
         ),
-        "cross attention, which is not supported",
+        "cross attention to images are not supported",
     ),
     (
         visual(
@@ -988,7 +988,7 @@ REFUSED = [
             "Fuyu",
             lambda: {"text_config": {**TEXT, "model_type": "persimmon"}, "image_token_id": 302, "patch_size": 14},
         ),
-        "FuyuProcessor makes no pixel_values",
+        "FuyuProcessor returns no pixel_values",
     ),
 ]  # fmt: skip
 #: Says what is said, and where images are.

@@ -228,7 +228,7 @@ HOSTILE: list[tuple[Any, dict[str, Tensor | None], str]] = [
     (formats.packed(4, 64), {"weight_scale": torch.ones(256, 1)}, r"weight_scale is \(256, 1\)"),
     (formats.packed(symmetric=False), {"weight_zero_point": None}, "weight_zero_point is missing"),
     (formats.int8(), {"weight": torch.zeros(256, 256)}, "weight is of the type F32, not I8"),
-    (formats.int8(), {"weight_scale": None}, "weight holds int8"),
+    (formats.int8(), {"weight_scale": None}, "weight is int8"),
     (
         formats.int8(),
         {"weight_zero_point": torch.ones(256, 1).char()},
