@@ -256,7 +256,7 @@ class ScriptedWorker:
     def __init__(self, redis: Redis, redis_blocking: Redis, prefix: str, card: ModelCard) -> None:
         self.script: Script = say_hello
         self.find: Script = find_segments
-        self.segment_ends = (2.0,)
+        self.segment_ends: tuple[float, ...] = (2.0,)
         self.answers: list[Answer] = []
         self.cancelled = asyncio.Event()
         self.card = card
