@@ -126,9 +126,9 @@ class AudioFile:
                 loudness += [0.0] * (step + 1 - len(loudness))
                 loudness[step] += sum(map(abs, samples[start : start + _STEP_SAMPLES]))
         longest, start, ends = int(longest_s * _STEPS_PER_S), 0, []
-        while len(loudness) - start > longest:
+        while end_s * _STEPS_PER_S - start > longest:
             # The last segment is not shorter than a third.
-            last = min(start + longest, len(loudness) - longest // 3)
+            last = min(start + longest, int(end_s * _STEPS_PER_S) - longest // 3)
             steps = range(last, start + longest * 2 // 3 - 1, -1)
             start = min(steps, key=lambda step: sum(loudness[step - 2 : step + 2]))
             ends.append(start / _STEPS_PER_S)

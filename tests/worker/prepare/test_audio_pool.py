@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -125,6 +125,7 @@ def test_segments_end_in_pauses_and_join_to_the_whole(
     pauses=st.lists(st.floats(0.0, 60.0), max_size=8),
     longest_s=st.sampled_from([5.0, 7.5, 10.0]),
 )
+@example(seconds=14.515625, pauses=[], longest_s=7.5)  # it ends within a step of 0.1 s
 def test_segments_are_of_similar_length_wherever_the_pauses_are(
     pool: VideoPool, seconds: float, pauses: list[float], longest_s: float
 ):
