@@ -91,32 +91,32 @@ async def test_documents_of_text_and_results_of_searches_are_text(gateway, worke
     assert texts(worker)[1:] == [("assistant", "so"), ("user", "T\nwordsmoreS\nu\nfound")]
 
 
-@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
-@pytest.mark.parametrize("keep_alive", [None, 0, "0s", "5m", -1])
-async def test_ollamas_load_and_unload_need_no_worker(gateway, worker, path, keep_alive):
-    body = {"messages": []} if path == "/api/chat" else {}
-    if keep_alive is not None:
-        body["keep_alive"] = keep_alive
-    _, told = await post(gateway, path, **body)
-    assert told["done"] is True
-    assert told["done_reason"] == ("unload" if keep_alive in (0, "0s") else "load")
-    assert told.get("response", told.get("message", {}).get("content")) == ""
-    assert worker.requests == []
-    response, _ = await post(gateway, path, model="nobody", **body)
-    assert response.status_code == 404
+async def test_ollamas_load_and_unload_need_no_worker(gateway, worker):
+    for path in ("/api/generate", "/api/chat"):
+        for keep_alive in (None, 0, "0s", "5m", -1):
+            body = {"messages": []} if path == "/api/chat" else {}
+            if keep_alive is not None:
+                body["keep_alive"] = keep_alive
+            _, told = await post(gateway, path, **body)
+            assert told["done"] is True
+            assert told["done_reason"] == ("unload" if keep_alive in (0, "0s") else "load")
+            assert told.get("response", told.get("message", {}).get("content")) == ""
+            assert worker.requests == []
+            response, _ = await post(gateway, path, model="nobody", **body)
+            assert response.status_code == 404
 
 
 @pytest.mark.parametrize("card", [replace(CARD, template_options=("enable_thinking",))])
-@pytest.mark.parametrize("stop", [{"Single": "</s>"}, {"Multiple": ["</s>"]}, "</s>", ["</s>"]])
-@pytest.mark.parametrize("thinking", [True, {"type": "enabled"}])
-async def test_candle_vllms_forms(gateway, worker, stop, thinking):
-    body = {"stop": stop, "penalty": 1.5, "repeat_last_n": 64, "thinking": thinking}
-    response, _ = await post(gateway, "/v1/chat/completions", messages=HELLO, **body)
-    assert response.status_code == 200, response.text
-    assert response.headers["x-vlm-ignored"] == "repeat_last_n"
-    task = worker.requests[-1].task
-    assert (task.sampling.stop, task.sampling.repetition_penalty) == (("</s>",), 1.5)
-    assert task.template_options == {"enable_thinking": True}
+async def test_candle_vllms_forms(gateway, worker):
+    for stop in ({"Single": "</s>"}, {"Multiple": ["</s>"]}, "</s>", ["</s>"]):
+        for thinking in (True, {"type": "enabled"}):
+            body = {"stop": stop, "penalty": 1.5, "repeat_last_n": 64, "thinking": thinking}
+            response, _ = await post(gateway, "/v1/chat/completions", messages=HELLO, **body)
+            assert response.status_code == 200, response.text
+            assert response.headers["x-vlm-ignored"] == "repeat_last_n"
+            task = worker.requests[-1].task
+            assert (task.sampling.stop, task.sampling.repetition_penalty) == (("</s>",), 1.5)
+            assert task.template_options == {"enable_thinking": True}
 
 
 async def test_open_webuis_panel(gateway, worker):
@@ -191,9 +191,8 @@ async def test_ping_and_version(gateway):
 BEGUN = [*HELLO, {"role": "assistant", "content": "There are"}]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "ending"),
-    [
+async def test_a_last_message_of_the_assistant_is_continued(gateway, worker):
+    for path, body, ending in (
         ("/v1/chat/completions", {"messages": BEGUN}, "message"),
         ("/v1/chat/completions", {"messages": BEGUN, "continue_final_message": True,
                                   "add_generation_prompt": False}, "message"),
@@ -205,21 +204,19 @@ BEGUN = [*HELLO, {"role": "assistant", "content": "There are"}]
         ("/v1/messages", {"messages": BEGUN, "max_tokens": 9}, "message"),
         ("/v1/responses", {"input": BEGUN}, "message"),
         ("/api/chat", {"messages": BEGUN, "stream": False}, "message"),
-    ],
-)  # fmt: skip
-async def test_a_last_message_of_the_assistant_is_continued(gateway, worker, path, body, ending):
-    response, _ = await post(gateway, path, **body)
-    assert response.status_code == 200, response.text
-    assert "x-vlm-ignored" not in response.headers
-    assert worker.requests[-1].task.ending == ending
+    ):  # fmt: skip
+        response, _ = await post(gateway, path, **body)
+        assert response.status_code == 200, response.text
+        assert "x-vlm-ignored" not in response.headers
+        assert worker.requests[-1].task.ending == ending
 
 
-@pytest.mark.parametrize("skips", [True, False, None])
-async def test_ocr_clients_ask_for_special_tokens_in_the_text(gateway, worker, skips):
-    body = {"skip_special_tokens": skips, "vllm_xargs": {"no_repeat_ngram_size": 100}}
-    response, _ = await post(gateway, "/v1/chat/completions", messages=HELLO, **body)
-    assert response.status_code == 200, response.text
-    assert worker.requests[-1].task.sampling.skip_special_tokens is (skips is not False)
+async def test_ocr_clients_ask_for_special_tokens_in_the_text(gateway, worker):
+    for skips in (True, False, None):
+        body = {"skip_special_tokens": skips, "vllm_xargs": {"no_repeat_ngram_size": 100}}
+        response, _ = await post(gateway, "/v1/chat/completions", messages=HELLO, **body)
+        assert response.status_code == 200, response.text
+        assert worker.requests[-1].task.sampling.skip_special_tokens is (skips is not False)
 
 
 async def test_an_unknown_path_of_ollama_is_an_error_of_text(gateway):
@@ -261,9 +258,8 @@ async def test_codex_cli(gateway, worker):
     assert (response.status_code, told["error"]["param"]) == (404, "input.[1].id")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "name"),
-    [
+async def test_thinking_is_a_hint_for_a_model_that_cannot(gateway):
+    for path, body, name in (
         ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("/v1/chat/completions", {"enable_thinking": True}, "enable_thinking"),
         ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": True}},
@@ -271,12 +267,10 @@ async def test_codex_cli(gateway, worker):
         ("/v1/chat/completions", {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
         ("/api/chat", {"think": True, "stream": False}, "think"),
         ("/api/chat", {"think": "low", "stream": False}, "think"),
-    ],
-)  # fmt: skip
-async def test_thinking_is_a_hint_for_a_model_that_cannot(gateway, path, body, name):
-    response, _ = await post(gateway, path, messages=HELLO, **body)
-    assert response.status_code == 200, response.text
-    assert response.headers["x-vlm-ignored"] == name
+    ):  # fmt: skip
+        response, _ = await post(gateway, path, messages=HELLO, **body)
+        assert response.status_code == 200, response.text
+        assert response.headers["x-vlm-ignored"] == name
 
 
 @pytest.mark.parametrize("card", [replace(CARD, template_options=("reasoning_effort",))])

@@ -176,20 +176,17 @@ async def test_commands_set_show_and_remove_a_route(deployments, capsys):
     assert not routes.read_routes(deployments.store)["n"].versions
 
 
-@pytest.mark.parametrize(
-    ("weights", "status", "says"),
-    [
+async def test_weights_that_cannot_be_are_refused(deployments):
+    for weights, status, says in (
         ({"3f2a": 1}, 400, "weights"),
         ({64 * "0": -1}, 400, "weights"),
         ({64 * "0": 0}, 400, "more than 0"),
         ({64 * "0": 1}, 409, "No worker serves n@000000000000"),
         (dict.fromkeys((f"{n:064}"[::-1] for n in range(17)), 1), 400, "weights"),
-    ],
-)
-async def test_weights_that_cannot_be_are_refused(deployments, weights, status, says):
-    answer = await route(deployments, weights)
-    assert answer.status_code == status
-    assert says in message(answer)
+    ):
+        answer = await route(deployments, weights)
+        assert answer.status_code == status, weights
+        assert says in message(answer)
 
 
 async def test_a_package_that_the_store_lacks_is_refused(deployments):

@@ -84,9 +84,9 @@ def set_all(text):
     return change
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "roles"),
-    [
+async def test_hooks_change_the_texts_of_prompts_on_every_api(gateway, worker, hook):
+    worker.script, hook.on_call = answer_any, upper
+    for path, body, roles in (
         ("/v1/chat/completions", {"messages": [{"role": "system", "content": "be"}, *MESSAGES], "n": 2}, ["system", "user"]),
         ("/v1/completions", {"prompt": ["one", "two"], "n": 2}, ["user", "user"]),
         ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}, ["user"]),
@@ -94,21 +94,18 @@ def set_all(text):
         ("/api/chat", {"messages": MESSAGES, "stream": False}, ["user"]),
         ("/v1/embeddings", {"input": ["hi"]}, ["user"]),
         ("/v1/rerank", {"query": "q", "documents": ["d"]}, ["user", "user"]),
-    ],
-)  # fmt: skip
-async def test_hooks_change_the_texts_of_prompts_on_every_api(
-    gateway, worker, hook, path, body, roles
-):
-    worker.script, hook.on_call = answer_any, upper
-    answer = await gateway.client.post(path, json={"model": MODEL, **body})
-    assert answer.status_code == 200, answer.text
-    [call] = hook.calls
-    assert ([message.role for message in call.messages], call.model) == (roles, MODEL)
-    asked = [text for request in worker.requests for text in request.task.texts()]
-    assert asked
-    assert all(text == text.upper() for text in asked)
-    generates = not path.endswith(("embeddings", "rerank"))
-    assert len(hook.answers) == generates
+    ):  # fmt: skip
+        for of_the_last in (worker.answers, hook.calls, hook.answers):
+            of_the_last.clear()
+        answer = await gateway.client.post(path, json={"model": MODEL, **body})
+        assert answer.status_code == 200, answer.text
+        [call] = hook.calls
+        assert ([message.role for message in call.messages], call.model) == (roles, MODEL)
+        asked = [text for request in worker.requests for text in request.task.texts()]
+        assert asked
+        assert all(text == text.upper() for text in asked)
+        generates = not path.endswith(("embeddings", "rerank"))
+        assert len(hook.answers) == generates
 
 
 async def test_reasoning_and_arguments_of_calls_are_shown_and_images_counted(gateway, worker, hook):
@@ -131,18 +128,15 @@ async def test_reasoning_and_arguments_of_calls_are_shown_and_images_counted(gat
     assert list(request.task.texts()) == ["LOOK", "HM", '{"A":"B"}', "OK", "7"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"), [*TEXT_BODIES.items(), (CHAT, {"messages": MESSAGES, "n": 2})]
-)
-async def test_hooks_change_the_text_of_whole_answers(gateway, hook, path, body):
+async def test_hooks_change_the_text_of_whole_answers(gateway, hook):
     hook.on_answer = set_all("changed")
-    answer = await gateway.client.post(path, json={"model": MODEL, **body})
-    assert answer.status_code == 200, answer.text
-    assert answer.text.count("changed") == body.get("n", 1)
-    assert "Hello" not in answer.text
-    assert [message.role for message in hook.answers[0].messages] == ["assistant"] * body.get(
-        "n", 1
-    )
+    for path, body in (*TEXT_BODIES.items(), (CHAT, {"messages": MESSAGES, "n": 2})):
+        answer = await gateway.client.post(path, json={"model": MODEL, **body})
+        assert answer.status_code == 200, answer.text
+        n = body.get("n", 1)
+        assert answer.text.count("changed") == n
+        assert "Hello" not in answer.text
+        assert [message.role for message in hook.answers[-1].messages] == ["assistant"] * n
 
 
 async def test_a_changed_answer_has_no_logprobs_of_the_old_one(gateway, worker, hook):

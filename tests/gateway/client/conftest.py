@@ -1,13 +1,3 @@
 """Fixtures: a server made of a script."""
 
-from collections.abc import Iterator
-
-import pytest
-
-from tests.loadtest.fake_server import FakeServer, run_fake_server
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeServer]:
-    with run_fake_server() as server:
-        yield server
+from tests.loadtest.conftest import fake as fake

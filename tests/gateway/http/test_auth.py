@@ -22,9 +22,8 @@ with_keys = pytest.mark.parametrize("changes", [KEYS])
 
 
 @with_keys
-@pytest.mark.parametrize(
-    "headers",
-    [
+async def test_without_a_known_key_nothing_passes(gateway, worker, changes):
+    for headers in (
         {},
         {"authorization": ""},
         {"authorization": "Bearer"},
@@ -43,25 +42,22 @@ with_keys = pytest.mark.parametrize("changes", [KEYS])
         {"x-api-key": "Bearer sk-one"},
         [("x-api-key", "sk-one"), ("x-api-key", "sk-one")],
         {"authorization": "Bearer nobody", "x-api-key": "sk-one"},
-    ],
-)
-async def test_without_a_known_key_nothing_passes(gateway, worker, changes, headers):
-    response = await gateway.client.post(CHAT, json=make_body(), headers=headers)
-    assert response.status_code == 401
-    assert response.headers["www-authenticate"] == "Bearer"
-    assert response.headers["x-request-id"]
-    error = response.json()["error"]
-    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
-    assert "sk-" not in response.text
+    ):
+        response = await gateway.client.post(CHAT, json=make_body(), headers=headers)
+        assert response.status_code == 401, headers
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.headers["x-request-id"]
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+        assert "sk-" not in response.text
     assert worker.answers == []
 
 
 @with_keys
-@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-@pytest.mark.parametrize("key", ["sk-one", "sk-two"])
-async def test_each_key_passes(gateway, worker, changes, scheme, key):
-    response = await gateway.chat(headers={"authorization": f"{scheme} {key}"})
-    assert response.status_code == 200
+async def test_each_key_passes(gateway, worker, changes):
+    for given in ("Bearer sk-one", "bearer sk-one", "Bearer sk-two", "bearer sk-two"):
+        response = await gateway.chat(headers={"authorization": given})
+        assert response.status_code == 200, given
 
 
 @with_keys

@@ -21,13 +21,12 @@ async def test_every_file_is_served_without_a_key(gateway):
 
 
 @pytest.mark.parametrize("changes", [KEYS])
-@pytest.mark.parametrize(
-    "path",
-    ["/page", "/page/", "/page/index.html", "/page/../v1/models", "/page/../page.py", "//", "/index.html",
-     "/page/%2e%2e/page.py"],
-)  # fmt: skip
-async def test_nothing_else_is_public_with_the_page(gateway, path):
-    assert (await gateway.client.get(gateway.url + path)).status_code == 401
+async def test_nothing_else_is_public_with_the_page(gateway):
+    for path in (
+        "/page", "/page/", "/page/index.html", "/page/../v1/models", "/page/../page.py", "//",
+        "/index.html", "/page/%2e%2e/page.py",
+    ):  # fmt: skip
+        assert (await gateway.client.get(gateway.url + path)).status_code == 401, path
 
 
 async def test_only_reading_is_answered(gateway):

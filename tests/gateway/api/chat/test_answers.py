@@ -251,9 +251,8 @@ async def test_what_clients_keep_in_their_history_is_skipped(gateway, worker):
     assert list(request.task.texts()) == ["one", "two", "three", "", "four"]
 
 
-@pytest.mark.parametrize(
-    ("path", "near"),
-    [
+async def test_an_unknown_path_is_told_the_right_one(gateway):
+    for path, near in (
         ("/chat/completions", "serves /v1/chat/completions;"),
         ("/v1/v1/chat/completions", "serves /v1/chat/completions;"),
         ("/v1/chat/completions/", "serves /v1/chat/completions;"),
@@ -261,12 +260,10 @@ async def test_what_clients_keep_in_their_history_is_skipped(gateway, worker):
         ("/models", "serves /v1/models;"),
         ("/v1/assistants", "the nearest path is /v1/"),
         ("/v1/responces", "the nearest path is /v1/responses;"),
-    ],
-)
-async def test_an_unknown_path_is_told_the_right_one(gateway, path, near):
-    error = (await gateway.client.post(path, json=make_body())).json()["error"]
-    assert near in error["message"]
-    assert error["code"] == "not_found"
+    ):
+        error = (await gateway.client.post(path, json=make_body())).json()["error"]
+        assert near in error["message"]
+        assert error["code"] == "not_found"
 
 
 async def test_a_conversation_with_images_keeps_its_order(gateway, worker):
@@ -317,10 +314,10 @@ async def test_headers_say_who_and_how_long(gateway, worker):
     assert names == [*STAGES, "total"]
 
 
-@pytest.mark.parametrize("sent", ["", "a b", "x" * 200, 'a"b'])
-async def test_a_request_id_that_is_not_sane_is_replaced(gateway, worker, sent):
-    response = await gateway.chat(headers={"x-request-id": sent})
-    assert re.fullmatch(r"req_[0-9a-f]{32}", response.headers["x-request-id"])
+async def test_a_request_id_that_is_not_sane_is_replaced(gateway, worker):
+    for sent in ("", "a b", "x" * 200, 'a"b'):
+        response = await gateway.chat(headers={"x-request-id": sent})
+        assert re.fullmatch(r"req_[0-9a-f]{32}", response.headers["x-request-id"])
 
 
 @pytest.mark.parametrize("way", ["header", "field"])

@@ -349,12 +349,6 @@ async def test_bodies_that_are_not_plain_json_are_refused(fleet, headers, status
     check_error(response, status, code, None)
 
 
-async def test_a_form_is_no_json_whoever_sends_it(fleet):
-    gateway, _ = fleet
-    for form in ({"files": {"file": b"x"}}, {"data": {"model": "tiny"}}):
-        check_error(await gateway.client.post(CHAT, **form), 400, "invalid_json", None)
-
-
 @pytest.mark.parametrize("charset", ["utf-8", '"UTF-8"'])
 async def test_utf8_may_be_named(fleet, charset):
     gateway, worker = fleet

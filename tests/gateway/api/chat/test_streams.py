@@ -3,6 +3,7 @@
 import asyncio
 import json
 from itertools import accumulate
+from operator import methodcaller
 
 import pytest
 from hypothesis import given, settings
@@ -160,10 +161,8 @@ async def test_logprobs_are_streamed_with_their_tokens(gateway, worker):
     ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("code", "status", "retry"),
-    [
+async def test_a_failure_before_the_answer_has_a_status(gateway, worker):
+    for code, status, retry in (
         (ErrorCode.CONTEXT_LENGTH_EXCEEDED, 400, None),
         (ErrorCode.INVALID_IMAGE, 400, None),
         (ErrorCode.INVALID_REQUEST, 400, None),
@@ -174,20 +173,14 @@ async def test_logprobs_are_streamed_with_their_tokens(gateway, worker):
         (ErrorCode.REQUEST_KILLS_WORKERS, 500, "false"),
         (ErrorCode.DEADLINE_EXCEEDED, 504, "false"),
         (ErrorCode.ENGINE_FAILURE, 500, "false"),
-    ],
-)
-async def test_a_failure_before_the_answer_has_a_status(
-    gateway, worker, stream, code, status, retry
-):
-    async def script(answer: Answer) -> None:
-        await answer.fail(code)
-
-    worker.script = script
-    response = await gateway.chat(make_body(stream=stream))
-    assert response.status_code == status
-    assert response.json()["error"]["code"] == code.value
-    assert response.headers.get("x-should-retry") == retry
-    assert ("retry-after" in response.headers) == (retry == "true")
+    ):
+        worker.script = methodcaller("fail", code)
+        for stream in (False, True):
+            response = await gateway.chat(make_body(stream=stream))
+            assert response.status_code == status, code
+            assert response.json()["error"]["code"] == code.value
+            assert response.headers.get("x-should-retry") == retry
+            assert ("retry-after" in response.headers) == (retry == "true")
 
 
 @pytest.mark.parametrize(

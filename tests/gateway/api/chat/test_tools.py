@@ -27,9 +27,8 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Weather?"}]
 pytestmark = pytest.mark.parametrize("card", [ABLE])
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
+async def test_what_the_model_may_call(gateway, worker):
+    for fields, expected in (
         ({"tools": [TOOL]}, Tools((WEATHER,))),
         ({"tools": [TOOL], "tool_choice": "auto"}, Tools((WEATHER,))),
         ({"tools": [TOOL], "parallel_tool_calls": False}, Tools((WEATHER,), False, False)),
@@ -42,31 +41,16 @@ pytestmark = pytest.mark.parametrize("card", [ABLE])
                 "mode": "required", "tools": [NAMED]}}},
             Tools((WEATHER,), True),
         ),
-    ],
-)  # fmt: skip
-async def test_what_the_model_may_call(gateway, worker, fields, expected):
-    response = await gateway.client.post(CHAT, json=make_body(**fields))
-    assert response.status_code == 200, response.text
-    assert worker.requests[0].task.tools == expected
+    ):  # fmt: skip
+        response = await gateway.client.post(CHAT, json=make_body(**fields))
+        assert response.status_code == 200, response.text
+        assert worker.requests[-1].task.tools == expected
 
 
 DEEP = '{"x": ' + "[" * 2000
 
 
-@pytest.mark.parametrize(
-    ("arguments", "is_whole"),
-    [
-        (DEEP + "]" * 2000 + "}", True),
-        ('{"x": ' + "9" * 5000 + ', "y": 1e999}', True),
-        ('{"x": "]}', False),
-        (DEEP, False),
-        (DEEP + '"' + "]" * 2000 + "}", False),
-    ],
-)
-@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
-async def test_arguments_that_are_whole_are_told_whatever_they_are(
-    gateway, worker, path, arguments, is_whole
-):
+async def test_arguments_that_are_whole_are_told_whatever_they_are(gateway, worker):
     async def call(answer: Answer) -> None:
         await answer.start()
         [event] = answer.deltas("")
@@ -75,11 +59,19 @@ async def test_arguments_that_are_whole_are_told_whatever_they_are(
         await answer.finish(reason=FinishReason.TOOL_CALLS if is_whole else FinishReason.LENGTH)
 
     worker.script = call
-    body = {"model": MODEL, "messages": MESSAGES, "stream": False, "tools": [TOOL]}
-    if path == "/v1/messages":
-        tool = {"name": "get_weather", "input_schema": {"type": "object"}}
-        body |= {"max_tokens": 9, "tools": [tool]}
-    response = await gateway.client.post(path, json=body)
-    assert response.status_code == 200
-    name = "input" if path == "/v1/messages" else "arguments"
-    assert f'"{name}":{arguments if is_whole else {}}' in response.text
+    for arguments, is_whole in (
+        (DEEP + "]" * 2000 + "}", True),
+        ('{"x": ' + "9" * 5000 + ', "y": 1e999}', True),
+        ('{"x": "]}', False),
+        (DEEP, False),
+        (DEEP + '"' + "]" * 2000 + "}", False),
+    ):
+        for path in ("/v1/messages", "/api/chat"):
+            body = {"model": MODEL, "messages": MESSAGES, "stream": False, "tools": [TOOL]}
+            if path == "/v1/messages":
+                tool = {"name": "get_weather", "input_schema": {"type": "object"}}
+                body |= {"max_tokens": 9, "tools": [tool]}
+            response = await gateway.client.post(path, json=body)
+            assert response.status_code == 200
+            name = "input" if path == "/v1/messages" else "arguments"
+            assert f'"{name}":{arguments if is_whole else {}}' in response.text
