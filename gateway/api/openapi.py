@@ -35,7 +35,7 @@ _TOKENS = ("integer", "maximum", "max_output_tokens")
 _LOGPROBS = ("integer", "maximum", "max_top_logprobs")
 _STOPS = ("array", "maxItems", "max_stop_strings")
 #: Operator's limits of fields by name: the JSON type that they bound, the keyword, and the limit.
-_LIMITS = {
+_LIMITS: dict[str, tuple[str, str, str]] = {
     "max_tokens": _TOKENS,
     "max_completion_tokens": _TOKENS,
     "max_output_tokens": _TOKENS,
