@@ -8,6 +8,7 @@ Source: OpenAI API reference, "Create transcription", "Create translation" and "
 "WebVTT".
 """
 
+import re
 from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
@@ -47,6 +48,9 @@ _TEXT_HEADERS: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 _TRANSCRIBE = "Transcribe this audio word by word. Answer with the transcript only."
 _MAX_PROMPT_CHARS = 4096
 _NUMBERS = ("temperature", "stream")  #: fields that are no texts
+
+#: Two characters of Chinese or Japanese, which have no spaces between sentences.
+_UNSPACED = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]{2}")
 
 Format = Literal["json", "text", "verbose_json", "srt", "vtt"]
 
@@ -322,7 +326,7 @@ class TranscriptAnswer:
         num_before = len(self._text)
         while self._open < len(self._texts):
             text = self._texts[self._open]
-            if text and not self._num_sent and self._text and not self._text[-1].isspace():
+            if text and not self._num_sent and self._text and _has_space(self._text[-1] + text[0]):
                 self._text += " "
             self._text += text[self._num_sent :]
             self._num_sent = len(text)
@@ -343,6 +347,11 @@ class TranscriptAnswer:
             f"{escape(text, quote=False) if is_vtt else text}\n\n"
             for number, ((start, end), text) in enumerate(filter(itemgetter(1), shown), 1)
         )
+
+
+def _has_space(around: str) -> bool:
+    """Whether a space separates segments; `around`: the last character of one and the first of the next."""
+    return not around[0].isspace() and not _UNSPACED.fullmatch(around)
 
 
 def _time(seconds: float, point: str) -> str:

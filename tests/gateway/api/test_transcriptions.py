@@ -134,6 +134,23 @@ async def test_a_stream_has_the_text_in_the_order_of_the_segments(gateway, worke
     assert "".join(event["delta"] for event in deltas) == done["text"] == "one 0! 1! 2!"
 
 
+@pytest.mark.parametrize(
+    ("texts", "joined"),
+    [
+        (["one.", "two", "three"], "one. two three"),
+        (["\u4f60\u597d\u3002", "\u4e16\u754c", "ok"], "\u4f60\u597d\u3002\u4e16\u754c ok"),
+        (["\uc548\ub155.", "\uc138\uacc4", ""], "\uc548\ub155. \uc138\uacc4"),
+    ],
+)
+async def test_a_space_joins_segments_of_languages_that_have_spaces(gateway, worker, texts, joined):
+    async def say(answer: Answer) -> None:
+        await answer.start()
+        await answer.finish(texts[answer.choice])
+
+    worker.script = say
+    assert (await post(gateway)).json()["text"] == joined
+
+
 async def test_a_segment_that_fails_fails_the_request_with_its_error_and_ends_the_others(
     gateway, worker
 ):
