@@ -1,4 +1,4 @@
-"""A client of a gateway, for the command line."""
+"""HTTP client of a gateway for the command line."""
 
 import os
 import time
@@ -11,12 +11,12 @@ from urllib.parse import urlencode, urlsplit
 import httpx
 
 _TIMEOUT_S = 60.0
-_LONGEST_WAIT_S = 30.0  #: between two tries
+_LONGEST_WAIT_S = 30.0  #: maximum delay between two retries
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ApiFailed(Exception):
-    """The gateway refuses or fails; message and code are its own. `retry_after_s`: time until a retry."""
+    """The gateway returned an error, with this message and code. `retry_after_s`: when to retry."""
 
     code: str = ""
     retry_after_s: float | None = None
@@ -27,7 +27,7 @@ class GatewaySilent(ApiFailed):
 
 
 class Client:
-    """Client of one gateway. The key: the given one, else that of `vlm serve` on this machine."""
+    """Client of one gateway. Without `key`, it uses the key that `vlm serve` created on this machine."""
 
     def __init__(self, url: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> None:
         self.url = url.rstrip("/")
@@ -45,7 +45,7 @@ class Client:
     def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, tries: int = 1
     ) -> Any:
-        """Ask, and again after failures that may pass. Raises: ApiFailed."""
+        """Send a request, with retries after temporary failures. Raises: ApiFailed."""
         for attempt in range(1, tries):
             try:
                 return read_content(self.send(method, path, json=body))
@@ -58,7 +58,7 @@ class Client:
         return read_content(self.send(method, path, json=body))
 
     def pages(self, path: str, tries: int = 1, **query: object) -> Iterator[dict[str, Any]]:
-        """The entries of all pages of a list. Raises: ApiFailed."""
+        """Iterate over the entries of a paginated list. Raises: ApiFailed."""
         after, has_more = "", True
         while has_more:
             page = self.ask("GET", f"{path}?{urlencode({**query, 'after': after})}", None, tries)
@@ -67,12 +67,12 @@ class Client:
             after = page["data"][-1]["id"] if page["data"] else ""
 
     def text(self, path: str) -> str:
-        """The text at a path. Raises: ApiFailed."""
+        """The response body of a path as text. Raises: ApiFailed."""
         answer = self.send("GET", path)
         return answer.text if answer.is_success else read_content(answer)
 
     def send(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """Send a request; returns any response. Raises: GatewaySilent if there is none."""
+        """Send a request; returns any response. Raises: GatewaySilent if the gateway does not respond."""
         try:
             return self._http.request(method, path, **more)
         except httpx.HTTPError as error:
@@ -89,7 +89,7 @@ def read_content(answer: httpx.Response) -> Any:
     try:
         content = answer.json() if answer.content else {}
     except ValueError:
-        raise ApiFailed(f"the gateway answers {answer.status_code}, and no JSON") from None
+        raise ApiFailed(f"the gateway answers {answer.status_code} without JSON") from None
     if answer.is_success:
         return content
     error = content.get("error", {})
@@ -97,8 +97,8 @@ def read_content(answer: httpx.Response) -> Any:
     if answer.status_code in (401, 403):
         message += (
             " Give a key with --api-key, or set VLM_API_KEY, or DEPLOY_KEY for commands that deploy; "
-            "`vlm serve` keeps one that may do both in deploy.key in its data folder, that of --data-dir "
-            "or ~/.local/state/vlm-fleet/PORT."
+            "`vlm serve` stores a key with both permissions in the file deploy.key of its --data-dir "
+            "(default: ~/.local/state/vlm-fleet/PORT)."
         )
     failed = ApiFailed(message or f"the gateway answers {answer.status_code}")
     failed.code = error.get("code") or ""

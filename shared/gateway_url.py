@@ -1,7 +1,7 @@
-"""The options `--url` and `--api-key` of commands that ask a gateway.
+"""The options `--url` and `--api-key` of commands that call a gateway.
 
-The key is that of `VLM_API_KEY`. `OPENAI_API_KEY` is for the server of `OPENAI_BASE_URL`: it is read
-only where the address comes from there, so that no other server is sent it.
+The default key is `VLM_API_KEY`. `OPENAI_API_KEY` is read only if the URL comes from `OPENAI_BASE_URL`,
+so that the key is never sent to another server.
 """
 
 import os
@@ -16,7 +16,7 @@ URL = "http://127.0.0.1:8000"
 
 
 def read_url(text: str | None) -> str | None:
-    """An address without the version that clients are told to put behind it. Raises: BadParameter."""
+    """The URL without a trailing `/v1`, which OpenAI clients append. Raises: BadParameter."""
     if text is None:
         return None
     if text and "://" not in text:
@@ -32,7 +32,7 @@ def read_url(text: str | None) -> str | None:
 
 
 def read_key(context: typer.Context, key: str | None) -> str | None:
-    """The given key, or that of OpenAI's variables where they give the address too."""
+    """The given key, or `OPENAI_API_KEY` if the URL comes from `OPENAI_BASE_URL`."""
     source = context.get_parameter_source("url")
     is_openai = source is not None and source.name == "ENVIRONMENT"
     if not key and is_openai and not os.environ.get(URL_VARIABLE):
@@ -46,7 +46,7 @@ Url = Annotated[
         "--url", envvar=URL_VARIABLE, help="Where the gateway listens.", callback=read_url
     ),
 ]
-#: Of commands that ask models. Eager: it is read before the key.
+#: The option `--url` of commands that call models. Eager, because it is read before the key.
 AskUrl = Annotated[
     str,
     typer.Option(
@@ -61,7 +61,7 @@ ApiKey = Annotated[
     str | None,
     typer.Option(
         envvar=KEY_VARIABLE,
-        help="API key, if the server wants one; also OPENAI_API_KEY with OPENAI_BASE_URL.",
+        help="API key, if the server requires one. OPENAI_API_KEY is used with OPENAI_BASE_URL.",
         callback=read_key,
     ),
 ]
@@ -70,7 +70,7 @@ DeployKey = Annotated[
     typer.Option(
         "--api-key",
         envvar=["DEPLOY_KEY", KEY_VARIABLE],
-        help="A key that may deploy.",
+        help="API key with the permission to deploy.",
         show_default="vlm serve's own",
     ),
 ]

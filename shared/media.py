@@ -11,9 +11,9 @@ from shared.settings.limits import LimitSettings
 
 class Medium(Struct, frozen=True):
     plural: str
-    formats: str  #: that the gateway recognizes
-    media_type: str  #: an example
-    max_count: Callable[[LimitSettings], int]  #: of a request
+    formats: str  #: formats that the gateway recognizes
+    media_type: str  #: an example of a MIME type
+    max_count: Callable[[LimitSettings], int]  #: maximum in a request
     max_bytes: Callable[[LimitSettings], int]
     is_taken: Callable[[ModelCard], bool]
 

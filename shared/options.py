@@ -1,6 +1,6 @@
-"""The options that commands of several packages have, and the settings that a command starts with.
+"""Command-line options that several commands share, and how a command reads its settings.
 
-Imports no settings before a command runs: the help of the command line is shown at once.
+Settings are imported only when a command runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from shared.settings import SettingsError
 if TYPE_CHECKING:
     from shared.settings.tree import Settings
 
-#: Options that stand for settings, by the settings' paths.
+#: Options that set a setting, by the path of the setting.
 SettingOptions = Mapping[str, Any]
 
 
 def option(
     type_: Any, name: str, text: str, default: str | bool = False, metavar: str | None = None
 ) -> Any:
-    """An option that stands for a setting. `default`: as the help shows it."""
+    """An option that sets a setting. `default`: the default that the help shows."""
     return Annotated[
         type_ | None, typer.Option(name, help=text, show_default=default, metavar=metavar)
     ]
@@ -31,9 +31,9 @@ def option(
 
 LISTEN: SettingOptions = {
     "gateway.host": option(str, "--host", "Address to listen on.", "127.0.0.1"),
-    "gateway.port": option(int, "--port", "Port to listen on; 0 takes a free one.", "8000"),
+    "gateway.port": option(int, "--port", "Port to listen on; 0: any free port.", "8000"),
     "gateway.allow_open": option(
-        bool, "--allow-open", "Serve without API keys on other addresses than loopback."
+        bool, "--allow-open", "Allow serving without API keys on an address that is not loopback."
     ),
 }
 _COMMON: SettingOptions = {
@@ -55,16 +55,16 @@ _Assignments = Annotated[
         show_default=False,
     ),
 ]
-#: The id of the process to end with.
+#: Process id of the parent: the command ends when the parent ends.
 _DieWithParent = Annotated[int | None, typer.Option("--die-with-parent", hidden=True)]
 
 
 def takes_settings(
     *groups: SettingOptions, process: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command options that stand for settings; it gets the `Settings` before its own.
+    """Add options for settings to a command, and pass the `Settings` as its first argument.
 
-    `process`: the name under which it is a long-lived process of a fleet, logging as such.
+    `process`: name of a long-lived process in its logs; None for other commands.
     """
     by_name = {
         path.replace(".", "_"): (path, option)
@@ -107,11 +107,11 @@ def read_settings(
     is_child: bool = False,
     spelled: Mapping[str, str] = {},
 ) -> Settings:
-    """The settings that a command starts with: options that are not None, then all other sources.
+    """The settings of a command. Options that are not None override all other sources.
 
-    `options` are by path (`gateway.port`), and `spelled` is how a person writes them. A child of `vlm serve` has its settings from its
-    environment alone: its parent has read `.env`, and hands on what is the child's own. Raises:
-    SettingsError.
+    `options`: values by path (`gateway.port`). `spelled`: the same options as typed on the command line. A child
+    process of `vlm serve` reads only its environment: the parent has read `.env` and passes the child's settings on.
+    Raises: SettingsError.
     """
     from shared.settings.load import load_settings
 
@@ -139,17 +139,17 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     for group in groups:
         tree = tree.setdefault(group, {})
         if not isinstance(tree, dict):
-            raise SettingsError(f"--set {path}: {group} has a value of its own")
+            raise SettingsError(f"--set {path}: {group} is set to a value; set only one")
     tree[name] = value
 
 
 def _begin_process(name: str, settings: Settings, parent: int | None) -> None:
-    """Make this process the long-lived one `name` of a fleet. Raises: SettingsError."""
+    """Set up the logs of the long-lived process `name`, and end it with its parent. Raises: SettingsError."""
     from shared.process import die_with_parent
     from shared.telemetry.logs import setup_logging
 
     if not settings.redis.url and name != "search":
-        raise SettingsError("VLM_REDIS_URL: no Redis is named (`vlm serve` brings its own)")
+        raise SettingsError("VLM_REDIS_URL: set the URL of Redis (`vlm serve` starts its own)")
     if parent is not None:
         die_with_parent(parent)
     setup_logging(settings.logs, name)

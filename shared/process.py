@@ -1,5 +1,5 @@
-"""A process of ours: it ends with its parent, even if that is killed without a word, and what it
-loaded at its start is not collected again and again, and lies in huge pages.
+"""Process setup: end a child when its parent dies, exclude objects that were created at startup from garbage
+collection, and move them into huge pages.
 """
 
 import ctypes
@@ -16,40 +16,40 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 MADV_COLLAPSE = 25
 HUGE_PAGE = 2 << 20
-#: Of one mapping; what is larger is weights or a cache, not what Python has loaded.
+#: Maximum size of a mapping that is moved into huge pages; larger mappings are weights or caches.
 MAX_COLLAPSED = 64 << 20
 POLL_S = 0.5
-#: New objects between two collections: Python's 700 are a few requests' worth.
+#: Garbage collection threshold. A few requests create as many objects as Python's default of 700.
 COLLECT_EVERY = 10_000
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-#: Looked up once in the parent: between fork and exec nothing may be imported or loaded.
+#: Looked up in the parent, because nothing may be imported or loaded between fork and exec.
 _prctl = _libc and _libc.prctl
 
 
 def end_startup() -> None:
-    """Leave what was loaded so far out of collections, and collect less often from now on.
+    """Exclude the current objects from garbage collection, and collect less often from now on.
 
-    Objects move into huge pages soon after where Linux (6.1) can: a process that wakes for each
-    request has few addresses to look up then.
+    On Linux 6.1 or newer, a thread also moves the heap into huge pages, which reduces TLB misses of a
+    process that wakes up for each request.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY, 20, 20)
-    if _libc is not None:  # where memory is in pieces, the kernel may take a second
+    if _libc is not None:  # in a thread, because this takes up to a second if memory is fragmented
         threading.Thread(target=_collapse_heaps, name="huge pages", daemon=True).start()
 
 
 def _collapse_heaps() -> None:
     assert _libc is not None
     with suppress(OSError):
-        for start, size in _heaps():  # refused where the kernel cannot: it is only slower
+        for start, size in _heaps():  # the kernel may refuse; the process is only slower then
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), MADV_COLLAPSE)
 
 
 def _heaps() -> Iterator[tuple[int, int]]:
-    """Address and length of the whole huge pages that fit into this process's own memory."""
-    guarded_at = 0  # where the page below a thread's stack ends
+    """Address and length of each range of whole huge pages in this process's private memory."""
+    guarded_at = 0  # end of the guard page below a thread's stack
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         addresses, rights, _, _, _, *name = line.split(maxsplit=5)
         start, end = (int(address, 16) for address in addresses.split("-"))
@@ -62,13 +62,13 @@ def _heaps() -> Iterator[tuple[int, int]]:
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process end with `number` when its parent, of that process id, ends.
+    """End this process with the signal `number` when the process `parent` ends. Call it in the child.
 
-    On Linux the kernel does it; elsewhere a thread watches the parent's id. Call it in the child.
+    On Linux the kernel sends the signal; on other systems a thread checks the parent's id.
     """
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-        if os.getppid() != parent:  # it has ended already
+        if os.getppid() != parent:  # the parent has already ended
             os.kill(os.getpid(), number)
     else:
         threading.Thread(target=_watch, args=(parent, number), daemon=True).start()

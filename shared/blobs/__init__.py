@@ -1,1 +1,1 @@
-"""Bytes by their SHA-256, beside the queue."""
+"""Content-addressed storage of request media: blobs are stored under their SHA-256."""

@@ -1,4 +1,4 @@
-"""The interface of blob stores: bytes by their SHA-256, kept while a request holds them."""
+"""The interface of blob stores: a blob is stored under its SHA-256 while at least one request holds it."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Protocol, TypeVar
@@ -21,30 +21,30 @@ class BlobReader(Protocol):
 
 
 class BlobStore(BlobReader, Protocol):
-    """Blobs, and the requests that hold them."""
+    """Stores blobs until the requests that hold them have released them."""
 
     async def put(
         self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:
-        """Store bytes until every holder has released them or its `ttl_s` has passed. Existing bytes are not sent again.
+        """Store a blob until each holder has released it or its `ttl_s` has passed. A stored blob is not sent again.
 
         `ref`: the reference, if the caller has computed it. Raises: BlobsUnavailable.
         """
         ...
 
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
-        """Add a holder to an existing blob, as `put`; returns False if it does not exist. Raises: BlobsUnavailable."""
+        """Add a holder to a stored blob. Returns False if the blob does not exist. Raises: BlobsUnavailable."""
         ...
 
     async def locate(self, ref: Ref, ttl_s: float) -> Ref:
-        """The reference for a worker, with a URL that is valid for `ttl_s` if the blob is not in Redis.
+        """The reference to send to a worker. If the blob is not in Redis, it has a URL that is valid for `ttl_s`.
 
         Raises: BlobsUnavailable.
         """
         ...
 
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[None]:
-        """Release all blobs of a holder, in the background. Raises nothing; blobs that are not released expire.
+        """Release all blobs of a holder in the background. Raises nothing: if a release fails, the blob expires later.
 
         `refs`: blobs that another process may have stored for this holder.
         """
@@ -55,5 +55,5 @@ class BlobStore(BlobReader, Protocol):
         ...
 
     async def close(self) -> None:
-        """Finish the releases, and disconnect."""
+        """Wait for pending releases, and disconnect."""
         ...

@@ -20,7 +20,7 @@ from shared.blobs.redis_store import hash_of
 from shared.protocol import BlobRef
 from shared.settings import SettingsError
 
-#: Smaller blobs are in Redis, which answers sooner.
+#: Blobs up to this size are stored in Redis, which has a lower latency.
 MAX_REDIS_BYTES = 256 * 1024
 RENEW_AFTER_S = 3600.0
 _MAX_KNOWN = 10_000
@@ -49,7 +49,7 @@ class ObjectBlobStore:
             obstore.get(self._store, _PROBE)
         except Exception as error:  # obstore's errors have no common base but Exception
             raise _wrong(f"{url}: {_first_line(error)}") from None
-        self._written: dict[str, float] = {}  # by hash: when this process wrote it
+        self._written: dict[str, float] = {}  # by hash: when this process wrote the object
 
     async def open(self) -> None:
         await self._small.open()
@@ -65,7 +65,7 @@ class ObjectBlobStore:
         if written_at is not None and now - written_at < RENEW_AFTER_S:
             return ref
         await self._try(self._obstore.put_async(self._store, ref.sha256, data, use_multipart=False))
-        self._written.pop(ref.sha256, None)  # to the end: the oldest is dropped
+        self._written.pop(ref.sha256, None)  # keeps the oldest entry first
         self._written[ref.sha256] = now
         if len(self._written) > _MAX_KNOWN:
             del self._written[next(iter(self._written))]
@@ -116,7 +116,7 @@ class ObjectBlobStore:
 
 
 class UrlBlobReader:
-    """A `BlobReader`. Reads blobs where their references say: in Redis, or by a URL."""
+    """A `BlobReader` that reads a blob from the URL in its reference, or from Redis if it has none."""
 
     def __init__(self, redis: BlobStore) -> None:
         self._redis = redis
@@ -136,7 +136,7 @@ class UrlBlobReader:
         data = bytearray()
         try:
             async with self._client.stream("GET", ref.url) as response:
-                if 400 <= response.status_code < 500:  # gone, or the URL has expired
+                if 400 <= response.status_code < 500:  # deleted, or the URL has expired
                     return None
                 response.raise_for_status()
                 async for piece in response.aiter_bytes():
@@ -154,7 +154,7 @@ class UrlBlobReader:
 
 
 def _read_file(ref: BlobRef) -> bytes | None:
-    """The bytes of a file that has the size of the blob. Raises: BlobsUnavailable."""
+    """The content of a blob's file; None if the file is missing or its size differs. Raises: BlobsUnavailable."""
     path = Path(ref.url.removeprefix("file://"))
     try:
         return path.read_bytes() if path.stat().st_size == ref.num_bytes else None

@@ -1,4 +1,4 @@
-"""Blobs in Redis, beside the queue."""
+"""Stores blobs in the Redis server of the queue."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ PUT_BLOB = load_script(_SCRIPTS / "put.lua")
 RELEASE_BLOB = load_script(_SCRIPTS / "release.lua")
 
 MAX_REMEMBERED = 10_000
-#: Up to this many bytes, hashing in place is faster than in a thread.
+#: Up to this many bytes, hashing in the event loop is faster than in a thread.
 MAX_INLINE_BYTES = 256 * 1024
 
 
@@ -35,7 +35,7 @@ class RedisBlobStore(RedisStore):
         self._known: dict[str, float] = {}  # by hash: when the bytes may expire
         self._held: dict[
             str, tuple[float, set[str]]
-        ] = {}  # by holder: when it expires, and its hashes
+        ] = {}  # by holder: when the holder expires, and the hashes of its blobs
         self._releasing: set[asyncio.Task[None]] = set()
 
     @redis_errors_as(BlobsUnavailable)
@@ -60,7 +60,7 @@ class RedisBlobStore(RedisStore):
         return self._keys.blob(digest), self._keys.blob_holders(digest)
 
     def _note(self, holder: str, digest: str, now: float, ttl_s: float) -> None:
-        """Record the blob of a holder, and forget the holders that have expired, the first in order."""
+        """Record that a holder has a blob, and remove expired holders."""
         while self._held:
             first = next(iter(self._held))
             if self._held[first][0] > now:
@@ -116,7 +116,7 @@ class RedisBlobStore(RedisStore):
 
 
 async def hash_of(data: bytes) -> str:
-    """The SHA-256; in a thread if it takes long."""
+    """The SHA-256 of bytes; large data is hashed in a thread."""
     if len(data) <= MAX_INLINE_BYTES:
         return sha256(data).hexdigest()
     return await asyncio.to_thread(lambda: sha256(data).hexdigest())

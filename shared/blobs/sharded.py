@@ -13,14 +13,14 @@ Result = TypeVar("Result")
 
 
 class ShardedBlobs:
-    """A `BlobStore` over shards: a blob is on the first one in the order of its hash that was up."""
+    """A `BlobStore` over shards. The hash of a blob ranks the shards, and the first one that is up stores it."""
 
     def __init__(self, shards: Shards, prefix: str) -> None:
         self._shards = shards
         self._stores = {s.name: RedisBlobStore(s.redis, prefix) for s in shards.all}
 
     def _rank(self, digest: str) -> list[tuple[Shard, RedisBlobStore]]:
-        """All stores in the order for a blob, first those that are up."""
+        """The stores of all shards, ranked for a blob; shards that are up come first."""
         ranked = sorted(self._shards.rank(digest), key=lambda shard: not shard.is_up)
         return [(shard, self._stores[shard.name]) for shard in ranked]
 
@@ -41,9 +41,9 @@ class ShardedBlobs:
     async def _first(
         self, ref: BlobRef, ask: Callable[[RedisBlobStore], Coroutine[Any, Any, Result]]
     ) -> Result | None:
-        """The first true result; what a lost shard had does not exist.
+        """The first true result of the shards. Shards that are lost count as empty.
 
-        Raises: BlobsUnavailable if there is none, and a shard does not answer.
+        Raises: BlobsUnavailable if no result is true, and a shard did not answer.
         """
         failure = ""
         for shard, store in self._rank(ref.sha256):

@@ -1,1 +1,1 @@
-"""Packages: what is deployed, by its digest, where its bytes are, and which deployment serves which of them."""
+"""Packages and deployments: manifests, the package store, and the rollout of package versions."""

@@ -16,15 +16,15 @@ from shared.redis.link import load_script, named, with_ttl
 _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_APP = load_script(_SCRIPTS / "put_app.lua")
 CLAIM_SLOT = load_script(_SCRIPTS / "claim_slot.lua")
-#: A slot claim expires after this long, unless the node reports the slot.
+#: Time until a slot claim expires, unless the node reports the slot.
 CLAIM_S = 10.0
 #: Time to live of the records after a node last renewed them.
 APPS_TTL_S = 24 * 3600.0
 
-#: Time within which a node must read that it is to drain.
+#: Lifetime of a request to drain a node, which the node must read within it.
 DRAIN_TTL_S = 60.0
 
-#: Of the log of a deployment.
+#: Maximum length of a deployment's log.
 MAX_LOG_LINES = 1000
 LOG_TTL_S = 24 * 3600.0
 
@@ -40,11 +40,11 @@ class DeploymentState(RedisStore):
 
     def __init__(self, redis: Redis, prefix: str) -> None:
         super().__init__(redis, prefix)
-        #: Deployments whose records the last `apps` could not read.
+        #: Names of deployments whose records the last call of `apps` could not decode.
         self.unreadable: frozenset[str] = frozenset()
 
     async def apps(self) -> dict[str, App]:
-        """All deployments by name, without records of another release."""
+        """All deployments by name. Records that this release cannot decode are left out."""
         found = await self._ask("HGETALL", self._keys.apps)
         apps: dict[str, App] = {}
         unreadable: set[str] = set()
@@ -57,20 +57,22 @@ class DeploymentState(RedisStore):
                 unreadable.add(name)
                 if name not in self.unreadable:
                     logger.error(
-                        "cannot read the deployment %r, as one of a newer version: %s", name, error
+                        "cannot decode the record of deployment %r, written by a newer version: %s",
+                        name,
+                        error,
                     )
         self.unreadable = frozenset(unreadable)
         return apps
 
     async def put(self, before: App | None, after: App) -> App | None:
-        """Replace the record that was read. Returns the new one, or None if the record has changed."""
+        """Replace a record by compare-and-set. Returns the new record, or None if `before` is outdated."""
         version = before.version if before is not None else 0
         after = replace(after, version=version + 1)
         record = b"%d " % after.version + encode(after)
         return after if await self._put(after.name, version, record) else None
 
     async def remove(self, app: App) -> bool:
-        """Delete a deployment, unless it has changed."""
+        """Delete a deployment. Returns False if its record has changed since it was read."""
         return await self._put(app.name, app.version, b"")
 
     async def _put(self, name: str, version: int, record: bytes) -> bool:
@@ -78,7 +80,7 @@ class DeploymentState(RedisStore):
         return bool(await self._sender.run(PUT_APP, [self._keys.apps], arguments))
 
     async def claim(self, name: str, slots: Sequence[int], node: str) -> int | None:
-        """Claim the first free slot of these; returns it."""
+        """Claim the first free slot of `slots`. Returns its id, or None if no slot is free."""
         arguments = named(
             ids=[str(slot) for slot in slots], node=node,
             lease_ms=to_ms(CLAIM_S), ttl_ms=to_ms(2 * CLAIM_S),
@@ -112,9 +114,9 @@ class DeploymentState(RedisStore):
         return bool(await self._ask("EXISTS", self._keys.node_drain(node_id)))
 
     async def session_limits(self, name: str, now: float) -> tuple[int, int]:
-        """The sums of the least and most instances that open sessions of an application ask for.
+        """The sums of `min_instances` and `max_instances` over the open sessions of an application.
 
-        0: not limited; the maximum is 0 if any session has none.
+        A maximum of 0 means unlimited: at least one session has no maximum.
         """
         key = self._keys.session_limits(name)
         found = await self._sender.execute("ZRANGEBYSCORE", key, int(now), "+inf")
@@ -157,4 +159,4 @@ def _readable(values: Iterable[bytes | None]) -> Iterable[NodeRecord]:
             if value is not None:
                 yield _nodes.decode(value)
         except msgspec.MsgspecError as error:
-            logger.error("cannot read the record of a node: %s", error)
+            logger.error("cannot decode the record of a node, leaving it out: %s", error)

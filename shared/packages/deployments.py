@@ -1,7 +1,7 @@
 """The desired state of deployments: records in the store, each written once.
 
-`deployments/NAME/GENERATION.json` is the request, and `GENERATION.outcome.json` its outcome. Redis holds the
-present state only, and is filled from here.
+`deployments/NAME/GENERATION.json` is the request, and `GENERATION.outcome.json` its outcome. Redis holds only the
+current state, which can be restored from these records.
 """
 
 import re
@@ -13,10 +13,10 @@ from msgspec import Meta
 from shared.packages.environment import Environment, version_digest
 from shared.packages.store import PackageStore, StoreError
 
-#: In Python `$` also matches before a final newline.
+#: `(?!\n)` because `$` also matches before a final newline in Python.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$(?!\n)"
 NAME_RULE = "send 1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
-#: As in `version_name`.
+#: The version in a name of `version_name`.
 VERSION = r"^[0-9a-f]{12}$(?!\n)"
 _KEY = re.compile(r"deployments/([^/]+)/(\d{8})(\.outcome)?\.json")
 MAX_INSTANCES = 256
@@ -29,7 +29,7 @@ Record = TypeVar("Record")
 
 
 class Conflict(Exception):
-    """Another change was first; the message says which."""
+    """Another change was written first; the message names it."""
 
 
 class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -41,26 +41,26 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class Unreadable(StoreError):
-    """A record is damaged, or of a newer version of this program; the message says which."""
+    """A record is damaged or was written by a newer release; the message names the record."""
 
 
 class SpecBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a package is served, as requested. Units: seconds.
 
-    Records omit defaults, so older gateways and nodes can read those without new fields, and skip the others. A
-    released default never changes, because those records depend on it.
+    Records omit fields with default values, so that older gateways and nodes can read records that do not use new
+    fields. A released default never changes, because stored records depend on it.
     """
 
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] = 0
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] = 4
     resources: Resources = Resources()
-    #: The ratio of requests for the new version until it is promoted; 0: it is promoted when it is ready.
+    #: Ratio of requests that the new version gets until its promotion; 0: promote it as soon as it is ready.
     canary: Annotated[float, Meta(ge=0, le=0.99)] = 0.0
-    idle_s: Annotated[float, Meta(gt=0)] = 300.0  #: without work, until an instance is stopped
+    idle_s: Annotated[float, Meta(gt=0)] = 300.0  #: idle time until an instance is stopped
     #: Another instance is started when the oldest request has waited this long.
     target_age_s: Annotated[float, Meta(gt=0)] = 2.0
-    start_s: Annotated[float, Meta(gt=0)] = 300.0  #: until a new version must be ready
-    retry_limit: Annotated[int, Meta(ge=0, le=100)] = 3  #: most failed starts
+    start_s: Annotated[float, Meta(gt=0)] = 300.0  #: time limit for a new version to become ready
+    retry_limit: Annotated[int, Meta(ge=0, le=100)] = 3  #: failed starts before a rollback
 
     def __post_init__(self) -> None:
         """Raises: ValueError."""
@@ -71,12 +71,12 @@ class SpecBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class Spec(SpecBody, frozen=True):
     """How a package is served, as recorded."""
 
-    #: Features that a reader must support to serve it; a `Generation` has its own.
+    #: Features that a gateway or node must support to serve the package.
     requires: tuple[Requirement, ...] = ()
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """One change of a deployment. Without a digest: undeployed. Units: epoch seconds."""
+    """One change of a deployment. An empty digest means that it is undeployed. Units: epoch seconds."""
 
     name: Name
     number: int
@@ -85,11 +85,11 @@ class Generation(msgspec.Struct, frozen=True):
     cause: Cause = "deploy"
     created_at: float = 0.0
     environment: Environment = Environment()
-    #: of one instance, if the spec has no memory
+    #: memory of one instance, if the spec does not set it
     least_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Older readers would serve the package without its environment: their specs have no `requires`."""
+        """Require support for environments, because older nodes would serve the package without its environment."""
         requires = ("environment",) if self.environment != Environment() else ()
         if self.spec.requires != requires:
             spec = msgspec.structs.replace(self.spec, requires=requires)
@@ -97,12 +97,12 @@ class Generation(msgspec.Struct, frozen=True):
 
     @property
     def version(self) -> str:
-        """The digest of the served version: of the package, or of the package in its environment."""
+        """The digest of the served version: the package, combined with its environment if it has one."""
         return self.digest and version_digest(self.digest, self.environment)
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of a generation; the first record is final."""
+    """The outcome of a generation. It is written once and never changes."""
 
     verdict: Verdict
     message: str = ""
@@ -120,7 +120,7 @@ class History(msgspec.Struct):
 
     @property
     def active(self) -> Generation | None:
-        """The served generation: the latest that was promoted."""
+        """The generation that is served: the latest promoted one."""
         promoted = [n for n, outcome in self.outcomes.items() if outcome.verdict == "active"]
         found = self.generations.get(max(promoted)) if promoted else None
         return found if found is not None and found.digest else None
@@ -168,13 +168,13 @@ def record_generation(store: PackageStore, generation: Generation) -> None:
     key = _key(generation.name, generation.number)
     if not store.put_if_absent(key, msgspec.json.encode(generation)):
         raise Conflict(
-            f"generation {generation.number} of {generation.name} was made by another deployment at the "
-            "same time; look at it, then deploy again"
+            f"another client created generation {generation.number} of {generation.name} at the same "
+            "time; check the deployment, then deploy again"
         )
 
 
 def settle(store: PackageStore, name: str, number: int, outcome: Outcome) -> Outcome:
-    """Write an outcome. Returns the recorded one: this, or an earlier one. Raises: StoreError."""
+    """Write an outcome, unless one exists. Returns the stored outcome. Raises: StoreError."""
     key = _key(name, number, "outcome")
     if store.put_if_absent(key, msgspec.json.encode(outcome)):
         return outcome
@@ -217,5 +217,5 @@ def decode_record(store: PackageStore, key: str, kind: type[Record]) -> Record:
         return msgspec.json.decode(data or b"", type=kind)
     except msgspec.MsgspecError as error:
         raise Unreadable(
-            f"{store.url}: {key} cannot be read; it is damaged, or of a newer version: {error}"
+            f"{store.url}: the record {key} is damaged, or needs a newer release: {error}"
         ) from None

@@ -1,6 +1,6 @@
-"""Environment variables of a deployment. Secrets are stored by name; their values are on the nodes.
+"""Environment variables of a deployment. A record has the names of secrets; nodes have their values.
 
-Records are read as they are. Invalid variables are refused on input, and again before use.
+Decoding a record does not validate it. Variables are validated when a client sends them, and before use.
 """
 
 import re
@@ -13,27 +13,27 @@ from shared.packages.manifest import digest_of
 from shared.settings.limits import MAX_ENVIRONMENT_BYTES, MAX_VARIABLES, MAX_VARIABLES_BYTES
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-#: The name of a secret: of a file, or of a node's variable.
+#: The name of a secret: a file name, or the name of an environment variable of the node.
 _SECRET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
-#: Prefixes of keys of well-known services, and identifiers of machine-made form.
+#: Prefixes of the API keys of well-known services, and generated identifiers such as UUIDs.
 _KEY = re.compile(
     r"(?:sk|pk|rk|hf|gh[a-z]|github_pat|glpat|npm|xox[a-z])[_-][\w.-]*[A-Za-z0-9]{16}"
     r"|AKIA[A-Z0-9]{16}|AIza|eyJ|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
-#: A run of this many letters and digits that alternates this often is random, not a word.
+#: Least length of a random run of letters and digits, and the longest run of one kind in it.
 _LEAST_RANDOM, _LONGEST_RANDOM_WORD = 16, 3
-#: Variables that applications may not set, and why; a trailing * matches every name that begins so. An
-#: application gets its variables with its process, so what starts it and shuts it in has them first:
-#: bubblewrap, Python and `launch.py`. Those of its own interpreter (`NODE_OPTIONS`) are its own, and `ENV`
-#: is for shells that somebody types into.
+#: Variables that applications may not set, by the reason; a trailing * matches any suffix. The process that
+#: sets up the sandbox (bubblewrap, Python, `launch.py`) already has the application's variables, so they must
+#: not change it. Variables of the application's own interpreter (`NODE_OPTIONS`) are allowed, and so is `ENV`,
+#: which only interactive shells read.
 _RESERVED = {
     "the node sets it": ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "VLM_*"),
-    "the system's loader and library read it before the application is shut in": (
+    "the dynamic loader or the C library reads it outside of the sandbox": (
         *("LD_*", "DYLD_*", "GLIBC_*", "GCONV_PATH", "LOCPATH", "NLSPATH"),
     ),
-    "Python reads it before the application is shut in": ("PYTHON*", "__PYVENV_LAUNCHER__"),
-    "a shell reads it before the application is shut in, where a script starts bubblewrap or Python": (
+    "Python reads it outside of the sandbox": ("PYTHON*", "__PYVENV_LAUNCHER__"),
+    "a shell that starts bubblewrap or Python reads it outside of the sandbox": (
         *("BASH_*", "SHELLOPTS", "BASHOPTS", "PS4"),
     ),
 }
@@ -64,13 +64,13 @@ def check_environment(environment: Environment) -> None:
         if "\0" in value or not _is_utf8(value):
             raise BadEnvironment(f"variables.{name}: send UTF-8 text without NUL")
         if name in secrets:
-            raise BadEnvironment(f"secrets.{name}: there is a variable of this name; leave one out")
+            raise BadEnvironment(f"secrets.{name}: variables has the same name; remove one")
     for name, secret in secrets.items():
         if not is_secret_name(secret):
             where = "secrets" if name == secret or is_random(name) else f"secrets.{name}"
             raise BadEnvironment(
-                f"{where}: this is not the name of a secret, and may be its value, so it is not shown; "
-                "put the value into a file below VLM_NODE__SECRETS_DIR, and send the file's name: 1 to 63 "
+                f"{where}: invalid name of a secret (not shown, because it may be the secret's value); "
+                "put the value into a file in VLM_NODE__SECRETS_DIR, and send the file's name: 1 to 63 "
                 "letters, digits, dots, dashes and underscores, no dot or dash first, and nothing that "
                 "reads like a key"
             )
@@ -90,7 +90,7 @@ def _check_size(values: Mapping[str, str], most: int, whose: str, advice: str) -
 
 
 def is_secret_name(text: str) -> bool:
-    """Whether a name of a secret is allowed. A text that looks like a key is not."""
+    """Whether the name of a secret is valid. A name that looks like a key is invalid."""
     return _SECRET.fullmatch(text) is not None and not is_random(text)
 
 
@@ -104,7 +104,7 @@ def is_random(text: str) -> bool:
 
 
 def why_reserved(name: str) -> str:
-    """Why a variable name is reserved; empty: it is not."""
+    """The reason why a variable name is reserved; empty if it is not."""
     for reason, patterns in _RESERVED.items():
         if any(fnmatchcase(name.upper(), pattern) for pattern in patterns):
             return reason
@@ -129,7 +129,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def version_digest(package: str, environment: Environment) -> str:
-    """The identity of a package in an environment: the package's digest if there is none."""
+    """The digest of a package and its environment; without variables, the digest of the package."""
     if environment == Environment():
         return package
     return digest_of(msgspec.json.encode((package, environment), order="sorted"))

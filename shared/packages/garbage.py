@@ -1,8 +1,8 @@
 """Garbage collection of unreferenced packages, concurrent with uploads and deployments.
 
-Before it references blobs, a client writes a hold with their digests, and then waits for running collectors. A
-collector writes a mark, and then reads the holds. So one of the two always sees the other. Both are records of the
-store, and expire if their writer was killed.
+Before a client references blobs, it writes a hold with their digests, and then waits for running collectors. A
+collector writes a mark, and then reads the holds. So either the client sees the mark, or the collector sees the hold.
+Holds and marks are records of the store, and expire if their writer is killed.
 """
 
 import os
@@ -26,10 +26,10 @@ from shared.packages.manifest import (
 from shared.packages.routes import read_packages
 from shared.packages.store import Entry, PackageStore, StoreError, blob_key
 
-GRACE_S = 24 * 3600.0  #: younger blobs are kept
-#: Per deployment, besides active ones, candidates and rollback targets.
+GRACE_S = 24 * 3600.0  #: blobs younger than this are kept
+#: Generations kept per deployment, in addition to the active one, the candidate and the rollback target.
 KEPT_GENERATIONS = 10
-#: Since its mark, a collector reads and deletes for at most this long; clients wait longer.
+#: Time limits since a collector's mark: to read all records, and to delete blobs; and how long clients wait.
 LOOK_S, SWEEP_S, WAIT_S = 15.0, 20.0, 30.0
 _POLL_S = 0.1
 _HOLDS, _COLLECTORS = "gc/holds", "gc/collectors"
@@ -37,12 +37,12 @@ _HOLDS, _COLLECTORS = "gc/holds", "gc/collectors"
 
 class _Hold(msgspec.Struct, frozen=True):
     blobs: list[Digest]
-    package: Digest | None = None  #: also all blobs of this package
+    package: Digest | None = None  #: digest of a package whose blobs are all protected
 
 
 @dataclass(slots=True)
 class Garbage:
-    """What was removed, or would be in a dry run."""
+    """The objects that were removed, or that a dry run would remove."""
 
     blobs: list[Entry] = field(default_factory=list)
     num_kept: int = 0
@@ -54,7 +54,7 @@ class Garbage:
 
 
 def blobs_of(manifest: Manifest) -> set[str]:
-    """The digests of a package: manifest, config and files."""
+    """The digests of all blobs of a package: manifest, config and files."""
     layers = {layer.digest for layer in manifest.layers}
     return layers | {manifest.digest, config_digest(manifest)}
 
@@ -63,7 +63,7 @@ def blobs_of(manifest: Manifest) -> set[str]:
 def hold(
     store: PackageStore, blobs: Collection[str] = (), package: str | None = None
 ) -> Iterator[None]:
-    """Protect blobs from collection within the `with` block, also later uploads. Raises: StoreError."""
+    """Protect blobs from collection within the `with` block, even if they are uploaded later. Raises: StoreError."""
     key = write_hold(store, blobs, package)
     try:
         yield
@@ -75,7 +75,7 @@ def write_hold(store: PackageStore, blobs: Collection[str] = (), package: str | 
     """Protect blobs for `GRACE_S`, or until the returned key is deleted. Raises: StoreError."""
     key = f"{_HOLDS}/{token_hex(12)}.json"
     store.put_if_absent(key, msgspec.json.encode(_Hold(sorted(blobs), package)))
-    # By our own clock: the store's may be another.
+    # By the clock of this process, because the store's clock may differ.
     give_up_at = time.monotonic() + WAIT_S
     waited_for = {mark.key for mark in _marks(store, key)[0]}
     while waited_for and time.monotonic() < give_up_at:
@@ -85,9 +85,9 @@ def write_hold(store: PackageStore, blobs: Collection[str] = (), package: str | 
 
 
 def _marks(store: PackageStore, key: str) -> tuple[list[Entry], list[Entry]]:
-    """Marks of running collectors, and of killed ones.
+    """Marks of running collectors, and marks of killed collectors.
 
-    `key`: a record that was just written; its time is the current time of the store's clock.
+    `key`: a record that was just written; its timestamp is the current time of the store.
     """
     marks = list(store.entries(_COLLECTORS))
     written = [each.modified_at for each in store.entries(os.path.dirname(key)) if each.key == key]
@@ -103,7 +103,7 @@ def collect(
     num_kept: int = KEPT_GENERATIONS,
     is_dry: bool = False,
 ) -> Garbage:
-    """Remove unreferenced blobs. Collectors may run concurrently, and be killed. Raises: StoreError."""
+    """Remove unreferenced blobs. Safe to run concurrently and to kill. Raises: StoreError."""
     before = time.time() - grace_s  # noqa: TID251
     found = list(store.entries("blobs/sha256"))
     old = {entry.key: entry for entry in found if entry.modified_at < before}
@@ -115,14 +115,14 @@ def collect(
         return garbage
     while old:
         mark = f"{_COLLECTORS}/{token_hex(12)}.json"
-        # Taken before the write: others count from the mark's time in the store.
+        # Read before the write, because clients and other collectors count from the mark's timestamp.
         marked_at = time.monotonic()
         store.put_if_absent(mark, b"{}")
         try:
             named = roots.read()
             if time.monotonic() - marked_at > LOOK_S:
                 raise StoreError(
-                    f"{store.url} took more than {LOOK_S:g} s to read: try again later"
+                    f"reading the records of {store.url} took more than {LOOK_S:g} s; try again later"
                 )
             old = {key: entry for key, entry in old.items() if key not in named}
             for key in list(old):
@@ -162,7 +162,7 @@ def _remove_dead_marks(store: PackageStore) -> None:
 
 
 class _Roots:
-    """The keys of the referenced blobs. Manifests never change, and are read once."""
+    """Finds the keys of all referenced blobs. Caches manifests, which never change."""
 
     def __init__(self, store: PackageStore, before: float, num_kept: int) -> None:
         self._store = store
@@ -190,7 +190,7 @@ class _Roots:
         return {blob_key(digest) for digest in named}
 
     def _kept(self, history: History) -> set[str]:
-        """The digests of active, recent and new versions, and of rollback targets."""
+        """The digests of the active version, the candidate, the rollback target and recent versions."""
         numbers = sorted(history.generations)
         kept = [each for each in history.generations.values() if each.created_at >= self._before]
         if history.last.digest:
@@ -207,9 +207,9 @@ class _Roots:
                 blobs = set[str]() if data is None else blobs_of(decode_manifest(data))
             except BadPackage as error:
                 raise StoreError(
-                    f"{self._store.url}: the manifest {digest} cannot be read, and may name any blob: {error}"
+                    f"{self._store.url}: cannot read the manifest {digest}, so no blob was removed: {error}"
                 ) from None
-            if data is None:  # it may come
+            if data is None:  # its upload may follow
                 return {digest}
             self._packages[digest] = blobs
         return self._packages[digest]

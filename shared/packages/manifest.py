@@ -1,8 +1,8 @@
-"""What a package is: files by SHA-256, and how they are run. Its digest is its identity.
+"""Package manifests: the files of a package by SHA-256, and how to run them. The digest identifies the package.
 
-The form is an OCI image manifest as `oras` writes one: a layer is a file, titled with its path. The bytes are
-canonical: one tree has one manifest on every machine, at any time. Of a file's mode only whether it may be
-executed counts.
+The format is that of OCI image manifests written by `oras`: a layer is a file, and its title is the file's path.
+The encoding is canonical: equal files have an equal manifest on every machine. Of a file's mode, only the
+executable bit is stored.
 
 Source: OCI image-spec 1.1, "Image Manifest"; ORAS, `org.opencontainers.image.title`.
 """
@@ -29,23 +29,23 @@ MODE = "org.vlm-fleet.mode"
 
 MAX_FILES = 20_000
 MAX_PATH_CHARS = 512
-MAX_PART_BYTES = 255  #: of a path component: the limit of file systems
+MAX_PART_BYTES = 255  #: maximum of a path component, as in common file systems
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_PACKAGE_BYTES = 2 * 1024**4
 
-#: Names that usually are pickles, which run their author's code when loaded.
+#: Names of files that usually are pickles, which can run arbitrary code when loaded.
 _PICKLES = re.compile(r".*\.(pkl|pickle|pt|pth|ckpt|bin|joblib|dill)", re.IGNORECASE)
 _PICKLE_HEAD = re.compile(rb"\x80[\x02-\x05]", re.DOTALL)
 _DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 _WEIGHTS = (".safetensors", ".gguf")
-#: Least bytes in memory per stored byte, as the torch engine counts before it loads.
+#: Minimum bytes of memory per stored byte, by quantization, as the torch engine estimates it.
 _LEAST_RATIO = {"none": 1.0, "int8": 0.4, "int4": 0.2}
 
 Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")]
 Kind = Literal["model", "python", "executable"]
-#: Names of engine settings, and those that the node sets.
+#: Names of engine settings, and the settings that only a node may set.
 _ENGINE_SETTING = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _NOT_OF_PACKAGES = frozenset({"model", "served_name", "device"})
 
@@ -58,13 +58,11 @@ class PackageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """How a package runs."""
 
     kind: Kind
-    engine: dict[
-        str, str
-    ] = {}  #: of a model: the engine's settings by name, such as `quantization`
-    entry: str = ""  #: of Python: `module:Class`
-    #: of an executable: its path in the package, or on the node if there are no files; and arguments
+    engine: dict[str, str] = {}  #: models: the engine's settings by name, such as `quantization`
+    entry: str = ""  #: Python applications: `module:Class`
+    #: Executables: the path in the package (or on the node, if the package has no files) and arguments.
     command: tuple[str, ...] = ()
-    #: Of an application: whether it has network access when it is isolated.
+    #: Applications: whether the sandbox has network access.
     network: bool = False
     protocol: int = 1
 
@@ -90,7 +88,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def least_memory_bytes(self) -> int:
-        """The least memory of a model's instance on a CPU: its weights in memory."""
+        """The minimum memory of a model's instance on a CPU: the size of its weights in memory."""
         ratio = _LEAST_RATIO.get(self.config.engine.get("quantization", "none"), 0.2)
         stored = sum(each.size for each in self.layers if each.path.endswith(_WEIGHTS))
         return int(stored * ratio) if self.config.kind == "model" else 0
@@ -125,7 +123,7 @@ def config_bytes(manifest: Manifest) -> bytes:
 
 
 def config_digest(manifest: Manifest) -> str:
-    """The digest of that blob."""
+    """The digest of `config_bytes`."""
     return digest_of(config_bytes(manifest))
 
 
@@ -161,11 +159,11 @@ def check_manifest(manifest: Manifest) -> None:
     """Refuse manifests that are unsafe to unpack or run. Raises: BadPackage."""
     if len(manifest.layers) > MAX_FILES:
         raise BadPackage(
-            f"the package has {len(manifest.layers)} files; at most {MAX_FILES} may be"
+            f"the package has {len(manifest.layers)} files; the maximum is {MAX_FILES}"
         )
     if manifest.size > MAX_PACKAGE_BYTES:
         raise BadPackage(
-            f"the package has {manifest.size} bytes; at most {MAX_PACKAGE_BYTES} may be"
+            f"the package has {manifest.size} bytes; the maximum is {MAX_PACKAGE_BYTES}"
         )
     paths: set[str] = set()
     for layer in manifest.layers:
@@ -173,35 +171,35 @@ def check_manifest(manifest: Manifest) -> None:
         if not _DIGEST.fullmatch(layer.digest) or layer.size < 0:
             raise BadPackage(f"{layer.path}: its digest is not sha256, or its size is below 0")
         if layer.path in paths:
-            raise BadPackage(f"{layer.path}: it is there twice")
+            raise BadPackage(f"{layer.path}: two layers have this path; remove one")
         paths.add(layer.path)
     for path in paths:
         parts = path.split("/")
         for end in range(1, len(parts)):
             if "/".join(parts[:end]) in paths:
-                raise BadPackage(f"{path}: {'/'.join(parts[:end])} is a file, too")
+                raise BadPackage(f"{path}: {'/'.join(parts[:end])} is also a file; rename one")
     _check_config(manifest.config, paths)
 
 
 def _check_config(config: PackageConfig, paths: set[str]) -> None:
     if config.protocol != 1:
-        raise BadPackage(f"config.protocol is {config.protocol}; this version knows 1")
+        raise BadPackage(f"config.protocol is {config.protocol}; only 1 is supported")
     match config.kind:
         case "model":
             pass  # `engines.registry.check_package` checks engines by name
         case "python":
             module = config.entry.partition(":")[0].replace(".", "/")
             if f"{module}.py" not in paths and f"{module}/__init__.py" not in paths:
-                raise BadPackage(f"config.entry: {config.entry!r} names no module of the package")
+                raise BadPackage(f"config.entry: the package has no module for {config.entry!r}")
         case "executable":
             program = config.command[0] if config.command else ""
             is_installed = program.startswith("/") and not paths
             if program not in paths and not is_installed:
-                raise BadPackage("config.command: its first word names no file of the package")
+                raise BadPackage("config.command: the first item must be a file of the package")
     for name in config.engine:
         first = name.split("__")[0]
         if config.kind != "model" or first in _NOT_OF_PACKAGES:
-            raise BadPackage(f"config.engine: {name} is not for a package to say")
+            raise BadPackage(f"config.engine: only the node sets {name}; leave it out")
         if not _ENGINE_SETTING.fullmatch(name):
             raise BadPackage(f"config.engine: {name!r} is not the name of a setting")
 
@@ -216,7 +214,7 @@ def check_path(path: str) -> None:
         raise BadPackage(f"{path!r}: the path is not UTF-8") from None
     if any(part in (b"", b".", b"..") for part in parts):
         raise BadPackage(
-            f"{path}: the path leads out of the package, or is not in its shortest form"
+            f"{path}: send a relative path below the package's root, without `.`, `..` or `//`"
         )
     if any(len(part) > MAX_PART_BYTES for part in parts):
         raise BadPackage(
@@ -224,13 +222,13 @@ def check_path(path: str) -> None:
             "give the file or folder a shorter name"
         )
     if "\\" in path or any(map(_is_control, path)):
-        raise BadPackage(f"{path!r}: no backslash and no control character may be in a path")
+        raise BadPackage(f"{path!r}: a path may not have backslashes or control characters")
     if _PICKLES.fullmatch(path):
         raise BadPackage(f"{path}: {_PICKLED}")
 
 
 def _is_control(character: str) -> bool:
-    """Whether a character controls a terminal or the direction of text, which disguises a path."""
+    """Whether a character controls the terminal or the text direction, so that it can disguise a path."""
     return (
         unicodedata.category(character) in ("Cc", "Zl", "Zp")
         or unicodedata.bidirectional(character) in _DIRECTIONS
@@ -238,12 +236,12 @@ def _is_control(character: str) -> bool:
 
 
 _PICKLED = (
-    "pickled data is not deployed, because unpickling can run any code: keep arrays as safetensors"
+    "pickle files are refused, because unpickling can run any code; use safetensors for arrays"
 )
 
 
 def check_content(path: str, file: IO[bytes]) -> None:
-    """Refuse a pickle of any name. Raises: BadPackage."""
+    """Refuse pickles by content, whatever the file's name. Raises: BadPackage."""
     head = file.read(4)
     file.seek(0)
     if _PICKLE_HEAD.match(head):
@@ -287,7 +285,7 @@ def _read_layer(raw: Mapping[str, Any]) -> Layer:
     path, digest, size = notes[TITLE], raw["digest"], raw["size"]
     is_int = isinstance(size, int) and not isinstance(size, bool)
     if not (isinstance(path, str) and isinstance(digest, str) and is_int):
-        raise ValueError("a layer's title, digest or size is of another type")
+        raise ValueError("a layer's title and digest must be strings, and its size an integer")
     return Layer(path, digest, size, notes[MODE] == "0755")
 
 

@@ -1,4 +1,4 @@
-"""A file that is written in pieces. After an interruption the next writer resumes at its end."""
+"""A partially downloaded file. After an interruption, the next writer resumes at its end."""
 
 import fcntl
 import hashlib
@@ -13,18 +13,18 @@ PIECE_BYTES = 4 * 1024 * 1024
 SUFFIX = ".part"
 _MOVES = 100
 
-Read = Callable[[int], Iterable[bytes]]  #: the bytes from an offset
+Read = Callable[[int], Iterable[bytes]]  #: returns the bytes from an offset to the end
 Report = Callable[[int], None]  #: called with the number of bytes done
 
 
 class WrongDigest(Exception):
-    """The bytes have another digest; the message says which."""
+    """The bytes do not match the expected digest; the message has both digests."""
 
 
 class ResumableFile:
-    """A partially downloaded blob. One writer at a time resumes it; others download it into files of their own.
+    """A partially downloaded blob. One writer locks the file and resumes it; concurrent writers use separate files.
 
-    Existing bytes are hashed again, because a crash of the machine may have lost some.
+    Existing bytes are hashed again, because a crash of the machine may have lost some of them.
     """
 
     def __init__(self, folder: Path, digest: str) -> None:
@@ -49,7 +49,7 @@ class ResumableFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.stat(self.path).st_ino == os.fstat(self._file).st_ino
-        except OSError:  # it is locked or complete, or there are no locks here
+        except OSError:  # the file is locked or complete, or the file system has no locks
             return False
 
     def __enter__(self) -> "ResumableFile":
@@ -64,7 +64,7 @@ class ResumableFile:
         os.close(self._file)
 
     def fill(self, read: Read, report: Report | None = None) -> None:
-        """Write the bytes of `read(start)`; all of them again if the existing ones are wrong.
+        """Append the bytes of `read(size)`. If the digest is wrong after a resume, write the whole file again.
 
         Raises: WrongDigest, OSError, and what `read` raises.
         """
@@ -79,7 +79,7 @@ class ResumableFile:
             self._write(read, report)
         if not self._is_right:
             found = self._found.hexdigest()
-            raise WrongDigest(f"its bytes have the digest sha256:{found}, not {self._digest}")
+            raise WrongDigest(f"the content has the digest sha256:{found}, not {self._digest}")
 
     @property
     def _is_right(self) -> bool:
@@ -108,7 +108,7 @@ class ResumableFile:
 def place(move: Callable[[Path, Path], None], path: Path, target: Path) -> None:
     """Move a finished file to `target` and sync its folder. Raises: OSError.
 
-    A folder may be removed with its last file at any time; it is created again.
+    Creates the folder again if another process removes it while it is empty.
     """
     for _ in range(_MOVES):
         with suppress(FileNotFoundError):
@@ -133,7 +133,7 @@ def part_path(folder: Path, digest: str) -> Path:
 
 
 def remove_old_parts(folder: Path, before: float) -> int:
-    """Remove files that were not written to since `before`, in epoch seconds. Returns their bytes."""
+    """Remove files last written before `before` (epoch seconds). Returns the number of bytes removed."""
     num_bytes = 0
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):

@@ -27,11 +27,11 @@ from shared.protocol import ModelCard
 SlotState = Literal["wanted", "starting", "ready", "draining"]
 ReportState = Literal["starting", "ready", "failed", "gone"]
 
-#: Gateways refresh once a second; until then they may route by the previous state.
+#: Gateways refresh the state once a second, and may route by the previous state until then.
 SETTLE_S = 5.0
 #: A retiring version is stopped after this time, even with requests in its queue.
 RETIRE_S = 600.0
-#: A slot that its node does not report for this long is lost.
+#: A slot is lost if its node has not reported it for this long.
 FORGOTTEN_S = 10.0
 SCALE_PAUSE_S = 2.0
 #: After this many consecutive failed starts, waiting requests of the version fail.
@@ -41,7 +41,7 @@ LONGEST_BACKOFF_S = 60.0
 STABLE_S = 120.0
 #: A version that fails too often within this time after its promotion is rolled back.
 PROBATION_S = 600.0
-#: A canary is rolled back if, of at least this many answers, its failure ratio exceeds the old version's by this much.
+#: With at least `MIN_ANSWERS` answers, a canary is rolled back if its failure ratio exceeds the old version's by more.
 MIN_ANSWERS = 50
 MAX_MORE_FAILED = 0.05
 MAX_EVENTS = 50
@@ -55,7 +55,7 @@ class Slot(msgspec.Struct, frozen=True, omit_defaults=True):
     state: SlotState = "wanted"
     node: str = ""
     since: float = 0.0
-    not_before: float = 0.0  #: not claimed earlier
+    not_before: float = 0.0  #: earliest time of a claim
     phase: str = ""
 
 
@@ -67,23 +67,23 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     spec: Spec
     since: float = 0.0
     started_at: float = 0.0  #: first claim of a slot; 0: none
-    #: Failed starts and instances since the last stable one. Crashes that may be due to the requests of one tenant
-    #: are counted separately: `num_crashes`, of `crash_tenants`.
+    #: Failed starts and failed instances since the last stable instance. Crashes that the requests of one tenant may
+    #: have caused are counted in `num_crashes` instead.
     num_failed: int = 0
     num_crashes: int = 0
     num_failed_starts: int = 0  #: consecutive
-    crash_tenants: tuple[str, ...] = ()  #: whose requests ran in each of these crashes
-    card: ModelCard | None = None  #: as announced by its first instance
+    crash_tenants: tuple[str, ...] = ()  #: tenants with running requests in all these crashes
+    card: ModelCard | None = None  #: the card that its first instance announced
     is_canary: bool = False
-    is_new: bool = False  #: deployed, not rolled back to
+    is_new: bool = False  #: False if a rollback activated it
     promoted_at: float = 0.0
     package: str = ""  #: digest of the package, if it differs from `digest`
     environment: Environment = Environment()
-    least_memory_bytes: int = 0  #: of an instance, if the spec has no memory
+    least_memory_bytes: int = 0  #: memory of an instance, if the spec does not set it
 
     @property
     def needs(self) -> Resources:
-        """Resources of an instance; without memory in the spec, at least that of the weights on a CPU."""
+        """Resources of an instance. If the spec does not set the memory, it is the size of the weights on a CPU."""
         stated = self.spec.resources
         if stated.memory_bytes or stated.gpu:
             return stated
@@ -91,7 +91,7 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A change of a deployment, to be shown."""
+    """A change of a deployment, for its event list."""
 
     at: float
     text: str
@@ -108,14 +108,14 @@ class App(msgspec.Struct, frozen=True):
     retiring: tuple[Revision, ...] = ()
     slots: tuple[Slot, ...] = ()
     next_slot: int = 0
-    desired: int = 0  #: instances of the active version
+    desired: int = 0  #: desired number of instances of the active version
     scaled_at: float = 0.0
     busy_at: float = 0.0
     message: str = ""
     events: tuple[Event, ...] = ()
-    num_promoted: int = 0  #: since the record exists
+    num_promoted: int = 0  #: promotions since the record was created
     num_rolled_back: int = 0
-    start_s: float = 0.0  #: start time of the latest instance, from its claim
+    start_s: float = 0.0  #: time from the claim of the latest instance until it was ready
 
     @property
     def state(self) -> str:
@@ -146,7 +146,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     is_final: bool = False  #: a failure that another start would repeat
     card: ModelCard | None = None
     since: float = 0.0  #: time of the claim
-    tenants: tuple[str, ...] = ()  #: of a failure: whose requests were running, if known
+    tenants: tuple[str, ...] = ()  #: after a failure: tenants whose requests were running, if known
 
 
 class LogLine(msgspec.Struct, frozen=True):
@@ -213,7 +213,7 @@ def admit(app: App, generation: Generation, now: float) -> App:
 def restore(
     name: str, active: Generation | None, candidate: Generation | None, number: int, now: float
 ) -> App:
-    """The state of a deployment that Redis lost, from the store."""
+    """Restore the state of a deployment from the package store after Redis has lost it."""
     app = App(name, number)
     if active is not None:
         app = replace(
@@ -244,9 +244,9 @@ def advance(
     *,
     trusts_absence: bool = True,
 ) -> tuple[App, Outcome | None]:
-    """The next state, and the outcome of the candidate, once it is decided.
+    """Returns the next state, and the outcome of the candidate (None while it is undecided).
 
-    `trusts_absence`: whether a node without a record is lost; False while nodes may be cut off from Redis.
+    `trusts_absence`: treat a node without a record as lost; False while nodes may be unable to reach Redis.
     """
     app = _adopt(app, nodes, now)
     app = _follow(app, nodes, now, trusts_absence=trusts_absence)
@@ -269,7 +269,7 @@ def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
         return app
     app = replace(app, candidate=None, message=outcome.message)
     if outcome.verdict == "rolled_back":
-        # A canary has requests in its queue: it may start again to answer them.
+        # A canary may start again to answer the requests in its queue.
         num_failed = 0 if candidate.is_canary else candidate.num_failed
         app = _retire(app, replace(candidate, num_failed=num_failed), now)
         app = replace(app, num_rolled_back=app.num_rolled_back + 1)
@@ -286,7 +286,7 @@ def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
 
 
 def is_failing(app: App, now: float) -> bool:
-    """Whether the active version should be rolled back: it is new and fails too often."""
+    """Whether the active version should be rolled back, because it is new and fails too often."""
     active = app.active
     return (
         active is not None
@@ -298,7 +298,7 @@ def is_failing(app: App, now: float) -> bool:
 
 
 def take_back(app: App, back: Generation, now: float) -> App:
-    """Roll back to an earlier version. The failing one may start again, to answer the requests in its queue."""
+    """Roll back to an earlier version. The failing version may start again to answer the requests in its queue."""
     assert app.active is not None
     failing = app.active
     text = f"generation {failing.number} failed {failing.num_failed} times: {app.message}"
@@ -313,7 +313,7 @@ def find_claimable(
     now: float,
     others: Collection[NodeRecord] = (),
 ) -> list[Slot]:
-    """Wanted slots that fit on the node, without slots that nodes report."""
+    """Wanted slots that fit on the node and that no node has reported."""
     if node.is_stopping:
         return []
     found: list[Slot] = []
@@ -345,7 +345,7 @@ def find_missing(revision: Revision, node: NodeRecord) -> list[str]:
 
 
 def _adopt(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
-    """Record the claims of nodes, and adopt instances that are unknown after a restore from the store."""
+    """Record slots that nodes have claimed, and running instances that are unknown after a restore."""
     known = {slot.id: slot for slot in app.slots}
     for node in nodes.values():
         for report in node.slots:
@@ -398,7 +398,7 @@ def _apply_report(app: App, slot: Slot, report: SlotReport, now: float) -> App:
     revision = app.revision(slot.digest)
     if slot.state != "ready":
         app = _put(app, replace(slot, state="ready", since=now, phase=""))
-        if slot.phase or not app.start_s:  # else it was ready at its first report
+        if slot.phase or not app.start_s:  # without a phase: ready at its first report
             app = replace(app, start_s=now - slot.since)
         if revision is not None:
             card = revision.card or report.card
@@ -430,7 +430,7 @@ def _fail(app: App, slot: Slot, report: SlotReport, now: float) -> App:
 
 
 def _count_failure(revision: Revision, tenants: Sequence[str]) -> Revision:
-    """Count a failure. Crashes with a common tenant, whose requests may be the cause, count only once they have none."""
+    """Count a failure. Consecutive crashes that all had a tenant in common are attributed to its requests instead."""
     earlier = revision.crash_tenants if revision.num_crashes else tenants
     common = tuple(tenant for tenant in tenants if tenant in earlier)
     if common:
@@ -443,7 +443,7 @@ def _count_failure(revision: Revision, tenants: Sequence[str]) -> Revision:
 
 
 def _free(app: App, slot: Slot, now: float, why: str, pause_s: float = 0.0) -> App:
-    """Replace an instance that ended, after `pause_s`."""
+    """Replace an ended instance after `pause_s`."""
     app = _note(app, now, f"slot {slot.id} of {slot.digest[:19]} failed: {why}")
     if slot.state == "draining" or app.revision(slot.digest) is None:
         return _remove(app, slot)
@@ -458,7 +458,7 @@ def _free(app: App, slot: Slot, now: float, why: str, pause_s: float = 0.0) -> A
 
 
 def _pause(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
-    """Pause a candidate while no node has its secrets: it gets no requests, and its start deadline is reset."""
+    """Pause a candidate while no node has its secrets. It gets no requests, and its start deadline is reset."""
     candidate = app.candidate
     if candidate is None or not (candidate.started_at or candidate.is_canary):
         return app
@@ -492,7 +492,7 @@ def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:
 
 
 def _is_coming(app: App, candidate: Revision, now: float) -> bool:
-    """Whether more instances may be ready soon: some are wanted, and only for a short time."""
+    """Whether more instances may become ready soon, because slots were wanted only recently."""
     waiting = app.of(candidate.digest, "wanted")
     return bool(waiting) and now - max(slot.since for slot in app.of(candidate.digest)) < SETTLE_S
 
@@ -529,7 +529,7 @@ def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
     least = min(max(spec.min_instances, load.min_instances), spec.max_instances)
     most = min(spec.max_instances, max(least, load.max_instances or spec.max_instances))
     desired = min(max(app.desired, least), most)
-    # While a candidate only waits, this version may scale down to make room.
+    # While a candidate waits for resources, this version may scale down to free them.
     is_replacing = app.candidate and app.of(app.candidate.digest, "starting", "ready")
     if (load.num_open or is_replacing) and now - app.busy_at > 1.0:  # each update is a write
         app = replace(app, busy_at=now)
@@ -614,7 +614,7 @@ def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
 
 
 def find_lost(app: App, nodes: Mapping[str, NodeRecord], now: float) -> list[str]:
-    """Versions without a prospect of instances: their starts fail, or no node can run one."""
+    """Versions that cannot get an instance, because their starts fail or no node can run one."""
     lost = [r.digest for r in app.retiring if not _can_work(r) and not app.of(r.digest)]
     active = app.active
     if active is None or app.of(active.digest, "ready", "draining"):
@@ -632,7 +632,7 @@ def _can_work(revision: Revision) -> bool:
 
 
 def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
-    """Set the message of why slots wait: no node could run them even if idle, or all resources are in use."""
+    """Set the message that explains waiting slots: no node is large enough, or all resources are in use."""
     for slot in app.slots:
         revision = app.revision(slot.digest)
         if slot.state != "wanted" or revision is None:
@@ -651,13 +651,13 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
 
 
 def _write(needed: Resources) -> str:
-    """In the format of `vlm deploy --resources`."""
+    """Format resources as for `vlm deploy --resources`."""
     given = (("cpu", needed.cpu), ("memory", needed.memory_bytes), ("gpu", needed.gpu))
     return ",".join(f"{n}={v:g}" if n == "cpu" else f"{n}={v}" for n, v in given if v)
 
 
 def find_obstacle(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
-    """Why no node can run an instance, even if idle; empty: one can."""
+    """Why no node could run an instance even if the node were idle; empty if a node can."""
     if lack := _find_lack(revision, nodes):
         return lack
     rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
@@ -671,14 +671,14 @@ def find_obstacle(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
 
 
 def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
-    """The error if no node has the secrets of a version; empty: one has."""
+    """The error message if no node has the secrets of a version; empty if a node has them."""
     lacks = [find_missing(revision, node) for node in nodes.values()]
     least = min(lacks, key=len, default=[])
     if not least:
         return ""
     names = ", ".join(name for name in least if is_secret_name(name))
     if not names:  # a record of an earlier release
-        return "no node has a secret that is named by what may be its value; deploy with its name"
+        return "a secret's name may be its value; deploy again with the name of the secret"
     return (
         f"no node has the secret {names}: put a file of that name below its VLM_NODE__SECRETS_DIR, "
         "or name a variable of its own in VLM_NODE__SECRETS"
@@ -689,7 +689,7 @@ def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
 
 
 def _next_number(app: App, now: float) -> int:
-    """Higher than all earlier numbers, also those of a record that Redis lost."""
+    """A number higher than all earlier ones, including those of a record that Redis lost."""
     return max(app.next_slot, int(now * 1000))
 
 

@@ -1,6 +1,6 @@
-"""Routes: the weights by which gateways split a name's requests between versions.
+"""Routes: the weights by which gateways split the requests to a name between versions.
 
-`routes/NAME/NUMBER.json` in the package store. As generations, each is written once, and the latest counts.
+Each is a record `routes/NAME/NUMBER.json` of the package store. It is written once; the highest number applies.
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class RoutedVersion(msgspec.Struct, frozen=True):
-    """A version with its weight. The card is that of its workers, of which there may be none at times."""
+    """A version and its weight. `card`: the model card of its workers, stored because no worker may be running."""
 
     weight: int
     card: ModelCard
@@ -31,7 +31,7 @@ class RoutedVersion(msgspec.Struct, frozen=True):
 
 
 class RouteRecord(msgspec.Struct, frozen=True):
-    """The versions of a name by the start of their digest. None: the route is removed."""
+    """The versions of a name, by the first digits of their digests. None: the route was removed."""
 
     name: str
     number: int
@@ -45,15 +45,15 @@ class RouteRecord(msgspec.Struct, frozen=True):
 def record_route(store: PackageStore, route: RouteRecord) -> None:
     """Raises: Conflict if its number exists; StoreError."""
     if not store.put_if_absent(_key(route.name, route.number), msgspec.json.encode(route)):
-        raise Conflict(f"the route of {route.name} was changed at the same time; try again")
+        raise Conflict(f"another client has just changed the route of {route.name}; try again")
 
 
 def read_routes(
     store: PackageStore, known: Mapping[str, RouteRecord] = {}
 ) -> dict[str, RouteRecord]:
-    """The latest routes by name, also removed ones, without unreadable ones. Raises: StoreError.
+    """The latest route of each name, including removed routes. Unreadable routes are skipped. Raises: StoreError.
 
-    Those that are `known` are not read again.
+    `known`: routes that were read before, and are not read again.
     """
     found: dict[str, RouteRecord] = {}
     for name, numbers in _numbers(store).items():
@@ -76,7 +76,7 @@ def read_packages(store: PackageStore, num_kept: int) -> set[str]:
 
 
 def _numbers(store: PackageStore) -> dict[str, list[int]]:
-    """The numbers of the routes by name, in order."""
+    """The numbers of each name's routes, in ascending order."""
     numbers: dict[str, list[int]] = {}
     for match in filter(None, map(_KEY.fullmatch, store.list("routes"))):
         numbers.setdefault(match[1], []).append(int(match[2]))

@@ -16,7 +16,7 @@ NAMESPACE = "vlm-fleet"
 MAX_SIGNATURE_CHARS = 16 * 1024
 #: Prefix of signatures that were verified before they were stored, one per key.
 _BY_KEY = "key-"
-_MAX_UNVERIFIED = 16  # of earlier versions, which stored signatures unverified
+_MAX_UNVERIFIED = 16  # signatures stored by earlier releases, which did not verify them
 _TIMEOUT_S = 20.0
 
 
@@ -25,7 +25,7 @@ class BadSignature(Exception):
 
 
 def sign(key: Path, digest: str) -> str:
-    """Sign a digest with an SSH key; asks for a passphrase on the terminal. Raises: BadSignature."""
+    """Sign a digest with an SSH key. If the key has a passphrase, ssh-keygen asks for it. Raises: BadSignature."""
     done = _run("-Y", "sign", "-f", str(key), "-n", NAMESPACE, stdin=digest, timeout_s=None)
     if done.returncode:
         raise BadSignature(f"{key} cannot sign: {_last_line(done.stderr)}")
@@ -66,7 +66,7 @@ def check_signed(store: PackageStore, digest: str, signers: Path) -> str:
     keys = store.list(signatures_key(digest))
     by_key = [key for key in keys if key.rpartition("/")[2].startswith(_BY_KEY)]
     old = [key for key in keys if key not in by_key]
-    problem = "it has no signature"
+    problem = "it has no signature; deploy it with --sign KEY"
     for key in by_key + old[:_MAX_UNVERIFIED]:
         data = store.get(key) or b""
         try:
@@ -79,7 +79,7 @@ def check_signed(store: PackageStore, digest: str, signers: Path) -> str:
 def _check_file(signers: Path) -> None:
     """Raises: BadSignature."""
     if not signers.is_file():
-        raise BadSignature(f"{signers}: there is no such file of allowed signers")
+        raise BadSignature(f"the file of allowed signers {signers} does not exist")
 
 
 def _verify(signature: bytes, digest: str, signers: Path) -> str:

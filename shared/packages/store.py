@@ -1,7 +1,7 @@
 """Stores package blobs and deployment records in a directory or a bucket.
 
-The layout is an OCI image layout (`blobs/sha256/HEX`) with records beside it. Content is immutable: a blob is named
-by its hash, and a record is written once, by the first writer.
+Blobs are stored as in an OCI image layout (`blobs/sha256/HEX`), records in other folders. Both are immutable: a blob
+is named by its hash, and a record is written once, by the first writer.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ class StoreError(Exception):
 
 
 class WrongStart(StoreError):
-    """An upload cannot resume there: another upload had, or has, a part of the blob."""
+    """The start of a resumed upload is not the end of the stored part; another upload may have changed the part."""
 
 
 class BadBlob(StoreError):
-    """The bytes have another digest."""
+    """The bytes do not match the digest."""
 
 
 class Entry(NamedTuple):
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
 
 class PackageStore(Protocol):
-    """Blobs by digest, and records by key. Blocks. All methods raise StoreError."""
+    """Blobs by digest, and records by key. All methods block, and raise StoreError."""
 
     url: str
 
@@ -66,13 +66,13 @@ class PackageStore(Protocol):
     ) -> None:
         """Store a complete blob. Raises: BadBlob.
 
-        A seekable file is read from the bytes that are stored already; another begins at `start`, which must be
-        `partial`, or WrongStart is raised.
+        If the file is seekable, the upload resumes after the stored part. Otherwise the file begins at byte `start`;
+        WrongStart is raised if `start` is not `partial(digest)`.
         """
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write a record unless it exists. Returns whether this one is stored."""
+        """Write a record unless it exists. Returns whether the record was written."""
         ...
 
     def get(self, key: str) -> bytes | None:
@@ -100,7 +100,7 @@ class PackageStore(Protocol):
         ...
 
     def delete_parts(self, before: float) -> int:
-        """Delete interrupted uploads from before an instant. Returns their bytes."""
+        """Delete interrupted uploads last written before `before`. Returns the number of bytes deleted."""
         ...
 
 
@@ -108,7 +108,7 @@ def open_store(url: str) -> PackageStore:
     """The store of a URL: file:///DIRECTORY, s3://, gs:// or az:// with bucket and prefix. Raises: StoreError."""
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
-        raise StoreError(f"{url}: write file:///DIRECTORY, or s3://, gs:// or az:// BUCKET/PREFIX")
+        raise StoreError(f"{url}: use file:///DIRECTORY, s3://BUCKET/PREFIX, gs://... or az://...")
     if scheme == "file":
         return FileStore(Path(url.removeprefix("file://")))
     return ObjectStore(url)
@@ -143,7 +143,7 @@ class FileStore:
             if file.seekable():
                 file.seek(place - start)
             elif place != start:
-                raise WrongStart(f"of {digest} there are {place} bytes: go on from there")
+                raise WrongStart(f"{place} bytes of {digest} are stored; resume there")
             yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
         try:
@@ -176,7 +176,7 @@ class FileStore:
             raise StoreError(f"{self.url}: {key} cannot be read: {error.strerror}") from None
 
     def list(self, prefix: str) -> list[str]:
-        walked = os.walk(self.root / prefix)  # skips folders that are removed meanwhile
+        walked = os.walk(self.root / prefix)  # os.walk skips folders that another process removes
         found = (Path(folder, name) for folder, _, names in walked for name in names)
         return sorted(str(file.relative_to(self.root)) for file in found)
 
@@ -210,7 +210,7 @@ class FileStore:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise StoreError(f"{self.url}: {key} cannot be removed: {error.strerror}") from None
-        with suppress(OSError):  # until one is not empty
+        with suppress(OSError):  # stops at the first folder that is not empty
             for folder in path.parents:
                 if folder == self.root:
                     break
@@ -249,7 +249,7 @@ class FileStore:
 
 
 class ObjectStore:
-    """A bucket, by obstore; credentials are in the environment, as for the cloud's own tools."""
+    """A bucket, accessed with obstore. Credentials are read from the cloud provider's environment variables."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -276,7 +276,7 @@ class ObjectStore:
         self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
     ) -> None:
         if start:
-            raise WrongStart(f"of {digest} there are 0 bytes: go on from there")
+            raise WrongStart(f"0 bytes of {digest} are stored; restart the upload")
         found = hashlib.sha256()
 
         def pieces() -> Iterator[bytes]:
@@ -365,7 +365,7 @@ def read_manifest(store: PackageStore, digest: str) -> Manifest:
 
 def _compare(digest: str, found: Any) -> None:
     if found.hexdigest() != digest.removeprefix("sha256:"):
-        raise BadBlob(f"its bytes have the digest sha256:{found.hexdigest()}, not {digest}")
+        raise BadBlob(f"the content has the digest sha256:{found.hexdigest()}, not {digest}")
 
 
 def _sync(file: IO[bytes]) -> None:

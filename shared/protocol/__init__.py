@@ -1,6 +1,6 @@
 """The wire protocol between gateways and workers. Import its names from here."""
 
-# ruff: noqa: F401 - they are exported
+# ruff: noqa: F401 - exported names
 from shared.protocol.calls import (
     PROTOCOL_VERSION,
     THINKING_SWITCHES,

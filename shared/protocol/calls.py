@@ -1,11 +1,11 @@
-"""Calls, their events, and model cards, and all of them as bytes: JSON by msgspec, readable in redis-cli.
+"""Calls, their events and model cards, and their encoding as JSON.
 
 Invariants of the events that workers publish, for each call:
 
 1. The events are `Started? (Tokens* | Vectors | Scores | Tokenized) (Finished | Failed)`. Exactly one terminal event
    reaches the client; vectors, scores and tokenizations arrive together with it.
 2. `Tokens.index` counts output tokens from 0 without a gap. The concatenated `Tokens.text` is the answer, and
-   `Tokens.calls` are its function calls: the name of each comes first, and the next call ends it.
+   `Tokens.calls` are its function calls, one after another: each begins with the piece that has its name.
 3. All events of an attempt carry its number; a higher attempt supersedes a lower one.
 """
 
@@ -41,9 +41,9 @@ class ErrorCode(StrEnum):
     UNSUPPORTED_VERSION = "unsupported_version"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
-    #: Every worker that ran it was lost, while running other requests too.
+    #: Every worker that ran the request was lost, but also ran other requests at the time.
     TOO_MANY_ATTEMPTS = "too_many_attempts"
-    #: Its worker was lost each time that it ran alone.
+    #: The worker was lost each time the request ran alone on it.
     REQUEST_KILLS_WORKERS = "request_kills_workers"
     #: A schema or grammar that cannot be compiled.
     INVALID_GRAMMAR = "invalid_grammar"
@@ -62,7 +62,7 @@ class Usage(Report, frozen=True, omit_defaults=True):
     num_output_tokens: int = 0
     num_image_tokens: int = 0  #: of images and videos
     num_cached_tokens: int = 0
-    num_reasoning_tokens: int = 0  #: output tokens before the first of the answer
+    num_reasoning_tokens: int = 0  #: output tokens of the reasoning, before the answer
     num_audio_tokens: int = 0
 
     @property
@@ -84,7 +84,7 @@ class StageTimings(Report, frozen=True, omit_defaults=True):
     prefill_s: float = 0.0  #: first scheduled until first token, without vision
     decode_s: float = 0.0  #: first token until last
     media_decode_s: float = (
-        0.0  #: before `preprocess_s`, with a video: fetch, decode and resize all media
+        0.0  #: requests with a video: fetch, decode and resize all media, before `preprocess_s`
     )
 
     @property
@@ -99,9 +99,9 @@ _LOWEST_LOGPROB = -9999.0
 
 
 class TokenLogprob(Report, frozen=True, array_like=True):
-    """The natural log probability of a token; an array on the wire, since an answer may have 21 for each token.
+    """The natural log probability of a token. Encoded as an array, because an answer may have 21 per output token.
 
-    `spelled`: the token's text, or its bytes in hexadecimal if they are not complete UTF-8.
+    `spelled`: the token's text, or the token's bytes in hexadecimal if they are not valid UTF-8.
     """
 
     spelled: str
@@ -109,7 +109,7 @@ class TokenLogprob(Report, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, token_bytes: bytes, logprob: float) -> "TokenLogprob":
-        """Create it from a token's bytes; the logprob has the seven digits of float32."""
+        """Create a `TokenLogprob` from a token's bytes. The logprob is rounded to the seven digits of float32."""
         try:
             spelled = token_bytes.decode()
         except UnicodeDecodeError:
@@ -158,7 +158,7 @@ class Started(Event, frozen=True):
     """The engine accepted the prompt; the HTTP status can be sent."""
 
     usage: Usage
-    prompt_token_ids: tuple[int, ...] = ()  #: if the task asks for them
+    prompt_token_ids: tuple[int, ...] = ()  #: empty unless the task requests them
 
 
 class CallPiece(Report, frozen=True, array_like=True):
@@ -184,15 +184,15 @@ def join_calls(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
 class Tokens(Event, frozen=True):
     """The next output tokens, and the text that they complete, if any."""
 
-    index: int  #: output tokens before these
+    index: int  #: number of output tokens before this event
     token_ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[OutputLogprob, ...] = msgspec.field(default=(), name="lp")
-    #: Tokens without an id, of engines behind an API. Another worker cannot continue the answer.
+    #: Tokens whose ids are unknown (engines behind an API). Another worker cannot continue such an answer.
     num_without_id: int = 0
     reasoning: str = ""  #: reasoning before the answer; precedes `text`
-    calls: tuple[CallPiece, ...] = ()  #: follow `text`
-    #: Of a range of the prompt, before the first output token; a later attempt may repeat some.
+    calls: tuple[CallPiece, ...] = ()  #: function calls after `text`
+    #: Logprobs of a range of the prompt, sent before the first output token. A later attempt may send them again.
     prompt_logprobs: tuple[PromptLogprob, ...] = msgspec.field(default=(), name="plp")
 
     @property
@@ -205,7 +205,7 @@ class Vectors(Event, frozen=True):
 
     dimensions: int
     data: bytes = b""
-    is_stored: bool = False  #: the data is the stored result of this attempt
+    is_stored: bool = False  #: the data is stored as the result of this attempt
 
 
 class Scores(Event, frozen=True):
@@ -221,12 +221,12 @@ class Tokenized(Event, frozen=True):
     num_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()  #: each token as the vocabulary spells it
-    text: str = ""  #: of the token ids
-    #: Where the audio is cut into segments that the model takes; the last is its length. Units: seconds.
+    text: str = ""  #: the detokenized text
+    #: Ends of the segments into which the audio is split for the model. Units: seconds.
     segment_ends: tuple[float, ...] = ()
     frames: tuple[
         tuple[int, int], ...
-    ] = ()  #: of each video: how many are used, and how many it has
+    ] = ()  #: for each video: number of frames that are used, and number of frames in the video
 
 
 class Finished(Event, frozen=True):
@@ -262,25 +262,25 @@ def explain_versions(gateway: int, worker: int) -> str:
 
 
 class Priority(StrEnum):
-    """Batch requests use the capacity that interactive requests leave."""
+    """The priority of a call. Batch calls run when no interactive calls wait."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
 
 
 class Call(Message, frozen=True, tag_field="version", tag=PROTOCOL_VERSION, omit_defaults=True):
-    """One task for one model. The version is encoded first, and read before the rest."""
+    """One task for one model. The version is the first encoded field, and is checked before the rest is decoded."""
 
     id: str
-    reply_to: str  #: id of the gateway, which names its mailbox
+    reply_to: str  #: id of the gateway, whose mailbox receives the events
     model: str
     task: Task
-    tenant: str = ""  #: owner of the caches and limits
+    tenant: str = ""  #: the tenant whose limits apply and whose cache entries may be used
     priority: Priority = Priority.INTERACTIVE
     trace_parent: str | None = None
-    #: Whether results are streamed; otherwise the worker may hold them back.
+    #: False: the worker may delay and combine events.
     wants_stream: bool = True
-    #: It continues without its gateway, and another gateway may return the answer.
+    #: The call continues if its gateway is lost, and another gateway may return the answer.
     is_resumable: bool = False
     adapter: str = ""  #: digest of the LoRA adapter
 
@@ -317,7 +317,7 @@ class AdapterCard(Report, frozen=True, omit_defaults=True):
     name: str
     digest: str = ""  #: of its files; empty: not loaded
     created_at: int = 0  #: epoch seconds at which the worker loaded it
-    revision: str = ""  #: in the fleet's list; empty: from the worker's settings
+    revision: str = ""  #: revision of an adapter that was loaded at run time; empty: loaded by the worker's settings
     error: str = ""
 
 
@@ -334,18 +334,18 @@ class ModelCard(Report, frozen=True):
     supports_images: bool = True
     supports_video: bool = False
     supports_audio: bool = False
-    transcription_prompt: str = ""  #: it was trained to transcribe with; empty: any
+    transcription_prompt: str = ""  #: prompt it was trained with; empty: any prompt
     image_tokens: int = 0  #: maximum per image, for quotas; 0: unknown
     max_image_pixels: int = 0  #: larger images are scaled down; 0: the processor decides
     tasks: tuple[str, ...] = ("generate",)  #: tags of the supported tasks
-    dimensions: int = 0  #: of its vectors; 0: none
+    dimensions: int = 0  #: dimensions of its embeddings; 0: the model computes none
     shorter_dimensions: tuple[int, ...] = ()  #: supported truncated sizes
     prompts: tuple[str, ...] = ()  #: names of the prompts that can precede a text
     sampling: SamplingDefaults = SamplingDefaults()
     dtype: str = ""  #: empty: unknown
     quantization: str = ""  #: empty: none, or unknown
     format: str = ""  #: of its weights, such as `safetensors`
-    reasoning: str = ""  #: how it delimits its reasoning; empty: none, or unknown
+    reasoning: str = ""  #: format of its reasoning; empty: no reasoning, or unknown
     always_thinks: bool = False  #: reasoning cannot be turned off
     template_options: tuple[str, ...] = ()  #: chat template variables that a request may set
     supports_grammars: bool = False  #: structured outputs
@@ -358,7 +358,7 @@ class ModelCard(Report, frozen=True):
 
     @property
     def queue(self) -> str:
-        """The model whose queue has its calls."""
+        """The model whose queue receives the calls; for an adapter, its base model."""
         return self.parent or self.name
 
 
@@ -418,7 +418,7 @@ def decode_call(data: bytes) -> Call:
 
 
 def encode_events(events: Iterable[CallEvent]) -> bytes:
-    """Encode events for a log: JSON objects, separated by commas."""
+    """Encode events as comma-separated JSON objects, an item of a log."""
     return b",".join([_encoder.encode(event) for event in events])
 
 
@@ -437,7 +437,7 @@ def decode_events(data: bytes) -> tuple[CallEvent, ...]:
 
 
 def _decode_newer(raw: msgspec.Raw) -> CallEvent | None:
-    """Map an event of a newer worker to known ones: None for an unknown kind, a generic end for an unknown reason."""
+    """Decode an event of a newer worker. Unknown events are None; unknown reasons and error codes are replaced."""
     try:
         return _event_decoder.decode(raw)
     except msgspec.ValidationError:

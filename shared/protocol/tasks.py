@@ -1,4 +1,4 @@
-"""Tasks, messages and blob references: what a call asks an engine to do, opaque to the queue."""
+"""Tasks for engines, with messages, media references and sampling parameters. The queue does not decode them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, Self
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of the structs that gateways send. Strict, so that no field of a request is overlooked."""
+    """Base of the structs that gateways send. Unknown fields are an error, so that workers ignore no field."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -16,13 +16,13 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class TextPart(Message, frozen=True, tag_field="type", tag="text"):
-    """Ordinary text; special tokens spelled in it remain text."""
+    """Plain text. Special tokens in it are tokenized as ordinary text."""
 
     text: str
 
 
 class ImagePart(Message, frozen=True, tag_field="type", tag="image"):
-    """An image, video or audio: its index among those of the task."""
+    """An image, video or audio file, by its index in the task's `images`."""
 
     image: int
 
@@ -65,11 +65,11 @@ class Tools(Message, frozen=True, omit_defaults=True):
 
 
 class _Located(Message, frozen=True, kw_only=True, omit_defaults=True):
-    url: str = ""  #: where a worker reads it, with a signature; empty: in Redis
+    url: str = ""  #: signed URL from which a worker reads the blob; empty: read it from Redis
 
 
 class BlobRef(_Located, frozen=True, omit_defaults=True):
-    """Bytes in the blob store, by their SHA-256 (hexadecimal)."""
+    """A blob in the blob store, by its SHA-256 (hexadecimal)."""
 
     sha256: str
     num_bytes: int
@@ -82,13 +82,13 @@ FRAMES_TYPE = "video/jpeg"
 class VideoOptions(Message, frozen=True, omit_defaults=True):
     """How frames of a video are sampled. Units: seconds."""
 
-    fps: float | None = None  #: frames per second; of a video of frames: their rate
+    fps: float | None = None  #: frames per second to sample; of a list of frames: their rate
     num_frames: int | None = None
     start_s: float = 0.0
     end_s: float = 0.0  #: 0: the end of the video
 
 
-#: What a part of a message holds beside text.
+#: Kinds of media parts of a message.
 MediaKind = Literal["image", "video", "audio"]
 
 
@@ -98,12 +98,12 @@ class ImageRef(BlobRef, frozen=True, omit_defaults=True):
     media_type: str
     width: int
     height: int
-    min_pixels: int = 0  #: smaller images are scaled up to it; 0: the model's minimum
-    max_pixels: int = 0  #: larger images are scaled down to it; 0: the model's maximum
-    video: VideoOptions | None = None  #: of a video
-    param: str = ""  #: its place in the request; empty: that of `KIND_url` in the messages
-    start_s: float = 0.0  #: of a part of audio
-    end_s: float = 0.0  #: 0: all of it
+    min_pixels: int = 0  #: smaller images are scaled up to this; 0: the model's minimum
+    max_pixels: int = 0  #: larger images are scaled down to this; 0: the model's maximum
+    video: VideoOptions | None = None  #: only for videos
+    param: str = ""  #: path of the field in the request; empty: the `KIND_url` of a message
+    start_s: float = 0.0  #: start of the part of an audio file to use
+    end_s: float = 0.0  #: end of that part; 0: the end of the file
 
     @property
     def kind(self) -> MediaKind:
@@ -115,13 +115,13 @@ class ImageRef(BlobRef, frozen=True, omit_defaults=True):
 class SamplingParams(Message, frozen=True, omit_defaults=True):
     """Sampling parameters. The defaults are no-op values: greedy text needs only `temperature=0`."""
 
-    #: None: up to the context length. 0: compute the prompt, sample nothing.
+    #: None: up to the context length. 0: compute only the prompt, such as for its logprobs.
     max_tokens: int | None = None
     temperature: float = 1.0  #: 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  #: 0: all
     min_p: float = 0.0
-    #: Set by the gateway. The noise is a function of (seed, output position).
+    #: Set by the gateway. Random numbers depend only on the seed and the output position.
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  #: end the answer, even with `ignore_eos`
@@ -131,7 +131,7 @@ class SamplingParams(Message, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
-    num_logprobs: int | None = None  #: k: of the sampled token and the k most probable; None: none
+    num_logprobs: int | None = None  #: k: the sampled token and the k most probable; None: none
     num_prompt_logprobs: int | None = None  #: the same for each prompt token
     ignore_eos: bool = False
     min_tokens: int = 0  #: no end of sequence before this many tokens
@@ -169,7 +169,7 @@ UNSUPPORTED_KEYWORDS = frozenset(
 
 
 class Grammar(Message, frozen=True, omit_defaults=True):
-    """A grammar that the answer must match. Engines without grammars refuse the call."""
+    """A grammar that the answer must match. Engines that do not support grammars refuse the call."""
 
     kind: GrammarKind
     source: str
@@ -181,12 +181,12 @@ class Grammar(Message, frozen=True, omit_defaults=True):
 TemplateOption = bool | int | float | str | None
 
 
-#: The end of the rendered conversation: a generation prompt, an open last message, or a closed one.
+#: End of the rendered conversation: a generation prompt, the last message to be continued, or its closed form.
 Ending = Literal["answer", "message", "none"]
 
 
 class _Task(Message, frozen=True, tag_field="task", tag=str.lower, omit_defaults=True):
-    """Base of the tasks; its methods are those of a task without images."""
+    """Base of the tasks. Its methods are for tasks without images."""
 
     def texts(self) -> Iterator[str]:
         """All text of the task."""
@@ -212,7 +212,7 @@ class Generate(_Task, frozen=True):
     grammar: Grammar | None = None
     tools: Tools | None = None
     ending: Ending = "answer"
-    #: Instead of messages, without the chat template; special tokens spelled in it are special.
+    #: Replaces the messages and the chat template. Special tokens in its text are tokenized as such.
     prompt: TextPart | TokensPart | None = None
     #: Whether the tokenizer adds tokens such as BOS to a text prompt.
     add_special_tokens: bool = True
@@ -246,7 +246,7 @@ class Generate(_Task, frozen=True):
         return None
 
 
-#: Which end of a too long input is cut off; none: refuse it.
+#: Which end of an input is truncated if the input is too long; none: refuse the input.
 Truncate = Literal["none", "start", "end"]
 
 
@@ -258,7 +258,7 @@ class Embed(_Task, frozen=True):
     #: The model's prompt to prepend to each text; empty: its default; None: none.
     prompt_name: str | None = ""
     dimensions: int | None = None  #: truncate the vectors to this many; None: all
-    is_normalized: bool = True  #: to length 1
+    is_normalized: bool = True  #: scale vectors to length 1
     truncate: Truncate = "none"
     first: int | None = (
         0  #: index of the first input in the request's list; None: the request has a single input
@@ -269,7 +269,7 @@ class Embed(_Task, frozen=True):
         return (part.text for part in self.inputs if isinstance(part, TextPart))
 
     def with_images(self, images: Sequence[ImageRef]) -> Self:
-        """Keep only the images that its inputs use, and renumber them."""
+        """The same task with the images that its inputs use, renumbered."""
         used: dict[int, int] = {}
         inputs = tuple(
             ImagePart(used.setdefault(part.image, len(used)))
@@ -293,10 +293,10 @@ class Embed(_Task, frozen=True):
 class Rerank(_Task, frozen=True):
     """Score documents by their relevance to the query. A request may be split into several calls."""
 
-    queries: tuple[str, ...]  #: one for all documents, or one per document
+    queries: tuple[str, ...]  #: one query for all documents, or one query per document
     documents: tuple[str, ...]
     max_document_tokens: int | None = None  #: longer documents are truncated
-    truncate: Truncate = "none"  #: of a pair: the document is truncated, never the query
+    truncate: Truncate = "none"  #: of a query and a document, only the document is truncated
     is_raw: bool = False  #: raw logits without activation
     name: str = "documents"  #: field of the request that holds the documents
     first: int | None = (
@@ -320,7 +320,7 @@ class Tokenize(_Task, frozen=True):
     token_ids: tuple[int, ...] = ()
     with_ids: bool = True  #: False: return only the count
     with_strings: bool = False  #: also return each token as the vocabulary spells it
-    finds_segments: bool = False  #: return the segments of its only audio, and no tokens
+    finds_segments: bool = False  #: return only the segments of the audio file, without tokens
 
     @property
     def images(self) -> tuple[ImageRef, ...]:

@@ -1,1 +1,1 @@
-"""The queue in Redis: submit, claim, publish, listen."""
+"""The request queue in Redis, for gateways and workers."""

@@ -12,15 +12,15 @@ from msgspec import Struct
 
 from shared.protocol import Envelope, ErrorCode
 
-#: A possible poison request is cleared after this many new tokens: it may run beside others, and a loss of its worker no
-#: longer counts as a crash of the request.
+#: A possible poison request is cleared after this many new tokens. It may then run in a batch with others, and losing
+#: its worker no longer adds to its crash count.
 CLEARED_AFTER_TOKENS = 8
 
 Ending = Literal["finished", "failed"]
 
 
 def shard_of(call_id: str) -> str:
-    """The name of the shard of a call; '' where there is one Redis, or a call is from before there were shards."""
+    """The name of the shard of a call; '' if the call was submitted to a single Redis server."""
     return call_id.partition("@")[2]
 
 
@@ -29,7 +29,7 @@ class QueueError(Exception):
 
 
 class QueueRefused(QueueError):
-    """A limit refuses the call. `reason` is one of `REASONS`; `wait_s` is 0 if unknown."""
+    """A call exceeds a limit. `reason`: one of `REASONS`. `wait_s`: time until a retry may succeed; 0 if unknown."""
 
     def __init__(self, reason: str, wait_s: float) -> None:
         super().__init__(reason)
@@ -50,11 +50,11 @@ REASONS = (
 
 
 class DuplicateRequest(QueueError):
-    """A call with this id is known already."""
+    """A call with this id exists already."""
 
 
 class UnknownBudget(QueueError):
-    """Redis does not know what the tenant has spent: `set_spent`, then submit again."""
+    """Redis has no budget of the tenant. Call `set_spent`, then submit again."""
 
 
 class QueueUnavailable(QueueError):
@@ -66,7 +66,7 @@ class Affinity(Struct, frozen=True):
 
     name: str  #: hash of the first image or the long prefix
     num_workers: int
-    num_seats: int  #: calls that each worker runs at once
+    num_seats: int  #: maximum calls that each worker runs concurrently
 
 
 #: home: reserved for the preferred worker; new: no worker is preferred; busy: the preferred worker has more than its
@@ -81,15 +81,15 @@ class RequestState:
     state: str
     attempt: int
     num_output_tokens: int  #: accepted so far
-    remaining_s: float  #: until the deadline; after the end: until Redis deletes it
+    remaining_s: float  #: open call: until its deadline; ended call: until Redis deletes its record
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """Length and age of a model's queue. `age_s`: of the oldest call that no worker has read, without the backlog."""
+    """Length and age of a model's queue. `age_s`: wait of the oldest unclaimed call, not counting the backlog."""
 
     num_open: int  #: calls that wait or run
-    num_backlog: int  #: batch calls among them that no worker has been given
+    num_backlog: int  #: batch calls among `num_open` that are not in the queue yet
     age_s: float
 
 
@@ -102,7 +102,7 @@ class Claim(Struct, frozen=True, eq=False):
     log: tuple[bytes, ...]  #: events of earlier attempts
     entry_id: bytes  #: id of its queue entry
     attempt: int  #: the fencing token
-    failures: int  #: crash count: lost workers that count against the request
+    failures: int  #: the request's crash count
     is_last_chance: bool  #: the call fails at its next crash
     waited_s: float  #: since it was submitted
     remaining_s: float  #: until its deadline
@@ -113,7 +113,7 @@ class Claim(Struct, frozen=True, eq=False):
 
 
 class Publication(Struct, frozen=True, eq=False):
-    """Events of one call, repeated unchanged until the queue answers.
+    """Events of one call. After a lost reply, the same publication is sent again unchanged.
 
     `number`: ordinal within the claim, from 1. `num_tokens`: output tokens before these events.
     """
@@ -123,34 +123,34 @@ class Publication(Struct, frozen=True, eq=False):
     num_tokens: int
     num_new_tokens: int  #: output tokens that these events add
     events: bytes  #: JSON objects, separated by commas
-    ending: Ending | None = None  #: set if these events end the call
+    ending: Ending | None = None  #: set if the last event ends the call
     dead_reason: str = ""  #: reason of the entry in the dead-letter stream; empty: none
-    result: bytes = b""  #: data too large for an event; read by `GatewayQueue.result`
+    result: bytes = b""  #: data too large for an event; gateways read it with `GatewayQueue.result`
     keep_s: float = 0.0  #: minimum time to keep the ended call
     usage: tuple[int, int] | None = (
-        None  #: prompt tokens and the cached ones among them, if these events tell
+        None  #: prompt tokens, and how many of them were cached; None if these events do not report usage
     )
 
 
 class Limits(Struct, frozen=True):
     """Limits of one model, over all gateways; 0: unlimited."""
 
-    max_tokens: int = 0  #: of all open calls; shared by the tenants
-    max_tenant_requests: int = 0  #: open at once
+    max_tokens: int = 0  #: of all open calls together
+    max_tenant_requests: int = 0  #: open requests of a tenant
     max_tenant_requests_per_minute: int = 0
     max_tenant_tokens_per_minute: int = 0
-    has_budget: bool = False  #: then all requests of the tenant are on one shard
+    has_budget: bool = False  #: the tenant has a budget, so all its requests are on one shard
 
 
 class Reservation(Struct, frozen=True):
-    """The usage that the calls of one request reserve, the same for each."""
+    """The usage that each call of a request reserves."""
 
     model: str
     tenant: str
     request_ids: tuple[str, ...]
     num_tokens: int  #: of prompt and answer, charged to the tokens per minute
     num_answer_tokens: int  #: of the answer alone; the unused part is refunded
-    num_open_tokens: int  #: while open; more than `num_tokens` if it needs more memory
+    num_open_tokens: int  #: reserved while the call is open; may exceed `num_tokens` if the call needs more memory
     limits: Limits
 
     @property
@@ -164,22 +164,22 @@ class Budget(Struct, frozen=True):
 
     period: str  #: name of the month or day
     most: int
-    reserved: int  #: by each call while it is open: its maximum cost
+    reserved: int  #: maximum cost of each call, reserved while the call is open
     ttl_s: float
 
 
 class Charge(Struct, frozen=True):
     """How the calls of one request are counted when they end. Units: nano-dollars."""
 
-    num_images: tuple[int, ...] = (0,)  #: of each prompt, which equally many calls share
+    num_images: tuple[int, ...] = (0,)  #: of each prompt; prompts have equally many calls
     prices: tuple[float, float, float, float] = (
         0.0,
         0.0,
         0.0,
         0.0,
-    )  #: of an input, cached, output token, image
+    )  #: price of an input, cached and output token, and of an image
     budget: Budget | None = None
-    #: Counted of the first call: the request with its input, the input of its prompt, or its output alone.
+    #: What the first call counts. request: a request, input and output; prompt: input and output; output: output only.
     counts: Literal["request", "prompt", "output"] = "request"
 
     def of_call(self, index: int, num_calls: int) -> "Charge":
@@ -189,25 +189,25 @@ class Charge(Struct, frozen=True):
 
 
 class Submission(Struct, frozen=True):
-    """The calls of one request, and what limits them."""
+    """The calls of one request, with their limits."""
 
     choices: Sequence[Envelope]
     timeout_s: float  #: until their deadline, from now by the queue's clock
-    max_waiting: int  #: calls of a priority that wait at most, or the calls of one request
+    max_waiting: int  #: maximum of waiting calls with this priority; a request with more calls may use an empty queue
     reservation: Reservation | None = None  #: of each call, if there are quotas
     affinity: Affinity | None = (
-        None  #: they may be reserved for the preferred worker; `share` ends that
+        None  #: if set, the calls may be reserved for the preferred worker until `share` is called
     )
     charge: Charge | None = None
-    #: Token ids that the only choice has published under another id; the answer goes on after them.
+    #: Token ids that the only choice has already published under another call id, and continues after.
     earlier: Sequence[int] = ()
 
 
 class Submitted(Struct, frozen=True):
-    """What the queue tells about calls that it has taken."""
+    """The result of a submission."""
 
     affinity: AffinityOutcome = ""
-    #: Seconds until the limits of requests and of tokens per minute are whole again; None: unlimited, or unknown.
+    #: Seconds until the token buckets of requests and of tokens per minute are full; None: unlimited, or unknown.
     full_in_s: tuple[float, float] | None = None
 
 
@@ -217,7 +217,7 @@ class OpenRequest(Struct, frozen=True):
     id: str  #: with the number of the choice
     key: str  #: the tenant; for operators, the name of its key
     model: str
-    worker: str  #: empty: it waits
+    worker: str  #: empty while the request waits
     age_s: float
     num_tokens: int  #: of output so far
 
@@ -228,11 +228,11 @@ class GatewayQueue(Protocol):
     def place(
         self, request_id: str, tenant: str, limits: Limits | None, affinity: Affinity | None
     ) -> str:
-        """The end of the ids of a new request's calls, which names its shard; empty where there is one Redis."""
+        """The suffix of a new request's call ids, which names the shard; empty with a single Redis server."""
         ...
 
     def is_lost(self, request_id: str) -> bool:
-        """Whether the shard of a call is down for so long that the call has to be submitted to another."""
+        """Whether the shard of a call has been down for so long that the call must be submitted to another shard."""
         ...
 
     async def submit(self, calls: Submission) -> Submitted:
@@ -240,19 +240,19 @@ class GatewayQueue(Protocol):
         ...
 
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
-        """Return reserved calls that are not claimed to the end of the queue; returns how many there were."""
+        """Move reserved calls that are unclaimed to the end of the queue. Returns the number of moved calls."""
         ...
 
     async def cancel(
         self, model: str, request_ids: Sequence[str], *, is_lost: bool = False
     ) -> None:
-        """Cancel calls; unknown and ended ones are ignored. `is_lost`: they were queued again, and are not counted."""
+        """Cancel calls; ignores unknown and ended calls. `is_lost`: do not count usage, the calls were queued again."""
         ...
 
     async def refund(self, reservation: Reservation) -> bool:
-        """Refund the unused tokens of ended calls, or charge those beyond the reservation; once for each call.
+        """Refund unused tokens of ended calls, or charge tokens beyond the reservation, once per call.
 
-        Returns False if a call has not ended: then call it again.
+        Returns False if a call has not ended yet; try again later.
         """
         ...
 
@@ -261,23 +261,23 @@ class GatewayQueue(Protocol):
         ...
 
     async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
-        """What ended calls used on a day since 1970 (UTC), of each server that has any, or only of those that answer.
+        """Usage of ended calls on a day (days since 1970, UTC), per server. `skips_down`: skip servers that are down.
 
-        Sums of requests, input, cached and output tokens, images and costs (nano-dollars), by `KIND TENANT MODEL`. Under
-        the empty name is when the server began to count.
+        Keys are `KIND TENANT MODEL`; kinds are requests, input, cached and output tokens, images, costs (nano-dollars).
+        The value of the empty key is the time at which the server began to count.
         """
         ...
 
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
-        """Create the budget of the tenant of a new call, with what it has spent, or raise what it has spent to that."""
+        """Create the budget of a new call's tenant with the spent amount, or raise the spent amount to `amount`."""
         ...
 
     async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
-        """Raise sums of `usage`, as one server had them, where that server has lower ones for the same beginning."""
+        """Raise the sums of one server to earlier results of its `usage`, after Redis has lost writes."""
         ...
 
     async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
-        """Raise what tenants have spent of their budgets of a month or day; tenants without one are left out."""
+        """Raise the spent amount of tenants' budgets for a month or day. Tenants without a budget are skipped."""
         ...
 
     async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
@@ -287,15 +287,15 @@ class GatewayQueue(Protocol):
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]: ...
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
-        """The log of a call: its accepted events in order, to repair a gap in the mailbox."""
+        """The accepted events of a call in order, to repair a gap in the mailbox."""
         ...
 
     async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
-        """The state of a call; while it is open, this gateway's mailbox receives its events too."""
+        """The state of a call. If the call is open, the mailbox of `gateway_id` receives its further events too."""
         ...
 
     async def forget(self, model: str, request_id: str, *, failed_only: bool) -> None:
-        """Delete a call that has ended, or only a failed one, and its log, which frees its id."""
+        """Delete an ended call (`failed_only`: only a failed call) and its log, so that its id can be used again."""
         ...
 
     async def confirm(self, model: str, request_ids: Sequence[str]) -> None:
@@ -305,21 +305,21 @@ class GatewayQueue(Protocol):
     async def result(
         self, model: str, request_id: str, attempt: int, *, is_last: bool
     ) -> bytes | None:
-        """The `Publication.result` of an attempt; None if it is deleted. `is_last`: delete it."""
+        """The `Publication.result` of an attempt; None if deleted. `is_last`: delete the result after reading."""
         ...
 
     async def stats(self, model: str) -> QueueStats: ...
 
     async def servers(self) -> dict[str, dict[str, str]]:
-        """What each server says of itself (`INFO`), by shard; nothing of those that do not answer."""
+        """The fields of Redis's `INFO` by shard; empty for a server that does not respond."""
         ...
 
     async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
-        """Fail the calls of a model that no worker will serve, oldest first; returns how many."""
+        """Fail waiting calls of a model that no worker will serve, oldest first. Returns the number of failed calls."""
         ...
 
     async def crash_tenants(self, model: str, worker_id: str) -> frozenset[str]:
-        """The tenants whose requests a worker ran when it ended; empty names are of fleets without keys."""
+        """The tenants whose requests a worker was running when it ended. The tenant is empty without API keys."""
         ...
 
     async def open(self) -> None:
@@ -338,11 +338,11 @@ class Mailbox(Protocol):
         ...
 
     async def open(self, models: Iterable[str]) -> None:
-        """Receive events of these models too."""
+        """Start to receive events of `models`."""
         ...
 
     def events(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield model and encoded events, for ever. Outages raise nothing."""
+        """Yield pairs of a model and encoded events, without end. Outages are logged and do not raise."""
         ...
 
     async def close(self) -> None:
@@ -355,12 +355,12 @@ class WorkerQueue(Protocol):
 
     @property
     def num_backlog(self) -> int:
-        """Batch calls in the backlog, at the last look."""
+        """Number of batch calls in the backlog, as last read."""
         ...
 
     @property
     def num_claims(self) -> Mapping[str, int]:
-        """Claims so far, by kind: new, reclaimed, reconciled."""
+        """Total number of claims by kind: new, reclaimed, reconciled."""
         ...
 
     @property
@@ -369,56 +369,56 @@ class WorkerQueue(Protocol):
         ...
 
     async def read(self, count: int, block_s: float) -> list[Claim]:
-        """Claim up to `count` waiting calls, and the few that are reserved for this worker; wait for the first.
+        """Claim up to `count` waiting calls, plus calls reserved for this worker. Blocks until there is a call.
 
-        Calls may be reserved for a worker from its first read on.
+        After a worker's first read, calls may be reserved for it.
         """
         ...
 
     async def take(self, count: int) -> list[Claim]:
-        """Claim up to `count` calls without waiting: batch calls if no interactive ones wait."""
+        """Claim up to `count` calls without blocking. Batch calls are claimed if no interactive calls wait."""
         ...
 
     async def reclaim(self, count: int) -> list[Claim]: ...
 
     async def take_scan(self, every_s: float) -> bool:
-        """Whether this worker may call `reclaim` now: one worker in `every_s`, because it reads all claims."""
+        """Whether this worker may call `reclaim` now. It reads all claims, so one worker calls it every `every_s`."""
         ...
 
     async def end_scan(self) -> None:
-        """Let all workers call `reclaim`: there are expired leases."""
+        """Allow all workers to call `reclaim`, because there are more expired leases."""
         ...
 
     async def reconcile(self) -> list[Claim]:
-        """Claim calls whose claim reply was lost, look at the backlog, and clean up. Call it at each heartbeat."""
+        """Claim calls whose claim reply was lost, update `num_backlog`, and clean up. Call this at each heartbeat."""
         ...
 
     async def begin(self, claim: Claim) -> bool:
-        """Mark a possible poison request as started: from now on a loss counts as a crash. Returns whether it is ours."""
+        """Mark a possible poison request as started: losing its worker now adds to its crash count. False: not ours."""
         ...
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
-        """Send events. Returns the refused calls, which are no longer this worker's, with the reason.
+        """Publish events. Returns the reasons by call id for refused calls, which this worker no longer owns.
 
         Reasons: gone, cancelled, ended, fenced, gap.
         """
         ...
 
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
-        """Renew the leases. Returns the refused calls with the reason, as `publish`."""
+        """Renew the leases. Returns refused calls as `publish` does."""
         ...
 
     async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]: ...
 
     async def release(self, claims: Iterable[Claim], *, is_crash: bool = False) -> int:
-        """Return calls to the queue; returns how many.
+        """Return calls to the queue. Returns the number of returned calls.
 
-        `is_crash`: the attempt counts as a crash of the request.
+        `is_crash`: add 1 to the crash counts of the requests.
         """
         ...
 
     async def leave(self, keep: Iterable[Claim] = ()) -> None:
-        """Return all calls but `keep` to the queue, and delete this consumer if none are left. Stop claiming first."""
+        """Return all calls except `keep` to the queue, and delete the consumer if none remain. Stop claiming first."""
         ...
 
     async def close(self) -> None: ...

@@ -1,6 +1,6 @@
 -- Store a blob for a holder, or renew it.
 -- KEYS: blob, holders    args: ttl_ms, holder    raw: bytes ('': renew the stored blob)
--- Holders are the requests that need it, with the expiry of each.
+-- holders: sorted set of the requests that need the blob, by their expiry (ms)
 -- Returns 1 if the blob is stored, 0 if its bytes are needed.
 local args = cmsgpack.unpack(ARGV[1])
 local blob, holders, ttl_ms = KEYS[1], KEYS[2], args.ttl_ms

@@ -1,7 +1,7 @@
 -- Claim the first of some slots that is not claimed. A claim expires, and becomes permanent when the node reports the slot
 -- in its record.
 -- KEYS: claims    args: ids, node, lease_ms, ttl_ms
--- Returns its position among the ids, from 1; 0: none is free.
+-- Returns the position of the claimed slot among the ids, from 1; 0 if no slot is free.
 local args = cmsgpack.unpack(ARGV[1])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

@@ -1,4 +1,4 @@
--- Replace a deployment's record, if it is still the version that was read.
+-- Replace a deployment's record, unless it has changed since it was read.
 -- KEYS: apps    args: name, version (that was read; 0: none), ttl_ms    ARGV[2]: the new record; '': delete it
 -- Returns 1, or 0 if the version is another.
 local args = cmsgpack.unpack(ARGV[1])

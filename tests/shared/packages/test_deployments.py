@@ -73,7 +73,7 @@ def test_the_records_say_what_serves_and_where_a_rollback_leads(store):
 
 def test_a_record_that_was_damaged_is_told_by_its_key(store):
     store.put_if_absent("deployments/n/00000001.json", b"{")
-    with pytest.raises(StoreError, match=r"deployments/n/00000001\.json cannot be read"):
+    with pytest.raises(StoreError, match=r"deployments/n/00000001\.json is damaged"):
         read_history(store, "n")
 
 

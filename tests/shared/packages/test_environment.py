@@ -37,8 +37,8 @@ VALUES = (
     ("variables", "secrets", "says"),
     [
         *(({name: "x"}, {}, rf"variables\.{name}: the node") for name in NODES),
-        *(({name: "x"}, {}, rf"variables\.{name}: .* before the app") for name in BEFORE),
-        *(({}, {name: "x"}, rf"secrets\.{name}: .* before the app") for name in BEFORE),
+        *(({name: "x"}, {}, rf"variables\.{name}: .* outside of the sandbox") for name in BEFORE),
+        *(({}, {name: "x"}, rf"secrets\.{name}: .* outside of the sandbox") for name in BEFORE),
         *(
             ({name: "x"}, {}, "variables: name each")
             for name in ("", "A B", "1A", "A=B", "A" * 129)

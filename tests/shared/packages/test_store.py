@@ -39,7 +39,7 @@ def test_a_blob_comes_back_as_it_was_kept(store: PackageStore):
 
 def test_bytes_of_another_digest_are_not_kept(store: PackageStore):
     digest = digest_of(b"right")
-    with pytest.raises(BadBlob, match="its bytes have the digest"):
+    with pytest.raises(BadBlob, match="the content has the digest"):
         store.put(digest, io.BytesIO(b"wrong"))
     assert store.size(digest) is None
     with pytest.raises(StoreError):
@@ -88,7 +88,7 @@ def test_a_store_that_cannot_be_written_says_so(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"):
         open_store(f"file://{tmp_path}/file/x").put_if_absent("a", b"")
-    with pytest.raises(StoreError, match="write file:///DIRECTORY"):
+    with pytest.raises(StoreError, match="use file:///DIRECTORY"):
         open_store("http://somewhere")
 
 

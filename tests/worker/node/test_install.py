@@ -153,11 +153,11 @@ def test_a_manifest_that_was_changed_or_leads_out_is_refused(store, tmp_path):
     with pytest.raises(InstallError, match="was changed"):
         install(store, digest, Cache(tmp_path / "cache"))
     evil = add(store, {"../../evil": b"x"})
-    with pytest.raises(InstallError, match="leads out"):
+    with pytest.raises(InstallError, match="send a relative path"):
         install(store, evil, Cache(tmp_path / "cache"))
     assert not list(tmp_path.rglob("evil"))
     pickled = add(store, {"notes.json": b"\x80\x04N."})
-    with pytest.raises(InstallError, match=r"notes\.json: pickled"):
+    with pytest.raises(InstallError, match=r"notes\.json: pickle files"):
         install(store, pickled, Cache(tmp_path / "cache"))
 
 
