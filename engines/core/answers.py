@@ -1,7 +1,7 @@
-"""From messages to a prompt, and from output tokens to what a client reads, for every engine that emits tokens.
+"""Prompts from messages, and text, reasoning and calls from output tokens, for engines that emit tokens.
 
-An `Answer` is a function of its tokens: one that begins with the tokens of an earlier attempt continues where that
-attempt stopped. Clock readings are `time.perf_counter` and stay here; durations leave.
+An `Answer` depends only on its tokens, so a retried request continues after the output tokens of its earlier attempt.
+Times are `time.perf_counter`, which is valid in one process only, so outputs contain durations.
 """
 
 import time
@@ -58,20 +58,20 @@ class PromptingEngine(Engine[Request]):
     _adapters: dict[str, Adapter]  # by digest
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """The processor's pixels of an image. Raises: InvalidImage."""
+        """Decode and resize an image with the processor. Raises: InvalidImage."""
         limits = PixelLimits(image.min_pixels, image.max_pixels)
         return self.processor.process_image(data, (image.width, image.height), decode, limits)
 
     def prepare_video(self, video: OpenVideo) -> Any:
-        """The processor's pixels of a video. Raises: InvalidImage."""
+        """Sample, decode and resize a video with the processor. Raises: InvalidImage."""
         return self.processor.process_video(video)
 
     def prepare_audio(self, audio: OpenAudio) -> Any:
-        """The processor's features of audio. Raises: InvalidImage."""
+        """Decode audio to features with the processor. Raises: InvalidImage."""
         return self.processor.process_audio(audio)
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
-        """Token ids of a request, or the text of ids. Raises: InvalidRequest."""
+        """Tokenize a request, or detokenize token ids. Raises: InvalidRequest."""
         tokenizer = self.processor.tokenizer
         if task.of is None:
             self._check_ids(task.token_ids, "tokens")
@@ -135,7 +135,7 @@ class PromptingEngine(Engine[Request]):
             raise InvalidRequest(f"max_tokens is {max_tokens}: send at least 0")
         self._check_token_ids(request.sampling)
         if any(not 0 <= token_id < self.vocab_size for token_id in request.output_token_ids):
-            raise InvalidRequest("the answer so far holds tokens of another model")
+            raise InvalidRequest("the output tokens to continue are not in this model's vocabulary")
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
         """Raises: InvalidRequest."""
@@ -150,25 +150,25 @@ class PromptingEngine(Engine[Request]):
             ends = self.processor.tokenizer.eos_token_ids.union(sampling.stop_token_ids)
             if ends.issuperset(sampling.allowed_token_ids):
                 raise InvalidRequest(
-                    "allowed_token_ids has only tokens that min_tokens forbids: send others too",
+                    "allowed_token_ids has only stop tokens, which min_tokens forbids: add other tokens",
                     "allowed_token_ids",
                 )
 
     def _max_output_tokens(self, request: EngineRequest) -> int:
-        """The requested number, limited by the context length."""
+        """`max_tokens`, limited to the rest of the context length."""
         space = self.max_model_len - len(request.prompt_token_ids)
         max_tokens = request.sampling.max_tokens
         return space if max_tokens is None else min(max_tokens, space)
 
 
 def _of_media(request: EngineRequest) -> str:
-    """The end of the sentence: tokens of images and videos, and what to send instead."""
+    """The end of the error: how many tokens are of images, audio and videos, and what to send instead."""
     videos = [item for item in request.images if item.num_frames]
     counts = Counter[str]()
     for item in request.images:
         if not item.num_frames:
             counts["audio" if item.kind == "audio" else "images"] += item.num_tokens
-    text = "".join(f", {count} of them of its {kind}," for kind, count in counts.items())
+    text = "".join(f", including {count} of its {kind}," for kind, count in counts.items())
     if not videos:
         return f"{text} and leaves no room for output"
     num_frames = sum(video.num_frames for video in videos)
@@ -176,7 +176,7 @@ def _of_media(request: EngineRequest) -> str:
     what = "video has" if len(videos) == 1 else f"{len(videos)} videos have"
     return (
         f"{text} and leaves no room for output; the {what} {num_frames} frames, {count} tokens: "
-        "send fewer frames, by num_frames or fps"
+        "send fewer frames with a lower num_frames or fps"
     )
 
 
@@ -190,21 +190,21 @@ class Answer(Struct, eq=False):
     prompt_token_ids: tuple[int, ...]  #: empty unless the request asks for them
     num_image_tokens: int
     num_audio_tokens: int
-    calls: CallReader | None  #: of an answer that may call functions
+    calls: CallReader | None  #: parser of function calls; None: the request has no tools
     hidden_token_ids: frozenset[int]  #: stop tokens that are not part of the text
     added_at: float
-    num_tokens: int = 0  #: output tokens so far, those of earlier attempts included
+    num_tokens: int = 0  #: output tokens so far, including those of earlier attempts
     num_cached_tokens: int = 0
     scheduled_at: float | None = None
     first_token_at: float | None = None
     vision_s: float = 0.0
-    is_announced: bool = False  #: whether an output has carried the usage
+    is_announced: bool = False  #: whether an output with the usage was created
     undecided: list[TokenChoice] = field(default_factory=list)
     """Tokens that are not reported yet, because they may be part of a reasoning marker."""
 
     @classmethod
     def begin(cls, request: EngineRequest, processor: Processor) -> "Answer":
-        """The answer of a request, behind the output tokens of earlier attempts."""
+        """Create the answer of a request; it continues after the output tokens of earlier attempts."""
         sampling = request.sampling
         answer = cls(
             request.request_id,
@@ -241,7 +241,7 @@ class Answer(Struct, eq=False):
         )
 
     def announce(self) -> EngineOutput:
-        """An output without a token: the usage, if no earlier output has carried it."""
+        """An output without a token; it contains the usage unless an earlier output did."""
         output = EngineOutput(self.request_id, self.num_tokens)
         if not self.is_announced:
             self._announce(output)
@@ -254,7 +254,7 @@ class Answer(Struct, eq=False):
     def prompt_output(
         self, token_ids: Sequence[int], scores: Sequence[PromptScore]
     ) -> EngineOutput:
-        """Logprobs of the prompt; `token_ids` begin with all of it."""
+        """An output with prompt logprobs. `token_ids` begin with the whole prompt."""
         output = self.announce()
         output.prompt_logprobs = tuple(
             PromptLogprob(
@@ -271,7 +271,7 @@ class Answer(Struct, eq=False):
     def output(
         self, tokens: Sequence[TokenChoice], reason: FinishReason | None = None
     ) -> EngineOutput:
-        """The next tokens, up to a stop string; `reason` if the last of them ends the answer."""
+        """Add tokens up to a stop string. `reason`: why the last token ends the answer; None: it does not."""
         detokenizer, undecided, text = self.detokenizer, self.undecided, ""
         token_ids: list[int] = []
         logprobs: list[OutputLogprob] = []
@@ -299,7 +299,7 @@ class Answer(Struct, eq=False):
         return self._emit(output, token_ids, reason)
 
     def output_bytes(self, data: bytes, num_tokens: int) -> EngineOutput:
-        """The next tokens, of which only the bytes are known."""
+        """Add tokens whose bytes are known, but not their ids."""
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         token_ids: list[int] = []
@@ -317,7 +317,7 @@ class Answer(Struct, eq=False):
     def _emit(
         self, output: EngineOutput, token_ids: list[int], reason: FinishReason | None
     ) -> EngineOutput:
-        """Complete an output that has the next text."""
+        """Add token ids, usage, reasoning and calls to an output that has text."""
         detokenizer = self.detokenizer
         output.index, output.token_ids = self.num_tokens, tuple(token_ids)
         self.num_tokens += len(token_ids) + output.num_without_id

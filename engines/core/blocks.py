@@ -21,11 +21,11 @@ class Block:
     block_hash: bytes | None = None
     parent_hash: bytes | None = None  #: of a published block
     token_ids: list[int] | None = None  #: of a published block, compared on a hit
-    is_withdrawn: bool = False  #: was published; sequences that share it keep it
+    is_withdrawn: bool = False  #: removed from the prefix cache while sequences still use it
 
 
 def hash_root(cache_salt: str) -> bytes:
-    """Parent hash of a first block: tenants with different salts share nothing."""
+    """Parent hash of a prompt's first block. Tenants with different salts share no blocks."""
     return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
@@ -34,7 +34,7 @@ def hash_block(
 ) -> bytes:
     """Hash of a block whose first token has position `start`.
 
-    The slots of an image all have one token id, so its hash and its offset in the block are added.
+    All placeholder tokens of an image have the same id, so the image's hash and its offset in the block are added.
     """
     digest = blake2b(parent, digest_size=32)
     digest.update(array("q", token_ids))
@@ -104,18 +104,18 @@ class BlockManager:
         return found
 
     def begin_step(self) -> None:
-        """Clear the promises of the step before."""
+        """Forget the blocks that the previous step promised."""
         self._promised.clear()
 
     def promise(self, sequence: Sequence, num_new_tokens: int) -> None:
-        """Note the full blocks that this step computes for the sequence."""
+        """Record the full blocks that this step computes for the sequence."""
         if self._enable_prefix_cache:
             start = sequence.num_computed_tokens
             first, last = start // self.block_size, (start + num_new_tokens) // self.block_size
             self._promised.update(self._block_hash(sequence, i) for i in range(first, last))
 
     def is_promised(self, sequence: Sequence, index: int) -> bool:
-        """Whether this step computes that block of the sequence for another one."""
+        """Whether this step computes block `index` of the sequence for another sequence."""
         is_sharable = index < sequence.num_reusable_tokens // self.block_size
         return is_sharable and self._block_hash(sequence, index) in self._promised
 
@@ -143,7 +143,7 @@ class BlockManager:
             self.num_hit_tokens += sequence.num_computed_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for `num_tokens` tokens; False, and none allocated, if too few are free."""
+        """Allocate blocks for `num_tokens` tokens. Returns False, and allocates nothing, if too few are free."""
         num_missing = self.num_blocks_for(num_tokens) - len(sequence.block_ids)
         if num_missing <= 0:
             return True
@@ -169,7 +169,7 @@ class BlockManager:
             sequence.num_published_blocks = index + 1
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Remove a failed sequence's blocks, and all computed from them, from the prefix cache.
+        """Remove a failed sequence's blocks, and all blocks computed from them, from the prefix cache.
 
         They may contain the cause of the failure: a prompt chunk is published before its logits are checked.
         """
@@ -198,7 +198,7 @@ class BlockManager:
         self._is_parking = True
 
     def unpark(self) -> None:
-        """Release the parked blocks, and later ones at once."""
+        """Release the parked blocks; blocks that are freed from now on can be reused at once."""
         self._is_parking = False
         while self._parked:
             self._give_back(self._parked.pop())
@@ -223,7 +223,7 @@ class BlockManager:
         assert published == self._published, "published blocks and their hashes disagree"
 
     def _check_table(self, sequence: Sequence) -> None:
-        """Published blocks match the sequence; it writes to unshared blocks only."""
+        """Check that published blocks match the sequence, and that it writes to unshared blocks only."""
         assert len(set(sequence.block_ids)) == len(sequence.block_ids), "one block twice"
         assert sequence.status is SequenceStatus.RUNNING or not sequence.block_ids
         assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size

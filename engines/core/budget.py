@@ -1,7 +1,7 @@
-"""Token and image budgets of a step, and the prefill budget beside running streams.
+"""Token and image budgets of a step, and the smaller prefill budget of a step that also decodes.
 
-`StepLimits` belong to an engine: out-of-memory errors lower them, and step times adjust the prefill budget.
-`StepBudget` is what is left of them while the scheduler plans one step.
+An engine has one `StepLimits`: out-of-memory errors lower the limits, and step times adjust the prefill limit.
+`StepBudget` is the rest of these limits while the scheduler plans one step.
 """
 
 import logging
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 #: Steps without an out-of-memory error after which the limits are doubled.
 RECOVERY_STEPS = 1000
-#: Target duration of a step with prompt tokens, as a multiple of one without. The promise is 2; step times vary.
+#: Target duration of a step with prompt tokens, relative to a step without: below the limit of 2, as times vary.
 MAX_SLOWDOWN = 1.6
-#: Rows of logits that one step computes for prompt logprobs; each has the size of the vocabulary.
+#: Prompt tokens per step with logprobs; the logits of each have the size of the vocabulary.
 MAX_SCORED_TOKENS = 512
-_ASYNC_PREFILL_TOKENS = 512  #: per step beside decodes, on a GPU
-_SMALLEST_CHUNK = 3  # with one stream four tokens, which CPU kernels compute together
+_ASYNC_PREFILL_TOKENS = 512  #: prompt tokens of a step that also decodes, on a GPU
+_SMALLEST_CHUNK = 3  # with one decode token these are four, which CPU kernels compute together
 _NUM_STREAMS = 8
 _TRIES = 2
-#: Factors after a step that was too long, and after one that was not: one step in a hundred is too long.
+#: Factors of the limit after a step that was too long, and after any other step. About 1 % of steps are too long.
 _SHRINKING, _GROWING = 0.9, 1.001
-_SHARES = 0.2, 4.0  # bounds, as multiples of the initial measurement
-_LONGEST_RUN = 64  # steps with prompts before one without is measured again
+_SHARES = 0.2, 4.0  # bounds of the limit, as multiples of the initial measurement
+_LONGEST_RUN = 64  # steps with prompt tokens after which a step without is measured again
 #: Weight of the newest step in the average time of steps without prompts, usually and after a long gap.
 _NEWEST, _FIRST_AGAIN = 0.1, 0.3
 
@@ -40,9 +40,9 @@ class StepBudget(msgspec.Struct):
     """The remaining budget of a step while it is planned."""
 
     num_tokens: int
-    num_prefill_tokens: int  #: of these, for prefill
+    num_prefill_tokens: int  #: the part of `num_tokens` that prefill may use
     max_images: int
-    #: Time limit of image encoding beside streams; None: no limit.
+    #: Time limit of image encoding while other sequences decode; None: no limit.
     max_vision_s: float | None = None
     encoded: set[str] = msgspec.field(
         default_factory=set
@@ -50,7 +50,7 @@ class StepBudget(msgspec.Struct):
     num_scored_tokens: int = MAX_SCORED_TOKENS
 
     def fit(self, num_pending: int) -> int:
-        """Number of a sequence's pending tokens that fit; a single one is not prefill."""
+        """How many of a sequence's pending tokens fit. A single pending token does not count as prefill."""
         if num_pending > self.num_prefill_tokens and num_pending > 1:
             num_pending = self.num_prefill_tokens
         return num_pending if num_pending < self.num_tokens else self.num_tokens
@@ -65,7 +65,7 @@ class StepBudget(msgspec.Struct):
             self.num_prefill_tokens = max(0, self.num_prefill_tokens - num_new)
 
     def take_scored(self, sequence: Sequence, start: int, num_new: int) -> int:
-        """Limit `num_new` to the rows that are left for prompt logprobs."""
+        """Limit `num_new` to the prompt tokens whose logprobs this step can still compute."""
         if start >= sequence.num_prompt_tokens - 1 or start + num_new < sequence.num_scored_tokens:
             return num_new
         if sequence.num_scored_tokens >= sequence.num_prompt_tokens:
@@ -87,7 +87,7 @@ class StepLimits:
     def __init__(
         self, max_tokens: int, max_images: int, prefill: "PrefillLimit | None" = None
     ) -> None:
-        """Without a `prefill` limit, prompts delay streams by whole steps."""
+        """`prefill` limits the prompt tokens of steps that also decode; None: no limit."""
         self._max_tokens = self._num_tokens = max_tokens
         self._max_images = self._num_images = max_images
         self._prefill = prefill
@@ -103,22 +103,24 @@ class StepLimits:
         return StepBudget(num_tokens, num_prefill_tokens, self._num_images, prefill.spare_s)
 
     def halve(self, batch: Batch) -> None:
-        """Limit steps to half of this one. Raises: DeviceOutOfMemory if it had one token."""
+        """Limit steps to half of this batch. Raises: DeviceOutOfMemory if the batch had one token."""
         if batch.num_tokens == 1:
-            raise DeviceOutOfMemory("the device has no memory for even one token")
+            raise DeviceOutOfMemory(
+                "the device has no memory for a step of one token: lower kv_cache_bytes"
+            )
         images = {image.image_hash for item in batch.items for image in item.images}
         num_images = self._num_images
         if images:
             num_images = max(min(len(images), num_images) // 2, 1)
         self._set(batch.num_tokens // 2, num_images)
         logger.warning(
-            "out of memory: steps of %d tokens and %d images from now on",
+            "out of memory: steps are limited to %d tokens and %d images from now on",
             self._num_tokens,
             self._num_images,
         )
 
     def note(self, batch: Batch, result: StepResult, launch_s: float) -> None:
-        """A step succeeded; launching it took `launch_s`."""
+        """Record a successful step, whose launch took `launch_s`."""
         self._num_good_steps += 1
         if self._num_good_steps >= RECOVERY_STEPS:
             self._set(2 * self._num_tokens, 2 * self._num_images)
@@ -140,29 +142,31 @@ class StepLimits:
 
 @dataclass(slots=True)
 class PrefillLimit:
-    """Prompt tokens that a step may compute beside streams.
+    """Limit of the prompt tokens of a step that also decodes.
 
     Measured once by the loader, then adjusted by step times, because contexts grow and the load of the machine varies.
     """
 
-    #: Beside one stream.
+    #: The limit while one sequence decodes.
     num_tokens: int
-    #: Relative increase per further stream.
+    #: Relative increase of the limit per further decoding sequence.
     growth: float = 0.0
     #: Seconds that encoding images may add to a step that also decodes; follows step times. None: not limited, because
     #: an asynchronous runner returns before the step is computed.
     spare_s: float | None = None
-    #: Whether `num_tokens` is not adjusted.
+    #: Whether `num_tokens` is configured, so that step times do not adjust it.
     is_fixed: bool = False
     _share: float = field(default=1.0, compare=False)
-    _alone_s: dict[int, float] = field(default_factory=dict, compare=False)  # by number of streams
+    _alone_s: dict[int, float] = field(
+        default_factory=dict, compare=False
+    )  # by number of sequences
     _num_mixed: Counter[int] = field(
         default_factory=Counter, compare=False
     )  # steps since the last one without prompts
     _stale: set[int] = field(default_factory=set, compare=False)
 
     def beside(self, num_streams: int) -> int:
-        """Prompt tokens of the next step; periodically 0, to measure streams alone."""
+        """The limit of the next step; periodically 0, to time a step without prompt tokens."""
         if self.is_fixed:
             return self.num_tokens
         if self._num_mixed[num_streams] >= _LONGEST_RUN:
@@ -176,7 +180,7 @@ class PrefillLimit:
         return max(min(_SMALLEST_CHUNK, self.num_tokens), num_tokens)
 
     def note(self, num_streams: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Adjust to the time of a step without images."""
+        """Adjust the limit to the time of a step without images."""
         if num_prompt_tokens == 0:
             self._note_alone(num_streams, seconds)
             return
@@ -229,7 +233,7 @@ def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
 
 
 class Trial:
-    """Synthetic steps for timing. Each stream has one of the first blocks; the chunk has the rest."""
+    """Synthetic steps for timing. Each decoding sequence uses one block, the prefill chunk the other blocks."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

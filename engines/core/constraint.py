@@ -1,6 +1,6 @@
-"""Token masks of an answer that is constrained by a grammar, as a function of its tokens.
+"""Token masks of an answer that is constrained by a grammar. Called by samplers.
 
-There is no other state: after a preemption or on another worker the tokens are replayed. Called by samplers.
+The masks depend only on the tokens of the answer, which are replayed after a preemption or on another worker.
 """
 
 import time
@@ -13,20 +13,20 @@ from shared.protocol import ErrorCode
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-#: CPU time limit of masks: initially, and added per token.
+#: CPU time limit of an answer's masks: an initial amount, and an addition per token.
 BURST_S = 0.1
 _TOKEN_S = 0.005
 #: CPU time limit of one draft; an answer that exceeds it gets no more drafts.
 DRAFT_S = 0.005
 _SHOWN = 64  #: last tokens of the answer that drafts and `Narrow` see
 IDLE = 4  #: tokens without a forced continuation after which drafting pauses until punctuation
-#: Initial count behind punctuation: the next tokens tell names and choices from free text.
+#: Value of the idle count after punctuation, where `IDLE` - 2 tokens distinguish names and choices from free text.
 _BEHIND_SIGN = 2
 
 TOO_COMPLEX = (
-    "The grammar takes too long to follow at this place of the answer: send a simpler one."
+    "The grammar takes too long to evaluate at this point of the answer: send a simpler grammar."
 )
-BROKEN = "The answer cannot be continued as its grammar asks for."
+BROKEN = "The answer cannot be continued within its grammar: send a different grammar."
 #: Part of llguidance's error for a token that the grammar forbids; other errors are exceeded limits.
 _MISMATCH = "doesn't satisfy the grammar"
 
@@ -41,7 +41,7 @@ class ConstraintFailure(Exception):
 
 class Drafts(Protocol):
     def draft(self, matcher: "LLMatcher", output: list[int]) -> list[int]:
-        """Probable next tokens; the matcher is not changed."""
+        """Probable next tokens. Does not change the matcher."""
         ...
 
     def resumes(self, token_id: int) -> bool:
@@ -66,17 +66,17 @@ class Constraint:
         self._num_idle = 0  # tokens since the last one with a forced continuation
 
     def begin(self) -> "Constraint":
-        """A constraint for another answer, at its start."""
+        """Copy the constraint for the start of another answer."""
         assert self._num_consumed == 0
         return Constraint(self._matcher.deep_copy(), self.drafts, self._narrow)
 
     def is_silent(self, token_ids: Items[int]) -> bool:
-        """Whether it has no draft behind these tokens: it has no drafter, or they are free text."""
+        """Whether there is no draft after these tokens: without a drafter, or within free text."""
         drafts = self.drafts
         return drafts is None or (self._num_idle >= IDLE and not drafts.resumes(token_ids[-1]))
 
     def mask(self, token_ids: Items[int], num_prompt_tokens: int) -> bytes:
-        """One bit per token that is allowed next, lowest first. Raises: ConstraintFailure."""
+        """Bit mask of the tokens that are allowed next, lowest token id first. Raises: ConstraintFailure."""
         num_output_tokens = len(token_ids) - num_prompt_tokens
         if self._mask is None or num_output_tokens != self._num_consumed:
             self._go_back(num_output_tokens)

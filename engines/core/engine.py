@@ -48,7 +48,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         startup_s: Mapping[str, float] | None = None,
         prefill_limit: PrefillLimit | None = None,
     ) -> None:
-        """`prefill_limit` is the measured one; a configured limit overrides it."""
+        """`prefill_limit` is measured; `config.max_mixed_prefill_tokens` overrides it."""
         self.runner = runner
         self.processor = processor
         self.tokenizer = tokenizer = processor.tokenizer
@@ -109,7 +109,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         )
 
     def can_continue(self, task: Task) -> bool:
-        """Always: tokens, grammar and sampling noise are functions of the position."""
+        """True: grammar state and sampling noise depend only on the tokens and their positions."""
         return True
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
@@ -151,7 +151,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             return None
         if self._grammars is None:
             param = "tool_choice" if grammar is None else grammar.param
-            raise InvalidRequest("this engine cannot hold answers to a grammar", param)
+            raise InvalidRequest(f"the model's engine supports no grammars: omit {param}", param)
         is_thinking = prompt.is_thinking
         if tools is not None:
             form = self.processor.tool_format
@@ -178,7 +178,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         reason = self.scheduler.find_finish_reason(sequence)
         if answer.is_stopped:
             reason = FinishReason.STOP
-        if reason is not None:  # the lost attempt has reported all of the text
+        if reason is not None:  # the earlier attempt has reported the whole text
             self._finished_early.append(answer.end(reason))
             return
         speculator = self.scheduler.speculator
@@ -272,10 +272,10 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         num_prompt_tokens, end = len(request.prompt_token_ids), 0
         for image in request.images:
             if image.offset < end or image.num_tokens < 1:
-                raise InvalidRequest("image slots overlap or are out of order")
+                raise InvalidRequest("the placeholder tokens of images overlap or are out of order")
             end = image.offset + image.num_tokens
         if end > num_prompt_tokens:
-            raise InvalidRequest("image slots reach beyond the prompt")
+            raise InvalidRequest("the placeholder tokens of an image end after the prompt")
         space = self.max_model_len - self._max_output_tokens(request)
         for row in request.positions:
             if len(row) != num_prompt_tokens or min(row) < 0 or max(row) >= space:
@@ -344,7 +344,7 @@ def _create_speculator(
         return None
     if runner.binds_prompts or not runner.shares_prefixes:
         logger.info(
-            "no speculation: a token that is wrong cannot be taken out of the model's state"
+            "speculation is off: the model's state cannot be rolled back after a rejected draft"
         )
         return None
     return Speculator(eos_token_ids, repeats=config.speculation == "ngram")

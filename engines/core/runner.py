@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PixelLimits(NamedTuple):
-    """Limits of the pixels of a scaled image. 0: the processor's own limit."""
+    """Minimum and maximum number of pixels of a scaled image. 0: the processor's own limit."""
 
     least: int = 0
     most: int = 0
@@ -34,7 +34,7 @@ NO_LIMITS = PixelLimits()
 
 
 class SequenceFailure(Exception):
-    """A step failed because of one sequence. It ends with this message; the others are computed again.
+    """A step failed because of one sequence, which ends with this message. The other sequences are computed again.
 
     Raised by a `ModelRunner` before it changes any state of other sequences.
     """
@@ -48,11 +48,11 @@ class SequenceFailure(Exception):
 
 
 class DeviceOutOfMemory(Exception):
-    """A step did not fit into device memory and computed nothing; a smaller one may fit."""
+    """A step did not fit into device memory and computed nothing; a smaller step may fit."""
 
 
 def token_mask(sequence: Sequence) -> bytes:
-    """One bit per token that the sequence's grammar allows. Raises: SequenceFailure."""
+    """Bit mask of the tokens that the sequence's grammar allows. Raises: SequenceFailure."""
     assert sequence.constraint is not None
     try:
         return sequence.constraint.mask(sequence.token_ids, sequence.num_prompt_tokens)
@@ -63,7 +63,7 @@ def token_mask(sequence: Sequence) -> bytes:
 class TokenChoice(Struct):
     """A sampled token; `top_logprobs` are (token id, natural logarithm), best first.
 
-    `following` are the tokens behind it from the same step, one per accepted draft token.
+    `following` are the tokens after it from the same step, one per accepted draft token.
     """
 
     token_id: int
@@ -82,10 +82,10 @@ class PromptScore(Struct):
 
 
 class StepResult(Struct):
-    """The result of a step: per item a token, or None if the prompt is unfinished.
+    """The result of a step: one token per item, or None if the item's prompt is unfinished.
 
-    `vision_s` is the time of image encoding. `deferred` requests were not computed because of an image; those
-    `over_budget` still wait for its encoding, so the next step beside streams defers them too.
+    `vision_s` is the time of image encoding. `deferred` requests were not computed, because an image is not encoded.
+    `over_budget` requests will be deferred by the next step that also decodes too, as their image needs several steps.
     """
 
     choices: list[TokenChoice | None]
@@ -125,14 +125,16 @@ class ModelRunner(Protocol):
     max_model_len: int
     vocab_size: int
     shares_prefixes: bool  #: whether KV blocks are the only state, so that prefixes can be shared
-    binds_prompts: bool  #: whether prompts are bidirectional, so that one step computes a whole one
+    binds_prompts: (
+        bool  #: whether attention in prompts is bidirectional; one step computes a prompt
+    )
     runs_async: bool  #: whether launching a step does not wait for the device
 
     def launch(self, batch: Batch) -> RunningStep:
         """Start computing the scheduled tokens and sampling.
 
-        At most one other step is in flight; items of sequences in both have an `in_flight_index`. Sequences are read
-        here only. Raises: SequenceFailure, DeviceOutOfMemory, like `wait`; any other error is fatal to the engine.
+        At most one other step is in flight; items whose sequence is in that step too have an `in_flight_index`. `wait`
+        does not read sequences. Raises: SequenceFailure, DeviceOutOfMemory; any other error is fatal to the engine.
         """
         ...
 
@@ -149,7 +151,7 @@ class ModelRunner(Protocol):
         ...
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
-        """Lookups and hits of the encoder cache, and its bytes."""
+        """Lookups, hits and bytes of the encoder cache."""
         ...
 
     def memory_bytes(self) -> dict[str, int]:
@@ -164,10 +166,10 @@ class Processor(Protocol):
 
     tokenizer: Tokenizer
     max_model_len: int
-    image_tokens: int  #: most tokens of one image
+    image_tokens: int  #: maximum tokens of one image
     #: Whether building a short prompt is cheaper than a switch to another thread.
     is_quick: bool
-    decodes_images: bool  #: whether it reads pixels, not only headers
+    decodes_images: bool  #: whether `process_image` reads pixels, not only headers
     takes_video: bool
     max_audio_s: float  #: as in `Capabilities`
     reasoning: "Reasoning | None"  #: the reasoning markers of the model
@@ -211,5 +213,5 @@ class Processor(Protocol):
         ...
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        """Tokenize a text without a template. Special tokens spelled in it are tokens."""
+        """Tokenize a text without a template. Special tokens spelled in the text become special tokens."""
         ...

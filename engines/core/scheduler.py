@@ -2,7 +2,7 @@
 
 Called by the engine. One loop over one token budget: the running sequences, oldest first, then the waiting ones.
 Chunked prefill, prefix hits, preemption and takeover are one case: `num_computed_tokens` catches up with `num_tokens`.
-Interactive requests precede batch work. Beside interactive streams, prefill has a smaller budget.
+Interactive requests precede batch work. While interactive requests decode, prefill has a smaller budget.
 """
 
 import time
@@ -60,7 +60,7 @@ class Scheduler:
         )  # requests whose image the last step did not finish
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all others that it may not preempt."""
+        """Queue a sequence; interactive sequences precede batch sequences."""
         _enter(self.waiting, sequence)
 
     def has_work(self) -> bool:
@@ -88,10 +88,10 @@ class Scheduler:
         deferred: Set[str] = frozenset(),
         over_budget: Set[str] = frozenset(),
     ) -> None:
-        """Append the tokens of a step; sequences that are finished free their blocks.
+        """Append the tokens of a step, and free the blocks of finished sequences.
 
-        The `deferred` requests were not computed and are scheduled again. The `over_budget` ones will be deferred
-        again beside streams, so they use no prefill budget.
+        `deferred` requests were not computed and are scheduled again. `over_budget` requests will be deferred again
+        while other requests decode, so they use no prefill budget.
         """
         self._over_budget = over_budget
         block_size = self.blocks.block_size
@@ -171,7 +171,7 @@ class Scheduler:
     def _make_way(self) -> None:
         """Preempt batch sequences, youngest first, for the first waiting interactive sequence.
 
-        At most one is admitted per step. None is preempted if all of them would not make enough room.
+        Called once per step. Nothing is preempted if preempting all batch sequences would not make enough room.
         """
         if next(iter(self.waiting.values())).is_preemptible:
             return
@@ -199,7 +199,7 @@ class Scheduler:
         may_draft: bool | None = None
         for sequence in tuple(self.running.values()):
             if budget.num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
-                break  # preempted for an older one, like all after it
+                break  # preempted for an older sequence, like all sequences after this one
             start = sequence.num_computed_tokens
             num_pending = len(sequence.token_ids) - start
             num_new = 1 if num_pending == 1 else budget.fit(num_pending)
@@ -227,7 +227,7 @@ class Scheduler:
                 self.blocks.promise(sequence, num_new)
 
     def _may_draft(self) -> bool:
-        """Whether no sequence has prefill work, which goes before drafts."""
+        """Whether no sequence has prefill work, which has priority over drafts."""
         if self.waiting and len(self.running) < self.max_num_seqs:
             return False
         return all(sequence.num_pending_tokens == 1 for sequence in self.running.values())
@@ -250,13 +250,13 @@ class Scheduler:
         """Start waiting sequences in order while tokens, sequences and blocks allow it.
 
         One spare block per running sequence avoids an immediate preemption. A sequence that was just preempted is
-        first in the queue and does not fit, so none starts in its place.
+        first in the queue and does not fit, so no other sequence starts.
         """
         while self.waiting and budget.num_tokens > 0 and len(self.running) < self.max_num_seqs:
             sequence = next(iter(self.waiting.values()))
             prefix = self.blocks.find_prefix(sequence)
             if self.blocks.is_promised(sequence, len(prefix)):
-                return  # one step later it is a prefix hit: choices of one prompt, bursts
+                return  # in the next step this prompt is a prefix hit, as for n choices
             if not self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running)):
                 return
             start = len(prefix) * self.blocks.block_size
@@ -276,7 +276,7 @@ class Scheduler:
             self.blocks.promise(sequence, num_new)
 
     def _note_overtaking(self, started: Sequence) -> None:
-        """Count the overtaking for the first batch sequence that waits and the first one in prefill."""
+        """Increment `num_overtakes` of the first waiting batch sequence and of the first one in prefill."""
         if started.is_preemptible:
             return
         begun = (s for s in self.running.values() if s.num_pending_tokens > 1)
@@ -291,8 +291,8 @@ class Scheduler:
     ) -> int:
         """Limit the tokens so that they do not reach an image that this step cannot encode.
 
-        The runner still holds the image in which a running sequence stopped. Bidirectional image slots are computed
-        in one step, whatever the budget, and so is a bidirectional prompt.
+        An image in which the last chunk of a running sequence ended is already encoded. Images and prompts with
+        bidirectional attention are computed in one step, whatever the budget.
         """
         if self._binds_prompts and num_new > 0:
             for image in sequence.images:
@@ -312,7 +312,7 @@ class Scheduler:
         return num_new
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for a running sequence, preempting the youngest ones, finally itself."""
+        """Allocate blocks for a running sequence. If too few are free, preempt the youngest, finally this one."""
         while not self.blocks.grow(sequence, num_tokens):
             victim = next(reversed(self.running.values()))
             self._preempt(victim)
@@ -332,7 +332,7 @@ class Scheduler:
 
 
 def _to_end_of_run(image: ImageInput, start: int, num_new: int) -> int:
-    """Extend `num_new` to the end of a run of image slots."""
+    """Extend `num_new` to the end of a run of image placeholder tokens."""
     for first, stop in image.slot_runs:
         if image.offset + first < start + num_new < image.offset + stop:
             return image.offset + stop - start
@@ -360,7 +360,7 @@ class _LaunchedStep(Struct):
 
 
 class StepPipeline:
-    """At most two steps in flight: the one that is awaited and one launched ahead.
+    """Runs at most two steps at a time: the awaited step, and a step launched ahead.
 
     Only a pure decode step can be planned while the device computes the present one. Prefill, images, new requests,
     preemption and failures are handled when no step is in flight.
@@ -426,7 +426,7 @@ class StepPipeline:
         self._scheduler.blocks.unpark()
 
     def _launch_next(self, runner: ModelRunner, batch: Batch) -> _LaunchedStep | None:
-        """Launch the step behind one in flight, if it can be planned."""
+        """Launch the step after the step in flight, if it can be planned."""
         following = self._plan_next(batch)
         if not following.items:
             return None
@@ -441,8 +441,8 @@ class StepPipeline:
     def _plan_next(self, batch: Batch) -> Batch:
         """Decode steps of all sequences in a launched batch; empty if any other work is due.
 
-        Sequences that reach `max_tokens` with the launched step are skipped; tokens behind a stop are discarded.
-        Only block tables change.
+        Sequences that reach `max_tokens` with the launched step are skipped; tokens after a stop are discarded.
+        Changes block tables only.
         """
         scheduler = self._scheduler
         running = [

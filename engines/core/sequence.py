@@ -20,7 +20,7 @@ NO_OPTIONS: Mapping[str, TemplateOption] = {}
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """An image in a prompt: `num_tokens` tokens from `offset`; image features replace those that are slots.
+    """An image in a prompt: `num_tokens` tokens from `offset`. Image features replace the placeholder tokens (slots).
 
     `image_hash` identifies the image and its processing in every cache; `pixels` is the output of the runner's image
     processor. Other tokens of the run, such as line breaks, are embedded as text.
@@ -32,11 +32,11 @@ class ImageInput:
     pixels: Any
     slots: tuple[tuple[int, int], ...] = ()
     """Runs of slots as (start, stop) within the image. Empty: all tokens are slots."""
-    #: Grid size, where positions depend on it.
+    #: Grid size, if rotary positions depend on it; else empty.
     grid: tuple[int, ...] = ()
-    #: Whether attention within a run of slots is bidirectional, so that one step computes it.
+    #: Whether attention within a run of slots is bidirectional, so that one step computes the run.
     is_whole: bool = False
-    num_frames: int = 0  #: of a video
+    num_frames: int = 0  #: frames of a video; 0: not a video
     kind: str = "image"
 
     @property
@@ -66,7 +66,7 @@ class EngineRequest:
     priority: Priority = Priority.INTERACTIVE
     is_thinking: bool = False  #: the prompt ends within the reasoning
     is_raw: bool = False  #: reasoning is not separated from the text
-    positions: Positions = ()  #: of the prompt; output tokens continue behind the largest
+    positions: Positions = ()  #: of the prompt; output tokens continue after the largest
     adapter: Adapter | None = None
     tool_format: "ToolFormat | None" = None  #: set if the answer may call functions
     constraint: Constraint | None = None  #: grammar of the answer, at its start
@@ -78,7 +78,7 @@ class Prompt(Struct, frozen=True):
     token_ids: list[int]
     images: tuple[ImageInput, ...] = ()
     positions: Positions = ()
-    is_thinking: bool = False  #: whether it ends within the reasoning
+    is_thinking: bool = False  #: whether the prompt ends within the reasoning
 
 
 NOT_SCORED = 1 << 62  #: `num_scored_tokens` where no prompt logprobs are requested
@@ -124,19 +124,19 @@ class Sequence(Struct, eq=False):
     num_overtakes: int = 0  #: how often a newer request was started before it
     finish_reason: FinishReason | None = None
     history: Any = None  #: the speculator's n-gram index; None without speculation
-    token_counts: Any = None  #: the sampler's, for penalties
+    token_counts: Any = None  #: the sampler's counts of tokens, for penalties
     _shift: int = 0  #: rotary position minus index of output tokens
 
     def __post_init__(self) -> None:
         rows = self.prompt_positions
-        # output tokens have one position in all rows, behind the largest one of the prompt
+        # output tokens have the same position in all rows, after the largest of the prompt
         self._shift = max(map(max, rows)) + 1 - self.num_prompt_tokens if rows else 0
 
     @classmethod
     def from_request(
         cls, request: EngineRequest, max_output_tokens: int, eos_token_ids: Iterable[int] = ()
     ) -> "Sequence":
-        """The sequence of a request, with the output of earlier attempts behind the prompt."""
+        """The sequence of a request, with the output of earlier attempts after the prompt."""
         salt, adapter = request.cache_salt, request.adapter
         if adapter is not None:  # keys and values depend on the adapter
             salt = f"{salt}\0{adapter.digest}"
@@ -219,10 +219,10 @@ class ScheduledSequence:
         in_flight_index: int | None = None,
         draft: tuple[int, ...] = (),
     ) -> None:
-        """The next pending tokens; with an `in_flight_index`, the token that the item with this index in the step in
-        flight samples.
+        """Schedule the next pending tokens, including the `draft`, which follows the end of the sequence.
 
-        The new tokens include those of the `draft`, which follow the end of the sequence.
+        With an `in_flight_index`, the new token is the one that the item with this index samples in the step that is
+        in flight.
         """
         self.sequence = sequence
         self.draft = draft
@@ -251,7 +251,7 @@ class ScheduledSequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that it computes, as far as they are known."""
+        """The tokens that the step computes, without a token that is still being sampled."""
         known = self.sequence.token_ids[self.start : self.end]
         return [*known, *self.draft] if self.draft else known
 
@@ -269,7 +269,7 @@ class Batch(Struct):
     """One step: any mix of prefill chunks and decode tokens."""
 
     items: list[ScheduledSequence] = field(default_factory=list)
-    #: Time limit of image encoding beside streams; None: no limit.
+    #: Time limit of image encoding while other sequences decode; None: no limit.
     max_vision_s: float | None = None
 
     @property

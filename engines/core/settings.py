@@ -15,16 +15,16 @@ class BatchingSettings(EngineSettings):
     max_num_batched_tokens: int = Field(default=1024, ge=1)
     """Most new tokens per step."""
     max_mixed_prefill_tokens: int | None = Field(default=None, ge=1)
-    """Most prompt tokens per step beside running streams; none: measured, so that a step takes less than
-    twice as long."""
-    #: Launch a step before the tokens of the previous one are known; none: on a GPU.
+    """Most prompt tokens per step while other requests decode; none: measured, so that prompts make a step
+    less than twice as long."""
+    #: Launch a step before the tokens of the previous one are known; none: only on a GPU.
     overlap_steps: bool | None = Field(default=None, json_schema_extra=UNLISTED)
     speculation: Literal["auto", "ngram", "off"] = "auto"
-    """Speculative decoding, as far as it saves time; it does not change answers. `auto`: drafts from
-    grammars; `ngram`: also from n-grams of prompt and answer."""
+    """Speculative decoding, used while it saves time; it does not change answers. `auto`: drafts from
+    grammars; `ngram`: also from n-grams of prompt and answer; `off`: none."""
     tools: Literal["auto", "any"] = "auto"
-    """Models that see optional functions: those whose chat template lists them, or any. Required calls work
-    with any model."""
+    """Which models get the functions of a request in the prompt. `auto`: models whose chat template lists
+    functions; `any`: all. Required calls work with every model."""
     #: Tokens per KV block.
     block_size: int = Field(default=16, ge=1, le=256, json_schema_extra=UNLISTED)
     kv_cache_bytes: int | None = Field(default=None, ge=1)
@@ -36,4 +36,4 @@ class BatchingSettings(EngineSettings):
     #: None: as many as `kv_cache_bytes` holds.
     num_kv_blocks: int | None = Field(default=None, ge=1, le=1 << 24, json_schema_extra=UNLISTED)
     max_images_per_step: int = Field(default=8, ge=1)
-    """Images that one step encodes at most."""
+    """Most images encoded per step."""

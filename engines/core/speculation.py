@@ -1,4 +1,4 @@
-"""Speculative decoding: a step verifies a draft of several tokens behind the last one.
+"""Speculative decoding: a step verifies a draft of several tokens after the last token.
 
 The sampler samples each position as usual and stops at the first token that differs from the draft, so the output is
 the same with and without drafts, at any temperature. Drafts come from the grammar of an answer, which forces much of
@@ -54,14 +54,14 @@ _MARGIN = 1.4
 #: Cap of one step time as a multiple of the average.
 _MAX_NOISE = 2.0
 
-#: Samples the next tokens of the items with these indices, which have this many more tokens by now.
+#: Samples the next tokens of the items with these indices, whose sequences were extended by this many tokens.
 Sample = Callable[[list[int], int], list[TokenChoice]]
 
 
 def sample_drafts(
     items: Items[ScheduledSequence], choices: list[TokenChoice | None], sample: Sample
 ) -> None:
-    """Sample the tokens behind accepted draft tokens into `following` of the choices.
+    """Sample the tokens after accepted draft tokens, and append them to `following` of the choices.
 
     During calls of `sample` the sequences contain the tokens sampled so far.
     """
@@ -142,7 +142,7 @@ class History:
         return True
 
     def _look(self, token_ids: list[int]) -> int:
-        """Index new tokens; returns the latest earlier position behind the last n-gram, or 0."""
+        """Index new tokens. Returns the latest position after an earlier occurrence of the last n-gram, or 0."""
         end = len(token_ids)
         latest, earlier = self._latest, self._earlier
         start, key = len(earlier), self._key
@@ -179,7 +179,7 @@ class History:
         return draft
 
     def decline(self, num_tokens: int) -> bool:
-        """Note an unprofitable draft; returns whether it is tried anyway."""
+        """Record an unprofitable draft. Returns whether the draft is tried anyway."""
         is_trial = 0 < self._trial_at <= num_tokens
         if is_trial or not self._trial_at:
             self._trial_at = num_tokens + self._wait
@@ -214,7 +214,7 @@ def _match(token_ids: list[int], place: int, end: int) -> int:
 
 
 def _up_to_image(sequence: Sequence, place: int, most: int) -> int:
-    """Limit `most` to the tokens before the next image, whose slots are never sampled."""
+    """Limit `most` to the tokens before the next image: image placeholder tokens are never sampled."""
     if place < sequence.num_prompt_tokens:
         for image in sequence.images:
             if image.offset + image.num_tokens > place:
@@ -225,21 +225,21 @@ def _up_to_image(sequence: Sequence, place: int, most: int) -> int:
 class Speculator:
     """Drafts for the sequences of one engine.
 
-    A longer draft makes the step longer for all sequences and saves one of them a step if it is accepted. The length
-    maximizes the expected token rate, from measured costs.
+    A longer draft makes the step longer for all sequences, and saves steps of one sequence if it is accepted. The
+    length maximizes the expected token rate at the measured costs.
     """
 
     def __init__(self, eos_token_ids: Set[int] = frozenset(), *, repeats: bool = True) -> None:
         """Drafts contain no end-of-sequence token. `repeats`: draft from n-grams too."""
         self._eos_token_ids = eos_token_ids
         self.repeats = repeats
-        self.num_drafted = 0  #: drafted tokens
+        self.num_drafted = 0
         self.num_accepted = 0
         self.is_asked = False  #: whether the planned step is to be measured
         self._plain_s: dict[
             int, float
         ] = {}  # time of a step without drafts, by number of sequences
-        # cost of a draft token as a share of that step, by magnitudes of sequences and draft tokens
+        # cost of a draft token relative to that time, by magnitudes of sequences and draft tokens
         self._costs: dict[tuple[int, int], float] = {}
         # acceptance rates: of grammar drafts, and the prior of new sequences
         self._forced_rate, self._first_rate = _FORCED_RATE, _RATE
@@ -261,7 +261,7 @@ class Speculator:
     ) -> tuple[int, ...]:
         """A draft of at most `most` tokens; empty if it does not pay.
 
-        `most_beside` is the limit where not all sequences of the step have drafts.
+        `most_beside` is the limit if some sequences of the step have no draft.
         """
         self.is_asked = True
         history, constraint = sequence.history, sequence.constraint
@@ -323,7 +323,7 @@ class Speculator:
         return longest, expected
 
     def _cost(self, num_running: int, num_tokens: int) -> float:
-        """Cost of this many draft tokens, as a share of a step without."""
+        """Cost of this many draft tokens, relative to the time of a step without drafts."""
         if not num_tokens:
             return 0.0
         size, magnitude = _magnitude(num_running, num_tokens)

@@ -199,7 +199,7 @@ def test_a_video_that_fills_the_context_is_told_by_its_frames_and_tokens(tmp_pat
             assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
             assert error["message"] == (
                 "the model's maximum context length is 40 tokens; the prompt has 60 tokens and leaves no "
-                "room for output; the video has 32 frames, 32 tokens: send fewer frames, by num_frames or fps"
+                "room for output; the video has 32 frames, 32 tokens: send fewer frames with a lower num_frames or fps"
             )
             assert num_frames(chat(client, video(data_url(), num_frames=8))) == 8
     finally:

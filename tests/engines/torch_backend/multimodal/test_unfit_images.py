@@ -67,4 +67,4 @@ async def test_images_that_fill_the_context_are_told_by_their_tokens(
         response = await gateway.chat(ask((2000, 1500)))
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert "of them of its images" in error["message"]
+    assert "of its images" in error["message"]
