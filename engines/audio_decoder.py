@@ -1,6 +1,6 @@
 """Decodes untrusted audio by PyAV, in the child process of videos: `AudioFile` reads all packets, then decodes them.
 
-The length is that of the packets that are there, and of the samples that they have, not of headers.
+The length is computed from the packets and samples of the file, not read from its headers.
 """
 
 import io
@@ -25,9 +25,7 @@ CODECS = (
     "pcm_f64le", "pcm_u8", "pcm_mulaw", "pcm_alaw", "pcm_s16be",
 )  # fmt: skip
 CODEC_NAMES = "PCM, MP3, AAC, Opus, Vorbis, FLAC and ALAC"
-DAMAGED = (
-    "The audio is damaged, or no audio; WAV, MP3, FLAC, Ogg, M4A, AAC and WebM are understood."
-)
+DAMAGED = "The audio is damaged or of another format: send WAV, MP3, FLAC, Ogg, M4A, AAC or WebM."
 _OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,wav,mp3,flac,ogg,aac",
     "codec_whitelist": ",".join(CODECS),

@@ -92,7 +92,7 @@ class Capabilities:
     #: Whether it supports grammars.
     takes_grammars: bool = False
     takes_video: bool = False
-    max_audio_s: float = 0.0  #: of one audio file; 0: none is taken
+    max_audio_s: float = 0.0  #: longest audio file; 0: audio is not supported
 
 
 class EngineCall(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class EngineCall(msgspec.Struct, frozen=True):
     tenant: str = ""  #: tenants share no cache
     priority: Priority = Priority.INTERACTIVE
     output_token_ids: tuple[int, ...] = ()  #: of earlier attempts, to be continued
-    adapter: str = ""  #: digest of a loaded adapter; empty: none
+    adapter: str = ""  #: digest of a loaded adapter; empty: no adapter
     common_data: bytes = b""  #: the data of a task's session, as JSON
 
 
@@ -127,7 +127,7 @@ class PreparedImage(msgspec.Struct, frozen=True):
 
     image_hash: str
     content: Any
-    frames: tuple[int, int] | None = None  #: of a video: how many are used, and how many it has
+    frames: tuple[int, int] | None = None  #: of a video: the number of sampled frames, and of all
 
 
 #: Decodes bytes with the expected (width, height) to an RGB image. Raises: InvalidImage.
@@ -138,7 +138,7 @@ DEFAULT_NUM_FRAMES = 32
 
 
 class VideoInfo(msgspec.Struct, frozen=True):
-    """An upright video, or the requested part of it. Counted, not read from headers. Units: pixels, seconds."""
+    """A video after rotation, or its requested part. Values are measured, not from headers. Units: pixels, seconds."""
 
     width: int
     height: int
@@ -157,7 +157,7 @@ class FrameLimits(msgspec.Struct, frozen=True):
     max_pixels: int  #: of a frame as it is coded; a larger one is refused
     max_sum_pixels: int  #: of all chosen frames; larger ones are scaled down
     scale_min: int = 0  #: smaller frames are scaled up to it
-    scale_max: int = 0  #: larger frames are scaled down to it; 0: none are
+    scale_max: int = 0  #: larger frames are scaled down to it; 0: no frame is
 
     def check(self, width: int, height: int) -> None:
         """Raises: InvalidImage."""
@@ -187,7 +187,7 @@ class OpenVideo(Protocol):
 
 
 class AudioInfo(msgspec.Struct, frozen=True):
-    """An audio file. Counted, not read from headers. Units: seconds."""
+    """An audio file. Values are measured, not from headers. Units: seconds."""
 
     length_s: float
     num_channels: int
@@ -289,7 +289,7 @@ class EngineStats(msgspec.Struct):
 
     num_running: int = 0
     num_waiting: int = 0
-    num_waiting_batch: int = 0  #: of these, batch work
+    num_waiting_batch: int = 0  #: waiting requests that are batch work
     num_steps: int = 0  #: the worker's heartbeat
     kv_usage_ratio: float = 0.0
     num_free_blocks: int = 0
@@ -304,8 +304,8 @@ class EngineStats(msgspec.Struct):
     num_result_hits: int = 0  #: hits of the result cache
     result_cache_bytes: int = 0
     num_preemptions: int = 0
-    num_drafted_tokens: int = 0  #: drafted tokens
-    num_accepted_tokens: int = 0  #: accepted tokens
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_adapters: int = 0
     memory_bytes: dict[str, int] = msgspec.field(
         default_factory=dict
@@ -372,7 +372,7 @@ class Engine(ABC, Generic[Input]):
         """One forward pass of the batch. Returns the outputs of its requests."""
 
     def wake(self) -> None:
-        """Make a `step` that waits for another program return. Thread-safe."""
+        """Make a `step` that waits for another process return. Thread-safe."""
 
     @abstractmethod
     def has_work(self) -> bool:

@@ -32,7 +32,7 @@ _LENGTH = struct.Struct(">Q")
 _LOG_PIECE_BYTES = 64 * 1024
 #: Rate limit of a process's log: burst and bytes per second.
 _LOG_BYTES, _LOG_BYTES_PER_S = 64 * 1024, 8 * 1024
-_NUM_LINES = 300  #: that are searched for the cause of an exit
+_NUM_LINES = 300  #: last lines of the log that are searched for the cause of an exit
 #: vLLM's last exception only refers to the one before.
 _EXCEPTION = re.compile(r"\b[A-Za-z_.]+(?:Error|Exception): (?!.*root cause above).*")
 

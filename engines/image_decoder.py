@@ -10,7 +10,7 @@ from PIL import AvifImagePlugin, Image, ImageOps
 from engines.base import InvalidImage
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
-MAX_PIXELS = 128_000_000  # a last limit of memory; gateways allow less
+MAX_PIXELS = 128_000_000  # bounds memory; the limits of gateways are lower
 FORMAT_NAMES = "PNG, JPEG, WebP, GIF and AVIF"
 CANNOT_DECODE = f"The image cannot be decoded; {FORMAT_NAMES} are understood."
 _OTHER_SIZE = "The image is of another size than its header says."

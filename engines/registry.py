@@ -164,7 +164,9 @@ def check_package(values: Mapping[str, object], paths: Collection[str]) -> None:
             "as one"
         )
     if "config.json" not in paths and (kind is None or kind.needs_checkpoint):
-        raise EngineStartError("config.json: a model needs it; it says what model it is")
+        raise EngineStartError(
+            "config.json is missing: add it, as it names the model's architecture"
+        )
 
 
 def check_installed(values: Mapping[str, object]) -> None:
@@ -178,7 +180,7 @@ def _not_installed(name: str, kind: EngineKind, module: str | None) -> EngineSta
     package = kind.install or f"the package of the {name} engine"
     return EngineStartError(
         f"the {name} engine needs the package {module!r}: pip install '{package}', or choose "
-        "another one with --engine"
+        "another engine with --engine"
     )
 
 

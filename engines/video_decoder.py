@@ -1,6 +1,6 @@
 """Decodes untrusted videos by PyAV, in a sandboxed child process: `VideoFile` reads all packets, then decodes chosen frames.
 
-Lengths and counts are those of the packets that are there, not of headers. FFmpeg opens only the listed containers and
+Lengths and counts are computed from the packets, not read from headers. FFmpeg opens only the listed containers and
 codecs, and no further file or protocol.
 """
 

@@ -49,7 +49,7 @@ class Reply(msgspec.Struct):
 
 _replies = msgspec.json.Decoder(Reply)
 _values = msgspec.json.Decoder(msgspec.Raw)
-#: Levels of nesting left to the gateway, which decodes these values inside a larger message.
+#: Nesting levels reserved for the message in which the gateway decodes these values.
 _LEVELS_LEFT = 200
 
 

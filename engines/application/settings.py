@@ -28,10 +28,9 @@ class ApplicationSettings(EngineSettings):
     """CPU threads of each process of the engine; 0: one for a small model, else as many as the processors
     that the machine has and the container may use."""
     uses_gpu: bool = False
-    """Whether it sees GPUs."""
+    """Whether the application has access to GPUs."""
     memory_bytes: int = Field(default=0, ge=0)
-    """Memory of the machine that all its processes may take together; a model sizes its caches by it. 0:
-    any."""
+    """Memory limit of all processes of the engine together; a model sizes its caches by it. 0: no limit."""
     max_processes: int = Field(default=256, ge=1)
     """Most processes and threads."""
     max_output_bytes: int = Field(default=4 * 1024**2, ge=1024)

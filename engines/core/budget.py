@@ -105,9 +105,7 @@ class StepLimits:
     def halve(self, batch: Batch) -> None:
         """Limit steps to half of this batch. Raises: DeviceOutOfMemory if the batch had one token."""
         if batch.num_tokens == 1:
-            raise DeviceOutOfMemory(
-                "the device has no memory for a step of one token: lower kv_cache_bytes"
-            )
+            raise DeviceOutOfMemory("no memory for a step of one token: lower kv_cache_bytes")
         images = {image.image_hash for item in batch.items for image in item.images}
         num_images = self._num_images
         if images:
@@ -157,9 +155,7 @@ class PrefillLimit:
     #: Whether `num_tokens` is configured, so that step times do not adjust it.
     is_fixed: bool = False
     _share: float = field(default=1.0, compare=False)
-    _alone_s: dict[int, float] = field(
-        default_factory=dict, compare=False
-    )  # by number of sequences
+    _alone_s: dict[int, float] = field(default_factory=dict, compare=False)  # per batch size
     _num_mixed: Counter[int] = field(
         default_factory=Counter, compare=False
     )  # steps since the last one without prompts

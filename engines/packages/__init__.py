@@ -1,1 +1,1 @@
-"""Model packages: found by name, read with care."""
+"""Finds model packages by name, and reads their untrusted files."""

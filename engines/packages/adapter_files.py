@@ -13,7 +13,7 @@ from engines.packages.checkpoint_json import Fields, read_json, shown
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_ALPHA = 1e6
-#: Fields that change no arithmetic, and those that are looked at below. Any other must say nothing.
+#: Fields that change no arithmetic, and fields that are checked below. Any other field must be unset (null, false, 0, empty).
 _KNOWN = frozenset({
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",

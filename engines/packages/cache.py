@@ -23,7 +23,7 @@ class CachedModel:
     """One revision of a model. Units: bytes on disk."""
 
     name: str
-    revision: str  #: its names, else its commit; may be empty
+    revision: str  #: names of the revision, else its commit; empty for built-in models
     num_bytes: int
     format: str
     source: str  #: `hub` or `built in`

@@ -39,7 +39,7 @@ def read_sampling_defaults(directory: Path, choice: str) -> SamplingDefaults:
     )
     if defaults != SamplingDefaults():
         logger.info(
-            "%s: where a request says nothing, %s (VLM_ENGINE__GENERATION_CONFIG=none for OpenAI's)",
+            "%s: defaults of requests are %s (VLM_ENGINE__GENERATION_CONFIG=none for OpenAI's defaults)",
             _FILE,
             ", ".join(
                 f"{name}={getattr(defaults, name)}"

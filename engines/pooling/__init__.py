@@ -1,1 +1,1 @@
-"""Embeddings and scores: one number or one vector for an input, and no tokens."""
+"""Embeddings and scores: one vector or one number per input."""

@@ -21,7 +21,7 @@ class Row:
     num_padding: int = 0  #: padding among its tokens
     identity: bytes = b""  #: equal for rows of a kind with equal results; empty: not cached
     result: bytes = b""  #: little-endian float32
-    error: str = ""  #: why it has no result; its call fails
+    error: str = ""  #: why the row has no result; the call fails with this message
     number: int = field(default=0, init=False)  #: order of arrival
     cache_key: bytes = field(default=b"", init=False)  #: empty: not cached
     followers: list["Row"] = field(

@@ -54,7 +54,7 @@ class PoolingModel:
     #: Prompts before a text, by name.
     prompts: Mapping[str, str] = {}
     decodes_images = False
-    #: A `Texts`, or what else tokenizes.
+    #: The tokenizer, usually a `Texts`.
     texts: Any
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:

@@ -39,9 +39,9 @@ NO_CALLS: Mapping[int, list[dict[str, Any]]] = {}
 
 
 class ChatTemplate:
-    """A compiled template. It takes message contents as lists of parts or as strings.
+    """A compiled template. Message contents are lists of parts or strings, as the template expects.
 
-    `image_token` is the placeholder that it writes for an image; empty for a text-only model. Raises: UnusableTemplate.
+    `image_token` is the template's placeholder for an image; empty for a text-only model. Raises: UnusableTemplate.
     """
 
     def __init__(

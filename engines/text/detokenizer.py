@@ -1,4 +1,4 @@
-"""Incremental detokenization: the pieces add up to the decoding of the whole answer.
+"""Incremental detokenization: concatenated, the pieces equal the decoded answer.
 
 One object per answer. Incomplete characters and text that may be part of a stop string are held back.
 """
@@ -15,7 +15,7 @@ class Detokenizer:
     """The text of one answer, up to its first stop string."""
 
     is_stopped = False  #: whether a stop string has ended the answer
-    reasoning = ""  #: reasoning since it was last taken
+    reasoning = ""  #: reasoning that no output contains yet
     num_reasoning_tokens = 0
     is_undecided = (
         False  #: whether the last token may be part of a marker that begins the reasoning

@@ -38,7 +38,7 @@ from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
 
 MAX_CPU_S = 0.5  #: to compile a grammar and compute its first mask
 MAX_BYTES = 256 * 1024 * 1024
-_MAX_KEPT = 256  #: compiled grammars and refusals
+_MAX_KEPT = 256  #: cached results: compiled grammars and refusals
 _MAX_KEPT_BYTES = 128 * 1024 * 1024
 _MIN_BYTES = 64 * 1024  #: minimum size of a compiled grammar
 ANSWER_TIMEOUT_S = 20.0  #: on a busy machine
@@ -247,7 +247,7 @@ class GrammarCompiler:
         self._bound_numbers = NumberBounds(self._vocabulary.tokens)
 
     def _ask(self, source: str) -> Verdict:
-        """The child's verdict. Raises: _Refusal if the child is lost; it is replaced."""
+        """The child's verdict. If the child is lost, replace the child. Raises: _Refusal."""
         assert self._vocabulary is not None
         try:
             if self._judge is None:

@@ -1,6 +1,6 @@
 """Prompts and images of a model: image bytes to pixels, messages to token ids.
 
-Called from thread pools. Thread-safe, because nothing in it changes.
+Called from thread pools. Thread-safe, because processors are immutable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ _EXAMPLE_SIZE = (96, 64)
 
 
 class MultimodalProcessor:
-    """The image processing of a model family, here of one that takes text only. Thread-safe."""
+    """The image processing of a model family. This base class is for text-only models. Thread-safe."""
 
     #: Token of the image slots, which the chat template writes once per image. None for a model without images.
     slot_id: int | None = None
@@ -54,7 +54,7 @@ class MultimodalProcessor:
     placeholder: str = ""
     video_placeholder: str = ""
     audio_placeholder: str = ""
-    max_audio_s: float = 0.0  #: of one audio file; 0: none is taken
+    max_audio_s: float = 0.0  #: longest audio file; 0: audio is not supported
     #: The instruction that the model was trained to transcribe with; empty: any.
     transcription_prompt: str = ""
     #: The tokenizer's special tokens around a text, which a processor may have changed.
@@ -65,7 +65,7 @@ class MultimodalProcessor:
 
     @property
     def image_tokens(self) -> int:
-        """Maximum tokens of one image; 0: it takes none, or they are unknown."""
+        """Maximum tokens of one image; 0: unknown, or the model takes no images."""
         return 0
 
     def limit(self, max_pixels: int) -> None:

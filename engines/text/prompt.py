@@ -44,7 +44,7 @@ class Item:
     text: str
     grid: tuple[int, ...] = ()  #: as in `ImageInput`
     is_whole: bool = False  #: as in `ImageInput`
-    is_filled: bool = False  #: whether all of its tokens are slots
+    is_filled: bool = False  #: whether all tokens of the item are slots
     #: Separator token at both ends of the text; adjacent images share one, and a space separates it from a word.
     seam: str = ""
     kind: str = "image"
@@ -117,7 +117,7 @@ class PromptBuilder:
             )
         order = [p.image for m in messages for p in m.parts if isinstance(p, ImagePart)]
         if any(not 0 <= index < len(items) for index in order):
-            raise InvalidRequest("A message refers to an image that the request does not hold.")
+            raise InvalidRequest("A message refers to an image that the request does not contain.")
         texts = [_texts_of(message) for message in messages]
         words = [value for value in options.values() if isinstance(value, str)]
         guard = _random_guard([*texts, words])
@@ -326,7 +326,7 @@ def _mark_end(message: ChatMessage, texts: list[str], mark: str) -> None:
     """Append a mark to the last text of a message. Raises: InvalidRequest."""
     last = sum(isinstance(part, TextPart) for part in message.parts) - 1
     if last < 0:
-        raise InvalidRequest("The last message holds no text that could be continued.")
+        raise InvalidRequest("The last message has no text to continue: add text to it.")
     texts[last] += mark
 
 
@@ -346,7 +346,7 @@ def _is_word(character: str) -> bool:
 
 
 def _texts_of(message: ChatMessage) -> list[str]:
-    """Its text parts, then its reasoning."""
+    """The message's text parts, then its reasoning."""
     texts = [part.text for part in message.parts if isinstance(part, TextPart)]
     return [*texts, message.reasoning] if message.reasoning else texts
 

@@ -178,7 +178,7 @@ class KeywordArguments:
     """
 
     def __init__(self) -> None:
-        self.json = ""  #: set when they are complete
+        self.json = ""  #: the arguments as JSON; empty until the call is complete
         self._found: dict[str, str] = {}  # values as JSON
         self._written: list[str] = []  # of the argument that is being read
         self._brackets: list[str] = []

@@ -22,7 +22,7 @@ class ReasoningFormat:
     name: str
     start: str
     end: str
-    #: End of a channel header, for answers in parts whose headers name their channel.
+    #: End of a channel header, for families whose answers consist of channels; else empty.
     head_end: str = ""
 
 
@@ -56,7 +56,7 @@ class Splitter(Protocol):
     """Separates reasoning and answer, piece by piece."""
 
     state: State
-    has_parts: bool  #: answers in parts with headers, so that markers are recognized throughout
+    has_parts: bool  #: whether answers have several channels, so that markers may occur anywhere
 
     def feed(self, text: str) -> tuple[str, str]:
         """Add text; returns the new reasoning and the new answer text."""
@@ -133,7 +133,7 @@ class TagSplitter:
 
 
 class ChannelSplitter:
-    """Parts behind headers that name their channel; all channels except reasoning are answer."""
+    """Splits channels, each after a header with its name. All channels except reasoning are the answer."""
 
     has_parts = True
 

@@ -106,7 +106,7 @@ def _to_rust(pattern: str) -> str:
 def _check_texts(value: Any) -> None:
     """Refuse control characters, which the options above do not let llguidance write. Raises: UnsupportedSchema."""
     if _BY_NUMBER.search(json.dumps(value)):
-        raise UnsupportedSchema("const and enum hold a control character, which is not supported")
+        raise UnsupportedSchema("control characters in const and enum are not supported")
 
 
 def _check_members(schema: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the parts of `engines.text` know of a tokenizer."""
+"""The tokenizer interface of `engines.text`."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -33,7 +33,7 @@ class ToolFormat:
     end: str
     opening: str = '{"name": "'
     close: str = "}"
-    #: Limit of strings without one in the schema; None: no limit.
+    #: Length limit of strings that have no limit in the schema; None: no limit.
     max_text_chars: int | None = None
     is_pythonic: bool = False  #: arguments are Python keyword arguments, not JSON
 
@@ -219,8 +219,8 @@ class CallReader:
         self._mark = form.mark
         self._held = ""
         self._is_calling = False
-        self._arguments: _JsonEnd | None = None  # of the present call
-        self._keywords: KeywordArguments | None = None  # the same for Python arguments
+        self._arguments: _JsonEnd | None = None  # parser of the current call's JSON arguments
+        self._keywords: KeywordArguments | None = None  # parser of its Python arguments
         self._name = self._written = ""  # of a Python call: its name and its text so far
         self._is_text = False  # the rest is text
 

@@ -47,7 +47,7 @@ from shared.protocol import (
     Usage,
 )
 
-AUDIO_RATE = 16_000  #: samples a second, as models of speech take
+AUDIO_RATE = 16_000  #: samples a second, the usual input rate of speech models
 NAME = "the upstream server"
 _FINISH = {
     "stop": FinishReason.STOP,

@@ -21,8 +21,8 @@ import uvloop
 CONNECT_TIMEOUT_S = 10.0
 HEALTH_TIMEOUT_S = 5.0
 WATCH_EVERY_S = 1.0
-END_S = 0.1  #: until a stream that ended is taken for broken
-HOLD_S_PER_STREAM = 0.0001  #: 6 ms with 64 streams
+END_S = 0.1  #: time after which a stream that ended without its last event counts as broken
+HOLD_S_PER_STREAM = 0.0001  #: delay of events, so that several wake the engine once
 _DATA = b"data:"
 _SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.\deE]+)$", re.M)
 

@@ -13,7 +13,9 @@ import time
 from contextlib import suppress
 
 STOP_S = 10.0  #: between SIGTERM and SIGKILL, for a worker that stops
-KILL_S = 2.0  #: the same, for one that was killed: the next start needs the memory
+KILL_S = (
+    2.0  #: between them if the worker was killed; short, because the next start needs the memory
+)
 
 
 def main(command: list[str]) -> int:

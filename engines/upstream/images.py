@@ -1,4 +1,4 @@
-"""Images for a server that expands them itself: one token of the prompt stands for each.
+"""Images for a server that expands them itself: the prompt has one token for each image.
 
 The worker's sandboxed decoder reads the client's bytes; the server gets a PNG file of these pixels.
 """

@@ -34,7 +34,7 @@ class UpstreamSettings(ServerSettings):
 
 
 class GpuServerSettings(UpstreamSettings):
-    """What vLLM and SGLang have in common."""
+    """Settings of both vLLM and SGLang."""
 
     dtype: str = "auto"
     """`auto`, float32, bfloat16 or float16."""
