@@ -164,9 +164,7 @@ def check_package(values: Mapping[str, object], paths: Collection[str]) -> None:
             "as one"
         )
     if "config.json" not in paths and (kind is None or kind.needs_checkpoint):
-        raise EngineStartError(
-            "config.json is missing: add it, as it names the model's architecture"
-        )
+        raise EngineStartError("config.json is missing: it names the model's architecture")
 
 
 def check_installed(values: Mapping[str, object]) -> None:

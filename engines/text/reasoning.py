@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from engines.text.detokenizer import Detokenizer
 from engines.text.tokens import ControlToken, Tokenizer
 
-_MAX_HEAD_CHARS = 200  #: length without a marker after which an answer has none
+_MAX_HEAD_CHARS = 200  #: an answer without a marker in its first characters has no reasoning
 
 
 @dataclass(frozen=True, slots=True)

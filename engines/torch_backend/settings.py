@@ -39,7 +39,7 @@ class TorchSettings(BatchingSettings):
     on a CPU 1048576, some 30 s of two fast cores for a tower of 32 layers; on a GPU the processor's own
     limit."""
     generation_config: str = "auto"
-    """Sampling where a request says nothing: `auto` (what the model's `generation_config.json` suggests),
+    """Default sampling parameters of requests: `auto` (those of the model's `generation_config.json`),
     `none` (OpenAI's defaults), or a folder with another such file."""
     reasoning: Literal[
         "auto", "none", "think", "mistral", "kimi", "seed", "cohere", "gemma", "harmony"

@@ -13,9 +13,7 @@ import time
 from contextlib import suppress
 
 STOP_S = 10.0  #: between SIGTERM and SIGKILL, for a worker that stops
-KILL_S = (
-    2.0  #: between them if the worker was killed; short, because the next start needs the memory
-)
+KILL_S = 2.0  #: after the worker was killed; short, because the next start needs the memory
 
 
 def main(command: list[str]) -> int:

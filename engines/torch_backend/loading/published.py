@@ -144,7 +144,7 @@ class PublishedLinears:
             self._stand_ins = {}
             self._forms.clear()
             logger.info(
-                "%s: %d maps, such as %s, are joined with others, which takes plain numbers",
+                "%s: %d linear layers, such as %s, are merged with others, which requires floats",
                 self.name,
                 len(lost),
                 min(lost),
@@ -224,7 +224,7 @@ class PublishedLinears:
         before = sum(part.num_stored_bytes for part in parts)
         forms = ", ".join(f"{count} {_WORDS[form]}" for form, count in self._forms.items())
         logger.info(
-            "%s: %d quantized linear maps (%s), %.1f MiB in files, %.1f MiB in memory",
+            "%s: %d quantized linear layers (%s), %.1f MiB in files, %.1f MiB in memory",
             self.name,
             len(self.linears),
             forms,

@@ -1,6 +1,6 @@
-"""The safetensors files of a checkpoint: what they hold, and tensors out of and into them one by one.
+"""Reads and writes the safetensors files of a checkpoint, one tensor at a time. Never pickle.
 
-Used by the loader, the quantizer and the checkpoint maker. Never pickle.
+Used by the loader, the quantizer and the checkpoint maker.
 """
 
 import math
@@ -24,14 +24,14 @@ SINGLE_FILE = "model.safetensors"
 #: bytes of tensors that are not floating-point, which keep their type
 _INTEGER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "I32": 4, "I64": 8}
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-#: what a format's scales make numbers of
+#: bytes of tensors that need the scales of their format
 _SCALED = {"F8_E4M3": 1}
 _READABLE = frozenset(["F64", *_FLOATS, *_INTEGER_BYTES, *_SCALED])
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a checkpoint keeps a weight. `kind` is safetensors' name of its type."""
+    """The location of a weight in a checkpoint. `kind` is its type, as safetensors names types."""
 
     name: str
     file: Path
@@ -44,12 +44,12 @@ class StoredTensor:
 
     @property
     def float_dtype(self) -> torch.dtype | None:
-        """Its floating-point type, if it is one that models are computed in."""
+        """The weight's floating-point type; None: models are not computed in its type."""
         return _FLOATS.get(self.kind)
 
     @property
     def is_scaled(self) -> bool:
-        """Whether it says nothing without scales."""
+        """Whether the weight needs scales."""
         return self.kind in _SCALED
 
     @property
@@ -64,15 +64,15 @@ class StoredTensor:
     def map(self) -> Tensor:
         """The tensor in its file, mapped and never copied.
 
-        Each has a mapping of its own, so that the pages of one that is dropped are freed.
-        Raises: UnsupportedCheckpoint if it holds NaN or Inf.
+        Each tensor has a mapping of its own, so that dropping the tensor frees its pages.
+        Raises: UnsupportedCheckpoint if the tensor contains NaN or Inf.
         """
         with safe_open(self.file, "pt") as content:
             return finite(self.name, content.get_tensor(self.name))
 
 
 def finite(name: str, weight: Tensor) -> Tensor:
-    """The weight itself. Raises: UnsupportedCheckpoint if it holds NaN or Inf."""
+    """Return the weight unchanged. Raises: UnsupportedCheckpoint if it contains NaN or Inf."""
     is_float = weight.is_floating_point() and weight.dtype.itemsize > 1  # FP8 is checked as float32
     if is_float and weight.numel():
         # one pass at the speed of memory, which `isfinite` is far from; NaN propagates
@@ -86,7 +86,7 @@ def finite(name: str, weight: Tensor) -> Tensor:
 
 
 def list_tensors(directory: Path) -> list[StoredTensor]:
-    """What the safetensors files of a checkpoint hold, without reading weights.
+    """List the tensors in the safetensors files of a checkpoint, without reading weights.
 
     Raises: UnsupportedCheckpoint.
     """
@@ -137,7 +137,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory beside `target` that gets its name when all is written, and goes when anything fails.
+    """A temporary directory next to `target`, renamed to `target` on success and removed on failure.
 
     Raises: FileExistsError if there is something in `target`, OSError.
     """

@@ -97,11 +97,11 @@ class WeightReader:
         return {prefix + part: tensor for part, tensor in parts.items()}
 
     def num_bytes(self, stored: StoredTensor) -> int:
-        """What the tensor takes once it is read."""
+        """Bytes of the tensor in memory after loading."""
         return self._num_bytes(stored, stored.float_dtype)
 
     def num_linear_bytes(self, linear: StoredLinear, published: PublishedLinears) -> int:
-        """What a map in another's format takes once it is read."""
+        """Bytes of a linear layer in a published format in memory after loading."""
         layout = published.layout(linear)
         is_placed = published.place(linear, self._model) is not None
         if is_placed or published.stands_in(linear):

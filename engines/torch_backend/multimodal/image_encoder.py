@@ -175,12 +175,12 @@ class ImageEncoder:
     def encode_missing(
         self, items: list[ScheduledSequence], max_vision_s: float | None = None
     ) -> tuple[float, frozenset[str], frozenset[str]]:
-        """Encode the images that a step reads and the cache does not hold.
+        """Encode the images that a step reads and that are not in the cache.
 
-        It takes `max_vision_s` beside streams and `SECONDS_ALONE` without, if `max_vision_s` is given. Returns
-        seconds spent, the requests that must wait for the next step, as their images took the time that their tokens
-        would take, and which of these have images that are not there yet. Every image that is there is pinned for its
-        request afterwards. Raises: SequenceFailure.
+        If `max_vision_s` is given, encoding stops after `max_vision_s` while other requests decode, otherwise after
+        `SECONDS_ALONE`. Returns the seconds spent, the requests that must wait for the next step because encoding used
+        this step's time, and those of them whose images are still incomplete. Encoded images are pinned for their
+        requests. Raises: SequenceFailure.
         """
         missing: dict[ImageKey, ImageInput] = {}
         wanted: list[tuple[str, ImageKey, bool]] = []

@@ -1,7 +1,7 @@
-"""Quantized formats that others publish: a reader for each, found by `quantization_config` of `config.json`.
+"""Published quantization formats: one reader each, selected by `quantization_config` of `config.json`.
 
-A reader says from the headers of a checkpoint what each quantized linear map is, and reads one map at a time, into the
-integers of our kernels or into plain numbers. What it cannot read it refuses by name and reason.
+A reader finds the layout of each quantized linear layer in the checkpoint's headers, and loads one layer at a time, as
+integers for our kernels or as floats. An unsupported layer is refused with its name and the reason.
 """
 
 from collections.abc import Callable

@@ -82,7 +82,7 @@ class CompressedTensorsReader(Reader):
         self.name = f"compressed-tensors of {' and '.join(kinds)}"
 
     def layout(self, linear: StoredLinear) -> Layout:
-        """What a map is, by its headers and by the one scheme that they fit."""
+        """The layout of a layer, from its headers and the scheme that matches them."""
         return self._find(linear)[1]
 
     def read(self, linear: StoredLinear) -> Integers | Tensor:

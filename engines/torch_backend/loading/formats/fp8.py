@@ -27,7 +27,7 @@ class Fp8Reader(Reader):
         self.name = "FP8" if self._block is None else "FP8 in blocks of {}x{}".format(*self._block)
 
     def layout(self, linear: StoredLinear) -> Layout:
-        """What a map is, by its headers."""
+        """The layout of a layer, from its headers."""
         name = next(name for name in self.marker if name in linear.parts)
         return scaled_layout(linear, name, self._block, "F8_E4M3")
 
@@ -50,7 +50,7 @@ def check_block(config: Fields, name: str) -> tuple[int, int] | None:
 def scaled_layout(
     linear: StoredLinear, scale: str, block: tuple[int, int] | None, *kinds: str
 ) -> Layout:
-    """What a map of scaled weights is. Raises: UnsupportedCheckpoint."""
+    """The layout of a layer with scaled weights. Raises: UnsupportedCheckpoint."""
     num_outputs, num_inputs = linear.expect_matrix("weight", *kinds)
     shape = linear.expect(scale, None, *FLOATS).shape
     known = [(), (1,), (1, 1), (num_outputs,), (num_outputs, 1)]

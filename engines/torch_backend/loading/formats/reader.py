@@ -1,4 +1,4 @@
-"""What every reader of a published format is, and the two forms in which our kernels take its integers.
+"""The interface of readers of published quantization formats, and the int4 and int8 tensors of our kernels.
 
 Shape letters: K inputs, N outputs, G groups of inputs.
 """
@@ -15,22 +15,22 @@ from engines.torch_backend.layers.linear import choose_group_size, pack_pairs
 from engines.torch_backend.loading.stored_tensors import StoredTensor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 
-#: What a linear map becomes: integers as our kernels take them, or plain numbers.
+#: The weights of a linear layer once loaded: integers for our kernels, or floats.
 Form = Literal["int4", "int8", "float"]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What headers tell of a quantized linear map."""
+    """Shape and quantization of a linear layer, read from tensor headers."""
 
     shape: tuple[int, int]  #: (N, K)
-    bits: int = 0  #: of integers; 0: numbers of another kind
+    bits: int = 0  #: bits per integer; 0: not integers
     group_size: int = 0  #: inputs that share a scale
     is_symmetric: bool = False  #: whether the middle integer stands for 0
 
     @property
     def form(self) -> Form:
-        """What our kernels multiply with exactly; else plain numbers."""
+        """The integer form if our kernels compute it exactly, else float."""
         num_inputs = self.shape[1]
         if self.bits == 4 and num_inputs % self.group_size == 0:
             return "int4" if choose_group_size(self.group_size) else "float"
@@ -38,7 +38,7 @@ class Layout:
         return "int8" if is_int8 else "float"
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """In memory, with scales or numbers of this type."""
+        """Bytes in memory, with scales or floats of this type."""
         num_outputs, num_inputs = self.shape
         if self.form == "float":
             return num_outputs * num_inputs * dtype.itemsize
@@ -57,7 +57,7 @@ class Integers:
     group_size: int
     scale: Tensor  #: float32 (G, N)
     zero: Tensor | None  #: float32 (G, N); None: the middle integer
-    order: Tensor | None = None  #: int64 (K,), which input each column is of; None: as they come
+    order: Tensor | None = None  #: int64 (K,): the input of each column; None: in order
     #: float32 (G, N), what the integer 0 stands for, where no integer stands for 0
     base: Tensor | None = None
 
@@ -84,7 +84,7 @@ class Integers:
         return {"integers": integers, "scale": self.scale[0].to(dtype)}
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """What the integers stand for. Shapes: returns (N, K)."""
+        """Dequantize the integers. Shapes: returns (N, K)."""
         num_inputs = self.values.shape[1]
         group = torch.arange(num_inputs, device=self.values.device) // self.group_size
         zero = 2 ** (self.bits - 1) if self.zero is None else self.zero.t()[:, group]
@@ -99,7 +99,7 @@ class Integers:
 
 
 class StoredLinear:
-    """The tensors of one quantized linear map, none of them read yet."""
+    """The stored tensors of one quantized linear layer, before they are read."""
 
     def __init__(self, name: str, parts: Mapping[str, StoredTensor], device: torch.device) -> None:
         self.name = name
@@ -111,7 +111,7 @@ class StoredLinear:
         return sum(part.num_values for part in self.parts.values())
 
     def expect(self, part: str, shape: tuple[int, ...] | None, *kinds: str) -> StoredTensor:
-        """A tensor of it, of this shape and of one of these types. Raises: UnsupportedCheckpoint, with its name."""
+        """The layer's tensor of this name; checks shape and type. Raises: UnsupportedCheckpoint."""
         stored = self.parts.get(part)
         if stored is None:
             raise self.refuse(part, "is missing")
@@ -138,15 +138,15 @@ class StoredLinear:
 class Reader(ABC):
     """One published format, with the settings of one checkpoint."""
 
-    name: str  #: as messages call it
-    marker: tuple[str, ...]  #: a tensor by one of these names makes a map a quantized one
-    part_names: frozenset[str]  #: of all tensors of a quantized map
-    ignored: frozenset[str] = frozenset()  #: last parts of names that say nothing of weights
+    name: str  #: name of the format in messages
+    marker: tuple[str, ...]  #: a layer with a tensor of one of these names is quantized
+    part_names: frozenset[str]  #: names of all tensors of a quantized layer
+    ignored: frozenset[str] = frozenset()  #: last parts of tensor names that are skipped
 
     def split(
         self, stored: Iterable[StoredTensor], device: torch.device
     ) -> tuple[list[StoredLinear], list[StoredTensor]]:
-        """The quantized linear maps of a checkpoint, and its other tensors."""
+        """The quantized linear layers of a checkpoint, and its other tensors."""
         candidates: dict[str, dict[str, StoredTensor]] = {}
         others: list[StoredTensor] = []
         for tensor in stored:
@@ -164,13 +164,13 @@ class Reader(ABC):
         return linears, others
 
     def part_of(self, name: str) -> tuple[str, str]:
-        """The map that a tensor is of, if it is of one, and what it is called there."""
+        """The linear layer that a tensor belongs to, and the tensor's name in the layer."""
         head, _, part = name.rpartition(".")
         return head, part
 
     @abstractmethod
     def layout(self, linear: StoredLinear) -> Layout:
-        """What a map is, by its headers. Raises: UnsupportedCheckpoint, naming the tensor that does not fit."""
+        """The layout of a layer, from its headers. Raises: UnsupportedCheckpoint, which names the invalid tensor."""
 
     @abstractmethod
     def read(self, linear: StoredLinear) -> Integers | Tensor:

@@ -118,7 +118,7 @@ def _multiply_int4_kernel(
 
 @triton.jit
 def _for_each_pair(x, GROUPS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What belongs to a group, repeated for its pairs. Shapes: (n, GROUPS); returns (n, GROUPS * HALF)."""
+    """Repeat the value of each group for its pairs. Shapes: (n, GROUPS); returns (n, GROUPS * HALF)."""
     spread = tl.broadcast_to(x[:, :, None], [BLOCK_N, GROUPS, HALF])
     return tl.reshape(spread, [BLOCK_N, GROUPS * HALF])
 

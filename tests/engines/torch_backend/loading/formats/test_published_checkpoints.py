@@ -407,7 +407,7 @@ def test_maps_that_transformers_joins_are_plain_numbers(
     assert len(quantized_layers(model)) == 13
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(model.inner.get_parameter(name), weights[name])
-    assert "1 maps, such as model.layers.1.mlp.up_proj, are joined with others" in caplog.text
+    assert "1 linear layers, such as model.layers.1.mlp.up_proj, are merged with" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["off", "fast"])
@@ -424,7 +424,7 @@ def test_a_lowered_decoder_keeps_the_integers(
     logits = plain_logits(model, TOKEN_IDS)
     assert (logits - expected).norm() < (1e-4 if mode == "off" else 0.02) * expected.norm()
     form = "dequantized" if name in FLOAT else "as int8" if name in INT8 else "as int4"
-    assert f"14 quantized linear maps (14 {form}" in caplog.text
+    assert f"14 quantized linear layers (14 {form}" in caplog.text
     are_plain = [m.method is linear.FLOAT for m in linears(model)]
     assert are_plain == [name in FLOAT] * 14
 
