@@ -249,7 +249,7 @@ def test_an_image_token_typed_by_a_user_makes_no_slot(
 
 
 def test_a_message_that_names_no_image_of_the_request_is_refused(llava: Pair) -> None:
-    with pytest.raises(InvalidRequest, match="image that the request does not hold"):
+    with pytest.raises(InvalidRequest, match="image that the request does not contain"):
         llava.builder.build([user(1)], [make_item("h", "p")])
 
 
