@@ -36,7 +36,7 @@ class ApplicationSettings(EngineSettings):
     max_output_bytes: int = Field(default=4 * 1024**2, ge=1024)
     """Most output of one task."""
     max_sessions: int = Field(default=16, ge=1)
-    """Most sessions of its process; beyond that, the least recently used one is left."""
+    """Most sessions of one process; beyond that, the least recently used one is closed."""
     start_s: float = Field(default=300.0, gt=0)
     """Time limit for the start of a replacement process."""
     grace_s: float = Field(default=2.0, gt=0)

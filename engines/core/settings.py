@@ -23,7 +23,7 @@ class BatchingSettings(EngineSettings):
     """Speculative decoding, used while it saves time; it does not change answers. `auto`: drafts from
     grammars; `ngram`: also from n-grams of prompt and answer; `off`: none."""
     tools: Literal["auto", "any"] = "auto"
-    """Which models get the functions of a request in the prompt. `auto`: models whose chat template lists
+    """Models that get the functions of a request in the prompt. `auto`: models whose chat template lists
     functions; `any`: all. Required calls work with every model."""
     #: Tokens per KV block.
     block_size: int = Field(default=16, ge=1, le=256, json_schema_extra=UNLISTED)

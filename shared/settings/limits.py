@@ -100,7 +100,7 @@ class LimitSettings(Group):
     max_body_bytes: int = Field(default=32 * MIB, ge=1024)
     """Bytes of a request body."""
     max_open_body_bytes: int = Field(default=512 * MIB, ge=1024)
-    """Bytes of all bodies that one gateway reads at once; more are sent away."""
+    """Bytes of all request bodies that one gateway reads at once; more requests get a 503."""
     max_messages: int = Field(default=256, ge=1)
     """Messages of a conversation."""
     max_text_chars: int = Field(default=200_000, ge=1)
@@ -130,15 +130,15 @@ class LimitSettings(Group):
     max_grammar_bytes: int = Field(default=0, ge=0)
     """Bytes of a grammar in Lark's language; 0: none is taken."""
     max_output_tokens: int = Field(default=32_768, ge=1)
-    """`max_tokens` of one answer."""
+    """Output tokens of one answer."""
     max_queue_depth: int = Field(default=1024, ge=1)
     """Requests that wait in a model's queue."""
     max_batch_queue_depth: int = Field(default=1024, ge=1)
-    """Batch requests that wait besides."""
+    """Batch requests that wait in addition."""
     max_open_requests: int = Field(default=4096, ge=1)
     """Requests that one gateway keeps open."""
     max_open_tokens: int = Field(default=16_000_000, ge=0)
-    """Tokens that a model's open requests may come to, batch ones to half; shared by the keys; 0: any."""
+    """Tokens of all open requests of a model, of which batch requests get half; shared among the keys; 0: no limit."""
     max_key_open_requests: int = Field(default=0, ge=0)
     """Answers of a model that one API key keeps open; 0: any."""
     max_key_requests_per_minute: int = Field(default=0, ge=0)
@@ -149,7 +149,7 @@ class LimitSettings(Group):
     max_key_responses: int = Field(default=1000, ge=1)
     """Answers of `/v1/responses` and images that are kept for one API key."""
     max_key_response_bytes: int = Field(default=256 * MIB, ge=1)
-    """Bytes of these with their conversations and images; the oldest make room."""
+    """Bytes of these answers with their conversations and images; the oldest are deleted."""
 
     max_loras: int = Field(default=32, ge=0)
     """LoRA adapters that a worker holds beside its model."""
@@ -166,9 +166,9 @@ class LimitSettings(Group):
     max_batch_lines: int = Field(default=50_000, ge=1)
     """Requests of a batch."""
     max_key_batch_bytes: int = Field(default=4096 * MIB, ge=1)
-    """Bytes of the files of batches of one API key; then it uploads no more."""
+    """Bytes of the batch files of one API key."""
     max_files: int = Field(default=1000, ge=0)
-    """Files of one API key, those of batches apart."""
+    """Files of one API key, without those of batches."""
     max_file_bytes: int = Field(default=2 * MIB, ge=1)
     """Bytes of one file."""
     max_key_search_bytes: int = Field(default=4096 * MIB, ge=1)

@@ -92,9 +92,9 @@ class OidcSettings(Group):
     issuer: str = ""
     """https:// URL whose tokens (JWT) are accepted as API keys, as their `iss` has it; empty: none are."""
     audience: str = ""
-    """Required in the `aud` of tokens."""
+    """Audience (`aud`) that tokens must have."""
     jwks_url: str = ""
-    """Of its public keys; empty: by its discovery."""
+    """URL of the issuer's public keys; empty: found by OpenID discovery."""
     name_claim: str = "sub"
     """Claim that names a caller in `vlm audit`."""
     key_claim: str = "vlm_key"
@@ -158,7 +158,7 @@ class GatewaySettings(Group):
     request_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """Deadline of a request, from its acceptance to its last token."""
     body_timeout_s: float = Field(default=30.0, gt=0)
-    """A request's body is cut after that long without a byte, or below 16 KiB/s over it."""
+    """Time limit without a byte of a request's body; slower bodies than 16 KiB/s are refused too."""
     response_ttl_s: float = Field(default=3600.0, ge=0, le=2_592_000)
     """Answers of `/v1/responses` are kept that long for `previous_response_id`, and images for their file
     ids; 0: none is."""
@@ -169,7 +169,7 @@ class GatewaySettings(Group):
     """Batches and their files: file:///DIRECTORY that all gateways share, or s3://, gs:// or az://
     BUCKET/PREFIX; empty: no batches, but `vlm serve` keeps them beside its Redis."""
     drain_s: float = Field(default=30.0, ge=0)
-    """Finish open requests that long after SIGTERM."""
+    """Time to finish open requests after SIGTERM."""
     remote_images: Names = ()
     """Hosts from which images are fetched, comma separated: `host` (ports 80 and 443), `host:port` or
     `any-public`. None: no fetching."""
@@ -279,11 +279,11 @@ class WorkerSettings(Group):
     health_port: int = Field(default=0, ge=0, le=65535)
     """Its port; 0 takes a free one."""
     lease_s: float = Field(default=10.0, gt=0.5)
-    """A request unattended that long goes to another worker."""
+    """A request whose worker does not renew its lease for that long goes to another worker."""
     drain_s: float = Field(default=30.0, ge=0)
-    """Finish running requests that long after SIGTERM."""
+    """Time to finish running requests after SIGTERM."""
     watchdog_s: float = Field(default=60.0, gt=0)
-    """End the process when a step takes longer."""
+    """Time limit of a step, after which the process ends."""
     preprocess_threads: int = Field(default=2, ge=1, le=64)
     """Threads that decode and resize images."""
     decode_processes: int = Field(default=2, ge=0, le=64)
@@ -295,7 +295,7 @@ class WorkerSettings(Group):
     lora_dir: str = ""
     """Directory of the adapters that may be loaded at run time; empty: none."""
     package: str = ""
-    """What it was deployed as, `name@sha256:...`; a node says it."""
+    """Package that the worker was deployed from, `name@sha256:...`; set by the node."""
 
     @field_validator("lora")
     @classmethod
@@ -345,7 +345,7 @@ class RedisSettings(Group):
     """redis://, rediss://, unix:// or redis+sentinel:// URL, or several as shards: NAME=URL,NAME=URL; empty:
     `vlm serve` starts its own."""
     key_prefix: str = Field(default="vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    """First part of every key."""
+    """Prefix of all keys in Redis."""
     max_memory_bytes: int = Field(default=1024 * MIB, ge=16 * MIB)
     """Memory of the Redis that `vlm serve` starts; a full one refuses images."""
 
@@ -386,9 +386,9 @@ class SearchSettings(Group):
     url: str = ""
     """Where the search process listens: unix:///PATH or http://HOST:PORT; empty: no vector stores."""
     token: SecretStr = SecretStr("")
-    """What gateways show it; needed where it can be reached from other machines."""
+    """Token that gateways send to the search process; required if other machines can reach it."""
     data_dir: str = ""
-    """Where it keeps its files; empty: below XDG_STATE_HOME."""
+    """Directory of the search process; empty: below XDG_STATE_HOME."""
     index: str = ""
     """lance:///DIRECTORY or postgresql://USER@HOST/DATABASE; empty: lance in the data directory."""
     collections: Names = ()
@@ -422,13 +422,13 @@ class DeploySettings(Group):
     cache_dir: str = ""
     """Where a node keeps packages; empty: below XDG_CACHE_HOME."""
     max_cache_bytes: int = Field(default=100_000_000_000, ge=0)
-    """Of them; beyond, those go that nothing runs, the least recently used first. 0: the disk's."""
+    """Size of the cached packages; beyond it, unused ones are deleted, the least recently used first. 0: no limit."""
     cpu: float = Field(default=0.0, ge=0)
-    """Processors that instances may share; 0: the machine's."""
+    """Processors for the instances of a node; 0: all of the machine."""
     memory_bytes: int = Field(default=0, ge=0)
-    """Memory that they may share; 0: the machine's."""
+    """Memory for the instances of a node; 0: all of the machine."""
     standby: bool = True
-    """Keep a process with the engine imported while a model rests that has run here: it starts sooner."""
+    """Keep a process with the engine imported for models that are scaled to zero, so that they start sooner."""
     package: str = ""
     """Package that `vlm worker` fetches from the store and serves, `name@sha256:...`; empty: none."""
     environment: str = ""
@@ -484,7 +484,7 @@ class Settings(BaseSettings):
     )
 
     redis_url: RedisUrl = ""
-    """Short for `redis.url`."""
+    """Short for `VLM_REDIS__URL`."""
     redis: RedisSettings = RedisSettings()
     gateway: GatewaySettings = GatewaySettings()
     limits: LimitSettings = LimitSettings()
