@@ -66,7 +66,7 @@ _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
 
 
 class Unreadable(Exception):
-    """A call that cannot be read here; `refusal` is its end."""
+    """The payload of a call cannot be decoded; `refusal` is the event that ends the call."""
 
     def __init__(self, refusal: Publication) -> None:
         super().__init__(refusal.dead_reason)
@@ -94,24 +94,26 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
 class ActiveRequest(Struct, eq=False):
     claim: Claim
     request_id: str  #: the request's id on the wire
-    engine_id: str  #: inside the engine: outputs of an earlier attempt are not taken for ours
+    engine_id: str  #: its id in the engine, which differs between attempts
     call: Call
     output_token_ids: tuple[int, ...]  #: what earlier attempts have published
-    num_published: int  #: tokens that they have published, those without an id too
+    num_published: (
+        int  #: tokens that earlier attempts have published, including those without an id
+    )
     claimed_at: float
     deadline_at: float
-    started_at: float = 0.0  #: its preparation began; 0 while it is parked
-    media_decode_s: float = 0.0  #: of the preparation, if it has a video
-    added_at: float = 0.0  #: the engine accepted it
+    started_at: float = 0.0  #: when its preparation began; 0 while it is parked
+    media_decode_s: float = 0.0  #: decoding of media, a part of the preparation
+    added_at: float = 0.0  #: when the engine accepted it
     num_tokens: int = 0  #: output tokens published so far
     num_publications: int = 0
-    is_announced: bool = False  #: `Started` was said
-    is_traced: bool = False  #: its spans are made
+    is_announced: bool = False  #: whether `Started` was posted
+    is_traced: bool = False  #: whether its spans were recorded
     preparation: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, claim: Claim, now: float) -> "ActiveRequest":
-        """The request of a claim that was made now. Raises: Unreadable."""
+        """The request of a new claim. Raises: Unreadable."""
         call, events = read_claim(claim)
         token_ids = tuple([token_id for event in events for token_id in event.token_ids])
         num_published = sum([event.num_tokens for event in events])
@@ -122,7 +124,7 @@ class ActiveRequest(Struct, eq=False):
 
     @property
     def is_alone(self) -> bool:
-        """Whether it runs alone: a possible poison request that is not cleared."""
+        """Whether it must run alone, because it may be a poison request."""
         num_new_tokens = self.num_tokens - self.num_published
         return self.claim.may_be_poison and num_new_tokens < CLEARED_AFTER_TOKENS
 
@@ -184,14 +186,13 @@ class ActiveRequest(Struct, eq=False):
         )
 
 
-#: Makes the spans of a request that ends: the engine's own stages, if it has measured them, and the
-#: outcome.
+#: Records the spans of a request that ends, from the engine's stage times, if any, and the outcome.
 Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
 
 
 @dataclass(slots=True)
 class ActiveRequests:
-    """`changed` is set when room may have come, or the last request may have ended."""
+    """The requests of one worker. `changed` is set when capacity may be free or the last request may have ended."""
 
     _engine: EngineThread
     _preprocessor: Preprocessor
@@ -201,7 +202,7 @@ class ActiveRequests:
     _trace: Trace | None = None
     _active_requests: dict[str, ActiveRequest] = field(default_factory=dict)  #: by request id
     _by_engine_id: dict[str, ActiveRequest] = field(default_factory=dict)
-    #: Claimed, to be started when the way is clear.
+    #: Claimed requests that cannot start yet, because a possible poison request runs alone.
     _parked: deque[ActiveRequest] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -216,7 +217,7 @@ class ActiveRequests:
         return active if active is not None and active.claim is claim else None
 
     def room(self) -> int:
-        """How many more requests the engine can start soon; batch requests yield."""
+        """How many more requests the engine can start soon. Batch requests do not count: they are preempted."""
         stats = self._engine.stats
         if self.is_held_up() or stats.num_waiting > stats.num_waiting_batch:
             return 0
@@ -224,7 +225,7 @@ class ActiveRequests:
         return max(0, self._max_num_seqs - num_busy)
 
     def batch_room(self) -> int:
-        """How many more it can start without preempting batch requests."""
+        """How many more requests the engine can start without preempting batch requests."""
         if self.is_held_up() or self._engine.stats.num_waiting > 0:
             return 0
         return max(0, self._max_num_seqs - len(self._active_requests))
@@ -235,7 +236,7 @@ class ActiveRequests:
         )
 
     async def wait_for_change(self, longest_s: float = LOOK_AGAIN_S) -> None:
-        """Wait until there may be room, or the last request may have ended."""
+        """Wait until capacity may be free or the last request may have ended."""
         self.changed.clear()
         timer = asyncio.get_running_loop().call_later(longest_s, self.changed.set)
         try:
@@ -247,7 +248,7 @@ class ActiveRequests:
         """Start claims, or park them until they may start."""
         for claim in claims:
             earlier = self._active_requests.get(claim.id)
-            if earlier is not None:  # it was taken from us, and its new owner lost it to us
+            if earlier is not None:  # another worker took it over, and this one took it back
                 self.forget(earlier)
             try:
                 active = ActiveRequest.of(claim, time.monotonic())
@@ -271,7 +272,7 @@ class ActiveRequests:
                 active.preparation = asyncio.create_task(self._prepare(active))
 
     def _may_start(self, claim: Claim) -> bool:
-        """A possible poison request starts alone or beside cleared ones: it must not crash another's first attempt."""
+        """Whether a claim may start: a possible poison request must not crash requests in their first attempt."""
         started = [active for active in self._active_requests.values() if active.started_at]
         if any(active.is_alone for active in started):
             return False
@@ -280,7 +281,7 @@ class ActiveRequests:
         return not claim.may_be_poison or all(active.claim.may_be_poison for active in started)
 
     def _prepare_at_once(self, active: ActiveRequest) -> bool:
-        """Prepare a request that needs no waiting and add it to the engine. Returns False for others."""
+        """Add a request whose preparation does not wait to the engine. Returns False if it has to wait."""
         try:
             request = self._preprocessor.prepare_at_once(
                 active.call, active.engine_id, active.output_token_ids, active.num_published
@@ -335,7 +336,7 @@ class ActiveRequests:
         self._by_engine_id.pop(active.engine_id, None)
 
     def on_events(self, events: list[EngineEvent]) -> None:
-        """Handle events of the engine thread; those of several steps of a request are merged."""
+        """Handle events of the engine thread; a request's events of several steps are merged."""
         outputs: dict[str, list[EngineOutput]] = {}
         for item in events:
             if isinstance(item, EngineOutput):
@@ -361,7 +362,7 @@ class ActiveRequests:
         if self._trace is not None and last.timings is not None:
             outcome = "ok" if last.error is None else last.error_code.value
             self._trace(active, last.timings, outcome)
-        if last.finish_reason is not None:  # the engine has forgotten it already
+        if last.finish_reason is not None:  # the engine has removed it
             del self._by_engine_id[active.engine_id]
             self._engine.note_end(active.engine_id)
 
@@ -390,7 +391,7 @@ class ActiveRequests:
         self._stop_work(active)
 
     def drop(self, active: ActiveRequest, why: str) -> None:
-        """Stop a request that is no longer ours."""
+        """Stop a request that another worker owns, or that was cancelled."""
         log = logger.info if why == "cancelled" else logger.warning
         log("request %s is no longer ours: %s", active.request_id, why)
         self._end_trace(active, why)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Minimum interval of the statistics, which may take longer than a step.
 STATS_EVERY_S = 0.005
-IDLE_S = 1.0  #: between looks at an engine that has no work; its server may be lost
+IDLE_S = 1.0  #: interval of checks of an idle engine, whose server may be lost
 CLOSE_WITHIN_S = 5.0
 EXIT_WEDGED = 70
 #: Maximum delay of tokens of answers that are not streamed.
@@ -33,7 +33,7 @@ HOLD_S = 0.05
 
 
 class EngineBroken(Exception):
-    """A step raised an exception: the engine's state is unknown, and the process must end."""
+    """A step raised an exception. The engine's state is unknown, so the process must end."""
 
 
 class Added(Struct, frozen=True):
@@ -107,7 +107,7 @@ class EngineThread:
             self._deliver()
 
     def _send(self, command: Command) -> None:
-        """Wake the thread at the end of this turn of the loop: it needs the interpreter's lock."""
+        """Wake the thread after this iteration of the event loop, which holds the GIL."""
         if not self._unsent:
             self._loop.call_soon(self._send_all)
         self._unsent.append(command)
@@ -119,7 +119,7 @@ class EngineThread:
         self._wake()
 
     async def wait_until_broken(self) -> None:
-        """Wait for ever. Raises: EngineBroken when a step raises."""
+        """Wait until a step raises. Raises: EngineBroken."""
         await asyncio.shield(self._broken)
 
     async def close(self) -> None:
@@ -228,7 +228,7 @@ def _set(future: "asyncio.Future[Any]", result: object) -> None:
 
 
 class Watchdog:
-    """A thread that ends the process when a step hangs: only a new process recovers a hung device."""
+    """A thread that ends the process when a step hangs, because only a new process recovers a hung device."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Events that wait to be published; consecutive ones of a request merge meanwhile.
+"""Events to be published; consecutive events of a request are merged while they wait.
 
 Redis's CPU time depends on the number of published items, so items are few: answers that are not streamed are published
 every `HOLD_S` and at their end, and streams of a busy worker every `STREAM_HOLD_S`.
-Pure: no Redis. Filled and emptied on the event loop.
+It does no I/O, and is used on the event loop only.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ MAX_INLINE_BYTES = 16 * 1024
 
 
 class Published(Protocol):
-    """A claimed request, as publishing needs it. Compared by identity."""
+    """The part of an active request that the outbox uses. Compared by identity."""
 
     claim: Claim
     call: Call
@@ -225,7 +225,7 @@ def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | T
     token_ids, logprobs, calls = [*first.token_ids], [*first.logprobs], [*first.calls]
     prompt_logprobs = first.prompt_logprobs
     texts, thoughts, num_without_id = [first.text], [first.reasoning], first.num_without_id
-    for piece in pieces[1:]:  # most have one or few tokens, and text
+    for piece in pieces[1:]:  # most have few tokens and a short text
         token_ids += piece.token_ids
         texts.append(piece.text)
         if piece.logprobs:

@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_CHECK_S = 0.25
 MIN_RECORD_TTL_S = 5.0
-#: Pause of an idle worker after a claim, in which the engine thread starts: both need the interpreter lock.
+#: Pause of an idle worker after a claim, so that the engine thread gets the GIL and starts.
 ENGINE_FIRST_S = 0.001
 #: Maximum requests of one read: other idle workers take the rest of a burst.
 MAX_CLAIMS_PER_READ = 8
-FIRST_PAUSE_S = 0.05  #: after a failure of Redis
+FIRST_PAUSE_S = 0.05  #: before the first retry after a Redis failure
 LONGEST_PAUSE_S = 1.0
 
 
@@ -119,9 +119,9 @@ class Worker:
         self._stopping.set()
 
     async def _release_unclaimed(self) -> None:
-        """Release what was being claimed, so that others need not wait for its lease."""
+        """Release claims that are under way, so that other workers need not wait for their leases to expire."""
         for loops in self._loops:
-            with suppress(QueueUnavailable):  # there is another try at the end
+            with suppress(QueueUnavailable):  # it is retried at the end
                 await loops.queue.leave(keep=[active.claim for active in loops.active()])
 
     async def _drain(self) -> None:
@@ -160,7 +160,7 @@ class Worker:
             try:
                 return await queue.begin(claim)
             except QueueUnavailable as error:
-                logger.warning("cannot begin %s: %s; trying on", claim.id, error)
+                logger.warning("cannot begin %s: %s; retrying", claim.id, error)
                 await asyncio.sleep(self._settings.heartbeat_s)
 
     async def enforce_deadlines(self) -> None:
@@ -248,7 +248,7 @@ class QueueLoops:
         )
 
     def keeping(self) -> tuple[Coroutine[None, None, None], ...]:
-        """The loops that end with the last request."""
+        """The loops that run until the last request has ended."""
         return (
             repeat(self._publish_once, "publish events"),
             repeat(self._renew_once, "renew leases", self._settings.heartbeat_s),
@@ -318,7 +318,7 @@ class QueueLoops:
         await self._reclaim_in_turn()
 
     async def _publish_once(self) -> None:
-        """Publish the events since the last publish; repeat those that Redis did not answer."""
+        """Publish the events since the last call, and retry those that Redis did not acknowledge."""
         self._unsent = self._unsent or await self._outbox.take()
         if not self._others:  # a shard that is down must not delay the events of the others
             self._engine.hold()  # nothing else can be published meanwhile
@@ -339,7 +339,7 @@ class QueueLoops:
                 self._active_requests.forget(active)
 
     async def _renew_once(self) -> None:
-        """Renew the leases while steps are within the watchdog's time; learns of cancelled requests."""
+        """Renew the leases unless the current step hangs; the reply names cancelled requests."""
         active_requests = self.active()
         if not active_requests or self._is_wedged:
             self._renewed_at = time.monotonic()
@@ -362,7 +362,7 @@ class QueueLoops:
                 self._active_requests.drop(active, "its shard is down")
 
     async def _cancel_deserted(self) -> None:
-        """Cancel the requests of gateways that are gone."""
+        """Cancel the requests of gateways that have stopped."""
         waited_for = [f.claim for f in self.active() if not f.call.is_resumable]
         for claim in await self.queue.cancel_deserted(waited_for):
             if (active := self._active_requests.find(claim)) is not None:
@@ -370,20 +370,20 @@ class QueueLoops:
 
     @property
     def _is_wedged(self) -> bool:
-        """Whether the current step takes too long: other workers then take over."""
+        """Whether the current step takes so long that other workers should take over."""
         started_at = self._engine.step_started_at
         return started_at is not None and time.monotonic() - started_at > self._settings.watchdog_s
 
 
 async def repeat(body: Callable[[], Awaitable[None]], name: str, every_s: float = 0.0) -> None:
-    """Run `body` for ever, `every_s` apart; while Redis fails, after growing pauses."""
+    """Run `body` every `every_s` seconds; while Redis fails, with exponential backoff."""
     pause_s = 0.0
     while True:
         try:
             await body()
         except (QueueUnavailable, RedisError) as error:
             if pause_s == 0.0:
-                logger.warning("cannot %s: %s; trying on", name, error)
+                logger.warning("cannot %s: %s; retrying", name, error)
             pause_s = min(LONGEST_PAUSE_S, pause_s * 2 or FIRST_PAUSE_S)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             continue
