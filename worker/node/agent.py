@@ -65,9 +65,9 @@ SYNC_S = 30.0
 SYNC_EMPTY_S = 2.0
 #: An instance without a slot in any record is stopped after this long: Redis may be restored meanwhile.
 UNKNOWN_S = 10.0
-#: Tries of finding the tenants of an instance that ended.
+#: Attempts to find the tenants of an instance that ended.
 TENANT_TRIES = 10
-MAX_LOG_CHARS = 500  #: of a line
+MAX_LOG_CHARS = 500  #: of a log line
 _LOST_MESSAGE = (
     "No instance can answer the request: those that had it ended, or none can start; retry."
 )
@@ -112,27 +112,29 @@ class NodeAgent:
         self._outage = OutageLog(settings.redis.address)
         self._instances: dict[tuple[str, int], Instance] = {}
         self._standby = Standby(frozenset(settings.node.secrets))
-        self._engines: dict[str, str] = {}  # kinds of what has run here, by digest
+        self._engines: dict[
+            str, str
+        ] = {}  # kinds of the engines that have run here, by package digest
         self._unknown_since: dict[tuple[str, int], float] = {}
         self._workers: list[WorkerRecord] = []
         self._logged: set[str] = set()
-        self._unsent: dict[str, deque[LogLine]] = {}  # what instances logged, by deployment
+        self._unsent: dict[str, deque[LogLine]] = {}  # log lines of instances, by deployment
         self._synced_at = float("-inf")
         self._beaten_at = time.monotonic()
-        self._trusts_at = 0.0  # from then on, a record that is absent means that its node is gone
+        self._trusts_at = 0.0  # from then on, a node without a record is lost
         self._stopping = asyncio.Event()
         self._is_told_to_stop = False  # by `stop`
         self._sockets = TemporaryDirectory(prefix="vlm-node-")
 
     def stop(self) -> None:
-        """Claim no more slots, drain the instances, end; a second call ends at once."""
+        """Claim no more slots, drain the instances, and end. A second call ends at once."""
         if self._is_told_to_stop:
             self.kill()
         self._is_told_to_stop = True
         self._stopping.set()
 
     def kill(self) -> None:
-        """Claim no more slots, kill the instances, end."""
+        """Claim no more slots, kill the instances, and end."""
         self._stopping.set()
         for instance in self._instances.values():
             instance.kill()
@@ -221,7 +223,7 @@ class NodeAgent:
     # One pass over all deployments
 
     async def tick(self) -> None:
-        """Follow the deployments' records and claim slots. Raises: RedisError, StoreError."""
+        """Apply the records of all deployments, and claim slots. Raises: RedisError, StoreError."""
         now = await self._deployments.now()
         apps = await self._deployments.apps()
         await self._send_logs()
@@ -256,7 +258,9 @@ class NodeAgent:
     def _obey(self, apps: Mapping[str, App]) -> None:
         """Drain instances whose slots were removed, and forget ended ones that were reported."""
         for key, instance in list(self._instances.items()):
-            if key[0] in self._deployments.unreadable:  # it serves on, until somebody says more
+            if (
+                key[0] in self._deployments.unreadable
+            ):  # it keeps running until its record can be read
                 # Nodes that can read the record know by then how it ended.
                 if instance.is_over and self._unknown_s(key) > UNKNOWN_S:
                     self._forget(key)
@@ -283,7 +287,7 @@ class NodeAgent:
         self._unknown_since.pop(key, None)
 
     async def _sync(self, apps: dict[str, App], now: float) -> None:
-        """Copy generations from the store that Redis lacks."""
+        """Copy generations that Redis lacks from the store."""
         pause_s = SYNC_S if apps else SYNC_EMPTY_S
         if time.monotonic() - self._synced_at < pause_s:
             return
@@ -343,7 +347,7 @@ class NodeAgent:
         return app if after == app else await self._deployments.put(app, after)
 
     async def _go_back(self, app: App, now: float) -> App:
-        """Roll back to the previous version, unless there is none or another change came first."""
+        """Roll back to the previous version, unless there is none or the deployment has changed meanwhile."""
         try:
             history = await asyncio.to_thread(read_history, self._store, app.name)
         except Unreadable as error:  # it goes on where it is

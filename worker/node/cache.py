@@ -1,8 +1,8 @@
-"""What a node keeps: the packages that run on it, and those that may run again.
+"""The package cache of a node.
 
-`blobs/` has files by their hash, `packages/` folders of hard links to them, `environments/` what applications
-import besides. Who uses a folder holds a lock beside it. Of the others the least recently used go when the cache is
-full. Nodes may share a cache.
+`blobs/` has files by their hash, `packages/` folders of hard links to them, and `environments/` the Python packages
+of applications. A process locks the folders that it uses. When the cache is full, the least recently used unlocked
+folders are removed. Nodes may share a cache.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from threading import Lock
 from shared.packages.resumable_file import SUFFIX
 from shared.settings.tree import DeploySettings
 
-#: Disk that is left to others.
+#: Disk space that the cache leaves free.
 RESERVE_BYTES = 256 * 1024 * 1024
 _LOCK = ".lock"
 
@@ -31,12 +31,12 @@ class Uses:
         self._files: list[int] = []
 
     def add(self, folder: Path) -> None:
-        """Keep a folder, which may be made yet, from being removed. Waits while it is. Raises: OSError."""
+        """Lock a folder, which need not exist yet, against removal; waits for a running removal. Raises: OSError."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._files.append(_lock(_lock_of(folder), fcntl.LOCK_SH))
 
     def close(self) -> None:
-        """Use them no more: they were used until now."""
+        """Unlock the folders, and set their time of last use."""
         while self._files:
             file = self._files.pop()
             with suppress(OSError):
@@ -45,7 +45,7 @@ class Uses:
 
 
 class Cache:
-    """A directory of at most `max_bytes`, as far as what is in use allows; 0: as large as its disk."""
+    """A directory of at most `max_bytes`, unless more is in use. 0: limited by the disk."""
 
     def __init__(self, folder: Path, max_bytes: int = 0) -> None:
         self.folder = folder
@@ -71,7 +71,7 @@ class Cache:
         return self._verified[identity] == digest
 
     def discard(self, folder: Path, is_intact: Callable[[], bool]) -> bool:
-        """Remove a folder that may be in use, unless it is intact by now. Returns whether it did. Raises: OSError."""
+        """Remove a damaged folder, also if it is in use. Returns False if it is intact by now. Raises: OSError."""
         with self._discarding:  # else one thread could discard what another has just installed
             if not folder.is_dir() or is_intact():
                 return False
@@ -82,7 +82,7 @@ class Cache:
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Nothing is removed in the block. Raises: OSError."""
+        """Prevents removals within the block. Raises: OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = _lock(self.folder / _LOCK, fcntl.LOCK_SH)
         try:
@@ -132,7 +132,7 @@ class Cache:
                     yield path
 
     def _remove_leftovers(self, wanted: Collection[str]) -> None:
-        """Remove files of no package, and unfinished ones, while no download runs."""
+        """Remove unfinished files, and those of no package, unless a download is running."""
         for path in (self.folder / "blobs").glob("*"):
             if path.stat().st_nlink == 1 and path.name.removesuffix(SUFFIX) not in wanted:
                 path.unlink()
@@ -156,7 +156,7 @@ def _remove(folder: Path) -> bool:
     except BlockingIOError:
         return False
     try:
-        # Renamed first: one that is half removed is never taken for a whole one.
+        # Renamed first, so that a partly removed folder is never used.
         aside = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
         folder.rename(aside)
         shutil.rmtree(aside)
@@ -178,7 +178,7 @@ def _lock_of(folder: Path) -> Path:
 
 
 def _lock(path: Path, how: int) -> int:
-    """An open file with this lock, which is of now. Raises: BlockingIOError, OSError."""
+    """Open and lock the lock file of a folder. Raises: BlockingIOError, OSError."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

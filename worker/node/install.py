@@ -1,6 +1,6 @@
 """Installs packages from the store, and the Python packages that applications import.
 
-Every byte is verified: when it is fetched, at the first use in the life of a node, and after a change. Files that two
+Every file is verified when it is fetched, when a node first uses it, and after a change. Files that two
 versions share are fetched once. The Python packages are those of `requirements.lock`, with hashes, from `wheels/` if
 the package has that folder. Only wheels are installed: building a package would run its code outside of any sandbox.
 

@@ -1,4 +1,4 @@
-"""A package as a worker: nodes start one as a process, and `vlm worker` becomes one by `VLM_DEPLOY__PACKAGE`."""
+"""Runs packages as workers: in a process of a node, or by `vlm worker` with `VLM_DEPLOY__PACKAGE`."""
 
 import atexit
 import json
@@ -120,7 +120,9 @@ def _become(settings: Settings) -> Settings:
     deploy = settings.deploy
     name, _, package = deploy.package.partition("@")
     if not re.match(NAME, name) or not is_digest(package):
-        raise SettingsError("VLM_DEPLOY__PACKAGE: write NAME@sha256:..., the digest in 64 digits")
+        raise SettingsError(
+            "VLM_DEPLOY__PACKAGE: write NAME@sha256:... with a digest of 64 hexadecimal digits"
+        )
     for number in (
         signal.SIGINT,
         signal.SIGTERM,

@@ -1,4 +1,4 @@
-"""Workers on the nodes of a Ray cluster: Ray places each by processors and GPUs, this process starts lost ones again.
+"""Runs workers on a Ray cluster: Ray places each by its processors and GPUs, and this process restarts lost ones.
 
 An actor runs one `vlm worker`, and ends with it. Requests of a lost worker continue elsewhere when their leases expire,
 which does not wait for Ray.
@@ -23,7 +23,7 @@ from worker.node.supervisor import Pauses, describe_end
 
 logger = logging.getLogger(__name__)
 
-#: After this long, a worker that no node has room for is logged.
+#: A worker that Ray has not placed after this long is logged.
 PLACED_WITHIN_S = 10.0
 _KILL_AFTER_S = 5.0
 _CONNECT_WITHIN_S = 5.0
@@ -74,7 +74,7 @@ class RayWorkers:
             task.cancel()
 
     async def _keep(self, number: int) -> None:
-        """Start a worker again whenever it or its node is lost, with growing pauses."""
+        """Restart a worker whenever it or its node is lost, with exponential backoff."""
         pauses = Pauses()
         while not self._stopping.is_set():
             pauses.started()

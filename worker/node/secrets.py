@@ -1,6 +1,6 @@
-"""Secrets that a node has for applications: files of a directory, and variables of its own that it may give away.
+"""The secrets that a node provides to applications: files of a directory, and chosen variables of its environment.
 
-A deployment names them; their values go to the one process that asked, by a file that has no name, and nowhere else.
+A deployment names them. Their values are passed only to the process of that deployment, through an unnamed file.
 """
 
 import os
@@ -22,11 +22,11 @@ from shared.settings.tree import NodeSettings, SettingsError
 
 
 class SecretMissing(Exception):
-    """A secret cannot be had here; the message names it, and never holds its value."""
+    """A secret is not available on this node. The message has its name, never its value."""
 
 
 class Secrets:
-    """What this node has, as it is now: a file may come, change and go."""
+    """The secrets of this node. Files are read at each use, as they may change."""
 
     def __init__(self, settings: NodeSettings) -> None:
         """Raises: SettingsError."""
@@ -39,7 +39,7 @@ class Secrets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that there are."""
+        """The names of all available secrets."""
         files: list[str] = []
         if self._folder is not None:
             with suppress(OSError):  # gone since, or closed to us: then it has nothing to give
@@ -51,7 +51,7 @@ class Secrets:
         return self._folder is not None and os.path.isfile(self._folder / name)
 
     def read(self, environment: Environment) -> Variables:
-        """What a process in this environment is given. Raises: BadEnvironment, SecretMissing."""
+        """The variables and secrets for a process with this environment. Raises: BadEnvironment, SecretMissing."""
         check_environment(environment)
         secrets = {name: self._read(secret) for name, secret in environment.secrets.items()}
         given = Variables(environment.variables, secrets)
@@ -59,7 +59,7 @@ class Secrets:
         return given
 
     def _read(self, name: str) -> str:
-        """A file comes before a variable; one line break at its end is none of it."""
+        """The value of a file, without one line break at its end, or else of a variable. Raises: SecretMissing."""
         if self._folder is not None and self._has(name):
             try:
                 data = (self._folder / name).read_bytes()
@@ -84,7 +84,7 @@ class Secrets:
 
 
 def hand_over(variables: Variables) -> int:
-    """The descriptor of a file without a name that has these, for a child to read once. Raises: OSError."""
+    """Write variables to an unnamed file; returns its descriptor, for a child to read once. Raises: OSError."""
     number = _open_nameless()
     try:
         with open(number, "wb", closefd=False) as file:
@@ -97,7 +97,7 @@ def hand_over(variables: Variables) -> int:
 
 
 def _open_nameless() -> int:
-    """In memory, or where the system has no such files (macOS) on the disk, for its user alone."""
+    """An unnamed file in memory; on systems without memfd (macOS), an unlinked file on disk."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("variables")
     number, path = tempfile.mkstemp()
