@@ -1,1 +1,1 @@
-"""The commands of who deploys: pack a directory, upload what is missing, say what is to be served."""
+"""Deployment: packs a directory, uploads missing blobs, and asks the gateway to serve the package."""

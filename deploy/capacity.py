@@ -13,8 +13,8 @@ from rich.table import Table
 
 from shared.queue.keys import AFTER_END_S, BLOB_LINGER_S
 
-BUSY = 0.7  #: share of its time for which a process is planned
-BYTES_PER_TOKEN = 150  #: of an answer in Redis
+BUSY = 0.7  #: planned utilization of each process
+BYTES_PER_TOKEN = 150  #: memory of an answer in Redis
 ROLES = ("gateway", "worker", "redis-server")
 #: Figures of the built-in model, on the machine that the file names.
 BUILT_IN = Path(__file__).parent / "capacity.json"
@@ -25,7 +25,7 @@ PositiveTime = Annotated[float, Meta(gt=0)]
 
 
 class FleetFigures(msgspec.Struct):
-    """CPU seconds of each process by role; the engine takes none."""
+    """CPU seconds of each process by role, without the engine."""
 
     machine: str
     request_s: dict[str, float]
@@ -63,7 +63,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a load needs; `busy` has the engines and cores that it keeps busy, by role."""
+    """The processes that a load needs. `busy`: the number of fully utilized engines or cores, by role."""
 
     workers: int
     gateways: int

@@ -1,4 +1,4 @@
-"""The commands of who uses applications: `vlm run` and `vlm session`."""
+"""Commands for users of applications: `vlm run` and `vlm session`."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,7 @@ Session = Annotated[str, typer.Argument(help="Id of the session.", show_default=
 Inputs = Annotated[
     list[str],
     typer.Argument(
-        metavar="INPUT...", help="JSON, a text that is none, or @FILE of JSON.", show_default=False
+        metavar="INPUT...", help="JSON, any other text, or @FILE with JSON.", show_default=False
     ),
 ]
 
@@ -45,15 +45,15 @@ def create(
         str, typer.Option(help="For `enter`: JSON, a text, or @FILE.", show_default=False)
     ] = "",
     priority: Annotated[str, typer.Option(help="interactive or batch.")] = "interactive",
-    idle_s: Annotated[float, typer.Option(help="Without a task, before it is forgotten.")] = 3600,
-    timeout_s: Annotated[float, typer.Option(help="In which each task has to end.")] = 3600,
-    min_instances: Annotated[int, typer.Option(min=0, help="While the session is open.")] = 0,
+    idle_s: Annotated[float, typer.Option(help="Idle seconds before it closes.")] = 3600,
+    timeout_s: Annotated[float, typer.Option(help="Time limit of each task in seconds.")] = 3600,
+    min_instances: Annotated[int, typer.Option(min=0, help="Instances kept while it is open.")] = 0,
     max_instances: Annotated[
         int | None,
-        typer.Option(min=1, help="While all open sessions say one.", show_default="as deployed"),
+        typer.Option(min=1, help="Most, if all open sessions set one.", show_default="as deployed"),
     ] = None,
     resources: Annotated[
-        str, typer.Option(help="That an instance has at least: cpu=2,memory=4g,gpu=1.")
+        str, typer.Option(help="Least resources of an instance: cpu=2,memory=4g,gpu=1.")
     ] = "",
     url: AskUrl = URL,
     api_key: ApiKey = None,
@@ -80,17 +80,17 @@ def run_in(
         str,
         typer.Option(
             "--id",
-            help="Of the tasks, -0, -1 ... behind it: sent again, they are the same tasks.",
+            help="Prefix of the task ids, before -0, -1 ...; tasks sent again under it are the same.",
             show_default="at random",
         ),
     ] = "",
     wait: Annotated[
-        bool, typer.Option(help="Wait for their ends, and print what they are.")
+        bool, typer.Option(help="Wait for the tasks to end, and print their results.")
     ] = True,
     url: AskUrl = URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Send tasks to a session; ends with 5 if one fails."""
+    """Send tasks to a session. The exit code is 5 if one fails."""
     from deploy import sessions
 
     client = _client(url, api_key)
@@ -99,7 +99,7 @@ def run_in(
 
 @session.command("list", cls=Command)
 def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> None:
-    """List the sessions, and how their tasks stand."""
+    """List the sessions and the states of their tasks."""
     from deploy import sessions
 
     sessions.finish(lambda: sessions.run_list(_client(url, api_key), output))
