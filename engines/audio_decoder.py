@@ -1,4 +1,4 @@
-"""Decodes untrusted audio by PyAV, in the child process of videos: `AudioFile` reads all packets, then decodes them.
+"""Decodes untrusted audio with PyAV, in the sandboxed child process that also decodes videos.
 
 The length is computed from the packets and samples of the file, not read from its headers.
 """
@@ -25,7 +25,9 @@ CODECS = (
     "pcm_f64le", "pcm_u8", "pcm_mulaw", "pcm_alaw", "pcm_s16be",
 )  # fmt: skip
 CODEC_NAMES = "PCM, MP3, AAC, Opus, Vorbis, FLAC and ALAC"
-DAMAGED = "The audio is damaged or of another format: send WAV, MP3, FLAC, Ogg, M4A, AAC or WebM."
+DAMAGED = (
+    "The audio is damaged or in an unsupported format: send WAV, MP3, FLAC, Ogg, M4A, AAC or WebM."
+)
 _OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,wav,mp3,flac,ogg,aac",
     "codec_whitelist": ",".join(CODECS),
@@ -37,7 +39,7 @@ _OPTIONS = {
 _LEAST_RATE, _MOST_RATE = 1000, 384_000
 _PREROLL_S = 1.0  #: decoders need earlier packets for the first samples of a part
 _LOUDNESS_RATE = 4000
-_STEP_SAMPLES = 400  #: of a step of 0.1 s
+_STEP_SAMPLES = 400  #: samples of a step of 0.1 s at `_LOUDNESS_RATE`
 _STEPS_PER_S = _LOUDNESS_RATE / _STEP_SAMPLES
 
 
@@ -69,7 +71,7 @@ class AudioFile:
             raise InvalidImage(DAMAGED if is_empty else "The file has no audio.")
         context = self._stream.codec_context
         if context is None or context.codec.name not in CODECS:
-            raise InvalidImage(f"The audio is of another codec; {CODEC_NAMES} are understood.")
+            raise InvalidImage(f"The codec of the audio is not supported: send {CODEC_NAMES}.")
         if not 1 <= context.channels <= max_channels:
             raise InvalidImage(
                 f"The audio has {context.channels} channels: send at most {max_channels}."
@@ -100,7 +102,7 @@ class AudioFile:
                 if packet.pts is not None:
                     start = packet.pts if start is None else min(start, packet.pts)
                     end = max(end or 0, packet.pts + (packet.duration or 0))
-        except av.error.FFmpegError:  # the file is cut off: the packets before the cut count
+        except av.error.FFmpegError:  # the file is truncated: use the packets before its end
             pass
         if start is not None and end is not None:
             num_ticks = max(num_ticks, end - start)
@@ -110,7 +112,7 @@ class AudioFile:
         return length_s
 
     def _find_segments(self, length_s: float, longest_s: float) -> tuple[float, ...]:
-        """The ends of segments, at the quietest 0.4 s of the last third of the longest segment."""
+        """Where segments end: each at the quietest 0.4 s within the last third of `longest_s`."""
         if length_s <= longest_s:
             return (length_s,)
         loudness, end_s = list[float](), 0.0  # by step
@@ -125,7 +127,7 @@ class AudioFile:
                 loudness[step] += sum(map(abs, samples[start : start + _STEP_SAMPLES]))
         longest, start, ends = int(longest_s * _STEPS_PER_S), 0, []
         while end_s * _STEPS_PER_S - start > longest:
-            # The last segment is not shorter than a third.
+            # The last segment has at least a third of the longest length.
             last = min(start + longest, int(end_s * _STEPS_PER_S) - longest // 3)
             steps = range(last, start + longest * 2 // 3 - 1, -1)
             start = min(steps, key=lambda step: sum(loudness[step - 2 : step + 2]))
@@ -138,7 +140,7 @@ class AudioFile:
             pieces = self._pieces(rate, from_s)
             head = next(pieces, (math.inf, b""))
             if from_s <= 0 or head[0] <= self._start_s:
-                break  # else the container was positioned behind the start
+                break  # otherwise the seek landed after the start
         left = int(self._max_s * rate)
         is_empty = True
         for at_s, piece in chain((head,), pieces):
@@ -155,7 +157,7 @@ class AudioFile:
             raise InvalidImage("The audio has no samples that can be decoded.")
 
     def _pieces(self, rate: int, from_s: float) -> Iterator[tuple[float, bytes]]:
-        """Samples and their times, from a packet before `from_s`. Raises: InvalidImage."""
+        """Pieces of samples and their times. Seeks to `from_s`; some containers start later. Raises: InvalidImage."""
         resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
         at_s = 0.0 if from_s <= 0 else math.inf
         try:

@@ -192,9 +192,8 @@ class AudioInfo(msgspec.Struct, frozen=True):
     length_s: float
     num_channels: int
     rate: int  #: samples a second
-    segment_ends: tuple[
-        float, ...
-    ] = ()  #: where it is cut to be transcribed, if that was asked for
+    #: Where it is cut for a transcription; empty unless requested.
+    segment_ends: tuple[float, ...] = ()
 
 
 class OpenAudio(Protocol):

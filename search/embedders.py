@@ -102,7 +102,9 @@ def find_prompt(
     if asked is None:
         return next((name for name in usual if name in prompts), "")
     if asked and asked not in prompts:
-        raise EmbedError(f"--prompt: this model has the prompts {', '.join(prompts) or 'none'}")
+        raise EmbedError(
+            f"--prompt {asked}: unknown; prompts of this model: {', '.join(prompts) or 'none'}"
+        )
     return asked
 
 

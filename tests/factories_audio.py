@@ -93,7 +93,7 @@ SOUNDS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "another codec": (lambda: make_audio("adpcm_ima_wav"), "audio/wav", "another codec"),
     "video only": (make_clip, "audio/mp4", "has no audio"),
     "no samples": (lambda: make_audio(seconds=0), "audio/wav", "no samples|damaged"),
-    "nonsense": (lambda: b"OggS" + b"\xff" * 4096, "audio/ogg", "damaged or of another format"),
-    "cut": (lambda: make_audio("aac", "ipod", rate=44_100)[:200], "audio/mp4", "damaged or of another format"),
+    "nonsense": (lambda: b"OggS" + b"\xff" * 4096, "audio/ogg", "damaged or in an unsupported format"),
+    "cut": (lambda: make_audio("aac", "ipod", rate=44_100)[:200], "audio/mp4", "damaged or in an unsupported format"),
     "playlist": (lambda: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "audio/mpeg", "damaged|no audio|no samples"),
 }  # fmt: skip

@@ -97,9 +97,7 @@ class ActiveRequest(Struct, eq=False):
     engine_id: str  #: its id in the engine, which differs between attempts
     call: Call
     output_token_ids: tuple[int, ...]  #: what earlier attempts have published
-    num_published: (
-        int  #: tokens that earlier attempts have published, including those without an id
-    )
+    num_published: int  #: tokens published by earlier attempts, including those without an id
     claimed_at: float
     deadline_at: float
     started_at: float = 0.0  #: when its preparation began; 0 while it is parked

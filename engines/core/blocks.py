@@ -66,9 +66,8 @@ class BlockManager:
         self._published: dict[bytes, int] = {}
         self._promised: set[bytes] = set()  # hashes of blocks that this step computes
         self._is_parking = False
-        self._parked: list[
-            list[int]
-        ] = []  # block tables freed while a step in flight may write to them
+        # block tables freed while a step in flight may write to them
+        self._parked: list[list[int]] = []
 
     @property
     def num_free_blocks(self) -> int:

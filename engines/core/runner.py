@@ -125,9 +125,8 @@ class ModelRunner(Protocol):
     max_model_len: int
     vocab_size: int
     shares_prefixes: bool  #: whether KV blocks are the only state, so that prefixes can be shared
-    binds_prompts: (
-        bool  #: whether attention in prompts is bidirectional; one step computes a prompt
-    )
+    #: Whether attention in prompts is bidirectional, so that one step computes a whole prompt.
+    binds_prompts: bool
     runs_async: bool  #: whether launching a step does not wait for the device
 
     def launch(self, batch: Batch) -> RunningStep:

@@ -236,9 +236,8 @@ class Speculator:
         self.num_drafted = 0
         self.num_accepted = 0
         self.is_asked = False  #: whether the planned step is to be measured
-        self._plain_s: dict[
-            int, float
-        ] = {}  # time of a step without drafts, by number of sequences
+        # time of a step without drafts, by number of sequences
+        self._plain_s: dict[int, float] = {}
         # cost of a draft token relative to that time, by magnitudes of sequences and draft tokens
         self._costs: dict[tuple[int, int], float] = {}
         # acceptance rates: of grammar drafts, and the prior of new sequences

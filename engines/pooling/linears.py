@@ -123,7 +123,7 @@ def _plain_names(model: nn.Module) -> list[str]:
 
 
 def _pairs(model: nn.Module, names: Iterable[tuple[str, str]]) -> Iterator[tuple[Any, str, str]]:
-    """Modules that have both layers of a pair, of which one is not quantized yet, with the names of the two."""
+    """Modules with both layers of a pair of `names`, at least one of them not quantized, and that pair."""
     for owner in list(model.modules()):
         for pair in names:
             parts = [getattr(owner, name, None) for name in pair]

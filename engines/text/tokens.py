@@ -12,7 +12,7 @@ class Tokenizer(Protocol):
     drops_leading_space: bool  #: sentencepiece: decoding drops one space at the start
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Special tokens spelled in it stay text."""
+        """Token ids of a text. Strings of special tokens in it are encoded as ordinary text."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -10,7 +10,7 @@ class ServerSettings(EngineSettings):
     """A running server."""
 
     url: str = ""
-    """Address of a running server, such as http://127.0.0.1:8001; empty: start one."""
+    """Address of a running server, such as http://127.0.0.1:8001; if it is empty, engines with `command` start one."""
     api_key: SecretStr = SecretStr("")
     """API key of that server."""
     upstream_model: str = ""
@@ -20,7 +20,7 @@ class ServerSettings(EngineSettings):
 
 
 class UpstreamSettings(ServerSettings):
-    """Where the server is, or how it is started."""
+    """The address of a server, or how the worker starts one."""
 
     command: str = ""
     """Executable or container that starts the server, such as `/opt/vllm/bin/vllm serve`; the worker appends
@@ -65,9 +65,9 @@ class OpenAiSettings(UpstreamSettings):
     takes_images: bool = False
     """Whether the model takes images."""
     takes_videos: bool = False
-    """Whether the model takes videos, as `video_url` of JPEG frames."""
+    """Whether the model takes videos; the frames are sent as JPEG in one `video_url`."""
     takes_audio: bool = False
-    """Whether the model takes audio, as `input_audio` in WAV."""
+    """Whether the model takes audio; it is sent as `input_audio` in WAV."""
 
 
 class VectorSettings(PoolingSettings, ServerSettings):

@@ -1,8 +1,7 @@
 """Sessions of applications: common data that is sent once, and tasks that outlive their connections.
 
-A task is a resumable call: it runs whether or not a client waits, and any gateway finds it by session and id. A
-session is served by the current version of its application, on one side of a canary; a new version enters the
-session again.
+A task is a resumable call: it runs whether or not a client waits, and any gateway finds it by session and id. All tasks
+of a session go to the same side of a canary. When a new version is deployed, it calls `enter` for the session again.
 """
 
 import asyncio
@@ -92,17 +91,17 @@ class CreateSession(RequestStruct, frozen=True, kw_only=True):
 
     common_data: Raw | UnsetType = UNSET  #: any JSON, for `enter`
     priority: Priority = Priority.INTERACTIVE
-    #: Time without a new task before the session expires; results are retained as long.
+    #: Time without a new task before the session expires. Results are kept for the same time.
     idle_s: Seconds = 3600.0
     timeout_s: Seconds = 3600.0  #: time limit of each task, including its wait
-    #: Of the application, shared with its other open sessions; by default as deployed.
+    #: Number of instances of the application, for all its open sessions together. Default: as deployed.
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] = 0
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
     resources: SessionResources | None = None  #: minimum of an instance
 
 
 class TaskInput(RequestStruct, frozen=True, kw_only=True):
-    """One task. The same `id` names the same task."""
+    """One task. Sending the same `id` and input again returns the existing task."""
 
     input: Raw
     id: TaskId | None = None
@@ -191,14 +190,14 @@ class TaskList(Data[TaskObject]):
 
 
 class _PartlyQueued(ApiError):
-    """Only some tasks were queued. The error is that of the first one that was not; it lists the queued ones."""
+    """Only some tasks were queued. Has the error of the first task that was not, and the queued tasks in `data`."""
 
     def __init__(self, failed: Mapping[int, Any], queued: list[TaskObject]) -> None:
         first: ApiError = next(iter(failed.values()))
         names = ", ".join(f"tasks[{index}]" for index in [*failed][:_MAX_NAMED])
         names += ", ..." if len(failed) > _MAX_NAMED else ""
         super().__init__(
-            f"{first.message} Not queued: {names}; data lists the {len(queued)} tasks that were.",
+            f"{first.message} {len(queued)} tasks were queued (see data); these were not: {names}.",
             code=first.code, param=f"tasks[{next(iter(failed))}]", status=first.status,
             retry_after_s=first.retry_after_s,
         )  # fmt: skip
@@ -244,7 +243,7 @@ class Sessions(Resource):
         most = self._limits.max_sessions
         if not await self._store.take_place(session, most):
             raise conflict(
-                f"This key has {most} sessions: use one that is open, or wait until one is forgotten.",
+                f"This key has {most} sessions, the most: use an open one, or wait until one expires.",
                 code="too_many_sessions",
             )
         if body.common_data is not UNSET:
@@ -287,8 +286,8 @@ class Sessions(Resource):
         found = await self._store.find(caller.path["session_id"], max_open)
         if found is None or not hmac.compare_digest(found.session.owner, _owner(caller)):
             raise NotFound(
-                "There is no such session, or it was not used for longer than its idle_s: "
-                "GET /v1/sessions lists them.",
+                "There is no such session, or it expired after idle_s without a task: "
+                "GET /v1/sessions lists the sessions.",
                 param="session",
                 code="session_not_found",
             )
@@ -308,7 +307,7 @@ class Sessions(Resource):
     async def _look_at_open(
         self, found: Sequence[SessionState]
     ) -> list[tuple[TaskRecord, TaskState]]:
-        """States of the sessions' open tasks in order; new ends are recorded."""
+        """States of the sessions' open tasks in order. Tasks that have ended are marked as such in the store."""
         tasks = [task for each in found for task in each.open_tasks]
         states = await self._look(tasks)
         stands = list(zip(tasks, states, strict=True))
@@ -332,7 +331,7 @@ class Sessions(Resource):
             assert body.input is not UNSET
             tasks = [TaskInput(input=body.input, id=body.id)]
         elif body.id is not None:
-            raise invalid("id", "each of tasks has its own")
+            raise invalid("id", "it excludes tasks; give each of tasks an id of its own")
         if len(tasks) > self._limits.max_tasks:
             raise invalid("tasks", f"send at most {self._limits.max_tasks} at a time")
         session = (await self._find(caller)).session
@@ -521,7 +520,7 @@ class Sessions(Resource):
     async def _stand(
         self, session: Session, noted: Sequence[tuple[TaskRecord, str]]
     ) -> list[TaskState]:
-        """States of recorded tasks; new ends are recorded."""
+        """States of recorded tasks. Tasks that have ended are marked as such in the store."""
         tasks = [task for task, state in noted if state not in ENDED]
         found = dict(zip((task.id for task in tasks), await self._look(tasks), strict=True))
         ended = {task_id: state for task_id, state in found.items() if state in ENDED}
@@ -607,8 +606,8 @@ class Sessions(Resource):
         if wanted is None or (found and fits(wanted, Resources(**found))):
             return
         raise conflict(
-            f"An instance of this application has less than these resources ({found or 'unknown'}): "
-            "ask for less, or deploy it with more.",
+            f"Instances of this application have {found or 'unknown resources'}, less than the session requires: "
+            "require less, or deploy the application with more.",
             code="insufficient_resources",
         )
 

@@ -1,8 +1,8 @@
 """`POST /v1/audio/transcriptions` and `/v1/audio/translations`: the text of speech, by a model that takes audio.
 
-The body is a form, or JSON with the file as a `data:` URL, an http(s) URL or the id of an uploaded file. It is a chat
-with one message: the audio and an instruction. A worker cuts a long file into segments at quiet points; each is a call
-of its own, and the cuts are the times of the answer.
+The body is a form, or JSON with the file as a `data:` URL, an http(s) URL or the id of an uploaded file. The model gets
+a chat with one message: the audio and an instruction. A worker cuts a long file at quiet points; each segment is a
+separate call, and the cuts are the timestamps of the answer.
 
 Source: OpenAI API reference, "Create transcription", "Create translation" and "Transcription stream events"; W3C,
 "WebVTT".
@@ -102,7 +102,7 @@ class TranscriptionUsage(msgspec.Struct):
     total_tokens: int
     input_token_details: InputTokenDetails
     type: str = "tokens"
-    seconds: float | UnsetType = UNSET  #: of `verbose_json`, whose type is "duration"
+    seconds: float | UnsetType = UNSET  #: only in `verbose_json`, where `type` is "duration"
 
 
 class TranscriptSegment(msgspec.Struct):
@@ -195,7 +195,7 @@ class Translations(Surface):
         num_segments = len(segment_ends)
         if num_segments > self.limits.max_audio_segments:
             most = self.limits.max_audio_segments
-            raise invalid("file", f"it comes to {num_segments} segments; send at most {most}")
+            raise invalid("file", f"it is too long: {num_segments} segments, at most {most}")
         assert isinstance(plan.options, TranscriptOptions)
         options = replace(plan.options, segment_ends=tuple(segment_ends))
         if num_segments == 1:
@@ -277,7 +277,7 @@ class TranscriptAnswer:
         self._ends = options.segment_ends
         self._texts = [""] * max(1, len(self._ends))
         self._ended: set[int] = set()
-        self._text = ""  # of the segments before `_open`, and the part of that one that was sent
+        self._text = ""  # of all segments before `_open`, and the sent part of `_open`
         self._open = 0
         self._num_sent = 0  # characters of the open segment
         is_json = options.format in ("json", "verbose_json")
@@ -317,7 +317,7 @@ class TranscriptAnswer:
         return frames
 
     def _add(self, index: int, event: CallEvent) -> str:
-        """Add an event of a segment. Returns the text that is next in the order of segments."""
+        """Add an event of a segment. Returns the text that can be sent now, in the order of segments."""
         if isinstance(event, Finished):
             self._ended.add(index)
         elif isinstance(event, Tokens):

@@ -1,4 +1,4 @@
-"""Hooks: code of the operator that sees prompts before they are queued, and answers before they are sent.
+"""Hooks: custom code that reads or changes prompts before they are queued, and answers before they are sent.
 
 A hook has an async method `before`, `after`, or both; each gets a `HookCall`.
 """
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class HookMessage(Struct):
-    """A text of the prompt or of the answer. `text` may be changed, except for streamed answers."""
+    """A text of the prompt or of the answer. Hooks may change `text`; changes to streamed answers are ignored."""
 
     role: Role
     text: str
 
 
 class HookCall(Struct):
-    """What a hook sees: of `before` the texts of the prompt, of `after` those of each choice."""
+    """The argument of a hook. `messages`: in `before` the texts of the prompt, in `after` those of each choice."""
 
     request_id: str
     api: str  #: name of the API, such as `chat`
@@ -60,7 +60,7 @@ class Hooks:
     def __init__(
         self, hooks: Mapping[str, Any], timeout_s: float, is_open: bool, metrics: GatewayMetrics
     ) -> None:
-        """`is_open`: requests go on without a hook that fails."""
+        """`is_open`: if a hook fails, continue without it instead of answering 503."""
         self._hooks = hooks
         self._timeout_s = timeout_s
         self._is_open = is_open
@@ -137,7 +137,9 @@ class Hooks:
                 raise
             except Exception as error:
                 self._metrics.count("hook_failures", name)
-                at = traceback.extract_tb(error.__traceback__)[-1]  # the message may quote a prompt
+                at = traceback.extract_tb(error.__traceback__)[
+                    -1
+                ]  # the error's own message may quote a prompt
                 logger.error(
                     "the hook %s failed: %s in %s, line %s",
                     name, type(error).__name__, at.filename, at.lineno,
@@ -179,7 +181,7 @@ def _find(name: str) -> Any:
 
 
 def _prompt_of(task: Task) -> object:
-    """What the choices of one prompt have in common."""
+    """The prompt of a task, by which choices of the same prompt are recognized."""
     return (task.messages or task.prompt) if isinstance(task, Generate) else task
 
 
@@ -222,7 +224,7 @@ def _change_part(part: Any, role: Role, change: Change) -> Any:
 def _with_texts(
     events: Sequence[ChoiceEvent], changed: Mapping[int, tuple[str, str]]
 ) -> list[ChoiceEvent]:
-    """Events with other texts of these choices, without token ids and logprobs, which spell the old ones."""
+    """Replace the texts of changed choices, and drop their token ids and logprobs, which belong to the old texts."""
     found: list[ChoiceEvent] = []
     left = dict(changed)
     for index, event in events:

@@ -94,9 +94,8 @@ class KeyLimits:
         self._limits = limits
         self._overloaded = overloaded
         self._clock = clock
-        self._refused: dict[
-            tuple[str, str], tuple[str, float, int]
-        ] = {}  # reason and end of the refusal, and the limit
+        # reason and end of the refusal, and the limit
+        self._refused: dict[tuple[str, str], tuple[str, float, int]] = {}
         self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
     def key_name(self, tenant: str) -> str:

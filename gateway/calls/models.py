@@ -169,9 +169,8 @@ class ModelDirectory:
         self._gone: frozenset[str] = frozenset()  # models that have been without a worker for long
         self._other_versions: dict[str, ModelCard] = {}  # models that only such workers serve
         self.num_workers: Counter[str] = Counter()  #: by model
-        self.num_seats: dict[
-            str, int
-        ] = {}  #: by model: the smallest number of concurrent requests of a worker
+        #: By model: the smallest number of concurrent requests of a worker.
+        self.num_seats: dict[str, int] = {}
         self._on_models = on_models
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()

@@ -33,9 +33,8 @@ class RedisBlobStore(RedisStore):
     def __init__(self, redis: Redis, prefix: str) -> None:
         super().__init__(redis, prefix)
         self._known: dict[str, float] = {}  # by hash: when the bytes may expire
-        self._held: dict[
-            str, tuple[float, set[str]]
-        ] = {}  # by holder: when the holder expires, and the hashes of its blobs
+        # by holder: when the holder expires, and the hashes of its blobs
+        self._held: dict[str, tuple[float, set[str]]] = {}
         self._releasing: set[asyncio.Task[None]] = set()
 
     @redis_errors_as(BlobsUnavailable)

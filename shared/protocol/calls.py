@@ -224,9 +224,8 @@ class Tokenized(Event, frozen=True):
     text: str = ""  #: the detokenized text
     #: Ends of the segments into which the audio is split for the model. Units: seconds.
     segment_ends: tuple[float, ...] = ()
-    frames: tuple[
-        tuple[int, int], ...
-    ] = ()  #: for each video: number of frames that are used, and number of frames in the video
+    #: For each video, the numbers of frames that are used and that it has.
+    frames: tuple[tuple[int, int], ...] = ()
 
 
 class Finished(Event, frozen=True):

@@ -138,7 +138,7 @@ class LimitSettings(Group):
     max_open_requests: int = Field(default=4096, ge=1)
     """Requests that one gateway keeps open."""
     max_open_tokens: int = Field(default=16_000_000, ge=0)
-    """Tokens of all open requests of a model, of which batch requests get half; shared among the keys; 0: no limit."""
+    """Tokens of all open requests to a model. Batch requests get half of them. The API keys share them. 0: no limit."""
     max_key_open_requests: int = Field(default=0, ge=0)
     """Answers of a model that one API key keeps open; 0: any."""
     max_key_requests_per_minute: int = Field(default=0, ge=0)

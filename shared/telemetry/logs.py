@@ -23,7 +23,7 @@ def setup_logging(settings: LogSettings, process: str) -> None:
         JsonFormatter(process) if settings.format == "json" else TextFormatter(process)
     )
     logging.basicConfig(level=(settings.level or "info").upper(), handlers=[handler], force=True)
-    logging.captureWarnings(True)  # of libraries, which a client's bytes may cause
+    logging.captureWarnings(True)  # clients can trigger warnings of libraries
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
 

@@ -1,4 +1,4 @@
-"""What manifests of Kubernetes must keep to, whoever makes them: the example, the chart, or `vlm deploy`."""
+"""Checks for Kubernetes manifests: those of the example, of the chart, and of `vlm deploy`."""
 
 from functools import cache
 from pathlib import Path

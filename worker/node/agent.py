@@ -112,9 +112,7 @@ class NodeAgent:
         self._outage = OutageLog(settings.redis.address)
         self._instances: dict[tuple[str, int], Instance] = {}
         self._standby = Standby(frozenset(settings.node.secrets))
-        self._engines: dict[
-            str, str
-        ] = {}  # kinds of the engines that have run here, by package digest
+        self._engines: dict[str, str] = {}  # kinds of engines that ran here, by digest
         self._unknown_since: dict[tuple[str, int], float] = {}
         self._workers: list[WorkerRecord] = []
         self._logged: set[str] = set()
@@ -258,9 +256,7 @@ class NodeAgent:
     def _obey(self, apps: Mapping[str, App]) -> None:
         """Drain instances whose slots were removed, and forget ended ones that were reported."""
         for key, instance in list(self._instances.items()):
-            if (
-                key[0] in self._deployments.unreadable
-            ):  # it keeps running until its record can be read
+            if key[0] in self._deployments.unreadable:  # it runs on until the record can be read
                 # Nodes that can read the record know by then how it ended.
                 if instance.is_over and self._unknown_s(key) > UNKNOWN_S:
                     self._forget(key)

@@ -1,8 +1,8 @@
 """Transformers' attention layers over the paged KV cache.
 
-A model whose text configuration names `NAME` as its attention passes queries, keys and values of a flat batch to `attend`,
-which passes them to the module's `pages`: a `Probe` while the model is loaded, a `PagedLayer` afterwards. Transformers
-makes no masks for that name.
+If the text configuration of a model sets its attention implementation to `NAME`, its layers call `attend` with the queries,
+keys and values of a flat batch. `attend` calls the module's `pages`: a `Probe` while the model is loaded, a `PagedLayer`
+afterwards. Transformers makes no masks for that name.
 
 Shape letters: N new tokens, H query heads, K key/value heads, D key width, E value width.
 """
@@ -34,12 +34,12 @@ _KNOWN = frozenset({
     "output_attentions", "output_hidden_states", "return_dict", "position_embeddings", "cu_seq_lens_q",
     "attention_mask", "logits_to_keep", "past_key_values",
 })  # fmt: skip
-#: Layer types whose masks the engine creates; masks of other types would be missing silently.
+#: Layer types whose masks the engine creates. Layers of other types would silently run without their masks.
 _LAYER_TYPES = frozenset({
     None, "full_attention", "attention", "sliding_attention", "chunked_attention", "linear_attention", "mamba",
     "conv", "hybrid", "moe", "mlp",
 })  # fmt: skip
-#: Configuration fields with lengths beyond which masks differ.
+#: Configuration fields that limit attention: in longer sequences, masks are not plain causal ones.
 _SIZES = ("sliding_window", "attention_chunk_size")
 #: Norms of queries and keys, per head.
 HeadNorms = tuple[RMSNorm | None, RMSNorm | None]
@@ -173,7 +173,7 @@ def layer_type(module: nn.Module) -> str | None:
 
 
 def check_masks(model: PreTrainedModel, layers: list[LayerSpec]) -> None:
-    """Compare transformers' masks with the specs beyond every window and chunk.
+    """Compare transformers' masks with the specs, in sequences longer than each window and chunk.
 
     Raises: UnsupportedCheckpoint for a mask that no spec describes.
     """
@@ -185,13 +185,13 @@ def check_masks(model: PreTrainedModel, layers: list[LayerSpec]) -> None:
             theirs = masks.get(spec.kind) if isinstance(masks, dict) else masks
             if theirs is not None and not torch.equal(theirs[0, 0].bool(), _ours(spec, size + 3)):
                 raise UnsupportedCheckpoint(
-                    f"{type(model).__name__} cannot be run over pages: attention layer {number} has a "
-                    "mask that it does not tell of"
+                    f"{type(model).__name__} cannot use paged attention: the mask of attention layer "
+                    f"{number} does not match its window or chunk size"
                 )
 
 
 def _their_masks(text: Any, length: int) -> Any:
-    """Masks of one sequence of this length, as transformers creates them for eager attention."""
+    """Masks of one sequence of this length, as transformers creates them for SDPA."""
     text._attn_implementation_internal = "sdpa"
     try:
         embeddings, positions = torch.zeros(1, length, 1), torch.arange(length)[None]
@@ -213,19 +213,19 @@ def _ours(spec: LayerSpec, length: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Rotary embedding of the first channels of queries and keys, in halves. Shapes: cos, sin (1, N, width)."""
+    """Rotary embedding of the first `width` channels of queries and keys. Shapes: cos, sin (1, N, width)."""
 
     cos: Tensor
     sin: Tensor
     width: int
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables for operators, with the sign of one half in the sines. Shapes: returns two (N, 1, width)."""
+        """Cosines and sines for operators; the first half of the sines is negated. Shapes: returns two (N, 1, width)."""
         left, right = self.sin[0].to(dtype).chunk(2, dim=-1)
         return self.cos[0].to(dtype)[:, None], torch.cat([-left, right], dim=-1)[:, None]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: (N, heads, D), modified."""
+        """Queries or keys with the rotation applied. Shapes: (N, heads, D); returns the same."""
         turned = rotate(x[..., : self.width], *self.tables(x.dtype))
         return (
             turned
@@ -302,9 +302,9 @@ class PagedLayer:
         dtype: torch.dtype,
         norms: HeadNorms = NO_NORMS,
     ) -> Tensor:
-        """For queries and keys that are not rotated yet, in a model of that type; `qkv` is changed.
+        """Like `__call__`, for queries and keys before rotation and `norms`; may modify `qkv`.
 
-        They are not normalised yet either by `norms`, which are given only if it `takes_norms`.
+        `dtype` is that of the model. Pass `norms` only if `takes_norms` returns True.
 
         Shapes: (N, (H + 2 K) D); returns (N, H D).
         """
@@ -336,7 +336,7 @@ def counts_by_cache(module: nn.Module) -> bool:
 
 
 class Counted:
-    """Forward pass of a layer that reads positions from its cache, with a cache whose length is each token's index."""
+    """Forward pass of a layer that derives positions from the length of its cache: each token gets its own position."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -352,7 +352,7 @@ class Counted:
         return self._forward(*args, **options)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """The cache's interface: the offset of the tokens' positions in the step. Shapes: returns (N,)."""
+        """The cache's interface: by token, its position in the sequence minus its place in the step. Shapes: returns (N,)."""
         return self._shift
 
     def update(

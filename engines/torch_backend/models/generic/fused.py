@@ -46,9 +46,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
-    copied: (
-        Tensor | None
-    )  #: the hidden states at its return: later modules may change them in place
+    #: The hidden states when it returned, which later modules may change in place.
+    copied: Tensor | None
 
     @property
     def input(self) -> Any:

@@ -17,9 +17,8 @@ class ImageForm:
     output_class: type[ModelOutput]
     field: str  #: the output's field with the features
     is_tensor: bool  #: else a list of tensors, one an image
-    levels_are_tensors: tuple[
-        bool, ...
-    ]  #: by level of deepstack features, which are added after later layers
+    #: By level of deepstack features, which are added to hidden states after later decoder layers.
+    levels_are_tensors: tuple[bool, ...]
 
     @classmethod
     def of(cls, output: Any) -> Self:

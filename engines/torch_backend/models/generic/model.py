@@ -242,7 +242,7 @@ class GenericModel(FamilyModel):
         for module in self.inner.modules():
             module.pages = probe
         if "position_ids" not in self._arguments:
-            raise UnsupportedCheckpoint(f"{name} cannot be run over pages: it takes no positions")
+            raise UnsupportedCheckpoint(f"{name} cannot use paged attention: it takes no positions")
         ids = torch.tensor([_PROBE_TOKENS], device=device)
         positions = self._probing_positions().to(device)
         if len(positions) > 1:
@@ -252,7 +252,7 @@ class GenericModel(FamilyModel):
         except Exception as error:  # layers without a mask fail in different ways
             own = "" if probe.layers else "its layers compute attention by themselves: "
             raise UnsupportedCheckpoint(
-                f"{name} cannot be run over pages: {own}{_explain(error)}"
+                f"{name} cannot use paged attention: {own}{_explain(error)}"
             ) from error
         text = self._text
         types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
@@ -260,7 +260,7 @@ class GenericModel(FamilyModel):
         num_missing = num_wanted - len(probe.layers) - len(self._mixers)
         if num_missing > 0 or not probe.layers:
             raise UnsupportedCheckpoint(
-                f"{name} cannot be run over pages: {num_missing} of its {num_wanted} layers do not hand "
+                f"{name} cannot use paged attention: {num_missing} of its {num_wanted} layers do not hand "
                 "their keys and values over"
             )
         return probe.layers
@@ -551,7 +551,7 @@ class GenericModel(FamilyModel):
         )
         if not difference <= limit:
             raise UnsupportedCheckpoint(
-                f"{name} cannot be run over pages: its scores {of}differ from transformers' own by "
+                f"{name} cannot use paged attention: its scores {of}differ from transformers' own by "
                 f"{difference:.1e} of their deviation, and {limit:.1e} is allowed"
             )
 

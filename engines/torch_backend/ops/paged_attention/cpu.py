@@ -23,7 +23,7 @@ _LANES = 8
 
 
 def build(site: Site) -> CreateAttention:
-    """The kernel for supported keys and values, else the reference."""
+    """The C++ kernel if it supports the widths of keys and values, otherwise the reference."""
     library = native.load(site.level)
 
     def create(

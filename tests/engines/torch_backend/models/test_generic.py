@@ -128,14 +128,14 @@ def other_family(name: str, config_class: str, **fields: Any) -> Family:
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        (text("PhiMoE", "Phimoe", sliding_window=8, num_local_experts=4), "a mask that it does not tell of"),
+        (text("PhiMoE", "Phimoe", sliding_window=8, num_local_experts=4), "does not match its window or chunk size"),
         (text("DiffLlama", "DiffLlama"), "computed more than once for each token"),
         (other_family("GPT-J", "GPTJ", n_embd=64, n_layer=2, n_head=4, n_positions=128, rotary_dim=8),
          "do not hand their keys and values over"),
         (other_family("Mamba", "Mamba", hidden_size=32, num_hidden_layers=2),
          "vocab_size|max_position_embeddings|takes no positions"),
         (other_family("Falcon", "Falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True),
-         "cannot be run over pages: its layers compute attention by themselves"),
+         "cannot use paged attention: its layers compute attention by themselves"),
     ],
     ids=lambda value: str(value) if isinstance(value, Family) else "",
 )  # fmt: skip
