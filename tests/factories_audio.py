@@ -90,7 +90,7 @@ SOUNDS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "long": (lambda: make_audio(seconds=1801, rate=1000), "audio/wav", "1801 s long: send at most 1800"),
     "many channels": (lambda: claiming(22, 16, 2), "audio/wav", "send at most 8"),
     "slow rate": (lambda: claiming(24, 10), "audio/wav", "10 samples a second"),
-    "another codec": (lambda: make_audio("adpcm_ima_wav"), "audio/wav", "another codec"),
+    "another codec": (lambda: make_audio("adpcm_ima_wav"), "audio/wav", "codec of the audio is not supported"),
     "video only": (make_clip, "audio/mp4", "has no audio"),
     "no samples": (lambda: make_audio(seconds=0), "audio/wav", "no samples|damaged"),
     "nonsense": (lambda: b"OggS" + b"\xff" * 4096, "audio/ogg", "damaged or in an unsupported format"),

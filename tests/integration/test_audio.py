@@ -95,7 +95,7 @@ def test_bad_audio_is_a_400_that_names_its_field(client: httpx.Client, name: str
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, f"{FIELD}.{field}")
         assert error["message"].startswith(
-            ("The audio ", "The file has no audio", "Unsupported audio")
+            ("The audio ", "The codec of the audio ", "The file has no audio", "Unsupported audio")
         )
 
 

@@ -3,20 +3,19 @@
 import asyncio
 import logging
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
+from search.server import NUM_THREADS, SearchApp, create_server, listen
 from search.server import run_search as run_server
 from search.stores import chunk_ids
 from shared.search import (
     AttachFile,
     CreateStore,
-    DropFile,
     FileRecord,
     Hit,
     Item,
@@ -27,6 +26,7 @@ from shared.search import (
     Query,
     ReadItems,
     ReadStore,
+    Request,
     SearchError,
     StoreFile,
     StoreRecord,
@@ -35,8 +35,8 @@ from shared.settings import SettingsError
 from shared.settings.tree import Settings
 from tests.factories_search import make_items, run_search, serve_search
 from tests.fuzzing import IS_LONG
-from tests.rounds import NUM_ROUNDS
 from tests.search.postgres_server import postgres
+from tests.waiting import until
 
 CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
 
@@ -190,41 +190,41 @@ def lance(tmp_path):
         yield process
 
 
-def test_uploads_do_not_delay_searches(lance):
-    """The slowest of a hundred searches, beside three uploads of 2 MB at a time and without them."""
-    store = lance.ask(CREATE, StoreRecord)
-    items = make_items(2000)
-    lance.ask(PutItems(tenant="t", store=store.id, digest="d", items=items), StoreRecord)
-    query = Query(tenant="t", store=store.id, digest="d", vectors=[items[0].vector], k=10)
-    upload = PutFile(tenant="t", filename="f", purpose="assistants", data=bytes(2_000_000))
-    files: list[FileRecord] = []
+async def test_a_search_does_not_wait_for_uploads(tmp_path):
+    """More uploads than the process has threads are being written; a search is answered."""
+    is_written, begun = threading.Event(), list[Request]()
 
-    def slowest_ms() -> float:
-        took = []
-        for _ in range(100):
-            began = time.perf_counter()
-            lance.ask(query, list[Hit])
-            took.append(1000 * (time.perf_counter() - began))
-        return sorted(took)[-2]
+    def answer(request: Request) -> object:
+        if isinstance(request, Query):
+            return []
+        begun.append(request)
+        return is_written.wait(30)
 
-    def upload_until(is_over: threading.Event) -> None:
-        while not is_over.is_set():
-            files.append(lance.ask(upload, FileRecord))
-            lance.ask(DropFile(tenant="t", file=files[-1].id), bool)
+    app = SearchApp(answer, "", 1_000_000)
+    server = create_server(app)
+    url = f"unix://{tmp_path}/s"
+    task = asyncio.create_task(server._serve([listen(url)]))
+    await until(lambda: server.started)
+    upload = PutFile(tenant="t", filename="f", purpose="assistants", data=b"a file")
+    query = Query(tenant="t", store="s", digest="d", vectors=[bytes(4)], k=1)
+    transport = httpx.AsyncHTTPTransport(uds=f"{tmp_path}/s")
+    async with httpx.AsyncClient(transport=transport, base_url="http://search") as client:
 
-    slowest_ms()
-    ratios = []
-    for _ in range(NUM_ROUNDS):
-        idle, is_over = slowest_ms(), threading.Event()
-        with ThreadPoolExecutor(3) as threads:
-            uploads = [threads.submit(upload_until, is_over) for _ in range(3)]
-            ratios.append(slowest_ms() / idle)
-            is_over.set()
-            for each in uploads:
-                each.result()
-        if ratios[-1] <= 3:
-            return
-    pytest.fail(f"searches beside uploads took so many times as long: {ratios}")
+        async def ask(request: Request) -> object:
+            answer = await client.post("/", content=msgspec.msgpack.encode(request))
+            return msgspec.msgpack.decode(answer.content)
+
+        uploads = [asyncio.create_task(ask(upload)) for _ in range(3 * NUM_THREADS)]
+        await until(lambda: len(begun) == NUM_THREADS)
+        try:
+            assert await asyncio.wait_for(ask(query), 10) == []
+            assert not any(upload.done() for upload in uploads)
+        finally:
+            is_written.set()
+        assert await asyncio.gather(*uploads) == [True] * len(uploads)
+    server.should_exit = True
+    await task
+    app.close()
 
 
 def test_a_process_that_is_told_to_stop_ends_well(process):

@@ -203,7 +203,7 @@ async def test_more_segments_than_the_limit_are_refused(gateway, worker):
     response = await post(gateway)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "file")
-    assert f"{most + 1} segments; send at most {most}" in error["message"]
+    assert f"{most + 1} segments, at most {most}" in error["message"]
     assert not worker.requests
 
 
