@@ -3,11 +3,10 @@
 The length is computed from the packets and samples of the file, not read from its headers.
 """
 
-import io
 import math
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import IO, Any
 
 import av
 import av.error
@@ -48,7 +47,7 @@ class AudioFile:
 
     def __init__(
         self,
-        data: bytes,
+        file: IO[bytes],
         media_type: str,
         max_s: float,
         max_channels: int,
@@ -61,7 +60,7 @@ class AudioFile:
             raise InvalidImage(DAMAGED)
         try:
             self._container: Any = av.open(
-                io.BytesIO(data), format=CONTAINERS[media_type], options=_OPTIONS
+                file, format=CONTAINERS[media_type], options=_OPTIONS
             )
         except Exception:  # FFmpeg has a hundred errors
             raise InvalidImage(DAMAGED) from None

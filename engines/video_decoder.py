@@ -4,10 +4,9 @@ Lengths and counts are computed from the packets, not read from headers. FFmpeg 
 codecs, and no further file or protocol.
 """
 
-import io
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 import av
 import av.error
@@ -50,7 +49,7 @@ class VideoFile:
 
     def __init__(
         self,
-        data: bytes,
+        file: IO[bytes],
         media_type: str,
         limits: FrameLimits,
         max_s: float,
@@ -58,7 +57,7 @@ class VideoFile:
         end_s: float = 0.0,
     ) -> None:
         """`end_s` 0: the end of the file. Raises: InvalidImage."""
-        self._data = data
+        self._file = file
         self._media_type = media_type
         self._limits = limits
         self._can_seek = True
@@ -74,9 +73,10 @@ class VideoFile:
 
     def _open(self) -> None:
         """Open the file at its beginning. Raises: InvalidImage."""
+        self._file.seek(0)
         try:
             self._container: Any = av.open(
-                io.BytesIO(self._data), format=CONTAINERS[self._media_type], options=_OPTIONS
+                self._file, format=CONTAINERS[self._media_type], options=_OPTIONS
             )
         except Exception:  # FFmpeg has a hundred errors
             raise InvalidImage(DAMAGED) from None
@@ -249,7 +249,7 @@ class FrameFile:
 
 
 def open_video(
-    data: bytes,
+    file: IO[bytes],
     media_type: str,
     limits: FrameLimits,
     max_s: float,
@@ -259,7 +259,7 @@ def open_video(
 ) -> VideoFile | FrameFile:
     """Open a file or frames, by media type. Raises: InvalidImage."""
     if media_type == FRAMES_TYPE:
-        return FrameFile(data, limits, fps)
+        return FrameFile(file.read(), limits, fps)
     if media_type not in CONTAINERS:
         raise InvalidImage(f"The video is of another type; {CONTAINER_NAMES} are understood.")
-    return VideoFile(data, media_type, limits, max_s, start_s, end_s)
+    return VideoFile(file, media_type, limits, max_s, start_s, end_s)

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from gateway.keys.oidc import TokenKeys
 
 
+_MAX_REDIS_BYTES = 64 * 1024 * 1024  #: limit of one video or audio file without a store
+
+
 class Services:
     def __init__(self, settings: Settings) -> None:
         prefix = settings.redis.key_prefix
@@ -78,8 +81,7 @@ class Services:
         self.queue, self.mailbox, small = self._connect()
         self.usage = UsageLog(self.queue, self._durable)
         self.records = ResumableCalls(self._redis, prefix)
-        store = settings.blobs.store
-        self.blobs = ObjectBlobStore(small, store) if store else small
+        self.blobs = self._open_blobs(small)
         self.answers = RecordStore(
             self._redis,
             prefix,
@@ -100,7 +102,9 @@ class Services:
         )
         self.refunds = Refunds(self.queue)
         self.fetcher = create_fetcher(settings)
-        self.loader = ImageLoader(settings.limits, self.fetcher, self.blobs)
+        self.loader = ImageLoader(
+            settings.limits, self.fetcher, uses_disk=self.blobs.takes_files
+        )
         self.lifecycle = self._create_lifecycle()
         self.search = SearchClient(settings.search)
         self.batches = create_batches(settings.gateway.files)
@@ -141,6 +145,17 @@ class Services:
             RedisMailbox(self._blocking_redis, redis.key_prefix, *of_mailbox),
             RedisBlobStore(self._redis, redis.key_prefix),
         )
+
+    def _open_blobs(self, small: BlobStore) -> BlobStore:
+        """Raises: SettingsError."""
+        if store := self.settings.blobs.store:
+            return ObjectBlobStore(small, store)
+        for name in ("max_video_bytes", "max_audio_bytes"):
+            if getattr(self.settings.limits, name) > _MAX_REDIS_BYTES:
+                raise SettingsError(
+                    f"VLM_LIMITS__{name.upper()}: above {_MAX_REDIS_BYTES} bytes, set VLM_BLOBS__STORE too"
+                )
+        return small
 
     def _open_store(self) -> PackageStore | None:
         try:

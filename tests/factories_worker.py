@@ -22,6 +22,7 @@ from engines.base import (
     Tokenization,
 )
 from engines.registry import create_engine
+from shared.blobs.object_store import UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import Call, CallEvent, Failed, Finished, ImageRef, Task, Tokenize, Tokens
 from shared.queue.registry import Registry
@@ -168,7 +169,8 @@ async def run_worker(
         loaded = await thread.start()
         assert isinstance(loaded.engine, StoppableEngine)
         stack.callback(loaded.engine.gate.set)
-        blobs, registry = RedisBlobStore(ends.redis, ends.prefix), Registry(ends.redis, ends.prefix)
+        blobs = UrlBlobReader(RedisBlobStore(ends.redis, ends.prefix))
+        registry = Registry(ends.redis, ends.prefix)
         limits = LimitSettings()
         adapters = WorkerAdapters(loaded.engine, loaded.card, registry, worker_settings, limits)
         await adapters.load_own()

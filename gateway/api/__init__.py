@@ -102,7 +102,10 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     )  # fmt: skip
     return [
         Models(models, limits),
-        Files(search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits),
+        Files(
+            search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits,
+            settings.gateway.body_timeout_s,
+        ),
         BatchResource(batches, services.look_for_batches, limits, batchable, find_guest),
         StoredResponses(lifecycle.kept),
         VectorStores(lifecycle, search, limits, settings.search.default_store),

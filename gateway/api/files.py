@@ -4,8 +4,13 @@ Source: OpenAI API reference, "Files".
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from itertools import chain
+from tempfile import SpooledTemporaryFile
+from typing import IO
 
 import msgspec
 from msgspec.structs import replace
@@ -16,10 +21,11 @@ from gateway.api.fields import Listing, invalid, missing
 from gateway.api.vector_stores import Deleted, ListQuery
 from gateway.batches.files import FILE_ID, BatchFile, BatchFiles
 from gateway.calls.kept import IMAGE_ID, KeptAnswers, image_name
+from gateway.http.body import read_pieces
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import InvalidRequest, NotFound
-from gateway.http.multipart import read_form
-from gateway.media.loader import ImageLoader, ImageSource
+from gateway.http.multipart import FormPart, FormReader
+from gateway.media.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.records.store import Record
 from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile
@@ -30,6 +36,9 @@ IMAGES = "vision"
 PURPOSES = ("assistants", "user_data")
 #: Purposes in the gateways' own store; the search process stores the others.
 BATCH_PURPOSES = (PURPOSE, "batch_output")
+_FORM = "multipart/form-data"
+_MAX_MEMORY_BYTES = 1024 * 1024  #: of an uploaded file; larger files are on disk
+_MAX_FORM_BYTES = 64 * 1024  #: of a form without its file
 
 
 class UploadForm(msgspec.Struct):
@@ -72,11 +81,26 @@ class Files(Resource):
     _images: KeptAnswers
     _loader: ImageLoader
     _limits: LimitSettings
+    _body_timeout_s: float
 
-    @operation("POST", "/v1/files", request_type=UploadForm, media_type="multipart/form-data")
+    async def _read_form(self, caller: Caller) -> list[FormPart]:
+        most, type_ = self._limits.max_body_bytes, caller.context.headers.get(b"content-type", b"")
+        open_file: Callable[[], IO[bytes]] = BytesIO
+        if self._loader.uses_disk:
+            medium = max(self._limits.max_video_bytes, self._limits.max_audio_bytes)
+            most = max(most, medium + _MAX_FORM_BYTES)
+            open_file = partial(SpooledTemporaryFile, max_size=_MAX_MEMORY_BYTES)
+        form = FormReader(type_, open_file)
+        async for piece in read_pieces(
+            caller.receive, caller.context, caller.held, most, self._body_timeout_s, _FORM.encode()
+        ):
+            form.feed(piece)
+        return form.close()
+
+    @operation("POST", "/v1/files", request_type=UploadForm, media_type=_FORM, is_upload=True)
     async def create_file(self, caller: Caller) -> FileObject:
         """Upload a file."""
-        form = read_form(caller.body, caller.context.headers[b"content-type"])
+        form = await self._read_form(caller)
         fields = {part.name: part for part in form}
         if unknown := fields.keys() - {"file", "purpose"}:
             name = min(unknown)
@@ -93,8 +117,10 @@ class Files(Resource):
         purpose = fields["purpose"].data.decode(errors="replace")
         if purpose not in (*PURPOSES, PURPOSE, IMAGES):
             raise invalid("purpose", f"send {', '.join(PURPOSES)}, {IMAGES} or {PURPOSE}")
-        file, most = fields["file"], self._limits.max_file_bytes
-        if purpose in PURPOSES and len(file.data) > most:
+        file = fields["file"]
+        num_bytes = file.file.tell()
+        most = self._limits.max_file_bytes if purpose in PURPOSES else self._limits.max_body_bytes
+        if num_bytes > most and purpose != IMAGES:
             raise InvalidRequest(
                 f"The file is too large: send at most {most} bytes.",
                 param="file",
@@ -107,15 +133,15 @@ class Files(Resource):
         if purpose == PURPOSE:
             return FileObject.of(await self._create_for_batch(caller.tenant, filename, file.data))
         if purpose == IMAGES:
-            return await self._create_image(caller.context.tenant, filename, file.data)
+            return await self._create_image(caller.context.tenant, filename, file.file)
         put = PutFile(tenant=caller.tenant, filename=filename, purpose=purpose, data=file.data)
         return FileObject.of(await self._search.ask(put, FileRecord))
 
-    async def _create_image(self, tenant: str, filename: str, data: bytes) -> FileObject:
+    async def _create_image(self, tenant: str, filename: str, content: IO[bytes]) -> FileObject:
         """Store an image, or renew it: equal images have the same id."""
-        image = await self._loader.check(data, "file")
+        image = await self._loader.check(content, "file")
         name, now = image_name(tenant, image.ref.sha256), int(time.time())  # noqa: TID251
-        file = FileObject(name, len(data), now, filename, IMAGES)
+        file = FileObject(name, image.ref.num_bytes, now, filename, IMAGES)
         if not await self._images.put_image(tenant, image, msgspec.json.encode(file)):
             message = "This server keeps no such image: send it as a data: URL."
             raise InvalidRequest(message, param="file", status=413, code="store_full")
@@ -234,10 +260,11 @@ class Files(Resource):
             return StreamingResponse(chain([first], pieces), media_type=media_type, headers=length)
         if name.startswith(IMAGE_ID):
             [image] = (await self._find_image(caller.context.tenant, name)).images
-            loaded = await self._loader.load_all(
-                [ImageSource("", "file_id", image)], caller.held.add
-            )
-            return Response(loaded[0].data, media_type=image.media_type)
+            caller.held.add(image.num_bytes)
+            data = await self._images.read(image)
+            if data is None:
+                raise _no_file()
+            return Response(data, media_type=image.media_type)
         asked = ReadFile(tenant=caller.tenant, file=name, with_data=True)
         self._check_searched()
         record = await self._search.ask(asked, FileRecord)

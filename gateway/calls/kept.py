@@ -51,8 +51,13 @@ class KeptAnswers:
         if self._ttl_s <= 0:
             return False
         name = image_name(tenant, image.ref.sha256)
+        assert image.data is not None
         await self._blobs.put(image.data, _holder(name), ttl_s=self._ttl_s, ref=image.ref)
         return await self._put(tenant, name, Record(data, (image.ref,)), anew=True)
+
+    async def read(self, image: ImageRef) -> bytes | None:
+        """The bytes of a stored image; None if they do not exist."""
+        return await self._blobs.get(image)
 
     async def _put(self, tenant: str, name: str, record: Record, *, anew: bool = False) -> bool:
         """Store a record and retain its images. Returns whether it was stored."""

@@ -38,7 +38,7 @@ from gateway.http.errors import (
     to_api_error,
 )
 from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
-from gateway.media.loader import ImageLoader, ImageSource, LoadedImage
+from gateway.media.loader import Hold, ImageLoader, ImageSource, LoadedImage
 from shared.blobs.api import BlobStore
 from shared.media import MEDIA
 from shared.protocol import (
@@ -330,12 +330,14 @@ class Lifecycle:
         sources = await self.kept.find_images(context.tenant, plan.images)
         task = type(plan.tasks[0]).__struct_config__.tag
         check_images(sources, str(task), card, self.limits)  # a file's id may be of a video
-        images = plan.loaded or await self._load_images(sources, clock, held)
-        refs = tuple(image.ref for image in images)
         lives_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
+        release = partial(self.blobs.release, holder, [each.ref for each in sources if each.ref])
+        hold = partial(self.blobs.hold, holder=holder, ttl_s=lives_s)
         try:
-            await self._put_images(images, holder)
+            images = plan.loaded or await self._load_images(sources, clock, held, hold)
+            await self._put_images(images, holder, lives_s)
+            refs = tuple(image.ref for image in images)
             located = [await self.blobs.locate(ref, lives_s) for ref in refs]
             # The request carries the pixel limit, so that every worker builds the same prompt.
             scaled = tuple(map(partial(_scaled, card), sources, located))
@@ -348,21 +350,22 @@ class Lifecycle:
         except BaseException as error:
             may_run = resumable_id and isinstance(error, QueueUnavailable)
             if not may_run:
-                self.blobs.release(holder)
+                release()
             raise
-        release = partial(self.blobs.release, holder)
         if resumable_id:  # a worker may need them after the client has disconnected
             self.resume.when_ended(call, release)
         else:
             call.when_closed(lambda _: release())
         return call
 
-    async def _put_images(self, images: Sequence[LoadedImage], holder: str) -> None:
-        ttl_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
+    async def _put_images(
+        self, images: Sequence[LoadedImage], holder: str, ttl_s: float
+    ) -> None:
         distinct = {image.ref.sha256: image for image in images}
         puts = [
             self.blobs.put(image.data, holder, ttl_s=ttl_s, ref=image.ref)
             for image in distinct.values()
+            if image.data is not None
         ]
         # Wait for all of them if one fails: an image that is stored after the release stays until it expires.
         for result in await asyncio.gather(*puts, return_exceptions=True):
@@ -370,11 +373,15 @@ class Lifecycle:
                 raise result
 
     async def _load_images(
-        self, sources: Sequence[ImageSource], clock: StageClock, held: HeldBody
+        self,
+        sources: Sequence[ImageSource],
+        clock: StageClock,
+        held: HeldBody,
+        hold: Hold | None = None,
     ) -> list[LoadedImage]:
         began_at = time.perf_counter()
         try:
-            images = await self.loader.load_all(sources, held.add)
+            images = await self.loader.load_all(sources, held.add, hold)
         except InvalidRequest:
             self.metrics.count("images", "refused")
             raise

@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -148,12 +148,43 @@ async def read_body(
 
     Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone.
     """
-    _check_headers(context, limits.max_body_bytes, media_type)
     most = max_commas or limits.max_commas if media_type == JSON else limits.max_body_bytes
-    try:
-        return await _read_all(PacedBody(receive, timeout_s).receive, held, limits, most)
-    except BodyTooSlow as slow:
-        raise slow.error() from None
+    pieces: list[bytes] = []
+    num_commas = 0
+    max_bytes = limits.max_body_bytes
+    async for piece in read_pieces(receive, context, held, max_bytes, timeout_s, media_type):
+        num_commas += piece.count(b",")
+        if num_commas > most:
+            raise _too_large(f"{most} commas, in its texts and between its values")
+        pieces.append(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def read_pieces(
+    receive: Receive,
+    context: RequestContext,
+    held: HeldBody,
+    max_bytes: int,
+    timeout_s: float,
+    media_type: bytes,
+) -> AsyncIterator[bytes]:
+    """The request's body in pieces. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
+    _check_headers(context, max_bytes, media_type)
+    paced = PacedBody(receive, timeout_s)
+    has_more = True
+    while has_more:
+        try:
+            message = await paced.receive()
+        except BodyTooSlow as slow:
+            raise slow.error() from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        piece: bytes = message.get("body", b"")
+        has_more = message.get("more_body", False)
+        if paced.num_bytes > max_bytes:
+            raise _too_large(f"{max_bytes} bytes")
+        held.add(len(piece))
+        yield piece
 
 
 class BodyTooSlow(Exception):
@@ -208,29 +239,6 @@ class PacedBody:
             return None
         finally:
             self._waited_s, self._waits_since = self.waited_s, None
-
-
-async def _read_all(
-    receive: Receive, held: HeldBody, limits: LimitSettings, max_commas: int
-) -> bytes:
-    body = bytearray()
-    num_commas, has_more = 0, True
-    while has_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        piece: bytes = message.get("body", b"")
-        has_more = message.get("more_body", False)
-        if len(body) + len(piece) > limits.max_body_bytes:
-            raise _too_large(f"{limits.max_body_bytes} bytes")
-        num_commas += piece.count(b",")
-        if num_commas > max_commas:
-            raise _too_large(f"{max_commas} commas, in its texts and between its values")
-        held.add(len(piece))
-        if not body and not has_more:
-            return piece
-        body += piece
-    return bytes(body)
 
 
 def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import IO, Any, cast
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httpcore
@@ -99,34 +99,39 @@ class ImageFetcher:
         )
 
     async def fetch(
-        self, url: str, reserve: Callable[[int], None], max_bytes: int, more_s: float = 0.0
-    ) -> bytes:
-        """Fetch the bytes of a URL. `reserve` is called with a number of bytes before they are stored.
+        self,
+        url: str,
+        file: IO[bytes],
+        reserve: Callable[[int], None],
+        max_bytes: int,
+        more_s: float = 0.0,
+    ) -> None:
+        """Write the bytes of a URL to a file. `reserve` is called with a number of bytes before they are written.
 
-        `more_s`: time beside the timeout. Raises: ImageRefused, always with the same message; what `reserve` raises.
+        `more_s`: seconds that are added to the timeout. Raises: ImageRefused, always with the same message; what `reserve` raises.
         """
         with suppress(*_FAILURES):
             async with asyncio.timeout(self.timeout_s + more_s):
-                return await self._follow(parse_url(url), reserve, max_bytes)
+                return await self._follow(parse_url(url), file, reserve, max_bytes)
         raise ImageRefused(CANNOT_FETCH, code="invalid_image_url")
 
     async def _follow(
-        self, url: SplitResult, reserve: Callable[[int], None], max_bytes: int
-    ) -> bytes:
+        self, url: SplitResult, file: IO[bytes], reserve: Callable[[int], None], max_bytes: int
+    ) -> None:
         for _ in range(1 + _MAX_REDIRECTS):
-            answer = await self._fetch(url, reserve, max_bytes)
-            if isinstance(answer, bytes):
-                return answer
-            target = parse_url(urljoin(url.geturl(), answer))
+            location = await self._fetch(url, file, reserve, max_bytes)
+            if location is None:
+                return
+            target = parse_url(urljoin(url.geturl(), location))
             if url.scheme == "https" != target.scheme:
                 raise ValueError("a redirect gives up encryption")
             url = target
         raise ValueError("too many redirects")
 
     async def _fetch(
-        self, url: SplitResult, reserve: Callable[[int], None], max_bytes: int
-    ) -> bytes | str:
-        """The file, or the URL of a redirect."""
+        self, url: SplitResult, file: IO[bytes], reserve: Callable[[int], None], max_bytes: int
+    ) -> str | None:
+        """Write the file. Returns the URL of a redirect instead, if the server sends one."""
         host, port = (url.hostname or "").rstrip("."), url.port or _PORTS[url.scheme]
         self._check_host(host, port)
         with _share(self._num_by_host, host, _MAX_PER_HOST):
@@ -134,7 +139,7 @@ class ImageFetcher:
             with _share(self._num_by_address, _network_of(address), _MAX_PER_ADDRESS):
                 async with self._slots:
                     with self._network.pinned(host, address):
-                        return await self._get(url, host, port, reserve, max_bytes)
+                        return await self._get(url, host, port, file, reserve, max_bytes)
 
     def _check_host(self, host: str, port: int) -> None:
         if f"{host}:{port}" in self.hosts:
@@ -147,9 +152,10 @@ class ImageFetcher:
         url: SplitResult,
         host: str,
         port: int,
+        file: IO[bytes],
         reserve: Callable[[int], None],
         max_bytes: int,
-    ) -> bytes | str:
+    ) -> str | None:
         target = (url.path or "/") + (f"?{url.query}" if url.query else "")
         headers = [
             ("Host", url.netloc),
@@ -163,13 +169,12 @@ class ImageFetcher:
                 return answered[b"location"].decode("ascii")
             if response.status != 200 or b"content-encoding" in answered:
                 raise ValueError("not a plain answer")
-            body = bytearray()
             async for piece in response.aiter_stream():
-                if len(body) + len(piece) > max_bytes:
+                if file.tell() + len(piece) > max_bytes:
                     raise ValueError("too many bytes")
                 reserve(len(piece))
-                body += piece
-            return bytes(body)
+                file.write(piece)
+            return None
 
     async def close(self) -> None:
         """Close the connections; a hanging lookup ends by itself."""

@@ -1,16 +1,18 @@
 """The images, videos and audio of a request: from their URLs to checked bytes and the references that travel in the
 queue.
 
-Bytes stay encoded; decoding is the worker's. Large base64 is decoded off the event loop, in slices,
-as decoding holds the interpreter lock.
+Workers decode the files. Large base64 is decoded off the event loop, in slices, as decoding holds the interpreter
+lock. A video or audio file that is fetched or uploaded can be larger than memory: it stays on disk.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from tempfile import TemporaryFile
+from typing import IO, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -26,16 +28,18 @@ from gateway.media.header import (
     find_kind,
     read_header,
 )
-from shared.blobs.api import BlobStore
+from shared.blobs.redis_store import hash_of_file
 from shared.media import MEDIA
 from shared.protocol import FRAMES_TYPE, ImageRef, MediaKind, VideoOptions
 from shared.settings.limits import LimitSettings
 
 Encoded = TypeVar("Encoded", str, bytes)
+Hold = Callable[[ImageRef], Awaitable[bool]]  #: holds a stored image; False if it does not exist
 
 _INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are read on the event loop
 _LEAST_BYTES_PER_S = 1024 * 1024  #: of a fetched video or audio
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
+_HEAD_BYTES = 1024  #: bytes of a video or audio file that tell its type
 
 
 class ImageSource(Struct, frozen=True):
@@ -62,64 +66,67 @@ class ImageSource(Struct, frozen=True):
 
 
 class LoadedImage(Struct, frozen=True):
-    """The checked bytes of an image or video, and its reference."""
+    """The reference of an image, video or audio, and its content if it is not stored yet."""
 
     ref: ImageRef
-    data: bytes
+    data: bytes | IO[bytes] | None
 
 
 class ImageLoader:
     """Loads images within the limits. `fetcher`: None if remote URLs are disabled."""
 
     def __init__(
-        self, limits: LimitSettings, fetcher: ImageFetcher | None, blobs: BlobStore | None = None
+        self, limits: LimitSettings, fetcher: ImageFetcher | None, *, uses_disk: bool = False
     ) -> None:
+        """`uses_disk`: whether videos and audio are fetched to files on disk."""
         self.limits = limits
         self.fetcher = fetcher
-        self.blobs = blobs
+        self.uses_disk = uses_disk
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="image")
 
     async def load_all(
-        self, sources: Sequence[ImageSource], reserve: Callable[[int], None]
+        self,
+        sources: Sequence[ImageSource],
+        reserve: Callable[[int], None],
+        hold: Hold | None = None,
     ) -> list[LoadedImage]:
         """Load images in order. `reserve` is called with a number of fetched bytes before they are stored.
 
-        Raises: InvalidRequest that names the refused image; what `reserve` raises. The others are cancelled.
+        `hold` is called for images that are stored already. Raises: InvalidRequest that names the refused image; what `reserve` raises. The others are cancelled.
         """
         if all(_is_data(source.url) for source in sources):
-            return [await self._load(source, reserve) for source in sources]
+            return [await self._load(source, reserve, hold) for source in sources]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._load(source, reserve)) for source in sources]
+                tasks = [group.create_task(self._load(each, reserve, hold)) for each in sources]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def check(self, data: bytes, param: str) -> LoadedImage:
-        """Check encoded bytes of another source. Raises: InvalidRequest."""
-        kind = find_kind(data)
+    async def check(self, file: IO[bytes], param: str) -> LoadedImage:
+        """Check an uploaded file. Raises: InvalidRequest."""
+        kind = find_kind(_look_at(file)[0])
         video = VideoOptions() if kind == "video" else None
         source = ImageSource("", param, video=video, is_audio=kind == "audio")
         try:
-            return await self._off_loop(partial(self._check, source=source), data)
+            return await self._check_file(file, source)
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=param, code=refused.code) from None
 
-    async def _load(self, source: ImageSource, reserve: Callable[[int], None]) -> LoadedImage:
+    async def _load(
+        self, source: ImageSource, reserve: Callable[[int], None], hold: Hold | None
+    ) -> LoadedImage:
         try:
             if source.ref is not None:
-                return await self._load_kept(source.ref, source, reserve)
+                return await self._hold(source.ref, source, hold)
             if _is_data(source.url):
                 from_url = partial(self._from_data_url, source=source)
                 return await self._off_loop(from_url, source.url)
-            data = await self._fetch(source, reserve)
-            return await self._off_loop(partial(self._check, source=source), data)
+            return await self._check_file(await self._fetch(source, reserve), source)
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
 
-    async def _load_kept(
-        self, ref: ImageRef, source: ImageSource, reserve: Callable[[int], None]
-    ) -> LoadedImage:
+    async def _hold(self, ref: ImageRef, source: ImageSource, hold: Hold | None) -> LoadedImage:
         """Raises: ImageRefused, BlobsUnavailable."""
         if source.is_audio and ref.kind == "video":
             media_type = ref.media_type.replace("video/", "audio/")
@@ -128,13 +135,11 @@ class ImageLoader:
             raise ImageRefused(f"The file is of the kind {ref.kind}: send it as {ref.kind}_url.")
         if source.video is not None:
             ref = replace(ref, video=source.video)
-        reserve(ref.num_bytes)
-        data = await self.blobs.get(ref) if self.blobs is not None else None
-        if data is None:
+        if hold is None or not await hold(ref):
             raise ImageRefused(
                 "An image, video or audio of the conversation is no longer kept: send it again."
             )
-        return LoadedImage(ref, data)
+        return LoadedImage(ref, None)
 
     async def _off_loop(
         self, work: Callable[[Encoded], LoadedImage], encoded: Encoded
@@ -144,7 +149,7 @@ class ImageLoader:
             return work(encoded)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, encoded)
 
-    async def _fetch(self, source: ImageSource, reserve: Callable[[int], None]) -> bytes:
+    async def _fetch(self, source: ImageSource, reserve: Callable[[int], None]) -> IO[bytes]:
         url = source.url
         if not url[:8].lower().startswith(("http://", "https://")):
             raise ImageRefused(
@@ -158,8 +163,11 @@ class ImageLoader:
                 code="invalid_image_url",
             )
         most = MEDIA[source.kind].max_bytes(self.limits)
-        more_s = 0.0 if source.kind == "image" else most / _LEAST_BYTES_PER_S
-        return await self.fetcher.fetch(url, reserve, most, more_s)
+        is_image = source.kind == "image"
+        more_s = 0.0 if is_image else most / _LEAST_BYTES_PER_S
+        file = TemporaryFile() if self.uses_disk and not is_image else io.BytesIO()
+        await self.fetcher.fetch(url, file, reserve, most, more_s)
+        return file
 
     def _from_data_url(self, url: str, source: ImageSource) -> LoadedImage:
         comma = url.find(",", 0, 256)
@@ -201,16 +209,25 @@ class ImageLoader:
                 raise ImageRefused(f"Frame {number} is no JPEG, or of another size than the first.")
         return _refer(msgspec.msgpack.encode(frames), FRAMES_TYPE, 0, 0, video)
 
-    def _check(self, data: bytes, source: ImageSource) -> LoadedImage:
+    async def _check_file(self, file: IO[bytes], source: ImageSource) -> LoadedImage:
+        """Raises: ImageRefused."""
+        if isinstance(file, io.BytesIO):
+            return await self._off_loop(partial(self._check, source=source), file.getvalue())
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._check, file, source)
+
+    def _check(self, data: bytes | IO[bytes], source: ImageSource) -> LoadedImage:
         kind, formats = source.kind, MEDIA[source.kind].formats
-        if not data:
+        head, num_bytes = _look_at(data)
+        if not num_bytes:
             raise ImageRefused(f"The {kind} is empty: send {formats}.")
-        self._check_bytes(len(data), kind)
+        self._check_bytes(num_bytes, kind)
         if kind == "image":
+            data = data if isinstance(data, bytes) else data.read()
             header = read_header(data)
             check_header(header, self.limits)
             return _refer(data, header.media_type, header.width, header.height, None)
-        media_type = find_audio(data) if kind == "audio" else find_container(data)
+        media_type = find_audio(head) if kind == "audio" else find_container(head)
         if media_type is None:
             raise ImageRefused(f"Unsupported {kind}: send {formats}.", code="unsupported_image")
         return _refer(data, media_type, 0, 0, source.video)
@@ -226,10 +243,23 @@ class ImageLoader:
 
 
 def _refer(
-    data: bytes, media_type: str, width: int, height: int, video: VideoOptions | None
+    data: bytes | IO[bytes], media_type: str, width: int, height: int, video: VideoOptions | None
 ) -> LoadedImage:
-    digest = hashlib.sha256(data).hexdigest()
-    return LoadedImage(ImageRef(digest, len(data), media_type, width, height, video=video), data)
+    is_bytes = isinstance(data, bytes)
+    digest = hashlib.sha256(data).hexdigest() if is_bytes else hash_of_file(data)
+    _, num_bytes = _look_at(data)
+    return LoadedImage(ImageRef(digest, num_bytes, media_type, width, height, video=video), data)
+
+
+def _look_at(data: bytes | IO[bytes]) -> tuple[bytes, int]:
+    """The first bytes and the length. A file is at its beginning afterwards."""
+    if isinstance(data, bytes):
+        return data[:_HEAD_BYTES], len(data)
+    num_bytes = data.seek(0, io.SEEK_END)
+    data.seek(0)
+    head = data.read(_HEAD_BYTES)
+    data.seek(0)
+    return head, num_bytes
 
 
 def _is_data(url: str) -> bool:

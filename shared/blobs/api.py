@@ -1,7 +1,7 @@
 """The interface of blob stores: a blob is stored under its SHA-256 while at least one request holds it."""
 
 from collections.abc import Awaitable, Sequence
-from typing import Protocol, TypeVar
+from typing import IO, Protocol, TypeVar
 
 from shared.protocol import BlobRef
 
@@ -13,23 +13,34 @@ class BlobsUnavailable(Exception):
 
 
 class BlobReader(Protocol):
-    """Reads blobs by their references."""
+    """Reads blobs by their references, for workers."""
 
     async def get(self, ref: BlobRef) -> bytes | None:
         """The bytes; None if they do not exist or do not match the hash. Raises: BlobsUnavailable."""
         ...
 
+    async def open(self, ref: BlobRef) -> IO[bytes] | None:
+        """As `get`, but a large blob is a file on disk."""
+        ...
 
-class BlobStore(BlobReader, Protocol):
+
+class BlobStore(Protocol):
     """Stores blobs until the requests that hold them have released them."""
 
+    takes_files: bool
+    """Whether `put` reads a file piece by piece, so that a blob can be larger than memory."""
+
     async def put(
-        self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
+        self, data: bytes | IO[bytes], holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:
         """Store a blob until each holder has released it or its `ttl_s` has passed. A stored blob is not sent again.
 
-        `ref`: the reference, if the caller has computed it. Raises: BlobsUnavailable.
+        `ref`: the reference, if the caller has computed it; required for a file. Raises: BlobsUnavailable.
         """
+        ...
+
+    async def get(self, ref: BlobRef) -> bytes | None:
+        """The bytes; None if they do not exist or do not match the hash. Raises: BlobsUnavailable."""
         ...
 
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:

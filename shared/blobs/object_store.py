@@ -5,18 +5,20 @@ the bucket: they are written again when their last write is older than `RENEW_AF
 """
 
 import asyncio
+import io
 import time
 from collections.abc import Awaitable, Sequence
 from datetime import timedelta  # noqa: TID251
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 from urllib.parse import unquote
 
 import httpx
 from msgspec.structs import replace
 
 from shared.blobs.api import BlobStore, BlobsUnavailable, Ref
-from shared.blobs.redis_store import hash_of
+from shared.blobs.redis_store import hash_of, hash_of_file
 from shared.protocol import BlobRef
 from shared.settings import SettingsError
 
@@ -27,10 +29,14 @@ _MAX_KNOWN = 10_000
 _TIMEOUT_S = 10.0
 _RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=_TIMEOUT_S)}
 _PROBE = "probe"
+#: Limits the memory of an upload: parts of 5 MiB that are sent at a time.
+_MAX_PARTS = 2
 
 
 class ObjectBlobStore:
     """A `BlobStore` over `small`, and a directory or bucket for blobs above `MAX_REDIS_BYTES`."""
+
+    takes_files = True
 
     def __init__(self, small: BlobStore, url: str) -> None:
         """Raises: SettingsError if objects cannot be written and read."""
@@ -55,16 +61,23 @@ class ObjectBlobStore:
         await self._small.open()
 
     async def put(
-        self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
+        self, data: bytes | IO[bytes], holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:
-        if len(data) <= MAX_REDIS_BYTES:
+        if ref is None:
+            assert isinstance(data, bytes)
+            ref = BlobRef(await hash_of(data), len(data))
+        if ref.num_bytes <= MAX_REDIS_BYTES:
             return await self._small.put(data, holder, ttl_s=ttl_s, ref=ref)
-        ref = ref or BlobRef(await hash_of(data), len(data))
         now = time.monotonic()
         written_at = self._written.get(ref.sha256)
         if written_at is not None and now - written_at < RENEW_AFTER_S:
             return ref
-        await self._try(self._obstore.put_async(self._store, ref.sha256, data, use_multipart=False))
+        options: Any = {"max_concurrency": _MAX_PARTS}
+        if isinstance(data, bytes):
+            options = {"use_multipart": False}
+        else:
+            data.seek(0)
+        await self._try(self._obstore.put_async(self._store, ref.sha256, data, **options))
         self._written.pop(ref.sha256, None)  # keeps the oldest entry first
         self._written[ref.sha256] = now
         if len(self._written) > _MAX_KNOWN:
@@ -125,27 +138,41 @@ class UrlBlobReader:
     async def get(self, ref: BlobRef) -> bytes | None:
         if not ref.url:
             return await self._redis.get(ref)
-        if ref.url.startswith("file://"):
-            data = await asyncio.to_thread(_read_file, ref)
-            return None if data is None else await _checked(data, ref)
-        return await self._download(ref)
+        file = await self.open(ref)
+        if file is None:
+            return None
+        with file:
+            return await asyncio.to_thread(file.read)
 
-    async def _download(self, ref: BlobRef) -> bytes | None:
+    async def open(self, ref: BlobRef) -> IO[bytes] | None:
+        if not ref.url:
+            data = await self._redis.get(ref)
+            return None if data is None else io.BytesIO(data)
+        if ref.url.startswith("file://"):
+            file = await asyncio.to_thread(_open_file, ref)
+        else:
+            file = await self._download(ref)
+        if file is None or await asyncio.to_thread(hash_of_file, file) == ref.sha256:
+            return file
+        file.close()
+        return None
+
+    async def _download(self, ref: BlobRef) -> IO[bytes] | None:
         if self._client is None:
             self._client = httpx.AsyncClient(timeout=_TIMEOUT_S)
-        data = bytearray()
+        file = TemporaryFile()
         try:
             async with self._client.stream("GET", ref.url) as response:
                 if 400 <= response.status_code < 500:  # deleted, or the URL has expired
                     return None
                 response.raise_for_status()
                 async for piece in response.aiter_bytes():
-                    data += piece
-                    if len(data) > ref.num_bytes:
+                    file.write(piece)
+                    if file.tell() > ref.num_bytes:
                         return None
         except httpx.HTTPError as error:
             raise BlobsUnavailable(f"the store of images: {type(error).__name__}") from None
-        return await _checked(bytes(data), ref)
+        return file
 
     async def close(self) -> None:
         if self._client is not None:
@@ -153,11 +180,11 @@ class UrlBlobReader:
         await self._redis.close()
 
 
-def _read_file(ref: BlobRef) -> bytes | None:
-    """The content of a blob's file; None if the file is missing or its size differs. Raises: BlobsUnavailable."""
+def _open_file(ref: BlobRef) -> IO[bytes] | None:
+    """A blob's file; None if it is missing or its size differs. Raises: BlobsUnavailable."""
     path = Path(ref.url.removeprefix("file://"))
     try:
-        return path.read_bytes() if path.stat().st_size == ref.num_bytes else None
+        return path.open("rb") if path.stat().st_size == ref.num_bytes else None
     except FileNotFoundError:
         return None
     except OSError as error:

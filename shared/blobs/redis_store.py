@@ -4,8 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
+from typing import IO
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -30,6 +31,8 @@ MAX_INLINE_BYTES = 256 * 1024
 class RedisBlobStore(RedisStore):
     """A `BlobStore` in Redis."""
 
+    takes_files = False
+
     def __init__(self, redis: Redis, prefix: str) -> None:
         super().__init__(redis, prefix)
         self._known: dict[str, float] = {}  # by hash: when the bytes may expire
@@ -39,8 +42,9 @@ class RedisBlobStore(RedisStore):
 
     @redis_errors_as(BlobsUnavailable)
     async def put(
-        self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
+        self, data: bytes | IO[bytes], holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:
+        data = content_of(data)
         ref = ref or BlobRef(await hash_of(data), len(data))
         now = time.monotonic()
         self._note(holder, ref.sha256, now, ttl_s)
@@ -119,3 +123,19 @@ async def hash_of(data: bytes) -> str:
     if len(data) <= MAX_INLINE_BYTES:
         return sha256(data).hexdigest()
     return await asyncio.to_thread(lambda: sha256(data).hexdigest())
+
+
+def content_of(data: bytes | IO[bytes]) -> bytes:
+    """The bytes of a blob that may be a file."""
+    if isinstance(data, bytes):
+        return data
+    data.seek(0)
+    return data.read()
+
+
+def hash_of_file(file: IO[bytes]) -> str:
+    """The SHA-256 of a file, which is at its beginning afterwards."""
+    file.seek(0)
+    digest = file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    file.seek(0)
+    return digest

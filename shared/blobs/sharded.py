@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from shared.blobs.api import BlobsUnavailable, Ref
-from shared.blobs.redis_store import RedisBlobStore, hash_of
+from shared.blobs.redis_store import RedisBlobStore, content_of, hash_of
 from shared.protocol import BlobRef
 from shared.queue.shards import Shard, Shards
 
@@ -14,6 +14,8 @@ Result = TypeVar("Result")
 
 class ShardedBlobs:
     """A `BlobStore` over shards. The hash of a blob ranks the shards, and the first one that is up stores it."""
+
+    takes_files = False
 
     def __init__(self, shards: Shards, prefix: str) -> None:
         self._shards = shards
@@ -25,8 +27,9 @@ class ShardedBlobs:
         return [(shard, self._stores[shard.name]) for shard in ranked]
 
     async def put(
-        self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
+        self, data: bytes | IO[bytes], holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:
+        data = content_of(data)
         ref = ref or BlobRef(await hash_of(data), len(data))
         shard, store = self._rank(ref.sha256)[0]
         return await shard.ask(store.put(data, holder, ttl_s=ttl_s, ref=ref), BlobsUnavailable)

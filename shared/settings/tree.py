@@ -376,8 +376,8 @@ class BlobSettings(Group):
     """Where images are kept while requests need them."""
 
     store: str = Field(default="", pattern=r"^((file|s3|gs|az)://.+)?$")
-    """Images above 256 KiB: s3://, gs:// or az:// BUCKET/PREFIX, or file:///DIRECTORY that gateways and
-    workers share; empty: all in Redis."""
+    """Where media above 256 KiB are stored: s3://, gs:// or az:// BUCKET/PREFIX, or file:///DIRECTORY that
+    gateways and workers share; empty: in Redis."""
 
 
 class SearchSettings(Group):

@@ -6,6 +6,7 @@ in other processes. Tenants are scheduled round-robin.
 
 import asyncio
 import hashlib
+import io
 import logging
 import time
 from collections import Counter, OrderedDict, deque
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -204,7 +205,7 @@ class Preprocessor:
     async def _prepare_image(
         self, key: str, image: ImageRef, tenant: str
     ) -> tuple[PreparedImage, int]:
-        data = await self._fetch(image)
+        data = await self._fetch(image, "an image of the request", self._blobs.get)
         if len(data) > self._limits.max_image_bytes:
             raise InvalidImage(
                 f"an image has {len(data)} bytes: send at most {self._limits.max_image_bytes}"
@@ -218,62 +219,66 @@ class Preprocessor:
         self, key: str, image: ImageRef, tenant: str
     ) -> tuple[PreparedImage, int]:
         """The hash of a video is one of its file and its frames, however they were chosen."""
-        data = await self._media_file(image, tenant)
         decode = self._decode_audio if image.kind == "audio" else self._decode_video
-        return await self._video_threads.run(tenant, lambda: decode(data, image, tenant))
+        file = await self._media_file(image, tenant)
+        return await self._video_threads.run(tenant, lambda: decode(file, image, tenant))
 
-    async def _media_file(self, image: ImageRef, tenant: str) -> bytes:
+    async def _media_file(self, image: ImageRef, tenant: str) -> IO[bytes]:
         """The file of a video or audio; cached if only a part of it is used. Raises: InvalidImage, ImageUnavailable."""
         medium = MEDIA[image.kind]
         engine = self._capabilities
         is_taken = engine.max_audio_s > 0 if image.kind == "audio" else engine.takes_video
         if self._videos is None or not is_taken:
             raise InvalidImage(f"This model takes no {medium.plural}.")
+        most = medium.max_bytes(self._limits)
+        if image.num_bytes > most:
+            raise InvalidImage(
+                f"The {image.kind} has {image.num_bytes} bytes: send at most {most}."
+            )
         name = f"the {image.kind} of the request"
         if image.end_s:
-            data = await self._cached(image, name, tenant)
-        else:
-            data = await self._fetch(image, name)
-        most = medium.max_bytes(self._limits)
-        if len(data) > most:
-            raise InvalidImage(f"The {image.kind} has {len(data)} bytes: send at most {most}.")
-        return data
+            return io.BytesIO(await self._cached(image, name, tenant))
+        return await self._fetch(image, name, self._blobs.open)
 
     async def _segment_ends(self, image: ImageRef, tenant: str) -> tuple[float, ...]:
         """Where audio is cut into segments that the model takes. Raises: ImageRefused."""
         longest_s = min(MAX_SEGMENT_S, self._capabilities.max_audio_s)
 
-        def find(data: bytes) -> tuple[float, ...]:
+        def find(file: IO[bytes]) -> tuple[float, ...]:
             assert self._videos is not None
             with (
                 self._counting(AUDIO_TOO_LONG),
-                self._videos.open_audio(data, image, longest_s) as audio,
+                self._videos.open_audio(file, image, longest_s) as audio,
             ):
                 return audio.info.segment_ends
 
         try:
-            data = await self._media_file(image, tenant)
-            return await self._video_threads.run(tenant, lambda: find(data))
+            file = await self._media_file(image, tenant)
+            return await self._video_threads.run(tenant, lambda: find(file))
         except RequestError as error:
             raise ImageRefused(0, error) from error
 
-    def _decode_video(self, data: bytes, image: ImageRef, tenant: str) -> tuple[PreparedImage, int]:
+    def _decode_video(
+        self, file: IO[bytes], image: ImageRef, tenant: str
+    ) -> tuple[PreparedImage, int]:
         assert self._videos is not None
-        with self._counting(TOO_LONG), self._videos.open(data, image) as video:
+        with self._counting(TOO_LONG), self._videos.open(file, image) as video:
             content = self._engine.prepare_video(video)
         self.media.length_s += video.info.length_s
         frames = f"{image.sha256} {video.info} {video.indices} {video.size}"
         key = salted_hash(hashlib.sha256(frames.encode()).hexdigest(), tenant)
         counts = len(video.indices or ()), video.info.num_frames
-        return PreparedImage(key, content, counts), getattr(content, "nbytes", len(data))
+        return PreparedImage(key, content, counts), getattr(content, "nbytes", image.num_bytes)
 
-    def _decode_audio(self, data: bytes, image: ImageRef, tenant: str) -> tuple[PreparedImage, int]:
+    def _decode_audio(
+        self, file: IO[bytes], image: ImageRef, tenant: str
+    ) -> tuple[PreparedImage, int]:
         assert self._videos is not None
-        with self._counting(AUDIO_TOO_LONG), self._videos.open_audio(data, image) as audio:
+        with self._counting(AUDIO_TOO_LONG), self._videos.open_audio(file, image) as audio:
             content = self._engine.prepare_audio(audio)
         self.media.length_s += audio.info.length_s
         key = salted_hash(_identity(image), tenant)
-        return PreparedImage(key, content), getattr(content, "nbytes", len(data))
+        return PreparedImage(key, content), getattr(content, "nbytes", image.num_bytes)
 
     @contextmanager
     def _counting(self, too_long: str) -> Iterator[None]:
@@ -288,11 +293,13 @@ class Preprocessor:
         finally:
             self.media.decode_s += time.perf_counter() - started
 
-    async def _fetch(self, image: BlobRef, what: str = "an image of the request") -> bytes:
-        """The bytes of a blob; retries while Redis fails. Raises: ImageUnavailable."""
+    async def _fetch(
+        self, ref: BlobRef, what: str, read: Callable[[BlobRef], Awaitable[Result | None]]
+    ) -> Result:
+        """The content of a blob; retries while Redis fails. Raises: ImageUnavailable."""
         while True:
             try:
-                data = await self._blobs.get(image)
+                data = await read(ref)
                 break
             except BlobsUnavailable as error:
                 logger.warning("cannot fetch %s: %s", what, error)
@@ -305,7 +312,7 @@ class Preprocessor:
         """The bytes of a blob that several requests use. Raises: ImageUnavailable."""
 
         async def fetch() -> tuple[bytes, int]:
-            data = await self._fetch(ref, what)
+            data = await self._fetch(ref, what, self._blobs.get)
             return data, len(data)
 
         return await self._prepared.get("bytes " + salted_hash(ref.sha256, tenant), fetch)

@@ -1,12 +1,13 @@
 """A child process of the worker that decodes videos and audio of strangers, confined as `decoder_child` is.
 
-On a socket, for each file: a head (the arguments of `open_video` or `AudioFile` without the first) and the file; the
-answer is `VideoInfo` or `AudioInfo`. Then times, as JSON; the answer is a message of pixels for each. Or a rate; the
+On a socket, for each file: a head (the arguments of `open_video` or `AudioFile` without the first) and the file's
+descriptor; the answer is `VideoInfo` or `AudioInfo`. Then times, as JSON; the answer is a message of pixels for each. Or a rate; the
 answer is messages of samples, and an empty one. An answer is a status (`VALUE`, `REFUSAL`)
 and a message; a refusal ends the file.
 """
 
 import io
+import os
 import socket
 from contextlib import suppress
 from typing import Any
@@ -34,18 +35,19 @@ def serve(sock: socket.socket, max_cpu_s: int) -> None:
     sock.sendall(READY)
     while True:
         head = msgspec.json.decode(receive_message(sock), type=Head | AudioHead)
-        data = bytes(receive_message(sock))
+        _, numbers, _, _ = socket.recv_fds(sock, 1, 1)
         allow_cpu(max_cpu_s)
-        try:
+        with os.fdopen(*numbers, "rb") as file:
             try:
-                if isinstance(head, AudioHead):
-                    _serve_audio(sock, AudioFile(data, *msgspec.structs.astuple(head)))
-                else:
-                    _serve_video(sock, open_video(data, *msgspec.structs.astuple(head)))
-            except MemoryError:
-                raise InvalidImage("The file takes too much memory to decode.") from None
-        except InvalidImage as error:
-            _send(sock, REFUSAL, msgspec.json.encode(Refusal(str(error), error.param)))
+                try:
+                    if isinstance(head, AudioHead):
+                        _serve_audio(sock, AudioFile(file, *msgspec.structs.astuple(head)))
+                    else:
+                        _serve_video(sock, open_video(file, *msgspec.structs.astuple(head)))
+                except MemoryError:
+                    raise InvalidImage("The file takes too much memory to decode.") from None
+            except InvalidImage as error:
+                _send(sock, REFUSAL, msgspec.json.encode(Refusal(str(error), error.param)))
 
 
 def _serve_video(sock: socket.socket, video: VideoFile | FrameFile) -> None:
@@ -88,13 +90,13 @@ def load_decoders() -> None:
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     limits = FrameLimits(64 * 64, 2 * 64 * 64)
-    list(VideoFile(file.getvalue(), "video/mp4", limits, 60.0).frames([0.0, 0.2]))
+    list(VideoFile(file, "video/mp4", limits, 60.0).frames([0.0, 0.2]))
     with suppress(InvalidImage):
-        VideoFile(b"\x1aE\xdf\xa3", "video/webm", limits, 60.0)
+        VideoFile(io.BytesIO(b"\x1aE\xdf\xa3"), "video/webm", limits, 60.0)
     _load_audio()
     jpeg = io.BytesIO()
     Image.new("RGB", (8, 8)).save(jpeg, "JPEG")
-    frames = msgspec.msgpack.encode([jpeg.getvalue()])
+    frames = io.BytesIO(msgspec.msgpack.encode([jpeg.getvalue()]))
     list(open_video(frames, FRAMES_TYPE, limits, 1.0, 0.0, 0.0, 1.0).frames([0.0]))
 
 
@@ -109,7 +111,7 @@ def _load_audio() -> None:
                 plane.update(bytes(plane.buffer_size))
             container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
-        list(AudioFile(file.getvalue(), media_type, 60.0, 2).samples(16_000))
+        list(AudioFile(file, media_type, 60.0, 2).samples(16_000))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """Decodes videos and audio in child processes: first the properties of a file, then the chosen frames or the samples."""
 
+import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import UnsupportedOperation
+from tempfile import TemporaryFile
+from typing import IO
 
 import msgspec
 from PIL import Image
@@ -70,7 +74,7 @@ class VideoPool(ChildPool):
         self.num_processes = num_processes
 
     @contextmanager
-    def open(self, data: bytes, ref: ImageRef) -> Iterator["DecodedVideo"]:
+    def open(self, file: IO[bytes], ref: ImageRef) -> Iterator["DecodedVideo"]:
         """A video, as long as the block lasts. Raises: InvalidImage; OSError if no child can be started."""
         options = ref.video or VideoOptions()
         limits = FrameLimits(
@@ -89,7 +93,7 @@ class VideoPool(ChildPool):
         )
         with self.borrow() as child:
             with child.talking(CANNOT_DECODE, TOO_LONG):
-                answer, until = self._ask(child, head, data)
+                answer, until = self._ask(child, head, file)
             info = msgspec.json.decode(answer, type=VideoInfo)
             video = DecodedVideo(child, info, options, self._limits.max_video_frames, limits, until)
             try:
@@ -100,7 +104,7 @@ class VideoPool(ChildPool):
 
     @contextmanager
     def open_audio(
-        self, data: bytes, ref: ImageRef, max_segment_s: float = 0.0
+        self, file: IO[bytes], ref: ImageRef, max_segment_s: float = 0.0
     ) -> Iterator["DecodedAudio"]:
         """Audio, as long as the block lasts. Raises: InvalidImage; OSError if no child can be started.
 
@@ -117,7 +121,7 @@ class VideoPool(ChildPool):
         )
         with self.borrow() as child:
             with child.talking(CANNOT_DECODE_AUDIO, AUDIO_TOO_LONG):
-                answer, until = self._ask(child, head, data)
+                answer, until = self._ask(child, head, file)
             info = msgspec.json.decode(answer, type=AudioInfo)
             audio = DecodedAudio(child, info, limits.max_audio_s, until)
             try:
@@ -126,12 +130,15 @@ class VideoPool(ChildPool):
                 if not audio.is_read and not child.is_lost:
                     audio.samples(0)
 
-    def _ask(self, child: Child, head: Head | AudioHead, data: bytes) -> tuple[bytearray, float]:
+    def _ask(
+        self, child: Child, head: Head | AudioHead, file: IO[bytes]
+    ) -> tuple[bytearray, float]:
         """What is in a file, and until when it must be decoded. Raises: InvalidImage; EOFError, OSError."""
         until = time.monotonic() + self.timeout_s
         child.socket.settimeout(self.timeout_s)
         send_message(child.socket, msgspec.json.encode(head))
-        send_message(child.socket, data)
+        with _on_disk(file) as stored:
+            socket.send_fds(child.socket, [b"="], [stored.fileno()])
         return _receive(child, until, _MAX_JSON_BYTES), until
 
 
@@ -197,6 +204,21 @@ class DecodedVideo(OpenVideo):
                 pixels = data[SIZE.size :]
                 images[index] = Image.frombuffer("RGB", self.size, pixels, "raw", "RGB", 0, 1)
         return [images[index] for index in indices]
+
+
+@contextmanager
+def _on_disk(file: IO[bytes]) -> Iterator[IO[bytes]]:
+    """A file with a descriptor, at its beginning; one that has it stays open."""
+    file.seek(0)
+    try:
+        file.fileno()
+    except UnsupportedOperation:
+        with TemporaryFile() as copy:
+            copy.write(file.read())
+            copy.seek(0)
+            yield copy
+        return
+    yield file
 
 
 def _receive(child: Child, until: float, max_bytes: int) -> bytearray:

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import io
 import ipaddress
 import socket
 import ssl
@@ -144,7 +145,9 @@ class Fetching(NamedTuple):
     max_bytes: int
 
     async def fetch(self, url: str) -> bytes:
-        return await self.fetcher.fetch(url, self.reserved.append, self.max_bytes)
+        file = io.BytesIO()
+        await self.fetcher.fetch(url, file, self.reserved.append, self.max_bytes)
+        return file.getvalue()
 
     async def is_fetched(self, url: str) -> bool:
         try:

@@ -2,11 +2,13 @@
 
 import asyncio
 import base64
+import hashlib
 import io
 import struct
 import threading
 import zlib
 from collections.abc import Callable
+from typing import IO
 
 import pytest
 from hypothesis import given
@@ -147,8 +149,8 @@ class SlowFetcher:
         self.num_started = self.num_cancelled = 0
 
     async def fetch(
-        self, url: str, reserve: Callable[[int], None], max_bytes: int, more_s: float
-    ) -> bytes:
+        self, url: str, file: IO[bytes], reserve: Callable[[int], None], max_bytes: int, more_s: float
+    ) -> None:
         self.num_started += 1
         if "missing" in url:
             raise ImageRefused("no")
@@ -169,6 +171,33 @@ async def test_the_siblings_of_a_refused_image_are_given_up():
     loader.close()
     assert raised.value.param == "missing"
     assert fetcher.num_cancelled == fetcher.num_started - 1 >= 1
+
+
+class FileFetcher:
+    """Stands in for `ImageFetcher`: a clip in pieces."""
+
+    file: IO[bytes]
+
+    async def fetch(
+        self, url: str, file: IO[bytes], reserve: Callable[[int], None], max_bytes: int, more_s: float
+    ) -> None:
+        self.file = file
+        for start in range(0, len(clip("mp4")), 1000):
+            file.write(clip("mp4")[start : start + 1000])
+
+
+async def test_a_video_by_url_is_a_file_on_disk_if_the_store_takes_files():
+    fetcher = FileFetcher()
+    source = ImageSource("http://x.example/clip", "p", video=VideoOptions())
+    for uses_disk in (False, True):
+        loader = ImageLoader(LimitSettings(), fetcher, uses_disk=uses_disk)  # type: ignore[arg-type]
+        [loaded] = await loader.load_all([source], ignore)
+        loader.close()
+        assert (loaded.data is fetcher.file) == uses_disk
+        data = loaded.data if isinstance(loaded.data, bytes) else loaded.data.read()  # type: ignore[union-attr]
+        assert data == clip("mp4")
+        assert loaded.ref.sha256 == hashlib.sha256(data).hexdigest()
+        assert (loaded.ref.num_bytes, loaded.ref.media_type) == (len(data), "video/mp4")
 
 
 def jpeg_of_scans(num_scans: int) -> bytes:

@@ -6,6 +6,7 @@ import os
 from base64 import b64encode
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryFile
 from uuid import uuid4
 
 import pytest
@@ -68,6 +69,29 @@ async def test_a_worker_reads_a_large_blob_by_its_url(make, url, reader, redis, 
     assert await reader.get(located) == LARGE
     assert [key async for key in redis.scan_iter(f"{redis_prefix}:*")] == []
     assert await store.hold(REF, "b", ttl_s=60)
+
+
+async def test_a_file_is_stored_in_parts_and_read_as_a_file(make, url, reader):
+    """Larger than two parts of an upload."""
+    data = os.urandom(12 * 1024 * 1024)
+    ref = BlobRef(sha256(data).hexdigest(), len(data))
+    with TemporaryFile() as file:
+        file.write(data)
+        store = make(url)
+        for _ in range(2):
+            assert await store.put(file, "a", ttl_s=60, ref=ref) == ref
+    located = await store.locate(ref, 60.0)
+    with await reader.open(located) as read:
+        assert read.fileno()
+        assert read.read() == data
+    obstore.put(from_url(url), ref.sha256, data[::-1])
+    assert await reader.open(located) is None
+
+
+async def test_a_small_file_is_in_redis(make, url, reader):
+    ref = BlobRef(sha256(b"small").hexdigest(), 5)
+    assert await make(url).put(io.BytesIO(b"small"), "a", ttl_s=60, ref=ref) == ref
+    assert (await reader.open(ref)).read() == b"small"
 
 
 async def test_a_small_blob_is_in_redis(make, url, reader):

@@ -1,5 +1,6 @@
 """Audio of strangers: one channel at the wanted rate, or a sentence; the next file is decoded either way."""
 
+import io
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
@@ -32,7 +33,7 @@ def pool() -> Iterator[VideoPool]:
 
 def decode(pool: VideoPool, data: bytes, media_type: str) -> tuple[AudioInfo, np.ndarray]:
     ref = ImageRef("", len(data), media_type, 0, 0)
-    with pool.open_audio(data, ref) as audio:
+    with pool.open_audio(io.BytesIO(data), ref) as audio:
         return audio.info, np.frombuffer(audio.samples(RATE), np.float32)
 
 
@@ -67,9 +68,9 @@ def test_bad_audio_is_refused_in_a_sentence_and_the_next_file_is_decoded(
 def test_videos_and_audio_share_the_children(pool: VideoPool):
     named(pool, "mp3")
     video = ImageRef("", 1, "video/mp4", 0, 0, video=VideoOptions())
-    with pool.open(clip("mp4"), video) as opened:
+    with pool.open(io.BytesIO(clip("mp4")), video) as opened:
         assert len(opened.frames([0, 1])) == 2
-    with pool.open_audio(sound("wav"), ImageRef("", 1, "audio/wav", 0, 0)) as audio:
+    with pool.open_audio(io.BytesIO(sound("wav")), ImageRef("", 1, "audio/wav", 0, 0)) as audio:
         assert audio.info.num_channels == 1  # its samples are not asked for
     assert len(named(pool, "wav")[1]) == 2 * RATE
 
@@ -102,14 +103,14 @@ def test_segments_end_in_pauses_and_join_to_the_whole(
 ):
     data = make_audio(codec, form, 26.0, rate=rate, pauses=(3.0, 8.0, 17.0))
     ref = ImageRef("", len(data), media_type, 0, 0)
-    with pool.open_audio(data, ref, 10.0) as audio:
+    with pool.open_audio(io.BytesIO(data), ref, 10.0) as audio:
         ends = audio.info.segment_ends
     assert [round(end) for end in ends] == [8, 17, 26]
     assert 8.0 <= ends[0] <= 8.5
     whole = decode(pool, data, media_type)[1]
     parts = []
     for start, end in pairwise((0.0, *ends)):
-        with pool.open_audio(data, replace(ref, start_s=start, end_s=end)) as audio:
+        with pool.open_audio(io.BytesIO(data), replace(ref, start_s=start, end_s=end)) as audio:
             assert audio.info.length_s == pytest.approx(end - start)
             parts.append(np.frombuffer(audio.samples(RATE), np.float32))
         assert len(parts[-1]) / RATE == pytest.approx(end - start, abs=0.05)
@@ -130,7 +131,7 @@ def test_segments_are_of_similar_length_wherever_the_pauses_are(
     pool: VideoPool, seconds: float, pauses: list[float], longest_s: float
 ):
     data = make_audio(seconds=seconds, rate=4000, pauses=pauses)
-    with pool.open_audio(data, ImageRef("", len(data), "audio/wav", 0, 0), longest_s) as audio:
+    with pool.open_audio(io.BytesIO(data), ImageRef("", len(data), "audio/wav", 0, 0), longest_s) as audio:
         ends = audio.info.segment_ends
     assert ends[-1] == pytest.approx(seconds, abs=0.01)
     lengths = [end - start for start, end in pairwise((0.0, *ends))]
@@ -140,7 +141,7 @@ def test_segments_are_of_similar_length_wherever_the_pauses_are(
 
 def test_audio_that_the_model_takes_whole_is_one_segment(pool: VideoPool):
     data = make_audio(seconds=9.0, rate=4000, pauses=(4.0,))
-    with pool.open_audio(data, ImageRef("", len(data), "audio/wav", 0, 0), 10.0) as audio:
+    with pool.open_audio(io.BytesIO(data), ImageRef("", len(data), "audio/wav", 0, 0), 10.0) as audio:
         assert audio.info.segment_ends == (9.0,)
 
 
@@ -160,10 +161,10 @@ def test_audio_of_changed_bytes_is_refused_or_decoded(
     ref = ImageRef("", len(data), SOUNDS[name][1], 0, 0)
     with suppress(InvalidImage):
         decode(pool, bytes(data), ref.media_type)
-    with suppress(InvalidImage), pool.open_audio(bytes(data), ref, 0.6) as audio:
+    with suppress(InvalidImage), pool.open_audio(io.BytesIO(bytes(data)), ref, 0.6) as audio:
         ends = audio.info.segment_ends
         assert sorted(ends) == list(ends)
         assert all(end - start <= 0.6 + 1e-9 for start, end in pairwise((0.0, *ends)))
     part = replace(ref, start_s=start_s, end_s=start_s + 0.5)
-    with suppress(InvalidImage), pool.open_audio(bytes(data), part) as audio:
+    with suppress(InvalidImage), pool.open_audio(io.BytesIO(bytes(data)), part) as audio:
         assert len(audio.samples(RATE)) <= 4 * RATE

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from engines.base import Tokenization
 from engines.registry import create_engine
+from shared.blobs.object_store import UrlBlobReader
 from shared.protocol import BlobRef, Call, ChatMessage, ImagePart, ImageRef, Tokenize
 from shared.settings.limits import LimitSettings
 from tests.factories_audio import make_audio
@@ -56,7 +57,7 @@ def preprocessor(
     own = replace_fields(engine.capabilities(), tasks=("generate",), max_audio_s=max_audio_s)
     monkeypatch.setattr(engine, "capabilities", lambda: own)
     pool = VideoPool(1, LIMITS)
-    preprocessor = Preprocessor(engine, store, LIMITS, 1, videos=pool)  # type: ignore[arg-type]
+    preprocessor = Preprocessor(engine, UrlBlobReader(store), LIMITS, 1, videos=pool)  # type: ignore[arg-type]
     yield preprocessor
     preprocessor.close()
     pool.close()

@@ -14,6 +14,7 @@ from engines.base import Capabilities, Decode, EngineCall, InvalidImage, Prepare
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import EngineRequest
 from engines.registry import create_engine
+from shared.blobs.object_store import UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import BlobRef, ChatMessage, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
@@ -61,7 +62,7 @@ class Preparing:
     def __init__(self) -> None:
         self.names: dict[bytes, str] = {}
         self.engine = SlowEngine(self.names)
-        self.preprocessor = Preprocessor(self.engine, Store(), LimitSettings(), 1)  # type: ignore[arg-type]
+        self.preprocessor = Preprocessor(self.engine, UrlBlobReader(Store()), LimitSettings(), 1)  # type: ignore[arg-type]
 
     def start(self, tenant: str, *names: str, text: str = "hi") -> "asyncio.Task[Any]":
         images = tuple(image(name) for name in names)
@@ -245,7 +246,7 @@ async def prepare(
     image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
     await store.put(data, "request", ttl_s=60)
     engine = create_engine({"kind": "mock"}).engine
-    preprocessor = Preprocessor(engine, store, make_group(LimitSettings, **limits), 1)
+    preprocessor = Preprocessor(engine, UrlBlobReader(store), make_group(LimitSettings, **limits), 1)
     try:
         await preprocessor.prepare(make_request(images=(image,)), "r")
     finally:

@@ -43,7 +43,7 @@ def decode(
     **options: float,
 ) -> tuple[VideoInfo, list[Image.Image]]:
     ref = ImageRef("", len(data), media_type, 0, 0, *pixels, VideoOptions(**options))  # type: ignore[arg-type]
-    with pool.open(data, ref) as video:
+    with pool.open(io.BytesIO(data), ref) as video:
         return video.info, video.frames(range(0, video.info.num_frames, every))
 
 
@@ -240,7 +240,7 @@ def test_a_child_that_dies_costs_one_video(pool: VideoPool):
     named(pool, "mp4")
     [victim] = [child.pid for child in children()]
     ref = ImageRef("", 0, "video/mp4", 0, 0, video=VideoOptions())
-    with pool.open(clip("mp4"), ref) as video:
+    with pool.open(io.BytesIO(clip("mp4")), ref) as video:
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(InvalidImage, match="cannot be decoded"):
             video.frames([0])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engines.registry import create_engine
+from shared.blobs.object_store import UrlBlobReader
 from shared.protocol import BlobRef, ChatMessage, ImagePart, ImageRef, TextPart, VideoOptions
 from shared.settings.limits import LimitSettings
 from tests.factories_queue import make_request
@@ -29,7 +30,7 @@ class Store:
 def preprocessor() -> Iterator[Preprocessor]:
     loaded = create_engine({"kind": "mock"})
     pool = VideoPool(1, LIMITS)
-    preprocessor = Preprocessor(loaded.engine, Store(), LIMITS, 1, videos=pool)  # type: ignore[arg-type]
+    preprocessor = Preprocessor(loaded.engine, UrlBlobReader(Store()), LIMITS, 1, videos=pool)  # type: ignore[arg-type]
     yield preprocessor
     preprocessor.close()
     pool.close()

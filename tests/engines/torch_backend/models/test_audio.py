@@ -21,6 +21,7 @@ from engines.registry import create_engine
 from engines.text.processor import ChatProcessor
 from engines.torch_backend.multimodal import parts
 from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO
+from shared.blobs.object_store import UrlBlobReader
 from shared.protocol import BlobRef, ChatMessage, ImagePart, ImageRef, SamplingParams, TextPart
 from shared.settings.limits import LimitSettings
 from tests.contract.test_model_family import make_image
@@ -163,7 +164,7 @@ def pool() -> Iterator[VideoPool]:
 
 
 def process(pool: VideoPool, processor: ChatProcessor, data: bytes, media_type: str) -> Any:
-    with pool.open_audio(data, ImageRef("", len(data), media_type, 0, 0)) as audio:
+    with pool.open_audio(io.BytesIO(data), ImageRef("", len(data), media_type, 0, 0)) as audio:
         return processor.process_audio(audio)
 
 
@@ -195,7 +196,7 @@ def their_inputs(
         elif part in SOUNDS:
             text += family.audio_placeholder
             data = sound(part)
-            with pool.open_audio(data, ImageRef("", len(data), SOUNDS[part][1], 0, 0)) as opened:
+            with pool.open_audio(io.BytesIO(data), ImageRef("", len(data), SOUNDS[part][1], 0, 0)) as opened:
                 audio.append(np.frombuffer(opened.samples(RATE), np.float32).copy())
         else:
             text += part
@@ -265,11 +266,11 @@ def test_audio_that_the_processor_would_cut_is_refused(loaded: Loaded, pool: Vid
 def test_each_segment_of_longer_audio_is_taken(loaded: Loaded, pool: VideoPool) -> None:
     data = make_audio(seconds=41.0, rate=8000, pauses=(3.0, 25.0))
     ref = ImageRef("", len(data), "audio/wav", 0, 0)
-    with pool.open_audio(data, ref, min(30.0, loaded.processor.max_audio_s)) as audio:
+    with pool.open_audio(io.BytesIO(data), ref, min(30.0, loaded.processor.max_audio_s)) as audio:
         ends = audio.info.segment_ends
     assert len(ends) > 1
     for start, end in pairwise((0.0, *ends)):
-        with pool.open_audio(data, msgspec.structs.replace(ref, start_s=start, end_s=end)) as audio:
+        with pool.open_audio(io.BytesIO(data), msgspec.structs.replace(ref, start_s=start, end_s=end)) as audio:
             assert loaded.processor.process_audio(audio).num_slots > 0
 
 
@@ -292,7 +293,7 @@ async def test_a_worker_prepares_audio_for_a_checkpoint(loaded: Loaded, pool: Vi
     assert started.card.supports_audio
     assert bool(started.card.transcription_prompt) == (loaded.family.name in ONE_AUDIO)
     assert started.card.supports_images == bool(loaded.family.placeholder)
-    preprocessor = Preprocessor(started.engine, Store(), LimitSettings(), 1, videos=pool)  # type: ignore[arg-type]
+    preprocessor = Preprocessor(started.engine, UrlBlobReader(Store()), LimitSettings(), 1, videos=pool)  # type: ignore[arg-type]
     ref = ImageRef(sha256(b"wav").hexdigest(), 1, "audio/wav", 0, 0, param="file")
     parts = (ImagePart(0), TextPart("What is it?"))
     sampling = SamplingParams(temperature=0.0, max_tokens=test_families.NUM_TOKENS, ignore_eos=True)

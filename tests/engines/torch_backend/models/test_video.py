@@ -181,7 +181,7 @@ def process(
 ) -> tuple[tuple[int, ...], Any]:
     data = clip(name)
     ref = ImageRef("", len(data), CLIPS[name][1], 0, 0, video=VideoOptions(**options))
-    with pool.open(data, ref) as video:
+    with pool.open(io.BytesIO(data), ref) as video:
         made = processor.process_video(video)
         assert video.indices is not None
         return video.indices, made
