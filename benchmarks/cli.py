@@ -1,5 +1,6 @@
 """The `vlm bench` commands. Torch is imported by the command that needs it."""
 
+import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,12 @@ def bench_gateway(
             min=0, max=64, help="Cache hits of so many workers, with and without prefix affinity."
         ),
     ] = 0,
+    growth: Annotated[
+        int,
+        typer.Option(
+            min=0, max=1000, help="Redis's CPU for so many workers with 100 requests each, at rest."
+        ),
+    ] = 0,
     tokens: Annotated[
         int, typer.Option(min=0, help="Measure the CPU time per token of this many streams.")
     ] = 0,
@@ -64,12 +71,16 @@ def bench_gateway(
     """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
     from benchmarks.gateway.affinity import run_affinity
     from benchmarks.gateway.against import run_against
+    from benchmarks.gateway.growth import measure_growth
     from benchmarks.gateway.run import BenchError, run, show
     from benchmarks.gateway.server import run_tokens, write_fleet_figures
 
     try:
         if figures is not None:
             write_fleet_figures(figures, seconds, rounds)
+            return
+        if growth:
+            show([asyncio.run(measure_growth(growth, rounds))])
             return
         if tokens:
             show([run_tokens(tokens, seconds, rounds, against)])

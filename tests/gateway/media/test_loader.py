@@ -19,8 +19,10 @@ import gateway.media.loader as loader_module
 from gateway.http.errors import InvalidRequest
 from gateway.media.header import ImageRefused, check_header, read_header
 from gateway.media.loader import ImageLoader, ImageSource, decode_base64
+from shared.protocol import VideoOptions
 from shared.settings.limits import LimitSettings
 from tests.factories_images import data_url, encoded, ignore
+from tests.factories_video import clip
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 300), (640, 480), (3000, 17)])

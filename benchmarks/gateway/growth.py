@@ -1,0 +1,115 @@
+"""Redis's CPU for open requests at rest: `vlm bench gateway --growth WORKERS`.
+
+Workers with `NUM_SEATS` running requests each repeat what they do at each heartbeat, with the real scripts. The CPU
+time is Redis's own, so that the figures do not depend on other processes of the machine.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from redis.asyncio import Redis
+from rich.table import Table
+
+from benchmarks.gateway.tables import new_table
+from shared.protocol import Envelope, ModelCard, Priority
+from shared.queue.api import Claim, Submission
+from shared.queue.claims import RedisWorkerQueue
+from shared.queue.mailbox import RedisMailbox
+from shared.queue.registry import Registry, WorkerRecord
+from shared.queue.submit import RedisGatewayQueue
+from shared.redis.client import create_redis
+from shared.redis.embedded import EmbeddedRedis
+from shared.settings.tree import RedisSettings, WorkerSettings
+
+MODEL, PREFIX = "mock", "growth"
+NUM_SEATS = 100  #: running requests of a worker
+NUM_GATEWAYS = 2
+GATEWAYS_EVERY_S = 1.0  #: between two readings of the registry
+PAYLOAD = bytes(2000)
+
+
+async def measure_growth(num_workers: int, rounds: int) -> Table:
+    """The cost of each kind of work for one second of the whole fleet."""
+    with tempfile.TemporaryDirectory(prefix="vlm-bench-") as folder, EmbeddedRedis(Path(folder)) as server:
+        redis = create_redis(RedisSettings(url=server.url))
+        try:
+            return await _measure(redis, num_workers, rounds)
+        finally:
+            await redis.aclose()
+
+
+async def _measure(redis: Redis, num_workers: int, rounds: int) -> Table:
+    settings = WorkerSettings()
+    heartbeat_s = settings.heartbeat_s
+    registry = Registry(redis, PREFIX)
+    mailbox = RedisMailbox(redis, PREFIX, "gateway")
+    await mailbox.open([MODEL])
+    workers = [_worker(redis, str(number), settings) for number in range(num_workers)]
+    await workers[0].create_group()
+    await _submit(RedisGatewayQueue(redis, PREFIX), num_workers * NUM_SEATS)
+    claims = [await worker.take(NUM_SEATS) for worker in workers]
+    assert all(len(each) == NUM_SEATS for each in claims)
+    pairs = list(zip(workers, claims, strict=True))
+    card = ModelCard(MODEL, created_at=0, max_model_len=4096, vocab_size=32_000)
+    records = [WorkerRecord(str(number), card, "mock") for number in range(num_workers)]
+
+    async def all_of(of: Callable[[RedisWorkerQueue, Sequence[Claim]], Awaitable[object]]) -> None:
+        for worker, own in pairs:
+            await of(worker, own)
+
+    kinds: dict[str, tuple[float, Callable[[], Awaitable[object]]]] = {
+        "renew leases": (heartbeat_s, lambda: all_of(lambda worker, own: worker.renew(own))),
+        "find lost replies": (heartbeat_s, lambda: all_of(lambda worker, _: worker.reconcile())),
+        "find lost gateways": (
+            heartbeat_s, lambda: all_of(lambda worker, own: worker.cancel_deserted(own)),
+        ),
+        "ask for the scan": (
+            heartbeat_s, lambda: all_of(lambda worker, _: worker.take_scan(heartbeat_s / 2)),
+        ),
+        "scan for expired leases": (heartbeat_s / 2, lambda: workers[0].reclaim(1)),
+        "announce workers": (
+            heartbeat_s,
+            lambda: asyncio.gather(*(registry.announce(record, 60.0) for record in records)),
+        ),
+        "gateways read the registry": (
+            GATEWAYS_EVERY_S / NUM_GATEWAYS, lambda: asyncio.gather(registry.workers(), registry.models()),
+        ),
+    }  # fmt: skip
+    table = new_table(
+        f"{num_workers} workers, {num_workers * NUM_SEATS} running requests",
+        "at each heartbeat", "CPU of Redis in ms per second",
+    )  # fmt: skip
+    total_ms = 0.0
+    for name, (every_s, work) in kinds.items():
+        await work()
+        costs = []
+        for _ in range(rounds):
+            before_s = await _cpu_s(redis)
+            await work()
+            costs.append(1000 * (await _cpu_s(redis) - before_s) / every_s)
+        total_ms += median(costs)
+        table.add_row(name, f"{median(costs):.2f}")
+    table.add_row("all", f"{total_ms:.1f} ({total_ms / 10:.1f} % of a core)")
+    return table
+
+
+def _worker(redis: Redis, name: str, settings: WorkerSettings) -> RedisWorkerQueue:
+    return RedisWorkerQueue(
+        redis, redis, keys_prefix=PREFIX, model=MODEL, worker_id=name, lease_s=settings.lease_s,
+        max_attempts=settings.max_attempts, batch_age_s=settings.batch_age_s,
+    )  # fmt: skip
+
+
+async def _submit(queue: RedisGatewayQueue, count: int) -> None:
+    for number in range(count):
+        envelope = Envelope(f"request-{number}", MODEL, "gateway", "tenant", Priority.INTERACTIVE, PAYLOAD)
+        await queue.submit(Submission([envelope], timeout_s=3600.0, max_waiting=count))
+
+
+async def _cpu_s(redis: Redis) -> float:
+    """CPU time that Redis has used; its clock has microseconds."""
+    info = await redis.info("cpu")
+    return info["used_cpu_user"] + info["used_cpu_sys"]
