@@ -92,7 +92,8 @@ class ImageLoader:
     ) -> list[LoadedImage]:
         """Load images in order. `reserve` is called with a number of fetched bytes before they are stored.
 
-        `hold` is called for images that are stored already. Raises: InvalidRequest that names the refused image; what `reserve` raises. The others are cancelled.
+        `hold` is called for images that are stored already. Raises: InvalidRequest that names the refused image; what
+        `reserve` raises. The others are cancelled.
         """
         if all(_is_data(source.url) for source in sources):
             return [await self._load(source, reserve, hold) for source in sources]
