@@ -58,10 +58,9 @@ class AudioFile:
         """`end_s` 0: the whole file. `max_segment_s`: find segments of at most this length. Raises: InvalidImage."""
         if media_type not in CONTAINERS:
             raise InvalidImage(DAMAGED)
+        file.seek(0)
         try:
-            self._container: Any = av.open(
-                file, format=CONTAINERS[media_type], options=_OPTIONS
-            )
+            self._container: Any = av.open(file, format=CONTAINERS[media_type], options=_OPTIONS)
         except Exception:  # FFmpeg has a hundred errors
             raise InvalidImage(DAMAGED) from None
         self._stream: Any = next(iter(self._container.streams.audio), None)

@@ -102,9 +102,7 @@ class Services:
         )
         self.refunds = Refunds(self.queue)
         self.fetcher = create_fetcher(settings)
-        self.loader = ImageLoader(
-            settings.limits, self.fetcher, uses_disk=self.blobs.takes_files
-        )
+        self.loader = ImageLoader(settings.limits, self.fetcher, uses_disk=self.blobs.takes_files)
         self.lifecycle = self._create_lifecycle()
         self.search = SearchClient(settings.search)
         self.batches = create_batches(settings.gateway.files)

@@ -244,6 +244,8 @@ def cpu_s(code: str, *arguments: str) -> float:
     ],
     ids=["vlm --help", "gateway"],
 )  # fmt: skip
-def test_a_start_costs_little_more_than_the_libraries_it_needs(code: str, libraries: str, most: float):
+def test_a_start_costs_little_more_than_the_libraries_it_needs(
+    code: str, libraries: str, most: float
+):
     code = f"try:\n  {code}\nexcept SystemExit: pass"
     assert cpu_s(code) <= most * cpu_s(f"import {libraries}")

@@ -33,7 +33,10 @@ PAYLOAD = bytes(2000)
 
 async def measure_growth(num_workers: int, rounds: int) -> Table:
     """The cost of each kind of work for one second of the whole fleet."""
-    with tempfile.TemporaryDirectory(prefix="vlm-bench-") as folder, EmbeddedRedis(Path(folder)) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="vlm-bench-") as folder,
+        EmbeddedRedis(Path(folder)) as server,
+    ):
         redis = create_redis(RedisSettings(url=server.url))
         try:
             return await _measure(redis, num_workers, rounds)
@@ -105,7 +108,9 @@ def _worker(redis: Redis, name: str, settings: WorkerSettings) -> RedisWorkerQue
 
 async def _submit(queue: RedisGatewayQueue, count: int) -> None:
     for number in range(count):
-        envelope = Envelope(f"request-{number}", MODEL, "gateway", "tenant", Priority.INTERACTIVE, PAYLOAD)
+        envelope = Envelope(
+            f"request-{number}", MODEL, "gateway", "tenant", Priority.INTERACTIVE, PAYLOAD
+        )
         await queue.submit(Submission([envelope], timeout_s=3600.0, max_waiting=count))
 
 

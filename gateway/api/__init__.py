@@ -103,7 +103,11 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     return [
         Models(models, limits),
         Files(
-            search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits,
+            search,
+            batches and batches.files,
+            lifecycle.kept,
+            lifecycle.loader,
+            limits,
             settings.gateway.body_timeout_s,
         ),
         BatchResource(batches, services.look_for_batches, limits, batchable, find_guest),

@@ -4,7 +4,8 @@ Source: OpenAI API reference, "Files".
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -83,24 +84,30 @@ class Files(Resource):
     _limits: LimitSettings
     _body_timeout_s: float
 
-    async def _read_form(self, caller: Caller) -> list[FormPart]:
+    @asynccontextmanager
+    async def _reading(self, caller: Caller) -> AsyncIterator[list[FormPart]]:
+        """The parts of the uploaded form, whose files are closed at the end of the block."""
         most, type_ = self._limits.max_body_bytes, caller.context.headers.get(b"content-type", b"")
         open_file: Callable[[], IO[bytes]] = BytesIO
         if self._loader.uses_disk:
             medium = max(self._limits.max_video_bytes, self._limits.max_audio_bytes)
             most = max(most, medium + _MAX_FORM_BYTES)
             open_file = partial(SpooledTemporaryFile, max_size=_MAX_MEMORY_BYTES)
-        form = FormReader(type_, open_file)
-        async for piece in read_pieces(
+        pieces = read_pieces(
             caller.receive, caller.context, caller.held, most, self._body_timeout_s, _FORM.encode()
-        ):
-            form.feed(piece)
-        return form.close()
+        )
+        with FormReader(type_, open_file) as form:
+            async for piece in pieces:
+                form.feed(piece)
+            yield form.close()
 
     @operation("POST", "/v1/files", request_type=UploadForm, media_type=_FORM, is_upload=True)
     async def create_file(self, caller: Caller) -> FileObject:
         """Upload a file."""
-        form = await self._read_form(caller)
+        async with self._reading(caller) as form:
+            return await self._create(caller, form)
+
+    async def _create(self, caller: Caller, form: list[FormPart]) -> FileObject:
         fields = {part.name: part for part in form}
         if unknown := fields.keys() - {"file", "purpose"}:
             name = min(unknown)

@@ -358,9 +358,7 @@ class Lifecycle:
             call.when_closed(lambda _: release())
         return call
 
-    async def _put_images(
-        self, images: Sequence[LoadedImage], holder: str, ttl_s: float
-    ) -> None:
+    async def _put_images(self, images: Sequence[LoadedImage], holder: str, ttl_s: float) -> None:
         distinct = {image.ref.sha256: image for image in images}
         puts = [
             self.blobs.put(image.data, holder, ttl_s=ttl_s, ref=image.ref)
@@ -368,7 +366,10 @@ class Lifecycle:
             if image.data is not None
         ]
         # Wait for all of them if one fails: an image that is stored after the release stays until it expires.
-        for result in await asyncio.gather(*puts, return_exceptions=True):
+        results = await asyncio.gather(*puts, return_exceptions=True)
+        for image in images:
+            image.close()
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from email.message import Message
-from typing import IO
+from typing import IO, Self
 
 from gateway.http.errors import InvalidRequest, unsupported_media_type
 
@@ -40,7 +40,7 @@ def read_form(body: bytes, content_type: bytes) -> list[FormPart]:
 
 
 class FormReader:
-    """Reads a form that arrives in pieces. All methods raise InvalidRequest."""
+    """Reads a form that arrives in pieces. A context manager that closes the files. All methods raise InvalidRequest."""
 
     def __init__(self, content_type: bytes, open_file: Callable[[], IO[bytes]]) -> None:
         """`open_file` returns the file to which the content of a part is written."""
@@ -52,8 +52,17 @@ class FormReader:
         self._open_file = open_file
         self._parts: list[FormPart] = []
         self._unread = bytearray(b"\r\n")
-        self._head: bytearray | None = None  # of the part that begins; None before the first delimiter
+        self._head: bytearray | None = (
+            None  # of the part that begins; None before the first delimiter
+        )
         self._part: FormPart | None = None  # the part whose content arrives
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in self._parts:
+            part.file.close()
 
     def feed(self, piece: bytes) -> None:
         """Read the next bytes of the body."""

@@ -10,6 +10,7 @@ import hashlib
 import io
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, TypeVar
@@ -71,6 +72,10 @@ class LoadedImage(Struct, frozen=True):
     ref: ImageRef
     data: bytes | IO[bytes] | None
 
+    def close(self) -> None:
+        if self.data is not None and not isinstance(self.data, bytes):
+            self.data.close()
+
 
 class ImageLoader:
     """Loads images within the limits. `fetcher`: None if remote URLs are disabled."""
@@ -123,7 +128,12 @@ class ImageLoader:
             if _is_data(source.url):
                 from_url = partial(self._from_data_url, source=source)
                 return await self._off_loop(from_url, source.url)
-            return await self._check_file(await self._fetch(source, reserve), source)
+            file = await self._fetch(source, reserve)
+            try:
+                return await self._check_file(file, source)
+            except BaseException:
+                file.close()
+                raise
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
 
@@ -166,9 +176,12 @@ class ImageLoader:
         most = MEDIA[source.kind].max_bytes(self.limits)
         is_image = source.kind == "image"
         more_s = 0.0 if is_image else most / _LEAST_BYTES_PER_S
-        file = TemporaryFile() if self.uses_disk and not is_image else io.BytesIO()
-        await self.fetcher.fetch(url, file, reserve, most, more_s)
-        return file
+        with ExitStack() as stack:
+            on_disk = self.uses_disk and not is_image
+            file = stack.enter_context(TemporaryFile() if on_disk else io.BytesIO())
+            await self.fetcher.fetch(url, file, reserve, most, more_s)
+            stack.pop_all()  # the file stays open
+            return file
 
     def _from_data_url(self, url: str, source: ImageSource) -> LoadedImage:
         comma = url.find(",", 0, 256)

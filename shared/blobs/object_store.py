@@ -8,6 +8,7 @@ import asyncio
 import io
 import time
 from collections.abc import Awaitable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta  # noqa: TID251
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -160,19 +161,21 @@ class UrlBlobReader:
     async def _download(self, ref: BlobRef) -> IO[bytes] | None:
         if self._client is None:
             self._client = httpx.AsyncClient(timeout=_TIMEOUT_S)
-        file = TemporaryFile()
-        try:
-            async with self._client.stream("GET", ref.url) as response:
-                if 400 <= response.status_code < 500:  # deleted, or the URL has expired
-                    return None
-                response.raise_for_status()
-                async for piece in response.aiter_bytes():
-                    file.write(piece)
-                    if file.tell() > ref.num_bytes:
+        with ExitStack() as stack:
+            file = stack.enter_context(TemporaryFile())
+            try:
+                async with self._client.stream("GET", ref.url) as response:
+                    if 400 <= response.status_code < 500:  # deleted, or the URL has expired
                         return None
-        except httpx.HTTPError as error:
-            raise BlobsUnavailable(f"the store of images: {type(error).__name__}") from None
-        return file
+                    response.raise_for_status()
+                    async for piece in response.aiter_bytes():
+                        file.write(piece)
+                        if file.tell() > ref.num_bytes:
+                            return None
+            except httpx.HTTPError as error:
+                raise BlobsUnavailable(f"the store of images: {type(error).__name__}") from None
+            stack.pop_all()  # the file stays open
+            return file
 
     async def close(self) -> None:
         if self._client is not None:

@@ -89,9 +89,12 @@ def test_a_file_beyond_the_limit_is_refused_while_it_arrives(
         with larger.open("r+b") as file:
             file.truncate(NUM_BYTES + 2 * MIB)
         response = upload(client, larger)
-        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+        assert (response.status_code, response.json()["error"]["code"]) == (
+            413,
+            "request_too_large",
+        )
 
 
 def test_limits_above_64_mib_need_a_store(tmp_path: Path):
-    with pytest.raises(AssertionError, match="VLM_LIMITS__MAX_VIDEO_BYTES: .* VLM_BLOBS__STORE"):
+    with pytest.raises(AssertionError, match=r"VLM_LIMITS__MAX_VIDEO_BYTES: .* VLM_BLOBS__STORE"):
         start_fleet(tmp_path, VLM_LIMITS__MAX_VIDEO_BYTES=str(NUM_BYTES))

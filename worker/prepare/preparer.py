@@ -221,7 +221,12 @@ class Preprocessor:
         """The hash of a video is one of its file and its frames, however they were chosen."""
         decode = self._decode_audio if image.kind == "audio" else self._decode_video
         file = await self._media_file(image, tenant)
-        return await self._video_threads.run(tenant, lambda: decode(file, image, tenant))
+
+        def work() -> tuple[PreparedImage, int]:
+            with file:
+                return decode(file, image, tenant)
+
+        return await self._video_threads.run(tenant, work)
 
     async def _media_file(self, image: ImageRef, tenant: str) -> IO[bytes]:
         """The file of a video or audio; cached if only a part of it is used. Raises: InvalidImage, ImageUnavailable."""
@@ -247,6 +252,7 @@ class Preprocessor:
         def find(file: IO[bytes]) -> tuple[float, ...]:
             assert self._videos is not None
             with (
+                file,
                 self._counting(AUDIO_TOO_LONG),
                 self._videos.open_audio(file, image, longest_s) as audio,
             ):

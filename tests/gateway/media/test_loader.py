@@ -151,7 +151,12 @@ class SlowFetcher:
         self.num_started = self.num_cancelled = 0
 
     async def fetch(
-        self, url: str, file: IO[bytes], reserve: Callable[[int], None], max_bytes: int, more_s: float
+        self,
+        url: str,
+        file: IO[bytes],
+        reserve: Callable[[int], None],
+        max_bytes: int,
+        more_s: float,
     ) -> None:
         self.num_started += 1
         if "missing" in url:
@@ -181,7 +186,12 @@ class FileFetcher:
     file: IO[bytes]
 
     async def fetch(
-        self, url: str, file: IO[bytes], reserve: Callable[[int], None], max_bytes: int, more_s: float
+        self,
+        url: str,
+        file: IO[bytes],
+        reserve: Callable[[int], None],
+        max_bytes: int,
+        more_s: float,
     ) -> None:
         self.file = file
         for start in range(0, len(clip("mp4")), 1000):
@@ -197,6 +207,7 @@ async def test_a_video_by_url_is_a_file_on_disk_if_the_store_takes_files():
         loader.close()
         assert (loaded.data is fetcher.file) == uses_disk
         data = loaded.data if isinstance(loaded.data, bytes) else loaded.data.read()  # type: ignore[union-attr]
+        loaded.close()
         assert data == clip("mp4")
         assert loaded.ref.sha256 == hashlib.sha256(data).hexdigest()
         assert (loaded.ref.num_bytes, loaded.ref.media_type) == (len(data), "video/mp4")

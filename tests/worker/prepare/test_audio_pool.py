@@ -131,7 +131,9 @@ def test_segments_are_of_similar_length_wherever_the_pauses_are(
     pool: VideoPool, seconds: float, pauses: list[float], longest_s: float
 ):
     data = make_audio(seconds=seconds, rate=4000, pauses=pauses)
-    with pool.open_audio(io.BytesIO(data), ImageRef("", len(data), "audio/wav", 0, 0), longest_s) as audio:
+    with pool.open_audio(
+        io.BytesIO(data), ImageRef("", len(data), "audio/wav", 0, 0), longest_s
+    ) as audio:
         ends = audio.info.segment_ends
     assert ends[-1] == pytest.approx(seconds, abs=0.01)
     lengths = [end - start for start, end in pairwise((0.0, *ends))]
@@ -141,7 +143,9 @@ def test_segments_are_of_similar_length_wherever_the_pauses_are(
 
 def test_audio_that_the_model_takes_whole_is_one_segment(pool: VideoPool):
     data = make_audio(seconds=9.0, rate=4000, pauses=(4.0,))
-    with pool.open_audio(io.BytesIO(data), ImageRef("", len(data), "audio/wav", 0, 0), 10.0) as audio:
+    with pool.open_audio(
+        io.BytesIO(data), ImageRef("", len(data), "audio/wav", 0, 0), 10.0
+    ) as audio:
         assert audio.info.segment_ends == (9.0,)
 
 

@@ -246,7 +246,9 @@ async def prepare(
     image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
     await store.put(data, "request", ttl_s=60)
     engine = create_engine({"kind": "mock"}).engine
-    preprocessor = Preprocessor(engine, UrlBlobReader(store), make_group(LimitSettings, **limits), 1)
+    preprocessor = Preprocessor(
+        engine, UrlBlobReader(store), make_group(LimitSettings, **limits), 1
+    )
     try:
         await preprocessor.prepare(make_request(images=(image,)), "r")
     finally:

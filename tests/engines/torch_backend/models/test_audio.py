@@ -196,7 +196,9 @@ def their_inputs(
         elif part in SOUNDS:
             text += family.audio_placeholder
             data = sound(part)
-            with pool.open_audio(io.BytesIO(data), ImageRef("", len(data), SOUNDS[part][1], 0, 0)) as opened:
+            with pool.open_audio(
+                io.BytesIO(data), ImageRef("", len(data), SOUNDS[part][1], 0, 0)
+            ) as opened:
                 audio.append(np.frombuffer(opened.samples(RATE), np.float32).copy())
         else:
             text += part
@@ -270,7 +272,9 @@ def test_each_segment_of_longer_audio_is_taken(loaded: Loaded, pool: VideoPool) 
         ends = audio.info.segment_ends
     assert len(ends) > 1
     for start, end in pairwise((0.0, *ends)):
-        with pool.open_audio(io.BytesIO(data), msgspec.structs.replace(ref, start_s=start, end_s=end)) as audio:
+        with pool.open_audio(
+            io.BytesIO(data), msgspec.structs.replace(ref, start_s=start, end_s=end)
+        ) as audio:
             assert loaded.processor.process_audio(audio).num_slots > 0
 
 
@@ -293,7 +297,9 @@ async def test_a_worker_prepares_audio_for_a_checkpoint(loaded: Loaded, pool: Vi
     assert started.card.supports_audio
     assert bool(started.card.transcription_prompt) == (loaded.family.name in ONE_AUDIO)
     assert started.card.supports_images == bool(loaded.family.placeholder)
-    preprocessor = Preprocessor(started.engine, UrlBlobReader(Store()), LimitSettings(), 1, videos=pool)  # type: ignore[arg-type]
+    preprocessor = Preprocessor(
+        started.engine, UrlBlobReader(Store()), LimitSettings(), 1, videos=pool
+    )  # type: ignore[arg-type]
     ref = ImageRef(sha256(b"wav").hexdigest(), 1, "audio/wav", 0, 0, param="file")
     parts = (ImagePart(0), TextPart("What is it?"))
     sampling = SamplingParams(temperature=0.0, max_tokens=test_families.NUM_TOKENS, ignore_eos=True)
