@@ -178,7 +178,7 @@ class ImageLoader:
         more_s = 0.0 if is_image else most / _LEAST_BYTES_PER_S
         with ExitStack() as stack:
             on_disk = self.uses_disk and not is_image
-            file = stack.enter_context(TemporaryFile() if on_disk else io.BytesIO())
+            file = stack.enter_context(TemporaryFile()) if on_disk else io.BytesIO()
             await self.fetcher.fetch(url, file, reserve, most, more_s)
             stack.pop_all()  # the file stays open
             return file

@@ -1,5 +1,6 @@
 """A video of 200 MB: the gateway streams it to the store, and a worker's child process reads it from there."""
 
+import os
 import struct
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from tests.factories_video import clip
-from tests.integration.fleet_process import Served, start_fleet
+from tests.integration.fleet_process import Served, run_vlm, start_fleet
 from tests.integration.test_video import chat, num_frames, video
 
 MIB = 1024 * 1024
@@ -95,6 +96,10 @@ def test_a_file_beyond_the_limit_is_refused_while_it_arrives(
         )
 
 
-def test_limits_above_64_mib_need_a_store(tmp_path: Path):
-    with pytest.raises(AssertionError, match=r"VLM_LIMITS__MAX_VIDEO_BYTES: .* VLM_BLOBS__STORE"):
-        start_fleet(tmp_path, VLM_LIMITS__MAX_VIDEO_BYTES=str(NUM_BYTES))
+def test_limits_above_64_mib_need_a_store():
+    environment = {**os.environ, "VLM_LIMITS__MAX_AUDIO_BYTES": str(NUM_BYTES)}
+    done = run_vlm("gateway", "--redis-url", "unix:///nowhere", env=environment)
+    assert done.returncode
+    assert (
+        "VLM_LIMITS__MAX_AUDIO_BYTES: above 67108864 bytes, set VLM_BLOBS__STORE too" in done.stderr
+    )
