@@ -30,8 +30,10 @@ _MAX_KNOWN = 10_000
 _TIMEOUT_S = 10.0
 _RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=_TIMEOUT_S)}
 _PROBE = "probe"
-#: Limits the memory of an upload: parts of 5 MiB that are sent at a time.
-_MAX_PARTS = 2
+_PART_BYTES, _MIN_PART_BYTES = (
+    1 << 20,
+    5 << 20,
+)  #: of an upload that are in memory; S3 refuses smaller parts
 
 
 class ObjectBlobStore:
@@ -73,7 +75,10 @@ class ObjectBlobStore:
         written_at = self._written.get(ref.sha256)
         if written_at is not None and now - written_at < RENEW_AFTER_S:
             return ref
-        options: Any = {"max_concurrency": _MAX_PARTS}
+        options: Any = {
+            "max_concurrency": 1,
+            "chunk_size": _PART_BYTES if self._folder else _MIN_PART_BYTES,
+        }
         if isinstance(data, bytes):
             options = {"use_multipart": False}
         else:

@@ -7,7 +7,7 @@ from shared.settings.load import to_environment
 from shared.settings.tree import Settings
 
 SHARED_GROUPS = frozenset({"redis", "limits", "logs", "traces"})
-GATEWAY_GROUPS = SHARED_GROUPS | {"gateway", "search", "deploy"}
+GATEWAY_GROUPS = SHARED_GROUPS | {"gateway", "search", "deploy", "blobs"}
 SEARCH_GROUPS = frozenset({"search", "limits", "logs"})
 WORKER_GROUPS = SHARED_GROUPS | {"worker", "engine"}
 #: Credentials of the hub, for workers that load models from it.
@@ -39,9 +39,9 @@ def child_environment(
 
     A child reads no other source: `.env` and the file of `VLM_CONFIG` hold other processes' secrets.
     """
-    stores = (settings.deploy.store, settings.gateway.files) if "deploy" in groups else ()
+    stores = settings.deploy.store, settings.gateway.files, settings.blobs.store
     schemes = {urlsplit(url).scheme for url in stores}.intersection(_STORE_PREFIXES)
-    prefixes = tuple(_STORE_PREFIXES[scheme] for scheme in schemes)
+    prefixes = tuple(_STORE_PREFIXES[each] for each in schemes) if "blobs" in groups else ()
     inherited = plain_environment(secrets.union(settings.node.secrets), prefixes)
     return inherited | settings_environment(settings, groups)
 
