@@ -84,7 +84,7 @@ class FormReader:
             raise _invalid()
         return self._parts
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytearray) -> None:
         if self._head is None:
             return
         if self._part is not None:

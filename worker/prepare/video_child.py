@@ -36,8 +36,10 @@ def serve(sock: socket.socket, max_cpu_s: int) -> None:
     while True:
         head = msgspec.json.decode(receive_message(sock), type=Head | AudioHead)
         _, numbers, _, _ = socket.recv_fds(sock, 1, 1)
+        if not numbers:
+            raise EOFError
         allow_cpu(max_cpu_s)
-        with os.fdopen(*numbers, "rb") as file:
+        with os.fdopen(numbers[0], "rb") as file:
             try:
                 try:
                     if isinstance(head, AudioHead):
