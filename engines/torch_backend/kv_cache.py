@@ -47,14 +47,14 @@ def plan_kv_cache(
     device_type: str,
     shapes: Sequence[KVShape],
 ) -> KVCachePlan:
-    """Size the pools of these shapes, whose blocks go together: as told, else for one full batch of whole contexts, within free memory.
+    """Size the pools, which have equal numbers of blocks: as set, else for a full batch, within free memory.
 
-    A context length that was not set is lowered to what fits.
+    If `max_model_len` is not set, it is lowered to what fits.
     Raises: KVCacheTooSmall, with the numbers; EngineStartError for a context longer than the model's own.
     """
     if (engine.max_model_len or 0) > text.max_position_embeddings:
         raise EngineStartError(
-            f"max_model_len {engine.max_model_len} is beyond the model's context; ask for at most "
+            f"max_model_len {engine.max_model_len} exceeds the model's context; set at most "
             f"{text.max_position_embeddings} tokens"
         )
     block_bytes = sum(bytes_per_block(shape, engine.block_size, dtype) for shape in shapes)
@@ -69,8 +69,8 @@ def plan_kv_cache(
         num_blocks = min(room, engine.max_num_seqs * blocks_per_sequence)
     if num_blocks * block_bytes > free_bytes:
         raise KVCacheTooSmall(
-            f"{num_blocks} KV blocks of {block_bytes} bytes were asked for, {num_blocks * block_bytes} bytes; "
-            f"{free_bytes} bytes are free. Lower kv_cache_bytes, or leave it to the engine."
+            f"{num_blocks} KV blocks of {block_bytes} bytes need {num_blocks * block_bytes} bytes, but "
+            f"{free_bytes} bytes are free. Lower kv_cache_bytes, or do not set it."
         )
     max_model_len = min(wanted_len, num_blocks * engine.block_size)
     if num_blocks < 1 or (engine.max_model_len is not None and max_model_len < wanted_len):
@@ -118,7 +118,7 @@ class KVCachePool:
             target.index_copy_(0, slots, x)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of slots. Shapes: slots (S, T); returns two (S, T, K, D)."""
+        """Copy keys and values of slots. Shapes: slots (S, T); returns two (S, T, K, D)."""
         flat = slots.flatten()
         keys, values = (
             x.index_select(0, flat).view(*slots.shape, *x.shape[1:]) for x in self._slots[layer]

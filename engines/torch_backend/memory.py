@@ -27,7 +27,7 @@ def _available_on_host() -> int:
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{_MEMINFO} does not tell the available memory")
+    raise RuntimeError(f"{_MEMINFO} has no line MemAvailable")
 
 
 def _available_in_container() -> int:

@@ -52,8 +52,8 @@ class TorchRunner:
     ) -> None:
         """Allocate caches for a loaded model.
 
-        `ops` are the CPU's, which the model was loaded for. `free_before_load` is the memory that was free before the
-        weights were loaded, in bytes: pages of mapped weights count as free still.
+        `ops`: the CPU operators that the model was loaded for; None on a GPU. `free_before_load`: bytes that were free
+        before the weights were loaded, because the system counts pages of mapped weights as free.
         Raises: KVCacheTooSmall; ValueError for a context longer than the model's own.
         """
         if device.index:
@@ -97,7 +97,7 @@ class TorchRunner:
         model.limit(self.max_model_len)
         self._loras: Loras | None = None  # created with the first adapter
         self._with_states: dict[str, Sequence] | None = {} if states else None
-        #: Of the last step that was computed synchronously.
+        #: Choices of the last synchronous step.
         self._sampled: list[TokenChoice | None] = []
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._images = ImageEncoder(
@@ -105,7 +105,7 @@ class TorchRunner:
         )
 
     def _choose_kernels(self, config: TorchSettings, rotary: RotaryTable) -> None:
-        """Those of a GPU, and graphs of steps."""
+        """Choose a GPU's operators, and create CUDA graphs of decode steps if they help."""
         decoder, disabled = self.model.language_model, config.switched_off
         site = Site(self.device, self._dtype, decoder.text, self.block_size, joins=True)
         self.ops = choose(site, disabled)
@@ -117,12 +117,12 @@ class TorchRunner:
             )
 
     def run(self, batch: Batch) -> StepResult:
-        """Launch a step and wait for it. Raises: SequenceFailure, DeviceOutOfMemory; it can be repeated after either."""
+        """Launch a step and wait for it. Raises: SequenceFailure, DeviceOutOfMemory; the step can then be repeated."""
         return self.launch(batch).wait()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> RunningStep:
-        """Start a step. Steps in graphs run asynchronously, all others are computed. Raises: as `run`."""
+        """Start a step. Steps in CUDA graphs run asynchronously; others end before this returns. Raises: as `run`."""
         if not batch.items:
             return ComputedStep(StepResult([]))
         try:
@@ -196,7 +196,7 @@ class TorchRunner:
         is_plain = self._loras is None or not _are_adapted(items)
         if self.graphs is not None and is_plain and self.graphs.can_run(items):
             return self.graphs.launch(items)
-        # A GPU encodes images fast enough.
+        # A GPU encodes images fast enough to need no limit.
         max_vision_s = batch.max_vision_s if self.device.type == "cpu" else None
         result = self._compute(items, max_vision_s)
         self._sampled = result.choices
@@ -219,7 +219,7 @@ class TorchRunner:
         sequences = _to_rows(ordered)
         sampling = [place for place, item in enumerate(ordered) if item.samples]
         rows: list[int] = []
-        row_of: dict[int, int] = {}  # by index: the row of its next token; rows of drafts follow
+        row_of: dict[int, int] = {}  # index of a sequence: row of its next token, before its drafts
         for place in sampling:
             row_of[place] = len(rows)
             stop = sequences[place].stop
@@ -339,7 +339,7 @@ def _to_rows(items: list[ScheduledSequence]) -> list[SequenceRows]:
 def _bidirectional_spans(
     items: list[ScheduledSequence], sequences: list[SequenceRows], binds_prompts: bool
 ) -> list[BidirectionalSpan]:
-    """Image slots that attend to each other, or complete prompts for models that bind them."""
+    """Image slots that attend to each other, or complete prompts if the model's prompts are bidirectional."""
     spans = []
     for item, own in zip(items, sequences, strict=True):
         first_row = own.start - item.start  # row of the sequence's token 0

@@ -13,47 +13,46 @@ class TorchSettings(BatchingSettings):
 
     removed: ClassVar[Mapping[str, str]] = {
         "tensor_parallel": "use --engine vllm or --engine sglang for several GPUs",
-        "kv_dtype": "the KV cache has the type of the engine; use --engine vllm or --engine sglang for one of 8 bits",
+        "kv_dtype": "the KV cache has the engine's dtype; use --engine vllm or --engine sglang for an 8-bit KV cache",
     }
 
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Arithmetic; auto: bfloat16 where the device is fast at it, else float32."""
+    """Type of the model's computation; auto: bfloat16 if the device computes it fast, else float32."""
     quantization: Literal["none", "int8", "int4"] = "none"
-    """Weights of the decoder; with CPU kernels the vision tower's and the head are int8 then."""
+    """Quantization of the decoder's weights; with CPU kernels, vision tower and head become int8 too."""
     num_threads: int = Field(default=0, ge=0)
-    """CPU threads of each process of the engine; 0: one for a small model, else as many as the processors
-    that the machine has and the container may use, or fewer where the start finds that faster."""
+    """CPU threads of each process of the engine; 0: one for a small model, else one per processor that the
+    container may use, or fewer if a measurement at the start shows that fewer are faster."""
     memory_bytes: int = Field(default=0, ge=0)
-    """Memory of the machine that all its processes may take together; a model sizes its caches by it. 0:
-    any."""
+    """Memory of the machine, in bytes, that weights and caches may use; caches are sized to fit. 0: no limit
+    but free memory."""
     disabled_ops: tuple[str, ...] = ()
-    """Faster ways that are not to be used, comma separated: an operator (`gate`), one candidate
+    """Optimized code to disable, comma separated: an operator (`gate`), one implementation
     (`linear_int8.triton`), all of a kind (`cpu`, `triton`), or `cuda_graph`."""
     cpu_kernels: Literal["fast", "exact", "off"] = "fast"
-    """C++ kernels, compiled at first use; `fast`: int8 and int4 weights meet activations of 8 bits, `exact`:
-    of 16."""
+    """C++ kernels, compiled on first use. For int8 and int4 weights, `fast` rounds activations to 8 bits,
+    `exact` to 16."""
     max_image_pixels: int = Field(default=0, ge=0, le=128_000_000)
-    """Pixels of an image that the model sees; larger ones are scaled down as the model's processor does. 0:
-    on a CPU 1048576, some 30 s of two fast cores for a tower of 32 layers; on a GPU the processor's own
-    limit."""
+    """Largest number of pixels of an image; the model's processor scales larger images down. 0: on a CPU
+    1048576, about 30 s on two fast cores for a tower of 32 layers; on a GPU the processor's own limit."""
     generation_config: str = "auto"
     """Default sampling parameters of requests: `auto` (those of the model's `generation_config.json`),
     `none` (OpenAI's defaults), or a folder with another such file."""
     reasoning: Literal[
         "auto", "none", "think", "mistral", "kimi", "seed", "cohere", "gemma", "harmony"
     ] = "auto"
-    """How the model marks what it thinks before it answers; auto: as its chat template and tokens tell,
-    none: all it writes is the answer."""
+    """Format in which the model marks its reasoning. auto: detected from its chat template and tokens;
+    none: the whole output is the answer."""
     self_check: Literal["auto", "always", "off"] = "auto"
-    """Compare a few tokens of a model with transformers' own at the start; auto: where no test of the
-    project does."""
+    """Compare the logits of a few tokens with transformers' at the start; auto: only for models that the
+    project's tests do not cover."""
 
     @field_validator("disabled_ops", mode="before")
     @classmethod
     def split_names(cls, value: Any) -> Any:
-        """Accept a comma-separated string, as environments hold it."""
+        """Accept a comma-separated string, as in environment variables."""
         if isinstance(value, str):
             return tuple(name.strip() for name in value.split(",") if name.strip())
         return value

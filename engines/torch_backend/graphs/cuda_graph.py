@@ -138,7 +138,7 @@ class DecodeGraphs:
     def _compute(
         self, items: list[ScheduledSequence], kind: SamplingKind, size: int | None = None
     ) -> tuple[Tensor, Tensor, DecodeBuffers]:
-        """Scores, which greedy graphs keep, and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
+        """Scores, which only greedy graphs keep, and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
         size = size or next(size for size in self._sizes if size >= len(items))
         buffers = self._buffers.get(size) or self._create_buffers(size)
         buffers.fill(items)
@@ -164,7 +164,7 @@ class DecodeGraphs:
         return buffers
 
     def step(self, buffers: DecodeBuffers, kind: SamplingKind) -> tuple[Tensor, Tensor]:
-        """The captured function: it reads and writes device memory alone."""
+        """The captured function, which reads and writes device memory only."""
         decoder, inputs = self._decoder, buffers.inputs
         rotation = self._rotary.at_all(inputs.positions)
         attend = self._create_attention(decoder.text.num_heads, self._pool, inputs, rotation)

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 #: The output dimension of each tensor of a layer.
 OUTPUT_DIMS = {"weight": 0, "bias": 0, "integers": 0, "scale": 0, "pairs": 0, "scale_zero": 1}
-STRIP_WEIGHTS = 1 << 21  #: converted at once beside inputs of another type: eight MB in float32
+STRIP_WEIGHTS = 1 << 21  #: weights converted to the inputs' dtype at a time: eight MB in float32
 CHUNK_WEIGHTS = (
     1 << 19
-)  #: dequantized at once: two MB in float32 stay in the cache until the product
+)  #: weights dequantized at a time: two MB in float32, which the CPU's cache holds until the product
 GROUP_SIZES = (64, 32)
 _QUANTIZE_WEIGHTS = 1 << 18  # quantized at once, to bound temporary memory
 
@@ -49,7 +49,7 @@ class Linear(nn.Linear):
         self.quantizable: Quantizable = quantizable
         self.method: LinearMethod = FLOAT
         self.group_size = 0  #: inputs per scale of int4 weights
-        #: runs this layer alone, by operators once bound; None: `method` does
+        #: runs this layer by an operator, once it is bound; None: `method` runs it
         self.group: _Group | None = None
         #: the input of each column, if the inputs of a group are not adjacent
         self.register_buffer("order", None, persistent=False)
@@ -73,7 +73,7 @@ class Linear(nn.Linear):
         self.hold(method, method.quantize(weight, dtype), method.group_size_of(self))
 
     def __getattr__(self, name: str) -> Any:
-        """Modules of transformers read the weight of a layer, also of a quantized one."""
+        """Dequantizes `weight` for transformers' modules that read it."""
         method = self.__dict__.get("method", FLOAT)
         if name == "weight" and method is not FLOAT:
             return method.dequantize(self)
@@ -144,7 +144,7 @@ class QuantizedMethod(LinearMethod):
         """Quantize the float32 weights of some outputs. Shapes: weight (n, K)."""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether groups divide a weight of this shape."""
+        """Whether the inputs of a weight of this shape divide into groups."""
         return True
 
     def group_size_of(self, layer: Linear) -> int:
@@ -247,7 +247,7 @@ class Int4Method(QuantizedMethod):
 
 
 def _divide(x: Tensor, number: float) -> Tensor:
-    """The exact quotient: on a GPU torch multiplies by the reciprocal of a Python number, which rounds otherwise."""
+    """The exact quotient: on a GPU, torch multiplies by the reciprocal of a Python number, which rounds differently."""
     return x / x.new_tensor(number)
 
 

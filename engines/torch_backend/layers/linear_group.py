@@ -130,7 +130,7 @@ class LinearGroup:
                 return found
         if has_torch_function(
             (x,)
-        ):  # a dispatch mode that decomposes it and cannot see our kernels
+        ):  # a function mode that splits operations and cannot see our kernels
             return handle_torch_function(self._forward, (x,), x)
         return self._forward(x)
 
@@ -158,7 +158,7 @@ class LinearGroup:
                 before = replace(before, norm=norm)
         [(op, _)] = kinds
         kernel: LinearKernel | None = ops[op](self.layers, before, dtype)
-        if kernel is None or isinstance(kernel, ReferenceKernel):  # it applies the orders itself
+        if kernel is None or isinstance(kernel, ReferenceKernel):  # which applies orders itself
             return None
         if order is not None:
             is_gated = kernel.fuses_prologue and before.gate is not None
@@ -195,7 +195,7 @@ class LinearSiblings:
             group.siblings = self if self._all.is_bound else None
 
     def compute(self, group: LinearGroup, x: Tensor) -> Tensor | None:
-        """The output of one group; None: it must run alone. Shapes: (..., K); returns (..., N)."""
+        """The output of one group; None if the group must run alone. Shapes: (..., K); returns (..., N)."""
         if self._input is not x or group not in self._outputs:
             if x.shape[:-1].numel() > self._all.kernel.max_tokens:
                 return None

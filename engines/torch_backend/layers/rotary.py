@@ -2,7 +2,7 @@
 
 Used by the decoder. Source: Su et al. 2021 (RoFormer), in the half-split form of LLaMA's published weights;
 `linear` scaling: Chen et al. 2023 (position interpolation); `llama3`: the Llama 3.1 release; sections: Wang et
-al. 2024 (Qwen2-VL's M-RoPE), where time, height and width of a token turn channels of their own.
+al. 2024 (Qwen2-VL's M-RoPE), where time, height and width of a token rotate separate channels.
 
 Shape letters: N tokens, R positions of a token, H heads, D head width.
 """

@@ -1,8 +1,8 @@
-"""A GGUF file as a checkpoint: its configuration, tokenizer and names as transformers has them, its tensors where they lie.
+"""Opens a GGUF file as a transformers checkpoint: configuration, tokenizer and names are converted, tensors mapped.
 
-`--model FILE.gguf` loads through it, with an `mmproj` file beside it (CLIP's tower and LLaVA's projector) if there is
-one. What a file's architecture has no place for is refused by name.
-Transformers reads the header and makes the tokenizer.
+Used for `--model FILE.gguf`, together with the `mmproj` file in the same directory (CLIP's tower and LLaVA's
+projector), if any. Tensors that do not belong to the architecture are refused by name. Transformers reads the header
+and converts the tokenizer.
 """
 
 import contextlib
@@ -123,8 +123,8 @@ def _open(
                 make(files, made)
     except (OSError, RuntimeError) as error:
         raise UnsupportedCheckpoint(
-            f"{path.name} has no place for its configuration and tokenizer in the cache, which "
-            f"XDG_CACHE_HOME names: {error}"
+            f"the configuration and tokenizer of {path.name} cannot be written to the cache; set "
+            f"XDG_CACHE_HOME to a writable directory: {error}"
         ) from None
     return target
 
@@ -173,9 +173,9 @@ class _File:
             metadata, _ = read_gguf_metadata(str(file), {"tokenizer.ggml.tokens"})
             header = GgufHeader.from_file(str(file))
         except Exception as error:  # of any type, for a damaged file
-            # without the path of our link
-            reason = " ".join(str(error).replace(str(file), "it").split())[:200]
-            raise UnsupportedCheckpoint(f"{name}: is no GGUF file to read: {reason}") from None
+            # without the path of the link in the cache
+            reason = " ".join(str(error).replace(str(file), name).split())[:200]
+            raise UnsupportedCheckpoint(f"{name}: is not a readable GGUF file: {reason}") from None
         opened = cls(file, metadata, {info.name: info for info in header.tensors}, header)
         if metadata.get("split.count", 1) > 1:
             raise opened.refuse("is one part of several; join them with llama.cpp's gguf-split")
@@ -196,10 +196,10 @@ class _File:
         return self.metadata[name]
 
     def whole(self, name: str, default: Any = None) -> int:
-        """An integer field. Raises: UnsupportedCheckpoint if it is none, or differs between layers."""
+        """A positive integer field. Raises: UnsupportedCheckpoint for other values, such as one per layer."""
         value = self.get(name) if default is None else self.metadata.get(name, default)
         if type(value) is not int or not 0 < value < 2**31:
-            raise self.refuse(f"{name} is {shown(value)}, no number from 1 to {2**31 - 1}")
+            raise self.refuse(f"{name} is {shown(value)}, not a number from 1 to {2**31 - 1}")
         return value
 
     def tensor(self, info: TensorInfo, name: str, num_heads: int = 0) -> GgufTensor:
@@ -211,7 +211,7 @@ class _File:
             if not is_matrix or info.shape[1] % GGML_BLOCK[info.ggml_type][0]:
                 raise self.refuse(f"{what} is {info.shape}, which is not a matrix of whole blocks")
         if 0 in info.shape:
-            raise self.refuse(f"{what} is {info.shape}")
+            raise self.refuse(f"{what} is empty: {info.shape}")
         if num_heads and (not info.shape or info.shape[0] % (2 * num_heads)):
             raise self.refuse(f"{what} is {info.shape}, which {num_heads} heads do not divide")
         offset = self.header.data_start + info.offset
@@ -232,7 +232,7 @@ class GgufModel:
             what = " (an mmproj file)" if kind == "clip" else ""
             known = ", ".join(_ARCHITECTURES)
             raise self._text.refuse(
-                f"general.architecture is {kind!r:.40}{what}; these can be read: {known}"
+                f"general.architecture is {kind!r:.40}{what}; supported: {known}"
             )
         self._kind = str(kind)
         self.config = self._text_config()
@@ -253,7 +253,7 @@ class GgufModel:
             return tokens.index("<image>"), "<image>"
         number = self._text.metadata.get("tokenizer.ggml.unknown_token_id")
         if type(number) is not int or not 0 <= number < len(tokens):
-            raise self._text.refuse("has neither a token <image> nor one for unknown text")
+            raise self._text.refuse("has neither an <image> token nor an unknown token")
         return number, tokens[number]
 
     @property
@@ -300,7 +300,7 @@ class GgufModel:
         text, kind = self._text, self._kind
         architecture, model_type, _ = _ARCHITECTURES[kind]
         if f"{kind}.expert_count" in text.metadata:
-            raise text.refuse("experts cannot be read")
+            raise text.refuse("mixtures of experts are not supported")
         embedding = text.infos.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise text.refuse("the tensor token_embd.weight is missing")
@@ -330,7 +330,7 @@ class GgufModel:
         return config | self._rope(head_dim, config["rope_theta"])
 
     def _rope(self, head_dim: int, theta: float) -> dict[str, Any]:
-        """Scaled rotary frequencies. Raises: UnsupportedCheckpoint for scalings without a configuration."""
+        """The configuration of scaled rotary frequencies. Raises: UnsupportedCheckpoint for other scalings."""
         text, kind = self._text, self._kind
         if text.metadata.get(f"{kind}.rope.dimension_count", head_dim) != head_dim:
             raise text.refuse(f"{kind}.rope.dimension_count is not the width of a head")
@@ -339,14 +339,14 @@ class GgufModel:
         if scaling == "linear":
             return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
         if scaling != "none":
-            raise text.refuse(f"rope.scaling.type {scaling!r:.40} cannot be read")
+            raise text.refuse(f"rope.scaling.type {scaling!r:.40} is not supported")
         info = text.infos.get(_ROTARY)
         if info is None:
             return {}
         factors = text.tensor(info, _ROTARY).map().float()
         parameters = {"factor": round(float(factors.max()), 3), **_LLAMA3}
         if not torch.allclose(factors, _llama3_factors(head_dim, theta, parameters), rtol=1e-3):
-            raise text.refuse(f"{_ROTARY} scales rotary frequencies in no way that can be read")
+            raise text.refuse(f"{_ROTARY} is not the scaling of Llama 3.1, the only supported one")
         positions = {"original_max_position_embeddings": _ORIGINAL_POSITIONS}
         return {"rope_scaling": {"rope_type": "llama3", **parameters, **positions}}
 
@@ -367,7 +367,7 @@ def _text_name(file: _File, name: str) -> str:
         return f"model.layers.{in_layer[1]}.{_IN_LAYER[in_layer[2]]}.{in_layer[3]}"
     whole = _WHOLE.get(name.removesuffix(".weight"))
     if whole is None:
-        raise file.refuse(f"the tensor {name:.80} has no place in a model of its architecture")
+        raise file.refuse(f"the tensor {name:.80} does not belong to this architecture")
     return f"{whole}.weight"
 
 
@@ -379,7 +379,7 @@ def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> d
         what = f"clip.projector_type {projector!r:.40}" if kind == "clip" else f"{kind!r:.40}"
         if projector == "mlp" and kind == "clip":
             what = "images in tiles"
-        raise file.refuse(f"{what} cannot be read; CLIP with LLaVA's projector 'mlp' can")
+        raise file.refuse(f"{what}: only CLIP with LLaVA's projector 'mlp' is supported")
     num_layers = file.whole("clip.vision.block_count")
     features = file.metadata.get("clip.vision.feature_layer")
     if features is None:  # LLaVA reads the second to last layer; older files end there
@@ -398,7 +398,7 @@ def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> d
         "projection_dim": file.metadata.get("clip.vision.projection_dim", 768),
     }
     if file.metadata.get("clip.use_silu", False):
-        raise file.refuse("clip.use_silu is true; CLIP's towers have gelu")
+        raise file.refuse("clip.use_silu is true; only gelu is supported")
     shared = ("dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")
     return {
         "architectures": ["LlavaForConditionalGeneration"],
@@ -414,7 +414,7 @@ def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> d
 
 
 def _has_swapped_names(file: _File) -> bool:
-    """Whether `ffn_down` is the layer that widens, as in files of llama.cpp's older converter."""
+    """Whether `ffn_down` is the layer that expands, as in files of llama.cpp's older converter."""
     info = file.infos.get("v.blk.0.ffn_down.weight")
     width, inner = (file.whole(f"clip.vision.{n}_length") for n in ("embedding", "feed_forward"))
     return info is not None and width != inner and info.shape == (inner, width)
@@ -435,7 +435,7 @@ def _tower_name(file: _File, name: str, is_swapped: bool) -> str:
     if is_swapped and part in ("ffn_up", "ffn_down"):
         part = "ffn_down" if part == "ffn_up" else "ffn_up"
     if in_layer is None or part not in _IN_TOWER:
-        raise file.refuse(f"the tensor {name:.80} has no place in CLIP's tower")
+        raise file.refuse(f"the tensor {name:.80} does not belong to CLIP's tower")
     return f"{prefix}encoder.layers.{in_layer[1]}.{_IN_TOWER[part]}.{in_layer[3]}"
 
 
@@ -461,7 +461,7 @@ def write_tokenizer(file: Path, target: Path) -> None:
     except Exception as error:  # of any type, by kind of tokenizer
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedCheckpoint(
-            f"{file.resolve().name}: transformers cannot make its tokenizer: {reason}"
+            f"{file.resolve().name}: transformers cannot convert its tokenizer: {reason}"
         ) from None
     tokenizer.save_pretrained(target)
 

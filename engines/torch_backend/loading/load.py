@@ -56,7 +56,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     limit_memory(settings.memory_bytes)
     phases = _Phases(progress)
     for setting in settings.outdated:
-        logger.warning("this setting goes with the next version: %s", setting)
+        logger.warning("the next version will not have this setting: %s", setting)
     check_disabled(settings.disabled_ops)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)

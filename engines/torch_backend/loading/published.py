@@ -67,7 +67,7 @@ class PublishedLinears:
         return self._layouts[linear.name]
 
     def place(self, linear: StoredLinear, model: nn.Module) -> str | None:
-        """The path of the model's layer that can hold the integers of a layer; None: it needs floats."""
+        """The path of the model's layer for the integers of a stored layer; None if it must be dequantized."""
         if self.layout(linear).form == "float":
             return None
         path = (self._rename(f"{linear.name}.weight") or "").removesuffix(".weight")
@@ -84,7 +84,7 @@ class PublishedLinears:
         shape = layer.out_features, layer.in_features
         if layout.shape != shape:
             raise UnsupportedCheckpoint(
-                f"the weight {linear.name} is {layout.shape} but config.json makes it {shape}"
+                f"the weight {linear.name} is {layout.shape} but config.json requires {shape}"
             )
         parts = self._read_integers(linear, layer, dtype)
         return {f"{linear.name}.{part}": tensor for part, tensor in parts.items()}
@@ -253,14 +253,14 @@ def find_published(
     for tensor in others:
         if tensor.is_scaled:
             raise UnsupportedCheckpoint(
-                f"the weight {tensor.name} is of the type {tensor.kind}, and has no scale that "
-                "quantization_config of config.json says"
+                f"the weight {tensor.name} is of the type {tensor.kind}, but config.json has no "
+                "quantization_config that names its scale"
             )
     if reader is None:
         return None, others
     if not linears:
         raise UnsupportedCheckpoint(
-            f"config.json says that weights are in {reader.name}, but none has a tensor "
+            f"quantization_config of config.json is {reader.name}, but no layer has a tensor "
             f"{' or '.join(reader.marker)}"
         )
     return PublishedLinears(reader, linears, stored_dtype(fields), rename), others

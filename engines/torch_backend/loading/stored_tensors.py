@@ -44,7 +44,7 @@ class StoredTensor:
 
     @property
     def float_dtype(self) -> torch.dtype | None:
-        """The weight's floating-point type; None: models are not computed in its type."""
+        """The weight's floating-point type; None if models cannot compute in its type."""
         return _FLOATS.get(self.kind)
 
     @property
@@ -75,7 +75,7 @@ def finite(name: str, weight: Tensor) -> Tensor:
     """Return the weight unchanged. Raises: UnsupportedCheckpoint if it contains NaN or Inf."""
     is_float = weight.is_floating_point() and weight.dtype.itemsize > 1  # FP8 is checked as float32
     if is_float and weight.numel():
-        # one pass at the speed of memory, which `isfinite` is far from; NaN propagates
+        # a single pass, much faster than `isfinite`; NaN propagates
         least, most = torch.aminmax(weight)
         if not (least.isfinite() and most.isfinite()):
             raise UnsupportedCheckpoint(
@@ -149,7 +149,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         yield made
         mask = os.umask(0)
         os.umask(mask)
-        made.chmod(0o777 & ~mask)  # mkdtemp's is for the owner alone
+        made.chmod(0o777 & ~mask)  # mkdtemp lets only the owner read
         made.replace(target)
     finally:
         shutil.rmtree(made, ignore_errors=True)

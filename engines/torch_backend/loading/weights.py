@@ -1,8 +1,8 @@
-"""A checkpoint to a model: mapped where it can be, converted or quantized tensor by tensor where it must be.
+"""Loads a checkpoint's weights into a model: maps tensors if possible, else converts or quantizes them one by one.
 
-Called by the loader. On a CPU a weight that is stored in the engine's precision is used where its file is mapped:
-starting reads nothing twice, and all workers of a machine share the pages. So a file in use may be replaced,
-as `save_pretrained` and downloads do, but not written into.
+Called by the loader. On a CPU, a weight that is stored in the engine's precision is not copied: the model uses the
+mapped file, whose pages all workers of a machine share. A file in use may therefore be replaced, as
+`save_pretrained` and downloads do, but not overwritten in place.
 """
 
 import time
@@ -38,13 +38,13 @@ from engines.torch_backend.ops.registry import Ops
 
 
 class ModelTooLarge(EngineStartError):
-    """The weights do not fit the device's memory; the message has the numbers and what would fit."""
+    """The weights do not fit the device's memory; the message names both sizes and what to try."""
 
 
 class WeightReader:
-    """Reads a checkpoint's tensors to a device, each in the form that its layer of the model takes.
+    """Reads a checkpoint's tensors to a device, in the dtypes and quantization of the model's layers.
 
-    `quantize_s` is the part of the time that went into quantizing.
+    `quantize_s`: time spent on quantizing.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class WeightReader:
         dtype: torch.dtype | None = None,
         kept: frozenset[torch.dtype] = frozenset(),
     ) -> None:
-        """`model` may be without weights; it has the linears of `scheme` already.
+        """`model` needs no weights, but its linear layers must already have the method `scheme`.
 
-        `dtype` None keeps every tensor's own; so do matrices of the types in `kept`, which C++ kernels read as they
-        are stored.
+        `dtype`: of loaded floats; None keeps each tensor's own. Matrices whose dtype is in `kept` keep it, because C++
+        kernels read it.
         """
         self._model = model
         self._rename = rename
@@ -70,12 +70,12 @@ class WeightReader:
         self.quantize_s = 0.0
 
     def read(self, stored: StoredTensor) -> dict[str, Tensor]:
-        """The tensor by its name, or its quantized parts by theirs."""
+        """The tensor, or its quantized parts, by stored name."""
         value = stored.map()
         return self._convert(stored.name, value, value.dtype)
 
     def read_linear(self, linear: StoredLinear, published: PublishedLinears) -> dict[str, Tensor]:
-        """The parts of a map in another's format, for which the model gets a linear; or its plain numbers."""
+        """A layer in a published format: its integers if the model can hold them, else floats. By stored names."""
         path = published.place(linear, self._model)
         if path is not None:
             return published.put(linear, self._model, path, self.dtype_of_scales(published))
@@ -125,20 +125,20 @@ class WeightReader:
             return None, stored_name
         try:
             return self._model.get_submodule(path), name
-        except AttributeError:  # an unknown weight, which is named when all are read
+        except AttributeError:  # an unknown weight, which `take` refuses by name
             return None, name
 
     def _dtype_in(
         self, layer: nn.Module | None, shape: tuple[int, ...], stored: torch.dtype | None
     ) -> torch.dtype | None:
-        """The type of a tensor, or its scales: matrices are multiplied as they are stored, if a kernel can."""
+        """The dtype of a loaded tensor or its scales. Matrices keep their stored dtype if a kernel reads it."""
         is_unmade = layer is None and getattr(self._model, "converts_weights", False)
         is_matrix = is_unmade or isinstance(layer, nn.Linear | nn.Embedding)
         is_kept = is_matrix and len(shape) == 2 and stored in self._kept
         return stored if is_kept else self._dtype
 
     def dtype_of_scales(self, published: PublishedLinears) -> torch.dtype:
-        """Kernels that read several types have the scales as they are stored, which float32 holds."""
+        """float32 for C++ kernels, which keeps all stored scales exact; else the engine's dtype."""
         return torch.float32 if self._kept else self._dtype or published.dtype
 
 
@@ -157,11 +157,11 @@ def load_model(
     seconds: dict[str, float] | None = None,
     ops: Ops | None = None,
 ) -> FamilyModel:
-    """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
+    """Load a checkpoint, and quantize its decoder if `scheme` is given.
 
-    `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do. With
-    `ops` of C++ kernels, matrices are in the forms that these read, which the model is to be bound to; tower and
-    projector are in int8 then, if the decoder is in few bits.
+    `progress` is called with the completed ratio; `seconds` gets the duration `quantize`, if a scheme is given. If
+    `ops` are C++ kernels, weights are packed for them, so the caller must bind the model to the same `ops`; a
+    quantized decoder's tower and projector then become int8 too.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     rename = partial(family.rename, config=config)
@@ -213,12 +213,12 @@ def load_model(
 
 
 def _pack(model: FamilyModel, ops: Ops, dtype: torch.dtype) -> None:
-    """Weights in few bits in the form that their kernels read."""
+    """Pack quantized weights for the C++ kernels."""
     is_quantized = bool(quantized_layers(model))
     pack_linears(model, ops, dtype)
     if is_quantized:
         model.allow_int8_head()
-        # in 16 bits, torch multiplies them faster beside the many tokens of an image
+        # in 16-bit floats, torch is faster for the many tokens of an image
         if dtype == torch.float32 and ops.uses("linear_int8", "cpu"):
             model.allow_int8_beside()
         pack_int8_beside(model, ops)
@@ -230,7 +230,7 @@ def build_empty(
     scheme: QuantizedMethod | None,
     dtype: torch.dtype,
 ) -> FamilyModel:
-    """The model with the linears of a scheme, and without weights."""
+    """The model without weights, with linear layers of a scheme."""
     with torch.device("meta"):
         model = family.build(config)
     if scheme is not None:
@@ -248,14 +248,14 @@ def stored_dtypes(ops: Ops | None) -> frozenset[torch.dtype]:
 def choose_form(
     scheme: QuantizedMethod | None, published: PublishedLinears | None
 ) -> QuantizedMethod | None:
-    """The scheme to quantize to; None where the weights stay as they are. Raises: UnsupportedCheckpoint."""
+    """The scheme to quantize to; None to load the weights as they are stored. Raises: UnsupportedCheckpoint."""
     if scheme is None or published is None or not published.has_integers:
         return scheme
     if scheme.name in published.forms:
         return None
     raise UnsupportedCheckpoint(
-        f"the checkpoint holds weights in {published.name}; for {scheme.name} use the checkpoint "
-        "that they were made from"
+        f"the checkpoint is already quantized to {published.name}; for {scheme.name} use the "
+        "checkpoint that it was quantized from"
     )
 
 

@@ -70,12 +70,12 @@ class Site:
 
 class Loras:
     def __init__(self, model: "FamilyModel", dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype`: of the products."""
+        """`dtype`: of the adapters' matrices."""
         self._dtype, self._device = dtype, device
         path, layers = model.decoder_layers()
         self._path = path.split(".")
         self._stored_rows = model.stored_rows
-        self._decoder = model.language_model  #: of the native program
+        self._decoder = model.language_model  #: None in generic models
         self._sites = list(_find_sites(layers))
         #: outputs and inputs of each linear layer
         self._shapes = {
@@ -93,14 +93,14 @@ class Loras:
             m for m, rows in places.items() if not rows.keys() <= self._shapes.keys()
         ):
             raise BadAdapter(
-                f"the adapter changes {name_some(unknown)}, and only linear maps of the decoder's layers can "
-                "be changed: train with target_modules that name these, or merge the adapter"
+                f"the adapter changes {name_some(unknown)}, but only linear layers of the decoder can be "
+                "adapted: train with target_modules that name those, or merge the adapter into the model"
             )
         stored: dict[str, LowRank] = {}
         for module, rows in places.items():
             if rows.keys() & stored.keys():
                 raise BadAdapter(
-                    "the adapter names a map twice: by an older and a newer name, or joined and alone"
+                    "the adapter changes a linear layer twice, under an old and a new name or as a part of another"
                 )
             change = files.changes[module]
             self._check(module, list(rows), change)
@@ -133,12 +133,12 @@ class Loras:
         shape = sum(self._shapes[name][0] for name in names), self._shapes[names[0]][1]
         if found != shape:
             raise BadAdapter(
-                f"the adapter's {module} is {found}, and the model's is {shape}: it is of another model"
+                f"the adapter's {module} is {found}, but the model's is {shape}: use the adapter's base model"
             )
         for matrix in (stored.down, stored.up.float() * stored.scale):
             if not matrix.to(self._dtype).isfinite().all():
                 raise BadAdapter(
-                    f"the adapter's {module} has numbers that {self._dtype} does not hold"
+                    f"the adapter's {module} has numbers beyond the range of {self._dtype}"
                 )
 
     def _place(self, stored: LowRank) -> tuple[Tensor, Tensor]:
@@ -254,7 +254,7 @@ class _AdaptedRows:
     def _failure(self, name: str) -> SequenceFailure:
         return SequenceFailure(
             self._blamed,
-            f"the adapter changes {name}, which this model does not compute once for each token: merge it",
+            f"the adapter changes {name}, which this model does not compute once per token: merge the adapter",
         )
 
 

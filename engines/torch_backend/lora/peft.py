@@ -58,7 +58,7 @@ def _pair(weights: dict[str, Tensor], config: Fields, limits: AdapterLimits) -> 
         found = _WEIGHT.fullmatch(name)
         if found is None:
             raise BadAdapter(
-                f"the weight {shown(name)} is none of a linear map's lora_A and lora_B"
+                f"the weight {shown(name)} is neither lora_A nor lora_B of a linear layer"
             )
         if tensor.dim() != 2 or not tensor.is_floating_point():
             raise BadAdapter(f"the weight {shown(name)} is not a matrix of numbers")
@@ -68,13 +68,13 @@ def _pair(weights: dict[str, Tensor], config: Fields, limits: AdapterLimits) -> 
     changes = {}
     for module, pair in parts.items():
         if len(pair) < 2 or pair["A"].shape[0] != pair["B"].shape[1]:
-            raise BadAdapter(f"{shown(module)} has not both of lora_A and lora_B, of one rank")
+            raise BadAdapter(f"{shown(module)} does not have lora_A and lora_B of the same rank")
         rank = pair["A"].shape[0]
         expected = _pattern(config, "rank_pattern", module) or config.get("r", rank)
         if rank != expected or rank > limits.max_rank:
             raise BadAdapter(
-                f"{shown(module)} has rank {rank}, and {CONFIG_FILE} says {shown(expected)}; at most "
-                f"{limits.max_rank} is taken (VLM_LIMITS__MAX_LORA_RANK)"
+                f"{shown(module)} has rank {rank}, but {CONFIG_FILE} has {shown(expected)}, and the "
+                f"maximum is {limits.max_rank} (VLM_LIMITS__MAX_LORA_RANK)"
             )
         alpha = _pattern(config, "alpha_pattern", module) or config.get("lora_alpha", 8)
         alpha = config.check_number("lora_alpha", alpha, 0, MAX_ALPHA)

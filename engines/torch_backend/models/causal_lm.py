@@ -54,7 +54,7 @@ class CausalFamily:
         if text.max_position_embeddings < full.max_position_embeddings:
             with beyond_our_program():
                 raise config.refuse(
-                    "sliding_window", "is within the context, not all of which is seen"
+                    "sliding_window", "is shorter than the context, which is not supported"
                 )
         return CausalConfig(text)
 

@@ -50,7 +50,7 @@ def read_fields(directory: Path) -> Fields:
     file = directory / "config.json"
     if not file.is_file():
         raise UnsupportedCheckpoint(
-            f"{directory} has no config.json: name a directory with a checkpoint of transformers"
+            f"{directory} has no config.json: pass the directory of a transformers checkpoint"
         )
     return read_json(file)
 
@@ -109,7 +109,7 @@ def check_clip(section: Fields) -> None:
     kind = section.get("model_type", "clip_vision_model")
     if kind != "clip_vision_model":
         with beyond_our_program():
-            raise section.refuse("model_type", f"is {shown(kind)}; only CLIP's tower can be run")
+            raise section.refuse("model_type", f"is {shown(kind)}; only CLIP's tower is supported")
     if section.whole("num_channels", 3, at_most=MAX_WHOLE["num_channels"]) != 3:
         raise section.refuse("num_channels", "is not 3; the tower has to take RGB images")
     section.one_of("hidden_act", ("quick_gelu", "gelu"))
@@ -140,7 +140,7 @@ def check_llama(section: Fields) -> None:
         families = ", ".join(_TEXT_KINDS)
         with beyond_our_program():
             raise section.refuse(
-                "model_type", f"is {shown(kind)}; these text models can be run: {families}"
+                "model_type", f"is {shown(kind)}; supported text models: {families}"
             )
     with beyond_our_program():
         section.one_of("hidden_act", ("silu",))
@@ -192,10 +192,10 @@ def _rope_parameters(section: Fields) -> Fields:
     parameters = section.section(name)
     if any(isinstance(value, dict) for value in parameters.values.values()):
         with beyond_our_program():
-            raise section.refuse(name, "differ between layers; one set can be run")
+            raise section.refuse(name, "differ between layers, which is not supported")
     if parameters.get("partial_rotary_factor", section.get("partial_rotary_factor", 1.0)) != 1.0:
         with beyond_our_program():
-            raise section.refuse("partial_rotary_factor", "is not 1; only that can be run")
+            raise section.refuse("partial_rotary_factor", "is not 1, the only supported value")
     return parameters
 
 
@@ -213,7 +213,7 @@ def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:
     names = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
     if kind not in ("linear", "llama3"):
         refusal = parameters.refuse(
-            "rope_type", f"{shown(kind)} cannot be run; 'linear' and 'llama3' can"
+            "rope_type", f"{shown(kind)} is not supported; 'linear' and 'llama3' are"
         )
         raise BeyondOurProgram(str(refusal)) if isinstance(kind, str) else refusal
     factors = [parameters.number(name, above=0, at_most=1e6) for name in names[kind]]

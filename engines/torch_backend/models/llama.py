@@ -1,7 +1,7 @@
 """The text decoder: a LLaMA-family transformer, configured by `TextConfig`.
 
-It computes a flat run of tokens of any number of sequences. The `attend` argument knows the sequences and the KV
-cache. The same code runs on every device; `bind` selects the operators.
+It computes the new tokens of any number of sequences, concatenated. The `attend` argument knows the sequences and the
+KV cache. The same code runs on every device; `bind` selects the operators.
 """
 
 from itertools import zip_longest

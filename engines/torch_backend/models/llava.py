@@ -1,8 +1,8 @@
-"""LLaVA: CLIP's tower and a projector make features of images, which fill slots in a LLaMA decoder's prompt.
+"""LLaVA: CLIP's tower and a projector compute image features, which fill slots in a LLaMA decoder's prompt.
 
 Reads the checkpoints of `LlavaForConditionalGeneration`. Parameter names are those of the published `llava-hf` files
-(`language_model.model.layers...`, `language_model.lm_head.weight`, `multi_modal_projector.linear_1...`), without the
-`vision_model` of the vision tower's.
+(`language_model.model.layers...`, `language_model.lm_head.weight`, `multi_modal_projector.linear_1...`), except that
+names in the vision tower lack `vision_model`.
 
 Shape letters: N tokens, B images, P tokens of an image, C decoder width.
 """

@@ -116,8 +116,8 @@ class FamilyModel(nn.Module):
     ) -> "FamilyModel":
         """Load a checkpoint's weights; returns the model to run.
 
-        Matrices of types in `kept` may keep their type. `check_room` is called with the names of those before the others
-        are converted to `dtype`. Raises: UnsupportedCheckpoint for names and shapes that do not fit, and what `check_room` raises.
+        Matrices whose dtype is in `kept` may keep it: `check_room` is called with their names before the other weights
+        are converted. Raises: UnsupportedCheckpoint for wrong names and shapes, and what `check_room` raises.
         """
         renamed = rename_weights(weights, family, self.config)
         weights.clear()
@@ -137,7 +137,7 @@ class FamilyModel(nn.Module):
     def verify(
         self, runner: Any, how: str, make_example: Callable[[], Prompt | None] | None = None
     ) -> None:
-        """Check the runner's answers against the model's, also for a prompt with an example image.
+        """Compare the runner's logits with transformers', also for a prompt with an example image.
 
         Raises: UnsupportedCheckpoint.
         """
@@ -176,7 +176,7 @@ class FamilyModel(nn.Module):
     def encode_in_parts(
         self, image: ImageInput, tokens_per_part: int, device: torch.device, dtype: torch.dtype
     ) -> Generator[None, None, Tensor]:
-        """`encode` of one image; yields before each part, so that steps of running streams fit in between."""
+        """`encode` of one image; yields before each part, so that steps of other requests run in between."""
         if isinstance(self.vision_tower, NoTower):
             return (yield from in_parts(lambda: self.encode([image], device, dtype)[0]))
         pixels = _tiles(image, device, dtype)
@@ -267,7 +267,7 @@ def check_config(config: Fields) -> tuple[ModelFamily, Any]:
     known = ", ".join(name for family in families for name in family.architectures)
     raise config.refuse(
         "architectures",
-        f"is {shown(given)}, model_type {shown(kind)}; these can be run: {known}, and "
+        f"is {shown(given)}, model_type {shown(kind)}; supported are {known}, and "
         "causal language models that the installed transformers implements",
     )
 
@@ -279,7 +279,7 @@ def _built_in() -> tuple[ModelFamily, ...]:
 
 @cache
 def _fallback() -> Any:
-    """The family of all other models, imported when it is needed: this takes a second."""
+    """The family of all other models, imported on first use because the import takes a second."""
     return import_module(_FALLBACK).FAMILY
 
 
@@ -302,7 +302,7 @@ def _check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> N
     for name, value in weights.items():
         if value.shape != expected[name].shape:
             raise UnsupportedCheckpoint(
-                f"the weight {name} is {tuple(value.shape)} but config.json makes it "
+                f"the weight {name} is {tuple(value.shape)} but config.json requires "
                 f"{tuple(expected[name].shape)}"
             )
         if value.is_floating_point() is not expected[name].is_floating_point():

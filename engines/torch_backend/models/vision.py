@@ -126,7 +126,7 @@ class VisionTower(nn.Module):
         self.num_heads = config.num_heads
         self.num_tokens = config.num_patches + 1  #: per image, T
         self.embeddings = PatchEmbeddings(config)
-        self.pre_layrnorm = LayerNorm(config.hidden_size, config.layer_norm_eps)  # its name
+        self.pre_layrnorm = LayerNorm(config.hidden_size, config.layer_norm_eps)  # sic
         blocks = (TowerBlock(config) for _ in range(max(self.block_numbers)))
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(blocks)})
         self._has_float32_stream = False

@@ -1,8 +1,7 @@
-"""The images of a step: which must be encoded, and where their features go; and the cache of features.
+"""Encodes the images of a step, caches their features, and assigns them to the step's image slots.
 
-Used by the runner. Where a step limits the time for images, as steps on
-CPUs do, images are encoded one after another, each in parts over several steps. Elsewhere all missing images of a
-step are encoded together.
+Used by the runner. On a CPU, a step limits the time for images: they are encoded one after another, each in parts
+over several steps. On a GPU, all missing images of a step are encoded together.
 """
 
 import time
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
     from engines.torch_backend.models.registry import FamilyModel
 
 NOT_FINITE = "The model's features of an image are not finite numbers."
-#: Tokens of a part: few enough for a part to be short beside a decode step, enough for products to be quick.
+#: Tokens of a part: few, so that a part is shorter than a decode step, but enough for efficient matrix products.
 TOKENS_PER_PART = 150
-#: Time for images in a step without streams: a step ends soon enough for the watchdog, newcomers and aborts.
+#: Time for images in a step in which no request decodes; the watchdog, new requests and aborts wait no longer.
 SECONDS_ALONE = 0.25
 
 
-#: (tenant's salt, image hash): what one tenant showed does not make another's answer faster
+#: (tenant's salt, image hash): tenants share no entries, or timing would reveal the images of others
 ImageKey = tuple[str, str]
 
 
@@ -42,7 +41,7 @@ class _Entry:
 class EncoderCache:
     """Image features, bounded in bytes: an image seen again is not encoded again.
 
-    Entries that a running request still reads are pinned, whatever the limit; others are evicted by their last use.
+    Entries that a running request still reads are pinned, even beyond the limit; others are evicted by last use.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -63,18 +62,18 @@ class EncoderCache:
         return key in self._pinned.get(request_id, ())
 
     def count_query(self, *, hit: bool) -> None:
-        """Note that a request asked for an image, and whether encoding it was spared."""
+        """Count a lookup of an image, and whether the image was found."""
         self.num_queries += 1
         self.num_hits += hit
 
     def put(self, key: ImageKey, features: Tensor) -> None:
-        """Keep features. The entry must be pinned before anything else may displace it."""
+        """Store features. The caller must pin the entry before the next eviction."""
         assert key not in self._entries
         self._entries[key] = _Entry(features)
         self.num_bytes += features.nbytes
 
     def pin(self, request_id: str, key: ImageKey) -> Tensor:
-        """The features of an image, held for a request. Raises: KeyError if they are not here."""
+        """The features of an image, pinned for a request. Raises: KeyError if they are not in the cache."""
         entry = self._entries[key]
         self._entries.move_to_end(key)
         entry.readers.add(request_id)
@@ -101,7 +100,7 @@ class EncoderCache:
         self.__init__(self._max_bytes)
 
     def check_integrity(self) -> None:
-        """Compare both books with each other, and the bytes with the tensors. Raises: AssertionError."""
+        """Check that pins match readers, and `num_bytes` the tensors. Raises: AssertionError."""
         readers: dict[str, set[ImageKey]] = {}
         for key, entry in self._entries.items():
             for request_id in entry.readers:
@@ -120,17 +119,17 @@ class EncoderCache:
 
 
 class EncodingRun:
-    """An image on its way through a model: `advance` until it `is_done`; then `features` are there."""
+    """The encoding of one image: call `advance` until `is_done`, then read `features`."""
 
     def __init__(self, parts: Generator[None, None, Tensor]) -> None:
-        """`parts` are of `FamilyModel.encode_in_parts`."""
+        """`parts`: from `FamilyModel.encode_in_parts`."""
         self.is_done = False
-        self.features = torch.empty(0)  #: (slots, C) in the end
+        self.features = torch.empty(0)  #: (slots, C) once `is_done`
         self._parts = parts
         next(parts)
 
     def close(self) -> None:
-        """Stop where it is. Idempotent."""
+        """Cancel the encoding. Idempotent."""
         self._parts.close()
 
     def advance(self) -> None:
@@ -141,7 +140,7 @@ class EncodingRun:
 
 
 class ImageEncoder:
-    """Vision tower and projector behind a cache. At most `max_batch` images go through them at once."""
+    """Vision tower and projector with a cache. At most `max_batch` images are encoded together."""
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class ImageEncoder:
             self.close()
 
     def close(self) -> None:
-        """Forget the image that was begun. Idempotent."""
+        """Cancel the image whose encoding has begun. Idempotent."""
         if self._begun is not None:
             self._begun[1].close()
         self._begun = None
@@ -229,7 +228,7 @@ class ImageEncoder:
                     first = max(image.offset + start, own.num_computed)
                     last = min(image.offset + stop, own.num_context)
                     if first < last:
-                        rows = row - image.offset - start  # from a slot's place to its row
+                        rows = row - image.offset - start  # token index to row of `features`
                         place = own.start + first - own.num_computed
                         kind = getattr(image.pixels, "kind", "image")
                         slots_of = getattr(image.pixels, "slots_of", "image")
@@ -254,13 +253,13 @@ class ImageEncoder:
             self._wanted_by.update(name for name, key, _ in wanted if key == self._begun[0])
 
     def _encode(self, missing: dict[ImageKey, ImageInput]) -> Set[ImageKey]:
-        """Encode all of them together; nothing is left."""
+        """Encode all missing images, in batches. Returns no keys, because none is still missing."""
         encoded_images = list(missing.items())
         for start in range(0, len(encoded_images), self._max_batch):
             part = encoded_images[start : start + self._max_batch]
             images = [image for _, image in part]
             features = self._model.encode(images, self._device, self._dtype)
-            # waits for a GPU, too, whose time would else count as prefill
+            # also waits for the GPU, because its time would otherwise count as prefill
             are_finite = torch.stack([rows.isfinite().all() for rows in features]).tolist()
             for (key, _), rows, is_finite in zip(part, features, are_finite, strict=True):
                 if is_finite:
@@ -279,7 +278,7 @@ class ImageEncoder:
         return left.keys()
 
     def _work_on_one(self, missing: dict[ImageKey, ImageInput], seconds: float) -> ImageKey | None:
-        """Go on with the image that was begun, if it is still wanted; returns the one that is done with."""
+        """Continue the image that was begun, else begin one; returns its key once it is done."""
         if not missing:
             return None
         if self._begun is None or self._begun[0] not in missing:
@@ -291,7 +290,7 @@ class ImageEncoder:
         key, run = self._begun
         started = before = time.perf_counter()
         longest = 0.0
-        self._begun = None  # and put back below: a run that raised cannot go on
+        self._begun = None  # set again below, unless the run raises
         while not run.is_done and (not longest or before - started + longest <= seconds):
             run.advance()
             now = time.perf_counter()

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from engines.base import UnsupportedCheckpoint
 
-#: Ends every refusal of a model with images.
-INSTEAD = "use a model of images that docs/models.md lists, such as Qwen2.5-VL, Idefics3 or Gemma 3"
+#: End of the error messages that refuse a model with images.
+INSTEAD = "use a model that docs/models.md lists, such as Qwen2.5-VL, Idefics3 or Gemma 3"
 #: A sample prompt: 0 is text, other numbers are runs of image slots.
 _SAMPLE = (0, 0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2, 0)
 _SAMPLE_WINDOW = 3  #: shorter than an image
@@ -49,8 +49,8 @@ def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None
             found.add(kind)
         elif not any(torch.equal(seen, causal & within) for within in (causal | True, window)):
             raise UnsupportedCheckpoint(
-                f"{type(model).__name__} lets tokens see others than those before them and those of their image, "
-                f"as between images, which is not supported; {INSTEAD}"
+                f"{type(model).__name__} lets tokens attend to later tokens outside their image, which is not "
+                f"supported; {INSTEAD}"
             )
     return None if found == {None} else frozenset(found)
 

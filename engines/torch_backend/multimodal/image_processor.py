@@ -181,8 +181,8 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
     made = processor.crop_to or processor.resize_to
     if made != (image_size, image_size):
         raise UnsupportedCheckpoint(
-            f"{settings.file}: it makes images of {made or 'any size'}, but the vision tower "
-            f"takes {image_size} by {image_size}"
+            f"{settings.file}: images are resized to {made or 'any size'}, but the vision tower "
+            f"requires {image_size} by {image_size}"
         )
     return processor
 
@@ -222,7 +222,7 @@ def _crop_size(settings: Fields) -> tuple[int, int] | None:
 def _height_width(settings: Fields, name: str) -> tuple[int, int]:
     size = settings.section(name)
     if set(size.values) != {"height", "width"}:
-        raise settings.refuse(name, f"{shown(settings.get(name))} is not understood")
+        raise settings.refuse(name, f"{shown(settings.get(name))} is not a height and a width")
     height, width = (size.whole(key, 0, at_most=MAX_IMAGE_SIZE) for key in ("height", "width"))
     return height, width
 

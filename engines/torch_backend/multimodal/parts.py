@@ -85,7 +85,7 @@ class _Parts(TorchFunctionMode):
         if cut is None or cut.flops <= self._piece_flops:
             result = func(*args, **kwargs)
             is_late = time.perf_counter() - self._began_at >= PART_S
-            # Within vmap, which makes masks, other code would run in its batches too.
+            # Within vmap, which builds masks, torch would vectorize the other code too.
             if is_late and peek_interpreter_stack() is None:
                 parent = greenlet.getcurrent().parent
                 assert parent is not None

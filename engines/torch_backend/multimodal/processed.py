@@ -21,11 +21,11 @@ class ProcessedImage:
     num_slots: int
     #: The result if the image is not the only one of its prompt.
     among_others: "ProcessedImage | None" = None
-    #: By slot, the index of a shared feature, or -1 for the next row; empty: rows only.
+    #: For each slot, the index of a visual indicator's feature, or -1 for the image's next row; empty: all -1.
     indicators: tuple[int, ...] = ()
     kind: MediaKind = "image"
     slots_of: MediaKind = (
-        "image"  #: whose slot token its text has; in some models, a video has images' slots
+        "image"  #: kind of the slot tokens in its text; in some models, videos use image slots
     )
     slot_id: int | None = None
     num_frames: int = 0  #: of a video

@@ -37,7 +37,7 @@ class Audios:
         self._processor = processor
         extractor = processor.feature_extractor
         tokenizer = processor.tokenizer
-        #: What the chat template writes for audio, and the text of a slot.
+        #: The chat template's placeholder for audio, which is also the text of a slot.
         self.placeholder: str = processor.audio_token
         self._slot_id: int = tokenizer.convert_tokens_to_ids(self.placeholder)
         self._rate: int = extractor.sampling_rate
@@ -61,12 +61,12 @@ class Audios:
         except Exception as error:  # of any type
             reason = " ".join(str(error).split())[:200]
             raise InvalidImage(
-                f"The model cannot take this audio. Its processor says: {reason}"
+                f"The model's processor cannot process this audio: {reason}"
             ) from error
         text = str(text)
         num_slots = text.count(self.placeholder)
         if num_slots == 0:
-            raise InvalidImage("The audio is too short: the model makes no tokens of it.")
+            raise InvalidImage("The audio is too short: it results in no tokens.")
         inputs = {
             name: torch.as_tensor(np.asarray(x)) if not isinstance(x, Tensor) else x
             for name, x in dict(made).items()
@@ -84,7 +84,7 @@ class Audios:
 
 
 def find_audio(processor: Any, model_class: Any) -> Audios | None:
-    """How a processor takes audio; None if it or the tests do not."""
+    """The audio part of a processor; None if it has none, or the model is not in `TAKES_AUDIO`."""
     token = getattr(processor, "audio_token", None)
     if (
         model_class.__name__ not in TAKES_AUDIO
@@ -96,7 +96,7 @@ def find_audio(processor: Any, model_class: Any) -> Audios | None:
 
 
 def _longest_s(processor: Any) -> float:
-    """Seconds behind which the processor would cut audio off."""
+    """Length in seconds beyond which the processor would truncate audio."""
     if (ms := getattr(processor, "audio_ms_per_token", None)) is not None:
         return processor.audio_seq_length * ms / 1000
     window: int = processor.feature_extractor.chunk_length
@@ -105,7 +105,7 @@ def _longest_s(processor: Any) -> float:
 
 
 class TransformersAudio(MultimodalProcessor):
-    """Models of audio without images."""
+    """Models that take audio but no images."""
 
     def __init__(self, directory: Path, model_class: Any) -> None:
         """Raises: UnsupportedCheckpoint."""
@@ -142,7 +142,7 @@ class TransformersAudio(MultimodalProcessor):
         """Raises: InvalidRequest."""
         if self._takes_one and len(images) > 1:
             raise InvalidRequest(
-                f"This model takes one audio file per request; it has {len(images)}.", "messages"
+                f"This model takes one audio file; the request has {len(images)}.", "messages"
             )
         return [
             Item(name, None, audio, audio.text, kind="audio", slot_id=audio.slot_id)

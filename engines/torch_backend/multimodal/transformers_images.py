@@ -1,7 +1,7 @@
 """Processes images, videos and audio with a checkpoint's transformers processor, one by one.
 
 The processor provides an item's text in the prompt (`replace_image_token`); the model's own methods compute its
-positions. Images are decoded before the processor gets them; of a video, only the frames that it chooses.
+positions. Images are decoded before the processor gets them; only the frames that it samples from a video are decoded.
 """
 
 import inspect
@@ -87,7 +87,7 @@ _SAMPLE_ASPECTS = (1.0, 1.5, 0.66, 2.0, 0.5, 3.0, 0.33)
 _COUNTS = "batch_num_images"
 
 
-#: Inputs of positions, beside grids.
+#: Inputs of the position hooks besides grids.
 _OF_POSITIONS = frozenset({"second_per_grid_ts"})
 #: Processors that add start and end tokens around each frame of a video. The chat template adds a pair around the
 #: placeholder too, and transformers 5.23 keeps both; models were trained without the outer pair.
@@ -142,7 +142,7 @@ class PositionHooks:
         rows = torch.arange(ids.shape[1]) if given is None else given
         rows = rows.reshape(-1, ids.shape[1])
         if len(rows) == 4 and self._num_sections() == 3:
-            rows = rows[1:]  # the first one is of text alone
+            rows = rows[1:]  # the first row counts text only
         if type(self._model).__name__ in _BEHIND_VIDEOS:
             rows = rows.clone()
             for item in items:
@@ -158,20 +158,20 @@ class PositionHooks:
         return len(rope.get("mrope_section") or (0, 0, 0))
 
     def video_arguments(self) -> frozenset[str]:
-        """Arguments of the model's encoder of videos, which is that of images in some models."""
+        """Arguments of the model's video encoder, which in some models is the image encoder."""
         base = self._model.base_model
         encode = getattr(base, "get_video_features", None) or base.get_image_features
         return frozenset(inspect.signature(encode).parameters)
 
     @property
     def has_video_encoder(self) -> bool:
-        """Whether videos have an encoder of their own; else their frames are images."""
+        """Whether the model has a video encoder; otherwise frames are encoded as images."""
         return hasattr(self._model.base_model, "get_video_features")
 
     def encoder_arguments(self) -> Mapping[str, bool]:
         """Arguments of the model's image encoder, and whether they are required.
 
-        Raises: UnsupportedCheckpoint for a model without a separate encoder, or that uses more than a feature per token.
+        Raises: UnsupportedCheckpoint if there is no separate encoder, or the model uses several features per token.
         """
         name, base = type(self._model).__name__, self._model.base_model
         encode = getattr(base, "get_image_features", None)
@@ -183,7 +183,7 @@ class PositionHooks:
         read = _READ.findall(inspect.getsource(type(base).forward))
         if unknown := sorted({*read} - _ROWS):
             raise UnsupportedCheckpoint(
-                f"{name} uses {', '.join(unknown)} of its image encoder; only a feature per token is "
+                f"{name} uses {', '.join(unknown)} of its image encoder; only one feature per token is "
                 f"supported; {INSTEAD}"
             )
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -249,7 +249,7 @@ class TransformersImages(MultimodalProcessor):
             or placeholder not in tokenizer.get_added_vocab()
         ):
             return None
-        # models without slots of videos have those of images
+        # models without video slots use image slots
         own = getattr(config, "video_token_id", None)
         slots: dict[MediaKind, tuple[str, int]] = {"image": (self._slot, config.image_token_id)}
         if isinstance(own, int) and own != self.slot_id:
@@ -296,7 +296,7 @@ class TransformersImages(MultimodalProcessor):
     def _process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> ProcessedImage:
         most = min(filter(None, (pixels.most, self.max_pixels)), default=0)
         options = limit_pixels(self._processor, self._options, PixelLimits(pixels.least, most))
-        if options is None:  # it has no such option
+        if options is None:  # the processor has no option that limits pixels
             options, image = self._options, _scale(image, most)
         alone = self._make(image, [image], options)
         if _COUNTS not in alone.inputs:
@@ -323,7 +323,7 @@ class TransformersImages(MultimodalProcessor):
         indicators = self._find_indicators(str(text))
         num_slots = len(indicators) or str(text).count(self._slot)
         if num_slots == 0:
-            raise _unfit(image, "it comes to no tokens")
+            raise _unfit(image, "the image results in no tokens")
         return ProcessedImage(
             inputs, str(text), num_slots, indicators=indicators, slot_id=self.slot_id
         )
@@ -452,7 +452,7 @@ class _Videos:
             (kind for kind, (slot, _) in self._slots.items() if slot in text), None
         )
         if found is None:
-            raise InvalidImage("The model makes no tokens of this video.")
+            raise InvalidImage("The model's processor returned no tokens for this video.")
         inputs = {
             name: torch.as_tensor(x) if isinstance(x, list | tuple | np.ndarray) else x
             for name, x in made.items()
@@ -483,7 +483,7 @@ class _Videos:
             if "num_frames" in named:
                 wanted = self._wanted_sampling(video)
                 indices = self._sample(video, {**options, **wanted})
-            else:  # it takes no number
+            else:  # the processor has no option for the number of frames
                 indices = sample_evenly(video, video.max_frames)
                 indices += indices[-1:] * (
                     len(indices) % getattr(processor, "temporal_patch_size", 1)
@@ -513,7 +513,7 @@ class _Videos:
         fps = min(asked.fps, info.fps)
         if self._processor.video_processor.num_frames is None:
             return {"fps": fps, "num_frames": None}
-        # its own number would take precedence
+        # the processor's own num_frames would take precedence
         return {"fps": None, "num_frames": max(1, round(info.length_s * fps))}
 
     def _sample(self, video: OpenVideo, options: Mapping[str, Any]) -> list[int]:
@@ -533,13 +533,13 @@ class _Videos:
 
 def _unfit_video(error: Exception) -> InvalidImage:
     reason = " ".join(str(error).split())[:200]
-    return InvalidImage(f"The model cannot take this video. Its processor says: {reason}")
+    return InvalidImage(f"The model's processor cannot process this video: {reason}")
 
 
 def limit_pixels(
     processor: Any, options: Mapping[str, Any], pixels: PixelLimits
 ) -> Mapping[str, Any] | None:
-    """Options under which the processor scales an image to that many pixels; None if there are none."""
+    """Options with which the processor scales an image to these limits; None if it has no such option."""
     if pixels == NO_LIMITS:
         return options
     images: Any = processor.image_processor
@@ -549,7 +549,7 @@ def limit_pixels(
         return options.get(name, getattr(images, name, None))
 
     def fewer(name: str, pixels_each: int, fewest: int = 1) -> Mapping[str, Any]:
-        """Options with no more tiles than fit."""
+        """Options that limit the number of tiles."""
         return (
             {**options, name: max(fewest, min(own(name), most // pixels_each))} if most else options
         )
@@ -597,7 +597,7 @@ def _most_slots(processor: Any, area: int) -> int:
 
 
 def _scale(image: Image.Image, most: int) -> Image.Image:
-    """An image of at most this number of pixels. 0: any."""
+    """Scale an image down to at most `most` pixels; 0 means no limit."""
     share = (most / (image.width * image.height)) ** 0.5
     if most == 0 or share >= 1:
         return image
@@ -607,8 +607,8 @@ def _scale(image: Image.Image, most: int) -> Image.Image:
 
 def _unfit(image: Image.Image, reason: str) -> InvalidImage:
     return InvalidImage(
-        f"The model cannot take an image of {image.width} x {image.height} pixels; send one that is "
-        f"neither tiny nor narrow. Its processor says: {reason}"
+        f"The model cannot process an image of {image.width} x {image.height} pixels; send one that is "
+        f"neither tiny nor narrow. The processor's error: {reason}"
     )
 
 
@@ -619,7 +619,7 @@ def _seam(processor: Any) -> str:
 
 
 def _spell(processor: Any) -> None:
-    """Make a processor return an image's text that it only builds inside its call."""
+    """Add `replace_image_token` to a processor that builds an image's text only inside its call."""
     if seam := _seam(processor):
         count = 5 if processor.image_processor.do_image_splitting else 1
         text = seam + (processor.image_token * processor.image_seq_len + seam) * count

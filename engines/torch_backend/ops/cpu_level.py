@@ -1,8 +1,7 @@
-"""Which instructions the CPU's products may use: a value, probed once, that whoever computes is given.
+"""The CPU's instruction set as a level, detected once and passed to the operators.
 
-Everything that differs between processors follows from it: what the C++ kernels are compiled with, and where they, or
-torch's own kernels, are the faster ones. Every level below the machine's can be asked for, so that all are tested on
-the largest.
+The level determines the compiler flags of the C++ kernels, and up to how many tokens they are faster than torch's
+kernels. Levels below the machine's can be selected, so that one machine can test all of them.
 """
 
 import platform
@@ -33,7 +32,7 @@ class CpuLevel:
     max_float_tokens: int = _ALWAYS
     #: The same for bfloat16 weights in a bfloat16 engine, whose activations the kernels round; 0: not supported.
     max_rounded_tokens: int = 0
-    bfloat16_flags: frozenset[str] = frozenset()  #: any of them: torch multiplies bfloat16 fast
+    bfloat16_flags: frozenset[str] = frozenset()  #: torch multiplies bfloat16 fast with any of them
 
     @property
     def has_fast_bfloat16(self) -> bool:

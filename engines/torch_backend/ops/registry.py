@@ -115,7 +115,7 @@ class Op:
         for ours, theirs in zip(found, expected, strict=True):
             difference = (ours.float() - theirs.float()).abs().max().item()
             if not difference <= candidate.tolerance(site) * theirs.float().abs().max().item():
-                return f"it is off by {difference:.3g}"
+                return f"differs from the reference by {difference:.3g}"
         return ""
 
 
@@ -137,7 +137,7 @@ class Ops:
         return "cpu" in self.chosen.values()
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of torch's products: beside float32 streams, float16 lacks the range."""
+        """The dtype of torch's matrix products: float16 lacks the range of a float32 residual stream."""
         return torch.float32 if self.is_native and dtype is torch.float16 else dtype
 
     def uses(self, name: str, candidate: str | None = None) -> bool:

@@ -16,5 +16,5 @@ def product_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def num_stages(x: Tensor) -> int:
-    """The number of tiles to prefetch: as many as the memory of a processor holds."""
+    """The number of tiles to prefetch: as many as fit the GPU's shared memory."""
     return 4 if x.shape[0] * x.element_size() <= 64 else 2

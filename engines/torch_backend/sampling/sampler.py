@@ -21,7 +21,7 @@ from shared.protocol import SamplingParams
 
 #: OpenAI's value for very unlikely tokens; also replaces minus infinity, which JSON cannot express
 LEAST_LOGPROB = -9999.0
-_SCORED_ROWS = 64  #: rows that are widened to float32 at a time
+_SCORED_ROWS = 64  #: rows that are converted to float32 at a time
 NOT_FINITE = "The model's scores for the next token are not finite numbers."
 
 
@@ -30,7 +30,7 @@ def sample(
 ) -> list[TokenChoice]:
     """The next token of each row. Shapes: logits (B, V). Raises: SequenceFailure for logits that are not finite.
 
-    `positions`: of the tokens in their outputs, if the sequences do not contain all earlier tokens.
+    `positions`: output positions of the tokens; required if the sequences lack some earlier tokens.
     """
     if positions is None:
         positions = [sequence.num_output_tokens for sequence in sequences]
@@ -100,7 +100,7 @@ def _forbid_end(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> T
     return scores
 
 
-#: By the value of a byte: which of its bits are 0, the lowest first.
+#: For each value of a byte, which bits are 0, the lowest bit first.
 _FORBIDDEN = ~torch.from_numpy(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
 )

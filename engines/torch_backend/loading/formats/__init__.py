@@ -24,9 +24,9 @@ READERS: dict[str, Callable[[Fields], Reader]] = {
     "gguf": GgufReader,
 }
 
-#: Why others cannot be; transformers reads them with libraries that are not here.
+#: Why other formats cannot be read. Transformers needs libraries for them that are not installed.
 _REASONS = {
-    "bitsandbytes": "its numbers of 4 bits have no kernel here",
+    "bitsandbytes": "there is no kernel for its 4-bit numbers",
     "torchao": "its tensors are laid out by the library",
     "hqq": "the installed transformers does not load it",
     "quanto": "its weights are classes of its library",
@@ -35,14 +35,14 @@ _REASONS = {
     "quip": "its weights are indices into code books",
     "eetq": "its integers are laid out for CUDA kernels of its library",
     "spqr": "its outliers are sparse",
-    "mxfp4": "no kernel here has numbers of 4 bits with shared exponents",
-    "vlm-fleet": "release 0.1 alone reads it",
+    "mxfp4": "there is no kernel for 4-bit numbers with shared exponents",
+    "vlm-fleet": "only release 0.1 reads it",
     "bitnet": "its activations are in 8 bits and its weights in less than 2",
 }
 
 
 def detect(config: Fields) -> Reader | None:
-    """The reader of a checkpoint by its `config.json`; None where its weights are plain numbers.
+    """The reader of a checkpoint by its `config.json`; None if its weights are not quantized.
 
     Raises: UnsupportedCheckpoint for formats, and for settings of a format, that cannot be read.
     """
@@ -57,7 +57,7 @@ def detect(config: Fields) -> Reader | None:
         reason = _REASONS.get(method) if isinstance(method, str) else None
         raise section.refuse(
             "quant_method",
-            f"{shown(method)} cannot be read{f', as {reason}' if reason else ''}; these can: {known}. "
-            "Or take the full-precision checkpoint with --quantization int8 or int4",
+            f"{shown(method)} cannot be read{f', as {reason}' if reason else ''}; supported: {known}. "
+            "Or use the full-precision checkpoint with --quantization int8 or int4",
         )
     return READERS[method](section)

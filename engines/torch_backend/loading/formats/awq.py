@@ -1,4 +1,4 @@
-"""AWQ as its `gemm` kernel keeps it: integers of 4 bits, packed along the outputs in an order of their own.
+"""AWQ in the layout of its `gemm` kernel: 4-bit integers, packed along the outputs in a permuted order.
 
 Layout: `qweight` (K, N / 8), `qzeros` (G, N / 8), `scales` (G, N). Source: AutoAWQ.
 """
@@ -15,7 +15,7 @@ from engines.torch_backend.loading.formats.reader import (
     unpack_words,
 )
 
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  #: of each of eight outputs in a word
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  #: index in a word of each of eight outputs
 
 
 class AwqReader(Reader):
@@ -27,13 +27,13 @@ class AwqReader(Reader):
         """Raises: UnsupportedCheckpoint."""
         bits = config.whole("bits", config.get("w_bit", 4), at_most=8)
         if bits != 4:
-            raise config.refuse("bits", f"is {bits}; AWQ can be read with 4")
+            raise config.refuse("bits", f"is {bits}; AWQ is supported with 4")
         name = "format" if config.get("version") is None else "version"
         version = config.get(name, "gemm")
         if not isinstance(version, str) or version.lower() != "gemm":
-            raise config.refuse(name, f"is {version!r:.40}; AWQ can be read as 'gemm' stores it")
+            raise config.refuse(name, f"is {version!r:.40}; AWQ is supported in the layout 'gemm'")
         if not config.flag("zero_point", True):
-            raise config.refuse("zero_point", "is false; AWQ can be read with zero points")
+            raise config.refuse("zero_point", "is false; AWQ is supported with zero points")
         given = config.get("group_size", config.get("q_group_size", 128))
         fields = Fields(config.file, {"group_size": given}, config.path)
         self._group_size = fields.whole("group_size", at_least=-1, at_most=2**20)
@@ -46,7 +46,7 @@ class AwqReader(Reader):
         num_outputs = num_words * 8
         size = num_inputs if self._group_size == -1 else self._group_size
         if num_inputs % size:
-            raise linear.refuse("qweight", f"has {num_inputs} inputs, no multiple of {size}")
+            raise linear.refuse("qweight", f"has {num_inputs} inputs, not a multiple of {size}")
         num_groups = num_inputs // size
         linear.expect("qzeros", (num_groups, num_words), "I32")
         linear.expect("scales", (num_groups, num_outputs), "F16", "BF16", "F32")

@@ -1,9 +1,9 @@
-"""compressed-tensors: what LLM Compressor writes.
+"""The compressed-tensors format, which LLM Compressor writes.
 
 Layout: `pack-quantized` has `weight_packed` (N, K bits / 32), `weight_shape` (2,), `weight_scale` (N, G) or (N, 1),
-`weight_zero_point` (N bits / 32, G) if asymmetric, `weight_g_idx` (K,) if groups are of the most telling inputs first.
-The other formats have `weight` (N, K) of int8 or float8_e4m3fn, and the same scales, or one for all, or one a block.
-What is said of activations and of the KV cache is left out: they are computed and kept as for any other model.
+`weight_zero_point` (N bits / 32, G) if asymmetric, `weight_g_idx` (K,) if inputs are grouped by activation order.
+The other formats have `weight` (N, K) of int8 or float8_e4m3fn, and the same scales, or one per tensor or per block.
+Settings for activations and the KV cache are ignored: both stay unquantized.
 Source: compressed-tensors 0.20.
 """
 
@@ -36,7 +36,7 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """How the weights of one group of maps are quantized."""
+    """How the weights of one group of layers are quantized."""
 
     kind: str
     bits: int
@@ -92,7 +92,7 @@ class CompressedTensorsReader(Reader):
         num_outputs, num_inputs = layout.shape
         if "weight_packed" in linear.parts:
             if tuple(linear.read("weight_shape").tolist()) != layout.shape:
-                raise linear.refuse("weight_shape", f"does not say {layout.shape}")
+                raise linear.refuse("weight_shape", f"is not {layout.shape}")
             values = unpack_words(linear.read("weight_packed"), layout.bits)[:, :num_inputs]
             values = values.contiguous()
         else:
@@ -111,7 +111,7 @@ class CompressedTensorsReader(Reader):
         )
 
     def _find(self, linear: StoredLinear) -> tuple[_Scheme, Layout]:
-        """The scheme that fits, and what it makes of the map. Raises: UnsupportedCheckpoint, of the first that does not."""
+        """The scheme of a layer, and its layout. Raises: UnsupportedCheckpoint with the first scheme's reason."""
         refused: list[UnsupportedCheckpoint] = []
         for scheme in self._schemes:
             try:
@@ -124,7 +124,7 @@ class CompressedTensorsReader(Reader):
 def _read_scheme(group: Fields) -> _Scheme:
     weights = group.section("weights")
     if not weights.values:
-        raise group.refuse("weights", "is missing; what quantizes activations alone cannot be run")
+        raise group.refuse("weights", "is missing; quantizing activations only is not supported")
     bits = weights.whole("num_bits", 8, at_most=16)
     kind = weights.one_of("type", ("int", "float"), "int")
     if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
@@ -157,7 +157,7 @@ def _layout(linear: StoredLinear, scheme: _Scheme) -> Layout:
         most = num_words * 32 // scheme.bits
         num_inputs = int(linear.read("weight_shape")[1])
         if not most - 32 // scheme.bits < num_inputs <= most:
-            raise linear.refuse("weight_shape", f"says {num_inputs} inputs, up to {most} are there")
+            raise linear.refuse("weight_shape", f"names {num_inputs} inputs of up to {most} stored")
     else:
         num_outputs, num_inputs = linear.expect_matrix("weight", "I8")
     size = scheme.group_size if scheme.strategy == "group" else num_inputs
@@ -167,7 +167,7 @@ def _layout(linear: StoredLinear, scheme: _Scheme) -> Layout:
     if scheme.strategy != "group":
         known += [(num_outputs,), (1,), (), (1, 1)]
     if shape not in known:
-        raise linear.refuse("weight_scale", f"is {shape}, but the others make it {known[0]}")
+        raise linear.refuse("weight_scale", f"is {shape}, but other tensors require {known[0]}")
     _zeros_shape(linear, scheme, shape)
     if "weight_g_idx" in linear.parts:
         linear.expect("weight_g_idx", (num_inputs,), "I32", "I64")
@@ -175,7 +175,7 @@ def _layout(linear: StoredLinear, scheme: _Scheme) -> Layout:
 
 
 def _zeros_shape(linear: StoredLinear, scheme: _Scheme, scales: tuple[int, ...]) -> None:
-    """Raises: UnsupportedCheckpoint if zeros are not what the scheme makes them."""
+    """Raises: UnsupportedCheckpoint if the zero points do not match the scheme."""
     if scheme.is_symmetric:
         return
     if _has_packed_zeros(linear, scheme):

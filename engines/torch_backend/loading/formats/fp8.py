@@ -1,7 +1,7 @@
-"""FP8 weights with scales in float: one for all, one an output, or one a block of outputs and inputs.
+"""FP8 weights with floating-point scales: one per tensor, per output, or per block of outputs and inputs.
 
-Layout: `weight` (N, K) of float8_e4m3fn, and `weight_scale_inv` or `weight_scale`, what the weights are multiplied by.
-What is said of activations is left out: they are computed in the engine's precision.
+Layout: `weight` (N, K) of float8_e4m3fn, and `weight_scale_inv` or `weight_scale`, the factors of the weights.
+Settings for activations are ignored: they stay in the engine's precision.
 Source: DeepSeek-V3, transformers' `FineGrainedFP8Config`, AutoFP8, FBGEMM.
 """
 
@@ -58,7 +58,7 @@ def scaled_layout(
         known = [(-(-num_outputs // block[0]), -(-num_inputs // block[1]))]
     if shape not in known:
         expected = " or ".join(map(str, known))
-        raise linear.refuse(scale, f"is {shape}, but the weights make it {expected}")
+        raise linear.refuse(scale, f"is {shape}, but the weights require {expected}")
     return Layout((num_outputs, num_inputs))
 
 

@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file, which llama.cpp writes: numbers, and blocks of integers with scales of their own.
+"""Tensors of GGUF files, llama.cpp's format: plain numbers, or blocks of integers with scales.
 
-Q4_0, Q4_1 and Q4_K are groups of 32 integers of 4 bits with a scale, and a number that the integer 0 stands for: our
-kernels multiply them as they are. All other types become float16. Source: `ggml-common.h` of llama.cpp.
+Q4_0, Q4_1 and Q4_K have groups of 32 integers of 4 bits with a scale and an offset, which our int4 kernels compute
+exactly. All other types are dequantized to float16. Source: `ggml-common.h` of llama.cpp.
 """
 
 from collections.abc import Iterable
@@ -21,15 +21,15 @@ from engines.torch_backend.loading.formats.reader import (
 )
 from engines.torch_backend.loading.stored_tensors import StoredTensor, finite
 
-#: the types of plain numbers, by their numbers in a file
+#: the types of plain numbers, by `ggml_type`
 FLOATS = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
-DTYPE = torch.float16  #: of what is dequantized
+DTYPE = torch.float16  #: of dequantized weights
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q4_K = 2, 3, 6, 7, 12
 _GROUP = 32
-#: llama.cpp falls back to these where a row is not a multiple of 256. Transformers' reader does not know them.
+#: llama.cpp falls back to these if a row is not a multiple of 256. Transformers' reader does not know them.
 GGML_BLOCK.update({_Q5_0: (_GROUP, 22), _Q5_1: (_GROUP, 24)})
 GGML_NAME.update({_Q5_0: "Q5_0", _Q5_1: "Q5_1"})
-_CHUNK_WEIGHTS = 1 << 20  # dequantized at once: what is computed on the way stays small
+_CHUNK_WEIGHTS = 1 << 20  # weights dequantized at a time, to bound temporary memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class GgufTensor(StoredTensor):
     ggml_type: int = 0
     offset: int = 0  #: of its first byte in the file
     num_file_bytes: int = 0
-    num_heads: int = 0  #: whose outputs lie in pairs, where transformers has halves; 0: as they are
+    num_heads: int = 0  #: heads whose rotary channels are interleaved in the file; 0: none are
 
     @property
     def is_blocks(self) -> bool:
-        """Whether it holds no plain numbers."""
+        """Whether the tensor holds blocks of integers."""
         return self.ggml_type not in FLOATS
 
     @property
@@ -51,8 +51,8 @@ class GgufTensor(StoredTensor):
         return self.num_file_bytes
 
     def map(self) -> Tensor:
-        """Its numbers where the file is mapped, or its blocks. Shapes: blocks are uint8 (N, bytes of a row)."""
-        # "c": nobody writes, but torch warns of memory that could not be written
+        """Map the numbers or blocks from the file. Shapes: blocks are uint8 (N, bytes of a row)."""
+        # copy-on-write ("c"), because torch warns of read-only memory
         octets = np.memmap(self.file, np.uint8, "c", self.offset, (self.num_file_bytes,))
         raw = torch.from_numpy(octets)
         if self.is_blocks:
@@ -72,7 +72,7 @@ class GgufReader(Reader):
     def split(
         self, stored: Iterable[StoredTensor], device: torch.device
     ) -> tuple[list[StoredLinear], list[StoredTensor]]:
-        """The matrices of blocks, embeddings too, and all other tensors."""
+        """The quantized matrices, including embeddings, and all other tensors."""
         linears: list[StoredLinear] = []
         others: list[StoredTensor] = []
         for tensor in stored:
@@ -92,7 +92,7 @@ class GgufReader(Reader):
         return Layout((num_outputs, num_inputs), bits, size, kind == _Q4_0)
 
     def read(self, linear: StoredLinear) -> Integers | Tensor:
-        """Its weights: integers, or float16 (N, K)."""
+        """The weights of a layer: integers, or float16 (N, K)."""
         kind, rows = _tensor(linear).ggml_type, linear.read("weight")
         if kind == _Q4_0:
             return _q4_0(rows)
@@ -128,7 +128,7 @@ def _q4_0(rows: Tensor) -> Integers:
 
 
 def _q4_1(rows: Tensor) -> Integers:
-    """The same behind a scale and what 0 stands for. Shapes: uint8 (N, bytes of a row)."""
+    """Q4_0 with an offset after the scale. Shapes: uint8 (N, bytes of a row)."""
     blocks = rows.unflatten(1, (-1, 20))
     scale, base = _halves(blocks, 0, 2).unbind(-1)
     values = _nibbles(blocks[..., 4:])
@@ -151,7 +151,7 @@ def _q5(rows: Tensor, kind: int) -> Tensor:
 
 
 def _q4_k(rows: Tensor) -> Integers:
-    """Eight groups share two scales, of their own scales and of what 0 stands for, in 6 bits each.
+    """Blocks of eight groups, each with a 6-bit scale and offset; two factors per block multiply these.
 
     Shapes: uint8 (N, bytes of a row).
     """
@@ -162,17 +162,17 @@ def _q4_k(rows: Tensor) -> Integers:
     bases = torch.cat([high & 63, (rest >> 4) | (high >> 6 << 4)], -1)
     scale = (of_scales[..., None] * scales).flatten(1)
     base = -(of_bases[..., None] * bases).flatten(1)
-    # two groups side by side, the first in the low halves of 32 bytes
+    # two groups in 32 bytes, the first in the low nibbles
     values = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
     return Integers(values, 4, _GROUP, scale.t().contiguous(), None, base=base.t().contiguous())
 
 
 def _halves(blocks: Tensor, start: int, count: int) -> Tensor:
-    """Numbers of float16 at a place of every block. Shapes: returns float32 (N, blocks, count)."""
+    """`count` float16 numbers of every block from index `start`. Shapes: returns float32 (N, blocks, count)."""
     octets = blocks[..., 2 * start : 2 * (start + count)].contiguous()
     return octets.view(torch.float16).float()
 
 
 def _nibbles(octets: Tensor) -> Tensor:
-    """Low halves of some bytes, then their high ones. Shapes: (N, ..., n); returns (N, inputs)."""
+    """The low nibbles of the bytes, then the high ones. Shapes: (N, ..., n); returns (N, inputs)."""
     return torch.cat([octets & 15, octets >> 4], -1).flatten(1)

@@ -1,4 +1,4 @@
-"""GPTQ: integers of 4 or 8 bits, packed along the inputs, whose groups may be those of the most telling inputs first.
+"""GPTQ: integers of 4 or 8 bits, packed along the inputs, which may be grouped by activation order (`desc_act`).
 
 Layout: `qweight` (K bits / 32, N), `qzeros` (G, N bits / 32), `scales` (G, N), `g_idx` (K,), which names each input's
 group. Zeros of the format `gptq` are stored less one, those of `gptq_v2` as they are.
@@ -26,7 +26,7 @@ class GptqReader(Reader):
         """Raises: UnsupportedCheckpoint."""
         self._bits = config.whole("bits", 4, at_most=8)
         if self._bits not in _ONES:
-            raise config.refuse("bits", f"is {self._bits}; GPTQ can be read with 4 and 8")
+            raise config.refuse("bits", f"is {self._bits}; GPTQ is supported with 4 and 8")
         self._group_size = config.whole("group_size", 128, at_least=-1, at_most=2**20)
         if self._group_size == 0:
             raise config.refuse("group_size", "is 0; give -1 for one group of all inputs")
@@ -50,16 +50,16 @@ class GptqReader(Reader):
         return Layout((num_outputs, num_inputs), self._bits, size, self._is_symmetric)
 
     def read(self, linear: StoredLinear) -> Integers:
-        """Its integers, the inputs of a group side by side."""
+        """The integers of a layer, with the inputs of each group contiguous."""
         layout = self.layout(linear)
         values = unpack_words(linear.read("qweight").t(), self._bits)
         zeros = linear.read("qzeros")
-        # The library adds to whole words, as it took away: an integer may have borrowed from the next.
+        # Packers subtracted 1 from each integer of whole words: adding to words undoes borrows too.
         zeros = unpack_words(zeros + _ONES[self._bits] if self._is_v1 else zeros, self._bits)
         zero = zeros[:, : layout.shape[0]]
         is_middle = bool((zero == 2 ** (self._bits - 1)).all())
         if self._is_symmetric and not is_middle:
-            raise linear.refuse("qzeros", "has other zeros than the middle, but sym is true")
+            raise linear.refuse("qzeros", "has zero points other than the middle, but sym is true")
         order = input_order(linear, "g_idx", layout)
         return Integers(
             values if order is None else values[:, order],

@@ -118,14 +118,14 @@ class StoredLinear:
         if stored.kind not in kinds:
             raise self.refuse(part, f"is of the type {stored.kind}, not {' or '.join(kinds)}")
         if shape is not None and stored.shape != shape:
-            raise self.refuse(part, f"is {stored.shape}, but the others make it {shape}")
+            raise self.refuse(part, f"is {stored.shape}, but other tensors require {shape}")
         return stored
 
     def expect_matrix(self, part: str, *kinds: str) -> tuple[int, int]:
         """The shape of a tensor with two dimensions. Raises: UnsupportedCheckpoint."""
         shape = self.expect(part, None, *kinds).shape
         if len(shape) != 2 or 0 in shape:
-            raise self.refuse(part, f"is {shape}, no matrix")
+            raise self.refuse(part, f"is {shape}, not a matrix")
         return shape[0], shape[1]
 
     def read(self, part: str) -> Tensor:
@@ -174,7 +174,7 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, linear: StoredLinear) -> Integers | Tensor:
-        """Its weights: integers, or plain float32 (N, K). Raises: UnsupportedCheckpoint."""
+        """The weights of a layer: integers, or float32 (N, K). Raises: UnsupportedCheckpoint."""
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
@@ -186,7 +186,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def input_order(linear: StoredLinear, part: str, layout: Layout) -> Tensor | None:
-    """The inputs, those of a group side by side; None where they are so as they come.
+    """The order of the inputs in which groups are contiguous; None if they already are.
 
     Shapes: returns (K,). Raises: UnsupportedCheckpoint if they do not fill groups of the layout's size.
     """
@@ -198,5 +198,5 @@ def input_order(linear: StoredLinear, part: str, layout: Layout) -> Tensor | Non
         return None
     order = groups.argsort(stable=True)
     if not torch.equal(groups[order], usual):
-        raise linear.refuse(part, f"does not put {layout.group_size} inputs into each group")
+        raise linear.refuse(part, f"does not assign {layout.group_size} inputs to each group")
     return order

@@ -37,18 +37,18 @@ class GenericConfig:
 
     @property
     def kind(self) -> str:
-        """Its class, and the decoder's class for models with an image tower: tests cover the pair."""
+        """The class, with the decoder's type for models with a tower, as in `TESTED`."""
         name, text = self.model_class.__name__, self.full.get_text_config(decoder=True)
         return f"{name}/{text.model_type}" if self.takes_media else name
 
     @property
     def takes_images(self) -> bool:
-        """Whether it is a model of images and text."""
+        """Whether the model takes images."""
         return self.model_class.__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
 
     @property
     def takes_media(self) -> bool:
-        """Whether it has a tower for images or audio."""
+        """Whether the model has a tower for images or audio."""
         return self.takes_images or self.model_class.__name__ in TAKES_AUDIO
 
 
@@ -74,7 +74,7 @@ def read_config(config: Fields, model_class: type[PreTrainedModel]) -> GenericCo
     expected = model_class.config_class
     if expected is None or not issubclass(config_class, expected):
         raise config.refuse(
-            "model_type", f"{shown(kind)} does not go with the architecture {model_class.__name__}"
+            "model_type", f"{shown(kind)} is not the type of the class {model_class.__name__}"
         )
     try:
         full = config_class(**_believed(config))
@@ -92,7 +92,7 @@ def _believed(section: Fields) -> dict[str, Any]:
         given = section.get(name)
         for size in given if isinstance(given, list) else [given]:
             if size is not None and (type(size) is not int or not 0 <= size <= most):
-                raise section.refuse(name, f"is {shown(size)}, no integer from 0 to {most}")
+                raise section.refuse(name, f"is {shown(size)}, not an integer from 0 to {most}")
     values: dict[str, Any] = {}
     for name, value in section.values.items():
         if name.startswith("_") or name in _NEVER_READ:
@@ -103,7 +103,7 @@ def _believed(section: Fields) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Infinite values as transformers writes them to JSON."""
+    """Convert infinite values from the form in which transformers writes them to JSON."""
     if isinstance(value, list):
         return [_number(each) for each in value]
     if isinstance(value, Mapping) and value.keys() == {_FLOAT}:
@@ -117,6 +117,6 @@ def _limits(config: Fields, full: PreTrainedConfig) -> TextLimits:
     for name in ("vocab_size", "max_position_embeddings"):
         size = getattr(text, name, None)
         if type(size) is not int or size < 1:
-            raise config.refuse(name, f"is {shown(size)}, but has to say how many")
+            raise config.refuse(name, f"is {shown(size)}, not a positive integer")
         sizes[name] = size
     return TextLimits(**sizes)

@@ -1,8 +1,8 @@
-"""Modules of transformers that run by our operators. They are recognised by their computation, not by name.
+"""Runs modules of transformers by our operators. Modules are recognised by what they compute, not by name.
 
-One call of the model is recorded: which linear layers read the same tensor, where queries, keys and values come
-from, and which product is a gate. This suggests what a module computes. It is accepted if it gives the results of
-the module's own forward pass for random inputs; otherwise the module stays transformers'.
+One call of the model is recorded: which linear layers read the same tensor, and where queries, keys, values and
+gates come from. This suggests a replacement for a module. The replacement is used if its results equal those of
+the module's own forward pass for random inputs.
 
 Shape letters: N tokens, C width, H query heads, K key/value heads, D head width, E value width.
 """
@@ -38,7 +38,7 @@ _FAR = 10**6
 _Tensors = list[Tensor]
 
 
-# -- what is seen of one call of the model
+# -- recorded calls of modules
 @dataclass(frozen=True, slots=True)
 class Call:
     """Input and output of a module."""
@@ -55,7 +55,7 @@ class Call:
         return self.args[0] if self.args else self.kwargs.get("hidden_states")
 
     def again(self, module: nn.Module, x: Tensor, **others: Any) -> Tensor:
-        """The module's own result for another input, with tokens far from the start of a sequence."""
+        """Run the module's own forward pass on `x`, at positions far from the start of a sequence."""
         kwargs = {name: _far(value) for name, value in self.kwargs.items()} | others
         args = (x, *self.args[1:]) if self.args else ()
         if not args:
@@ -100,7 +100,7 @@ class Watched:
         return [(names[child], child, call) for child, call in called if call is not None]
 
     def siblings(self, module: nn.Module) -> list[list[str]]:
-        """Names of direct children that are linear layers and read the same tensor, two or more at a time."""
+        """Groups of direct children, by name, that are linear layers and read the same tensor."""
         groups: dict[int, list[str]] = {}
         for name, child, call in self.within(module):
             if type(child) is nn.Linear:
@@ -121,7 +121,7 @@ class Norm:
 
 
 def find_norm(module: nn.Module) -> RMSNorm | None:
-    """The norm of a module that computes x over its root mean square times its weight, or times one more than that."""
+    """The RMS norm that a module computes, with `weight` or `1 + weight` as its gain; None for other modules."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if [*state] != ["weight"] or state["weight"].dim() != 1:
         return None
@@ -139,7 +139,7 @@ def find_norm(module: nn.Module) -> RMSNorm | None:
 # -- feed-forwards
 @dataclass(frozen=True, slots=True)
 class GatedParts:
-    """A gated feed-forward: names of its linear layers, of which one may compute gate and values."""
+    """The parts of a gated feed-forward. `inputs` names the layers of gate and values, or one for both."""
 
     module: nn.Module
     inputs: tuple[str, ...]
@@ -189,7 +189,7 @@ def find_gated(module: nn.Module, watched: Watched) -> GatedParts | None:
 
 
 def _known_activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The activation that kernels have, or the module itself."""
+    """The equivalent activation that kernels support, else the module itself."""
     x = _random(1, 256) * 3
     return F.silu if _gives(lambda: [module(x)], [F.silu(x)]) else module
 
@@ -367,7 +367,7 @@ class LayerParts:
     blocks: tuple[Block, Block]
 
     def build(self) -> "Layer":
-        """Norms and sums run inside the products."""
+        """Norms and residual sums are fused into the linear layers."""
         return Layer(self)
 
 
@@ -403,7 +403,7 @@ class Layer:
 
     @property
     def products(self) -> LayerProducts | None:
-        """The linear layers, if they are all that it computes."""
+        """The linear layers for a decoder chain; None if the layer computes more than a chain supports."""
         attention, norms = self._attention, self._attention.head_norms
         is_normed_behind = any(block.behind is not None for block in self._blocks)
         if is_normed_behind or norms is None or not all(each.is_whole for each in self.linears):
@@ -413,10 +413,10 @@ class Layer:
 
 
 class Run:
-    """Consecutive layers, each of which reads the output of the one before. The first may compute all in one call.
+    """Consecutive layers, each of which reads the previous layer's output. The first may compute all in one call.
 
-    Not if the model may add something between them: image features, or an adapter. Their stream is then float32
-    from the first to the last layer too, so that no result depends on the rest of the step.
+    Layers run one by one if the model may add image features or an adapter between them. The residual stream is
+    float32 in both cases, so that no result depends on the other requests of the step.
     """
 
     def __init__(self, layers: Sequence[Layer], ops: Ops) -> None:
@@ -428,7 +428,7 @@ class Run:
         self._kept: Tensor | None = None  #: the output of a layer before rounding
 
     def compute(self, layer: Layer, x: Tensor, options: dict[str, Any]) -> Tensor | None:
-        """The result of all layers; None: each computes itself. Raises: RuntimeError. Shapes: (1, N, C), kept."""
+        """The result of all layers; None if each must run by itself. Raises: RuntimeError. Shapes: (1, N, C), kept."""
         angles = options.get("position_embeddings")
         if layer is self._layers[0]:
             found = self._compute(x, options)
@@ -440,11 +440,11 @@ class Run:
             or self._computed[1] != x._version
             or self._computed[2] is not angles
         ):
-            raise RuntimeError("the model changes what its layers are given, and they are computed")
+            raise RuntimeError("the model changed the input of a layer that was already computed")
         return None if self._computed is None else self._computed[0]
 
     def rows(self, layer: Layer, x: Tensor) -> Tensor:
-        """The input of a layer that runs alone: the unrounded output of the one before, if unchanged.
+        """The input of a layer that runs alone: the unrounded output of the previous layer, if unchanged.
 
         Shapes: (1, N, C); returns float32 (N, C), a copy.
         """
@@ -473,7 +473,7 @@ class Run:
             return None
         rows = x[0].to(torch.float32, copy=True)
         self._chain(rows, attend)
-        with torch.inference_mode(False):  # so that changes in place are counted
+        with torch.inference_mode(False):  # so that the tensor has a version counter
             found = torch.empty(x.shape, dtype=x.dtype)
         return found.copy_(rows[None])
 
@@ -494,7 +494,7 @@ class Run:
 
 
 def find_runs(layers: Iterable[nn.Module], watched: Watched) -> list[list[nn.Module]]:
-    """Layers that read the output of the one before, with the same rotary angles."""
+    """Runs of layers that read the previous layer's output and use the same rotary angles."""
     runs: list[list[nn.Module]] = []
     last: Call | None = None
     for module in layers:
@@ -509,7 +509,7 @@ def find_runs(layers: Iterable[nn.Module], watched: Watched) -> list[list[nn.Mod
 
 
 def _hands_on(last: Call, call: Call) -> bool:
-    """Whether the input of a layer is the unchanged output of the one before."""
+    """Whether the input of a layer is the unchanged output of the previous layer."""
     copied = last.copied
     return call.input is last.output and copied is not None and torch.equal(call.input, copied)
 
@@ -562,7 +562,7 @@ def find_layer(
 def _find_block(
     module: nn.Module, children: list[tuple[str, nn.Module, Call]], watched: Watched
 ) -> Block:
-    """A child of a layer with the norm whose result it reads, and the norm that reads its own."""
+    """A child of a layer, with the norm before it and the norm behind it, if any."""
     call = watched.calls(module)[0]
     before = [norm for _, norm, each in children if each.output is call.input]
     behind = [norm for _, norm, each in children if each.input is first_of(call.output)]
@@ -570,10 +570,10 @@ def _find_block(
     return Block(module, *norms)
 
 
-# -- all of a model
+# -- whole models
 @dataclass(frozen=True)
 class Recognised:
-    """The recognised modules of a model, each by its smallest part."""
+    """The recognised modules of a model. A recognised layer's attention and feed-forward are listed too."""
 
     norms: dict[nn.Module, RMSNorm]
     gated: dict[nn.Module, GatedParts]
@@ -629,7 +629,7 @@ def _norm_of(module: nn.Module, watched: Watched) -> RMSNorm | None:
 
 
 class Fused:
-    """The recognised modules' forward passes, by our operators or temporarily by transformers."""
+    """Installs our forward passes in the recognised modules, and removes them to run transformers' own."""
 
     def __init__(self, found: Recognised) -> None:
         self.found = found
@@ -637,7 +637,7 @@ class Fused:
 
     @property
     def siblings(self) -> list[list[str]]:
-        """Names of linear layers that read the same tensor, in modules that stay transformers'."""
+        """Names of linear layers that read the same tensor, in modules that are not replaced."""
         return self.found.siblings
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
@@ -685,7 +685,7 @@ def first_of(output: Any) -> Any:
 
 
 def _is_flat(call: Call) -> bool:
-    """Whether its input is one run of tokens, without an object that it could write results to."""
+    """Whether the input is one sequence of tokens, and no argument is an object, such as a cache."""
     given = [*call.args, *call.kwargs.values()]
     is_plain = all(
         x is None or isinstance(x, Tensor | tuple | bool | int | float | str) for x in given
@@ -719,7 +719,7 @@ def _random_angles(like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _random(*shape: int) -> Tensor:
-    """The same numbers for a shape, without changing the random state."""
+    """Random numbers that depend on the shape alone; the global random state does not change."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 

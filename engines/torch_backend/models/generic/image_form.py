@@ -12,11 +12,11 @@ _LEVELS = "deepstack_features"
 
 @dataclass(frozen=True, slots=True)
 class ImageForm:
-    """How a model's encoder hands its features over."""
+    """The structure of an image encoder's output."""
 
     output_class: type[ModelOutput]
     field: str  #: the output's field with the features
-    is_tensor: bool  #: else a list of tensors, one an image
+    is_tensor: bool  #: else a list of tensors, one per image
     #: By level of deepstack features, which are added to hidden states after later decoder layers.
     levels_are_tensors: tuple[bool, ...]
 
@@ -32,7 +32,7 @@ class ImageForm:
         return torch.cat([_flat(level) for level in levels], dim=1)
 
     def output(self, rows: Tensor) -> ModelOutput:
-        """The output of an encoder that made these rows. Shapes: (slots, levels * C)."""
+        """The encoder's output for these rows. Shapes: (slots, levels * C)."""
         features, *levels = rows.chunk(1 + len(self.levels_are_tensors), dim=1)
         made: dict[str, Any] = {self.field: _shaped(features, self.is_tensor)}
         if levels:

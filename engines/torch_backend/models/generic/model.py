@@ -92,7 +92,7 @@ class GenericModel(FamilyModel):
         self._dtype = torch.float32
         self._is_rounded = False  #: whether weights are integers
         self._mixers: list[Mixer] = []
-        self._forms: dict[str, ImageForm] = {}  # by whose slots are filled
+        self._forms: dict[str, ImageForm] = {}  # by kind of slot: "image" or "video"
         self._no_feature: dict[str, Tensor] = {}
         self._states = SequenceStates()
         self._watched: Watched | None = None
@@ -122,7 +122,7 @@ class GenericModel(FamilyModel):
             except BeyondOurProgram as refusal:
                 logger.info("%s: generic, transformers computes the decoder: %s", name, refusal)
             else:
-                logger.info("%s: lowered, our program computes the decoder", name)
+                logger.info("%s: lowered, this project's Llama computes the decoder", name)
                 return lowered
         if first != dtype:
             paths = stored_places(self.inner, self._linear_names, weights)
@@ -192,7 +192,7 @@ class GenericModel(FamilyModel):
         except Exception as error:  # of any type
             name = self.config.model_class.__name__
             raise UnsupportedCheckpoint(
-                f"{name}: its states cannot be kept: {_explain(error)}"
+                f"{name}: its recurrent states cannot be stored: {_explain(error)}"
             ) from error
 
     @torch.inference_mode()
@@ -230,7 +230,7 @@ class GenericModel(FamilyModel):
         check_names(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]))
         for weight, found, expected in info["mismatched_keys"]:
             raise UnsupportedCheckpoint(
-                f"the weight {weight} is {tuple(found)} but config.json makes it {tuple(expected)}"
+                f"the weight {weight} is {tuple(found)} but config.json requires {tuple(expected)}"
             )
         return loaded
 
@@ -242,7 +242,9 @@ class GenericModel(FamilyModel):
         for module in self.inner.modules():
             module.pages = probe
         if "position_ids" not in self._arguments:
-            raise UnsupportedCheckpoint(f"{name} cannot use paged attention: it takes no positions")
+            raise UnsupportedCheckpoint(
+                f"{name} cannot use paged attention: its forward() takes no position_ids"
+            )
         ids = torch.tensor([_PROBE_TOKENS], device=device)
         positions = self._probing_positions().to(device)
         if len(positions) > 1:
@@ -250,7 +252,7 @@ class GenericModel(FamilyModel):
         try:
             self.inner(input_ids=ids, position_ids=positions, use_cache=False)
         except Exception as error:  # layers without a mask fail in different ways
-            own = "" if probe.layers else "its layers compute attention by themselves: "
+            own = "" if probe.layers else "its layers bypass transformers' attention interface: "
             raise UnsupportedCheckpoint(
                 f"{name} cannot use paged attention: {own}{_explain(error)}"
             ) from error
@@ -260,23 +262,23 @@ class GenericModel(FamilyModel):
         num_missing = num_wanted - len(probe.layers) - len(self._mixers)
         if num_missing > 0 or not probe.layers:
             raise UnsupportedCheckpoint(
-                f"{name} cannot use paged attention: {num_missing} of its {num_wanted} layers do not hand "
-                "their keys and values over"
+                f"{name} cannot use paged attention: {num_missing} of its {num_wanted} layers bypass "
+                "transformers' attention interface"
             )
         return probe.layers
 
     def _probing_positions(self) -> Tensor:
-        """Positions as the model's own hooks count. Shapes: (R, tokens)."""
+        """Positions of the probe's tokens, by the model's own hooks. Shapes: (R, tokens)."""
         return PositionHooks(self.inner).positions(_PROBE_TOKENS, ())
 
     @property
     def _text(self) -> Any:
         return self.inner.config.get_text_config(decoder=True)
 
-    # -- as the runner drives it
+    # -- called by the runner
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
-        """One pool for all layers of a shape; layers that read another layer's keys and values have none."""
+        """One pool for all layers of a shape; layers that read another layer's keys and values need no pool."""
         own = [spec.pool_shape for spec in self.specs.values() if spec.shares is None]
         return [KVShape(own.count(shape), *shape) for shape in dict.fromkeys(own)]
 
@@ -308,16 +310,18 @@ class GenericModel(FamilyModel):
         num_quantized = quantize_linears(self.inner, self._layers_name, scheme, dtype)
         if not num_quantized:
             name = self.config.model_class.__name__
-            raise UnsupportedCheckpoint(f"{name} has no linear maps that can be in {scheme.name}")
+            raise UnsupportedCheckpoint(
+                f"{name} has no linear layers that can be quantized to {scheme.name}"
+            )
         self._is_rounded = True
-        logger.info("%d linear maps are in %s", num_quantized, scheme.name)
+        logger.info("%d linear layers are quantized to %s", num_quantized, scheme.name)
 
     def allow_int8_head(self) -> None:
         if self._calls_head:
             allow_int8_head(self.inner)
 
     def allow_int8_beside(self) -> None:
-        """For models with a tower; the other linear layers of a text model run for every token."""
+        """Allow int8 outside the decoder of a model with a tower; in text models, those layers run for every token."""
         if self.config.takes_media:
             decoder = self._layers_name.rpartition(".")[0]
             allow_int8(self.inner, decoder, self.inner.get_output_embeddings())
@@ -335,7 +339,7 @@ class GenericModel(FamilyModel):
 
     @property
     def _layers_name(self) -> str:
-        """Name of the list of layers with attention."""
+        """Name of the module list that contains the attention layers."""
         first = next(iter(self.specs))
         name = next(name for name, module in self.inner.named_modules() if module is first)
         return re.split(r"\.\d+\.", name)[0]
@@ -374,7 +378,7 @@ class GenericModel(FamilyModel):
             hook.remove()
 
     def _in_prompt(self, inputs: StepInputs) -> Tensor | None:
-        """Which tokens belong to prompts. None if no token type depends on it. Shapes: returns (N,)."""
+        """Whether each token belongs to a prompt; None if the model has no token types. Shapes: returns (N,)."""
         if not self._types:
             return None
         counts = [torch.full((each.num_new,), each.num_prompt_tokens) for each in inputs.sequences]
@@ -382,10 +386,7 @@ class GenericModel(FamilyModel):
 
     @property
     def shares_prefixes(self) -> bool:
-        """States belong to whole sequences, and so do prompts that see all of themselves: nobody can begin with
-
-        another's blocks.
-        """
+        """Whether a sequence can start from another sequence's blocks: not with states or bidirectional prompts."""
         return not (self._mixers or self.binds_prompts)
 
     @property
@@ -404,12 +405,12 @@ class GenericModel(FamilyModel):
     def encode(
         self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
     ) -> list[Tensor]:
-        """Features for the slots; those of later layers are additional channels. Shapes: returns (slots, levels * C) each."""
+        """Features of image slots; each encoder level adds C channels. Shapes: returns (slots, levels * C) each."""
         return [self._encode(image.pixels, device, dtype) for image in images]
 
     def _encode(self, pixels: ProcessedImage, device: torch.device, dtype: torch.dtype) -> Tensor:
         base: Any = self.inner.base_model
-        if pixels.kind == "audio":  # only some models have an encoder of audio apart
+        if pixels.kind == "audio":  # few models have a separate method that encodes audio
             ids = torch.tensor([[pixels.slot_id] * pixels.num_slots], device=device)
             inputs = {name: _placed(x, device, dtype) for name, x in pixels.inputs.items()}
             decoder = self.inner.get_submodule(self._decoder_name)
@@ -466,12 +467,12 @@ class GenericModel(FamilyModel):
         return inputs
 
     def _output(self, name: str, ids: Tensor, filled: Tensor, images: list[ImageSlots]) -> Any:
-        """What the encoder of images or videos would return for a step. Shapes: ids, filled (N,)."""
+        """The encoder's output for the images or videos of a step. Shapes: ids, filled (N,)."""
         rows = torch.cat([image.features for image in images])
         is_slot = ids == getattr(self.inner.config, f"{name}_token_id")
         indicators = self._indicators(ids, rows, filled)
         rows = rows[is_slot[filled]] if indicators else rows
-        if bool((is_slot & ~filled).any()):  # sampled slot tokens
+        if bool((is_slot & ~filled).any()):  # the model sampled slot tokens
             rows = self._beside_sampled(name, rows, filled[is_slot])
         output: Any = self._forms[name].output(rows)
         if indicators:
@@ -479,7 +480,7 @@ class GenericModel(FamilyModel):
         return output
 
     def _indicators(self, ids: Tensor, features: Tensor, filled: Tensor) -> list[Tensor]:
-        """What stands for tokens that say how an image lies, where a model has such: features in images, else embeddings.
+        """Rows for the model's visual indicator tokens, if any: features inside images, embeddings elsewhere.
 
         Shapes: ids, filled (N,), features (filled, C); returns (places, C) of each.
         """
@@ -493,7 +494,7 @@ class GenericModel(FamilyModel):
         return found
 
     def _beside_sampled(self, name: str, features: Tensor, is_feature: Tensor) -> Tensor:
-        """Features, and zero rows for slot tokens that the model sampled. Shapes: (slots, levels * C)."""
+        """Features, and the "no feature" row for slot tokens that the model sampled. Shapes: (slots, levels * C)."""
         if name not in self._no_feature:
             self._no_feature[name] = self._find_no_feature(name, features[:1])
         nothing = self._no_feature[name]
@@ -537,7 +538,7 @@ class GenericModel(FamilyModel):
             return
         difference = difference_with_image(runner, self, example)
         if difference is None:
-            logger.warning("self-check: an image of %d tokens has no room", len(example.token_ids))
+            logger.warning("self-check: %d tokens do not fit the KV cache", len(example.token_ids))
         else:
             self._check(difference, "of a prompt with an image ")
 
@@ -547,12 +548,12 @@ class GenericModel(FamilyModel):
         if self._is_rounded:  # rounding may go either way
             limit = max(limit, _LARGEST_ROUNDED)
         logger.info(
-            "self-check of %s: scores %sdiffer by %.1e of their deviation", name, of, difference
+            "self-check of %s: logits %sdiffer by %.1e standard deviations", name, of, difference
         )
         if not difference <= limit:
             raise UnsupportedCheckpoint(
-                f"{name} cannot use paged attention: its scores {of}differ from transformers' own by "
-                f"{difference:.1e} of their deviation, and {limit:.1e} is allowed"
+                f"{name} cannot use paged attention: its logits {of}differ from transformers' by "
+                f"{difference:.1e} standard deviations, and {limit:.1e} is allowed"
             )
 
     def plain_logits(self, token_ids: Tensor) -> Tensor:
@@ -600,7 +601,7 @@ def embeddings_of(
 
     def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if greenlet.getcurrent() is not own:
-            return  # a step of running streams between two parts of an encoder
+            return  # called by another request's step, between two parts of an encoder
         if kwargs.get("inputs_embeds") is not None:
             raise _Caught(kwargs["inputs_embeds"][0])
 
@@ -613,7 +614,7 @@ def embeddings_of(
     finally:
         for hook in hooks:
             hook.remove()
-    raise UnsupportedCheckpoint(f"{type(model).__name__} has no decoder behind its embeddings")
+    raise UnsupportedCheckpoint(f"{type(model).__name__} has no module that takes inputs_embeds")
 
 
 def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:

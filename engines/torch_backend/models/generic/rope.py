@@ -14,8 +14,8 @@ _CHANGING = ("dynamic", "longrope")
 def freeze_rope(model: nn.Module, max_model_len: int) -> None:
     """Set the RoPE frequencies of every module to those of sequences of this length.
 
-    A flat batch has sequences of many lengths, and results must not depend on the others. Raises:
-    UnsupportedCheckpoint for modules with another implementation.
+    A batch has sequences of many lengths, and results must not depend on other sequences. Raises:
+    UnsupportedCheckpoint for modules without an `inv_freq` buffer.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -1,7 +1,7 @@
 """Compares a loaded model's logits in engine steps with its own forward pass.
 
-Two prompts of different lengths in chunks that share steps with decodes, and one with an image: errors of windows,
-scales, positions, states or features show in the logits of a few tokens.
+It runs two prompts of different lengths, in chunks that share steps with decodes, and one prompt with an image. Errors
+of windows, scales, positions, states or features change the logits of a few tokens.
 """
 
 import inspect
@@ -33,7 +33,7 @@ def largest_difference(runner: Any, token_ids: list[int]) -> float:
 
 
 def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | None:
-    """The same for a prompt with an image. None if it does not fit.
+    """`largest_difference` for a prompt with an image. None if the prompt does not fit.
 
     Transformers' forward pass encodes the image and counts positions itself.
     """

@@ -1,8 +1,8 @@
-"""Small tensors in the place of quantized maps while transformers makes a model; their integers take their place after.
+"""Placeholders for quantized layers while transformers creates a model; the integers replace them afterwards.
 
-So no map is ever made of full numbers. A stand-in is a matrix whose rows overlap in memory, of numbers by chance: what is
-found out about a model by computing is found out with it too. Where it went is seen by its numbers, whatever names
-transformers gives; one that was joined with others, or cut, is told, and such a model is loaded of plain numbers.
+This avoids dequantizing the whole model. A placeholder ("stand-in") is a matrix of random numbers whose rows overlap in
+memory, so that probes can compute with it. The layer that received it is found by its numbers, whatever names
+transformers uses. A placeholder that transformers merged or split is reported as lost, and its layer is dequantized.
 
 Shape letters: K inputs, N outputs.
 """
@@ -41,7 +41,7 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def find_stand_ins(model: nn.Module, stand_ins: dict[str, Tensor]) -> dict[str, str]:
-    """Names of linear layers with stand-in weights, by the names of these. Lost ones are missing."""
+    """Paths of the linear layers with stand-in weights, by stand-in name. Lost stand-ins are missing."""
     keys: dict[Key, list[str]] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):

@@ -1,7 +1,7 @@
 """Layers that keep a state of a sequence in place of its keys and values: linear attention, state spaces, convolutions.
 
-Transformers' own mixers compute them, each sequence over its own state; those with one new token go through together. A
-step leaves the states before it as they were: if it fails, or is repeated, they are there still.
+Transformers' own mixers compute them, one sequence at a time, or all sequences with one new token together. A step
+does not change the earlier states, so that it can be repeated after a failure.
 
 Shape letters: N new tokens, D sequences with one of them, C width.
 """

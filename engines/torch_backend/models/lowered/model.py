@@ -1,11 +1,11 @@
-"""Transformers' models whose decoder is one that our program says: `Llama` computes its weights, as fast as native ones.
+"""Runs the decoder of a transformers model as a `Llama`, as fast as native models.
 
 Transformers' configuration, image processor, tower, merging of embeddings, rotary frequencies and position hooks stay
-the front. What the decoder is, is read from its modules and from what its layers asked for when they were probed, not
-from its name; that it is nothing else, is seen by computing: each layer of both is given what goes through
-transformers' own, and has to make the same of it. Where it does not, the model stays as it is, with the reason.
+in use: they are the front. The decoder is recognised by its modules and by the attention that its layers requested in
+the probe, not by its name. Each layer of both decoders is then run on the same input, and the outputs must be equal;
+otherwise the model stays generic, and the log gives the reason.
 
-`reading` makes our decoder of theirs, `rotary` our table of angles, `proof` has both compute the same.
+`reading` creates the `Llama`, `rotary` its table of angles, and `proof` compares both decoders.
 
 Shape letters: N tokens of a step, C hidden width.
 """
@@ -78,7 +78,7 @@ class LoweredModel(FamilyModel):
         order: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
-        """Removes the decoder from transformers' model, which is unusable without this one afterwards.
+        """Removes the decoder from transformers' model, which cannot be used alone afterwards.
 
         `order` is the order of channels of queries and keys in each head, if it was changed.
         """
@@ -106,7 +106,7 @@ class LoweredModel(FamilyModel):
         return stored_rows(name, self.language_model.text, self._order)
 
     def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
-        """The linear layers of the decoder, with scales as wide as weights."""
+        """Quantize the decoder's linear layers, with scales in the dtype of the weights."""
         for layer in quantizable_layers(self.language_model, scheme):
             layer.quantize(scheme, layer.weight.dtype)
 
@@ -156,7 +156,7 @@ class _DecoderInputs(nn.Module):
         self._given: tuple[Tensor, Tensor | None, Sequence[Tensor]] | None = None
 
     def get_input_embeddings(self) -> nn.Module:
-        """As transformers' models ask for them."""
+        """Called by transformers' models."""
         return self.embed_tokens
 
     def taken(self) -> Tensor:
@@ -199,7 +199,7 @@ class _Embeddings(nn.Module):
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert parameters of higher precision to `dtype`, except those that transformers keeps in float32."""
+    """Convert parameters of lower precision to `dtype`; those that transformers keeps in float32 stay."""
     for x in (*model.parameters(), *model.buffers()):
         if x.is_floating_point() and x.dtype.itemsize < dtype.itemsize:
             x.data = x.data.to(dtype)

@@ -50,7 +50,7 @@ def observe(front: Any, stack: Any) -> Observed:
     """
     model: Any = front.inner
     ids = torch.tensor([_TRIAL_TOKENS], device=stack.embed_tokens.weight.device)
-    # one row continues without restarts, as packed prompts would have them; several may differ
+    # a single row of positions has no restarts, which transformers would take for packed prompts
     steps = torch.arange(1, front.num_position_rows + 1)[:, None]
     positions = (steps * torch.arange(ids.shape[1]) + 3).to(ids.device)
     given = positions if len(positions) == 1 else positions[:, None]
@@ -63,7 +63,7 @@ def observe(front: Any, stack: Any) -> Observed:
     for call in watched.calls(stack):
         odd = {name for name, x in call.kwargs.items() if isinstance(x, Tensor)} - _PLAIN_INPUTS
         if odd:
-            raise BeyondOurProgram(f"its decoder is given {', '.join(sorted(odd))}")
+            raise BeyondOurProgram(f"its decoder takes other tensors: {', '.join(sorted(odd))}")
     calls = [call for layer in stack.layers for call in watched.calls(layer)]
     if len(calls) != len(stack.layers):
         raise BeyondOurProgram("layers are computed several times")
@@ -77,13 +77,13 @@ def observe(front: Any, stack: Any) -> Observed:
     places = ["embeddings", *layers, "the last layer", "the last norm", "the head"]
     for place, left, right in zip(places, outputs, inputs, strict=True):
         if not torch.equal(left, right):
-            raise BeyondOurProgram(f"something is computed behind {place}")
+            raise BeyondOurProgram(f"the model computes something after {place}")
     return Observed(positions, calls)
 
 
 @contextmanager
 def _wide_scores(head: nn.Module) -> Iterator[list[Tensor]]:
-    """Make a head return scores that reveal later changes; they are in the list afterwards."""
+    """Make a head return a wide range of scores, which reveals later changes. The list receives the scores."""
     given: list[Tensor] = []
 
     def give(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def check_levels(seen: Observed, stack: Any) -> None:
         if number < len(levels):
             expected[slots] += levels[number]
         if not torch.equal(expected, following):
-            raise BeyondOurProgram(f"features of images go elsewhere than behind layer {number}")
+            raise BeyondOurProgram(f"image features are not added after layer {number}")
 
 
 def _noting_stream(inputs: list[Tensor]) -> Callable[..., None]:
@@ -180,7 +180,7 @@ def compare(seen: Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
                 break
         else:
             raise BeyondOurProgram(
-                f"layer {number} makes something else of the same, by {min(found):.1e} of what it adds"
+                f"the output of layer {number} differs from ours by {min(found):.1e} standard deviations"
             )
 
 

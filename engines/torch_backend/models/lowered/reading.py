@@ -60,7 +60,7 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
             for name, x in parts.weights.items()
         }
     if len(all_eps) > 1 or len(activations) > 1:
-        raise BeyondOurProgram("its layers are not alike")
+        raise BeyondOurProgram("its layers use several epsilons or activations")
     limit = front.config.text.max_position_embeddings
     text = _describe(weights, specs, eps, activations.pop(), is_tied, limit)
     return _fill(replace(text, embedding_scale=scale), weights, dtype)
@@ -69,7 +69,7 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
 def _read_ends(head: Any, stack: Any) -> tuple[dict[str, Tensor], bool]:
     """Embeddings and head, and whether they are tied."""
     if type(head) is not nn.Linear or head.bias is not None:
-        raise BeyondOurProgram("its head is more than a matrix")
+        raise BeyondOurProgram("its head is not a linear layer without bias")
     table = stack.embed_tokens.weight
     if head.weight is table:
         return {"model.embed_tokens.weight": table}, True
@@ -78,7 +78,7 @@ def _read_ends(head: Any, stack: Any) -> tuple[dict[str, Tensor], bool]:
 
 @torch.inference_mode()
 def _read_scale(embeddings: Any) -> float:
-    """The factor of the embeddings, which must be their only change."""
+    """The factor of scaled embeddings. Raises: BeyondOurProgram for other changes of the table's rows."""
     if type(embeddings) is nn.Embedding:
         return 1.0
     table = getattr(embeddings, "weight", None)
@@ -88,7 +88,7 @@ def _read_scale(embeddings: Any) -> float:
         factor = float(torch.as_tensor(scale).to(table.dtype))
         if torch.equal(embeddings(ids), table[ids] * factor):
             return factor
-    raise BeyondOurProgram(f"its embeddings are {type(embeddings).__name__}")
+    raise BeyondOurProgram(f"its embeddings are computed by {type(embeddings).__name__}")
 
 
 def _describe(
@@ -145,24 +145,24 @@ def _fill(text: TextConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> L
 
 
 def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
-    """Specs of each layer's attention. Raises: BeyondOurProgram if there is more than they describe."""
+    """Specs of each layer's attention. Raises: BeyondOurProgram for attention that `Llama` does not support."""
     found: Mapping[Any, LayerSpec] = front.specs
     specs = [found.get(getattr(layer, "self_attn", None)) for layer in layers]
     if len(found) != len(specs) or not all(specs):
-        raise BeyondOurProgram("not every layer is one of attention")
+        raise BeyondOurProgram("not every layer has attention")
     read = [spec for spec in specs if spec is not None]
     limit = front.config.text.max_position_embeddings
     shapes = {(s.num_heads, s.num_kv_heads, s.key_dim, s.value_dim) for s in read}
     if len(shapes) > 1 or read[0].key_dim != read[0].value_dim:
-        raise BeyondOurProgram("its layers have heads of several widths")
+        raise BeyondOurProgram("its layers have heads of different numbers or widths")
     for number, spec in enumerate(read):
         within = spec.within(limit)
         odd = {
             "chunks": within.chunk,
             "a soft cap": spec.softcap,
             "sinks": spec.has_sinks,
-            "another's keys": spec.shares is not None,
-            "images that see themselves": spec.is_bidirectional,
+            "keys of another layer": spec.shares is not None,
+            "bidirectional images": spec.is_bidirectional,
         }
         if names := [name for name, is_there in odd.items() if is_there]:
             raise BeyondOurProgram(f"layer {number} has {', '.join(names)}")
@@ -246,12 +246,12 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
         modules.keys() & {*of_stream, *_HEAD_NORMS}
     )
     if odd := names ^ {*_LINEARS, *wanted}:
-        raise BeyondOurProgram(f"a layer has other parts: {', '.join(sorted(odd))}")
+        raise BeyondOurProgram(f"a layer has other modules: {', '.join(sorted(odd))}")
     norms = {name: _read_norm(modules[name]) for name in wanted}
     scale = spec.scale * spec.key_dim**0.5
     if abs(scale - 1) > 1e-6:
         if "self_attn.q_norm" not in norms:
-            raise BeyondOurProgram("a layer has a scale of its own")
+            raise BeyondOurProgram("a layer's attention scale is not head_dim ** -0.5")
         gain, eps = norms["self_attn.q_norm"]
         norms["self_attn.q_norm"] = gain.float() * scale, eps
     tensors |= {f"{of_stream.get(name, name)}.weight": gain for name, (gain, _) in norms.items()}
@@ -277,11 +277,11 @@ def _parted(name: str, x: Tensor, qkv: list[int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _read_norm(norm: Any) -> tuple[Tensor, float]:
-    """Gain and epsilon of an RMS norm. Raises: BeyondOurProgram for another one."""
+    """Gain and epsilon of an RMS norm. Raises: BeyondOurProgram for other norms."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
-        raise BeyondOurProgram(f"{type(norm).__name__} is another norm")
+        raise BeyondOurProgram(f"{type(norm).__name__} is not an RMS norm")
     same = deepcopy(norm).float()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, len(weight), generator=generator) * torch.tensor(
@@ -293,7 +293,7 @@ def _read_norm(norm: Any) -> tuple[Tensor, float]:
         ours = F.rms_norm(x, gain.shape, gain.float(), eps)
         if torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
             return gain, eps
-    raise BeyondOurProgram(f"{type(norm).__name__} is another norm")
+    raise BeyondOurProgram(f"{type(norm).__name__} is not an RMS norm")
 
 
 @torch.inference_mode()
@@ -305,4 +305,4 @@ def _read_activation(mlp: nn.Module) -> str:
             for name, function in ACTIVATIONS.items():
                 if torch.allclose(y, function(x), atol=1e-6):
                     return name
-    raise BeyondOurProgram("its activation is not known")
+    raise BeyondOurProgram("its activation is not supported")

@@ -30,7 +30,7 @@ class Rotary:
         self.num_tables = len(self._types)
         found = {self._check(layer_type, head_dim) for layer_type in self._types}
         if len(found) > 1:
-            raise BeyondOurProgram("positions turn channels of layers in several ways")
+            raise BeyondOurProgram("its layers rotate different channels")
         [(self.num_turned, self._num_still, channel_rows)] = found  #: channels of a head
         self._channel_rows = torch.tensor(channel_rows)  # (D,)
 
@@ -42,12 +42,12 @@ class Rotary:
         width = cos.shape[-1]
         num_still = head_dim - width
         if num_still < 0 or num_still % 2:
-            raise BeyondOurProgram(f"positions turn {width} of {head_dim} channels of a head")
+            raise BeyondOurProgram(f"it rotates {width} of {head_dim} channels of a head")
         if not all(torch.equal(x[:, : width // 2], x[:, width // 2 :]) for x in (cos, sin)):
-            raise BeyondOurProgram("positions turn other pairs of channels than halves of a head")
+            raise BeyondOurProgram("rotated pairs of channels are not the halves of a head")
         is_turned = sin != 0
         if not bool((is_turned.sum(0) == 1).all()):
-            raise BeyondOurProgram("channels of a head turn by several rows of positions, or none")
+            raise BeyondOurProgram("several rows of positions, or none, rotate a channel")
         rows = _with_still(is_turned.int().argmax(0)[None], num_still, 0)[0]
         return width, num_still, tuple(rows.tolist())
 
@@ -86,7 +86,7 @@ class Rotary:
         more = () if layer_type is None else (layer_type,)
         cos, sin = self._module(torch.zeros(1, 1, 1, device=device), given, *more)
         if cos.dim() != 3:
-            raise BeyondOurProgram("positions turn channels in a way of the layers' own")
+            raise BeyondOurProgram("its rotary module returns another shape than (1, N, D)")
         return cos[0], sin[0]
 
 

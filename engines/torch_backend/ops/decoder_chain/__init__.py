@@ -52,7 +52,7 @@ def _example(create: CreateChain, site: Site) -> list[Tensor]:
     x = site.numbers(2, width)
     before = x.clone()
     chain(x, attention(text.num_heads, pool, inputs, rotation))
-    assert not torch.equal(x, before), "it computes nothing"
+    assert not torch.equal(x, before), "the chain computes nothing"
     return [x, *pool.blocks(0), *pool.blocks(1)]
 
 

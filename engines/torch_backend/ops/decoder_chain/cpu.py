@@ -1,6 +1,6 @@
 """All layers of a decoder in one call of a C++ kernel, whose threads synchronise between its parts.
 
-Each part gives the bits of a separate call. Without Python between the calls, a decode step takes a tenth less.
+Results are bitwise equal to separate calls. Without Python between the calls, a decode step takes 10 % less time.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ def build(site: Site) -> CreateChain:
         if not all(isinstance(p, NativeKernel) and p.fuses_prologue for p in products):
             return None
         if any(layer.heads.rope or layer.heads.has_odd_scores for layer in layers):
-            return None  # it has one rotary table, and unmodified scores
+            return None  # the kernel supports one rotary table, and unmodified scores
         return LayerChain(library, layers)
 
     return create

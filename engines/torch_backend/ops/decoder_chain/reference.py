@@ -27,7 +27,7 @@ class Chain(Protocol):
     """Consecutive layers."""
 
     def can_run(self, x: Tensor, attend: Attend) -> bool:
-        """Whether it supports a step."""
+        """Whether the chain supports a step."""
         ...
 
     def __call__(self, x: Tensor, attend: Attend) -> None:

@@ -144,7 +144,7 @@ def _build(site: Site) -> Bind:
 
 
 def _limits(site: Site, weights: Kind, dtype: torch.dtype) -> tuple[int, int]:
-    """Bits of activations, and for how many tokens the kernel is the fastest."""
+    """Bits of activations, and the number of tokens up to which the kernel is the fastest."""
     if weights not in FLOAT_KINDS.values():
         return site.bits, UNLIMITED
     is_rounded = weights is Kind.BFLOAT16 and dtype is torch.bfloat16
@@ -154,7 +154,7 @@ def _limits(site: Site, weights: Kind, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def to_weights(layer: nn.Module) -> Weights | None:
-    """A layer as a kernel reads it; None if there is none for it."""
+    """The weights of a layer for a kernel; None if no kernel supports them."""
     method = method_of(layer)
     if isinstance(layer, Linear) and method in (INT8, INT4):
         pack(layer)

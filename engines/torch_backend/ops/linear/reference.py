@@ -1,7 +1,7 @@
-"""Products of one input with linear layers side by side, in plain torch.
+"""Products of one input with several linear layers, concatenated, in plain torch.
 
-Linear operators are functions `bind(layers, prologue, dtype)` that return a `LinearKernel`, or None for layers that are
-not for them: what is computed with weights may be laid out for it first.
+Linear operators are functions `bind(layers, prologue, dtype)` that return a `LinearKernel`, or None for layers that
+they do not support. They may change the layout of the weights.
 
 Shape letters: M tokens, K inputs, N outputs of all layers together.
 """
@@ -21,7 +21,7 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Prologue:
-    """Applied to an input before it is multiplied: one of these at most."""
+    """Applied to an input before it is multiplied. At most one field is set."""
 
     norm: RMSNorm | None = None
     gate: Callable[[Tensor], Tensor] | None = None  #: inputs are pairs (g, u): gate(g) * u
@@ -41,7 +41,7 @@ class Prologue:
 
 
 class LinearKernel(Protocol):
-    """Linear layers bound to an operator. What it does not do itself, `LinearGroup` does."""
+    """Linear layers bound to an operator. `LinearGroup` computes what the kernel does not fuse."""
 
     max_tokens: int  #: for more tokens the reference is faster
     fuses_prologue: bool
@@ -56,7 +56,7 @@ Bind = Callable[[Sequence[nn.Module], Prologue, torch.dtype], LinearKernel | Non
 
 
 class ReferenceKernel:
-    """The layers' own arithmetic, one after another, in one dtype whatever the weights' is."""
+    """Runs the reference arithmetic of each layer, in one dtype for all weights."""
 
     max_tokens = UNLIMITED
     fuses_prologue = adds = False

@@ -1,7 +1,7 @@
-"""Products of a few rows with int8 or int4 weights, which become numbers in registers, just before they are used.
+"""Products of a few rows with int8 or int4 weights, which are dequantized in registers.
 
-A program computes some outputs for all rows, so that every weight is read once; sums are kept in float32, and their
-order does not depend on the number of rows beside.
+A program computes some outputs for all rows, so that every weight is read once. Sums are float32, and their order does
+not depend on the number of rows.
 
 Shape letters: M rows, K inputs, N outputs, G groups of inputs.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engines.torch_backend.ops.triton_types import num_stages, product_dtype
 
-_OUTPUTS = 16  # of a program: small, so that even the narrowest product fills the device
+_OUTPUTS = 16  # per program: few, so that even the narrowest product fills the device
 _INPUTS = 256  # of int8 weights, read together; a weight's row is contiguous
 _GROUPS = 4  # of 64 int4 inputs, read together
 

@@ -1,8 +1,8 @@
-"""From C++ sources to a shared library made for a level of processors, kept in the user's cache folder.
+"""Compiles C++ sources to a shared library for a CPU level, in the user's cache folder.
 
-A library is named by its level and the hash of all that it comes from (sources, flags, compiler), written beside its
-place and renamed into it: workers that start together compile once, and never load half a file. It ends with the hash
-of itself: what a power loss has damaged would end the process that loads it, and is compiled again.
+The file is named by its level and the hash of sources, flags and compiler. It is written under a temporary name and
+renamed, so that workers that start together compile once and never load a partial file. It ends with the hash of its
+content: a library that a power loss damaged would crash the process that loads it, so it is compiled again.
 """
 
 import fcntl
@@ -27,11 +27,11 @@ _SEAL_BYTES = hashlib.sha256().digest_size
 
 
 class CannotCompile(Exception):
-    """There is no compiler, no place for its output, or the compiler refuses; the message says which."""
+    """There is no compiler, the cache folder cannot be used, or the compiler failed; the message says which."""
 
 
 def compile_library(directory: Path, level: CpuLevel, cache: Path | None = None) -> Path:
-    """The library of all sources under a folder, compiled unless it is there already. Raises: CannotCompile."""
+    """The library of all sources under a folder, compiled unless it is cached. Raises: CannotCompile."""
     if level.compiler_flags is None:
         raise CannotCompile("this processor has no supported instruction set")
     compiler = _find_compiler()
@@ -74,7 +74,7 @@ def _check_private(folder: Path) -> None:
     """The folder's content is executed. Raises: CannotCompile if others may write to it."""
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise CannotCompile(f"others may write to {folder}; name another with XDG_CACHE_HOME")
+        raise CannotCompile(f"other users may write to {folder}; set XDG_CACHE_HOME to another folder")
 
 
 def _fingerprint(compiler: str, flags: list[str], directory: Path, files: list[Path]) -> str:
@@ -87,7 +87,7 @@ def _fingerprint(compiler: str, flags: list[str], directory: Path, files: list[P
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether it exists and ends with the hash of its content."""
+    """Whether the file exists and ends with the hash of its content."""
     try:
         content = library.read_bytes()
     except FileNotFoundError:

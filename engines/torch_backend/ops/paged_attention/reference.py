@@ -30,7 +30,7 @@ class Heads:
     scale: float | None = None  #: of scores; None: D ** -0.5
     chunk: int | None = None  #: a token attends within its own chunk of this many tokens
     softcap: float | None = None
-    sinks: Tensor | None = None  #: (H,), scores that take weight and give no value
+    sinks: Tensor | None = None  #: (H,), scores that receive weight but have no value
     is_bidirectional: bool = False  #: within the step's bidirectional spans
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ CreateAttention = Callable[[int, KVCachePool, StepInputs, tuple[Tensor, Tensor] 
 
 
 class _Context(NamedTuple):
-    """Cache slots that new tokens read, and the tokens that each attends to; None: all, or causal in a run.
+    """Cache slots that new tokens read, and which each token attends to; None: all, or causal within a run.
 
     Shapes: of S sequences with one new token slots (S, T), visible (S, 1, T); of one run (1, T) and (1, n, T).
     """
@@ -84,7 +84,7 @@ class _Contexts(NamedTuple):
 def create_attention(
     num_heads: int, pool: KVCachePool, inputs: StepInputs, rotation: tuple[Tensor, Tensor] | None
 ) -> Attend:
-    """In the precision of the pool."""
+    """Create the attention of a step, computed in the dtype of the pool."""
     num_kv_heads, head_dim = pool.blocks(0)[0].shape[2:]
     num_decodes = inputs.num_decodes
     contexts: dict[tuple[int | None, int | None, bool], _Contexts] = {}

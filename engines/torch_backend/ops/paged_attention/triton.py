@@ -1,8 +1,8 @@
-"""Attention of one new token a sequence over keys and values in pages, the context split among programs.
+"""Paged attention for one new token per sequence, with each context split among Triton programs.
 
-A first launch attends to a share of each context, a second one joins the
-shares: softmax over parts needs each part's maximum and sum alone. How a context is divided is computed on the
-device from its length, so that one launch, and one CUDA graph, fits all lengths.
+One kernel attends to a part of each context; a second one merges the parts by their maxima and sums of
+exponentials. The device computes the bounds of the parts from the context's length, so that one launch, and one CUDA
+graph, serves all lengths.
 Sources: FlashAttention, Dao et al. 2022; split contexts: Flash-Decoding, Dao et al. 2023; pages: Kwon et al. 2023.
 
 Shape letters: S sequences, H query heads, K key/value heads, G = H / K, D head width, P parts of a context.
@@ -19,14 +19,14 @@ from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.ops.triton_types import product_dtype
 
 _TILE = 64  # tokens per iteration of a program
-_WANTED_PROGRAMS = 528  # four for each processor of an H200
+_WANTED_PROGRAMS = 528  # four per multiprocessor of an H200
 _MAX_PARTS = 32
 _UNLIMITED = 1 << 30
 
 
 @triton.jit
 def _share(lengths, sequence, part, window, P: tl.constexpr, TILE: tl.constexpr):
-    """First and last token, plus one, of a part of the visible context: all parts but the last are whole tiles."""
+    """The range of tokens of a part of the visible context. All parts but the last consist of whole tiles."""
     length = tl.load(lengths + sequence).to(tl.int32)
     begin = tl.maximum(length - window, 0)
     tiles_per_part = tl.cdiv(tl.cdiv(length - begin, TILE), P)
@@ -61,9 +61,9 @@ def _attend_part_kernel(
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Where every query head has keys of its own: a row by a matrix, which needs no tensor core.
+    """For one query head per key head: a vector-matrix product, which needs no tensor cores.
 
-    A program attends one head to one part of one context.
+    A program computes one head over one part of one context.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -108,7 +108,7 @@ def _attend_part_grouped_kernel(
     part_sum,  # (S, K, G, P) float32
     factor,
     table_width,
-    window,  # tokens that are seen
+    window,  # visible tokens
     BLOCK_SIZE: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -119,7 +119,7 @@ def _attend_part_grouped_kernel(
     BLOCK_G: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """Where G query heads share keys: a program attends all of them to one part of one context."""
+    """For G query heads per key head: a program computes all of them over one part of one context."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -158,13 +158,13 @@ def _join_kernel(
     part_out, part_max, part_sum, out, D: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program joins the parts of one head of one sequence; without any tokens it gives zeros."""
+    """A program merges the parts of one head of one sequence. An empty context results in zeros."""
     head = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, BLOCK_P)
     d = tl.arange(0, BLOCK_D)
     sums = tl.load(part_sum + head * P + p, mask=p < P, other=0.0)
     maxima = tl.load(part_max + head * P + p, mask=p < P, other=-float("inf"))
-    best = tl.maximum(tl.max(maxima, axis=0), -1e38)  # a number even where there is nothing
+    best = tl.maximum(tl.max(maxima, axis=0), -1e38)  # finite even for an empty context
     shrink = tl.exp(maxima - best)
     total = tl.sum(sums * shrink, axis=0)
     mask = (p < P)[:, None] & (d < D)[None, :]
@@ -181,7 +181,7 @@ def attend_decodes(
     lengths: Tensor,
     window: int | None = None,
 ) -> Tensor:
-    """One new token of each sequence over its context, which the pool holds; of a window, over the last tokens.
+    """Attention of one new token per sequence to its context in the pool, or to the last `window` tokens of it.
 
     Shapes: query (S, H, D), tables (S, blocks), lengths (S,); returns (S, H * D).
     """
@@ -200,14 +200,14 @@ def attend_decodes(
         "K": num_kv_heads,
         "D": head_dim,
         "P": num_parts,
-        # keys and values of a tile, twice: of wide heads in float32 half of it fits every processor
+        # a tile of keys and values is buffered twice: for wide float32 heads, only half of it fits
         "TILE": _TILE if block_d * query.element_size() <= 512 else _TILE // 2,
         "BLOCK_D": block_d if group == 1 else max(16, block_d),
     }
     kernel = _attend_part_kernel
     if group > 1:
         kernel = _attend_part_grouped_kernel
-        # a product on tensor cores has 16 rows and columns at least
+        # tensor cores need at least 16 rows and columns
         constants |= {"G": group, "BLOCK_G": max(16, triton.next_power_of_2(group))}
         constants |= {"PRODUCT": product_dtype(query.dtype)}
     kernel[(num_sequences, num_kv_heads, num_parts)](
@@ -248,6 +248,6 @@ def _join(part_out: Tensor, part_max: Tensor, part_sum: Tensor, dtype: torch.dty
 
 
 def choose_num_parts(num_rows: int, max_context: int) -> int:
-    """Enough programs to fill the device, none with less than a tile; a power of two, for each number is compiled."""
+    """Enough parts to fill the device, each at least a tile; a power of two, because each number is compiled."""
     wanted = min(_WANTED_PROGRAMS // num_rows, -(-max_context // _TILE), _MAX_PARTS)
     return 1 << max(wanted, 1).bit_length() - 1

@@ -319,10 +319,10 @@ def test_a_tower_beside_it_encodes_images_as_before(kind: Kind, is_old: bool, fi
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"clip.projector_type": "qwen2vl_merger"}, "clip.projector_type 'qwen2vl_merger' cannot"),
-        ({"clip.projector_type": "ldp"}, "CLIP with LLaVA's projector 'mlp' can"),
-        ({"clip.vision.image_grid_pinpoints": [336, 672]}, "images in tiles cannot be read"),
-        ({"clip.vision.block_count": "many"}, "block_count is 'many', no number"),
+        ({"clip.projector_type": "qwen2vl_merger"}, "clip.projector_type 'qwen2vl_merger': only"),
+        ({"clip.projector_type": "ldp"}, "CLIP with LLaVA's projector 'mlp' is"),
+        ({"clip.vision.image_grid_pinpoints": [336, 672]}, "images in tiles: only CLIP"),
+        ({"clip.vision.block_count": "many"}, "block_count is 'many', not a number"),
         ({"clip.use_silu": True}, "clip.use_silu is true"),
     ],
 )
@@ -348,14 +348,14 @@ def test_several_towers_are_refused(file: Path) -> None:
 @pytest.mark.parametrize(
     ("arch", "options", "reason"),
     [
-        ("clip", {}, r"'clip' \(an mmproj file\); these can be read: llama"),
+        ("clip", {}, r"'clip' \(an mmproj file\); supported: llama"),
         ("qwen9", {}, "general.architecture is 'qwen9'"),
-        ("llama", {"metadata": {"llama.expert_count": 8}}, "experts cannot be read"),
+        ("llama", {"metadata": {"llama.expert_count": 8}}, "mixtures of experts"),
         ("llama", {"metadata": {"split.count": 3}}, "one part of several; join them"),
-        ("llama", {"metadata": {"llama.rope.scaling.type": "yarn"}}, "scaling.type 'yarn' cannot"),
+        ("llama", {"metadata": {"llama.rope.scaling.type": "yarn"}}, "scaling.type 'yarn' is not"),
         ("llama", {"metadata": {"llama.rope.dimension_count": 8}}, "is not the width of a head"),
-        ("llama", {"extra": {"blk.0.ffn_gate_exps.weight": np.ones(2)}}, "gate_exps.weight has no"),
-        ("llama", {"extra": {"rope_freqs.weight": np.ones(32) * 3}}, "in no way that can be read"),
+        ("llama", {"extra": {"blk.0.ffn_gate_exps.weight": np.ones(2)}}, "gate_exps.weight does not"),
+        ("llama", {"extra": {"rope_freqs.weight": np.ones(32) * 3}}, "not the scaling of Llama"),
     ],
 )
 def test_what_has_no_place_is_named(
@@ -372,7 +372,7 @@ def test_what_has_no_place_is_named(
 def test_a_damaged_file_is_refused(content: bytes, file: Path) -> None:
     file.write_bytes(content)
 
-    with pytest.raises(UnsupportedCheckpoint, match=r"model\.gguf: is no GGUF file to read"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"model\.gguf: is not a readable GGUF file"):
         load(file)
 
 

@@ -78,7 +78,7 @@ def test_names_of_older_and_newer_versions_mean_the_same(prefix: str, tmp_path: 
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         ({"r": 17}, "r is 17"),
-        ({"r": 3}, "rank 4, and adapter_config.json says 3"),
+        ({"r": 3}, "rank 4, but adapter_config.json has 3"),
         ({"lora_alpha": float("inf")}, "lora_alpha"),
         ({"alpha_pattern": {"q_proj": "x"}}, "lora_alpha is 'x'"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern has the key"),
@@ -121,12 +121,12 @@ B = f"base_model.model.{Q}.lora_B.weight"
         (lambda d: (d / "adapter_model.safetensors").write_bytes(b"\x08" + bytes(20)), "damaged"),
         (lambda d: (d / "more").write_text(""), None),
         (_change(lambda w: w.clear()), "holds no weights"),
-        (_change(lambda w: w.pop(A)), "not both of lora_A and lora_B"),
-        (_change(lambda w: w.update({A: w[A][:2]})), "not both of lora_A and lora_B, of one rank"),
-        (_change(lambda w: w.update({A: w[A][:, :-1]})), "it is of another model"),
+        (_change(lambda w: w.pop(A)), "does not have lora_A and lora_B"),
+        (_change(lambda w: w.update({A: w[A][:2]})), "lora_A and lora_B of the same rank"),
+        (_change(lambda w: w.update({A: w[A][:, :-1]})), "use the adapter.s base model"),
         (_change(lambda w: w.update({A: w[A].int()})), "not a matrix of numbers"),
-        (_change(lambda w: w.update({B: w[B] * torch.inf})), "does not hold"),
-        (_change(lambda w: w.update({f"{Q}.lora_magnitude_vector": torch.ones(4)})), "none of a linear map's"),
+        (_change(lambda w: w.update({B: w[B] * torch.inf})), "beyond the range of"),
+        (_change(lambda w: w.update({f"{Q}.lora_magnitude_vector": torch.ones(4)})), "neither lora_A nor lora_B"),
     ],
 )  # fmt: skip
 def test_files_that_are_damaged_are_refused_by_what_is_wrong(
@@ -153,7 +153,7 @@ def test_files_that_are_damaged_are_refused_by_what_is_wrong(
 )
 def test_maps_outside_the_decoders_layers_are_named(name: str, tmp_path: Path):
     made = {**changes([Q]), name: next(iter(changes([Q]).values()))}
-    with pytest.raises(BadAdapter, match=f"the adapter changes {name}, and only linear maps"):
+    with pytest.raises(BadAdapter, match=f"the adapter changes {name}, but only linear layers"):
         tokens_of(write_adapter(tmp_path, made))
 
 

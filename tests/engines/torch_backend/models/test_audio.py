@@ -256,7 +256,7 @@ def test_answers_differ(loaded: Loaded) -> None:
 def test_more_audio_than_the_processor_takes_is_refused(loaded: Loaded, pool: VideoPool) -> None:
     if loaded.family.name not in ONE_AUDIO:
         pytest.skip("it takes several")
-    with pytest.raises(InvalidRequest, match="takes one audio file per request; it has 2"):
+    with pytest.raises(InvalidRequest, match="takes one audio file; the request has 2"):
         ask(pool, loaded.processor, QUESTIONS["two"])
 
 
@@ -279,7 +279,7 @@ def test_each_segment_of_longer_audio_is_taken(loaded: Loaded, pool: VideoPool) 
 
 
 def test_audio_without_tokens_is_refused(loaded: Loaded, pool: VideoPool) -> None:
-    with pytest.raises(InvalidImage, match=r"too short|cannot take this audio"):
+    with pytest.raises(InvalidImage, match=r"too short|cannot process this audio"):
         process(pool, loaded.processor, make_audio(seconds=0.001), "audio/wav")
 
 

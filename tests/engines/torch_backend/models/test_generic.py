@@ -131,11 +131,11 @@ def other_family(name: str, config_class: str, **fields: Any) -> Family:
         (text("PhiMoE", "Phimoe", sliding_window=8, num_local_experts=4), "does not match its window or chunk size"),
         (text("DiffLlama", "DiffLlama"), "computed more than once for each token"),
         (other_family("GPT-J", "GPTJ", n_embd=64, n_layer=2, n_head=4, n_positions=128, rotary_dim=8),
-         "do not hand their keys and values over"),
+         "layers bypass transformers.' attention interface"),
         (other_family("Mamba", "Mamba", hidden_size=32, num_hidden_layers=2),
-         "vocab_size|max_position_embeddings|takes no positions"),
+         "vocab_size|max_position_embeddings|takes no position_ids"),
         (other_family("Falcon", "Falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True),
-         "cannot use paged attention: its layers compute attention by themselves"),
+         "cannot use paged attention: its layers bypass"),
     ],
     ids=lambda value: str(value) if isinstance(value, Family) else "",
 )  # fmt: skip
@@ -314,7 +314,7 @@ def test_the_self_check_compares_a_prompt_with_an_image(
     model, processor = seeing
     with caplog.at_level("INFO"):
         model.verify(start(model), "always", lambda: example_prompt(processor))
-    assert "scores of a prompt with an image differ by" in caplog.text
+    assert "logits of a prompt with an image differ by" in caplog.text
 
 
 def _misread(model: Any) -> None:
@@ -337,7 +337,7 @@ def test_an_engine_that_takes_images_for_something_else_is_refused(
         monkeypatch.setattr(model, name, getattr(model, name))  # put back afterwards
     runner = start(model)
     change(model)
-    with pytest.raises(UnsupportedCheckpoint, match="scores of a prompt with an image differ from"):
+    with pytest.raises(UnsupportedCheckpoint, match="logits of a prompt with an image differ from"):
         model.verify(runner, "always", lambda: example_prompt(processor))
 
 
@@ -346,7 +346,7 @@ def test_an_image_without_room_is_left_out_of_the_self_check(
 ) -> None:
     model, processor = seeing
     model.verify(start(model, num_kv_blocks=3), "always", lambda: example_prompt(processor))
-    assert "has no room" in caplog.text
+    assert "do not fit the KV cache" in caplog.text
 
 
 def test_a_decoder_of_our_own_program_is_run_by_it(tmp_path: Path) -> None:
@@ -517,7 +517,7 @@ def test_a_difference_beyond_rounding_is_told_and_not_explained_away(
         contextlib.nullcontext()
         if passes
         else pytest.raises(
-            UnsupportedCheckpoint, match=r"2\.0e-03 of their deviation, and 1\.0e-03"
+            UnsupportedCheckpoint, match=r"2\.0e-03 standard deviations, and 1\.0e-03"
         )
     )
     with expected:

@@ -95,7 +95,7 @@ def test_prompts_and_decodes_of_a_step_are_those_of_the_reference(
 @pytest.mark.parametrize(
     ("function", "complaint"),
     [
-        (aligned_to_the_left, "off by"),
+        (aligned_to_the_left, "differs from the reference by"),
         (None, "ImportError"),
         (lambda query, key, value: query, "TypeError"),
     ],

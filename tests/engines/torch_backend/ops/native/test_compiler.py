@@ -169,6 +169,6 @@ def test_a_cache_that_others_may_write_to_is_refused(sources: Path, tmp_path: Pa
     cache.mkdir()
     cache.chmod(0o777)
 
-    with pytest.raises(CannotCompile, match="others may write to"):
+    with pytest.raises(CannotCompile, match="other users may write to"):
         compile_library(sources, PLAIN, cache)
     assert not list(cache.iterdir())
