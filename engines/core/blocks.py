@@ -209,7 +209,7 @@ class BlockManager:
             holders.update(sequence.block_ids)
             self._check_table(sequence)
         free = [*self._empty, *self._evictable]
-        assert len(set(free)) == len(free), "a block free twice"
+        assert len(set(free)) == len(free), "a block is free twice"
         for block_id, block in enumerate(self._blocks):
             assert block.ref_count == holders[block_id], "wrong reference count"
         assert set(free) == set(range(self.num_blocks)) - self.lent
@@ -223,7 +223,7 @@ class BlockManager:
 
     def _check_table(self, sequence: Sequence) -> None:
         """Check that published blocks match the sequence, and that it writes to unshared blocks only."""
-        assert len(set(sequence.block_ids)) == len(sequence.block_ids), "one block twice"
+        assert len(set(sequence.block_ids)) == len(sequence.block_ids), "a table has a block twice"
         assert sequence.status is SequenceStatus.RUNNING or not sequence.block_ids
         assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
         num_full = sequence.num_computed_tokens // self.block_size
@@ -238,7 +238,7 @@ class BlockManager:
             tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
             assert index < num_full, "a published block would be written to"
             assert block.block_hash == self._block_hash(sequence, index), "another prefix's block"
-            assert block.token_ids == tokens, "another text's block"
+            assert block.token_ids == tokens, "a block has other tokens"
 
     def _give_back(self, block_ids: list[int]) -> None:
         """Release blocks last first, so that a prefix is evicted from its end."""

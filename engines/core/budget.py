@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 #: Steps without an out-of-memory error after which the limits are doubled.
 RECOVERY_STEPS = 1000
-#: Target duration of a step with prompt tokens, relative to a step without: below the limit of 2, as times vary.
+#: Target duration of a step with prompt tokens, relative to a step without. Below 2, the limit, because times vary.
 MAX_SLOWDOWN = 1.6
 #: Prompt tokens per step with logprobs; the logits of each have the size of the vocabulary.
 MAX_SCORED_TOKENS = 512
@@ -75,7 +75,7 @@ class StepBudget(msgspec.Struct):
         return num_new
 
     def take_image(self, image_hash: str) -> bool:
-        """Reserve the encoding of an image; False if the step has no room for another."""
+        """Reserve the encoding of an image; False if the step already encodes `max_images`."""
         if image_hash not in self.encoded:
             if len(self.encoded) == self.max_images:
                 return False

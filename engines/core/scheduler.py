@@ -256,7 +256,7 @@ class Scheduler:
             sequence = next(iter(self.waiting.values()))
             prefix = self.blocks.find_prefix(sequence)
             if self.blocks.is_promised(sequence, len(prefix)):
-                return  # in the next step this prompt is a prefix hit, as for n choices
+                return  # in the next step, the prefix cache has this prompt, as for n > 1
             if not self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running)):
                 return
             start = len(prefix) * self.blocks.block_size

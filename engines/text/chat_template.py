@@ -58,7 +58,7 @@ class ChatTemplate:
         probe = f"{image_token}\n{_PROBE}" if image_token else _PROBE
         if self._content == "string" and not self._is_probe_rendered(probe):
             missing = "images" if image_token else "texts"
-            raise UnusableTemplate(f"the chat template has no place for {missing}")
+            raise UnusableTemplate(f"the chat template does not render {missing}")
         if self._shows_tools():
             self.tool_format = find_tool_format(source)
 
@@ -80,9 +80,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. `texts[i]` replace the text parts of `messages[i]`, then its reasoning.
 
-        `options` are further variables, `tools` functions, `calls[i]` the calls of `messages[i]`, `kinds[i]` is image,
-        video or audio. `is_answered`: add the
-        generation prompt. Raises: InvalidRequest if the template refuses the conversation.
+        `options` are further variables, `tools` functions, `calls[i]` the calls of `messages[i]`; `kinds[i]` is image,
+        video or audio. `is_answered`: add the generation prompt. Raises: InvalidRequest if the template refuses the
+        conversation.
         """
         rendered = []
         for place, (message, replacements) in enumerate(zip(messages, texts, strict=True)):
@@ -120,7 +120,7 @@ class ChatTemplate:
         return "".join(part.get("text", f"{self._image_token}\n") for part in parts)
 
     def takes(self, kind: str, placeholder: str) -> bool:
-        """Whether it writes a placeholder for a video or audio."""
+        """Whether the template writes a placeholder for a video or audio."""
         content = [{"type": kind}, {"type": "text", "text": _PROBE}]
         try:
             text = self._renderer.render([{"role": "user", "content": content}])

@@ -46,7 +46,7 @@ ANSWER_TIMEOUT_S = 20.0  #: on a busy machine
 _COMPLEX_WORDS = ("too many", "too large", "too big", "too complex", "limit", "fuel", "exceed")
 #: The end of an error: the source, which contains text of the client.
 _LISTING = re.compile(r"\n +1 \| ")
-_COMPLEX = "it takes more time or memory than a request may; send a simpler one"
+_COMPLEX = "the grammar needs more time or memory than a request may use; send a simpler grammar"
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class GrammarCompiler:
         return cls(tokenizer, vocab_size, reasoning, spelled)
 
     def compile(self, grammar: Grammar, *, is_thinking: bool = False) -> Constraint:
-        """Compile a grammar. Blocks without the GIL.
+        """Compile a grammar. Blocks, but releases the GIL.
 
         `is_thinking`: the prompt ends within the reasoning. Raises: BadGrammar, GrammarTooComplex.
         """
@@ -226,7 +226,7 @@ class GrammarCompiler:
         error = _LISTING.split(verdict.error)[0]
         if verdict.is_lost or _is_complex(error):
             raise _Refusal(_COMPLEX, is_complex=True)
-        raise _Refusal(_explain(error) or "it cannot be read")
+        raise _Refusal(_explain(error) or "the grammar cannot be read")
 
     def _load(self) -> None:
         """Build the vocabulary tables, at the first grammar."""
@@ -241,7 +241,7 @@ class GrammarCompiler:
             ),
             tuple(sorted(i for i in tokenizer.eos_token_ids if i < self._vocab_size)),
         )
-        self._judge = _Judge(self._vocabulary)  # it loads them meanwhile
+        self._judge = _Judge(self._vocabulary)  # the child builds its own tables meanwhile
         self._tables = create_tokenizer(self._vocabulary)
         self._drafter = Drafter(tokenizer, self._vocab_size)
         self._bound_numbers = NumberBounds(self._vocabulary.tokens)
@@ -389,11 +389,11 @@ def _to_schema(grammar: Grammar) -> str:
     try:
         schema = json.loads(grammar.source)
     except (ValueError, RecursionError):
-        raise _Refusal("it is not JSON") from None
+        raise _Refusal("the schema is not JSON") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise _Refusal("no value conforms to it; send a schema that is an object")
+        raise _Refusal("no value conforms to the schema; send a schema that is an object")
     try:
         return json.dumps(prepare(schema, is_lenient=grammar.is_lenient))
     except UnsupportedSchema as error:
@@ -422,7 +422,7 @@ _PROBLEMS = (
     ("Expected positive integer", "a limit of a length or a count is not a whole number"),
     ("too many digits", "multipleOf has too many digits"),
     ("float range", "a minimum or a maximum has too many digits"),
-    ("Unsatisfiable", "no value conforms to it"),
+    ("Unsatisfiable", "no value conforms to the schema"),
     ("Invalid type", "a type is unknown"),
 )
 

@@ -1,4 +1,4 @@
-"""A child process that compiles untrusted grammars, without keys, addresses and rights.
+"""A sandboxed child process that compiles untrusted grammars.
 
 It forks for each grammar; the fork has limits of time and memory, compiles the grammar, computes the first mask and may
 crash. Messages on the socket: the vocabulary, then grammars, each answered by a `Verdict`.

@@ -227,7 +227,7 @@ def example_prompt(processor: ChatProcessor) -> Prompt | None:
         parts = (ImagePart(0), TextPart("What is it?"))
         return processor.build_prompt([ChatMessage("user", parts)], [("example", made)])
     except RequestError as error:
-        raise UnsupportedCheckpoint(f"a small image cannot be made ready: {error}") from error
+        raise UnsupportedCheckpoint(f"the processor refuses a sample image: {error}") from error
 
 
 def create_processor(

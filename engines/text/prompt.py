@@ -81,10 +81,9 @@ class PromptBuilder:
     ) -> None:
         """`slot_id` is the token of image slots, None for a text-only model.
 
-        The template writes it, or the token `placeholder`, once per image. `others` are what it writes once per video
-        and audio, and these kinds. `adds_special_tokens`: add the tokenizer's
-        special tokens to a rendered template that does not begin with BOS, like transformers' processors and unlike
-        `apply_chat_template` of its tokenizers.
+        The template writes it, or the token `placeholder`, once per image. `others` maps the placeholders of videos and
+        audio to their kind. `adds_special_tokens`: add the tokenizer's special tokens to a rendered template that does
+        not begin with BOS, like transformers' processors and unlike `apply_chat_template` of its tokenizers.
         """
         self._tokenizer = tokenizer
         self._template = template
@@ -113,7 +112,7 @@ class PromptBuilder:
             messages, tools = describe_in_text(messages, tools), None
         if unknown := options.keys() - self._template.options:
             raise InvalidRequest(
-                f"the model's chat template reads {len(unknown)} of the given variables nowhere"
+                f"the model's chat template does not use {len(unknown)} of the given variables: omit those"
             )
         order = [p.image for m in messages for p in m.parts if isinstance(p, ImagePart)]
         if any(not 0 <= index < len(items) for index in order):
@@ -182,7 +181,7 @@ class PromptBuilder:
             if counts[kind] != len(own):
                 raise InvalidRequest(
                     f"The model's chat template places {counts[kind]} of the {len(own)} {kind}s "
-                    f"of this conversation; only user messages may hold {kind}s."
+                    f"of this conversation; send {kind}s in user messages only."
                 )
         items = [waiting[self._kinds[text]].pop(0) for _, text in found]
         pieces: list[str] = []
@@ -245,8 +244,8 @@ class PromptBuilder:
         offset, stop = run
         if item.num_tokens is not None and stop - offset != item.num_tokens:
             raise InvalidRequest(
-                f"An image comes to {stop - offset} tokens in the prompt, but its processor says "
-                f"{item.num_tokens}."
+                f"An image has {stop - offset} tokens in the prompt, but {item.num_tokens} by its "
+                "processor."
             )
         run_ids = token_ids[offset:stop]
         slot_id = self._slot_id if item.slot_id is None else item.slot_id

@@ -51,10 +51,10 @@ def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) 
     named = {**properties, **{str(each): True for each in required if each not in properties}}
     if function.is_strict and not (schema.keys() <= _OF_PARAMETERS):
         raise UnsupportedSchema(
-            "of parameters, this model's calls keep types, names and values alone"
+            "this model's strict calls support only properties and required of an object"
         )
     if not all(map(_NAME.fullmatch, named)):
-        raise UnsupportedSchema("this model's calls have no way to write a parameter's name")
+        raise UnsupportedSchema("this model's calls cannot contain the name of a parameter")
     rules = _Rules(name, schema, is_lenient=not function.is_strict)
     if named:
         return rules.arguments(named, required)
@@ -126,7 +126,7 @@ class _Rules:
         whole = {**schema, **self._defs}
         if not all(reference.startswith(_SHARED) for reference in _references(whole)):
             raise UnsupportedSchema(
-                "of parameters, this model's calls follow a $ref only into #/$defs/"
+                "this model's calls support $ref only to #/$defs/ of the parameters"
             )
         name = f"{self._name}_value{len(self._made)}"
         self._made.append(

@@ -57,7 +57,7 @@ def prepare(
     try:
         made = _Preparation(is_lenient, max_text_chars).prepare(schema)
     except RecursionError:
-        raise UnsupportedSchema("send fewer levels") from None
+        raise UnsupportedSchema("the schema has too many levels; send fewer") from None
     return made | {"x-guidance": _OPTIONS | {"lenient": is_lenient}}
 
 
@@ -115,7 +115,7 @@ def _check_members(schema: dict[str, Any]) -> None:
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
         raise UnsupportedSchema(
-            "minProperties is supported up to one more than there are names in required beside it"
+            "minProperties is supported up to one more than the number of names in required"
         )
 
 

@@ -52,7 +52,7 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 
 class UnusableTemplate(Exception):
-    """The template cannot be compiled or has no place for images."""
+    """The template cannot be compiled, or does not render images or texts."""
 
 
 class TemplateRefusal(Exception):

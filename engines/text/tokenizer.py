@@ -206,7 +206,7 @@ def _extras(settings: Fields) -> Iterable[tuple[str, Any]]:
     for key in ("extra_special_tokens", "additional_special_tokens"):
         found = settings.get(key) or []
         if not isinstance(found, dict | list):
-            raise settings.refuse(key, f"is {shown(found)}, no list and no object")
+            raise settings.refuse(key, f"is {shown(found)}, neither a list nor an object")
         yield from (
             (key, entry) for entry in (found.values() if isinstance(found, dict) else found)
         )
@@ -216,7 +216,7 @@ def _to_added_token(fields: Fields, name: str, entry: Any) -> AddedToken:
     if isinstance(entry, str):
         return AddedToken(entry, special=True, normalized=False)
     if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
-        raise fields.refuse(name, f"is {shown(entry)}, no token")
+        raise fields.refuse(name, f"is {shown(entry)}, which is not a token")
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return AddedToken(entry["content"], **{flag: bool(entry.get(flag, False)) for flag in flags})
 
@@ -234,7 +234,7 @@ def _eos_token_ids(directory: Path, ids: dict[str, int], variables: dict[str, st
         if found is not None:
             found = found if isinstance(found, list) else [found]
             if not all(type(i) is int and 0 <= i < MAX_VOCAB_SIZE for i in found):
-                raise source.refuse("eos_token_id", f"is {shown(found)}, no token ids")
+                raise source.refuse("eos_token_id", f"is {shown(found)}, not token ids")
             return set(found)
     name = variables.get("eos_token")
     return {ids[name]} if name in ids else set()

@@ -1,6 +1,7 @@
-"""Any server of OpenAI's chat completions API.
+"""An engine for any server of OpenAI's chat completions API.
 
-The server renders and tokenizes, so the output has no token ids: a request is sent again before its first token only.
+The server applies the chat template and tokenizes, so outputs have no token ids: a request is retried only before its
+first token.
 
 Source: OpenAI API reference, "Create chat completion".
 """
@@ -250,7 +251,7 @@ class _ChatRequest(OpenRequest):
     def _end(self) -> list[EngineOutput]:
         if self._finish is None:
             raise StreamBroken("the stream has no finish_reason")
-        # A delta may stand for several tokens, and the last ones have no text: the positions are those of the usage.
+        # A delta may contain several tokens, and the last tokens have no text: the usage has the true number.
         num_more = max(0, self._usage.num_output_tokens - self.num_tokens)
         output = EngineOutput(
             self.request_id, self.num_tokens, finish_reason=self._finish, num_without_id=num_more
@@ -261,9 +262,9 @@ class _ChatRequest(OpenRequest):
 
 
 def _check(task: Generate) -> None:
-    """Raises: InvalidRequest for what the API lacks."""
+    """Raises: InvalidRequest for parameters that the API does not have."""
     if task.prompt is not None:
-        raise InvalidRequest("this model's engine takes messages only: use chat", "prompt")
+        raise InvalidRequest("this model's engine supports chat only: send messages", "prompt")
     if task.ending != "answer":
         raise InvalidRequest(
             "this model's engine cannot continue the last message", "continue_final_message"

@@ -1,4 +1,4 @@
-"""HTTP streams of one server, read by a thread of their own.
+"""HTTP streams of one server, read by a separate thread.
 
 Any thread starts and cancels streams; the engine's thread receives their events. The health of the server is checked
 when a stream breaks, and after `silence_s` without data, also while no stream is open.
@@ -22,7 +22,7 @@ CONNECT_TIMEOUT_S = 10.0
 HEALTH_TIMEOUT_S = 5.0
 WATCH_EVERY_S = 1.0
 END_S = 0.1  #: time after which a stream that ended without its last event counts as broken
-HOLD_S_PER_STREAM = 0.0001  #: delay of events, so that several wake the engine once
+HOLD_S_PER_STREAM = 0.0001  #: delay of events, so that one wakeup of the engine delivers several
 _DATA = b"data:"
 _SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.\deE]+)$", re.M)
 
@@ -44,7 +44,7 @@ class ServerLost(Exception):
 
 
 class Connection(asyncio.Protocol):
-    """A connection for one request after another. Its parser is in C: httpx takes several times the CPU per event."""
+    """A keep-alive connection. Its parser is in C, because httpx takes several times the CPU time per event."""
 
     _transport: Any
     _done: asyncio.Future[bool]
@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     async def send(self, request: httpx.Request, receive: Callable[[int, bytes], None]) -> bool:
-        """Hand over the status and each piece of the response. Returns whether the connection can be used again.
+        """Send a request; call `receive` with the status and each piece of the body. Returns whether it can be reused.
 
         Raises: OSError, httptools.HttpParserError.
         """
@@ -95,12 +95,12 @@ class Connection(asyncio.Protocol):
             self._done.set_result(self._parser.should_keep_alive())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Without an error, this is the end of a response of unknown length, or of one that is cut."""
+        """Without an error, a response of unknown length is complete, or another response was truncated."""
         if not self._done.done():
             if exc is None and self.status:
                 self._done.set_result(False)
             else:
-                self._done.set_exception(exc or ConnectionResetError("the server hangs up"))
+                self._done.set_exception(exc or ConnectionResetError("the server disconnected"))
 
 
 class UpstreamClient:
@@ -119,10 +119,10 @@ class UpstreamClient:
         self._silence_s, self._health_path = silence_s, health_path
         self._metrics_path = metrics_path
         self._events: SimpleQueue[list[StreamEvent]] = SimpleQueue()
-        self._held: list[StreamEvent] = []  # of the thread, to be received together
-        self.lost = ""  #: why the server is lost; empty: it is not
+        self._held: list[StreamEvent] = []  # to be received together; used by the thread only
+        self.lost = ""  #: why the server is lost; empty while it is healthy
         self.is_ready = False  #: set after the server's start, which may take long
-        self._streams: dict[str, asyncio.Task[None]] = {}  # of the thread, like the rest
+        self._streams: dict[str, asyncio.Task[None]] = {}  # used by the thread only, like the rest
         self._received_at: dict[str, float] = {}  # by stream, `time.monotonic`
         self._idle: list[Connection] = []  # connections to use again
         self._tls = httpx.create_ssl_context(trust_env=False) if url.startswith("https:") else None
@@ -243,7 +243,7 @@ class UpstreamClient:
         if connection.status != httpx.codes.OK:
             self._put(StreamEvent(stream_id, "refused", refusal, connection.status))
             return
-        await asyncio.sleep(END_S)  # usually the request is done, and its stream is cancelled now
+        await asyncio.sleep(END_S)  # the engine cancels the stream if the answer is complete
         await self._report_break(stream_id, "the stream ended early")
 
     async def _connect(self, url: httpx.URL) -> Connection:
@@ -257,7 +257,7 @@ class UpstreamClient:
         return made[1]
 
     def _put(self, event: StreamEvent) -> None:
-        """Hand an event over, with those that arrive meanwhile if many streams are open: waking a thread is expensive."""
+        """Deliver an event, together with those of the next moments: waking the engine's thread is expensive."""
         if not self._held:
             self._loop.call_later(len(self._streams) * HOLD_S_PER_STREAM, self._flush)
         self._held.append(event)

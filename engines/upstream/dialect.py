@@ -32,12 +32,12 @@ class Chunk(msgspec.Struct):
     tokens: Sequence[TokenChoice] = ()
     finish: FinishReason | None = None
     error: str = ""
-    num_prompt_tokens: int | None = None  #: with images expanded, and output of earlier attempts
+    num_prompt_tokens: int | None = None  #: including image tokens and output of earlier attempts
     num_cached_tokens: int | None = None
     queue_s: float = 0.0
     num_computed: int | None = None  #: tokens since the request was sent, if some may be missing
-    text: str = ""  #: of the tokens, if some may be missing
-    lost: bytes = b""  #: of tokens before `tokens` whose ids are unknown
+    text: str = ""  #: text of the tokens, if some may be missing
+    lost: bytes = b""  #: bytes of tokens before `tokens` whose ids are unknown
     num_lost: int = 0
 
 
@@ -73,7 +73,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def describe(self, client: UpstreamClient) -> ServerInfo:
-        """Ask the server. Raises: httpx.HTTPError, KeyError, ValueError."""
+        """Read the server's properties. Raises: httpx.HTTPError, KeyError, ValueError."""
 
     @abstractmethod
     def check(self, request: UpstreamRequest) -> None:
@@ -81,7 +81,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def can_continue(self, task: Generate) -> bool:
-        """Whether output tokens of an earlier attempt are continued as if it had not been interrupted."""
+        """Whether an answer that continues from its output tokens equals the uninterrupted answer."""
 
     @abstractmethod
     def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def model_arguments(settings: UpstreamSettings) -> list[str]:
     return [repository, *(["--revision", revision] if revision else [])]
 
 
-#: Parameters that APIs lack: the neutral value, and the name in the request.
+#: Parameters that some APIs do not have: the no-op value, and the name in the request.
 _OPTIONAL = {
     "allowed_token_ids": ((), "allowed_token_ids"),
     "min_tokens": (0, "min_tokens"),

@@ -51,7 +51,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         super().__init__(dialect.name, dialect.path, dialect.metrics, client, server)
         self.processor, self.max_model_len, self.vocab_size = processor, max_model_len, vocab_size
         self._settings, self._dialect = settings, dialect
-        # Compiled to refuse what the server would ignore, or would spend minutes on.
+        # Compiles grammars to refuse those that the server would ignore, or compile for minutes.
         self._grammars = GrammarCompiler.create(
             processor.tokenizer, vocab_size, processor.reasoning, processor.spelled
         )
@@ -145,7 +145,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
                 "POST", self._dialect.adapter_paths[0], timeout_s=ADAPTER_S, json=body
             )
         except httpx.HTTPError as error:
-            raise BadAdapter(f"the server fails: {type(error).__name__} {error}") from None
+            raise BadAdapter(f"the server failed: {type(error).__name__} {error}") from None
         if response.status_code == httpx.codes.NOT_FOUND and "Not Found" in response.text:
             raise BadAdapter(f"{self._dialect.name} was started without LoRA adapters")
         if response.is_error and "already" not in response.text:  # by another worker
@@ -167,7 +167,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         reason = opened.finish_reason(request.output_token_ids[-1:], opened.num_tokens)
         if opened.answer.is_stopped:
             reason = FinishReason.STOP
-        if reason is not None:  # the lost attempt has reported all of the text
+        if reason is not None:  # the earlier attempt has reported the whole text
             self._finished_early.append(opened.answer.end(reason))
             return
         self._num_prompt_tokens += len(request.prompt_token_ids)

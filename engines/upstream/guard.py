@@ -1,7 +1,7 @@
-"""Runs a server, and ends all of its processes with the worker: `guard.py PROGRAM ARGUMENTS`.
+"""Runs a server, and stops all of its processes when the worker ends: `guard.py PROGRAM ARGUMENTS`.
 
-The worker holds the other end of standard input, which closes however the worker ends. The processes of vLLM and SGLang outlive a
-server that is killed, and hold the GPU's memory. It runs without the rest of the package.
+Standard input is a pipe from the worker, which also closes if the worker is killed. The whole process group is stopped,
+because child processes of vLLM and SGLang outlive the server and keep the GPU's memory. Imports nothing of the package.
 """
 
 import os
@@ -12,8 +12,8 @@ import threading
 import time
 from contextlib import suppress
 
-STOP_S = 10.0  #: between SIGTERM and SIGKILL, for a worker that stops
-KILL_S = 2.0  #: after the worker was killed; short, because the next start needs the memory
+STOP_S = 10.0  #: time between SIGTERM and SIGKILL if the worker stops
+KILL_S = 2.0  #: the same if the worker was killed; short, because its successor needs the memory
 
 
 def main(command: list[str]) -> int:
@@ -35,7 +35,7 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGINT, lambda *_: send(signal.SIGTERM))
     threading.Thread(target=end_with_the_worker, daemon=True).start()
     code = server.wait()
-    send(signal.SIGKILL)  # processes that outlived it
+    send(signal.SIGKILL)  # to child processes that outlived the server
     return code if code >= 0 else 128 - code
 
 

@@ -54,7 +54,7 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class LlamaServer(Dialect):
-    """Continues from token ids, inside JSON schemas too.
+    """Continues answers from token ids, also within JSON schemas.
 
     The server reports no ids for tokens that end within a character. They are recovered if only one sequence of tokens
     spells the missing bytes.
@@ -100,7 +100,7 @@ class LlamaServer(Dialect):
     def check(self, request: UpstreamRequest) -> None:
         refuse(
             request.sampling, self.name, "num_prompt_logprobs", "allowed_token_ids", "min_tokens",
-            "presence_penalty", "frequency_penalty",  # it counts the prompt too
+            "presence_penalty", "frequency_penalty",  # llama-server counts the prompt too
         )  # fmt: skip
         grammar = request.grammar
         if grammar is not None and grammar.kind != "json":
@@ -110,8 +110,8 @@ class LlamaServer(Dialect):
             spelled = sum(self._tokenizer.token_bytes(i) == b"" for i in request.prompt_token_ids)
             if len(self._spelling.find(text)) != spelled:
                 raise InvalidRequest(
-                    "A message spells a control token, which this engine cannot tell from its own "
-                    "beside images: leave it out.",
+                    "A message contains the text of a control token, which this engine does not support "
+                    "in prompts with images: remove it.",
                     "messages",
                 )
 
@@ -158,7 +158,7 @@ class LlamaServer(Dialect):
     def parse(self, data: bytes) -> Chunk | None:
         event = _events.decode(data)
         chunk = Chunk(num_cached_tokens=None if event.timings is None else event.timings.cache_n)
-        if event.stop:  # its tokens came one by one
+        if event.stop:  # earlier events had the tokens
             chunk.num_prompt_tokens = event.tokens_evaluated
             chunk.num_computed = event.tokens_predicted
             chunk.finish = FinishReason.LENGTH if event.stop_type == "limit" else FinishReason.STOP

@@ -81,7 +81,10 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
 def connect(
     settings: ServerSettings, num_streams: int, silence_s: float, progress: Progress | None
 ) -> tuple[UpstreamClient, dict[str, Any]]:
-    """A client of a server of OpenAI's API, and its entry of the model. Raises: EngineStartError, EngineLoadFailed."""
+    """Connect to a server of OpenAI's API. Returns: the client, and the model's entry of `GET /v1/models`.
+
+    Raises: EngineStartError, EngineLoadFailed.
+    """
     if not settings.url:
         raise EngineStartError("VLM_ENGINE__URL: this engine needs the address of a server")
     key = settings.api_key.get_secret_value()
@@ -175,7 +178,7 @@ def _wait_until_ready(
             if status == httpx.codes.OK:
                 client.is_ready = True
                 return
-            reason = f"it answers {status}"
+            reason = f"the server answers {status}"
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
         if server is not None:
@@ -196,7 +199,7 @@ def _describe(client: UpstreamClient, dialect: Dialect) -> ServerInfo:
         return dialect.describe(client)
     except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
         raise EngineLoadFailed(
-            f"{client.url} is not {dialect.name} as expected: {type(error).__name__}: {error}"
+            f"{client.url} does not answer like {dialect.name}: {type(error).__name__}: {error}"
         ) from None
 
 

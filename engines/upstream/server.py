@@ -33,7 +33,7 @@ def command_of(settings: UpstreamSettings, dialect: Dialect, port: int) -> list[
 
 
 class ServerProcess:
-    """A running server, whose processes end with this one, however it ends."""
+    """A running server, whose processes end with this process, even if this process is killed."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         """Raises: EngineStartError."""

@@ -51,7 +51,7 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class Sglang(Dialect):
-    """Continues from token ids. Grammars and penalties start again."""
+    """Continues answers from token ids, except those with grammars or penalties."""
 
     name = "SGLang"
     program = ("python", "-m", "sglang.launch_server")
@@ -81,7 +81,7 @@ class Sglang(Dialect):
     def describe(self, client: UpstreamClient) -> ServerInfo:
         server = client.request("GET", "/server_info").raise_for_status().json()
         if not server.get("incremental_streaming_output"):
-            raise ValueError("start it with --incremental-streaming-output")
+            raise ValueError("start SGLang with --incremental-streaming-output")
         model = client.request("GET", "/v1/models").raise_for_status().json()["data"][0]
         return ServerInfo(model["id"], model["max_model_len"], server["version"])
 

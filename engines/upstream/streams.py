@@ -1,7 +1,7 @@
 """The requests in flight at a server: sends them, dispatches events, and retries when a stream breaks.
 
-While the server is healthy, a broken request is retried if it has no output yet or can continue. When the server is lost, `step` raises: the
-worker ends, and its requests continue elsewhere from their token logs.
+While the server is healthy, a broken request is retried if it has no output yet or can continue. When the server is
+lost, `step` raises: the worker ends, and other workers continue its requests from their token logs.
 """
 
 from abc import ABC, abstractmethod

@@ -85,13 +85,13 @@ class VectorModel(PoolingModel):
         """One row for each input. Raises: PromptTooLong, InvalidRequest."""
         if isinstance(task, Rerank):
             if task.is_raw:
-                raise InvalidRequest("The server gives no raw scores.", "raw_scores")
+                raise InvalidRequest("This model returns no raw scores.", "raw_scores")
             return [self._pair(task, index) for index in range(len(task.documents))]
         assert isinstance(task, Embed)
         if images:
             raise InvalidRequest("this model takes no images")
         if not task.is_normalized:
-            raise InvalidRequest("The server gives vectors of length 1 only.", "normalized")
+            raise InvalidRequest("This model returns vectors of length 1 only.", "normalized")
         words = [self.texts.words(task, index) for index in range(len(task.inputs))]
         size = task.dimensions or self.dimensions
         return [
@@ -131,7 +131,7 @@ class VectorModel(PoolingModel):
                 _read(response.json(), rows)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise EngineLoadFailed(
-                    f"{self._client.url}{path} answers in another form: {error!r}"
+                    f"{self._client.url}{path} returned an unexpected response: {error!r}"
                 ) from None
         elif len(rows) > 1:
             for row in rows:
@@ -153,7 +153,7 @@ class VectorModel(PoolingModel):
                 is_probe = not self.dimensions and status in _OPERATOR
                 if status < 500 and status not in _BUSY and (status not in _OPERATOR or is_probe):
                     return response
-                reason = f"it answers {status} {error_message(response.content)}"
+                reason = f"status {status} {error_message(response.content)}"
             time.sleep(pause_s)
         raise EngineLoadFailed(f"{self._client.url}{path}: {reason}")
 

@@ -73,7 +73,7 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class Vllm(Dialect):
-    """Continues from token ids. Grammars and penalties start again, unless vLLM has our logits processor."""
+    """Continues answers from token ids; those with grammars or penalties only with our logits processor."""
 
     name = "vLLM"
     program = ("vllm", "serve")
@@ -115,7 +115,7 @@ class Vllm(Dialect):
         if found is None:
             if self._model:
                 names = ", ".join(each["id"] for each in listed)
-                raise ValueError(f"it serves {names}, not {self._model}")
+                raise ValueError(f"the server serves {names}, not {self._model}")
             found = listed[0]
         self._model = found["id"]
         self.runs_grammar_source = self._probe_plugin(client)
@@ -128,7 +128,7 @@ class Vllm(Dialect):
         body = {"model": self._model, "token_ids": [0], "sampling_params": sampling}
         response = client.request("POST", self.path, timeout_s=PROBE_S, json=body)
         if response.status_code in (403, 404):
-            raise ValueError("start it with --enable-scale-out")
+            raise ValueError("start vLLM with --enable-scale-out")
         return PLUGIN_VERSION in response.text
 
     def check(self, request: UpstreamRequest) -> None:
@@ -138,7 +138,7 @@ class Vllm(Dialect):
 
     def can_continue(self, task: Generate) -> bool:
         has_penalty = has_output_penalty(task.sampling)
-        if self.runs_grammar_source:  # it does not know how vLLM orders two kinds of penalties
+        if self.runs_grammar_source:  # our processor cannot apply both kinds of penalties in order
             return not has_penalty or task.sampling.repetition_penalty == 1.0
         return task.grammar is None and not has_penalty
 

@@ -34,7 +34,7 @@ class _Answer:
         self._num_consumed = 0
 
     def edit(self, logits: torch.Tensor, token_ids: list[int]) -> None:
-        """Change the logits of the token behind the answer's tokens so far."""
+        """Change the logits of the next token, given the answer's tokens so far."""
         if token_ids and (self._presence or self._frequency):
             tokens, counts = np.unique(token_ids, return_counts=True)
             penalty = torch.from_numpy(self._presence + self._frequency * counts)
@@ -45,7 +45,7 @@ class _Answer:
                 self._num_consumed = 0
             self._matcher.consume_tokens(token_ids[self._num_consumed :])
             self._num_consumed = len(token_ids)
-            # Only the end token after an error, as with vLLM's own backends.
+            # After an error only the end token is allowed, as with vLLM's own backends.
             mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             allowed = np.unpackbits(mask, bitorder="little")[: len(logits)].astype(bool)
             logits[: len(allowed)].masked_fill_(
@@ -69,7 +69,7 @@ class ContinueAnswer(LogitsProcessor, ProcessorV2):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse other versions of the parameters; a worker probes for the processor so."""
+        """Refuse other versions of the parameters; workers detect the processor by this error."""
         wanted = (sampling_params.extra_args or {}).get(KEY)
         if wanted is not None and wanted.get("version") != VERSION:
             raise ValueError(VERSION)

@@ -114,7 +114,7 @@ REFUSED = [
     ("regex", r"(a)\1", "backreferences are not supported"),
     ("lark", "start: canary", "cannot be read"),
     ("json", {"properties": {"limit": {"oneOf": [{}, {}]}}}, "use anyOf"),
-    ("json", {"minProperties": 2}, "one more than there are names in required"),
+    ("json", {"minProperties": 2}, "one more than the number of names in required"),
     ("json", {"properties": {"a": {}}, "maxProperties": 1}, "all names of properties are required"),
     ("json", {"const": ["canary\0"]}, "control character"),
     ("json", {"enum": ["canary\x7f"]}, "control character"),
