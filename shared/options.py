@@ -41,7 +41,7 @@ _COMMON: SettingOptions = {
     "logs.level": option(
         Literal["debug", "info", "warning", "error"],
         "--log-level",
-        "Least level shown.",
+        "Minimum level of log lines.",
         "info; serve: warning",
     ),
 }

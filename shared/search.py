@@ -12,7 +12,7 @@ import msgspec
 Value = str | bool | float
 Attributes = dict[str, Value]
 
-#: Prefixes of ids, as OpenAI has them.
+#: Prefixes of ids, as in OpenAI's API.
 STORE_ID, FILE_ID, FILE_BATCH_ID = "vs_", "file-", "vsfb_"
 
 
@@ -126,7 +126,7 @@ class Request(_Wire, frozen=True, tag=True):
 
 
 class Read(Request, frozen=True):
-    """Base of the requests that change nothing: they wait for no writer."""
+    """Base of the requests that only read. They do not wait for writers."""
 
 
 class CreateStore(Request, frozen=True, kw_only=True):

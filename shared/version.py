@@ -1,4 +1,4 @@
-"""Which version of the package runs."""
+"""The version of the package."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,7 +1,7 @@
-"""The adapters of a worker: those of its settings, and those that were loaded while it runs.
+"""The LoRA adapters of a worker: those of its settings, and those that are loaded at run time.
 
-The fleet's list is in Redis. Each worker looks there with its heartbeat and loads and unloads what differs; what came
-of it stands in the card that it announces. A call whose adapter is not here yet makes it look at once.
+Redis has the list of the latter. With each heartbeat, a worker loads and unloads adapters to match the list, and
+announces the results in its card. A call whose adapter is not loaded yet makes the worker read the list at once.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The adapter of a name; without a source it is of the settings."""
+    """The adapter of a name. `source` is None for adapters of the settings."""
 
     card: AdapterCard
     source: AdapterSource | None = None
@@ -60,7 +60,7 @@ class WorkerAdapters:
         """Load the adapters of the settings. Raises: SettingsError."""
         if len(self._own) > self._max_count:
             raise SettingsError(
-                f"VLM_WORKER__LORA: {len(self._own)} adapters, and VLM_LIMITS__MAX_LORAS is {self._max_count}"
+                f"VLM_WORKER__LORA names {len(self._own)} adapters, but VLM_LIMITS__MAX_LORAS is {self._max_count}"
             )
         for name, path in self._own.items():
             try:
@@ -70,7 +70,7 @@ class WorkerAdapters:
                 raise SettingsError(f"VLM_WORKER__LORA: {name}: {error}") from None
 
     async def sync(self, *, tries_again: bool = False) -> None:
-        """Load and unload adapters to match the fleet's list. Raises: RedisError.
+        """Load and unload adapters to match the list in Redis. Raises: RedisError.
 
         Failed adapters are retried only with `tries_again`.
         """
@@ -112,7 +112,7 @@ class WorkerAdapters:
         try:
             if is_new and len(self._held) >= self._max_count:
                 raise BadAdapter(
-                    f"{self._max_count} adapters are loaded, and no more may be (VLM_LIMITS__MAX_LORAS)"
+                    f"{self._max_count} adapters are loaded, the maximum (VLM_LIMITS__MAX_LORAS)"
                 )
             card = await self._load(name, self._within(source.path), source.revision)
         except BadAdapter as error:
@@ -120,7 +120,7 @@ class WorkerAdapters:
             card = AdapterCard(name, revision=source.revision, error=str(error))
         except Exception:  # the worker continues without it
             logger.exception("cannot load the adapter %s", name)
-            error = "it cannot be loaded; the log of the worker says why"
+            error = "the adapter cannot be loaded; see the worker's log"
             card = AdapterCard(name, revision=source.revision, error=error)
         before = self._held.get(name)
         self._held[name] = _Held(card, source)
@@ -141,7 +141,7 @@ class WorkerAdapters:
         """Resolve a path. Raises: BadAdapter unless it is below the directory of the settings."""
         if not self._directory:
             raise BadAdapter(
-                "adapters are loaded at run time where VLM_WORKER__LORA_DIR names a directory"
+                "to load adapters at run time, set VLM_WORKER__LORA_DIR on the workers"
             )
         root = Path(self._directory).resolve()
         try:
@@ -150,7 +150,7 @@ class WorkerAdapters:
         except (ValueError, RuntimeError, OSError):  # a NUL, circular links, too long
             found, is_directory = root / "none", False
         if not found.is_relative_to(root) or found == root:
-            raise BadAdapter("lora_path leads out of the workers' directory (VLM_WORKER__LORA_DIR)")
+            raise BadAdapter("lora_path is outside the workers' directory (VLM_WORKER__LORA_DIR)")
         if not is_directory:
             raise BadAdapter(
                 "lora_path is not a directory below the workers' directory (VLM_WORKER__LORA_DIR)"

@@ -34,7 +34,7 @@ ENGINE: SettingOptions = {
         str, "--dtype", "float32, bfloat16 or float16.", "what the device is fast at"
     ),
     "engine.quantization": option(
-        str, "--quantization", "Of the decoder's weights: int8 or int4.", "none"
+        str, "--quantization", "Quantization of the decoder's weights: int8 or int4.", "none"
     ),
     "engine.tensor_parallel": option(
         int, "--tensor-parallel", "GPUs that share the model, with --engine vllm or sglang.", "1"
@@ -66,12 +66,12 @@ def serve(
         typer.Option(
             "--also",
             metavar="MODEL",
-            help="Another model, on the CPU by one more worker, such as shapes-clip; may be repeated.",
+            help="Another model for one more worker on the CPU, such as shapes-clip; may be repeated.",
             show_default=False,
         ),
     ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Keep vector stores too, in a process of their own.")
+        bool, typer.Option("--search", help="Also start the search process, for vector stores.")
     ] = False,
     data_dir: Annotated[
         Path | None,
@@ -107,7 +107,7 @@ def ray_workers(
 
 @takes_settings(ENGINE, process="worker")
 def worker(settings: "Settings") -> None:
-    """Run one worker process. Redis is the one that VLM_REDIS_URL names."""
+    """Run one worker process with the Redis at VLM_REDIS_URL."""
     if settings.deploy.package:
         from worker.node.package import run_package as run
     else:
@@ -118,7 +118,7 @@ def worker(settings: "Settings") -> None:
 
 @takes_settings(DEPLOY, process="node")
 def node(settings: "Settings") -> None:
-    """Run instances of what is deployed on this machine. Redis is the one that VLM_REDIS_URL names."""
+    """Run instances of deployments on this machine, with the Redis at VLM_REDIS_URL."""
     from worker.node.agent import run_agent
 
     sys.exit(run_agent(settings))

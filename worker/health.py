@@ -40,7 +40,7 @@ class HealthServer:
     port: int = 0  #: once started
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 takes a free one, and a path as the host a unix socket. Raises: OSError."""
+        """Listen; port 0 selects a free port, and a host that is a path a unix socket. Raises: OSError."""
         if host.startswith("/"):
             self._server = await asyncio.start_unix_server(
                 self._serve, host, limit=MAX_REQUEST_BYTES
@@ -189,7 +189,7 @@ async def collect_metrics(sockets: Iterable[tuple[Labels, str]]) -> CollectorReg
 
 
 async def _fetch(path: str) -> str:
-    """Empty where no worker answers yet or any more."""
+    """The metrics page of a worker; empty if the worker does not answer."""
     transport = httpx.AsyncHTTPTransport(uds=path)
     try:
         async with httpx.AsyncClient(transport=transport, timeout=_TIMEOUT_S) as client:

@@ -1,7 +1,7 @@
 """A worker's spans of a request: one for the attempt, with the children queue, preprocess, vision, prefill, decode.
 
-They are made when the attempt ends, from the clock readings behind its `StageTimings`. Their parent is the
-gateway's span, which the request's record names. They hold no text and no images.
+They are created when the attempt ends, from its `StageTimings`. Their parent is the gateway's span, which the call
+names. They contain no text and no images.
 """
 
 import time

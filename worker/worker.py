@@ -140,7 +140,7 @@ class Worker:
             with suppress(QueueUnavailable):
                 released = await loops.queue.release(claims, is_crash=is_crash)
                 if claims:
-                    logger.info("gave %d of %d requests back", released, len(claims))
+                    logger.info("released %d of %d requests", released, len(claims))
                 await loops.queue.leave()
         with suppress(QueueUnavailable, RedisError):
             await self._registry.withdraw(self.worker_id)

@@ -47,7 +47,7 @@ class ObjectBlobStore:
             import obstore  # noqa: PLC0415 (an extra)
             from obstore.store import from_url  # noqa: PLC0415
         except ModuleNotFoundError:
-            raise _wrong("it needs a package: pip install 'vlm-fleet[store]'") from None
+            raise _wrong("a package is missing: pip install 'vlm-fleet[store]'") from None
         self._obstore = obstore
         self._small = small
         self._folder = unquote(url.removeprefix("file://")) if url.startswith("file://") else ""
@@ -178,7 +178,7 @@ class UrlBlobReader:
                         if file.tell() > ref.num_bytes:
                             return None
             except httpx.HTTPError as error:
-                raise BlobsUnavailable(f"the store of images: {type(error).__name__}") from None
+                raise BlobsUnavailable(f"the image store failed: {type(error).__name__}") from None
             stack.pop_all()  # the file stays open
             return file
 

@@ -55,7 +55,7 @@ def check_environment(environment: Environment) -> None:
     variables, secrets = environment.variables, environment.secrets
     if (count := len(variables) + len(secrets)) > MAX_VARIABLES:
         raise BadEnvironment(
-            f"variables, secrets: they are {count} of at most {MAX_VARIABLES}; put files into the package"
+            f"variables, secrets: {count} of at most {MAX_VARIABLES}; move some into files of the package"
         )
     for group, names in (("variables", variables), ("secrets", secrets)):
         for name in names:
@@ -74,7 +74,7 @@ def check_environment(environment: Environment) -> None:
                 "letters, digits, dots, dashes and underscores, no dot or dash first, and nothing that "
                 "reads like a key"
             )
-    _check_size(variables, MAX_VARIABLES_BYTES, "variables: they", "put files into the package")
+    _check_size(variables, MAX_VARIABLES_BYTES, "variables: they", "use files of the package")
 
 
 def check_values(values: Mapping[str, str]) -> None:
@@ -117,7 +117,7 @@ def _check_name(group: str, name: str) -> None:
             f"{group}: name each by 1 to 128 letters, digits and underscores, no digit first"
         )
     if reason := why_reserved(name):
-        raise BadEnvironment(f"{group}.{name}: {reason}; take another name for it")
+        raise BadEnvironment(f"{group}.{name}: {reason}; use another name")
 
 
 def _is_utf8(text: str) -> bool:

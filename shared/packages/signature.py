@@ -21,7 +21,7 @@ _TIMEOUT_S = 20.0
 
 
 class BadSignature(Exception):
-    """No allowed signer has signed the package; the message says who did."""
+    """No allowed signer has signed the package; the message gives the reason."""
 
 
 def sign(key: Path, digest: str) -> str:

@@ -1,6 +1,6 @@
 """Clients of Redis with explicit timeouts and no hidden retries.
 
-redis-py's defaults repeat a command whose reply was lost, which doubles what is not idempotent, and time out
+redis-py's defaults repeat a command whose reply was lost, even if the command is not idempotent, and time out
 before a long blocking read returns.
 """
 
@@ -114,10 +114,10 @@ class OutageLog:
             self._logged_at = now
             cause = str(error).rstrip(".") or type(error).__name__
             if isinstance(error.__cause__ or error, AuthenticationError):  # redis-py wraps it
-                text = "Redis at %s refuses user or password (%s); set those of VLM_REDIS_URL"
+                text = "Redis at %s refuses user or password (%s); correct VLM_REDIS_URL"
             else:
                 text = "cannot reach Redis at %s (%s); start Redis there, or set VLM_REDIS_URL"
-            logger.warning(text + "; trying on", self._address, cause)
+            logger.warning(text + "; retrying", self._address, cause)
 
     def succeeded(self) -> None:
         if self._logged_at is not None:

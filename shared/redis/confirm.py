@@ -25,7 +25,7 @@ _Waiter = tuple[Sequence[Command], asyncio.Future[None]]
 class Confirmer:
     """Confirms writes on a connection of its own, because `WAIT` delays the commands behind it.
 
-    Concurrent callers share a `WAIT`. Without replicas, nothing is awaited.
+    Concurrent callers share a `WAIT`. Without replicas, `confirm` returns at once.
     """
 
     def __init__(self, redis: Redis, marker: str) -> None:

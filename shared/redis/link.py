@@ -121,7 +121,7 @@ class _Wire(asyncio.Protocol):
             while (reply := self._parser.gets()) is not False:
                 replies.append(reply)
         except hiredis.ProtocolError as error:
-            self.fail(ConnectionError(f"not the protocol of Redis: {error}"))
+            self.fail(ConnectionError(f"the server does not speak Redis's protocol: {error}"))
             return
         if len(replies) > self._num_wanted:
             self.fail(ConnectionError("Redis sent a reply without a command"))
@@ -208,7 +208,7 @@ class _Wire(asyncio.Protocol):
             self.fail(TimeoutError("Redis did not answer in time"))
 
     async def exchange(self, packed: Sequence[bytes], timeout_s: float) -> list[Any]:
-        """`start`, awaited. Raises: ConnectionError, TimeoutError (of redis)."""
+        """Send commands and wait for the replies. Raises: ConnectionError, TimeoutError (of redis)."""
         answer: asyncio.Future[list[Any]] = self._loop.create_future()
         gathered: list[Any] = []
 

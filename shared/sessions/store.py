@@ -1,6 +1,6 @@
 """Sessions of applications: a record of each, of its tasks, and of the open tasks among them.
 
-The results of tasks are in the queue's logs of their calls. A session expires after it was not used for its `ttl_s`.
+The results of tasks are in the queue's logs of their calls. A session expires if it is not used for its `ttl_s`.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The one table of limits: every quantity that a client controls.
 
-The fields of `LimitSettings` are an operator's to change, its constants are not; the gateway
-enforces both, the worker looks again. The constants of the module are OpenAI's contract and part of
-the request's types. All are rendered into the OpenAPI document.
+Operators can change the fields of `LimitSettings`, but not its constants. The gateway enforces both, and the worker
+checks them again. The constants of the module come from OpenAI's API and are part of the request types. All limits
+appear in the OpenAPI document.
 """
 
 from functools import cached_property
@@ -45,7 +45,7 @@ MAX_SECRET_BYTES = 64 * 1024  #: of one secret
 MAX_ENVIRONMENT_BYTES = 512 * 1024
 
 _COMMAS_BESIDE_TEXTS = 20_000
-_MAX_FRAME_PIXELS = 4096 * 2304  #: what a decoder of videos has memory for
+_MAX_FRAME_PIXELS = 4096 * 2304  #: the largest frame that fits a video decoder's memory
 
 
 class LimitSettings(Group):
@@ -128,7 +128,7 @@ class LimitSettings(Group):
     max_audio_s: float = Field(default=1800.0, gt=0)
     """Seconds of one audio file; a model may take less."""
     max_grammar_bytes: int = Field(default=0, ge=0)
-    """Bytes of a grammar in Lark's language; 0: none is taken."""
+    """Bytes of a grammar in Lark's language; 0: such grammars are refused."""
     max_output_tokens: int = Field(default=32_768, ge=1)
     """Output tokens of one answer."""
     max_queue_depth: int = Field(default=1024, ge=1)
@@ -138,13 +138,13 @@ class LimitSettings(Group):
     max_open_requests: int = Field(default=4096, ge=1)
     """Requests that one gateway keeps open."""
     max_open_tokens: int = Field(default=16_000_000, ge=0)
-    """Tokens of all open requests to a model. Batch requests get half of them. The API keys share them. 0: no limit."""
+    """Tokens of all open requests to a model, half of them for batch requests. API keys share them. 0: no limit."""
     max_key_open_requests: int = Field(default=0, ge=0)
-    """Answers of a model that one API key keeps open; 0: any."""
+    """Open answers of a model for one API key; 0: no limit."""
     max_key_requests_per_minute: int = Field(default=0, ge=0)
-    """Requests of one API key to a model a minute; 0: any."""
+    """Requests per minute of one API key to a model; 0: no limit."""
     max_key_tokens_per_minute: int = Field(default=0, ge=0)
-    """Tokens of one API key for a model a minute; 0: any."""
+    """Tokens per minute of one API key for a model; 0: no limit."""
 
     max_key_responses: int = Field(default=1000, ge=1)
     """Answers of `/v1/responses` and images that are kept for one API key."""
@@ -152,7 +152,7 @@ class LimitSettings(Group):
     """Bytes of these answers with their conversations and images; the oldest are deleted."""
 
     max_loras: int = Field(default=32, ge=0)
-    """LoRA adapters that a worker holds beside its model."""
+    """LoRA adapters that a worker loads."""
     max_lora_rank: int = Field(default=64, ge=1)
     """Rank of an adapter."""
     max_lora_bytes: int = Field(default=512 * MIB, ge=1)
@@ -181,9 +181,8 @@ class LimitSettings(Group):
 
     @cached_property
     def max_commas(self) -> int:
-        """Most commas of a request body: in texts, and between values.
+        """Maximum commas of a request body, in texts and between values.
 
-        They bound the objects that decoding creates, whatever the size of the body, and are counted while it
-        arrives.
+        This limits the number of objects that decoding creates. Commas are counted while the body arrives.
         """
         return self.max_text_chars + _COMMAS_BESIDE_TEXTS

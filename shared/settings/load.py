@@ -36,7 +36,7 @@ def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) ->
     except UnparsedValue as error:  # a group as JSON; the message names the field
         raise SettingsError(f"{error}: write JSON, or a variable for each setting") from None
     except UnicodeDecodeError:
-        raise SettingsError("the file .env is not UTF-8: save it as that") from None
+        raise SettingsError("the file .env is not UTF-8: save it as UTF-8") from None
     if settings.redis_url and not settings.redis.url:
         return settings.changed(redis={"url": settings.redis_url})
     return settings

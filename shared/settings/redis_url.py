@@ -73,7 +73,7 @@ def _check_one(url: str) -> None:
         is_good = False
     if url and not is_good:
         raise ValueError(
-            "this is no Redis URL; write redis://HOST:PORT/0, rediss:// for TLS, unix:///PATH, or "
+            "not a Redis URL; write redis://HOST:PORT/0, rediss:// for TLS, unix:///PATH, or "
             "redis+sentinel://HOST:PORT+HOST:PORT+HOST:PORT/NAME for the primary NAME of these "
             "Sentinels, with %-escapes for special characters in a password"
         )

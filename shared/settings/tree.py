@@ -71,7 +71,7 @@ Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_item
 
 
 def _is_name(name: str) -> bool:
-    """Whether it may be the name of a model: in headers and logs too."""
+    """Whether a model may have this name, which appears in headers and logs."""
     return bool(name.strip()) and name.isprintable()
 
 
@@ -90,7 +90,7 @@ class OidcSettings(Group):
     """Callers with tokens of an OpenID Connect issuer."""
 
     issuer: str = ""
-    """https:// URL whose tokens (JWT) are accepted as API keys, as their `iss` has it; empty: none are."""
+    """https:// URL, equal to `iss` in its tokens (JWT), which are accepted as API keys; empty: none are."""
     audience: str = ""
     """Audience (`aud`) that tokens must have."""
     jwks_url: str = ""
@@ -112,7 +112,7 @@ class Prices(Group):
     image: float = Field(default=0.0, ge=0, le=1e3)
 
     def in_nano_dollars(self) -> tuple[float, float, float, float]:
-        """Of an input, cached and output token, and of an image."""
+        """Prices of an input, cached and output token, and of an image."""
         cached = self.input if self.cached_input is None else self.cached_input
         return self.input * 1e3, cached * 1e3, self.output * 1e3, self.image * 1e9
 
@@ -138,21 +138,21 @@ class GatewaySettings(Group):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     api_keys: Secrets = ()
-    """Accepted API keys, comma separated. None: open, on a loopback address only."""
+    """Accepted API keys, comma separated. None: no authentication, on a loopback address only."""
 
     admin_keys: Secrets = ()
-    """API keys that may also load and unload adapters, comma separated. None: nobody may. Where there are
-    some, they alone read /metrics."""
+    """API keys that may also load and unload adapters, comma separated. None: nobody may. If this is set, only
+    these keys may read /metrics."""
     deploy_keys: Secrets = ()
     """API keys that may also deploy, comma separated. None: nobody may."""
     root_key: Annotated[SecretStr | None, BeforeValidator(lambda key: key or None)] = None
-    """The key that manages API keys (`vlm keys`). Without it there are only those of these settings."""
+    """The key that manages API keys (`vlm keys`). None: only the API keys of these settings exist."""
     oidc: OidcSettings = OidcSettings()
     allow_open: bool = False
     """Serve without API keys on addresses other than loopback."""
     hosts: Names = ()
     """Without API keys: names by which clients may call the gateway, comma separated, such as `models.lan`.
-    `localhost` and IP addresses always may."""
+    `localhost` and IP addresses are always allowed."""
     trusted_proxies: Names = ()
     """Addresses or networks of reverse proxies, comma separated, whose `X-Forwarded-For` names the client."""
     request_timeout_s: float = Field(default=300.0, gt=0, le=86400)
@@ -160,11 +160,11 @@ class GatewaySettings(Group):
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Time limit without a byte of a request's body; slower bodies than 16 KiB/s are refused too."""
     response_ttl_s: float = Field(default=3600.0, ge=0, le=2_592_000)
-    """Answers of `/v1/responses` are kept that long for `previous_response_id`, and images for their file
-    ids; 0: none is."""
+    """How long answers of `/v1/responses` are kept for `previous_response_id`, and images for their file ids;
+    0: not at all."""
     home_grace_s: float = Field(default=0.25, ge=0, le=10)
-    """Requests with images or long prompts wait that long at most for the worker that has them in its
-    caches; 0: any worker takes them at once."""
+    """Longest time that requests with images or long prompts wait for the worker that has them in its caches;
+    0: they do not wait."""
     files: str = ""
     """Batches and their files: file:///DIRECTORY that all gateways share, or s3://, gs:// or az://
     BUCKET/PREFIX; empty: no batches, but `vlm serve` keeps them beside its Redis."""
@@ -178,7 +178,7 @@ class GatewaySettings(Group):
     """Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`."""
     model_defaults: Json[ModelDefaults] = Field(default={})
     """Sampling fields that requests to a model may leave out, as JSON, such as `{"qwen2.5-vl":
-    {"temperature": 0.2, "max_tokens": 512}}`. They go before those of the checkpoint."""
+    {"temperature": 0.2, "max_tokens": 512}}`. They override the checkpoint's defaults."""
     prices: Json[Prices] = Field(default={})
     """Dollars for a million tokens, and for an image, by patterns of model names, as JSON, such as
     `{"qwen*": {"input": 0.3, "cached_input": 0.1, "output": 1.2, "image": 0.001}}`. The first match
@@ -188,7 +188,7 @@ class GatewaySettings(Group):
     `{"qwen2.5-vl": "smolvlm2"}`. Empty: none."""
     hooks: Names = ()
     """Code that sees prompts and answers, comma separated: `module:object`, or names of entry points of
-    installed packages. They run in this order."""
+    installed packages. The hooks run in this order."""
     hook_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit of each hook."""
     hook_failure: Literal["closed", "open"] = "closed"
@@ -279,7 +279,7 @@ class WorkerSettings(Group):
     health_port: int = Field(default=0, ge=0, le=65535)
     """Its port; 0 takes a free one."""
     lease_s: float = Field(default=10.0, gt=0.5)
-    """A request whose worker does not renew its lease for that long goes to another worker."""
+    """A request goes to another worker if its worker does not renew its lease for this time."""
     drain_s: float = Field(default=30.0, ge=0)
     """Time to finish running requests after SIGTERM."""
     watchdog_s: float = Field(default=60.0, gt=0)
@@ -287,8 +287,8 @@ class WorkerSettings(Group):
     preprocess_threads: int = Field(default=2, ge=1, le=64)
     """Threads that decode and resize images."""
     decode_processes: int = Field(default=2, ge=0, le=64)
-    """Processes without rights that decode images, and as many for videos and audio; 0: the threads decode images
-    themselves, and one process videos and audio."""
+    """Sandboxed processes that decode images, and as many for videos and audio; 0: threads decode images, and one
+    process videos and audio."""
 
     lora: Names = ()
     """LoRA adapters to load at the start, comma separated: `name=directory` or `name=org/repo[@revision]`."""
@@ -308,7 +308,7 @@ class WorkerSettings(Group):
                 "write NAME=PATH; a name is 1 to 64 letters, digits, dots, dashes and underscores"
             )
         if len(set(names)) < len(names):
-            raise ValueError("a name is there twice")
+            raise ValueError("two adapters have the same name")
         return values
 
     @property
@@ -347,7 +347,7 @@ class RedisSettings(Group):
     key_prefix: str = Field(default="vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """Prefix of all keys in Redis."""
     max_memory_bytes: int = Field(default=1024 * MIB, ge=16 * MIB)
-    """Memory of the Redis that `vlm serve` starts; a full one refuses images."""
+    """Memory of the Redis that `vlm serve` starts. When it is full, requests with images are refused."""
 
     @property
     def has_password(self) -> bool:
@@ -362,7 +362,7 @@ class RedisSettings(Group):
 
     @property
     def first(self) -> "RedisSettings":
-        """The settings of the first shard, which has all that is not of one request."""
+        """The settings of the first shard, which stores everything that does not belong to one request."""
         return next(iter(self.shards.values()))
 
     @property
@@ -452,25 +452,25 @@ class NodeSettings(Group):
     worker_redis_url: RedisUrl = ""
     """Redis URL of the node's workers; required if the node's own URL holds a password."""
     isolation: Literal["auto", "require", "none"] = "auto"
-    """Applications in bubblewrap: where it is installed, always (a node without it does not start), or
-    never."""
+    """Run applications in bubblewrap: `auto` if it is installed, `require` always (a node without it does not
+    start), `none` never."""
     secrets_dir: str = ""
     """Directory whose files are secrets of applications by their names; empty: none."""
     secrets: Names = ()
-    """Variables of the node's own that are secrets of applications, and of no other process,
-    comma-separated."""
+    """Environment variables of the node that are secrets of applications, comma-separated; other processes do
+    not get them."""
 
 
 class LogSettings(Group):
     level: Literal["debug", "info", "warning", "error"] | None = None
-    """Least level shown: `info`, or `warning` with `vlm serve`."""
+    """Minimum level of log lines. Empty: `info`, or `warning` with `vlm serve`."""
     format: Literal["text", "json"] = "text"
     """Lines for people or for machines."""
 
 
 class TraceSettings(Group):
     export: Literal["none", "otlp"] = "none"
-    """Send spans to where OpenTelemetry's `OTEL_...` variables say."""
+    """`otlp`: export spans as OpenTelemetry's `OTEL_...` variables configure."""
 
 
 class Settings(BaseSettings):
@@ -528,17 +528,17 @@ def _read_file(path: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        fault = f"it cannot be read ({error.strerror})"
+        fault = f"the file cannot be read ({error.strerror})"
     except UnicodeDecodeError:
-        fault = "it is not UTF-8: save it as that"
+        fault = "the file is not UTF-8: save it as UTF-8"
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        fault = f"it is not YAML{f', line {mark.line + 1}' if mark else ''}"
+        fault = f"the file is not YAML{f', line {mark.line + 1}' if mark else ''}"
         fault += f": {getattr(error, 'problem', None) or 'characters that YAML forbids'}"
     else:
         if values is None:
             return {}
         if isinstance(values, dict) and all(isinstance(name, str) for name in values):
             return values
-        fault = "it has to hold groups of settings by name, as in `gateway: {port: 8080}`"
+        fault = "the file must contain groups of settings by name, as in `gateway: {port: 8080}`"
     raise SettingsError(f"{CONFIG_VARIABLE}: {path}: {fault}")

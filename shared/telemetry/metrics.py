@@ -1,7 +1,7 @@
-"""Every metric: its name, its labels, its buckets and what it means, once.
+"""The definition of every metric: name, labels, buckets and help.
 
 Used by the gateway (requests) and the worker (engine); docs and dashboards are tested against `METRICS`.
-Health probes and warm-ups feed none of them. Labels are bounded: model names come from workers' cards,
+Health probes and warm-ups are not counted. Labels are bounded: model names come from workers' cards,
 outcomes and reasons from code, never from clients.
 
 The latencies, with vLLM's formulas:
@@ -9,7 +9,7 @@ The latencies, with vLLM's formulas:
 - TTFT: request received until the first non-empty text.
 - E2E: request received until the terminal event has been handed to the socket.
 - TPOT: (E2E - TTFT) / (output tokens - 1) of one answer, with the mean length where `n` > 1; undefined for one token.
-- ITL: time between consecutive tokens; when an event carries k tokens its gap counts k times a k-th.
+- ITL: time between consecutive tokens; the gap before an event with k tokens counts as k gaps of a k-th each.
 """
 
 from bisect import bisect_left
@@ -69,8 +69,8 @@ class Metric:
 
 GATEWAY_METRICS = (
     Metric("vlm_requests_total", "counter",
-           "Requests by how they ended: ok, followed (the answer of a request sent before, which counts its "
-           "tokens and times), cancelled, rejected, or an error's code.",
+           "Requests by how they ended: ok, followed (a repeated request that got the answer of the first one, where "
+           "tokens and times are counted), cancelled, rejected, or an error's code.",
            ("model", "outcome")),
     Metric("vlm_http_requests_total", "counter",
            "HTTP requests by their route's template, without probes and /metrics. Status 499: the client left.",
@@ -107,7 +107,7 @@ GATEWAY_METRICS = (
     Metric("vlm_admission_rejections_total", "counter",
            "Requests refused before they were queued.", ("reason",)),
     Metric("vlm_fallbacks_total", "counter",
-           "Requests to a model whose queue was full, or that had no worker, which its fallback took.",
+           "Requests that went to a model's fallback, because its queue was full or it had no worker.",
            ("model", "fallback")),
     Metric("vlm_hook_failures_total", "counter", "Hooks that failed or took too long.", ("hook",)),
     Metric("vlm_images_total", "counter", "Images, videos and audio in requests: accepted or refused.", ("outcome",)),
@@ -157,7 +157,7 @@ WORKER_METRICS = (
     Metric("vlm_media_seconds_total", "counter", "Seconds of the videos and audio that were decoded."),
     Metric("vlm_media_decode_seconds_total", "counter", "Time for decoding and resizing videos and audio."),
     Metric("vlm_media_refusals_total", "counter",
-           "Refused videos and audio by reason: the file, the time that it takes, or the name of an option.", ("reason",)),
+           "Refused videos and audio by reason: `file`, `time` (too long to decode), or the name of an option.", ("reason",)),
     Metric("vlm_preemptions_total", "counter", "Sequences that were preempted: their KV blocks were freed."),
     Metric("vlm_draft_tokens_total", "counter", "Draft tokens of speculative decoding."),
     Metric("vlm_draft_accepted_tokens_total", "counter", "Draft tokens that were accepted."),

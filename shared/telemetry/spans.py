@@ -1,7 +1,7 @@
-"""Spans of a request that is over, made from the durations that its stages were measured by anyway.
+"""Creates and exports the spans of requests, from the measured durations of their stages.
 
-The only module that knows OpenTelemetry; `shared.telemetry.tracing` loads it where traces are asked for. Nothing is opened while
-a request runs but the one span whose name travels with it. Units: instants are epoch nanoseconds, durations seconds.
+The only module that imports OpenTelemetry; it is loaded only if traces are enabled. While a request runs, only its own
+span is open: the spans of its stages are created when it ends. Units: instants are epoch nanoseconds, durations seconds.
 """
 
 import os
@@ -91,7 +91,7 @@ class Tracer:
 
     @property
     def is_metered(self) -> bool:
-        """Whether `OTEL_METRICS_EXPORTER` asks for metrics."""
+        """Whether `OTEL_METRICS_EXPORTER` enables metrics."""
         return self._meters is not None
 
     def measure(self, name: str, value: float, attributes: Attributes) -> None:

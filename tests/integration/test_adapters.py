@@ -188,10 +188,10 @@ async def test_a_request_whose_adapter_went_while_it_waited_is_told_so(
 @pytest.mark.parametrize(
     ("name", "path", "param", "reason"),
     [
-        ("sql", "../elsewhere", "lora_path", "leads out of the workers' directory"),
-        ("sql", "/etc", "lora_path", "leads out of the workers' directory"),
-        ("sql", ".", "lora_path", "leads out of the workers' directory"),
-        ("sql", "link", "lora_path", "leads out of the workers' directory"),
+        ("sql", "../elsewhere", "lora_path", "is outside the workers' directory"),
+        ("sql", "/etc", "lora_path", "is outside the workers' directory"),
+        ("sql", ".", "lora_path", "is outside the workers' directory"),
+        ("sql", "link", "lora_path", "is outside the workers' directory"),
         ("sql", "nothing", "lora_path", "is not a directory"),
         ("sql", "empty", "lora_path", "there is no adapter_config.json"),
         ("a:b", "sql", "lora_name", "lora_name"),

@@ -1,9 +1,9 @@
-"""A child process of the worker that decodes images of strangers, one after the other.
+"""A child process of the worker that decodes untrusted images, one after another.
 
-It has no keys, no address of Redis and no more memory and time than an image needs, and opens no file or socket where
-the kernel can keep it from it; it may die of one. On a socket:
-a request is size and admitted width and height, then the file; an answer is a status, width and height, then RGB
-pixels or an error's text.
+It has no keys and no address of Redis, its memory and CPU time are limited, and where the kernel supports it, it
+cannot open files or sockets. It may crash on an image.
+A request on the socket is size and admitted width and height, then the file; an answer is a status, width and height,
+then RGB pixels or an error message.
 """
 
 import io
@@ -45,7 +45,7 @@ def answer(data: bytes, size: tuple[int, int]) -> tuple[bytes, bytes]:
 
 
 def serve(sock: socket.socket, max_cpu_s: int) -> None:
-    """Decode until the worker hangs up. Raises: EOFError, OSError."""
+    """Decode until the worker disconnects. Raises: EOFError, OSError."""
     sock.sendall(READY)
     while True:
         num_bytes, width, height = REQUEST.unpack(receive(sock, REQUEST.size))
@@ -56,7 +56,7 @@ def serve(sock: socket.socket, max_cpu_s: int) -> None:
 
 
 def load_decoders() -> None:
-    """Let Pillow load what it loads when first needed."""
+    """Make Pillow load all modules before the process is confined."""
     Image.init()
     exif = Image.Exif()
     exif[0x0112] = 3
@@ -68,7 +68,7 @@ def load_decoders() -> None:
 
 
 def run(load: Callable[[], None], serve: Callable[[socket.socket, int], None]) -> None:
-    """Load, give up rights, and serve on the socket whose number is the first argument; then come memory and time."""
+    """Load, enter the sandbox, and serve. Arguments: number of the socket, limits of memory in bytes and CPU in s."""
     number, max_bytes, max_cpu_s = (int(argument) for argument in sys.argv[1:4])
     load()
     restrict(max_bytes)

@@ -1,8 +1,7 @@
-"""Images decoded in child processes: what a hostile file does to a decoder, it does to a process
-without rights.
+"""Decodes images in sandboxed child processes, because files are untrusted and may attack the decoder.
 
-Called from the threads of `Preprocessor`; each call has a child for itself. A child that dies or
-takes too long costs the one file, and is replaced; so is one that has decoded many.
+Called from the threads of `Preprocessor`; each call has its own child. If a child dies or takes too long, only its
+file fails. Such a child, and one that has decoded many files, is replaced.
 """
 
 import logging
@@ -25,7 +24,7 @@ from worker.prepare.decoder_child import ANSWER, REQUEST
 TOO_LONG = "The image takes too long to decode: send a smaller or simpler one."
 _BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, and room for its libraries
 _BYTES_PER_PIXEL = 32  #: a decoded image, its copies with transparency composited, and the answer
-_WAITING_RATIO = 3.0  #: whole time of an image over its CPU time, on a busy machine
+_WAITING_RATIO = 3.0  #: limit of the wall time, as a multiple of the CPU time
 _SOCKET_BYTES = 1024 * 1024
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class Child(ChildProcess):
 
     def __init__(self, module: str, max_bytes: int, max_cpu_s: float) -> None:
         self.num_files = 0
-        self.is_lost = False  #: whether it is of no more use
+        self.is_lost = False  #: whether the child must be replaced
         super().__init__(module, max_bytes, math.ceil(max_cpu_s), buffer_bytes=_SOCKET_BYTES)
 
     @contextmanager
@@ -47,45 +46,45 @@ class Child(ChildProcess):
             yield
         except (EOFError, OSError) as error:
             self.is_lost = True
-            logger.warning("a decoder was lost over a file: %s", type(error).__name__)
+            logger.warning("a decoder process failed on a file: %s", type(error).__name__)
             is_late = isinstance(error, TimeoutError) or self._was_stopped()
             raise InvalidImage(too_long if is_late else cannot_decode) from None
 
     def _was_stopped(self) -> bool:
-        """Whether it used up its CPU time."""
+        """Whether the child exceeded its CPU time."""
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(1.0) == -signal.SIGXCPU
         return False
 
 
 class ChildPool:
-    """As many children as files are decoded at a time; they are started when first needed."""
+    """A fixed number of children, each for one file at a time, started on first use."""
 
     module: str
-    max_files: int  #: of one child's life: what leaks, leaks no further
+    max_files: int  #: files after which a child is replaced, to bound memory leaks
 
     def __init__(self, num_processes: int, max_bytes: int, max_cpu_s: float) -> None:
         self._max_bytes = max_bytes
         self._max_cpu_s = max_cpu_s
         self.timeout_s = _WAITING_RATIO * max_cpu_s
-        self._idle: SimpleQueue[Child | None] = SimpleQueue()  # None: one may be started
+        self._idle: SimpleQueue[Child | None] = SimpleQueue()  # None: a child to be started
         self._children: set[Child] = set()
         self._is_closed = False
         for _ in range(num_processes):
             self._idle.put(None)
 
     def start(self) -> None:
-        """Start all children now, so that the first file need not wait for one."""
+        """Start all children now, so that the first files do not wait for their start."""
         if not can_filter():
             logger.warning(
-                "this kernel filters no system calls: decoders may open files and sockets"
+                "this kernel cannot filter system calls: decoders may open files and sockets"
             )
         for _ in range(self._idle.qsize()):
             self._idle.put(self._idle.get() or self._start_child())
 
     @contextmanager
     def borrow(self) -> Iterator[Child]:
-        """The next child that is free, for one file. Raises: OSError if none can be started."""
+        """The next free child, for one file. Raises: OSError if no child can be started."""
         child = self._idle.get()
         try:
             child = child or self._start_child()
@@ -102,7 +101,7 @@ class ChildPool:
         return child
 
     def _replace(self, child: Child) -> Child | None:
-        """End a child and start another, which is ready by the time it is needed."""
+        """End a child and start another ahead of its use."""
         self._children.discard(child)
         child.close()
         try:
@@ -112,7 +111,7 @@ class ChildPool:
             return None
 
     def close(self) -> None:
-        """End all children; files in their hands are lost."""
+        """End all children; the files that they are decoding fail."""
         self._is_closed = True
         for child in list(self._children):
             child.close()
@@ -141,7 +140,7 @@ class DecoderPool(ChildPool):
             if num_bytes > 3 * max(size) ** 2 + 4096 or (
                 is_image and num_bytes != 3 * width * height
             ):
-                raise EOFError  # no answer of ours
+                raise EOFError  # not a valid answer
             body = receive(child.socket, num_bytes, until)
         if not is_image:
             raise InvalidImage(body.decode(errors="replace"))

@@ -54,7 +54,7 @@ MAX_PIXEL_CACHE_BYTES = 64 * 1024 * 1024
 MAX_INLINE_CHARS = 2000
 NUM_TEXT_THREADS = 2  #: separate threads: text does not wait for images
 FETCH_PAUSE_S = 0.2
-MAX_SEGMENT_S = 30.0  #: of audio that is transcribed
+MAX_SEGMENT_S = 30.0  #: longest segment of audio that is transcribed
 Result = TypeVar("Result")
 
 
@@ -80,8 +80,8 @@ class MediaCounts:
     """Counts of decoded videos and audio. Units: seconds."""
 
     length_s: float = 0.0
-    decode_s: float = 0.0  #: until they were prepared
-    refusals: Counter[str] = field(default_factory=Counter)  #: by reason: an option, time, file
+    decode_s: float = 0.0  #: time until they were prepared
+    refusals: Counter[str] = field(default_factory=Counter)  #: by "time", "file" or an option
 
 
 class Preprocessor:
@@ -188,7 +188,7 @@ class Preprocessor:
             check_grammar(task.grammar, engine, self._limits)
 
     def _is_quick(self, task: Task, num_chars: int) -> bool:
-        """Whether the engine prepares it faster than a switch of threads."""
+        """Whether the engine prepares the task in less time than a switch of threads takes."""
         if not self._capabilities.prepares_quickly or num_chars > MAX_INLINE_CHARS:
             return False
         return not (isinstance(task, Generate) and task.grammar is not None)
@@ -218,7 +218,7 @@ class Preprocessor:
     async def _prepare_media(
         self, key: str, image: ImageRef, tenant: str
     ) -> tuple[PreparedImage, int]:
-        """The hash of a video is one of its file and its frames, however they were chosen."""
+        """Decode a video or audio. A video's hash covers its file and its frames, not how they were chosen."""
         decode = self._decode_audio if image.kind == "audio" else self._decode_video
         file = await self._media_file(image, tenant)
 
@@ -246,7 +246,7 @@ class Preprocessor:
         return await self._fetch(image, name, self._blobs.open)
 
     async def _segment_ends(self, image: ImageRef, tenant: str) -> tuple[float, ...]:
-        """Where audio is cut into segments that the model takes. Raises: ImageRefused."""
+        """End times of segments that are short enough for the model. Raises: ImageRefused."""
         longest_s = min(MAX_SEGMENT_S, self._capabilities.max_audio_s)
 
         def find(file: IO[bytes]) -> tuple[float, ...]:

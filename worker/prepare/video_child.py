@@ -1,9 +1,9 @@
-"""A child process of the worker that decodes videos and audio of strangers, confined as `decoder_child` is.
+"""A child process of the worker that decodes untrusted videos and audio, sandboxed like `decoder_child`.
 
-On a socket, for each file: a head (the arguments of `open_video` or `AudioFile` without the first) and the file's
-descriptor; the answer is `VideoInfo` or `AudioInfo`. Then times, as JSON; the answer is a message of pixels for each. Or a rate; the
-answer is messages of samples, and an empty one. An answer is a status (`VALUE`, `REFUSAL`)
-and a message; a refusal ends the file.
+For each file, the worker sends a head (`Head` or `AudioHead`) and the file's descriptor, and the child answers with `VideoInfo` or
+`AudioInfo`. For a video, the worker then sends times as JSON, and the child answers with the pixels of each frame. For
+audio, the worker sends a rate, and the child answers with messages of samples, the last one empty. An answer is a
+status (`VALUE` or `REFUSAL`) and a message; a refusal ends the file.
 """
 
 import io
@@ -31,7 +31,7 @@ from worker.prepare.video_pool import PIECE_BYTES, REFUSAL, SIZE, VALUE, AudioHe
 
 
 def serve(sock: socket.socket, max_cpu_s: int) -> None:
-    """Decode until the worker hangs up. Raises: EOFError, OSError."""
+    """Decode until the worker disconnects. Raises: EOFError, OSError."""
     sock.sendall(READY)
     while True:
         head = msgspec.json.decode(receive_message(sock), type=Head | AudioHead)
@@ -78,7 +78,7 @@ def _send(sock: socket.socket, status: bytes, message: bytes) -> None:
 
 
 def load_decoders() -> None:
-    """Decode a clip that is made here, so that PyAV and Pillow load what they load when first needed."""
+    """Decode a generated clip, so that PyAV and Pillow load all modules before the process is confined."""
     av.logging.set_level(None)
     for name in (*CODECS, *AUDIO_CODECS):
         av.Codec(name, "r")

@@ -25,12 +25,12 @@ AUDIO_TOO_LONG = "The audio takes too long to decode: send a shorter file."
 VALUE, REFUSAL = b"=", b"!"  #: status of an answer
 SIZE = struct.Struct(">II")  #: width and height, before the pixels of a frame
 _BASE_BYTES = 1024 * 1024 * 1024  #: address space; FFmpeg maps much more than it uses
-PIECE_BYTES = 256 * 1024  #: of a message of samples, at least
+PIECE_BYTES = 256 * 1024  #: minimum size of a message of samples
 _MAX_JSON_BYTES = 64 * 1024
 
 
 class Head(msgspec.Struct, frozen=True, tag="video"):
-    """How a video is opened, as in `engines.video_decoder.open_video`."""
+    """Arguments of `engines.video_decoder.open_video`, except the file."""
 
     media_type: str
     limits: FrameLimits
@@ -41,7 +41,7 @@ class Head(msgspec.Struct, frozen=True, tag="video"):
 
 
 class AudioHead(msgspec.Struct, frozen=True, tag="audio"):
-    """How audio is opened, as in `engines.audio_decoder.AudioFile`."""
+    """Arguments of `engines.audio_decoder.AudioFile`, except the file."""
 
     media_type: str
     max_s: float
@@ -75,7 +75,7 @@ class VideoPool(ChildPool):
 
     @contextmanager
     def open(self, file: IO[bytes], ref: ImageRef) -> Iterator["DecodedVideo"]:
-        """A video, as long as the block lasts. Raises: InvalidImage; OSError if no child can be started."""
+        """Open a video for the block. Raises: InvalidImage; OSError if no child can be started."""
         options = ref.video or VideoOptions()
         limits = FrameLimits(
             self._limits.max_frame_pixels,
@@ -106,9 +106,9 @@ class VideoPool(ChildPool):
     def open_audio(
         self, file: IO[bytes], ref: ImageRef, max_segment_s: float = 0.0
     ) -> Iterator["DecodedAudio"]:
-        """Audio, as long as the block lasts. Raises: InvalidImage; OSError if no child can be started.
+        """Open audio for the block. Raises: InvalidImage; OSError if no child can be started.
 
-        With `max_segment_s`, its info has segments of at most this length.
+        `max_segment_s`: `info` then has segments of at most this length; 0: no segments.
         """
         limits = self._limits
         head = AudioHead(
@@ -133,7 +133,7 @@ class VideoPool(ChildPool):
     def _ask(
         self, child: Child, head: Head | AudioHead, file: IO[bytes]
     ) -> tuple[bytearray, float]:
-        """What is in a file, and until when it must be decoded. Raises: InvalidImage; EOFError, OSError."""
+        """Send a file. Returns: its info, and the time limit of decoding. Raises: InvalidImage; EOFError, OSError."""
         until = time.monotonic() + self.timeout_s
         child.socket.settimeout(self.timeout_s)
         send_message(child.socket, msgspec.json.encode(head))
@@ -153,7 +153,7 @@ class DecodedAudio(OpenAudio):
         self._until = until
 
     def samples(self, rate: int) -> bytes:
-        """See `OpenAudio.samples`; called once. A rate of 0: none."""
+        """See `OpenAudio.samples`; called once. A rate of 0 decodes no samples."""
         assert not self.is_read
         self.is_read = True
         most = 4 * int(self._max_s * rate)

@@ -258,8 +258,8 @@ async def test_another_gateway_joins_a_request_of_any_shard(settings):
     [
         ("a=redis://one,a=redis://two", "a name twice"),
         ("redis://one,b=redis://two", "text before the first shard"),
-        ("a=redis://one,b=redis://", "this is no Redis URL"),
-        ("A=redis://one", "this is no Redis URL"),
+        ("a=redis://one,b=redis://", "not a Redis URL"),
+        ("A=redis://one", "not a Redis URL"),
     ],
 )
 def test_wrong_shards_are_refused_by_one_sentence(url, problem):
