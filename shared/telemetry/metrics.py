@@ -157,7 +157,7 @@ WORKER_METRICS = (
     Metric("vlm_media_seconds_total", "counter", "Seconds of the videos and audio that were decoded."),
     Metric("vlm_media_decode_seconds_total", "counter", "Time for decoding and resizing videos and audio."),
     Metric("vlm_media_refusals_total", "counter",
-           "Refused videos and audio by reason: `file`, `time` (too long to decode), or the name of an option.", ("reason",)),
+           "Refused videos and audio by reason: `file`, `time` (to decode), or the name of an option.", ("reason",)),
     Metric("vlm_preemptions_total", "counter", "Sequences that were preempted: their KV blocks were freed."),
     Metric("vlm_draft_tokens_total", "counter", "Draft tokens of speculative decoding."),
     Metric("vlm_draft_accepted_tokens_total", "counter", "Draft tokens that were accepted."),

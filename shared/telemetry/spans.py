@@ -1,7 +1,7 @@
 """Creates and exports the spans of requests, from the measured durations of their stages.
 
 The only module that imports OpenTelemetry; it is loaded only if traces are enabled. While a request runs, only its own
-span is open: the spans of its stages are created when it ends. Units: instants are epoch nanoseconds, durations seconds.
+span is open: the spans of its stages are created at its end. Units: instants are epoch nanoseconds, durations seconds.
 """
 
 import os

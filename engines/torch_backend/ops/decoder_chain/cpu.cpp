@@ -1,4 +1,4 @@
-// All layers of a decoder, by one team of threads that meets between their parts.
+// All layers of a decoder, computed by one team of threads with barriers between the parts of a layer.
 #include <omp.h>
 
 #include "attention.h"
@@ -6,9 +6,9 @@
 
 namespace {
 
-constexpr int64_t MIN_PARALLEL_LAYER = 1 << 16;  // of a layer: what ten meetings of a team cost
+constexpr int64_t MIN_PARALLEL_LAYER = 1 << 16;  // products of a layer that take as long as ten barriers
 
-// One of a layer's products. The team has met when it returns.
+// One of a layer's products, followed by a barrier.
 void multiply_rows(const Step& product, const Layers& step, const float* x, float* y, bool adds, Workspace& room) {
     Step filled = product;
     filled.num_tokens = step.attention->num_tokens;

@@ -1,4 +1,4 @@
-// Attention without a mask: sequences of different lengths, one after another without padding.
+// Attention without a mask over packed sequences of different lengths.
 //
 // Shape letters: N queries, T keys and values, H heads, D head width (a multiple of 8).
 #include <algorithm>
@@ -16,10 +16,10 @@ namespace {
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 15;
 
 #if defined(__AVX512F__)
-constexpr int TILE = 6;  // rows whose sums stay in registers beside four blocks of columns
+constexpr int TILE = 6;  // rows whose sums for four blocks of columns fit the registers
 constexpr int64_t MANY_BLOCKS = 4;
 
-// What a lane of 32 bits holds: a float32, or two numbers in bfloat16, whose products are summed in float32.
+// Numbers in a 32-bit lane: one float32, or two bfloat16, whose products are summed in float32.
 template <class T>
 constexpr int64_t PER_LANE = sizeof(float) / sizeof(T);
 
@@ -29,7 +29,7 @@ inline __m512 add_products(const float*, __m512 sums, __m512i a, __m512i b) {
 
 inline void put(float* target, __m512 values) { _mm512_storeu_ps(target, values); }
 
-// Two values of each column in its lane, or the one.
+// The value of each column, or two values in one lane for bfloat16.
 inline __m512i join(const float* first, const float*) { return (__m512i)_mm512_loadu_ps(first); }
 
 #if defined(__AVX512BF16__)
@@ -48,8 +48,8 @@ inline __m512i join(const BFloat16* first, const BFloat16* second) {
 }
 #endif
 
-// Rows times B blocks of sixteen columns, a lane of each at a time. Shapes in lanes: rows (6, K), columns (B, K, 16),
-// sums (6, B * 16), `stride` apart.
+// Multiplies rows by B blocks of sixteen columns, a lane of each at a time. Shapes in lanes: rows (6, K), columns
+// (B, K, 16), sums (6, B * 16), `stride` apart.
 template <class T, int B>
 void multiply_wide(const T* const (&rows)[TILE], const T* columns, int64_t lanes, float* sums, int64_t stride) {
     __m512 local[TILE][B];
@@ -87,7 +87,8 @@ void multiply_wide(const T* const (&rows)[TILE], const T* columns, int64_t lanes
     }
 }
 
-// A head of a row, whose weights are rounded as its values are; sums are float32. Its width is a multiple of COLUMNS.
+// Attention of one head, with weights rounded to the type of the values and float32 sums. The width is a multiple of
+// COLUMNS.
 template <class T>
 class WideMixer {
   public:
@@ -102,13 +103,12 @@ class WideMixer {
         sums_ = sums.data();
     }
 
-    // Keys side by side; values one after another, or each beside the next. Those that there are not are the last one,
-    // which nobody sees.
+    // Packs keys as columns, and values as rows, or pairs of rows for bfloat16. The last key pads incomplete blocks.
     void lay_out(const T* keys, const T* values, int64_t stride) {
         const auto place = [&](int64_t t) { return std::min(t, num_keys_ - 1) * stride; };
         const int64_t lanes = width_ / PER_LANE<T>;
         for (int64_t first = 0; first < num_blocks_ * COLUMNS; first += 8) {
-            const float* rows[8];  // a lane is moved as it is
+            const float* rows[8];  // lanes are moved as float32, whatever their type
             for (int64_t r = 0; r < 8; r++) rows[r] = (const float*)(keys + place(first + r));
             float* target = (float*)keys_ + first / COLUMNS * COLUMNS * lanes + first % COLUMNS;
             for (int64_t d = 0; d < lanes; d += 8) transpose(rows, d, target + d * COLUMNS);
@@ -120,7 +120,7 @@ class WideMixer {
             }
     }
 
-    // Up to TILE queries, and where their results go.
+    // Computes up to TILE queries.
     void attend(const T* queries, int64_t count, int64_t stride, T* out, int64_t out_stride) {
         const int64_t num_scores = num_blocks_ * COLUMNS;
         const T* rows[TILE];
@@ -140,7 +140,7 @@ class WideMixer {
     }
 
   private:
-    // A query's scores to weights; returns their sum.
+    // Converts a query's scores to weights; returns their sum.
     float soften(int64_t m) {
         const int64_t num_scores = num_blocks_ * COLUMNS;
         float* scores = sums_ + m * num_scores;
@@ -149,7 +149,7 @@ class WideMixer {
         for (int64_t key = COLUMNS; key < num_scores; key += COLUMNS)
             most = _mm512_max_ps(most, _mm512_loadu_ps(scores + key));
         const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-        const __m512 scale = _mm512_set1_ps(1.44269504f / std::sqrt((float)width_));  // of powers of two
+        const __m512 scale = _mm512_set1_ps(1.44269504f / std::sqrt((float)width_));  // for powers of two
         __m512 total = _mm512_setzero_ps();
         for (int64_t key = 0; key < num_scores; key += COLUMNS) {
             const __m512 shifted = _mm512_sub_ps(_mm512_loadu_ps(scores + key), largest);
@@ -160,7 +160,7 @@ class WideMixer {
         return _mm512_reduce_add_ps(total);
     }
 
-    // To 2e-7 of it, or 3e-6 for bfloat16, and 0 from 2^-126 on. Source: Taylor's series within half an octave.
+    // 2^x with a relative error of 2e-7, or 3e-6 for bfloat16; 0 below 2^-126. Source: Taylor series.
     static __m512 power_of_two(__m512 x) {
         const __mmask16 is_any = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
         const __m512 octaves = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -173,13 +173,13 @@ class WideMixer {
     }
 
     const int64_t width_, num_keys_, num_blocks_;
-    T *keys_, *values_, *weights_;  // a thread's room
+    T *keys_, *values_, *weights_;  // scratch memory of the thread
     float* sums_;
 };
 
 #endif
 
-// Whether the processor has the instructions of WideMixer for such numbers.
+// Whether the processor has WideMixer's instructions for this type.
 #if defined(__AVX512BF16__)
 template <class T>
 constexpr bool IS_WIDE = true;
@@ -220,7 +220,7 @@ void attend(const DenseAttention& step, int64_t sequence, int64_t head) {
             const T* source = queries + (first + i) * stride;
             if constexpr (is_stored) {
                 asked[i] = {source, num_keys, out + (first + i) * out_stride};
-            } else {  // read before the result is written over it
+            } else {  // the query is read before the result overwrites it
                 float* place = room.data() + i * width;
                 for (int64_t d = 0; d < width; d += LANES) store(place + d, load(source + d));
                 asked[i] = {place, num_keys, place};

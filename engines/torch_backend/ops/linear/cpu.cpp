@@ -1,6 +1,7 @@
-// Products of float32 activations with float32, bfloat16 or float16 weights as a checkpoint stores them, row by row.
+// Products of float32 activations with float32, bfloat16 or float16 weights in the row-major order of checkpoints.
 //
-// Weights stream from memory once. For up to four tokens they are widened in registers; for more, in the first cache.
+// Weights are read from memory once. For up to four tokens they are converted to float32 in registers; for more, in the
+// L1 cache.
 #include <algorithm>
 
 #include "linear.h"
@@ -8,7 +9,7 @@
 
 namespace {
 
-// M tokens times R outputs; lanes run along the inputs.
+// Multiplies M tokens by R outputs; lanes are inputs.
 template <int M, int R, class W>
 inline __attribute__((always_inline)) void multiply_block(const float* x, int64_t x_stride, const W* w,
                                                           int64_t w_stride, int64_t num_inputs, float (&out)[M][R]) {
@@ -30,10 +31,10 @@ inline __attribute__((always_inline)) void multiply_block(const float* x, int64_
         }
 }
 
-constexpr int64_t ROW_INPUTS = 3072;  // so many inputs of a token leave most of the first cache to weights
+constexpr int64_t ROW_INPUTS = 3072;  // up to this many inputs of a token leave most of the L1 cache to weights
 
-// One token times one output: memory reads one stream faster than eight, until inputs come from the second cache for
-// each row. Four sums, as each waits for its last.
+// Multiplies one token by one output: one stream is read from memory faster than eight, unless rows read their inputs
+// from the L2 cache. Four sums hide the latency of the additions.
 template <class W>
 inline float multiply_row(const float* x, const W* w, int64_t num_inputs) {
     constexpr int64_t PARTS = 4;
@@ -46,7 +47,7 @@ inline float multiply_row(const float* x, const W* w, int64_t num_inputs) {
     return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
 }
 
-// What all tokens, a few, and some outputs are computed of, and where that goes.
+// The arguments of a product of all tokens, which are few, and some outputs.
 template <class W>
 struct Block {
     const float* x;
@@ -79,9 +80,9 @@ struct Block {
 };
 
 constexpr int64_t MAX_DIRECT_TOKENS = 4;
-constexpr int64_t TOKENS = 96, OUTPUTS = COLUMNS, INPUTS = 128;  // of a panel, which stays in the first cache
+constexpr int64_t TOKENS = 96, OUTPUTS = COLUMNS, INPUTS = 128;  // of a panel, which fits the L1 cache
 
-// Some outputs' weights as float32 columns, lanes being outputs, and what they have come to with some tokens.
+// Weights of some outputs as float32 columns, whose lanes are outputs, and their sums for some tokens.
 struct Panel {
     float weights[INPUTS][OUTPUTS];
     float sums[TOKENS][OUTPUTS];
@@ -106,7 +107,7 @@ struct Panel {
 
     void add_tokens(const float* x, int64_t stride, int64_t count, int64_t num_tokens) {
         for (int64_t m = 0; m < num_tokens;) {
-            const int64_t left = num_tokens - m;  // six at a time; the last ones in halves, not by ones
+            const int64_t left = num_tokens - m;  // six at a time; the last ones in two halves
             const int64_t taken = left >= 10 ? 6 : left > 6 ? (left + 1) / 2 : left;
             const float* rows = x + m * stride;
             switch (taken) {
@@ -122,7 +123,7 @@ struct Panel {
     }
 };
 
-// Up to TOKENS tokens from first_token on, times up to OUTPUTS outputs from n on.
+// Multiplies up to TOKENS tokens from first_token on by up to OUTPUTS outputs from n on.
 template <class W>
 void multiply_panel(const Linear& linear, const float* x, int64_t first_token, int64_t num_tokens, int64_t n,
                     int64_t num_outputs, Panel& panel, const Target& target) {

@@ -1,8 +1,8 @@
-// Products of bfloat16 weights, as a checkpoint stores them, with activations rounded to bfloat16, summed in float32.
+// Products of bfloat16 weights in the order of checkpoints with activations rounded to bfloat16, summed in float32.
 //
-// Lanes run along the inputs, two in each. One or two tokens meet a row at a time: one stream of memory is read at twice
-// the rate of four. More tokens lie as `RoundedTokens` packs them: rows that are a power of two apart share the sets of
-// the first cache. A token's sums have one order, so that its result does not depend on its company.
+// A lane has two inputs. One or two tokens are multiplied by one row at a time, because one stream is read from memory
+// at twice the rate of four. More tokens are packed by `RoundedTokens`, because rows a power of two apart would share
+// sets of the L1 cache. The order of a token's sums is fixed: its result does not depend on other tokens.
 #include <algorithm>
 
 #include "linear.h"
@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t WIDTH = ROUNDED_WIDTH;
 constexpr int64_t MAX_ROW_TOKENS = 2;
-constexpr int64_t INPUTS = 2048;              // of a pass: those of six tokens stay in the first cache
-constexpr int64_t PANEL_WEIGHTS = 64 * 2048;  // stay in the second cache while many tokens meet them
+constexpr int64_t INPUTS = 2048;              // of a pass: those of six tokens fit the L1 cache
+constexpr int64_t PANEL_WEIGHTS = 64 * 2048;  // stay in the L2 cache for many tokens
 constexpr int64_t MANY_TOKENS = 48, MANY_OUTPUTS = 64, FEW_OUTPUTS = 16;
 
 using Lanes = float __attribute__((vector_size(64)));
@@ -75,7 +75,7 @@ inline Pairs load_pairs(const BFloat16* source, int64_t count) {
     return load_pairs(padded);
 }
 
-// Where the sums of a pass go.
+// The destination of the sums of a pass.
 struct Sums {
     const Linear& linear;
     Target target;
@@ -102,13 +102,13 @@ struct Sums {
     }
 };
 
-// What is fetched into the second cache meanwhile, line by line.
+// Cache lines to prefetch into the L2 cache during a pass.
 struct Ahead {
     const char* next = nullptr;
     int64_t num_lines = 0;
 };
 
-// A pass of M tokens over one row or four (R), which lie `stride` weights apart. FETCHES lines with every step of 32 inputs.
+// A pass of M tokens over R rows (1 or 4), `stride` weights apart. Prefetches FETCHES lines per 32 inputs.
 template <int M, int R, int FETCHES>
 inline __attribute__((always_inline)) void multiply_block(const BFloat16* x, const BFloat16* w, int64_t stride,
                                                           int64_t num_inputs, const char* ahead, int64_t m, int64_t n,
@@ -148,7 +148,7 @@ void multiply_tokens(int64_t count, const BFloat16* x, const BFloat16* w, int64_
     }
 }
 
-// All tokens times the outputs start..stop, which stay in the second cache; the next ones are fetched meanwhile.
+// Multiplies all tokens by the outputs start..stop, which stay in the L2 cache, and prefetches the next outputs.
 void multiply_panel(const Linear& linear, const RoundedTokens& tokens, const BFloat16* x, const Target& target,
                     int64_t start, int64_t stop, Ahead ahead) {
     const int64_t width = linear.num_inputs;

@@ -1,4 +1,4 @@
-// What Python and C++ share: numbers, and structs that library.py reads from this file. A line has fields of one type.
+// Enums and structs that Python and C++ share; library.py parses the structs. A line has fields of one type.
 //
 // Shape letters: M or N tokens, K inputs, N outputs, S sequences, H query heads, K key/value heads,
 // D head width.
@@ -10,7 +10,7 @@ enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCAL
 
 enum Before : int32_t { NOTHING, RMS_NORM, SILU_GATE, QUICK_GELU, GELU };
 
-// A linear map.
+// A linear layer.
 struct Linear {
     int32_t kind;
     int32_t group;        // inputs that share a scale; integers only
@@ -21,71 +21,71 @@ struct Linear {
     const float* bias;   // (N,) or null
 };
 
-// One call's inputs.
+// The arguments of one product.
 struct Step {
-    const Linear* linears;  // of one kind and width, whose outputs lie side by side in y
+    const Linear* linears;  // of one kind and width; their outputs are concatenated in y
     int32_t count;
     int32_t before;
-    int32_t bits;  // of activations: 8 or 16 beside integer weights; beside BFLOAT16 16, rounded alike, or 32
+    int32_t bits;  // of activations: 8 or 16 for integer weights; for BFLOAT16 16 (rounded to it) or 32
     float eps;
-    const float* gain;  // (K,), of the norm
+    const float* gain;  // (K,), gain of the norm
     int64_t num_tokens;
-    const float* x;  // (M, K), or (M, 2 K): what is gated, then what is multiplied with it
+    const float* x;  // (M, K), or (M, 2 K): gate inputs, then the values that are multiplied by the gate
     float* y;        // (M, sum of N)
-    int32_t adds;    // to what is in y already
+    int32_t adds;    // whether the product is added to y
     int32_t num_threads;
 };
 
-// What all layers of a step share: StepInputs of step.py, and how keys and values are stored.
+// The arguments that all layers of a step share: StepInputs of step.py, and the layout of the KV cache.
 struct Attention {
-    int32_t kind;  // of stored keys and values: FLOAT32, BFLOAT16 or FLOAT16
+    int32_t kind;  // type of stored keys and values: FLOAT32, BFLOAT16 or FLOAT16
     int32_t num_heads, num_kv_heads, head_dim;
     int64_t num_tokens, num_sequences, num_decodes, block_size, table_width;
     const float* cos;  // (N, D)
     const float* sin;  // (N, D), signed as in rotary.py
     const int64_t* slots;        // (N,)
     const int32_t* tables;       // (S, table_width), blocks
-    const int64_t* row_offsets;  // (S + 1,), of new tokens; the first num_decodes sequences have one each
+    const int64_t* row_offsets;  // (S + 1,), in new tokens; the first num_decodes sequences have one new token
     const int64_t* lengths;      // (S,), tokens of the context
 };
 
-// How the heads of a layer attend.
+// The attention parameters of a layer.
 struct Heads {
-    const float* query_gain;  // (D,), of the norm of each head before rotation; null without
+    const float* query_gain;  // (D,), gain of the norm of each head before rotation; null: no norm
     const float* key_gain;
-    int64_t window;  // tokens that a token attends to, itself included; 0: all before it
+    int64_t window;  // tokens that a token attends to, itself included; 0: no window
     float eps;       // of the norms
-    float scale;     // of scores; 0: one over the root of D
+    float scale;     // of scores; 0: 1 / sqrt(D)
     int32_t rotates;
 };
 
-// A layer's products, what is kept of its keys and values, and how its heads meet them.
+// A layer's products, its KV cache and its attention parameters.
 struct Layer {
     const Step *qkv, *out, *gate_up, *down;
     void *keys, *values;
     Heads heads;
 };
 
-// What goes through layers one after another.
+// The arguments of consecutive layers.
 struct Layers {
     const Layer* layers;
     int64_t count;
     const Attention* attention;
-    float* x;  // (N, C), the stream, replaced by what it has become
-    float* qkv;     // room: (N, (H + 2 K) * D)
-    float* mixed;   // room: (N, H * D)
-    float* gated;   // room: (N, 2 I)
+    float* x;  // (N, C), the residual stream, changed in place
+    float* qkv;     // scratch: (N, (H + 2 K) * D)
+    float* mixed;   // scratch: (N, H * D)
+    float* gated;   // scratch: (N, 2 I)
     int64_t num_threads;
 };
 
-// Attention without a mask of sequences packed one after another. A token's heads lie side by side; strides are in numbers.
+// Attention without a mask over packed sequences. A token's heads are contiguous; strides are in elements.
 struct DenseAttention {
-    int32_t kind;  // of all numbers: FLOAT32 or BFLOAT16
+    int32_t kind;  // type of all tensors: FLOAT32 or BFLOAT16
     int32_t num_heads, head_dim, num_threads;
     int64_t num_sequences;
     const int64_t* query_offsets;  // (num_sequences + 1,), in tokens
     const int64_t* key_offsets;
-    int64_t query_stride, key_stride;  // from token to token; of keys and values
+    int64_t query_stride, key_stride;  // between tokens; key_stride also of values
     const void* queries;
     const void* keys;
     const void* values;

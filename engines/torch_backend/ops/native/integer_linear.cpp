@@ -1,13 +1,13 @@
 // Products of 8- or 16-bit activations with int8 or int4 weights, summed in integers within a group of inputs.
 //
-// Weights lie in tiles of 16 outputs, group after group, as `packing.py` orders them:
+// Weights are stored in tiles of 16 outputs, group after group, in the order of `packing.py`:
 //
 //   int4 block:  scale[16] zero[16]   then for every 8 inputs 64 bytes
 //   int8 block:                            for every 4 inputs 64 bytes
 //
-// 64 bytes hold 4 inputs of output 0, 4 of output 1, ..., of int4 four inputs in the low halves and the next four in
-// the high ones. So 32-bit lanes are outputs, sums need no shuffling, and one stream is read from memory. Sums of a
-// group are exact, and groups are added in order: a token's result does not depend on its company.
+// 64 bytes have 4 inputs of output 0, 4 of output 1, ...; for int4, four inputs in the low nibbles and the next four in
+// the high ones. So 32-bit lanes are outputs, sums need no shuffling, and memory is read as one stream. Sums of a
+// group are exact, and groups are added in order: a token's result does not depend on other tokens.
 #include <algorithm>
 
 #include "linear.h"
@@ -15,9 +15,9 @@
 
 namespace {
 
-constexpr int MAX_TOKENS = 4;  // whose sums fit 16 registers
+constexpr int MAX_TOKENS = 4;  // their sums fit 16 registers
 #if defined(__AVX512VL__)
-constexpr int MANY_TOKENS = 8;  // whose sums fit 32
+constexpr int MANY_TOKENS = 8;  // their sums fit 32 registers
 #else
 constexpr int MANY_TOKENS = MAX_TOKENS;
 #endif
@@ -95,7 +95,7 @@ inline void add_int4_bytes(const uint8_t* w, int64_t group, const int8_t* const 
 #endif
 }
 
-// int4 weights and 16-bit activations, these with the middle two of every four exchanged.
+// int4 weights and 16-bit activations; the middle two of every four activations are exchanged.
 template <int M>
 inline void add_int4_words(const uint8_t* w, int64_t group, const int16_t* const (&x)[M], Sums (&sums)[M]) {
 #if defined(__AVX2__)
@@ -120,13 +120,13 @@ inline void add_int4_words(const uint8_t* w, int64_t group, const int16_t* const
 #endif
 }
 
-// int8 weights and 8-bit activations, whose sums are `totals`.
+// int8 weights and 8-bit activations; `totals` are the sums of the activations.
 template <int M>
 inline void add_int8_bytes(const uint8_t* w, int64_t group, const int8_t* const (&x)[M],
                            [[maybe_unused]] const float (&totals)[M], Sums (&sums)[M]) {
 #if defined(VLM_DOT_BYTES)
     const __m256i sign = _mm256_set1_epi8((char)0x80);
-    for (int m = 0; m < M; m++) {  // weights become unsigned by adding 128: what that adds is taken away first
+    for (int m = 0; m < M; m++) {  // 128 is added to weights to make them unsigned, so subtract its products
         const int32_t total = (int32_t)totals[m];
         sums[m].lanes[0] -= 128 * total;
         sums[m].lanes[1] -= 128 * total;
@@ -139,7 +139,7 @@ inline void add_int8_bytes(const uint8_t* w, int64_t group, const int8_t* const 
                     (Integers)VLM_DOT_BYTES((__m256i)sums[m].lanes[half], bytes, broadcast(x[m] + k));
         }
 #elif defined(__AVX2__)
-    // maddubs wants unsigned weights: their sign goes to the activations; 2 * 127 * 127 fits 16 bits
+    // maddubs needs unsigned weights, so their sign moves to the activations; 2 * 127 * 127 fits 16 bits
     const __m256i one = _mm256_set1_epi16(1);
     for (int64_t k = 0; k < group; k += 4, w += 64)
         for (int half = 0; half < 2; half++) {
@@ -158,7 +158,7 @@ inline void add_int8_bytes(const uint8_t* w, int64_t group, const int8_t* const 
 #endif
 }
 
-// int8 weights and 16-bit activations, these with the middle two of every four exchanged.
+// int8 weights and 16-bit activations; the middle two of every four activations are exchanged.
 template <int M>
 inline void add_int8_words(const uint8_t* w, int64_t group, const int16_t* const (&x)[M], Sums (&sums)[M]) {
 #if defined(__AVX2__)
@@ -192,7 +192,7 @@ inline Floats load_scale(const uint8_t* source, int kind, int64_t place) {
     return kind == INT4 ? load((const float*)source + place) : load((const BFloat16*)source + place);
 }
 
-// M tokens times one tile. y (M, TILE) of the tile's outputs.
+// Multiplies M tokens by one tile. Shapes: y (M, TILE).
 template <int KIND, class X, int M>
 void multiply_tile(const uint8_t* block, const Activations& x, int64_t first_token, Floats (&y)[M][2]) {
     const int64_t group = x.group, block_bytes = scale_bytes<KIND> + TILE * group / (KIND == INT8 ? 1 : 2);
@@ -235,7 +235,7 @@ void multiply_and_store(const Linear& linear, const uint8_t* tile, const Activat
     for (int m = 0; m < M; m++) put_tile(linear, target, first_token + m, n, sums[m]);
 }
 
-constexpr int64_t BLOCK_BYTES = 128 << 10;  // of weights that stay in the second cache while all tokens meet them
+constexpr int64_t BLOCK_BYTES = 128 << 10;  // of weights, which stay in the L2 cache for all tokens
 
 template <int KIND, class X>
 void multiply(const Linear& linear, const Activations& x, const Target& target, int64_t start, int64_t stop) {

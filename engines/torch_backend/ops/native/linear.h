@@ -1,10 +1,10 @@
-// A linear map as Python describes it, and the products of its forms. Shape letters: M tokens, K inputs, N outputs.
+// Products with linear layers, by format of the weights. Shape letters: M tokens, K inputs, N outputs.
 #pragma once
 
 #include "abi.h"
 #include "vectors.h"
 
-// Activations in integers: q (M, G * group), scale and sum of the integers (M, G).
+// Quantized activations: integers (M, G * group), scale and sum of the integers (M, G).
 struct Activations {
     int64_t num_tokens, num_groups, group;
     int bits;  // 8 or 16
@@ -14,9 +14,9 @@ struct Activations {
 };
 
 constexpr int64_t TILE = 16;  // outputs that are computed together by the integer products
-constexpr int64_t MAX_GROUP = 64;  // inputs that share a scale, at most; a multiple of LANES
+constexpr int64_t MAX_GROUP = 64;  // maximum number of inputs that share a scale; a multiple of LANES
 
-// Where results go: y[m * stride + n], replaced or added to.
+// The destination of results, y[m * stride + n], which are stored or added.
 struct Target {
     float* y;
     int64_t stride;
@@ -28,7 +28,7 @@ struct Target {
     }
 };
 
-// A token's results with a tile of integer weights, from output n on.
+// Stores a token's results of a tile of integer weights, from output n on.
 inline void put_tile(const Linear& linear, const Target& target, int64_t m, int64_t n, const Floats (&sums)[2]) {
     for (int64_t i = 0; i < TILE; i += LANES) {
         Floats value = sums[i / LANES];
@@ -50,9 +50,9 @@ inline void put_tile(const Linear& linear, const Target& target, int64_t m, int6
 void multiply_floats(const Linear& linear, int64_t num_tokens, const float* x, Target target, int64_t start,
                      int64_t stop);
 
-constexpr int64_t ROUNDED_WIDTH = 32;  // inputs of a token that lie side by side
+constexpr int64_t ROUNDED_WIDTH = 32;  // contiguous inputs of a token
 
-// How tokens rounded to bfloat16 lie: blocks of up to six alike, in each ROUNDED_WIDTH inputs of one token after another.
+// Layout of tokens rounded to bfloat16: blocks of up to six tokens, interleaved by ROUNDED_WIDTH inputs.
 struct RoundedTokens {
     int64_t num_blocks, width;
 
@@ -68,7 +68,7 @@ struct RoundedTokens {
         const int64_t in_larger = num_larger_ * (least_ + 1);
         return token < in_larger ? token / (least_ + 1) : num_larger_ + (token - in_larger) / least_;
     }
-    // Of the inputs from k on, a multiple of ROUNDED_WIDTH, of a block's token.
+    // Offset of the inputs from k on, a multiple of ROUNDED_WIDTH, of a token in a block.
     int64_t place(int64_t block, int64_t within, int64_t k) const {
         return first(block) * width + k * size(block) + within * ROUNDED_WIDTH;
     }
@@ -77,15 +77,15 @@ struct RoundedTokens {
     int64_t least_, num_larger_;
 };
 
-// One token's inputs to bfloat16, zeros behind the last. Shapes: x (K,).
+// Rounds one token's inputs to bfloat16, padded with zeros. Shapes: x (K,).
 void round_token(const float* x, int64_t num_inputs, const RoundedTokens& tokens, int64_t token, BFloat16* rounded);
 
-// `multiply_floats` of bfloat16 weights and tokens rounded to it.
+// `multiply_floats` with bfloat16 weights and tokens rounded to bfloat16.
 void multiply_rounded(const Linear& linear, int64_t num_tokens, const BFloat16* x, Target target, int64_t start,
                       int64_t stop);
 
-// The same for integer weights and activations; start is a multiple of TILE.
+// `multiply_floats` with integer weights and activations; start is a multiple of TILE.
 void multiply_integers(const Linear& linear, const Activations& x, Target target, int64_t start, int64_t stop);
 
-// One token's inputs to integers. Shapes: x (K,), q (G * group), scale and sum (G,).
+// Quantizes one token's inputs. Shapes: x (K,), q (G * group), scale and sum (G,).
 void quantize_token(const float* x, int64_t num_inputs, int64_t group, int bits, void* q, float* scale, float* sum);

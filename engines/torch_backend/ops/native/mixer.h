@@ -1,6 +1,6 @@
-// Queries that meet many keys: these and their values are laid out once for the six times sixteen of tile.h, then a few
-// queries at a time meet all keys that they see, and their weights the values. A query's result does not depend on
-// which others there are, nor on keys that it does not see.
+// Attention of several queries to many keys. Keys and values are packed once for the 6 x 16 tiles of tile.h; then a few
+// queries at a time are multiplied by all visible keys, and their weights by the values. A query's result does not
+// depend on other queries, nor on keys outside its range.
 //
 // Shape letters: T keys and values, D head width (a multiple of LANES).
 #pragma once
@@ -12,8 +12,8 @@
 
 #include "tile.h"
 
-// Where it lies, which of the keys it sees (before `num_keys`, from `first` on), and where its result goes. Shapes:
-// source and out (D,).
+// A query, the range of keys that it attends to (from `first` to before `num_keys`), and its result. Shapes: source and
+// out (D,).
 struct Query {
     const float* source;
     int64_t num_keys;
@@ -21,11 +21,11 @@ struct Query {
     int64_t first = 0;
 };
 
-// One head's, one at a time in a thread, which keeps the room for it.
+// Attention of one head. A thread has one at a time, because its scratch memory is per thread.
 class Mixer {
   public:
-    static constexpr int64_t KEYS = COLUMNS;  // in whose multiples results do not depend on where keys begin
-    static constexpr int64_t ROWS = 6, QUERIES = 2 * ROWS;  // whose scores stay in the second cache
+    static constexpr int64_t KEYS = COLUMNS;  // shifting keys by a multiple of this does not change results
+    static constexpr int64_t ROWS = 6, QUERIES = 2 * ROWS;  // queries whose scores fit the L2 cache
 
     Mixer(int64_t width, int64_t num_keys, float scale)
         : width_(width), num_keys_(num_keys), scale_(scale), padded_keys_(round_up(num_keys)), padded_width_(round_up(width)) {
@@ -37,7 +37,7 @@ class Mixer {
         weights_ = fit(room[4], QUERIES * padded_keys_);
     }
 
-    // `place(t)` says where the row of key t begins. Those that there are not are the last one: nobody sees them.
+    // Packs keys and values. `place(t)` is the offset of the row of key t. The last key pads incomplete tiles.
     template <class T, class Place>
     void lay_out(const T* keys, const T* values, Place place) {
         for (int64_t first = 0; first < padded_keys_; first += 8) {
@@ -54,7 +54,7 @@ class Mixer {
         }
     }
 
-    // Up to QUERIES of them.
+    // Computes up to QUERIES queries.
     void attend(const Query* queries, int64_t count) {
         const int64_t num_tiles = (count + ROWS - 1) / ROWS;
         int64_t most = 0;
@@ -80,7 +80,7 @@ class Mixer {
                 store(queries_ + row * width_ + d, load(queries[row].source + d) * scale_);
     }
 
-    // Tiles of scores: six queries and sixteen keys, one tile after another, then the next keys.
+    // Scores in tiles of six queries and sixteen keys; all tiles of sixteen keys, then those of the next keys.
     void score(int64_t num_tiles, int64_t num_keys) {
         std::fill(scores_, scores_ + QUERIES * num_keys, 0.0f);
         for (int64_t key = 0; key < num_keys; key += COLUMNS)
@@ -89,7 +89,7 @@ class Mixer {
                              scores_ + key * QUERIES + tile * ROWS * COLUMNS);
     }
 
-    // A query's scores to weights, side by side, whose sum is left for later.
+    // Converts a query's scores to contiguous weights, which `gather` divides by their sum.
     void soften(int64_t row, int64_t first, int64_t num_seen, int64_t num_keys) {
         float* scores = scores_ + row * COLUMNS;
         const auto hide = [&](int64_t k) {
@@ -132,7 +132,7 @@ class Mixer {
     const int64_t width_, num_keys_;
     const float scale_;
     const int64_t padded_keys_, padded_width_;
-    float *keys_, *values_, *queries_, *scores_, *weights_;  // a thread's room
+    float *keys_, *values_, *queries_, *scores_, *weights_;  // scratch memory of the thread
     float totals_[QUERIES];
     float mixed_[QUERIES * COLUMNS];
 };

@@ -1,4 +1,4 @@
-// Activations to integers of 8 or 16 bits, with a scale for each group of inputs.
+// Quantizes activations to integers of 8 or 16 bits, with a scale for each group of inputs.
 #include <algorithm>
 #include <cmath>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Some inputs, to integers within -steps..steps. Returns: their sum. Shapes: x and q (count,), a multiple of LANES.
+// Rounds inputs to integers of `bits`. Returns: their sum. Shapes: x and q (count,), a multiple of LANES.
 int32_t round_inputs(const float* x, int64_t count, float inverse, int bits, void* q) {
     using Words = int16_t __attribute__((vector_size(16)));
     using Bytes = int8_t __attribute__((vector_size(8)));
@@ -32,7 +32,7 @@ int32_t round_inputs(const float* x, int64_t count, float inverse, int bits, voi
     return sum;
 }
 
-// NaN if there is one: it passes each comparison below, and nothing is larger.
+// The largest absolute value; NaN if any input is NaN, because the comparisons below propagate NaN.
 float largest_size(const float* x, int64_t count) {
     Floats most = {};
     for (int64_t i = 0; i < count; i += LANES) {
@@ -57,7 +57,7 @@ void quantize_token(const float* x, int64_t num_inputs, int64_t group, int bits,
             inputs = padded;
         }
         const float largest = largest_size(inputs, group);
-        if (!std::isfinite(largest)) {  // the products are NaN then, as those of floats would be
+        if (!std::isfinite(largest)) {  // makes the products NaN, like those of floats
             *scale = *sum = NAN;
             std::memset((char*)q + start * bits / 8, 0, group * bits / 8);
             continue;

@@ -1,5 +1,5 @@
-// Linear maps with what is around them: a norm, a gate or an activation before, an addition after. One team of threads
-// for each call from Python.
+// Linear layers fused with a norm, a gate or an activation before and an addition after them. Each call from Python
+// starts one team of threads.
 #include "step.h"
 
 #include <omp.h>
@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 16;  // less is done before a second thread has woken up
+constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 16;  // with fewer, waking a second thread takes longer
 
 void normalize(const float* x, const float* gain, float eps, int64_t width, float* out) {
     Floats squares = {};
@@ -43,7 +43,7 @@ void quick_gelu(const float* x, int64_t width, float* out) {
     for (; i < width; i++) out[i] = x[i] / (1.0f + std::exp(-1.702f * x[i]));
 }
 
-// Source: Abramowitz and Stegun, 7.1.26; off by 1.5e-7 of the input.
+// Source: Abramowitz and Stegun, 7.1.26; error below 1.5e-7 of the input.
 void gelu(const float* x, int64_t width, float* out) {
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) {
@@ -53,7 +53,7 @@ void gelu(const float* x, int64_t width, float* out) {
         series = series * t + 1.421413741f;
         series = series * t - 0.284496736f;
         series = series * t + 0.254829592f;
-        const Floats beyond = series * t * exp(-size * size) * 0.5f;  // of a normal distribution
+        const Floats beyond = series * t * exp(-size * size) * 0.5f;  // tail of a normal distribution
         store(out + i, value * (value < 0.0f ? beyond : 1.0f - beyond));
     }
     for (; i < width; i++) out[i] = x[i] * 0.5f * std::erfc(x[i] * -0.70710678f);
@@ -61,7 +61,7 @@ void gelu(const float* x, int64_t width, float* out) {
 
 class Product {
   public:
-    // The room fits.
+    // The workspace must be large enough.
     Product(const Step& step, Workspace& room) : step_(step), linear_(step.linears[0]), room_(room) {
         for (int32_t i = 0; i < step.count; i++) stride_ += step.linears[i].num_outputs;
         inputs_ = step.before == NOTHING ? step.x : room.inputs.data();
@@ -78,7 +78,7 @@ class Product {
 
     bool prepares() const { return step_.before != NOTHING || linear_.kind >= INT8 || rounds_; }
 
-    // A token's norm or gate, and how it meets the weights.
+    // Applies the norm or gate to a token, and converts it to the type that the product needs.
     void prepare(int64_t token) {
         const int64_t width = linear_.num_inputs;
         float* into = room_.inputs.data() + token * width;

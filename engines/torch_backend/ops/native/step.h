@@ -1,4 +1,4 @@
-// What a call for one product shares with a call for all layers. Shape letters: M tokens, K inputs.
+// Functions that a call for one product shares with a call for all layers. Shape letters: M tokens, K inputs.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 // Whether activations are rounded to bfloat16, as the weights are.
 inline bool rounds_to_bfloat16(const Step& step) { return step.linears[0].kind == BFLOAT16 && step.bits == 16; }
 
-// Room that a calling thread keeps from call to call.
+// Scratch memory that a calling thread keeps between calls.
 struct Workspace {
     std::vector<float> inputs;
     std::vector<int16_t> integers;
@@ -39,11 +39,11 @@ struct Workspace {
     }
 };
 
-// That of the calling thread.
+// The workspace of the calling thread.
 Workspace& own_room();
 
-// Weights that a step multiplies each token with.
+// Number of weights that each token is multiplied by.
 int64_t count_weights(const Step& step);
 
-// Called by every thread of a team; the results are there when all have returned. The room fits.
+// Called by every thread of a team; results are complete when all have returned. The workspace must be large enough.
 void multiply_in_team(const Step& step, Workspace& room);

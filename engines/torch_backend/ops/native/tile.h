@@ -1,11 +1,11 @@
-// Six rows of numbers times sixteen columns with all sums in registers: AVX2 has just enough, and GCC does not find them.
+// Six rows times sixteen columns, with all sums in registers. AVX2 has just enough registers; GCC does not use them so.
 #pragma once
 
 #include "vectors.h"
 
 constexpr int64_t COLUMNS = 16;
 
-// Eight numbers of eight rows, from a place on, to columns. Shapes: target (8, COLUMNS).
+// Transposes eight numbers of eight rows, from index `place` on. Shapes: target (8, COLUMNS).
 template <class W>
 inline void transpose(const W* const (&sources)[8], int64_t place, float* target) {
     Floats rows[8];
@@ -31,7 +31,7 @@ inline void transpose(const W* const (&sources)[8], int64_t place, float* target
 #endif
 }
 
-// The same of rows that lie `stride` numbers apart.
+// The same for rows `stride` numbers apart.
 template <class W>
 inline void transpose(const W* source, int64_t stride, float* target) {
     const W* rows[8];
@@ -59,13 +59,13 @@ inline void multiply_rows(const float* rows, int64_t stride, const float* column
 #if defined(__AVX2__) && defined(__FMA__) && defined(__x86_64__)
 #define VLM_HAS_TILES
 
-// A number of a row, times both halves of the columns (ymm12, ymm13), added to the row's sums.
+// Multiplies a number of a row by both halves of the columns (ymm12, ymm13), and adds to the row's sums.
 #define VLM_ROW(PLACE, FIRST, SECOND)                        \
     "vbroadcastss " PLACE ", %%ymm14\n\t"                    \
     "vfmadd231ps %%ymm14, %%ymm12, %%" FIRST "\n\t"          \
     "vfmadd231ps %%ymm14, %%ymm13, %%" SECOND "\n\t"
 
-// The numbers of six rows at X, times the line of columns at W.
+// Multiplies the numbers of six rows at X by the columns at W.
 #define VLM_ROWS(W, X)                                       \
     "vmovups " W "(%[w]), %%ymm12\n\t"                       \
     "vmovups " W "+32(%[w]), %%ymm13\n\t"                    \
@@ -98,7 +98,7 @@ inline void multiply_tile(const float* rows, int64_t stride, const float* column
 }
 #endif
 
-// `multiply_rows` of six.
+// `multiply_rows` for six rows.
 inline void multiply_six(const float* rows, int64_t stride, const float* columns, int64_t count, float* sums) {
 #if defined(VLM_HAS_TILES)
     if (count % 2 == 0) return multiply_tile(rows, stride, columns, count / 2, sums);

@@ -1,5 +1,5 @@
-// Eight float32 lanes, and how stored weights become them. GCC's and clang's vector types: AVX2, AVX-512 and
-// NEON come out of the same lines.
+// Vectors of eight float32 lanes, and conversions of stored weights to them. The vector types of GCC and clang compile
+// to AVX2, AVX-512 and NEON.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ inline Floats load(const Float16* source) {
 
 inline void store(float* target, Floats values) { std::memcpy(target, &values, sizeof values); }
 
-inline Floats all(float value) { return value - Floats{}; }  // a sum would not fold: 0 + -0 is 0
+inline Floats all(float value) { return value - Floats{}; }  // compilers cannot fold value + 0, as -0 + 0 is 0
 
 inline float scalar(float value) { return value; }
 
@@ -72,7 +72,7 @@ inline float scalar(Float16 value) {
     return load(padded)[0];
 }
 
-inline void store(BFloat16* target, float value) {  // to the nearest, ties to even
+inline void store(BFloat16* target, float value) {  // rounds to the nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     const bool is_number = value == value;
@@ -143,7 +143,7 @@ inline Floats sum_each(const Floats (&v)[8]) {
 #endif
 }
 
-// The share of `count` units that a thread takes: contiguous, in whole steps.
+// The contiguous range of `count` units that a thread computes, in whole steps.
 struct Share {
     int64_t start, stop;
 };

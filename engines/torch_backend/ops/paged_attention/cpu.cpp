@@ -1,4 +1,4 @@
-// Attention of new tokens over the paged keys and values of their own sequences, read where they lie.
+// Attention of new tokens to the paged keys and values of their sequences, read from the cache without a copy.
 //
 // Shape letters: N new tokens, S sequences, H query heads, K key/value heads, G = H / K, D head width (a multiple of 8). Source: online softmax, Milakov and Gimelshein 2018.
 #include <omp.h>
@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 64;  // tokens whose scores are made before their values are read
-constexpr int64_t TOKENS = 4;  // whose keys meet a query at once
+constexpr int64_t CHUNK = 64;  // tokens whose scores are computed before their values are read
+constexpr int64_t TOKENS = 4;  // tokens whose keys are multiplied by a query at a time
 constexpr int64_t LINE_BYTES = 64;
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 15;
 
@@ -39,13 +39,13 @@ int64_t first_seen(const Heads& form, int64_t index) {
     return form.window ? std::max<int64_t>(0, index + 1 - form.window) : 0;
 }
 
-// The place of a sequence's token among those of the cache.
+// The cache slot of a sequence's token.
 int64_t slot_of(const Attention& step, int64_t sequence, int64_t index) {
     const int32_t* table = step.tables + sequence * step.table_width;
     return table[index / step.block_size] * step.block_size + index % step.block_size;
 }
 
-// Normalise and rotate a token's queries and keys in place, and keep its keys and values.
+// Normalise and rotate a token's queries and keys in place, and write its keys and values to the cache.
 template <class T>
 void rotate_and_keep(const Attention& step, const Heads& form, int64_t token, float* qkv, T* keys, T* values) {
     const int64_t width = step.head_dim, heads = step.num_heads, kv_heads = step.num_kv_heads;
@@ -76,7 +76,7 @@ class Head {
           values_(values + head * step.head_dim),
           num_queries_(step.num_heads / step.num_kv_heads) {}
 
-    // Tokens from `begin` on. query and out (G, D); scratch at least G * (CHUNK + 2) floats.
+    // Attends to the tokens from `begin` on. query and out (G, D); scratch at least G * (CHUNK + 2) floats.
     void attend(const float* query, int64_t begin, int64_t length, float* out, float* scratch) {
         float* scores = scratch;
         float* largest = scores + num_queries_ * CHUNK;
@@ -102,7 +102,7 @@ class Head {
     }
 
   private:
-    // A chunk's tokens; behind the last one there is the last one again.
+    // Finds the offsets of a chunk's tokens. The last token pads an incomplete chunk.
     void locate(int64_t start, int64_t length, int64_t (&places)[CHUNK]) {
         const int64_t token_width = (int64_t)step_.num_kv_heads * step_.head_dim, size = step_.block_size;
         int64_t block = std::min(start, length - 1) / size, offset = std::min(start, length - 1) % size;
@@ -112,7 +112,7 @@ class Head {
         }
     }
 
-    // A head's rows lie apart, which no processor foresees: the values of this chunk, the keys of the next one.
+    // Prefetches values of this chunk and keys of the next one: a head's rows are too far apart for the processor to.
     void fetch(int64_t t) const {
         for (int64_t i = t; i < t + TOKENS; i++)
             for (int64_t d = 0; d < step_.head_dim; d += LINE_BYTES / (int64_t)sizeof(T)) {
@@ -143,7 +143,7 @@ class Head {
             for (int i = 0; i < TOKENS; i++) scores[q * CHUNK + t + i] = products[q * TOKENS + i];
     }
 
-    // Scores of one query to weights under the largest so far; what was summed before shrinks with it.
+    // Converts scores of a query to weights relative to the largest score so far, and rescales earlier sums to it.
     void soften(float* scores, int64_t count, float& largest, float& total, float* out) {
         for (int64_t t = count; t < CHUNK; t++) scores[t] = -std::numeric_limits<float>::infinity();
         Floats most = load(scores);
@@ -205,7 +205,7 @@ class Head {
     int64_t places_[CHUNK], next_[CHUNK];
 };
 
-// Some queries of a run: those of the tokens, and of the heads that share one key/value head, lie side by side.
+// Some queries of a run. The queries of a token's heads that share one key/value head are contiguous.
 template <class T>
 void attend_run(const Attention& step, const Heads& form, int64_t sequence, int64_t head, Share rows, const T* keys,
                 const T* values, const float* qkv, float* out) {
