@@ -1,1 +1,1 @@
-"""What gateway and worker both need: the wire, the queue, settings, metrics. Imports nothing of ours."""
+"""Code that gateway and worker share: protocol, queue, settings, metrics. Imports no other package of this project."""

@@ -1,1 +1,1 @@
-"""Redis on one side, an engine on the other. Imports engines and shared."""
+"""The worker: runs the requests of the queue in Redis on an engine. Imports engines and shared."""

@@ -96,7 +96,7 @@ class ActiveRequest(Struct, eq=False):
     request_id: str  #: the request's id on the wire
     engine_id: str  #: its id in the engine, which differs between attempts
     call: Call
-    output_token_ids: tuple[int, ...]  #: what earlier attempts have published
+    output_token_ids: tuple[int, ...]  #: ids of the tokens that earlier attempts published
     num_published: int  #: tokens published by earlier attempts, including those without an id
     claimed_at: float
     deadline_at: float

@@ -123,7 +123,7 @@ class Outbox:
         self._filled.set()
 
     def _wait_s(self, active: Published, now: float) -> float:
-        """Delay of a stream's tokens; none for the first ones."""
+        """Delay of a stream's tokens. The first tokens are not delayed."""
         if len(self._published_at) < MIN_COALESCED_STREAMS or active not in self._published_at:
             return 0.0
         return self._published_at[active] + STREAM_HOLD_S - now

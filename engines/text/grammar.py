@@ -408,8 +408,8 @@ _PROBLEMS = (
         "Resource ",
         "an external $ref is not supported; only references within the schema (#/...) are",
     ),
-    ("Pointer ", "a $ref leads to nothing in the schema"),
-    ("circular references", "a $ref that leads to itself is not supported beside other keywords"),
+    ("Pointer ", "a $ref names nothing in the schema"),
+    ("circular references", "a $ref to itself is not supported together with other keywords"),
     (
         "min/maxProperties",
         "minProperties and maxProperties are supported where all names of properties are required",

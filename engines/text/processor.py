@@ -50,7 +50,7 @@ class MultimodalProcessor:
     slot_id: int | None = None
     #: Larger images are scaled down to this number of pixels; 0: to a fixed size.
     max_pixels: int = 0
-    #: What the chat template writes for an image, if not the slot token, for a video and for audio; empty: none.
+    #: The chat template's placeholders for an image (empty: the slot token), a video and audio (empty: unsupported).
     placeholder: str = ""
     video_placeholder: str = ""
     audio_placeholder: str = ""

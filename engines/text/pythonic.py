@@ -77,7 +77,7 @@ class _Rules:
         return [f'{name}: ({name}_any (", " {name}_any)*)?', one, *self._made]
 
     def arguments(self, named: dict[str, Any], required: list[str]) -> list[str]:
-        """Rules of each argument, of the rest behind an argument (`_more_`), and of all."""
+        """Rules of each argument, of the arguments after it (`_more_`), and of all arguments."""
         rules, starts, can_be_first = [], [], True
         for place, (key, schema) in enumerate(named.items()):
             this = f"{self._name}_{place}"

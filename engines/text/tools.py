@@ -282,7 +282,7 @@ class CallReader:
         return True
 
     def _read_keywords(self, pieces: list[CallPiece]) -> bool:
-        """One parsing step of Python calls, which are reported when complete; malformed ones are text."""
+        """One parsing step of Python calls. Complete calls are reported; malformed calls become text."""
         if self._keywords is None:
             found = _BEGUN.match(self._held)
             if found is None:

@@ -76,7 +76,7 @@ def plan_kv_cache(
     if num_blocks < 1 or (engine.max_model_len is not None and max_model_len < wanted_len):
         raise KVCacheTooSmall(
             f"one sequence of {wanted_len} tokens needs {blocks_per_sequence} KV blocks of {block_bytes} "
-            f"bytes, {blocks_per_sequence * block_bytes} bytes; there is room for {num_blocks} blocks "
+            f"bytes, {blocks_per_sequence * block_bytes} bytes; memory is enough for {num_blocks} blocks "
             f"({num_blocks * engine.block_size} tokens). Lower max_model_len or raise kv_cache_bytes."
         )
     return KVCachePlan(num_blocks, max_model_len)

@@ -130,5 +130,5 @@ def refuse_grammar(grammar: Grammar, engine: str, kinds: str) -> InvalidRequest:
 
 
 def has_output_penalty(sampling: SamplingParams) -> bool:
-    """Whether penalties count output tokens only, which a server cannot tell from the prompt."""
+    """Whether a request has penalties of output tokens, which a server cannot tell from the prompt of a retry."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty)

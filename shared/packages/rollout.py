@@ -665,7 +665,7 @@ def find_obstacle(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
         return ""
     nodes_have = "; ".join(sorted({_write(room) for room in rooms}))
     return (
-        f"no node has room for an instance of {_write(revision.needs)}, even an idle one (nodes: "
+        f"no node has room for an instance of {_write(revision.needs)}, even if it is idle (nodes: "
         f"{nodes_have or 'none'}): add a larger node, or deploy with less --resources"
     )
 

@@ -235,7 +235,7 @@ class FileStore:
 
     @contextmanager
     def _upload(self) -> Iterator[tuple[Path, IO[bytes]]]:
-        """A new file beside the blobs, removed unless it is renamed; a killed process leaves it."""
+        """A new file in `uploads`, removed after the block unless it was renamed; a killed process leaves it."""
         path = self._uploads / f"{secrets.token_hex(8)}{SUFFIX}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""What gateways keep for a tenant: conversations that later requests go on from."""
+"""Records that gateways store for a tenant, such as conversations that later requests continue."""

@@ -1,1 +1,1 @@
-"""Sessions of applications: what their tasks have in common, and how each task stands."""
+"""Sessions of applications, and the states of their tasks."""

@@ -167,7 +167,7 @@ class GatewaySettings(Group):
     0: they do not wait."""
     files: str = ""
     """Batches and their files: file:///DIRECTORY that all gateways share, or s3://, gs:// or az://
-    BUCKET/PREFIX; empty: no batches, but `vlm serve` keeps them beside its Redis."""
+    BUCKET/PREFIX; empty: no batches, but `vlm serve` stores them in its data directory."""
     drain_s: float = Field(default=30.0, ge=0)
     """Time to finish open requests after SIGTERM."""
     remote_images: Names = ()

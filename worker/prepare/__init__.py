@@ -1,1 +1,1 @@
-"""From blobs to engine inputs."""
+"""Prepares calls for the engine: fetches and decodes media in sandboxed processes, and builds prompts."""

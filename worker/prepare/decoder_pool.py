@@ -22,7 +22,7 @@ from worker.prepare import decoder_child
 from worker.prepare.decoder_child import ANSWER, REQUEST
 
 TOO_LONG = "The image takes too long to decode: send a smaller or simpler one."
-_BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, and room for its libraries
+_BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, with its libraries
 _BYTES_PER_PIXEL = 32  #: a decoded image, its copies with transparency composited, and the answer
 _WAITING_RATIO = 3.0  #: limit of the wall time, as a multiple of the CPU time
 _SOCKET_BYTES = 1024 * 1024

@@ -21,7 +21,7 @@ CHUNK_WEIGHTS = (
     1 << 19
 )  #: weights dequantized at a time: two MB in float32, which the CPU's cache holds until the product
 GROUP_SIZES = (64, 32)
-_QUANTIZE_WEIGHTS = 1 << 18  # quantized at once, to bound temporary memory
+_QUANTIZE_WEIGHTS = 1 << 18  # weights quantized at a time, to bound temporary memory
 
 #: Whether a layer may be quantized: by the model's scheme, or to int8 if a kernel reads it and the model is
 #: quantized.

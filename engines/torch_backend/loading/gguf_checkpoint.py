@@ -149,7 +149,7 @@ def list_weights(directory: Path) -> list[StoredTensor]:
 
 
 def find_files(path: Path) -> list[Path]:
-    """A GGUF file, and the `mmproj` file beside it. Raises: UnsupportedCheckpoint if there are several."""
+    """A GGUF file, and the `mmproj` file in its directory, if any. Raises: UnsupportedCheckpoint for several."""
     found = [file for file in sorted(path.parent.glob("*mmproj*.gguf")) if file != path]
     if len(found) > 1:
         raise UnsupportedCheckpoint(

@@ -227,7 +227,7 @@ def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:
 
 
 def _side(section: Fields, name: str) -> int | None:
-    """The side of a square, given as one number or as two equal ones."""
+    """The side of a square, given as one number or as two equal numbers."""
     value = section.get(name)
     if isinstance(value, list):
         if len(value) != 2 or value[0] != value[1]:

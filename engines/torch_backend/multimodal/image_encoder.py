@@ -109,7 +109,7 @@ class EncoderCache:
         assert self.num_bytes == sum(entry.features.nbytes for entry in self._entries.values())
 
     def _evict(self) -> None:
-        """Drop unread entries, the longest unused first, until the rest fits."""
+        """Evict entries that are not pinned, the least recently used first, until the cache is within its limit."""
         if self.num_bytes <= self._max_bytes:
             return
         for key in [key for key, entry in self._entries.items() if not entry.readers]:

@@ -21,7 +21,7 @@ _FILTER_REACH = 4  # source pixels on either side; Lanczos, the widest filter, r
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
-#: Settings without an effect on pixels, and supported ones.
+#: Supported settings, and settings that do not affect pixels.
 _KNOWN_KEYS = frozenset(
     [
         "image_processor_type",

@@ -29,7 +29,7 @@ _Arguments = Any  #: positional arguments of an operation
 
 
 def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
-    """Call `compute`, yielding before each part. Closing the generator ends the call where it stands."""
+    """Call `compute`, yielding before each part. Closing the generator cancels the call."""
     mode = _Parts()
     call = greenlet.greenlet(mode.run)
     try:

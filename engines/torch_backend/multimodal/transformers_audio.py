@@ -123,7 +123,7 @@ class TransformersAudio(MultimodalProcessor):
         )
         if found is None:
             raise UnsupportedCheckpoint(
-                "the checkpoint has no audio processor beside its tokenizer"
+                "the checkpoint has a tokenizer, but no audio processor"
             )
         self._audios = found
         self.audio_placeholder = found.placeholder

@@ -639,6 +639,6 @@ def _load_processor(directory: Path) -> ProcessorMixin:
             f"transformers cannot load the checkpoint's image processor: {reason}"
         ) from error
     if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
-        raise UnsupportedCheckpoint("the checkpoint has no image processor beside its tokenizer")
+        raise UnsupportedCheckpoint("the checkpoint has a tokenizer, but no image processor")
     _spell(processor)
     return processor

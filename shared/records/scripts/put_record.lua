@@ -1,5 +1,5 @@
--- Store a record of an owner; expired records, then the oldest, make room.
--- KEYS: records (names by expiry in ms), sizes (bytes by name, and the sum under ''), reply (of this call, for a repeated one)
+-- Store a record of an owner. Expired records, then the oldest, are deleted to stay within the limits.
+-- KEYS: records (names by expiry in ms), sizes (bytes by name, and the sum under ''), reply (for a retry of the call)
 -- args: prefix (of the keys of records), name, ttl_ms, size, max_bytes, max_records, anew, reply_ms    raw: the record
 -- Returns names and records that were deleted, one after another. An existing record stays as it is, unless `anew`.
 local args = cmsgpack.unpack(ARGV[1])

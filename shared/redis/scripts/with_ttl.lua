@@ -1,6 +1,6 @@
--- Run a command that may make a key, and give the key its time to live, also where the command fails.
+-- Run a command that may create a key, and set the key's time to live, even if the command fails.
 -- KEYS: key    ARGV: ttl_ms, the command
--- Returns what the command answers.
+-- Returns the command's reply.
 local reply = redis.pcall(unpack(ARGV, 2))
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return reply

@@ -281,7 +281,7 @@ def test_what_fits_nowhere_waits_and_says_so(world: World):
     world.run(30)
     before = world.app
     world.run(600)
-    assert "instance of cpu=1,gpu=1, even an idle one (nodes: cpu=8)" in world.app.message
+    assert "instance of cpu=1,gpu=1, even if it is idle (nodes: cpu=8)" in world.app.message
     assert world.app.slots == before.slots  # it does not flap
     assert world.active == A
     world.rooms["two"] = Resources(4, 0, 1)

@@ -121,7 +121,7 @@ def _as_halves(rows: Tensor, num_heads: int) -> Tensor:
 
 
 def _q4_0(rows: Tensor) -> Integers:
-    """Blocks of a scale and 32 integers, i beside i + 16. Shapes: uint8 (N, bytes of a row)."""
+    """Blocks of a scale and 32 integers; a byte has the integers i and i + 16. Shapes: uint8 (N, bytes of a row)."""
     blocks = rows.unflatten(1, (-1, 18))
     scale = _halves(blocks, 0, 1)[..., 0].t()
     return Integers(_nibbles(blocks[..., 2:]), 4, _GROUP, scale.contiguous(), None)

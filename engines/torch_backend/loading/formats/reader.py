@@ -26,7 +26,7 @@ class Layout:
     shape: tuple[int, int]  #: (N, K)
     bits: int = 0  #: bits per integer; 0: not integers
     group_size: int = 0  #: inputs that share a scale
-    is_symmetric: bool = False  #: whether the middle integer stands for 0
+    is_symmetric: bool = False  #: whether the middle integer represents 0
 
     @property
     def form(self) -> Form:
@@ -58,11 +58,11 @@ class Integers:
     scale: Tensor  #: float32 (G, N)
     zero: Tensor | None  #: float32 (G, N); None: the middle integer
     order: Tensor | None = None  #: int64 (K,): the input of each column; None: in order
-    #: float32 (G, N), what the integer 0 stands for, where no integer stands for 0
+    #: float32 (G, N), the value of the integer 0, in formats without an integer zero point
     base: Tensor | None = None
 
     def int4(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of an int4 `Linear`, in groups of 64 or 32: `zero` there is what the integer 8 stands for."""
+        """The tensors of an int4 `Linear`, in groups of 64 or 32. Its `zero` is the value of the integer 8."""
         size = choose_group_size(self.group_size)
         assert size is not None
         if self.base is not None:

@@ -97,7 +97,7 @@ def pack_linears(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 
 
 def pack_int8_beside(model: nn.Module, ops: Ops) -> None:
-    """Quantize the layers that may be int8 beside a quantized decoder."""
+    """Quantize the layers outside a quantized decoder that may be int8."""
     if not ops.uses("linear_int8", "cpu"):
         return
     for layer in model.modules():

@@ -7,7 +7,7 @@ Shape letters: M rows, K inputs, N outputs, G groups of inputs.
 """
 
 # pyright: reportCallIssue=false
-# The launcher takes `num_warps` and `num_stages` beside the kernel's own arguments.
+# The launcher takes `num_warps` and `num_stages` besides the kernel's arguments.
 import triton
 import triton.language as tl
 from torch import Tensor
