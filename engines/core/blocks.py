@@ -232,7 +232,7 @@ class BlockManager:
             if block.block_hash is None:
                 is_shared = block.ref_count > 1
                 assert block.is_withdrawn or not is_shared, (
-                    "a block is shared that was not published"
+                    "an unpublished block is shared"
                 )
                 continue
             tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]

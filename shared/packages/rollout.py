@@ -379,7 +379,7 @@ def _follow(app: App, nodes: Mapping[str, NodeRecord], now: float, *, trusts_abs
             report = next(found, None)
         is_lost = node is None or (report is None and now - slot.since > FORGOTTEN_S)
         if is_lost:
-            where = f"node {slot.node} " + ("is gone" if node is None else "knows nothing of it")
+            where = f"node {slot.node} " + ("is gone" if node is None else "does not report it")
             app = _free(app, slot, now, where)
         elif report is not None:
             app = _apply_report(app, slot, report, now)

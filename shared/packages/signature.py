@@ -106,7 +106,7 @@ def _run(
 ) -> "subprocess.CompletedProcess[str]":
     program = shutil.which("ssh-keygen")
     if program is None:
-        raise StoreError("signatures need ssh-keygen of OpenSSH, and it is not installed")
+        raise StoreError("signatures need ssh-keygen, which is not installed: install OpenSSH")
     try:
         return subprocess.run(
             [program, *arguments], input=stdin, capture_output=True, timeout=timeout_s,

@@ -154,7 +154,7 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
     if num_heads % num_kv_heads:
         raise section.refuse(
             "num_key_value_heads",
-            f"is {num_kv_heads}, no divisor of num_attention_heads, which is {num_heads}",
+            f"is {num_kv_heads}, which does not divide num_attention_heads, {num_heads}",
         )
     head_dim = section.get("head_dim")
     if not head_dim and full.hidden_size % num_heads:

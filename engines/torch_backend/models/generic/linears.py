@@ -47,7 +47,7 @@ def use_operators(
     ops: Ops,
     dtype: torch.dtype,
 ) -> None:
-    """Run the layers of these names by operators that have kernels, and those of a group as one."""
+    """Run these layers by operators if kernels support them, and the layers of a group as one."""
     for name in names:
         adopt(model, name)
     bind_layers(model, ops, dtype)
@@ -71,9 +71,9 @@ def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 def stored_places(
     model: Any, linears: Collection[str], weights: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """Weights of a checkpoint that these layers alone use unchanged, with the paths of the modules.
+    """Weights of a checkpoint that only these layers and the embedding table use, with the paths of their modules.
 
-    The embedding table may use one of them too. Weights that are joined or cut while loading are other tensors.
+    Weights that are merged or split while loading are not included.
     """
     table = model.get_input_embeddings()
     readers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
@@ -91,7 +91,7 @@ def stored_places(
 
 
 def keep_stored(modules: Iterable[nn.Module], weight: Tensor, dtype: torch.dtype) -> None:
-    """Give layers a weight of another type than they compute in, until operators read it."""
+    """Give layers a weight in its stored type, which each call converts until operators read the weight directly."""
     parameter = nn.Parameter(weight, requires_grad=False)
 
     def embed(input: Tensor) -> Tensor:

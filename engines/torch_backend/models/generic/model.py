@@ -530,7 +530,7 @@ class GenericModel(FamilyModel):
         """Compare logits of a few tokens with transformers'. Raises: UnsupportedCheckpoint if they differ."""
         if how == "off" or (how == "auto" and self.config.kind in TESTED):
             return
-        if not self.binds_prompts:  # the bounds of prompts are known with images only
+        if not self.binds_prompts:  # only the check with an image marks where the prompt ends
             plain = sorted({*range(self.config.text.vocab_size)} - control_ids(self.inner.config))
             self._check(largest_difference(runner, plain), "")
         example = make_example() if make_example else None

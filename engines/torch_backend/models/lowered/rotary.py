@@ -42,7 +42,7 @@ class Rotary:
         width = cos.shape[-1]
         num_still = head_dim - width
         if num_still < 0 or num_still % 2:
-            raise BeyondOurProgram(f"it rotates {width} of {head_dim} channels of a head")
+            raise BeyondOurProgram(f"rotary angles cover {width} of {head_dim} channels of a head")
         if not all(torch.equal(x[:, : width // 2], x[:, width // 2 :]) for x in (cos, sin)):
             raise BeyondOurProgram("rotated pairs of channels are not the halves of a head")
         is_turned = sin != 0

@@ -60,7 +60,7 @@ def _lacks(site: Site) -> str:
     return (
         ""
         if site.joins
-        else "weights are joined on GPUs: on CPUs they stay where their file is mapped"
+        else "weights are joined on GPUs only: on CPUs they stay in the mapped file"
     )
 
 
