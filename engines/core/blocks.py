@@ -231,9 +231,7 @@ class BlockManager:
             block = self._blocks[block_id]
             if block.block_hash is None:
                 is_shared = block.ref_count > 1
-                assert block.is_withdrawn or not is_shared, (
-                    "an unpublished block is shared"
-                )
+                assert block.is_withdrawn or not is_shared, "an unpublished block is shared"
                 continue
             tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
             assert index < num_full, "a published block would be written to"

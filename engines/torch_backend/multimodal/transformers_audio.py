@@ -122,9 +122,7 @@ class TransformersAudio(MultimodalProcessor):
             find_audio(processor, model_class) if isinstance(processor, ProcessorMixin) else None
         )
         if found is None:
-            raise UnsupportedCheckpoint(
-                "the checkpoint has a tokenizer, but no audio processor"
-            )
+            raise UnsupportedCheckpoint("the checkpoint has a tokenizer, but no audio processor")
         self._audios = found
         self.audio_placeholder = found.placeholder
         self.max_audio_s = found.max_s

@@ -74,7 +74,9 @@ def _check_private(folder: Path) -> None:
     """The folder's content is executed. Raises: CannotCompile if others may write to it."""
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise CannotCompile(f"other users may write to {folder}; set XDG_CACHE_HOME to another folder")
+        raise CannotCompile(
+            f"other users may write to {folder}; set XDG_CACHE_HOME to another folder"
+        )
 
 
 def _fingerprint(compiler: str, flags: list[str], directory: Path, files: list[Path]) -> str:

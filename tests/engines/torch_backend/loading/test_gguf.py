@@ -354,7 +354,11 @@ def test_several_towers_are_refused(file: Path) -> None:
         ("llama", {"metadata": {"split.count": 3}}, "one part of several; join them"),
         ("llama", {"metadata": {"llama.rope.scaling.type": "yarn"}}, "scaling.type 'yarn' is not"),
         ("llama", {"metadata": {"llama.rope.dimension_count": 8}}, "is not the width of a head"),
-        ("llama", {"extra": {"blk.0.ffn_gate_exps.weight": np.ones(2)}}, "gate_exps.weight does not"),
+        (
+            "llama",
+            {"extra": {"blk.0.ffn_gate_exps.weight": np.ones(2)}},
+            "gate_exps.weight does not",
+        ),
         ("llama", {"extra": {"rope_freqs.weight": np.ones(32) * 3}}, "not the scaling of Llama"),
     ],
 )
