@@ -181,7 +181,7 @@ def test_check_integrity_sees_what_is_wrong():
         blocks.check_integrity([first, second])
     second.num_computed_tokens = 10
     second.token_ids[2] = 77
-    with pytest.raises(AssertionError, match="another text"):
+    with pytest.raises(AssertionError, match="other tokens"):
         blocks.check_integrity([first, second])
 
 

@@ -289,7 +289,7 @@ def test_a_template_for_plain_strings_is_given_plain_strings(llava: Pair) -> Non
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [("{% for %}", "jinja template"), ("{{ 'hello' }}", "no place for images")],
+    [("{% for %}", "jinja template"), ("{{ 'hello' }}", "does not render images")],
 )
 def test_templates_of_no_use_are_refused_when_they_are_loaded(template: str, reason: str) -> None:
     with pytest.raises(UnusableTemplate, match=reason):

@@ -44,7 +44,7 @@ def test_a_context_that_nobody_asked_for_shrinks_to_the_pool():
     assert plan(num_kv_blocks=3).max_model_len == 48
 
 
-TOO_MUCH = rf"{9 * BLOCK_BYTES} bytes; {8 * BLOCK_BYTES} bytes are free"
+TOO_MUCH = rf"{9 * BLOCK_BYTES} bytes, but {8 * BLOCK_BYTES} bytes are free"
 
 
 @pytest.mark.parametrize(

@@ -180,4 +180,4 @@ def test_a_chat_template_that_is_none(template: Any, checkpoint: Path) -> None:
 
 def test_a_chat_template_without_a_place_for_images(checkpoint: Path) -> None:
     (checkpoint / "chat_template.jinja").write_text("{{ messages[0].role }}")
-    assert "no place for images" in refusal(checkpoint)
+    assert "does not render images" in refusal(checkpoint)

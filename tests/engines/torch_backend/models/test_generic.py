@@ -131,7 +131,7 @@ def other_family(name: str, config_class: str, **fields: Any) -> Family:
         (text("PhiMoE", "Phimoe", sliding_window=8, num_local_experts=4), "does not match its window or chunk size"),
         (text("DiffLlama", "DiffLlama"), "computed more than once for each token"),
         (other_family("GPT-J", "GPTJ", n_embd=64, n_layer=2, n_head=4, n_positions=128, rotary_dim=8),
-         "layers bypass transformers.' attention interface"),
+         "layers bypass transformers' attention interface"),
         (other_family("Mamba", "Mamba", hidden_size=32, num_hidden_layers=2),
          "vocab_size|max_position_embeddings|takes no position_ids"),
         (other_family("Falcon", "Falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True),
@@ -177,7 +177,7 @@ def test_a_model_whose_images_see_each_other_is_refused(tmp_path: Path) -> None:
     hooks = PositionHooks.create(read.model_class, read.full)
     hooks.encoder_arguments()
     with pytest.raises(
-        UnsupportedCheckpoint, match=r"Molmo2.* see others .* not supported"
+        UnsupportedCheckpoint, match=r"Molmo2.* outside their image.* not supported"
     ) as refused:
         hooks.lets_images_see_themselves()
     assert _names_another(refused.value)
@@ -285,7 +285,7 @@ def test_the_self_check_finds_an_engine_that_computes_something_else(
     for module in model.modules():
         if isinstance(getattr(module, "pages", None), PagedLayer):
             change(module.pages)  # pyright: ignore
-    with pytest.raises(UnsupportedCheckpoint, match="differ from transformers' own by"):
+    with pytest.raises(UnsupportedCheckpoint, match="differ from transformers' by"):
         model.verify(runner, "always")
     model.verify(runner, "off")
 
@@ -373,7 +373,7 @@ def test_nothing_of_a_config_makes_transformers_fetch_or_run_code(tmp_path: Path
     ("changes", "reason"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-        ({"model_type": "qwen2"}, "model_type 'qwen2' does not go with"),
+        ({"model_type": "qwen2"}, "model_type 'qwen2' is not the type"),
         ({"model_type": "nothing"}, "model_type 'nothing' is unknown"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
     ],
@@ -501,7 +501,7 @@ def test_a_state_that_is_lost_between_chunks_is_found_by_the_self_check(
     monkeypatch.setattr(LayerState, "get_recurrent_state", lambda *args, **more: None)
     monkeypatch.setattr(LayerState, "get_conv_state", lambda *args, **more: None)
     monkeypatch.setattr(LayerState, "has_previous_state", lambda *args, **more: False)
-    with pytest.raises(UnsupportedCheckpoint, match="differ from transformers' own by"):
+    with pytest.raises(UnsupportedCheckpoint, match="differ from transformers' by"):
         model.verify(start(model), "always")
 
 
