@@ -1,9 +1,9 @@
 """A child process of the worker that decodes untrusted videos and audio, sandboxed like `decoder_child`.
 
-For each file, the worker sends a head (`Head` or `AudioHead`) and the file's descriptor, and the child answers with `VideoInfo` or
-`AudioInfo`. For a video, the worker then sends times as JSON, and the child answers with the pixels of each frame. For
-audio, the worker sends a rate, and the child answers with messages of samples, the last one empty. An answer is a
-status (`VALUE` or `REFUSAL`) and a message; a refusal ends the file.
+For each file, the worker sends a head (`Head` or `AudioHead`) and the file's descriptor; the child answers with
+`VideoInfo` or `AudioInfo`. For a video, the worker then sends times as JSON, and the child answers with the pixels of
+each frame. For audio, the worker sends a rate, and the child answers with messages of samples, the last one empty. An
+answer is a status (`VALUE` or `REFUSAL`) and a message; a refusal ends the file.
 """
 
 import io
