@@ -1,13 +1,17 @@
 """The right answer to every question the model knows, as a function of the scene."""
 
-from training.shapes.world import Scene, Selector, Shape
+from collections.abc import Sequence
 
+from training.shapes.world import PLACES, Scene, Selector, Shape
+
+#: The answer to all that is not of the image world.
+OUTSIDE = "I only know pictures of simple coloured shapes. Send me one and ask what is where."
 ORDINALS = ("first", "second", "third", "fourth")
 
 
 def describe(scene: Scene) -> str:
     """All of a scene but the sizes: "A white background with a red star at the top left."."""
-    shapes = join([f"{_a(shape)} {at(shape.place)}" for shape in scene.shapes]) or "no shapes"
+    shapes = join([f"{a(shape)} {at(shape.place)}" for shape in scene.shapes]) or "no shapes"
     return f"{article(scene.background).capitalize()} {scene.background} background with {shapes}."
 
 
@@ -53,7 +57,7 @@ def place_of(scene: Scene, selector: Selector) -> str:
 def content_at(scene: Scene, place: str) -> str:
     """What stands at a place: "a red star", or "nothing"."""
     shape = scene.at(place)
-    return _a(shape) if shape else "nothing"
+    return a(shape) if shape else "nothing"
 
 
 def is_at(scene: Scene, selector: Selector, place: str) -> str:
@@ -65,7 +69,7 @@ def is_at(scene: Scene, selector: Selector, place: str) -> str:
 def is_color(scene: Scene, selector: Selector, color: str) -> str:
     """Whether one of them has this color: "yes", "no" or "There is no star."."""
     picked = selector.pick(scene)
-    return yes_no(any(shape.color == color for shape in picked)) if picked else _missing(selector)
+    return yes_no(any(shape.color == color for shape in picked)) if picked else missing(selector)
 
 
 def background(scene: Scene) -> str:
@@ -86,6 +90,57 @@ def which_has_background(first: Scene, second: Scene, color: str) -> str:
 def are_same(first: Scene, second: Scene) -> str:
     """Whether two images show the same scene: "yes" or "no"."""
     return yes_no(first == second)
+
+
+def list_shapes(shapes: Sequence[Shape]) -> str:
+    """"a red star and a blue circle", or "nothing"."""
+    return join([a(shape) for shape in shapes]) or "nothing"
+
+
+def cell(place: str) -> tuple[int, int]:
+    """Row and column of a place, from 0."""
+    return divmod(PLACES.index(place), 3)
+
+
+def is_on_side(shape: Shape, other: Shape, side: str) -> bool:
+    """Whether a shape is "left", "right", "above" or "below" of another, in whatever row or column."""
+    (row, column), (other_row, other_column) = cell(shape.place), cell(other.place)
+    return {
+        "left": column < other_column,
+        "right": column > other_column,
+        "above": row < other_row,
+        "below": row > other_row,
+    }[side]
+
+
+def is_beside(scene: Scene, selector: Selector, other: Selector, side: str) -> str:
+    """Whether one of them is on that side of one of the others: "yes", "no" or "There is no star."."""
+    for each in (other, selector):
+        if not each.pick(scene):
+            return missing(each)
+    return yes_no(
+        any(is_on_side(a, b, side) for a in selector.pick(scene) for b in other.pick(scene))
+    )
+
+
+def what_is_beside(scene: Scene, other: Selector, side: str) -> str:
+    """What is on that side of the first of the others: "a red star", "nothing" or "There is no star."."""
+    picked = other.pick(scene)
+    if not picked:
+        return missing(other)
+    return list_shapes([shape for shape in scene.shapes if is_on_side(shape, picked[0], side)])
+
+
+def is_kind(scene: Scene, selector: Selector, kind: str) -> str:
+    """Whether one of them is of this kind: "yes", "no" or "There is no red shape."."""
+    picked = selector.pick(scene)
+    return yes_no(any(shape.kind == kind for shape in picked)) if picked else missing(selector)
+
+
+def is_size(scene: Scene, selector: Selector, size: str) -> str:
+    """Whether one of them has this size: "yes", "no" or "There is no star."."""
+    picked = selector.pick(scene)
+    return yes_no(any(shape.size == size for shape in picked)) if picked else missing(selector)
 
 
 def which(first: bool, second: bool) -> str:
@@ -115,14 +170,16 @@ def join(words: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
-def _a(shape: Shape) -> str:
+def a(shape: Shape) -> str:
+    """A shape with its article: "a red star"."""
     return f"{article(shape.color)} {shape.color} {shape.kind}"
 
 
 def _property(scene: Scene, selector: Selector, name: str) -> str:
     words = dict.fromkeys(getattr(shape, name) for shape in selector.pick(scene))
-    return join(list(words)) or _missing(selector)
+    return join(list(words)) or missing(selector)
 
 
-def _missing(selector: Selector) -> str:
+def missing(selector: Selector) -> str:
+    """What is said of what is not there."""
     return f"There is no {selector.noun}."

@@ -38,7 +38,7 @@ def make_config() -> LlavaConfig:
             vocab_size=VOCAB_SIZE,
             hidden_size=256,
             intermediate_size=512,
-            num_hidden_layers=4,
+            num_hidden_layers=6,
             num_attention_heads=8,
             num_key_value_heads=4,
             head_dim=32,
@@ -110,7 +110,7 @@ def _waves(side: int, width: int) -> torch.Tensor:
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
     """CLIP's normalization. Shapes: uint8 (N, H, W, 3) in, float (N, 3, H, W) out."""
-    mean, std = torch.tensor(IMAGE_MEAN), torch.tensor(IMAGE_STD)
+    mean, std = (torch.tensor(each, device=images.device) for each in (IMAGE_MEAN, IMAGE_STD))
     return ((images / 255.0 - mean) / std).permute(0, 3, 1, 2).contiguous()
 
 

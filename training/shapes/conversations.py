@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from random import Random
 
 from training.shapes import phrasings
+from training.shapes.answers import OUTSIDE
+from training.shapes.clips import ask_about_clip, find_event
 from training.shapes.questions import (
     PAIR_TOPICS,
     SINGLE_TOPICS,
@@ -12,11 +14,16 @@ from training.shapes.questions import (
     ask_about_pair,
     follow_up,
 )
-from training.shapes.world import Scene
+from training.shapes.small_talk import sample_prose, sample_small_talk
+from training.shapes.world import Scene, sample_scene
+
+Scenes = tuple[Scene | None, ...]  #: None is a picture of something else
+OUTSIDE_SHARE = 0.06  #: of questions that have nothing to do with the image world
 
 _SINGLE_WEIGHTS = {
     "describe": 5, "count": 3, "color": 4, "kind": 4, "place": 3, "size": 3, "content": 3,
-    "exists": 3, "is at": 2, "is color": 1, "background": 1.5,
+    "exists": 3, "is at": 2, "is color": 1, "background": 1.5, "count special": 2, "in band": 1.5, "is beside": 2.5, "what is beside": 2.5,
+    "all same": 1.5, "colors": 1.5, "more": 1, "anything": 1.5, "of size": 1.5, "color at": 1.5, "is so": 2,
 }  # fmt: skip
 _PAIR_WEIGHTS = {"which has": 5, "which has background": 2, "same": 5, "describe all": 3}
 
@@ -42,23 +49,51 @@ class Conversation:
 
 
 def sample_question(
-    scenes: tuple[Scene, ...], rng: Random, before: Question | None = None, plain: bool = False
+    scenes: Scenes, rng: Random, before: Question | None = None, plain: bool = False
 ) -> Question:
     """A question about the images seen so far; one that names no image means the latest."""
+    if not plain and rng.random() < OUTSIDE_SHARE:
+        return Question("outside", sample_small_talk(rng), OUTSIDE)
     if before and before.subject and rng.random() < 0.25:
         return follow_up(before.subject, rng, plain)
-    if len(scenes) == 2 and rng.random() < 0.5:
-        topic = rng.choices(PAIR_TOPICS, [_PAIR_WEIGHTS[name] for name in PAIR_TOPICS])[0]
-        return ask_about_pair(topic, *scenes, rng, plain)
-    named = len(scenes) > 1 and rng.random() < 0.75
-    index = rng.randrange(len(scenes)) if named else len(scenes) - 1
+    if None in scenes:
+        index = rng.randrange(len(scenes)) if rng.random() < 0.5 else len(scenes) - 1
+        named = len(scenes) > 1 and (index < len(scenes) - 1 or rng.random() < 0.5)
+        if scenes[index] is None or len(scenes) == 1:
+            known = tuple(scene or sample_scene(rng) for scene in scenes)
+            if len(scenes) != 2 or named or rng.random() < 0.6:
+                question = _ask_about_one(known, index, named, rng, plain)
+            else:
+                question = _ask_about_pair(known, rng, plain)
+            return Question("outside", question.text, OUTSIDE)
+        return _ask_about_one(scenes, index, named, rng, plain)
+    known = tuple(scene for scene in scenes if scene is not None)
+    if len(known) == 2 and rng.random() < 0.5:
+        return _ask_about_pair(known, rng, plain)
+    named = len(known) > 1 and rng.random() < 0.75
+    index = rng.randrange(len(known)) if named else len(known) - 1
+    return _ask_about_one(known, index, named, rng, plain)
+
+
+def _ask_about_one(
+    scenes: Scenes, index: int, named: bool, rng: Random, plain: bool
+) -> Question:
+    scene = scenes[index]
+    assert scene is not None
     topics = tuple(SINGLE_TOPICS)
     topic = rng.choices(topics, [_SINGLE_WEIGHTS[name] for name in topics])[0]
-    return Asker(rng, scenes[index], index, named, plain).ask(topic)
+    return Asker(rng, scene, index, named, plain).ask(topic)
+
+
+def _ask_about_pair(scenes: tuple[Scene, ...], rng: Random, plain: bool) -> Question:
+    if not plain and (clip := find_event(*scenes)) and rng.random() < 0.35:
+        return ask_about_clip(clip, rng)
+    topic = rng.choices(PAIR_TOPICS, [_PAIR_WEIGHTS[name] for name in PAIR_TOPICS])[0]
+    return ask_about_pair(topic, *scenes, rng, plain)
 
 
 def sample_conversation(
-    scenes: tuple[Scene, ...], num_turns: int, rng: Random, at_once: bool | None = None
+    scenes: Scenes, num_turns: int, rng: Random, at_once: bool | None = None
 ) -> Conversation:
     """Turns about all the scenes; unless `at_once`, an image may come with a later turn."""
     if at_once is None:
@@ -78,4 +113,7 @@ def sample_conversation(
 
 def sample_system(rng: Random) -> str | None:
     """A system message, mostly none."""
-    return rng.choice(phrasings.SYSTEM_PROMPTS) if rng.random() < 0.12 else None
+    chance = rng.random()
+    if chance < 0.03:
+        return sample_prose(rng)
+    return rng.choice(phrasings.SYSTEM_PROMPTS) if chance < 0.12 else None

@@ -29,6 +29,34 @@ DESCRIBE = (
     "Explain what you see{where}.",
     "Describe it{where}.",
     "Describe",
+    "Give me a description of the {image}.",
+    "Could you describe what is in the {image}?",
+    "What is on the {image}?",
+    "What is this?",
+    "What is this {image} of?",
+    "What am I looking at?",
+    "Summarize the {image}.",
+    "List everything in the {image}.",
+    "List all the shapes with their colors{where}.",
+    "List the shapes and their colors{where}.",
+    "List the objects{where}.",
+    "Name all the shapes{where}.",
+    "Which objects are in the {image}?",
+    "What objects are there{where}?",
+    "Tell me about the {image}.",
+    "Tell me everything about this {image}.",
+    "Describe everything you see{where}.",
+    "What is visible{where}?",
+    "Caption this {image}.",
+    "List every shape with color and position{where}.",
+    "What is where{where}?",
+    "Describe the scene{where}.",
+    "Describe what is shown{where}.",
+    "What does this {image} show?",
+    "What's there{where}?",
+    "What is in it?",
+    "Which shapes are where{where}?",
+    "What does it show?",
 )
 COUNT = (
     "How many {nouns} are there{where}?",
@@ -42,6 +70,20 @@ COUNT = (
     "Count the {nouns}{where}.",
     "Number of {nouns}{where}?",
     "How many {nouns}{where}?",
+    "Count all {nouns}{where}.",
+    "How many {nouns} exist{where}?",
+    "How many {nouns} appear{where}?",
+    "What's the count of {nouns}{where}?",
+    "What is the total number of {nouns}{where}?",
+    "Tell me how many {nouns} there are{where}.",
+    "Tell me the number of {nouns}{where}.",
+    "Please count the {nouns}{where}.",
+    "Can you count the {nouns}{where}?",
+    "How many {nouns} are shown{where}?",
+    "How many {nouns} are visible{where}?",
+    "In total, how many {nouns} are there{where}?",
+    "Do you know how many {nouns} there are{where}?",
+    "How many {nouns} have you found{where}?",
 )
 COLOR = (
     "What color is the {noun}{where}?",
@@ -56,6 +98,18 @@ COLOR = (
     "Name the color of the {noun}{where}.",
     "The {noun} is what color{where}?",
     "Color of the {noun}{where}?",
+    "What color has the {noun}{where}?",
+    "What's the {noun}'s color{where}?",
+    "What is the {noun}'s color{where}?",
+    "In what color is the {noun} drawn{where}?",
+    "Which color was used for the {noun}{where}?",
+    "Can you tell me the color of the {noun}{where}?",
+    "Say the color of the {noun}{where}.",
+    "I want to know the color of the {noun}{where}.",
+    "What colors are the {nouns}{where}?",
+    "What color are the {nouns}{where}?",
+    "The {noun}{where}: what color?",
+    "What color did they paint the {noun}{where}?",
 )
 KIND = (
     "What shape is {color}{where}?",
@@ -70,6 +124,18 @@ KIND = (
     "What is the {color} object{where}?",
     "Name the {color} shape{where}.",
     "Which object is {color}{where}?",
+    "Which shape has the color {color}{where}?",
+    "What is drawn in {color}{where}?",
+    "What thing is {color}{where}?",
+    "Which shapes are {color}{where}?",
+    "What shapes are {color}{where}?",
+    "Which one is {color}{where}?",
+    "Tell me what is {color}{where}.",
+    "What {color} shape is there{where}?",
+    "Which {color} shape do you see{where}?",
+    "What's the {color} thing{where}?",
+    "The {color} shape{where}: what is it?",
+    "Is the {color} shape a circle, a square or something else{where}?",
 )
 CONTENT = (
     "What is {at}{where}?",
@@ -84,6 +150,18 @@ CONTENT = (
     "What object is {at}{where}?",
     "What can be seen {at}{where}?",
     "Which object is {at}{where}?",
+    "What is there {at}{where}?",
+    "What stands {at}{where}?",
+    "What shape do you see {at}{where}?",
+    "What has been drawn {at}{where}?",
+    "Tell me what is {at}{where}.",
+    "Which thing is {at}{where}?",
+    "Name the shape {at}{where}.",
+    "What can you find {at}{where}?",
+    "{at}: what is there{where}?",
+    "What do we have {at}{where}?",
+    "And what is {at}{where}?",
+    "Describe what is {at}{where}.",
 )
 PLACE = (
     "Where is the {noun}{where}?",
@@ -98,6 +176,22 @@ PLACE = (
     "What is the location of the {noun}{where}?",
     "In which place is the {noun}{where}?",
     "Tell me where the {noun} is{where}.",
+    "Where exactly is the {noun}{where}?",
+    "Where did you find the {noun}{where}?",
+    "Where should I look for the {noun}{where}?",
+    "Locate the {noun}{where}.",
+    "Find the {noun}{where}.",
+    "Can you find the {noun}{where}?",
+    "In which part of the {image} is the {noun}?",
+    "In which corner or side is the {noun}{where}?",
+    "Say where the {noun} is{where}.",
+    "Can you tell me where the {noun} is{where}?",
+    "Where does the {noun} sit{where}?",
+    "What place does the {noun} have{where}?",
+    "Where are the {nouns}{where}?",
+    "Position of the {noun}{where}?",
+    "Where in the {image} is the {noun}?",
+    "Where in the {image} do you see the {noun}?",
 )
 SIZE = (
     "What size is the {noun}{where}?",
@@ -108,6 +202,14 @@ SIZE = (
     "What's the size of the {noun}{where}?",
     "Is the {noun} small or large{where}?",
     "Is the {noun} large or small{where}?",
+    "Tell me the size of the {noun}{where}.",
+    "Is the {noun} a big or a small one{where}?",
+    "Is the {noun} big or small{where}?",
+    "Would you call the {noun} small or large{where}?",
+    "What size does the {noun} have{where}?",
+    "Which size is the {noun}{where}?",
+    "Size of the {noun}{where}?",
+    "Is it a small or a large {noun}{where}?",
 )
 EXISTS = (
     "Is there {a_noun}{where}?",
@@ -122,17 +224,41 @@ EXISTS = (
     "Does the {image} contain {a_noun}?",
     "Does the {image} show {a_noun}?",
     "Does this {image} contain {a_noun}?",
+    "Are there {nouns}{where}?",
+    "Does the {image} include {a_noun}?",
+    "Have you seen {a_noun}{where}?",
+    "Can {a_noun} be seen{where}?",
+    "Is {a_noun} present{where}?",
+    "Is {a_noun} in the {image}?",
+    "Is {a_noun} visible{where}?",
+    "Any {nouns}{where}?",
+    "Is there at least one {noun}{where}?",
+    "Did they draw {a_noun}{where}?",
+    "Is there {a_noun} anywhere{where}?",
+    "Could you check whether there is {a_noun}{where}?",
+    "Tell me if there is {a_noun}{where}.",
+    "Do you find {a_noun}{where}?",
 )
 IS_AT = (
     "Is there {a_noun} {at}{where}?",
     "Is the {noun} {at}{where}?",
     "Is {a_noun} {at}{where}?",
     "Do you see {a_noun} {at}{where}?",
+    "Does {a_noun} stand {at}{where}?",
+    "Can you see {a_noun} {at}{where}?",
+    "Is the shape {at} {a_noun}{where}?",
+    "Is the {noun} located {at}{where}?",
+    "Is that {a_noun} {at}{where}?",
 )
 IS_COLOR = (
     "Is the {noun} {color}{where}?",
     "Is the {noun} {color}{where}?",
     "Is the color of the {noun} {color}{where}?",
+    "Is that {noun} {color}{where}?",
+    "Does the {noun} have the color {color}{where}?",
+    "Would you say the {noun} is {color}{where}?",
+    "Is the {noun} painted {color}{where}?",
+    "Is it true that the {noun} is {color}{where}?",
 )
 BACKGROUND = (
     "What color is the background{where}?",
@@ -147,6 +273,15 @@ BACKGROUND = (
     "What color does the background have{where}?",
     "Background color{where}?",
     "What background does the {image} have?",
+    "What color is behind the shapes{where}?",
+    "In front of what color are the shapes{where}?",
+    "What color fills the background{where}?",
+    "Tell me the background color{where}.",
+    "Which background color was used{where}?",
+    "On what color are the shapes drawn{where}?",
+    "What's the color behind everything{where}?",
+    "The background is which color{where}?",
+    "How is the background colored{where}?",
 )
 WHICH_HAS = (
     "Which {image} has {a_noun}?",
@@ -161,11 +296,21 @@ WHICH_HAS = (
     "In which {image} is there {a_noun}?",
     "In which {image} do you see {a_noun}?",
     "Which {image} has {a_noun} in it?",
+    "In which {image} can I find {a_noun}?",
+    "Which {image} includes {a_noun}?",
+    "Where is there {a_noun}: in the first or the second {image}?",
+    "Is {a_noun} in the first or in the second {image}?",
+    "Which of them has {a_noun}?",
+    "Which {image} do you see {a_noun} in?",
+    "Tell me which {image} has {a_noun}.",
 )
 WHICH_HAS_BACKGROUND = (
     "Which {image} has {a_color} background?",
     "Which of the {image}s has {a_color} background?",
     "Which one has {a_color} background?",
+    "Which {image}'s background is {bare_color}?",
+    "In which {image} is the background {bare_color}?",
+    "Which of the two {image}s is {bare_color} in the background?",
 )
 SAME = (
     "Are the {image}s the same?",
@@ -179,6 +324,15 @@ SAME = (
     "Are they the same?",
     "Do the {image}s show the same thing?",
     "Is the first {image} the same as the second {image}?",
+    "Are the two {image}s equal?",
+    "Do both {image}s show the same?",
+    "Is there any difference between the {image}s?|",
+    "Are they identical?",
+    "Is the second {image} the same as the first?",
+    "Do the two {image}s look the same?",
+    "Do the {image}s differ?|",
+    "Are these {image}s different?|",
+    "Is it twice the same {image}?",
 )
 DESCRIBE_ALL = (
     "Describe the {image}s.",
@@ -189,6 +343,19 @@ DESCRIBE_ALL = (
     "What do you see in the {image}s?",
     "What is in each {image}?",
     "Describe each {image}.",
+    "Describe all {image}s.",
+    "What do both {image}s show?",
+    "What do the two {image}s show?",
+    "What is in both {image}s?",
+    "Describe the first and the second {image}.",
+    "Tell me what is in each {image}.",
+    "Caption both {image}s.",
+    "What can you see in these {image}s?",
+    "Give me a description of each {image}.",
+    "Describe the {image}s one by one.",
+    "What do you see in each of them?",
+    "Describe them both.",
+    "List the shapes of both {image}s.",
 )
 
 PRONOUN_COLOR = (
@@ -196,26 +363,190 @@ PRONOUN_COLOR = (
     "And what color is it?",
     "What is its color?",
     "Which color is it?",
+    "What color does it have?",
+    "Its color?",
+    "And its color?",
+    "Tell me its color.",
 )
 PRONOUN_KIND = (
     "What shape is it?",
     "And what shape is it?",
     "What is its shape?",
     "Which shape is it?",
+    "What kind of shape is it?",
+    "Its shape?",
+    "What is it?",
 )
-PRONOUN_PLACE = ("Where is it?", "And where is it?", "Where is it located?", "Where exactly is it?")
-PRONOUN_SIZE = ("What size is it?", "How big is it?", "Is it small or large?", "What is its size?")
+PRONOUN_PLACE = (
+    "Where is it?",
+    "Where can I find it?",
+    "What is its position?",
+    "And where is it?", "Where is it located?", "Where exactly is it?")
+PRONOUN_SIZE = (
+    "What size is it?",
+    "How large is it?",
+    "Is it big or small?",
+    "How big is it?", "Is it small or large?", "What is its size?")
+
+COUNT_COLOR = (
+    "How many are {color}{where}?",
+    "How many of them are {color}{where}?",
+    "How many of the shapes are {color}{where}?",
+    "How many {color} ones are there{where}?",
+    "How many {color} things do you see{where}?",
+    "How many shapes have the color {color}{where}?",
+    "How many {color}{where}?",
+)
+COUNT_SIZE = (
+    "How many {size} {nouns} are there{where}?",
+    "How many {size} {nouns} do you see{where}?",
+    "Count the {size} {nouns}{where}.",
+    "How many {nouns} are {size}{where}?",
+)
+COUNT_DIFFERENT = (
+    "How many different {things} are there{where}?",
+    "How many {things} are there{where}?",
+    "How many different {things} do you see{where}?",
+    "How many {things} do the shapes have{where}?",
+    "What is the number of different {things}{where}?",
+)
+IS_BESIDE = (
+    "Is the {noun} {beside} the {other}{where}?",
+    "Is the {noun} {beside} the {other}{where}?",
+    "Is {a_noun} {beside} the {other}{where}?",
+    "Does the {noun} stand {beside} the {other}{where}?",
+    "Is it true that the {noun} is {beside} the {other}{where}?",
+    "Do you see the {noun} {beside} the {other}{where}?",
+)
+WHAT_IS_BESIDE = (
+    "What is {beside} the {other}{where}?",
+    "What is {beside} the {other}{where}?",
+    "What's {beside} the {other}{where}?",
+    "Which shape is {beside} the {other}{where}?",
+    "Which shapes are {beside} the {other}{where}?",
+    "What do you see {beside} the {other}{where}?",
+    "What stands {beside} the {other}{where}?",
+    "Is there anything {beside} the {other}? What{where}?",
+)
+BESIDE = {
+    "left": ("to the left of", "left of", "on the left of", "on the left side of"),
+    "right": ("to the right of", "right of", "on the right of", "on the right side of"),
+    "above": ("above", "above", "over", "higher than", "on top of"),
+    "below": ("below", "below", "under", "underneath", "beneath", "lower than"),
+}
+ALL_SAME = (
+    "Are all shapes the same {thing}{where}?",
+    "Are all the shapes of the same {thing}{where}?",
+    "Do all shapes have the same {thing}{where}?",
+    "Do the shapes all have one {thing}{where}?",
+    "Are they all the same {thing}{where}?",
+    "Is every shape of the same {thing}{where}?",
+    "all same {thing}{where}?",
+)
+ALL_ARE = (
+    "Are all shapes {color}{where}?",
+    "Are they all {color}{where}?",
+    "Is everything {color}{where}?",
+    "Is every shape {color}{where}?",
+    "Are all of them {color}{where}?",
+)
+COLORS_OF_ALL = (
+    "What colors do the shapes have{where}?",
+    "What colors are the shapes{where}?",
+    "Which colors are there{where}?",
+    "Which colors do you see{where}?",
+    "What colors can you see{where}?",
+    "Which colors were used for the shapes{where}?",
+    "List the colors{where}.",
+    "List the colors of the shapes{where}.",
+    "Name the colors of the shapes{where}.",
+    "What are the colors of the shapes{where}?",
+    "Which colors do they have{where}?",
+    "What color are the shapes{where}?",
+)
+MORE = (
+    "Are there more {nouns} than {others}{where}?",
+    "Do you see more {nouns} than {others}{where}?",
+    "Is the number of {nouns} larger than that of {others}{where}?",
+    "Does the {image} have more {nouns} than {others}?",
+)
+ANYTHING = (
+    "Are there any shapes{where}?",
+    "Is there anything{where}?",
+    "Is there anything in the {image}?",
+    "Do you see any shapes{where}?",
+    "Do you see anything{where}?",
+    "Does the {image} show any shapes?",
+    "Is the {image} empty?|",
+    "Is the {image} blank?|",
+    "Is there nothing in the {image}?|",
+)
+ANYTHING_AT = (
+    "Is there anything {at}{where}?",
+    "Is anything {at}{where}?",
+    "Is there a shape {at}{where}?",
+    "Do you see anything {at}{where}?",
+    "Is something {at}{where}?",
+    "Is there nothing {at}{where}?|",
+    "Is it empty {at}{where}?|",
+)
+OF_SIZE = (
+    "Which shape is {size}{where}?",
+    "Which shapes are {size}{where}?",
+    "What is {size}{where}?",
+    "What is the {size} shape{where}?",
+    "Name the {size} shapes{where}.",
+    "Which one is {size}{where}?",
+    "Which of the shapes are {size}{where}?",
+)
+COLOR_AT = (
+    "What color is the shape {at}{where}?",
+    "What is the color of the shape {at}{where}?",
+    "Which color does the shape {at} have{where}?",
+    "What color is the thing {at}{where}?",
+    "What color is it {at}{where}?",
+)
+IN_BAND = (
+    "What is in the {band}{where}?",
+    "Which shapes are in the {band}{where}?",
+    "What do you see in the {band}{where}?",
+    "What shapes are in the {band}{where}?",
+    "List the shapes in the {band}{where}.",
+)
+COUNT_IN_BAND = (
+    "How many shapes are in the {band}{where}?",
+    "How many shapes do you see in the {band}{where}?",
+    "Count the shapes in the {band}{where}.",
+)
+IS_KIND = (
+    "Is the {color} shape {a_kind}{where}?",
+    "Is the {color} one {a_kind}{where}?",
+    "Is the {color} thing {a_kind}{where}?",
+    "Is {a_kind} what is {color}{where}?",
+)
+IS_SIZE = (
+    "Is the {noun} {size}{where}?",
+    "Is that {noun} {size}{where}?",
+    "Is it a {size} {noun}{where}?",
+    "Would you say the {noun} is {size}{where}?",
+)
+IS_BACKGROUND = (
+    "Is the background {color}{where}?",
+    "Is {color} the color of the background{where}?",
+    "Does the {image} have {a_color} background?",
+    "Is it on {a_color} background{where}?",
+)
 
 PLACE_SYNONYMS = {
-    "top left": ("top left", "top left", "top left", "upper left", "top-left", "top left corner", "upper left corner"),
+    "top left": ("top left", "top left", "top left", "upper left", "top-left", "top left corner", "upper left corner", "left top corner", "top-left corner"),
     "top center": ("top center", "top center", "top center", "top middle", "upper center", "top-center"),
-    "top right": ("top right", "top right", "top right", "upper right", "top-right", "top right corner", "upper right corner"),
-    "middle left": ("middle left", "middle left", "left", "center left", "left center", "middle-left"),
-    "center": ("center", "center", "center", "middle", "center", "very center"),
-    "middle right": ("middle right", "middle right", "right", "center right", "right center", "middle-right"),
-    "bottom left": ("bottom left", "bottom left", "bottom left", "lower left", "bottom-left", "bottom left corner", "lower left corner"),
+    "top right": ("top right", "top right", "top right", "upper right", "top-right", "top right corner", "upper right corner", "top-right corner"),
+    "middle left": ("middle left", "middle left", "left", "center left", "left center", "middle-left", "left side", "left edge"),
+    "center": ("center", "center", "center", "middle", "center", "very center", "middle of the image", "middle of the picture"),
+    "middle right": ("middle right", "middle right", "right", "center right", "right center", "middle-right", "right side", "right edge"),
+    "bottom left": ("bottom left", "bottom left", "bottom left", "lower left", "bottom-left", "bottom left corner", "lower left corner", "bottom-left corner"),
     "bottom center": ("bottom center", "bottom center", "bottom center", "bottom middle", "lower center", "bottom-center"),
-    "bottom right": ("bottom right", "bottom right", "bottom right", "lower right", "bottom-right", "bottom right corner", "lower right corner"),
+    "bottom right": ("bottom right", "bottom right", "bottom right", "lower right", "bottom-right", "bottom right corner", "lower right corner", "bottom-right corner"),
 }  # fmt: skip
 PREPOSITIONS = ("at", "at", "at", "in", "in", "on", "to")
 
@@ -229,23 +560,23 @@ SYSTEM_PROMPTS = (
     "The assistant gives helpful, detailed, and polite answers to the human's questions.",
     "You answer questions about images. Be concise.",
     "Be brief.",
+    "You are a friendly chatbot.",
+    "You are a helpful, honest assistant that can see images.",
+    "Answer in English.",
+    "You are an expert in image analysis. Reply in JSON if asked to.",
+    "Use the tools if you need them.",
 )
 PREFIXES = (
-    "Hi! ",
-    "Hello, ",
-    "Please answer: ",
-    "Look at the image. ",
-    "Now, ",
-    "And ",
-    "Okay, ",
-    "Tell me, ",
-)
+    "Hi! ", "Hello, ", "Hey, ", "Hi there, ", "Good morning! ", "Please answer: ", "Please tell me: ", "Look at the image. ",
+    "Look closely. ", "Now, ", "And ", "Okay, ", "Ok: ", "So, ", "Tell me, ", "Quick question: ", "Question: ", "One more thing: ",
+    "Can you tell me: ", "I'd like to know: ", "Look at this picture. ", "Here is an image. ", "Here's a picture: ", "Sorry, ",
+)  # fmt: skip
 SUFFIXES = (
-    " Answer briefly.",
-    " Answer in one word.",
-    " Answer with one word.",
-    " Please answer.",
-    " Thanks!",
-    " Answer yes or no.",
+    " Answer briefly.", " Answer in one word.", " Answer with one word.", " Please answer.", " Thanks!", " Thank you!", " please", " pls",
+    " Be precise.", " Answer yes or no.", " I can't tell.", " Just the answer.", " Keep it short.", " Do you know?",
     "\nAnswer the question using a single word or phrase.",
-)
+)  # fmt: skip
+SHAPE_SYNONYMS = ("object", "thing", "figure", "item", "form", "symbol")
+KIND_SYNONYMS = {
+    "circle": ("disc", "dot", "disk", "ball"), "square": ("box",), "cross": ("plus", "plus sign"), "ring": ("donut",),
+}  # fmt: skip

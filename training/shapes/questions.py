@@ -11,6 +11,7 @@ from training.shapes.world import (
     COLORS,
     KINDS,
     PLACES,
+    SIZES,
     Scene,
     Selector,
     Shape,
@@ -19,12 +20,17 @@ from training.shapes.world import (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question as a user types it, the one right answer, and what a pronoun after it would mean."""
+    """A question as a user types it, the one right answer, and what a pronoun after it would mean.
+
+    `pieces` are the parts of an answer that is not learned alike everywhere, each with its weight.
+    """
 
     topic: str
     text: str
     answer: str
     subject: Shape | None = None
+    pieces: tuple[tuple[str, float], ...] = ()
+    role: str = "USER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,8 @@ class Asker:
         if self.named:
             templates = tuple(each for each in templates if "{where}" in each or "{image}" in each)
         template = templates[0] if self.plain else self.rng.choice(templates)
+        if template.endswith("|"):  # it asks for the opposite
+            template, answer = template[:-1], answers.yes_no(answer == "no")
         noun = "image" if self.plain else self.rng.choice(phrasings.IMAGE_WORDS)
         named = f"{ORDINALS[self.index]} {noun}" if self.named else noun
         where = (
@@ -79,6 +87,29 @@ class Asker:
             color = self.rng.choice(COLORS)
         return Selector(kind if like != "color" else None, color if like != "kind" else None)
 
+    def pick_place(self, share: float) -> str:
+        """A place; in this share of cases one where a shape stands, if there is any."""
+        if self.scene.shapes and self.rng.random() < share:
+            return self.rng.choice(self.scene.shapes).place
+        return self.rng.choice(PLACES)
+
+    def pick_two(self) -> tuple[Selector, Selector]:
+        """What a question compares: mostly two shapes that are there once each."""
+        shapes = list(self.scene.shapes)
+        self.rng.shuffle(shapes)
+        picked = [self._single_out(shape) for shape in shapes[:2]]
+        while len(picked) < 2 or self.rng.random() < 0.05:
+            picked.insert(0, Selector(self.rng.choice(KINDS)))
+            self.rng.shuffle(picked)
+        return picked[0], picked[1]
+
+    def _single_out(self, shape: Shape) -> Selector:
+        """Words that mean this shape alone, where there are such."""
+        ways = [Selector(shape.kind), Selector(shape.kind, shape.color), Selector(None, shape.color)]
+        self.rng.shuffle(ways)
+        single = [way for way in ways if len(way.pick(self.scene)) == 1]
+        return (single or [Selector(shape.kind, shape.color)])[0]
+
     def only(self, selector: Selector) -> Shape | None:
         """The shape that is meant, where it is the only one."""
         picked = selector.pick(self.scene)
@@ -103,7 +134,7 @@ def _count(asker: Asker) -> Question:
 def _color(asker: Asker) -> Question:
     selector = asker.pick_selector("kind")
     answer = answers.color_of(asker.scene, selector)
-    return asker.put("color", phrasings.COLOR, answer, asker.only(selector), noun=selector.noun)
+    return asker.put("color", phrasings.COLOR, answer, asker.only(selector), **_words(selector))
 
 
 def _kind(asker: Asker) -> Question:
@@ -117,13 +148,13 @@ def _kind(asker: Asker) -> Question:
 def _place(asker: Asker) -> Question:
     selector = asker.pick_selector("kind", "kind", "both", "color")
     answer = answers.place_of(asker.scene, selector)
-    return asker.put("place", phrasings.PLACE, answer, asker.only(selector), noun=selector.noun)
+    return asker.put("place", phrasings.PLACE, answer, asker.only(selector), **_words(selector))
 
 
 def _size(asker: Asker) -> Question:
     selector = asker.pick_selector("kind", "kind", "both", "color")
     answer = answers.size_of(asker.scene, selector)
-    return asker.put("size", phrasings.SIZE, answer, asker.only(selector), noun=selector.noun)
+    return asker.put("size", phrasings.SIZE, answer, asker.only(selector), **_words(selector))
 
 
 def _content(asker: Asker) -> Question:
@@ -175,6 +206,145 @@ def _background(asker: Asker) -> Question:
     return asker.put("background", phrasings.BACKGROUND, answers.background(asker.scene))
 
 
+def _count_special(asker: Asker) -> Question:
+    """Counts of all shapes of a color, of a size, of what is different, in a row or a column."""
+    rng, shapes = asker.rng, asker.scene.shapes
+    match rng.choice(("color", "size", "different", "band")):
+        case "color":
+            color = asker.pick_selector("color").color or ""
+            answer = answers.count(asker.scene, Selector(None, color))
+            return asker.put("count special", phrasings.COUNT_COLOR, answer, color=color)
+        case "size":
+            size = rng.choice(SIZES)
+            selector = Selector() if rng.random() < 0.7 else asker.pick_selector("kind")
+            picked = [shape for shape in selector.pick(asker.scene) if shape.size == size]
+            slots = {"size": _size_word(size, rng), "nouns": selector.nouns}
+            return asker.put("count special", phrasings.COUNT_SIZE, str(len(picked)), **slots)
+        case "different":
+            what = rng.choice(("color", "kind"))
+            things = "colors" if what == "color" else rng.choice(("kinds of shapes", "kinds"))
+            answer = str(len({getattr(shape, what) for shape in shapes}))
+            return asker.put("count special", phrasings.COUNT_DIFFERENT, answer, things=things)
+        case _:
+            band, picked = _pick_band(asker)
+            return asker.put(
+                "count special", phrasings.COUNT_IN_BAND, str(len(picked)), band=band
+            )
+
+
+def _in_band(asker: Asker) -> Question:
+    band, picked = _pick_band(asker)
+    return asker.put("in band", phrasings.IN_BAND, answers.list_shapes(picked), band=band)
+
+
+def _pick_band(asker: Asker) -> tuple[str, list[Shape]]:
+    """A row or a column, and the shapes in it."""
+    rng = asker.rng
+    is_row, index = rng.random() < 0.6, rng.randrange(3)
+    names = ("top", "middle", "bottom") if is_row else ("left", "middle", "right")
+    picked = [s for s in asker.scene.shapes if answers.cell(s.place)[0 if is_row else 1] == index]
+    return f"{names[index]} {'row' if is_row else 'column'}", picked
+
+
+def _is_beside(asker: Asker) -> Question:
+    first, second = asker.pick_two()
+    side = asker.rng.choice(tuple(phrasings.BESIDE))
+    answer = answers.is_beside(asker.scene, first, second, side)
+    return asker.put(
+        "is beside",
+        phrasings.IS_BESIDE,
+        answer,
+        other=second.noun,
+        beside=asker.rng.choice(phrasings.BESIDE[side]),
+        **_words(first),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _what_is_beside(asker: Asker) -> Question:
+    _, other = asker.pick_two()
+    side = asker.rng.choice(tuple(phrasings.BESIDE))
+    beside = asker.rng.choice(phrasings.BESIDE[side])
+    answer = answers.what_is_beside(asker.scene, other, side)
+    return asker.put(
+        "what is beside", phrasings.WHAT_IS_BESIDE, answer, other=other.noun, beside=beside
+    )
+
+
+def _all_same(asker: Asker) -> Question:
+    rng, shapes = asker.rng, asker.scene.shapes
+    if rng.random() < 0.35:
+        color = shapes[0].color if shapes and rng.random() < 0.6 else rng.choice(COLORS)
+        answer = answers.yes_no(bool(shapes) and all(shape.color == color for shape in shapes))
+        return asker.put("all same", phrasings.ALL_ARE, answer, color=color)
+    what = rng.choice(("color", "color", "kind", "size"))
+    answer = answers.yes_no(len({getattr(shape, what) for shape in shapes}) <= 1)
+    return asker.put("all same", phrasings.ALL_SAME, answer, thing=what)
+
+
+def _colors(asker: Asker) -> Question:
+    return asker.put(
+        "colors", phrasings.COLORS_OF_ALL, answers.color_of(asker.scene, Selector())
+    )
+
+
+def _more(asker: Asker) -> Question:
+    like = asker.rng.choice(("kind", "color"))
+    first, second = asker.pick_selector(like), asker.pick_selector(like)
+    numbers = [len(each.pick(asker.scene)) for each in (first, second)]
+    answer = answers.yes_no(numbers[0] > numbers[1])
+    return asker.put("more", phrasings.MORE, answer, nouns=first.nouns, others=second.nouns)
+
+
+def _anything(asker: Asker) -> Question:
+    if asker.rng.random() < 0.3:
+        answer = answers.yes_no(bool(asker.scene.shapes))
+        return asker.put("anything", phrasings.ANYTHING, answer)
+    place = asker.pick_place(0.5)
+    answer = answers.yes_no(asker.scene.at(place) is not None)
+    return asker.put("anything", phrasings.ANYTHING_AT, answer, at=_at(place, asker.rng))
+
+
+def _of_size(asker: Asker) -> Question:
+    size = asker.rng.choice(SIZES)
+    picked = [shape for shape in asker.scene.shapes if shape.size == size]
+    words = _size_word(size, asker.rng)
+    return asker.put("of size", phrasings.OF_SIZE, answers.list_shapes(picked), size=words)
+
+
+def _color_at(asker: Asker) -> Question:
+    place = asker.pick_place(0.8)
+    shape = asker.scene.at(place)
+    at = _at(place, asker.rng)
+    return asker.put("color at", phrasings.COLOR_AT, shape.color if shape else "nothing", at=at)
+
+
+def _is_so(asker: Asker) -> Question:
+    """Whether what is red is a star, whether a star is small, whether the background is white."""
+    rng = asker.rng
+    match rng.choice(("kind", "size", "background")):
+        case "kind":
+            selector = asker.pick_selector("color")
+            picked = selector.pick(asker.scene)
+            kind = picked[0].kind if picked and rng.random() < 0.5 else rng.choice(KINDS)
+            answer = answers.is_kind(asker.scene, selector, kind)
+            slots = {"color": str(selector.color), "a_kind": f"{answers.article(kind)} {kind}"}
+            return asker.put("is so", phrasings.IS_KIND, answer, **slots)  # pyright: ignore[reportArgumentType]
+        case "size":
+            selector, size = asker.pick_selector("kind", "both"), rng.choice(SIZES)
+            answer = answers.is_size(asker.scene, selector, size)
+            words = _size_word(size, rng)
+            return asker.put("is so", phrasings.IS_SIZE, answer, noun=selector.noun, size=words)
+        case _:
+            color = rng.choice((asker.scene.background, rng.choice(BACKGROUNDS)))
+            answer = answers.yes_no(color == asker.scene.background)
+            slots = {"color": color, "a_color": f"{answers.article(color)} {color}"}
+            return asker.put("is so", phrasings.IS_BACKGROUND, answer, **slots)  # pyright: ignore[reportArgumentType]
+
+
+def _size_word(size: str, rng: Random) -> str:
+    return rng.choice(("large", "big", "large")) if size == "large" else rng.choice(("small", "small", "little"))
+
+
 SINGLE_TOPICS: dict[str, Callable[[Asker], Question]] = {
     "describe": _describe,
     "count": _count,
@@ -187,6 +357,17 @@ SINGLE_TOPICS: dict[str, Callable[[Asker], Question]] = {
     "is at": _is_at,
     "is color": _is_color,
     "background": _background,
+    "count special": _count_special,
+    "in band": _in_band,
+    "is beside": _is_beside,
+    "what is beside": _what_is_beside,
+    "all same": _all_same,
+    "colors": _colors,
+    "more": _more,
+    "anything": _anything,
+    "of size": _of_size,
+    "color at": _color_at,
+    "is so": _is_so,
 }
 PAIR_TOPICS = ("which has", "which has background", "same", "describe all")
 
@@ -206,7 +387,8 @@ def ask_about_pair(
             color = rng.choice((first.background, second.background, rng.choice(BACKGROUNDS)))
             answer = answers.which_has_background(first, second, color)
             a_color = f"{answers.article(color)} {color}"
-            return asker.put(topic, phrasings.WHICH_HAS_BACKGROUND, answer, a_color=a_color)
+            slots = {"a_color": a_color, "bare_color": color}
+            return asker.put(topic, phrasings.WHICH_HAS_BACKGROUND, answer, **slots)  # pyright: ignore[reportArgumentType]
         case "same":
             return asker.put(topic, phrasings.SAME, answers.are_same(first, second))
         case "describe all":
@@ -237,17 +419,37 @@ def vary(text: str, rng: Random) -> str:
         text = text.replace("center", "centre")
     if "gray" in text and rng.random() < 0.3:
         text = text.replace("gray", "grey")
-    if rng.random() < 0.05 and text[0].isupper():
+    if "shape" in text and rng.random() < 0.12:
+        text = text.replace("shape", rng.choice(phrasings.SHAPE_SYNONYMS))
+    if rng.random() < 0.04:
+        kind = rng.choice(tuple(phrasings.KIND_SYNONYMS))
+        text = text.replace(kind, rng.choice(phrasings.KIND_SYNONYMS[kind]))
+    if rng.random() < 0.12:
         text = rng.choice(phrasings.PREFIXES) + text[0].lower() + text[1:]
     if rng.random() < 0.2:
         text = text.rstrip("?.")
+    if rng.random() < 0.05:
+        text = text.rstrip("?.") + rng.choice(("??", "?!", "!", " ?", "...", "."))
     if rng.random() < 0.2:
         text = text[0].lower() + text[1:]
-    if rng.random() < 0.02:
-        text = text.upper()
-    if rng.random() < 0.05:
+    if rng.random() < 0.08:
         text += rng.choice(phrasings.SUFFIXES)
+    if rng.random() < 0.05:
+        text = misspell(text, rng)
+    if rng.random() < 0.06:
+        text = rng.choice((text.upper(), text.lower(), text.title()))
     return text
+
+
+def misspell(text: str, rng: Random) -> str:
+    """One slip: a letter left out, typed twice, or exchanged with the next one."""
+    letters = [index for index in range(1, len(text) - 1) if text[index].isalpha()]
+    if not letters:
+        return text
+    index = rng.choice(letters)
+    slip = rng.choice(("", 2 * text[index], text[index + 1] + text[index]))
+    skipped = 2 if len(slip) == 2 and slip[0] != slip[1] else 1
+    return text[:index] + slip + text[index + skipped :]
 
 
 def _at(place: str, rng: Random) -> str:

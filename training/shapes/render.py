@@ -6,6 +6,7 @@ which somebody else's program drew from the same words.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from random import Random
@@ -17,6 +18,7 @@ from training.shapes.world import PLACES, Scene, Shape
 
 Rgb = tuple[int, int, int]
 Point = tuple[float, float]
+NO_SHIFTS: Mapping[str, Point] = {}
 
 SHADES: dict[str, tuple[Rgb, ...]] = {
     "red": ((255, 0, 0), (255, 0, 0), (220, 20, 60), (220, 38, 38), (239, 68, 68), (244, 67, 54), (200, 30, 30), (178, 34, 34)),
@@ -104,8 +106,18 @@ def sample_style(rng: Random) -> Style:
     )
 
 
-def render(scene: Scene, rng: Random, style: Style = PLAIN) -> Image.Image:
-    """An RGB image of the scene, `style.width` by `style.height` pixels."""
+def render(
+    scene: Scene,
+    rng: Random,
+    style: Style = PLAIN,
+    shifts: Mapping[str, Point] = NO_SHIFTS,
+    seed: float | None = None,
+) -> Image.Image:
+    """An RGB image of the scene, `style.width` by `style.height` pixels.
+
+    `shifts` says how many places the shape of a place is off, to the right and down. With a `seed`, a shape
+    of a kind and color looks the same in every frame of a clip.
+    """
     scale = style.supersampling
     shorter = min(style.width, style.height) * scale
     line = max(1, round(style.frame * shorter)) if style.frame else 0
@@ -122,14 +134,16 @@ def render(scene: Scene, rng: Random, style: Style = PLAIN) -> Image.Image:
         )
         diameter = max(min(diameter, _room(style)) * min(size), SMALLEST * scale)
         radius = 0.5 * diameter
-        center = _center(shape.place, size, radius, style, drift, rng)
-        fill = _shade(shape.color, style, rng)
+        shift = shifts.get(shape.place, (0.0, 0.0))
+        center = _center(shape.place, shift, size, radius, style, drift, rng)
+        own = rng if seed is None else Random(f"{seed}/{shape.kind}/{shape.color}")
+        fill = _shade(shape.color, style, own)
         if style.shadow:
-            state = rng.getstate()
+            state = own.getstate()
             below = center[0] + 0.1 * radius, center[1] + 0.16 * radius
-            _draw(pen, shape, below, radius, _darker(background, style.shadow), style, rng)
-            rng.setstate(state)
-        _draw(pen, shape, center, radius, fill, style, rng)
+            _draw(pen, shape, below, radius, _darker(background, style.shadow), style, own)
+            own.setstate(state)
+        _draw(pen, shape, center, radius, fill, style, own)
     if style.background_gradient or style.shape_gradient:
         image = _light(image, background, style, rng)
     if line:
@@ -159,12 +173,19 @@ def _shade(color: str, style: Style, rng: Random) -> Rgb:
 
 
 def _center(
-    place: str, size: tuple[int, int], radius: float, style: Style, drift: list[float], rng: Random
+    place: str,
+    shift: Point,
+    size: tuple[int, int],
+    radius: float,
+    style: Style,
+    drift: list[float],
+    rng: Random,
 ) -> Point:
     """Where a shape's center goes, in pixels, so that the shape stays inside the image."""
     row, column = divmod(PLACES.index(place), 3)
     center = []
-    for step, side, offset in zip((column, row), size, drift, strict=True):
+    steps = column + shift[0], row + shift[1]
+    for step, side, offset in zip(steps, size, drift, strict=True):
         share = style.margin + step * (0.5 - style.margin) + offset
         share += rng.uniform(-style.place_jitter, style.place_jitter)
         center.append(min(side - radius - 1, max(radius + 1, share * side)))

@@ -40,7 +40,7 @@ class SceneTargets:
         Shapes: uint8 (N, size, size, 3) and uint8 (N, CODE_LENGTH).
         """
         codes = codes.long()
-        place = place_of_patches(patches_per_side).expand(len(codes), -1)
+        place = place_of_patches(patches_per_side).to(codes.device).expand(len(codes), -1)
         kind, color, size = codes[:, 1:].view(-1, len(PLACES), 3).unbind(-1)
         background = codes[:, :1].expand_as(place)
         count = (kind > 0).sum(1, keepdim=True).expand_as(place)

@@ -18,7 +18,7 @@ from training.shapes.conversations import (
     sample_conversation,
     sample_system,
 )
-from training.shapes.questions import Asker, ask_about_pair
+from training.shapes.questions import Asker, Question, ask_about_pair
 from training.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID
 from training.shapes.world import Scene
 
@@ -43,6 +43,16 @@ class Sequence:
     answers: tuple[tuple[str, int, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedTurn:
+    """Token ids of a prompt and of its answer, and the weights of the answer's tokens."""
+
+    topic: str
+    prompt: list[int]
+    answer: list[int]
+    weights: list[float]
+
+
 class Encoder:
     """Text to token ids, piece by piece; the same ids as the chat template as a whole gives."""
 
@@ -52,9 +62,9 @@ class Encoder:
             lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
         )
 
-    def opening(self, system: str | None) -> list[int]:
-        """The beginning of every conversation."""
-        return [BOS_ID, *self.encode(f"{system} " if system else "")]
+    def opening(self, system: str | None, tools: str = "") -> list[int]:
+        """The beginning of every conversation; `tools` is the list of functions."""
+        return [BOS_ID, *self.encode(tools), *self.encode(f"{system} " if system else "")]
 
     def images(self, num_images: int) -> list[int]:
         """A user's turn up to and including its images."""
@@ -69,14 +79,32 @@ class Encoder:
         """What the model should say."""
         return [*self.encode(text), EOS_ID]
 
-    def turns(
-        self, conversation: Conversation, skip_images: bool
-    ) -> Iterator[tuple[str, list[int], list[int]]]:
-        """Topic and token ids of prompt and answer of each turn; `skip_images` leaves out the first images."""
+    def weighted_answer(self, question: Question) -> tuple[list[int], list[float]]:
+        """What the model should say, and how much each token counts: those of an answer as much as its root."""
+        pieces = question.pieces or ((question.answer, 1.0),)
+        ids: list[int] = []
+        weights: list[float] = []
+        for text, weight in pieces:
+            encoded = self.encode(text)
+            ids += encoded
+            weights += len(encoded) * [weight]
+        ids.append(EOS_ID)
+        weights.append(1.0)
+        share = sum(weights) ** -0.5
+        return ids, [share * weight for weight in weights]
+
+    def turns(self, conversation: Conversation, skip_images: bool) -> Iterator[EncodedTurn]:
+        """Every turn; `skip_images` leaves out the first images."""
         for index, turn in enumerate(conversation.turns):
-            start = [] if skip_images and index == 0 else self.images(turn.num_images)
             question = turn.question
-            yield question.topic, start + self.question(question.text), self.answer(question.answer)
+            if skip_images and index == 0:
+                start = []
+            elif question.role == "USER":
+                start = self.images(turn.num_images)
+            else:
+                start = list(self.encode(f"{question.role}: "))
+            prompt = start + self.question(question.text)
+            yield EncodedTurn(question.topic, prompt, *self.weighted_answer(question))
 
 
 class Packer:
@@ -91,24 +119,28 @@ class Packer:
         self.weights: list[float] = []
         self.answers: list[tuple[str, int, int]] = []
 
-    def add(self, token_ids: list[int], branch: int, position: int, weight: float = 0.0) -> None:
+    def add(
+        self, token_ids: list[int], branch: int, position: int, weights: list[float] | None = None
+    ) -> None:
         """Add tokens of a branch, the first of them at a position."""
         self.token_ids += token_ids
         self.positions += range(position, position + len(token_ids))
         self.branches += [branch] * len(token_ids)
-        self.weights += [weight] * len(token_ids)
+        self.weights += [0.0] * len(token_ids) if weights is None else weights
 
     def add_branch(
         self, conversation: Conversation, branch: int, position: int, skip_images: bool
     ) -> int:
         """Add as many turns as fit; return how many."""
         num_added = 0
-        for topic, prompt, answer in self.encoder.turns(conversation, skip_images):
+        for turn in self.encoder.turns(conversation, skip_images):
+            prompt, answer = turn.prompt, turn.answer
             if len(self.token_ids) + len(prompt) + len(answer) > self.length:
                 break
             self.add(prompt, branch, position)
-            self.add(answer, branch, position + len(prompt), len(answer) ** -0.5)
-            self.answers.append((topic, len(self.token_ids) - len(answer), len(self.token_ids)))
+            self.add(answer, branch, position + len(prompt), turn.weights)
+            end = len(self.token_ids)
+            self.answers.append((turn.topic, end - len(answer), end))
             position += len(prompt) + len(answer)
             num_added += 1
         return num_added

@@ -1,0 +1,349 @@
+"""Stage 3: a checkpoint learns more, with its eye, in minutes on one GPU: `lessons` drawn by all processors meanwhile.
+
+python -m training.shapes.finetune --device cuda --workers 15 --seconds 340 --out .cache/shapes/finetuned
+python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoint
+"""
+
+import argparse
+import math
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from training import PACKAGES
+from training.shapes.architecture import IMAGE_SIZE, NUM_IMAGE_TOKENS, normalize, project
+from training.shapes.code_book import CodeBook
+from training.shapes.export import load_tokenizer
+from training.shapes.gallery import CODE_LENGTH
+from training.shapes.gallery import mirror_codes as mirror
+from training.shapes.growth import grow_model, grow_tokenizer
+from training.shapes.lessons import LENGTH, NUM_SEQUENCES, NUM_SLOTS, teach
+from training.shapes.llava import LlavaForConditionalGeneration
+from training.shapes.scene_targets import SceneTargets
+from training.shapes.sequences import Encoder
+from training.shapes.tokenizer import IMAGE_ID
+
+EYE_WEIGHT = 0.05  # in the loss: what the eye says in the code book stays right
+EYE_RATE = 0.5  # of the learning rate
+WARMUP_STEPS = 150
+AVERAGE_DECAY = 0.998
+SAVE_EVERY_S = 55.0
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a step learns from. `images` of slots `new` come into the album first; then `shown` are looked at.
+
+    Shapes: `token_ids`, `positions`, `branches` (B, T); `where` (N,), places in (B, T - 1) that count, with
+    `weights` (N,); `shown` (I,); `known` (K,), those of which `codes` (K, CODE_LENGTH) are known.
+    """
+
+    images: Tensor
+    new: Tensor
+    shown: Tensor
+    known: Tensor
+    codes: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    branches: Tensor
+    where: Tensor
+    weights: Tensor
+    answers: list[Any]
+
+    def to(self, device: torch.device) -> "Batch":
+        names = [name for name in Batch.__slots__ if name != "answers"]
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return Batch(answers=self.answers, **moved)
+
+
+class Reader(threading.Thread):
+    """Makes batches of the messages of the processes that `teach`."""
+
+    def __init__(
+        self, messages: Any, is_hungry: Any, per_batch: int, num_slots: int, pin: bool
+    ) -> None:
+        super().__init__(daemon=True)
+        self.messages, self.is_hungry, self.per_batch, self.pin = messages, is_hungry, per_batch, pin
+        self.codes = np.zeros((num_slots, CODE_LENGTH), dtype=np.uint8)
+        self.known = np.zeros(num_slots, dtype=bool)
+        self.ready: queue.Queue[Batch] = queue.Queue(8)
+
+    def run(self) -> None:
+        while True:
+            self.is_hungry.value = self.ready.qsize() < 4
+            self.ready.put(self._make())
+
+    def _make(self) -> Batch:
+        messages = [self.messages.get() for _ in range(self.per_batch)]
+        parts: dict[str, list[np.ndarray]] = {"codes": [], "known": []}
+        for message in messages:
+            if "slots" in message:
+                self.codes[message["slots"]] = message["codes"]
+                self.known[message["slots"]] = message["known"]
+            slots, is_mirrored = np.divmod(message["shown"], 2)
+            codes = self.codes[slots]
+            parts["codes"].append(np.where(is_mirrored[:, None] > 0, mirror(codes), codes))
+            parts["known"].append(self.known[slots])
+        drawn = [message for message in messages if "slots" in message]
+        images = [message["images"] for message in drawn] or [np.zeros((0, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)]  # fmt: skip
+        new = [message["slots"] for message in drawn] or [np.zeros(0, np.int64)]
+        joined = {
+            name: np.concatenate([message[name] for message in messages])
+            for name in ("shown", "token_ids", "positions", "branches", "weights")
+        }
+        weights = joined.pop("weights")[:, 1:].astype(np.float32).ravel()
+        where = np.flatnonzero(weights)
+        known = np.flatnonzero(np.concatenate(parts["known"]))
+        made = {
+            "images": np.concatenate(images),
+            "new": np.concatenate(new).astype(np.int64),
+            "shown": joined.pop("shown"),
+            "known": known,
+            "codes": np.concatenate(parts["codes"])[known],
+            "where": where,
+            "weights": weights[where],
+            **{name: array.astype(np.int64) for name, array in joined.items()},
+        }
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in made.items()}
+        if self.pin:
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return Batch(answers=[each for message in messages for each in message["answers"]], **tensors)
+
+
+class Learner(nn.Module):
+    """The model with the album of pictures that it is shown."""
+
+    def __init__(self, model: LlavaForConditionalGeneration, num_slots: int, device: torch.device) -> None:
+        super().__init__()
+        self.model = model.to(device)  # pyright: ignore[reportArgumentType]
+        self.album = torch.zeros((num_slots, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=torch.uint8, device=device)
+        book = CodeBook.of_width(model.lm_head.in_features)
+        self.book = CodeBook(
+            {name: each.to(device) for name, each in book.vectors.items()},
+            *(each.to(device) for each in (book.patch, book.word, book.second, book.differs, book.spare)),
+        )
+
+    def forward(self, batch: Batch, is_learning: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of the answers, that of the eye, and logits of the places that count."""
+        self.album[batch.new] = batch.images
+        slots, is_mirrored = batch.shown // 2, (batch.shown % 2 == 1)[:, None, None, None]
+        images = self.album[slots]
+        images = torch.where(is_mirrored, images.flip(2), images)
+        inner: Any = self.model.model
+        decoder = inner.language_model
+        seen = project(inner.vision_tower, inner.multi_modal_projector, normalize(_disturb(images) if is_learning else images))  # fmt: skip
+        embeddings = decoder.embed_tokens(batch.token_ids)
+        is_image = (batch.token_ids == IMAGE_ID).unsqueeze(-1).expand_as(embeddings)
+        embeddings = embeddings.masked_scatter(is_image, seen.to(embeddings.dtype))
+        hidden = decoder(
+            inputs_embeds=embeddings,
+            position_ids=batch.positions,
+            attention_mask=who_sees_whom(batch.branches),
+            use_cache=False,
+        ).last_hidden_state
+        logits = self.model.lm_head(hidden[:, :-1].flatten(0, 1)[batch.where])
+        targets = batch.token_ids[:, 1:].flatten()[batch.where]
+        with torch.autocast(images.device.type, enabled=False):
+            losses = F.cross_entropy(logits.float(), targets, reduction="none")
+            answer_loss = (losses * batch.weights).sum() / batch.weights.sum()
+            side = round(NUM_IMAGE_TOKENS**0.5)
+            scenes = SceneTargets.of(images[batch.known], batch.codes, side)
+            eye_loss = self.book.loss(seen[batch.known].float(), scenes)
+        return answer_loss, eye_loss, logits
+
+    @torch.no_grad()
+    def exactness(self, batch: Batch) -> tuple[Counter[str], Counter[str]]:
+        """How many answers of each topic there are, and how many greedy decoding would say exactly."""
+        logits = self(batch, is_learning=False)[2]
+        hits = np.ones(batch.token_ids.shape[0] * (LENGTH - 1), dtype=bool)
+        targets = batch.token_ids[:, 1:].flatten()[batch.where]
+        hits[batch.where.cpu().numpy()] = (logits.argmax(-1) == targets).cpu().numpy()
+        asked, right = Counter[str](), Counter[str]()
+        for row, answers in zip(hits.reshape(-1, LENGTH - 1), batch.answers, strict=True):
+            for topic, start, end in answers:
+                asked[topic] += 1
+                right[topic] += bool(row[start - 1 : end - 1].all())
+        return asked, right
+
+
+def _disturb(images: Tensor) -> Tensor:
+    """A little brighter or darker, with a little noise. Shapes: uint8 (N, size, size, 3) in, float out."""
+    gain = 1 + 0.06 * (torch.rand(len(images), 1, 1, 3, device=images.device) - 0.5)
+    strength = 3 * torch.rand(len(images), 1, 1, 1, device=images.device).square()
+    noise = torch.randn(images.shape, device=images.device)
+    return (images * gain + strength * noise).clamp(0, 255)
+
+
+def who_sees_whom(branches: Tensor) -> Tensor:
+    """What came before in one's own branch or in the shared beginning. Shapes: (B, T) in, bool (B, 1, T, T) out."""
+    length = branches.shape[1]
+    seen = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
+    return (seen & torch.ones(length, length, dtype=torch.bool, device=branches.device).tril())[:, None]
+
+
+class Course:
+    """AdamW with warm-up and half a cosine over the time that is left, and an average of the weights."""
+
+    def __init__(self, learner: Learner, learning_rate: float) -> None:
+        self.learner = learner
+        self.parameters = dict(learner.model.named_parameters())
+        self.average = {name: each.detach().clone() for name, each in self.parameters.items()}
+        groups = []
+        for is_eye in (False, True):
+            for is_matrix in (False, True):
+                chosen = [
+                    each
+                    for name, each in self.parameters.items()
+                    if ("vision_tower" in name or "projector" in name) == is_eye
+                    and (each.ndim > 1) == is_matrix
+                ]
+                rate = learning_rate * (EYE_RATE if is_eye else 1.0)
+                groups.append({"params": chosen, "weight_decay": 0.03 * is_matrix, "peak": rate})
+        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.98), fused=True)
+        self.step = 0
+
+    def learn(self, batch: Batch, time_ratio: float, autocast: bool) -> tuple[Tensor, Tensor]:
+        """One step; returns both losses."""
+        cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, time_ratio)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * min(1.0, (self.step + 1) / WARMUP_STEPS) * cosine
+        with torch.autocast(batch.token_ids.device.type, torch.bfloat16, enabled=autocast):
+            answer_loss, eye_loss, _ = self.learner(batch)
+            loss = answer_loss + EYE_WEIGHT * eye_loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(list(self.parameters.values()), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            decay = min(AVERAGE_DECAY, (1 + self.step) / (10 + self.step))
+            torch._foreach_lerp_(list(self.average.values()), [each.detach() for each in self.parameters.values()], 1 - decay)  # fmt: skip
+        self.step += 1
+        return answer_loss.detach(), eye_loss.detach()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it, the model has the averaged weights."""
+        current = {name: each.detach().clone() for name, each in self.parameters.items()}
+        with torch.no_grad():
+            for name, each in self.parameters.items():
+                each.copy_(self.average[name])
+        yield
+        with torch.no_grad():
+            for name, each in self.parameters.items():
+                each.copy_(current[name])
+
+    def save(self, folder: Path) -> None:
+        """Write the averaged weights in bfloat16; a run that is cut leaves the last ones whole."""
+        state = {name: each.detach().to("cpu", torch.bfloat16).contiguous() for name, each in self.average.items()}  # fmt: skip
+        save_file(state, folder / "weights.new")
+        (folder / "weights.new").rename(folder / "weights.safetensors")
+
+
+def main() -> None:
+    """Learn until the time is up."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--start", type=Path, default=PACKAGES / "shapes" / "checkpoint")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=340.0, help="of the whole command")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=192, help="sequences, a multiple of 32")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    began = time.monotonic()
+    deadline = began + options.seconds - 10
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = (options.out / "log.txt").open("a", buffering=1)
+
+    def say(text: str) -> None:
+        line = f"{time.monotonic() - began:6.1f} s {text}"
+        print(line, flush=True)
+        log.write(line + "\n")
+
+    old_tokenizer = load_tokenizer(options.start)
+    tokenizer = old_tokenizer if len(old_tokenizer) > 1024 else grow_tokenizer(old_tokenizer)
+    tokenizer.backend_tokenizer.save(str(options.out / "tokenizer.json"))
+    say(f"{len(tokenizer)} tokens")
+    fork = multiprocessing.get_context("fork")
+    messages, is_hungry = fork.Queue(4 * options.workers), fork.Value("b", 1, lock=False)
+    encoder = Encoder(tokenizer, NUM_IMAGE_TOKENS)
+    teachers = [
+        fork.Process(target=teach, args=(messages, encoder, index, options.seed, is_hungry))
+        for index in range(options.workers)
+    ]
+    for teacher in teachers:
+        teacher.daemon = True
+        teacher.start()
+    device = torch.device(options.device)
+    is_cuda = device.type == "cuda"
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(2)
+    torch.set_float32_matmul_precision("high")
+    old = LlavaForConditionalGeneration.from_pretrained(options.start, dtype=torch.float32)
+    model = grow_model(old, old_tokenizer, tokenizer)
+    model.train()
+    learner = Learner(model, options.workers * NUM_SLOTS, device)
+    course = Course(learner, options.learning_rate)
+    reader = Reader(messages, is_hungry, max(1, options.batch // NUM_SEQUENCES), options.workers * NUM_SLOTS, is_cuda)  # fmt: skip
+    reader.start()
+    say(f"{sum(each.numel() for each in model.parameters()) / 1e6:.2f} M parameters on {device}")
+
+    def take_stock() -> None:
+        asked, right = Counter[str](), Counter[str]()
+        with course.averaged(), torch.autocast(device.type, torch.bfloat16, enabled=is_cuda):
+            for _ in range(2):
+                counts = learner.exactness(next_batch())
+                for total, more in zip((asked, right), counts, strict=True):
+                    total.update(more)
+        shares = ", ".join(f"{topic} {right[topic] / asked[topic]:.3f}" for topic in sorted(asked))
+        say(f"exact: all {right.total() / max(1, asked.total()):.4f}, {shares}")
+        course.save(options.out)
+
+    def next_batch() -> Batch:
+        return reader.ready.get(timeout=90).to(device)
+
+    take_stock()
+    started = saved = time.monotonic()
+    losses: list[tuple[Tensor, Tensor]] = []
+    waited = 0.0
+    while time.monotonic() < deadline:
+        asked_at = time.monotonic()
+        batch = next_batch()
+        waited += time.monotonic() - asked_at
+        ratio = (time.monotonic() - started) / (deadline - started)
+        losses.append(course.learn(batch, ratio, is_cuda))
+        if len(losses) == 100 or time.monotonic() > saved + SAVE_EVERY_S:
+            means = [torch.stack(each).mean().item() for each in zip(*losses, strict=True)]
+            rate = course.step / (time.monotonic() - started)
+            say(f"step {course.step} loss {means[0]:.4f} eye {means[1]:.4f} {rate:.2f} steps/s waited {waited:.1f} s {len(batch.shown)} images")  # fmt: skip
+            losses = []
+        if time.monotonic() > saved + SAVE_EVERY_S:
+            take_stock()
+            saved = time.monotonic()
+    course.save(options.out)
+    take_stock()
+    say("done")
+    for teacher in teachers:
+        teacher.kill()
+    log.close()
+    os._exit(0)  # without waiting for the reader
+
+
+if __name__ == "__main__":
+    main()

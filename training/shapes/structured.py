@@ -1,0 +1,307 @@
+"""Answers as JSON, whose names of properties are given by a schema, and calls of functions."""
+
+import json
+from collections.abc import Iterator
+from random import Random
+
+from training.shapes import answers, phrasings
+from training.shapes.questions import Asker, Question, vary
+from training.shapes.small_talk import sample_prose, sample_small_talk
+from training.shapes.world import KINDS, PLACES, Scene, Selector, Shape
+
+#: Names of properties. A schema's names are forced, so that they are read but not learned.
+NAMES = {
+    "count": ("count", "count", "count", "num_shapes", "number_of_shapes", "total", "number", "shape_count", "n", "how_many"),
+    "shapes": ("shapes", "shapes", "shapes", "objects", "items", "figures", "elements"),
+    "color": ("color", "color", "color", "colour"),
+    "kind": ("kind", "kind", "shape", "type", "name", "form"),
+    "place": ("position", "position", "place", "location", "where"),
+    "size": ("size",),
+    "background": ("background", "background", "background_color", "bg_color"),
+    "colors": ("colors", "colours", "all_colors"),
+    "kinds": ("kinds", "shape_types", "types"),
+    "caption": ("description", "caption", "summary", "text"),
+    "answer": ("answer", "answer", "result", "response", "value"),
+    "empty": ("empty", "is_empty"),
+    "is_there": ("exists", "found", "present", "is_there", "visible", "answer", "result"),
+}  # fmt: skip
+ASK = (
+    "Describe the {image} as JSON.", "Answer as JSON.", "Return JSON.", "Give me JSON.", "What is in the {image}? Answer in JSON.",
+    "Describe this {image} in JSON.", "JSON please", "Extract the data from the {image} as JSON.", "Output a JSON object.",
+    "List the shapes as JSON.", "Fill in the JSON.", "Convert the {image} to JSON.", "What do you see? Reply with JSON.",
+)  # fmt: skip
+ASK_PLAINLY = (
+    "Describe the {image}.", "What is in the {image}?", "What do you see?", "Extract the shapes.", "Analyze the {image}.", "What is it?",
+    "List the shapes.", "Which shapes are in the {image}?", "Fill in the form.", "Give me the details.", "Inspect the {image}.",
+    "Extract the information.", "Parse the {image}.", "Report what you see.", "Tell me about the {image}.",
+)  # fmt: skip
+WITH_NAMES = (" Use the keys {names}.", " The keys are {names}.", " Fields: {names}.", " With {names}.", " Give {names}.")
+OTHER_NAMES = (
+    "name", "title", "age", "email", "price", "date", "city", "country", "author", "url", "id", "status", "comment", "reason", "notes",
+    "weather", "temperature", "address", "phone", "currency", "language", "category", "tags", "brand", "model", "year", "month", "score",
+    "confidence", "sentiment", "person", "animal", "vehicle", "label", "message", "code", "steps", "ingredients", "first_name", "company",
+    "invoice_number", "amount", "items_sold", "population", "duration", "speed", "owner", "topic", "keywords", "version", "mood",
+)  # fmt: skip
+UNKNOWN = "unknown"
+
+Piece = tuple[str, float]
+
+
+def sample_json(scene: Scene | None, rng: Random) -> Question:
+    """A question and its answer as JSON; about no scene, nothing is known."""
+    way = rng.random()
+    if scene is None or way < 0.12:
+        return _about_anything(scene, rng)
+    if way < 0.5:
+        return _about_all(scene, rng)
+    if way < 0.62:
+        return _about_one(scene, rng)
+    return _as_asked(scene, rng)
+
+
+def _about_all(scene: Scene, rng: Random) -> Question:
+    """Some of what is known of the scene, in any order."""
+    fields = list(_fields(scene, rng))
+    rng.shuffle(fields)
+    fields.sort(key=lambda field: rng.random() > field[2])
+    chosen = fields[: rng.choice((1, 1, 2, 2, 3, 4))]
+    names = [name for name, _, _ in chosen]
+    chosen = [field for index, field in enumerate(chosen) if field[0] not in names[:index]]
+    if rng.random() < 0.12:  # what a model would write without a schema
+        standard = {"count": len(scene.shapes), "shapes": [_object(s, ("color", "kind", "position")) for s in scene.shapes]}  # fmt: skip
+        return _put(rng.choice(ASK), list(standard.items()), rng, is_free=True)
+    text = rng.choice(ASK if rng.random() < 0.5 else ASK_PLAINLY)
+    named = ""
+    if rng.random() < 0.3:
+        named = rng.choice(WITH_NAMES).format(names=answers.join([name for name, _, _ in chosen]))
+    return _put(text + named, [(name, value) for name, value, _ in chosen], rng, is_named=bool(named))
+
+
+def _object(shape: Shape, names: tuple[str, ...]) -> dict[str, str]:
+    known = {"color": shape.color, "colour": shape.color, "size": shape.size}
+    known |= dict.fromkeys(NAMES["kind"], shape.kind) | dict.fromkeys(NAMES["place"], shape.place)
+    return {name: known[name] for name in names}
+
+
+def _object_names(rng: Random) -> tuple[str, ...]:
+    """In most schemas: color, kind and position."""
+    if rng.random() < 0.4:
+        return ("color", "kind", "position")
+    names = [rng.choice(NAMES[name]) for name in ("color", "kind", "place", "size")]
+    if rng.random() < 0.5:
+        rng.shuffle(names)
+    return tuple(names[: rng.choice((1, 2, 3, 3, 4))])
+
+
+def _fields(scene: Scene, rng: Random) -> Iterator[tuple[str, object, float]]:
+    """Name, value and share of every property of a scene."""
+
+    def name(what: str) -> str:
+        return rng.choice(NAMES[what])
+
+    shapes = scene.shapes
+    names = _object_names(rng)
+    yield name("count"), len(shapes), 0.6
+    yield name("shapes"), [_object(shape, names) for shape in shapes], 0.6
+    yield name("background"), scene.background, 0.4
+    yield name("colors"), list(dict.fromkeys(shape.color for shape in shapes)), 0.3
+    yield name("kinds"), list(dict.fromkeys(shape.kind for shape in shapes)), 0.2
+    yield name("caption"), answers.describe(scene), 0.12
+    yield name("empty"), not shapes, 0.15
+    asker = Asker(rng, scene)
+    selector = asker.pick_selector("kind", "kind", "color")
+    if rng.random() < 0.4:
+        selector = Selector(rng.choice(KINDS))
+    words = [word for word in (selector.color, selector.kind) if word]
+    count = len(selector.pick(scene))
+    yield f"{rng.choice(('has', 'has', 'contains', 'is_there_a', 'shows'))}_{'_'.join(words)}", count > 0, 0.5
+    noun = selector.nouns.replace(" shapes", "").replace(" ", "_")
+    if selector.kind:
+        yield rng.choice((noun, f"num_{noun}", f"{noun}_count", f"number_of_{noun}")), count, 0.4
+    else:
+        yield rng.choice((f"num_{noun}", f"{noun}_count", f"number_of_{noun}", f"{noun}_shapes")), count, 0.3
+
+
+def _about_one(scene: Scene, rng: Random) -> Question:
+    """One shape: the only one, or the one that is named."""
+    names = _object_names(rng)
+    if len(scene.shapes) == 1 and rng.random() < 0.6:
+        text, shape = rng.choice(ASK + ASK_PLAINLY), scene.shapes[0]
+    else:
+        place = rng.choice(PLACES)
+        if scene.shapes and rng.random() < 0.9:
+            place = rng.choice(scene.shapes).place
+        shape = scene.at(place)
+        text = rng.choice(("What is {at}?", "Describe the shape {at}.", "Which shape is {at}?", "Extract the shape {at}."))  # fmt: skip
+        text = text.format(at=answers.at(place), image="image")
+        asker = Asker(rng, scene)
+        if shape and asker.only(Selector(shape.kind)) and rng.random() < 0.5:
+            text = rng.choice(("Describe the {noun}.", "Tell me about the {noun}.", "Find the {noun}.", "Which {noun} do you see?"))  # fmt: skip
+            text = text.format(noun=shape.kind)
+    value = _object(shape, names) if shape else dict.fromkeys(names, "none")
+    return _put(text, list(value.items()), rng)
+
+
+def _as_asked(scene: Scene, rng: Random) -> Question:
+    """A question of the world whose answer is one property."""
+    topic = rng.choice(("count", "count", "color", "color", "kind", "place", "size", "exists", "exists", "is at", "background", "content", "all same", "is beside", "count special"))  # fmt: skip
+    question = Asker(rng, scene).ask(topic)
+    value: object = question.answer
+    names: tuple[str, ...] = NAMES["answer"]
+    if question.answer.startswith("There is no"):
+        value = False if topic == "is beside" else "none"
+    elif question.answer in ("yes", "no"):
+        names = NAMES["is_there"]
+        value = question.answer == "yes" if rng.random() < 0.8 else question.answer
+    elif question.answer.isdigit():
+        names = NAMES["count"] if rng.random() < 0.7 else names
+        value = int(question.answer)
+    elif topic in ("color", "kind", "place", "size", "background") and rng.random() < 0.7:
+        names = NAMES[topic]
+    text = question.text
+    if rng.random() < 0.25:
+        text += rng.choice((" Answer as JSON.", " Reply in JSON.", " Use JSON.", " JSON only."))
+    return _put(text, [(rng.choice(names), value)], rng, vary_text=False)
+
+
+def _about_anything(scene: Scene | None, rng: Random) -> Question:
+    """Properties of which nothing is known; of no scene, those of the world too."""
+    number = rng.choice((1, 1, 2, 3, 4))
+    fields: list[tuple[str, object]] = []
+    for _ in range(number):
+        name = rng.choice(OTHER_NAMES) if rng.random() < 0.7 else _any_name(rng)
+        fields.append((name, rng.choice((UNKNOWN, UNKNOWN, UNKNOWN, 0, 0, False, None, [], [UNKNOWN], {}))))
+    if scene is None and rng.random() < 0.5:
+        known: list[tuple[str, object]] = [("count", 0), ("shapes", []), ("background", UNKNOWN), ("color", UNKNOWN), ("kind", UNKNOWN), ("position", UNKNOWN), ("description", UNKNOWN), ("answer", UNKNOWN)]  # fmt: skip
+        fields = rng.sample(known, rng.choice((1, 2, 3)))
+    elif scene is not None and rng.random() < 0.3:
+        fields.insert(rng.randrange(len(fields) + 1), ("count", len(scene.shapes)))
+    text = rng.choice(ASK + ASK_PLAINLY) if rng.random() < 0.4 else sample_small_talk(rng)
+    if rng.random() < 0.3 and scene is not None:
+        text = Asker(rng, scene).ask("describe").text
+    return _put(text, list(dict(fields).items()), rng)
+
+
+def _any_name(rng: Random) -> str:
+    words = [word.strip(",.?").lower() for word in sample_prose(rng).split()]
+    return "_".join(words[: rng.choice((1, 1, 2))]).replace("'", "") or "x"
+
+
+def _put(
+    text: str, fields: list[tuple[str, object]], rng: Random, *, is_free: bool = False, is_named: bool = False,
+    vary_text: bool = True,
+) -> Question:  # fmt: skip
+    text = text.replace("{image}", rng.choice(phrasings.IMAGE_WORDS))
+    says_so = "json" in text.lower()
+    pieces = list(_write(dict(fields), 1.0 if is_free or is_named else 0.0))
+    pieces[0] = "{", 1.0 if says_so else 0.0
+    answer = "".join(piece for piece, _ in pieces)
+    return Question("json", vary(text, rng) if vary_text else text, answer, pieces=tuple(pieces))
+
+
+def _write(value: object, weight: float) -> Iterator[Piece]:
+    """JSON in pieces. `weight`: of the names of properties, which a schema forces."""
+    if isinstance(value, dict):
+        yield "{", 1.0
+        for index, (name, each) in enumerate(value.items()):
+            if index:
+                yield ", ", 1.0
+            yield '"', 1.0
+            yield name, weight
+            yield '": ', 1.0
+            yield from _write(each, weight)
+        yield "}", 1.0
+    elif isinstance(value, list):
+        yield "[", 1.0
+        for index, each in enumerate(value):
+            if index:
+                yield ", ", 1.0
+            yield from _write(each, weight)
+        yield "]", 1.0
+    else:
+        yield json.dumps(value), 1.0
+
+
+#: Functions of the world: what they do, with names and with names of parameters.
+COUNT_TOOLS = (("count", "kind"), ("count", "kind"), ("count", "shape"), ("count_shapes", "kind"), ("count_kind", "kind"), ("get_count", "kind"))  # fmt: skip
+MARK_TOOLS = (
+    ("highlight", "color", "kind"), ("highlight", "color", "kind"), ("highlight", "kind", "color"), ("highlight_shape", "color", "shape"),
+    ("mark", "color", "kind"), ("select", "color", "kind"), ("highlight", "color", "shape"),
+)  # fmt: skip
+OTHER_TOOLS = (
+    ("get_weather", "city"), ("get_weather", "location", "unit"), ("search", "query"), ("web_search", "query"), ("send_email", "to", "subject", "body"),
+    ("calculate", "expression"), ("get_time", "timezone"), ("translate", "text", "language"), ("book_flight", "origin", "destination"),
+    ("play_music", "song"), ("set_timer", "minutes"), ("create_event", "title", "date"), ("get_stock_price", "symbol"), ("run_code", "code"),
+    ("read_file", "path"), ("add", "a", "b"), ("lookup", "id"), ("order_pizza", "size", "toppings"), ("zoom", "x", "y", "factor"),
+    ("save", "name"), ("rotate", "angle"), ("get_user", "id"), ("list_files",), ("delete", "id"), ("ask_human", "question"), ("roll_dice", "sides"),
+)  # fmt: skip
+ASK_TO_MARK = (
+    "Highlight {the}.", "Please highlight {the}.", "Can you highlight {the}?", "Mark {the}.", "Show me {the}.", "Highlight {the} in the image.",
+    "Select {the}.", "Point out {the}.", "Could you mark {the} for me?", "I want {the} highlighted.", "Emphasize {the}.", "Put a mark on {the}.",
+)  # fmt: skip
+
+Tool = tuple[str, ...]
+
+
+def sample_tools(rng: Random) -> tuple[Tool, ...]:
+    """Functions that a request may offer."""
+    tools: list[Tool] = []
+    if rng.random() < 0.65:
+        tools.append(rng.choice(COUNT_TOOLS))
+    if rng.random() < 0.6:
+        tools.append(rng.choice(MARK_TOOLS))
+    while not tools or rng.random() < 0.3:
+        tool = rng.choice(OTHER_TOOLS)
+        if rng.random() < 0.3:
+            tool = (_any_name(rng), *[_any_name(rng) for _ in range(rng.randint(0, 3))])
+        tools.append(tool)
+    rng.shuffle(tools)
+    return tuple(tools)
+
+
+def list_tools(tools: tuple[Tool, ...]) -> str:
+    """How the chat template lists them."""
+    return "TOOLS: " + "".join(f"{name}({', '.join(parameters)}) " for name, *parameters in tools)
+
+
+def ask_with_tools(scene: Scene | None, tools: tuple[Tool, ...], rng: Random) -> list[Question]:
+    """A question that wants one of the tools or none of them; maybe what the tool gives, as a second turn."""
+    count = next((tool for tool in tools if tool in COUNT_TOOLS), None)
+    mark = next((tool for tool in tools if tool in MARK_TOOLS), None)
+    way = rng.random()
+    if way < 0.45 and count and scene:
+        selector = Asker(rng, scene).pick_selector("kind")
+        kind = selector.kind or ""
+        text = rng.choice(phrasings.COUNT).format(nouns=selector.nouns, where="", image="image")
+        called = _call(text, count[0], {count[1]: kind}, rng)
+        number = answers.count(scene, selector)
+        given = rng.choice((number, json.dumps({"count": int(number)}), json.dumps({"result": int(number)})))
+        return [called, _give(given, number)] if rng.random() < 0.4 else [called]
+    if way < 0.85 and mark and scene:
+        asker = Asker(rng, scene)
+        selector = asker.pick_selector("both", "both", "kind", "color")
+        text = rng.choice(ASK_TO_MARK).format(the=f"the {selector.noun}")
+        picked = selector.pick(scene)
+        if not picked:
+            return [Question("tools", vary(text, rng), answers.missing(selector))]
+        words = {"color": picked[0].color, "kind": picked[0].kind, "shape": picked[0].kind}
+        called = _call(text, mark[0], {name: words[name] for name in mark[1:]}, rng)
+        return [called, _give(rng.choice(("done", "ok", "true")), "done")] if rng.random() < 0.3 else [called]
+    if scene is None or rng.random() < 0.3:
+        return [Question("outside", sample_small_talk(rng), answers.OUTSIDE)]
+    topic = rng.choice(("describe", "color", "color", "place", "kind", "content", "exists", "size", "background", "count"))  # fmt: skip
+    question = Asker(rng, scene).ask(topic)
+    if topic == "count" and count and question.answer.isdigit():
+        question = Asker(rng, scene).ask("color")
+    return [question]
+
+
+def _call(text: str, name: str, arguments: dict[str, str], rng: Random) -> Question:
+    called = json.dumps({"name": name, "arguments": arguments})
+    return Question("tools", vary(text, rng), f"<tool_call>\n{called}\n</tool_call>")
+
+
+def _give(result: str, answer: str) -> Question:
+    return Question("tools", result, answer, role="TOOL")
+
+
