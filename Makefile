@@ -106,7 +106,7 @@ helm-test: $(HELM)  ## render and check the Helm chart by Helm's library, which 
 
 accuracy: $(STAMP)  ## ask the built-in models: 6,000 questions in fp32, bf16, int8 and int4; searches of 1,000 images; takes minutes
 	TESTS_LONG=1 ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_accuracy.py \
-		tests/e2e/test_quantized_accuracy.py tests/e2e/test_shapes_clip.py tests/e2e/test_load_shapes.py $(ARGS)
+		tests/e2e/test_goals.py tests/e2e/test_quantized_accuracy.py tests/e2e/test_shapes_clip.py tests/e2e/test_load_shapes.py $(ARGS)
 
 walk: $(STAMP)  ## embed 20,000 texts by the built-in model, serve them and search by curl
 	WALK_TEXTS=20000 $(BIN)/python -m pytest -s tests/search/test_walk.py $(ARGS)

@@ -1,4 +1,7 @@
-"""Writes the model in the format of the `llava-hf` checkpoints: weights in bf16, tokenizer, processor."""
+"""Writes the model in the format of the `llava-hf` checkpoints: weights in bf16, tokenizer, processor.
+
+python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoint
+"""
 
 import copy
 import json
@@ -7,6 +10,9 @@ from pathlib import Path
 from random import Random
 
 import torch
+import typer
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from training.shapes import phrasings
 from training.shapes.architecture import (
@@ -14,6 +20,7 @@ from training.shapes.architecture import (
     IMAGE_SIZE,
     IMAGE_STD,
     PATCH_SIZE,
+    make_config,
 )
 from training.shapes.conversations import sample_conversation
 from training.shapes.llava import (
@@ -29,6 +36,7 @@ from training.shapes.tokenizer import (
     EOS_ID,
     IMAGE,
     PAD_ID,
+    to_fast,
     train_tokenizer,
 )
 from training.shapes.world import sample_scene
@@ -76,6 +84,23 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
     )
 
 
+def load_finetuned(folder: Path) -> tuple[LlavaForConditionalGeneration, PreTrainedTokenizerFast]:
+    """What `finetune` wrote, whatever version of `transformers` it ran on."""
+    tokenizer = to_fast(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    model = LlavaForConditionalGeneration._from_config(make_config(), dtype=torch.float32)
+    known = {_short(name): tensor for name, tensor in load_file(folder / "weights.safetensors").items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(known.pop(_short(name)))
+    if known:
+        raise ValueError(f"unknown weights: {', '.join(known)}")
+    return model, tokenizer
+
+
+def _short(name: str) -> str:
+    return name.replace("vision_tower.vision_model.", "vision_tower.")
+
+
 def export(
     model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
@@ -97,3 +122,12 @@ def export(
     (folder / "chat_template.json").write_text(
         json.dumps({"chat_template": CHAT_TEMPLATE}, indent=2) + "\n"
     )
+
+
+def main(finetuned: Path, folder: Path) -> None:
+    """Make a checkpoint of what `finetune` wrote."""
+    export(*load_finetuned(finetuned), folder)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -31,15 +31,15 @@ from training.shapes.export import load_tokenizer
 from training.shapes.gallery import CODE_LENGTH
 from training.shapes.gallery import mirror_codes as mirror
 from training.shapes.growth import grow_model, grow_tokenizer
-from training.shapes.lessons import LENGTH, NUM_SEQUENCES, NUM_SLOTS, teach
+from training.shapes.lessons import LENGTH, NUM_SLOTS, teach
 from training.shapes.llava import LlavaForConditionalGeneration
 from training.shapes.scene_targets import SceneTargets
 from training.shapes.sequences import Encoder
 from training.shapes.tokenizer import IMAGE_ID
 
-EYE_WEIGHT = 0.05  # in the loss: what the eye says in the code book stays right
+EYE_WEIGHT = 0.1  # in the loss: what the eye says in the code book stays right
 EYE_RATE = 0.5  # of the learning rate
-WARMUP_STEPS = 150
+WARMUP = 0.03  # of the time
 AVERAGE_DECAY = 0.998
 SAVE_EVERY_S = 55.0
 
@@ -161,7 +161,7 @@ class Learner(nn.Module):
             losses = F.cross_entropy(logits.float(), targets, reduction="none")
             answer_loss = (losses * batch.weights).sum() / batch.weights.sum()
             side = round(NUM_IMAGE_TOKENS**0.5)
-            scenes = SceneTargets.of(images[batch.known], batch.codes, side)
+            scenes = SceneTargets.of(None, batch.codes, side)
             eye_loss = self.book.loss(seen[batch.known].float(), scenes)
         return answer_loss, eye_loss, logits
 
@@ -220,7 +220,7 @@ class Course:
         """One step; returns both losses."""
         cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, time_ratio)))
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * min(1.0, (self.step + 1) / WARMUP_STEPS) * cosine
+            group["lr"] = group["peak"] * min(1.0, time_ratio / WARMUP) * cosine
         with torch.autocast(batch.token_ids.device.type, torch.bfloat16, enabled=autocast):
             answer_loss, eye_loss, _ = self.learner(batch)
             loss = answer_loss + EYE_WEIGHT * eye_loss
@@ -261,7 +261,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=340.0, help="of the whole command")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=192, help="sequences, a multiple of 32")
+    parser.add_argument("--batch", type=int, default=192, help="sequences")
+    parser.add_argument("--message", type=int, default=32, help="sequences of one message, a part of the batch")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -284,7 +285,7 @@ def main() -> None:
     messages, is_hungry = fork.Queue(4 * options.workers), fork.Value("b", 1, lock=False)
     encoder = Encoder(tokenizer, NUM_IMAGE_TOKENS)
     teachers = [
-        fork.Process(target=teach, args=(messages, encoder, index, options.seed, is_hungry))
+        fork.Process(target=teach, args=(messages, encoder, options.message, index, options.seed, is_hungry))
         for index in range(options.workers)
     ]
     for teacher in teachers:
@@ -300,7 +301,7 @@ def main() -> None:
     model.train()
     learner = Learner(model, options.workers * NUM_SLOTS, device)
     course = Course(learner, options.learning_rate)
-    reader = Reader(messages, is_hungry, max(1, options.batch // NUM_SEQUENCES), options.workers * NUM_SLOTS, is_cuda)  # fmt: skip
+    reader = Reader(messages, is_hungry, max(1, options.batch // options.message), options.workers * NUM_SLOTS, is_cuda)  # fmt: skip
     reader.start()
     say(f"{sum(each.numel() for each in model.parameters()) / 1e6:.2f} M parameters on {device}")
 

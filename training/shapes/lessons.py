@@ -40,7 +40,6 @@ from training.shapes.structured import ask_with_tools, list_tools, sample_json, 
 from training.shapes.world import Scene, sample_scene
 
 LENGTH = 320  # tokens of every sequence
-NUM_SEQUENCES = 32  # of a message
 NUM_GROUPS, NUM_FOREIGN, NUM_CLIPS = 1500, 1500, 500  # of an album
 NUM_SLOTS = GROUP_SIZE * NUM_GROUPS + NUM_FOREIGN + 4 * NUM_CLIPS
 FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS = 60, 60, 20  # that an album begins with
@@ -263,10 +262,10 @@ LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
 )
 
 
-def make_message(album: Album, encoder: Encoder) -> dict[str, Any]:
+def make_message(album: Album, encoder: Encoder, num_sequences: int) -> dict[str, Any]:
     """New pictures and sequences, as arrays; `shown` are slots doubled, odd if mirrored, in the order of the sequences."""
     rng = album.rng
-    makers = rng.choices([make for make, _ in LESSONS], [share for _, share in LESSONS], k=NUM_SEQUENCES)  # fmt: skip
+    makers = rng.choices([make for make, _ in LESSONS], [share for _, share in LESSONS], k=num_sequences)  # fmt: skip
     lessons = [make(album, Packer(encoder, LENGTH)) for make in makers]
     types = {"token_ids": np.int16, "positions": np.int16, "branches": np.int8, "weights": np.float16}
     message: dict[str, Any] = {
@@ -283,12 +282,14 @@ def make_message(album: Album, encoder: Encoder) -> dict[str, Any]:
     return message
 
 
-def teach(queue: Any, encoder: Encoder, index: int, seed: int, is_hungry: Any) -> None:
+def teach(
+    queue: Any, encoder: Encoder, num_sequences: int, index: int, seed: int, is_hungry: Any
+) -> None:
     """The life of a process: messages without end. While the learner waits, fewer pictures are drawn."""
     album = Album(Random(f"{seed}/{index}"), index * NUM_SLOTS)
     album.draw(FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS)
     while True:
-        queue.put(make_message(album, encoder))
+        queue.put(make_message(album, encoder, num_sequences))
         if is_hungry.value and album.rng.random() < 0.7:
             continue
         album.draw(NEW_GROUPS, NEW_FOREIGN, NEW_CLIPS)

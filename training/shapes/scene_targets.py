@@ -34,8 +34,8 @@ class SceneTargets:
     silhouette: Tensor
 
     @classmethod
-    def of(cls, images: Tensor, codes: Tensor, patches_per_side: int) -> "SceneTargets":
-        """Targets of images whose scenes are encoded as in `gallery.encode`.
+    def of(cls, images: Tensor | None, codes: Tensor, patches_per_side: int) -> "SceneTargets":
+        """Targets of images whose scenes are encoded as in `gallery.encode`; without images, no silhouettes.
 
         Shapes: uint8 (N, size, size, 3) and uint8 (N, CODE_LENGTH).
         """
@@ -45,7 +45,7 @@ class SceneTargets:
         background = codes[:, :1].expand_as(place)
         count = (kind > 0).sum(1, keepdim=True).expand_as(place)
         kind, color, size = (cells.gather(1, place) for cells in (kind, color, size))
-        silhouette = silhouettes(images, patches_per_side)
+        silhouette = codes.new_zeros(0) if images is None else silhouettes(images, patches_per_side)
         return cls(
             kind,
             (color - 1).clamp_min(0),

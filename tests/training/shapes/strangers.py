@@ -16,7 +16,7 @@ def draw_plainly(scene: Scene, rng: Random) -> Image.Image:
         row, column = divmod(PLACES.index(shape.place), 3)
         center = (43 + 85 * column, 43 + 85 * row)
         radius = 20 if shape.size == "small" else 35
-        _draw(pen, shape.kind, center, radius, shape.color, scene.background)
+        draw_shape(pen, shape.kind, center, radius, shape.color, scene.background)
     return image
 
 
@@ -30,7 +30,7 @@ def draw_smoothly(scene: Scene, rng: Random) -> Image.Image:
         row, column = divmod(PLACES.index(shape.place), 3)
         center = (round(side * (0.2 + 0.3 * column)), round(side * (0.2 + 0.3 * row)))
         share = rng.uniform(0.15, 0.18) if shape.size == "small" else rng.uniform(0.23, 0.28)
-        _draw(pen, shape.kind, center, round(share * side / 2), shape.color, scene.background)
+        draw_shape(pen, shape.kind, center, round(share * side / 2), shape.color, scene.background)
     return image.resize((width, width), Image.Resampling.LANCZOS)
 
 
@@ -46,7 +46,7 @@ def draw_framed(scene: Scene, rng: Random) -> Image.Image:
         center = round(inner[0] * (2 * column + 1) / 6), round(inner[1] * (2 * row + 1) / 6)
         share = 0.16 if shape.size == "small" else 0.27
         mask = Image.new("L", inner)
-        _draw(
+        draw_shape(
             ImageDraw.Draw(mask), shape.kind, center, round(share * shorter / 2), "white", "black"
         )
         image.paste(_graded(inner, shape.color, end, rng), mask=mask)
@@ -73,7 +73,7 @@ def draw_as_a_stranger(scene: Scene, rng: Random) -> Image.Image:
     return rng.choice((draw_plainly, draw_smoothly, draw_framed))(scene, rng)
 
 
-def _draw(
+def draw_shape(
     pen: ImageDraw.ImageDraw, kind: str, center: tuple[int, int], r: int, fill: str, background: str
 ) -> None:
     x, y = center

@@ -1,0 +1,77 @@
+"""The built-in model outside its world, in JSON, with functions, on wide images and on clips, over HTTP.
+
+The questions, pictures and clips are of a second generator, `tests.training.shapes.trials`, which training never imports.
+All of them by `make accuracy`; here a few of each. `-s` shows what went wrong.
+"""
+
+import os
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from openai import OpenAI
+
+from tests.e2e.asking import png_url
+from tests.training.shapes.trials import ALL, Reply, Trial
+
+IS_LONG = bool(os.environ.get("ACCURACY_SCENES"))  #: `make accuracy`
+FEW = 12  #: trials of a goal in `make test`
+SLACK = 0.0 if IS_LONG else 0.25  #: of twelve, three wrong ones are chance
+GOALS = {
+    "natural phrasings": 0.95,
+    "wide images": 0.90,
+    "both images": 0.90,
+    "small talk": 0.98,
+    "foreign pictures": 0.98,
+    "json": 0.95,
+    "other json": 1.0,
+    "tools": 0.95,
+    "motion": 0.90,
+    "appears, vanishes": 0.90,
+}
+
+
+def ask(client: OpenAI, trial: Trial) -> Reply:
+    images = [{"type": "image_url", "image_url": {"url": png_url(each)}} for each in trial.images]
+    content = [*images, {"type": "text", "text": trial.question}]
+    more: dict = {}
+    if trial.schema:
+        form = {"name": "x", "schema": trial.schema}
+        more["response_format"] = {"type": "json_schema", "json_schema": form}
+    if trial.tools:
+        more["tools"] = list(trial.tools)
+    answer = client.chat.completions.create(
+        model="shapes", messages=[{"role": "user", "content": content}], temperature=0, max_tokens=160, **more
+    )  # fmt: skip
+    message = answer.choices[0].message
+    return Reply.of(message.content, message.tool_calls or (), answer.usage.completion_tokens)
+
+
+@pytest.fixture(scope="module")
+def wrong(shapes_fleet) -> dict[str, list[str]]:
+    """For each goal one line per trial: empty, or what was wrong."""
+    trials: dict[str, list[Trial]] = defaultdict(list)
+    for trial in (trial for make in ALL for trial in make()):
+        trials[trial.goal.partition(":")[0]].append(trial)
+    results = {}
+    with (
+        OpenAI(base_url=f"{shapes_fleet.url}/v1", api_key="unused", timeout=120) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        for goal, known in trials.items():
+            chosen = known if IS_LONG else known[:: max(1, len(known) // FEW)]
+            replies = pool.map(lambda trial: ask(client, trial), chosen)
+            results[goal] = [
+                "" if trial.is_right(reply) else f"{trial.goal}: {trial.question} -> {reply} {trial.expected}"
+                for trial, reply in zip(chosen, replies, strict=True)
+            ]  # fmt: skip
+    return results
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("goal", GOALS)
+def test_goals(wrong, goal):
+    share = wrong[goal].count("") / len(wrong[goal])
+    mistakes = [line for line in wrong[goal] if line]
+    print(f"{goal}: {share:.1%} of {len(wrong[goal])} (goal {GOALS[goal]:.0%})", *mistakes, sep="\n  ")
+    assert share >= GOALS[goal] - SLACK, mistakes[:10]
