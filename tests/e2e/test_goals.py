@@ -73,5 +73,7 @@ def wrong(shapes_fleet) -> dict[str, list[str]]:
 def test_goals(wrong, goal):
     share = wrong[goal].count("") / len(wrong[goal])
     mistakes = [line for line in wrong[goal] if line]
-    print(f"{goal}: {share:.1%} of {len(wrong[goal])} (goal {GOALS[goal]:.0%})", *mistakes, sep="\n  ")
+    print(
+        f"{goal}: {share:.1%} of {len(wrong[goal])} (goal {GOALS[goal]:.0%})", *mistakes, sep="\n  "
+    )
     assert share >= GOALS[goal] - SLACK, mistakes[:10]

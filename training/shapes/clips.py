@@ -47,7 +47,9 @@ class Event:
         if self.moves:
             return f"{name} moves from the {before.place} to the {after.place}."
         if before.color != after.color:
-            return f"The {before.kind} {at(before.place)} turns from {before.color} to {after.color}."
+            return (
+                f"The {before.kind} {at(before.place)} turns from {before.color} to {after.color}."
+            )
         if before.kind != after.kind:
             return f"{name} {at(before.place)} turns into {a(after)}."
         return f"{name} {at(before.place)} {'grows' if after.size == 'large' else 'shrinks'}."
@@ -96,7 +98,9 @@ def _play(scene: Scene, kinds: list[str], num_frames: int, rng: Random) -> Clip 
     """The clip in which this happens, each event to another shape; None if shapes would meet."""
     actors = list(scene.shapes)
     rng.shuffle(actors)
-    paths: list[tuple[Shape | None, Shape | None, int]] = []  # before, after, first frame; -1 glides
+    paths: list[
+        tuple[Shape | None, Shape | None, int]
+    ] = []  # before, after, first frame; -1 glides
     background = scene.background
     for kind in kinds:
         when = rng.randrange(1, num_frames)
@@ -208,7 +212,14 @@ START = (
     "Where does the {noun} start?", "Where is the {noun} at the beginning?", "Where is the {noun} in the first frame?",
     "Where does the {noun} come from?", "Where was the {noun} at first?", "Where did the {noun} start?",
 )  # fmt: skip
-APPEARS = ("What appears?", "Which shape appears?", "What is new?", "What comes in?", "What shows up?", "Which shape is added?")
+APPEARS = (
+    "What appears?",
+    "Which shape appears?",
+    "What is new?",
+    "What comes in?",
+    "What shows up?",
+    "Which shape is added?",
+)
 VANISHES = ("What vanishes?", "What disappears?", "Which shape disappears?", "Which shape vanishes?", "What goes away?", "What is gone at the end?")  # fmt: skip
 CHANGES_COLOR = ("What changes its color?", "Which shape changes color?", "What changes color?", "Which shape gets another color?")  # fmt: skip
 DOES_MOVE = ("Does the {noun} move?", "Is the {noun} moving?", "Does the {noun} change its place?")
@@ -321,5 +332,3 @@ def find_event(first: Scene, second: Scene) -> Clip | None:
             return None
     events = (Event(before, after),) if gone or new else ()
     return Clip((first, second), ({}, {}), events)
-
-

@@ -75,9 +75,7 @@ def sample_question(
     return _ask_about_one(known, index, named, rng, plain)
 
 
-def _ask_about_one(
-    scenes: Scenes, index: int, named: bool, rng: Random, plain: bool
-) -> Question:
+def _ask_about_one(scenes: Scenes, index: int, named: bool, rng: Random, plain: bool) -> Question:
     scene = scenes[index]
     assert scene is not None
     topics = tuple(SINGLE_TOPICS)

@@ -88,7 +88,9 @@ def load_finetuned(folder: Path) -> tuple[LlavaForConditionalGeneration, PreTrai
     """What `finetune` wrote, whatever version of `transformers` it ran on."""
     tokenizer = to_fast(Tokenizer.from_file(str(folder / "tokenizer.json")))
     model = LlavaForConditionalGeneration._from_config(make_config(), dtype=torch.float32)
-    known = {_short(name): tensor for name, tensor in load_file(folder / "weights.safetensors").items()}
+    known = {
+        _short(name): tensor for name, tensor in load_file(folder / "weights.safetensors").items()
+    }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(known.pop(_short(name)))

@@ -77,7 +77,12 @@ class Reader(threading.Thread):
         self, messages: Any, is_hungry: Any, per_batch: int, num_slots: int, pin: bool
     ) -> None:
         super().__init__(daemon=True)
-        self.messages, self.is_hungry, self.per_batch, self.pin = messages, is_hungry, per_batch, pin
+        self.messages, self.is_hungry, self.per_batch, self.pin = (
+            messages,
+            is_hungry,
+            per_batch,
+            pin,
+        )
         self.codes = np.zeros((num_slots, CODE_LENGTH), dtype=np.uint8)
         self.known = np.zeros(num_slots, dtype=bool)
         self.ready: queue.Queue[Batch] = queue.Queue(8)
@@ -118,23 +123,34 @@ class Reader(threading.Thread):
             "weights": weights[where],
             **{name: array.astype(np.int64) for name, array in joined.items()},
         }
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in made.items()}
+        tensors = {
+            name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in made.items()
+        }
         if self.pin:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        return Batch(answers=[each for message in messages for each in message["answers"]], **tensors)
+        return Batch(
+            answers=[each for message in messages for each in message["answers"]], **tensors
+        )
 
 
 class Learner(nn.Module):
     """The model with the album of pictures that it is shown."""
 
-    def __init__(self, model: LlavaForConditionalGeneration, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, model: LlavaForConditionalGeneration, num_slots: int, device: torch.device
+    ) -> None:
         super().__init__()
         self.model = model.to(device)  # pyright: ignore[reportArgumentType]
-        self.album = torch.zeros((num_slots, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=torch.uint8, device=device)
+        self.album = torch.zeros(
+            (num_slots, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=torch.uint8, device=device
+        )
         book = CodeBook.of_width(model.lm_head.in_features)
         self.book = CodeBook(
             {name: each.to(device) for name, each in book.vectors.items()},
-            *(each.to(device) for each in (book.patch, book.word, book.second, book.differs, book.spare)),
+            *(
+                each.to(device)
+                for each in (book.patch, book.word, book.second, book.differs, book.spare)
+            ),
         )
 
     def forward(self, batch: Batch, is_learning: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,14 +185,18 @@ class Learner(nn.Module):
     def exactness(self, batch: Batch) -> tuple[Counter[str], Counter[str]]:
         """How many answers of each topic there are, and how many greedy decoding would say exactly."""
         logits = self(batch, is_learning=False)[2]
-        hits = np.ones(batch.token_ids.shape[0] * (LENGTH - 1), dtype=bool)
+        size = len(batch.token_ids), LENGTH - 1
+        where = batch.where.cpu().numpy()
         targets = batch.token_ids[:, 1:].flatten()[batch.where]
-        hits[batch.where.cpu().numpy()] = (logits.argmax(-1) == targets).cpu().numpy()
+        misses, weights = np.zeros(size, dtype=bool), np.zeros(size, dtype=np.float32)
+        misses.flat[where] = (logits.argmax(-1) != targets).cpu().numpy()
+        weights.flat[where] = batch.weights.cpu().numpy()
         asked, right = Counter[str](), Counter[str]()
-        for row, answers in zip(hits.reshape(-1, LENGTH - 1), batch.answers, strict=True):
+        for row, counted, answers in zip(misses, weights, batch.answers, strict=True):
             for topic, start, end in answers:
+                part = counted[start - 1 : end - 1]
                 asked[topic] += 1
-                right[topic] += bool(row[start - 1 : end - 1].all())
+                right[topic] += not row[start - 1 : end - 1][part > 0.5 * part.max()].any()
         return asked, right
 
 
@@ -192,7 +212,9 @@ def who_sees_whom(branches: Tensor) -> Tensor:
     """What came before in one's own branch or in the shared beginning. Shapes: (B, T) in, bool (B, 1, T, T) out."""
     length = branches.shape[1]
     seen = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
-    return (seen & torch.ones(length, length, dtype=torch.bool, device=branches.device).tril())[:, None]
+    return (seen & torch.ones(length, length, dtype=torch.bool, device=branches.device).tril())[
+        :, None
+    ]
 
 
 class Course:
@@ -262,7 +284,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=340.0, help="of the whole command")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=192, help="sequences")
-    parser.add_argument("--message", type=int, default=32, help="sequences of one message, a part of the batch")
+    parser.add_argument(
+        "--message", type=int, default=32, help="sequences of one message, a part of the batch"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -285,7 +309,9 @@ def main() -> None:
     messages, is_hungry = fork.Queue(4 * options.workers), fork.Value("b", 1, lock=False)
     encoder = Encoder(tokenizer, NUM_IMAGE_TOKENS)
     teachers = [
-        fork.Process(target=teach, args=(messages, encoder, options.message, index, options.seed, is_hungry))
+        fork.Process(
+            target=teach, args=(messages, encoder, options.message, index, options.seed, is_hungry)
+        )
         for index in range(options.workers)
     ]
     for teacher in teachers:

@@ -38,7 +38,9 @@ def sample_texts(number: int, seed: int = 0) -> Iterator[str]:
             yield f"{question.text} {question.answer}"
 
 
-def grow_tokenizer(old: PreTrainedTokenizerFast, num_samples: int = 3000) -> PreTrainedTokenizerFast:
+def grow_tokenizer(
+    old: PreTrainedTokenizerFast, num_samples: int = 3000
+) -> PreTrainedTokenizerFast:
     """The tokenizer with more words; the old ones keep their numbers. Always the same."""
     return to_fast(add_words(old.backend_tokenizer, sample_texts(num_samples), VOCAB_SIZE))
 
@@ -91,4 +93,3 @@ def _parts(old: PreTrainedTokenizerFast, new: PreTrainedTokenizerFast) -> dict[i
 def _fill_in(weight: Tensor, parts: dict[int, list[int]]) -> None:
     for index, ids in parts.items():
         weight[index] = weight[ids].mean(0)
-

@@ -267,7 +267,12 @@ def make_message(album: Album, encoder: Encoder, num_sequences: int) -> dict[str
     rng = album.rng
     makers = rng.choices([make for make, _ in LESSONS], [share for _, share in LESSONS], k=num_sequences)  # fmt: skip
     lessons = [make(album, Packer(encoder, LENGTH)) for make in makers]
-    types = {"token_ids": np.int16, "positions": np.int16, "branches": np.int8, "weights": np.float16}
+    types = {
+        "token_ids": np.int16,
+        "positions": np.int16,
+        "branches": np.int8,
+        "weights": np.float16,
+    }
     message: dict[str, Any] = {
         name: np.stack([getattr(sequence, name) for sequence, _ in lessons]).astype(dtype)
         for name, dtype in types.items()

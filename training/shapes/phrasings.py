@@ -3,7 +3,8 @@
 `where` is empty or names an image (" in the first image"); `image` is "image" or "first image".
 """
 
-IMAGE_WORDS = ("image", "image", "picture")
+IMAGE_WORDS = (*6 * ("image",), *3 * ("picture",), "pic", "photo", "drawing", "graphic")
+HERE = (" here", " in here", " there", " in it", " on it", " in this one")
 
 DESCRIBE = (
     "Describe the {image}.",
@@ -381,12 +382,18 @@ PRONOUN_PLACE = (
     "Where is it?",
     "Where can I find it?",
     "What is its position?",
-    "And where is it?", "Where is it located?", "Where exactly is it?")
+    "And where is it?",
+    "Where is it located?",
+    "Where exactly is it?",
+)
 PRONOUN_SIZE = (
     "What size is it?",
     "How large is it?",
     "Is it big or small?",
-    "How big is it?", "Is it small or large?", "What is its size?")
+    "How big is it?",
+    "Is it small or large?",
+    "What is its size?",
+)
 
 COUNT_COLOR = (
     "How many are {color}{where}?",

@@ -70,6 +70,8 @@ class Asker:
         )
         if self.named:
             template = template.replace("this {image}", "the {image}")
+        elif not self.plain and self.rng.random() < 0.06:
+            where = self.rng.choice(phrasings.HERE)
         text = template.format(image=named, where=where, **slots)
         return Question(topic, text if self.plain else vary(text, self.rng), answer, subject)
 
@@ -105,7 +107,11 @@ class Asker:
 
     def _single_out(self, shape: Shape) -> Selector:
         """Words that mean this shape alone, where there are such."""
-        ways = [Selector(shape.kind), Selector(shape.kind, shape.color), Selector(None, shape.color)]
+        ways = [
+            Selector(shape.kind),
+            Selector(shape.kind, shape.color),
+            Selector(None, shape.color),
+        ]
         self.rng.shuffle(ways)
         single = [way for way in ways if len(way.pick(self.scene)) == 1]
         return (single or [Selector(shape.kind, shape.color)])[0]
@@ -227,9 +233,7 @@ def _count_special(asker: Asker) -> Question:
             return asker.put("count special", phrasings.COUNT_DIFFERENT, answer, things=things)
         case _:
             band, picked = _pick_band(asker)
-            return asker.put(
-                "count special", phrasings.COUNT_IN_BAND, str(len(picked)), band=band
-            )
+            return asker.put("count special", phrasings.COUNT_IN_BAND, str(len(picked)), band=band)
 
 
 def _in_band(asker: Asker) -> Question:
@@ -282,9 +286,7 @@ def _all_same(asker: Asker) -> Question:
 
 
 def _colors(asker: Asker) -> Question:
-    return asker.put(
-        "colors", phrasings.COLORS_OF_ALL, answers.color_of(asker.scene, Selector())
-    )
+    return asker.put("colors", phrasings.COLORS_OF_ALL, answers.color_of(asker.scene, Selector()))
 
 
 def _more(asker: Asker) -> Question:
@@ -342,7 +344,11 @@ def _is_so(asker: Asker) -> Question:
 
 
 def _size_word(size: str, rng: Random) -> str:
-    return rng.choice(("large", "big", "large")) if size == "large" else rng.choice(("small", "small", "little"))
+    return (
+        rng.choice(("large", "big", "large"))
+        if size == "large"
+        else rng.choice(("small", "small", "little"))
+    )
 
 
 SINGLE_TOPICS: dict[str, Callable[[Asker], Question]] = {

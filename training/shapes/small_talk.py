@@ -93,7 +93,18 @@ THINGS = (
 )  # fmt: skip
 PEOPLE = ("Einstein", "Napoleon", "Marie Curie", "Anna", "Peter", "Obama", "Mozart", "Picasso", "Cleopatra", "Taylor Swift", "Messi", "my boss", "Alan Turing", "Bob", "Maria", "Goethe", "Cervantes", "Frida Kahlo")  # fmt: skip
 PLACES = ("France", "Germany", "Spain", "Paris", "Berlin", "Madrid", "London", "Tokyo", "New York", "Brazil", "India", "Mexico", "Rome", "Peru", "Vienna", "Canada", "Kenya", "Sydney", "Hamburg", "Sevilla", "Texas", "the Alps")  # fmt: skip
-LANGUAGES = ("French", "German", "Spanish", "Italian", "Chinese", "Latin", "Portuguese", "Japanese", "Russian", "Polish")
+LANGUAGES = (
+    "French",
+    "German",
+    "Spanish",
+    "Italian",
+    "Chinese",
+    "Latin",
+    "Portuguese",
+    "Japanese",
+    "Russian",
+    "Polish",
+)
 FOREIGN = (
     "Wie ist das Wetter heute", "Was ist die Hauptstadt von {place}", "Erzähl mir einen Witz", "Wie viel ist {number} plus {number2}",
     "Schreib mir ein Gedicht", "Wo liegt {place}", "Was gibt es Neues", "Kannst du Deutsch", "Wie spät ist es", "Hilf mir bitte",
@@ -161,9 +172,41 @@ def _prose() -> list[str]:
 
 def sample_arithmetic(rng: Random) -> str:
     """ "2+2", "What is 7 times 8?" and the like."""
-    first, second = rng.randrange(rng.choice((10, 100, 10000))), rng.randrange(rng.choice((10, 100)))
-    sign = rng.choice(("+", "-", "*", "/", " + ", " - ", " * ", " / ", "x", "^", " plus ", " minus ", " times ", " divided by "))
-    start = rng.choice(("", "", "What is ", "What's ", "Calculate ", "How much is ", "Solve ", "compute ", "Can you calculate "))
+    first, second = (
+        rng.randrange(rng.choice((10, 100, 10000))),
+        rng.randrange(rng.choice((10, 100))),
+    )
+    sign = rng.choice(
+        (
+            "+",
+            "-",
+            "*",
+            "/",
+            " + ",
+            " - ",
+            " * ",
+            " / ",
+            "x",
+            "^",
+            " plus ",
+            " minus ",
+            " times ",
+            " divided by ",
+        )
+    )
+    start = rng.choice(
+        (
+            "",
+            "",
+            "What is ",
+            "What's ",
+            "Calculate ",
+            "How much is ",
+            "Solve ",
+            "compute ",
+            "Can you calculate ",
+        )
+    )
     return f"{start}{first}{sign}{second}{rng.choice(('', '', '?', ' =', '=', ' = ?'))}"
 
 
@@ -181,5 +224,7 @@ def _fill(template: str, rng: Random) -> str:
         nouns=f"{noun}s",
         color=rng.choice(("red", "green", "blue", "yellow", "white", "black", "brown", "pink")),
         image=rng.choice(("image", "picture", "photo", "screenshot")),
-        at=rng.choice(("at the top", "on the left", "at the top left", "in the middle", "in the corner")),
+        at=rng.choice(
+            ("at the top", "on the left", "at the top left", "in the middle", "in the corner")
+        ),
     )

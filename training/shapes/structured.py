@@ -9,7 +9,7 @@ from training.shapes.questions import Asker, Question, vary
 from training.shapes.small_talk import sample_prose, sample_small_talk
 from training.shapes.world import KINDS, PLACES, Scene, Selector, Shape
 
-#: Names of properties. A schema's names are forced, so that they are read but not learned.
+#: Names of properties, as schemas have them.
 NAMES = {
     "count": ("count", "count", "count", "num_shapes", "number_of_shapes", "total", "number", "shape_count", "n", "how_many"),
     "shapes": ("shapes", "shapes", "shapes", "objects", "items", "figures", "elements"),
@@ -35,7 +35,13 @@ ASK_PLAINLY = (
     "List the shapes.", "Which shapes are in the {image}?", "Fill in the form.", "Give me the details.", "Inspect the {image}.",
     "Extract the information.", "Parse the {image}.", "Report what you see.", "Tell me about the {image}.",
 )  # fmt: skip
-WITH_NAMES = (" Use the keys {names}.", " The keys are {names}.", " Fields: {names}.", " With {names}.", " Give {names}.")
+WITH_NAMES = (
+    " Use the keys {names}.",
+    " The keys are {names}.",
+    " Fields: {names}.",
+    " With {names}.",
+    " Give {names}.",
+)
 OTHER_NAMES = (
     "name", "title", "age", "email", "price", "date", "city", "country", "author", "url", "id", "status", "comment", "reason", "notes",
     "weather", "temperature", "address", "phone", "currency", "language", "category", "tags", "brand", "model", "year", "month", "score",
@@ -43,6 +49,7 @@ OTHER_NAMES = (
     "invoice_number", "amount", "items_sold", "population", "duration", "speed", "owner", "topic", "keywords", "version", "mood",
 )  # fmt: skip
 UNKNOWN = "unknown"
+FORCED = 0.15  #: weight of a name that a schema forces: it is learned how names are spelled, not which one comes
 
 Piece = tuple[str, float]
 
@@ -74,7 +81,9 @@ def _about_all(scene: Scene, rng: Random) -> Question:
     named = ""
     if rng.random() < 0.3:
         named = rng.choice(WITH_NAMES).format(names=answers.join([name for name, _, _ in chosen]))
-    return _put(text + named, [(name, value) for name, value, _ in chosen], rng, is_named=bool(named))
+    return _put(
+        text + named, [(name, value) for name, value, _ in chosen], rng, is_named=bool(named)
+    )
 
 
 def _object(shape: Shape, names: tuple[str, ...]) -> dict[str, str]:
@@ -114,12 +123,20 @@ def _fields(scene: Scene, rng: Random) -> Iterator[tuple[str, object, float]]:
         selector = Selector(rng.choice(KINDS))
     words = [word for word in (selector.color, selector.kind) if word]
     count = len(selector.pick(scene))
-    yield f"{rng.choice(('has', 'has', 'contains', 'is_there_a', 'shows'))}_{'_'.join(words)}", count > 0, 0.5
+    yield (
+        f"{rng.choice(('has', 'has', 'contains', 'is_there_a', 'shows'))}_{'_'.join(words)}",
+        count > 0,
+        0.5,
+    )
     noun = selector.nouns.replace(" shapes", "").replace(" ", "_")
     if selector.kind:
         yield rng.choice((noun, f"num_{noun}", f"{noun}_count", f"number_of_{noun}")), count, 0.4
     else:
-        yield rng.choice((f"num_{noun}", f"{noun}_count", f"number_of_{noun}", f"{noun}_shapes")), count, 0.3
+        yield (
+            rng.choice((f"num_{noun}", f"{noun}_count", f"number_of_{noun}", f"{noun}_shapes")),
+            count,
+            0.3,
+        )
 
 
 def _about_one(scene: Scene, rng: Random) -> Question:
@@ -170,7 +187,9 @@ def _about_anything(scene: Scene | None, rng: Random) -> Question:
     fields: list[tuple[str, object]] = []
     for _ in range(number):
         name = rng.choice(OTHER_NAMES) if rng.random() < 0.7 else _any_name(rng)
-        fields.append((name, rng.choice((UNKNOWN, UNKNOWN, UNKNOWN, 0, 0, False, None, [], [UNKNOWN], {}))))
+        fields.append(
+            (name, rng.choice((UNKNOWN, UNKNOWN, UNKNOWN, 0, 0, False, None, [], [UNKNOWN], {})))
+        )
     if scene is None and rng.random() < 0.5:
         known: list[tuple[str, object]] = [("count", 0), ("shapes", []), ("background", UNKNOWN), ("color", UNKNOWN), ("kind", UNKNOWN), ("position", UNKNOWN), ("description", UNKNOWN), ("answer", UNKNOWN)]  # fmt: skip
         fields = rng.sample(known, rng.choice((1, 2, 3)))
@@ -193,7 +212,7 @@ def _put(
 ) -> Question:  # fmt: skip
     text = text.replace("{image}", rng.choice(phrasings.IMAGE_WORDS))
     says_so = "json" in text.lower()
-    pieces = list(_write(dict(fields), 1.0 if is_free or is_named else 0.0))
+    pieces = list(_write(dict(fields), 1.0 if is_free or is_named else FORCED))
     pieces[0] = "{", 1.0 if says_so else 0.0
     answer = "".join(piece for piece, _ in pieces)
     return Question("json", vary(text, rng) if vary_text else text, answer, pieces=tuple(pieces))
@@ -275,7 +294,9 @@ def ask_with_tools(scene: Scene | None, tools: tuple[Tool, ...], rng: Random) ->
         text = rng.choice(phrasings.COUNT).format(nouns=selector.nouns, where="", image="image")
         called = _call(text, count[0], {count[1]: kind}, rng)
         number = answers.count(scene, selector)
-        given = rng.choice((number, json.dumps({"count": int(number)}), json.dumps({"result": int(number)})))
+        given = rng.choice(
+            (number, json.dumps({"count": int(number)}), json.dumps({"result": int(number)}))
+        )
         return [called, _give(given, number)] if rng.random() < 0.4 else [called]
     if way < 0.85 and mark and scene:
         asker = Asker(rng, scene)
@@ -286,7 +307,11 @@ def ask_with_tools(scene: Scene | None, tools: tuple[Tool, ...], rng: Random) ->
             return [Question("tools", vary(text, rng), answers.missing(selector))]
         words = {"color": picked[0].color, "kind": picked[0].kind, "shape": picked[0].kind}
         called = _call(text, mark[0], {name: words[name] for name in mark[1:]}, rng)
-        return [called, _give(rng.choice(("done", "ok", "true")), "done")] if rng.random() < 0.3 else [called]
+        return (
+            [called, _give(rng.choice(("done", "ok", "true")), "done")]
+            if rng.random() < 0.3
+            else [called]
+        )
     if scene is None or rng.random() < 0.3:
         return [Question("outside", sample_small_talk(rng), answers.OUTSIDE)]
     topic = rng.choice(("describe", "color", "color", "place", "kind", "content", "exists", "size", "background", "count"))  # fmt: skip
@@ -303,5 +328,3 @@ def _call(text: str, name: str, arguments: dict[str, str], rng: Random) -> Quest
 
 def _give(result: str, answer: str) -> Question:
     return Question("tools", result, answer, role="TOOL")
-
-

@@ -18,17 +18,29 @@ def browser(rng: Random) -> Image.Image:
     pen = ImageDraw.Draw(image)
     pen.rectangle((0, 0, 640, 26), fill=(222, 225, 230))
     for tab in range(rng.randint(1, 4)):
-        pen.rounded_rectangle((10 + 120 * tab, 6, 120 + 120 * tab, 30), radius=6, fill="white" if tab == 0 else (200, 204, 210))
+        pen.rounded_rectangle(
+            (10 + 120 * tab, 6, 120 + 120 * tab, 30),
+            radius=6,
+            fill="white" if tab == 0 else (200, 204, 210),
+        )
         pen.text((20 + 120 * tab, 10), rng.choice(("Inbox", "News", "Shop", "Docs")), fill="black")
     pen.rounded_rectangle((60, 34, 560, 52), radius=9, fill=(241, 243, 244))
-    pen.text((72, 38), "https://www.example.org/articles/" + str(rng.randint(1, 999)), fill=(90, 90, 90))
+    pen.text(
+        (72, 38), "https://www.example.org/articles/" + str(rng.randint(1, 999)), fill=(90, 90, 90)
+    )
     pen.rectangle((0, 58, 640, 96), fill=_color(rng))
     pen.text((24, 70), "Latest articles and reports", fill="white", font_size=16)
     for line in range(rng.randint(8, 16)):
-        pen.text((24, 110 + 17 * line), "Lorem ipsum dolor sit amet consectetur adipiscing elit"[: rng.randint(20, 54)], fill=(40, 40, 40))
+        pen.text(
+            (24, 110 + 17 * line),
+            "Lorem ipsum dolor sit amet consectetur adipiscing elit"[: rng.randint(20, 54)],
+            fill=(40, 40, 40),
+        )
     pen.rectangle((420, 120, 600, 240), fill=_color(rng, 90))
     for button in range(rng.randint(1, 3)):
-        pen.rounded_rectangle((420 + 64 * button, 260, 476 + 64 * button, 284), radius=4, fill=_color(rng))
+        pen.rounded_rectangle(
+            (420 + 64 * button, 260, 476 + 64 * button, 284), radius=4, fill=_color(rng)
+        )
         pen.text((430 + 64 * button, 266), "Buy", fill="white")
     return image
 
@@ -54,7 +66,10 @@ def line_chart(rng: Random) -> Image.Image:
     pen.rectangle((40, 20, 400, 260), outline="gray")
     for _ in range(rng.randint(1, 3)):
         phase, period, color = rng.uniform(0, 6), rng.uniform(20, 90), _color(rng)
-        points = [(x, 140 + 80 * math.sin(x / period + phase) + rng.uniform(-9, 9)) for x in range(40, 400, 6)]
+        points = [
+            (x, 140 + 80 * math.sin(x / period + phase) + rng.uniform(-9, 9))
+            for x in range(40, 400, 6)
+        ]
         pen.line(points, fill=color, width=2)
     pen.text((180, 272), "time (s)", fill="gray")
     return image
@@ -64,16 +79,27 @@ def gradient(rng: Random) -> Image.Image:
     corners = np.array([_color(rng) for _ in range(4)], dtype=float).reshape(2, 2, 3)
     corners[0, 0], corners[1, 1] = (250, 60, 40), (30, 60, 230)
     y, x = np.mgrid[0:256, 0:256][..., None] / 255
-    mixed = corners[0, 0] * (1 - x) * (1 - y) + corners[0, 1] * x * (1 - y) + corners[1, 0] * (1 - x) * y + corners[1, 1] * x * y
+    mixed = (
+        corners[0, 0] * (1 - x) * (1 - y)
+        + corners[0, 1] * x * (1 - y)
+        + corners[1, 0] * (1 - x) * y
+        + corners[1, 1] * x * y
+    )
     return Image.fromarray(mixed.astype(np.uint8))
 
 
 def texture(rng: Random) -> Image.Image:
     """Noise of one scale, in two colors, as of cloth or sand."""
     generator = np.random.default_rng(rng.randrange(2**32))
-    coarse = Image.fromarray((255 * generator.random((40, 40))).astype(np.uint8)).resize((300, 300), Image.Resampling.BILINEAR)
+    coarse = Image.fromarray((255 * generator.random((40, 40))).astype(np.uint8)).resize(
+        (300, 300), Image.Resampling.BILINEAR
+    )
     share = np.asarray(coarse)[..., None] / 255 * 0.7 + generator.random((300, 300, 1)) * 0.3
-    return Image.fromarray((share * np.array(_color(rng, 120)) + (1 - share) * np.array(_color(rng)) * 0.5).astype(np.uint8))
+    return Image.fromarray(
+        (share * np.array(_color(rng, 120)) + (1 - share) * np.array(_color(rng)) * 0.5).astype(
+            np.uint8
+        )
+    )
 
 
 def seaside(rng: Random) -> Image.Image:
@@ -82,17 +108,29 @@ def seaside(rng: Random) -> Image.Image:
     pen = ImageDraw.Draw(image)
     for y in range(260):
         share = y / 260
-        pen.line((0, y, 400, y), fill=(round(80 + 150 * share), round(150 + 60 * share), 235) if y < 130 else (20, round(90 + 80 * share), round(120 + 60 * share)))
+        pen.line(
+            (0, y, 400, y),
+            fill=(round(80 + 150 * share), round(150 + 60 * share), 235)
+            if y < 130
+            else (20, round(90 + 80 * share), round(120 + 60 * share)),
+        )
     x = rng.randint(60, 340)
     pen.ellipse((x - 22, 40, x + 22, 84), fill=(255, 236, 160))
-    pen.polygon([(0, 260), (0, rng.randint(190, 230)), (400, rng.randint(190, 240)), (400, 260)], fill=(226, 202, 150))
+    pen.polygon(
+        [(0, 260), (0, rng.randint(190, 230)), (400, rng.randint(190, 240)), (400, 260)],
+        fill=(226, 202, 150),
+    )
     for _ in range(rng.randint(40, 90)):
         wave = rng.randint(0, 400), rng.randint(134, 200)
         pen.line((*wave, wave[0] + rng.randint(8, 30), wave[1]), fill=(200, 225, 235))
     for _ in range(rng.randint(2, 5)):
         cloud = rng.randint(0, 380), rng.randint(10, 90)
         for _ in range(6):
-            cx, cy, r = cloud[0] + rng.randint(-30, 30), cloud[1] + rng.randint(-8, 8), rng.randint(8, 18)
+            cx, cy, r = (
+                cloud[0] + rng.randint(-30, 30),
+                cloud[1] + rng.randint(-8, 8),
+                rng.randint(8, 18),
+            )
             pen.ellipse((cx - r, cy - r, cx + r, cy + r), fill=(250, 250, 252))
     return image
 
@@ -105,10 +143,17 @@ def rendering(rng: Random) -> Image.Image:
     ray /= np.linalg.norm(ray, axis=-1, keepdims=True)
     depth = np.where(ray[..., 1] < -0.01, -0.5 / np.minimum(ray[..., 1], -0.01), 1e3)
     checked = (np.floor(ray[..., 0] * depth * 2) + np.floor(ray[..., 2] * depth * 2)) % 2
-    levels = np.where(depth < 30, 90 + 120 * checked, 200.0)[..., None] * np.array(_color(rng, 150)) / 255
+    levels = (
+        np.where(depth < 30, 90 + 120 * checked, 200.0)[..., None]
+        * np.array(_color(rng, 150))
+        / 255
+    )
     light = np.array([0.5, 0.7, -0.5]) / np.linalg.norm([0.5, 0.7, -0.5])
     for _ in range(rng.randint(2, 6)):
-        center, radius = np.array([rng.uniform(-1, 1), rng.uniform(-0.3, 0.5), rng.uniform(2, 4)]), rng.uniform(0.2, 0.6)
+        center, radius = (
+            np.array([rng.uniform(-1, 1), rng.uniform(-0.3, 0.5), rng.uniform(2, 4)]),
+            rng.uniform(0.2, 0.6),
+        )
         middle = ray @ center
         reach = middle**2 - center @ center + radius**2
         near = middle - np.sqrt(np.maximum(reach, 0))
@@ -122,7 +167,10 @@ def rendering(rng: Random) -> Image.Image:
 
 def fractal(rng: Random) -> Image.Image:
     """A part of the Mandelbrot set."""
-    center, width = complex(-0.74 + rng.uniform(-0.1, 0.1), 0.12 + rng.uniform(-0.1, 0.1)), rng.uniform(0.05, 1.2)
+    center, width = (
+        complex(-0.74 + rng.uniform(-0.1, 0.1), 0.12 + rng.uniform(-0.1, 0.1)),
+        rng.uniform(0.05, 1.2),
+    )
     y, x = np.mgrid[0:160, 0:160] / 160 - 0.5
     c = center + width * (x + 1j * y)
     z, steps = np.zeros_like(c), np.zeros(c.shape)
@@ -131,7 +179,11 @@ def fractal(rng: Random) -> Image.Image:
         z = np.where(alive, z * z + c, z)
         steps += alive
     phase = rng.uniform(0, 6)
-    return Image.fromarray(np.stack([127 + 120 * np.sin(steps / 6 + phase + shift) for shift in (0, 2, 4)], axis=-1).astype(np.uint8))
+    return Image.fromarray(
+        np.stack(
+            [127 + 120 * np.sin(steps / 6 + phase + shift) for shift in (0, 2, 4)], axis=-1
+        ).astype(np.uint8)
+    )
 
 
 def bricks(rng: Random) -> Image.Image:
@@ -179,7 +231,10 @@ def night_sky(rng: Random) -> Image.Image:
         r = rng.choice((0, 0, 0, 1))
         pen.ellipse((x - r, y - r, x + r, y + r), fill=(level, level, min(255, level + 20)))
     pen.ellipse((280, 24, 320, 64), fill=(235, 232, 215))
-    pen.polygon([(0, 240), (0, 200), *((x, rng.randint(170, 215)) for x in range(20, 360, 20)), (360, 240)], fill=(0, 0, 0))
+    pen.polygon(
+        [(0, 240), (0, 200), *((x, rng.randint(170, 215)) for x in range(20, 360, 20)), (360, 240)],
+        fill=(0, 0, 0),
+    )
     return image
 
 

@@ -49,7 +49,9 @@ class Trial:
     tools: tuple[dict[str, Any], ...] = ()
 
 
-def _says(goal: str, images: tuple[Image.Image, ...], question: str, *answers: str, **more: Any) -> Trial:
+def _says(
+    goal: str, images: tuple[Image.Image, ...], question: str, *answers: str, **more: Any
+) -> Trial:
     return Trial(goal, images, question, lambda reply: reply.text in answers, answers, **more)
 
 
@@ -73,7 +75,9 @@ Slots = dict[str, str]
 def _slots(scene: Scene, rng: Random) -> Slots:
     one, two = rng.sample(scene.shapes, 2)
     gone_kind = rng.choice([kind for kind in KINDS if kind not in [s.kind for s in scene.shapes]])
-    gone_color = rng.choice([color for color in COLORS if color not in [s.color for s in scene.shapes]])
+    gone_color = rng.choice(
+        [color for color in COLORS if color not in [s.color for s in scene.shapes]]
+    )
     rows = {name: PLACES.index(shape.place) // 3 for name, shape in (("one", one), ("two", two))}
     columns = {name: PLACES.index(shape.place) % 3 for name, shape in (("one", one), ("two", two))}
     yes_no = {True: "yes", False: "no"}
@@ -146,7 +150,9 @@ def natural(number: int = 200) -> Iterator[Trial]:
         one = next(shape for shape in scene.shapes if shape.kind == slots["k"])
         two = next(shape for shape in scene.shapes if shape.kind == slots["k2"])
         slots |= {"K": slots["k"].upper(), "K2": slots["k2"].upper(), "s2": two.size}
-        slots |= {f"is_s_{size}": "yes" if one.size == size else "no" for size in ("small", "large")}
+        slots |= {
+            f"is_s_{size}": "yes" if one.size == size else "no" for size in ("small", "large")
+        }
         question = _with_articles(question.format(**slots))
         answers = [_with_articles(each.format(**slots)) for each in answer.split("|")]
         yield _says("natural phrasings", (draw_as_a_stranger(scene, rng),), question, *answers)
@@ -193,7 +199,11 @@ def both(number: int = 60) -> Iterator[Trial]:
     for index in range(number):
         rng = Random(f"both/{index}")
         scenes = _scene(rng, bool), _scene(rng, bool)
-        question = ("Describe both images.", "What do these two pictures show?", "Please describe the two images.")[index % 3]
+        question = (
+            "Describe both images.",
+            "What do these two pictures show?",
+            "Please describe the two images.",
+        )[index % 3]
         images = tuple(draw_as_a_stranger(scene, rng) for scene in scenes)
         yield _says("both images", images, question, describe_all(scenes))
 
@@ -246,7 +256,12 @@ def foreign_pictures(per_kind: int = 5) -> Iterator[Trial]:
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
 
 
 def _enum(*values: str) -> dict[str, Any]:
@@ -256,7 +271,9 @@ def _enum(*values: str) -> dict[str, Any]:
 INTEGER, BOOLEAN, STRING = {"type": "integer"}, {"type": "boolean"}, {"type": "string"}
 
 
-def _gives(images: tuple[Image.Image, ...], question: str, schema: dict[str, Any], value: Any) -> Trial:
+def _gives(
+    images: tuple[Image.Image, ...], question: str, schema: dict[str, Any], value: Any
+) -> Trial:
     def is_right(reply: Reply) -> bool:
         try:
             return json.loads(reply.text) == value
@@ -304,24 +321,49 @@ def in_other_json() -> Iterator[Trial]:
         _object(ingredients={"type": "array", "items": STRING}), _object(address=_object(street=STRING, zip=STRING)), _object(summary=STRING),
         _object(sentiment=STRING, confidence={"type": "number"}), _object(x=STRING, y=STRING), _object(plate=STRING, maker=STRING),
     )  # fmt: skip
-    texts = ("Who is this?", "Extract the data.", "Tell me about Rome.", "What is the weather?", "Describe the image.")
+    texts = (
+        "Who is this?",
+        "Extract the data.",
+        "Tell me about Rome.",
+        "What is the weather?",
+        "Describe the image.",
+    )
     for index, schema in enumerate(2 * schemas):
         rng = Random(f"other json/{index}")
         images = (draw_as_a_stranger(_scene(rng), rng),) if index % 2 else ()
         most = 20 * len(schema["properties"]) + 8
-        yield Trial("other json", images, texts[index % 5], lambda reply, most=most: reply.num_tokens <= most and json.loads(reply.text) is not None, schema=schema)
+        yield Trial(
+            "other json",
+            images,
+            texts[index % 5],
+            lambda reply, most=most: (
+                reply.num_tokens <= most and json.loads(reply.text) is not None
+            ),
+            schema=schema,
+        )
 
 
 # ---------------------------------------------------------------- functions
 
 
 def _tool(name: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": f"{name} of the image", "parameters": _object(**properties)}}
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"{name} of the image",
+            "parameters": _object(**properties),
+        },
+    }
 
 
 COUNT = _tool("count", kind=_enum(*KINDS))
 HIGHLIGHT = _tool("highlight", color=_enum(*COLORS), kind=_enum(*KINDS))
-OTHERS = (_tool("get_current_weather", city=STRING), _tool("send_message", recipient=STRING, text=STRING), _tool("find_restaurant", cuisine=STRING))
+OTHERS = (
+    _tool("get_current_weather", city=STRING),
+    _tool("send_message", recipient=STRING, text=STRING),
+    _tool("find_restaurant", cuisine=STRING),
+)
 
 
 def with_tools(number: int = 80) -> Iterator[Trial]:
@@ -330,23 +372,58 @@ def with_tools(number: int = 80) -> Iterator[Trial]:
         scene = _scene(rng)
         shape, images = rng.choice(scene.shapes), (draw_as_a_stranger(scene, rng),)
         kinds = shape.kind + ("es" if shape.kind == "cross" else "s")
-        ours = ((COUNT,), (HIGHLIGHT,), (COUNT, HIGHLIGHT), (rng.choice(OTHERS), HIGHLIGHT, COUNT))[rng.randrange(4)]
+        ours = ((COUNT,), (HIGHLIGHT,), (COUNT, HIGHLIGHT), (rng.choice(OTHERS), HIGHLIGHT, COUNT))[
+            rng.randrange(4)
+        ]
         match index % 4:
             case 0:
-                question = rng.choice((f"How many {kinds} are there?", f"Count the {kinds}, please.", f"how many {kinds} do you see"))
-                yield _calls(images, question, (*{id(t): t for t in (*ours, COUNT)}.values(),), ("count", {"kind": shape.kind}))
+                question = rng.choice(
+                    (
+                        f"How many {kinds} are there?",
+                        f"Count the {kinds}, please.",
+                        f"how many {kinds} do you see",
+                    )
+                )
+                yield _calls(
+                    images,
+                    question,
+                    (*{id(t): t for t in (*ours, COUNT)}.values(),),
+                    ("count", {"kind": shape.kind}),
+                )
             case 1:
-                question = rng.choice((f"Highlight the {shape.color} {shape.kind}.", f"Please highlight the {shape.kind}.", f"Can you highlight the {shape.color} {shape.kind} for me?"))
+                question = rng.choice(
+                    (
+                        f"Highlight the {shape.color} {shape.kind}.",
+                        f"Please highlight the {shape.kind}.",
+                        f"Can you highlight the {shape.color} {shape.kind} for me?",
+                    )
+                )
                 wanted = ("highlight", {"color": shape.color, "kind": shape.kind})
-                yield _calls(images, question, (*{id(t): t for t in (*ours, HIGHLIGHT)}.values(),), wanted)
+                yield _calls(
+                    images, question, (*{id(t): t for t in (*ours, HIGHLIGHT)}.values(),), wanted
+                )
             case 2:
-                yield _says("tools", images, f"What color is the {shape.kind}?", shape.color, tools=ours)
+                yield _says(
+                    "tools", images, f"What color is the {shape.kind}?", shape.color, tools=ours
+                )
             case _:
-                question, answer = rng.choice((("Describe the image.", describe(scene)), (f"Where is the {shape.kind}?", shape.place), ("What is the weather in Oslo?", OUTSIDE), ("How many shapes are there?", str(len(scene.shapes)))))
+                question, answer = rng.choice(
+                    (
+                        ("Describe the image.", describe(scene)),
+                        (f"Where is the {shape.kind}?", shape.place),
+                        ("What is the weather in Oslo?", OUTSIDE),
+                        ("How many shapes are there?", str(len(scene.shapes))),
+                    )
+                )
                 yield _says("tools", images, question, answer, tools=tuple(rng.sample(OTHERS, 2)))  # fmt: skip
 
 
-def _calls(images: tuple[Image.Image, ...], question: str, tools: tuple[dict[str, Any], ...], call: tuple[str, Any]) -> Trial:
+def _calls(
+    images: tuple[Image.Image, ...],
+    question: str,
+    tools: tuple[dict[str, Any], ...],
+    call: tuple[str, Any],
+) -> Trial:
     return Trial("tools", images, question, lambda reply: reply.calls == (call,), call, tools=tools)
 
 
@@ -360,7 +437,9 @@ def clips(number: int = 80) -> Iterator[Trial]:
         while True:
             scene = _scene(rng)
             actor, target = rng.choice(scene.shapes), rng.choice(PLACES)
-            (row, column), (last_row, last_column) = (divmod(PLACES.index(p), 3) for p in (actor.place, target))
+            (row, column), (last_row, last_column) = (
+                divmod(PLACES.index(p), 3) for p in (actor.place, target)
+            )
             middle = PLACES[3 * round((row + last_row) / 2) + round((column + last_column) / 2)]
             taken = {s.place for s in scene.shapes if s != actor}
             steps = sorted((abs(row - last_row), abs(column - last_column)))
@@ -388,8 +467,15 @@ def clips(number: int = 80) -> Iterator[Trial]:
         }.get(way, f"The {name} moves from the {actor.place} to the {target}.")  # fmt: skip
         images = tuple(frames)
         if way in ("appear", "vanish"):
-            what, said = ("appears", f"{article} {name}") if way == "appear" else ("disappears", f"the {name}")
-            question, answer = (("What happens in this clip?", told), (f"Which shape {what}?", said))[index // 5 % 2]
+            what, said = (
+                ("appears", f"{article} {name}")
+                if way == "appear"
+                else ("disappears", f"the {name}")
+            )
+            question, answer = (
+                ("What happens in this clip?", told),
+                (f"Which shape {what}?", said),
+            )[index // 5 % 2]
             yield _says("appears, vanishes", images, question, answer)
         else:
             question, answer = (
@@ -407,11 +493,16 @@ class _Camera:
         self.side = rng.randint(160, 400)
         self.scale = rng.choice((1, 2, 3))
 
-    def __call__(self, background: str, others: list[Shape], actor: tuple[Shape, float, float] | None) -> Image.Image:
+    def __call__(
+        self, background: str, others: list[Shape], actor: tuple[Shape, float, float] | None
+    ) -> Image.Image:
         side = self.side * self.scale
         image = Image.new("RGB", (side, side), background)
         pen = ImageDraw.Draw(image)
-        placed = [(s, float(PLACES.index(s.place) % 3), float(PLACES.index(s.place) // 3)) for s in in_reading_order(others)]
+        placed = [
+            (s, float(PLACES.index(s.place) % 3), float(PLACES.index(s.place) // 3))
+            for s in in_reading_order(others)
+        ]
         for shape, x, y in (*placed, *([actor] if actor else [])):
             center = round(side * (0.19 + 0.31 * x)), round(side * (0.19 + 0.31 * y))
             radius = round(side * (0.08 if shape.size == "small" else 0.13))
@@ -419,4 +510,14 @@ class _Camera:
         return image.resize((self.side, self.side), Image.Resampling.LANCZOS)
 
 
-ALL: tuple[Callable[[], Iterator[Trial]], ...] = (natural, wide, both, talk, foreign_pictures, in_json, in_other_json, with_tools, clips)
+ALL: tuple[Callable[[], Iterator[Trial]], ...] = (
+    natural,
+    wide,
+    both,
+    talk,
+    foreign_pictures,
+    in_json,
+    in_other_json,
+    with_tools,
+    clips,
+)
