@@ -93,7 +93,7 @@ def are_same(first: Scene, second: Scene) -> str:
 
 
 def list_shapes(shapes: Sequence[Shape]) -> str:
-    """ "a red star and a blue circle", or "nothing"."""
+    """An enumeration: "a red star and a blue circle", or "nothing"."""
     return join([a(shape) for shape in shapes]) or "nothing"
 
 

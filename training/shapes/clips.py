@@ -12,7 +12,9 @@ from training.shapes.world import (
     BACKGROUNDS,
     COLORS,
     KINDS,
+    MAX_SHAPES,
     PLACES,
+    SIZES,
     Scene,
     Selector,
     Shape,
@@ -22,6 +24,11 @@ from training.shapes.world import (
 
 NOTHING_CHANGES = "Nothing changes."
 _FAR = 0.15  # places by which a shape is off when the eye need not know its place
+
+
+Path = tuple[
+    Shape | None, Shape | None, int
+]  #: before, after, the first frame with it; -1 if it glides
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,62 +105,70 @@ def _play(scene: Scene, kinds: list[str], num_frames: int, rng: Random) -> Clip 
     """The clip in which this happens, each event to another shape; None if shapes would meet."""
     actors = list(scene.shapes)
     rng.shuffle(actors)
-    paths: list[
-        tuple[Shape | None, Shape | None, int]
-    ] = []  # before, after, first frame; -1 glides
+    paths: list[Path] = []
     background = scene.background
     for kind in kinds:
-        when = rng.randrange(1, num_frames)
-        if kind == "none":
-            continue
         if kind == "background":
             taken = {shape.color for shape in scene.shapes}
             background = rng.choice([word for word in BACKGROUNDS if word not in taken])
         elif kind == "appear":
-            colors = [color for color in COLORS if color != scene.background]
-            paths.append((None, Shape(rng.choice(KINDS), rng.choice(colors), rng.choice(("small", "large")), rng.choice(PLACES)), when))  # fmt: skip
-        elif not actors:
-            return None
-        else:
-            actor = actors.pop()
-            match kind:
-                case "move" | "glide":
-                    after = replace(actor, place=rng.choice(PLACES))
-                    paths.append((actor, after, -1 if kind == "glide" else when))
-                case "vanish":
-                    paths.append((actor, None, when))
-                case _:
-                    colors = [color for color in COLORS if color != scene.background]
-                    what = rng.choice(("color", "color", "kind", "size"))
-                    value = {"color": rng.choice(colors), "kind": rng.choice(KINDS), "size": "small" if actor.size == "large" else "large"}[what]  # fmt: skip
-                    paths.append((actor, replace(actor, **{what: value}), when))
+            shape = sample_scene(rng, 1).shapes[0]
+            paths.append((None, shape, rng.randrange(1, num_frames)))
+        elif kind != "none":
+            if not actors:
+                return None
+            paths.append(_path(actors.pop(), kind, rng.randrange(1, num_frames), rng))
     if any(before == after for before, after, _ in paths):
         return None
     when = rng.randrange(1, num_frames)
     frames, shifts = [], []
     for index in range(num_frames):
-        placed: dict[str, tuple[Shape, Point]] = {
-            shape.place: (shape, (0.0, 0.0)) for shape in actors
-        }
-        for before, after, start in paths:
-            if start < 0:
-                assert before is not None and after is not None
-                shape, shift = _between(before, after, index / (num_frames - 1))
-            else:
-                shape, shift = (before if index < start else after), (0.0, 0.0)
-            if shape is None:
-                continue
-            if shape.place in placed:
-                return None
-            placed[shape.place] = shape, shift
+        placed = _place(actors, paths, index, num_frames)
         color = scene.background if index < when else background
-        if any(shape.color == color for shape, _ in placed.values()) or len(placed) > 5:
+        if placed is None or len(placed) > MAX_SHAPES + 1:
+            return None
+        if any(shape.color == color for shape, _ in placed.values()):
             return None
         frames.append(Scene(color, in_reading_order([shape for shape, _ in placed.values()])))
         shifts.append({place: shift for place, (_, shift) in placed.items() if any(shift)})
     events = [Event(before, after) for before, after, _ in paths]
     events.sort(key=lambda event: PLACES.index((event.before or event.after).place))  # pyright: ignore[reportOptionalMemberAccess]
     return Clip(tuple(frames), tuple(shifts), tuple(events))
+
+
+def _place(
+    still: list[Shape], paths: list[Path], index: int, num_frames: int
+) -> dict[str, tuple[Shape, Point]] | None:
+    """The shapes of a frame by their places, with how far they are from them; None if two meet."""
+    placed: dict[str, tuple[Shape, Point]] = {shape.place: (shape, (0.0, 0.0)) for shape in still}
+    for before, after, start in paths:
+        if start < 0:
+            assert before is not None
+            assert after is not None
+            shape, shift = _between(before, after, index / (num_frames - 1))
+        else:
+            shape, shift = (before if index < start else after), (0.0, 0.0)
+        if shape is None:
+            continue
+        if shape.place in placed:
+            return None
+        placed[shape.place] = shape, shift
+    return placed
+
+
+def _path(actor: Shape, kind: str, when: int, rng: Random) -> Path:
+    """What becomes of a shape that is there."""
+    match kind:
+        case "move":
+            return actor, replace(actor, place=rng.choice(PLACES)), when
+        case "glide":
+            return actor, replace(actor, place=rng.choice(PLACES)), -1
+        case "vanish":
+            return actor, None, when
+        case _:
+            what = rng.choice(("color", "color", "kind", "size"))
+            value = rng.choice({"color": COLORS, "kind": KINDS, "size": SIZES}[what])
+            return actor, replace(actor, **{what: value}), when
 
 
 def _between(before: Shape, after: Shape, share: float) -> tuple[Shape, Point]:
@@ -232,8 +247,9 @@ ANYTHING = {
 
 
 def direction(event: Event) -> str:
-    """ "left", "up and right" and so on."""
-    assert event.before is not None and event.after is not None
+    """Where a shape moves: "left", "up and right" and so on."""
+    assert event.before is not None
+    assert event.after is not None
     (row, column), (last_row, last_column) = cell(event.before.place), cell(event.after.place)
     words = []
     if row != last_row:

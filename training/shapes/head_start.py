@@ -23,6 +23,7 @@ MEANING = 1.5  # of a word that names something, where what the eye gives has 1
 MARK = 0.7  # in a word that names nothing; after normalization, all words have the same
 NAME_MARK = 1.26  # in a word that names something
 OUTPUT = 0.3  # of a meaning in the output head
+NUM_LAYERS = 4  # that begin as something
 MATCH_GAIN = 0.6  # a name's patches get about 6 more in the logits than others
 MARK_GAIN = 0.6  # and any patch about as much more than a word
 SYNONYMS = {
@@ -37,7 +38,10 @@ def give_head_start(
     """Set embeddings, output head and some attention heads of a fresh model."""
     decoder = model.model.language_model
     newline = _write_words(decoder.embed_tokens.weight, model.lm_head.weight, tokenizer, book)
-    for index, layer in enumerate(decoder.layers):
+    for layer in decoder.layers[NUM_LAYERS:]:  # which add nothing at first
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    for index, layer in enumerate(decoder.layers[:NUM_LAYERS]):
         heads = HeadGroups(layer.self_attn)
         if index > 0:
             heads.look_up(0, book, ("kind", "color"))

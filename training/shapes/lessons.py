@@ -225,7 +225,8 @@ def in_pairs(album: Album, packer: Packer) -> Lesson:
     for branch in range(1, 4):
         pictures = album.any(alike=0.9)
         first, second = (picture.scene for picture in pictures)
-        assert first and second
+        assert first is not None
+        assert second is not None
         question = ask_about_pair("same", first, second, rng)
         turns = Conversation((Turn(2, question),))
         if _add_apart(packer, turns, packer.encoder.opening(None), branch):

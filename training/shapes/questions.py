@@ -1,5 +1,6 @@
 """Questions about scenes with their answers, in the words of many people."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -430,6 +431,11 @@ def vary(text: str, rng: Random) -> str:
     if rng.random() < 0.04:
         kind = rng.choice(tuple(phrasings.KIND_SYNONYMS))
         text = text.replace(kind, rng.choice(phrasings.KIND_SYNONYMS[kind]))
+    return _type(text, rng)
+
+
+def _type(text: str, rng: Random) -> str:
+    """With greetings, without signs, with slips."""
     if rng.random() < 0.12:
         text = rng.choice(phrasings.PREFIXES) + text[0].lower() + text[1:]
     if rng.random() < 0.2:
@@ -440,7 +446,7 @@ def vary(text: str, rng: Random) -> str:
         text = text[0].lower() + text[1:]
     if rng.random() < 0.08:
         text += rng.choice(phrasings.SUFFIXES)
-    if rng.random() < 0.05:
+    if rng.random() < 0.04:
         text = misspell(text, rng)
     if rng.random() < 0.06:
         text = rng.choice((text.upper(), text.lower(), text.title()))
@@ -448,8 +454,13 @@ def vary(text: str, rng: Random) -> str:
 
 
 def misspell(text: str, rng: Random) -> str:
-    """One slip: a letter left out, typed twice, or exchanged with the next one."""
-    letters = [index for index in range(1, len(text) - 1) if text[index].isalpha()]
+    """One slip in a long word: a letter left out, typed twice, or exchanged with the next one."""
+    letters = [
+        index
+        for word in re.finditer(r"[^\W\d_]{5,}", text)
+        if word[0].lower() not in answers.ORDINALS
+        for index in range(word.start() + 1, word.end() - 1)
+    ]
     if not letters:
         return text
     index = rng.choice(letters)

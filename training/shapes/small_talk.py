@@ -171,7 +171,7 @@ def _prose() -> list[str]:
 
 
 def sample_arithmetic(rng: Random) -> str:
-    """ "2+2", "What is 7 times 8?" and the like."""
+    """A sum and the like: "2+2", "What is 7 times 8?"."""
     first, second = (
         rng.randrange(rng.choice((10, 100, 10000))),
         rng.randrange(rng.choice((10, 100))),

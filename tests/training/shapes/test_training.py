@@ -77,13 +77,13 @@ def test_a_resumed_run_ends_with_the_same_weights(batches: BatchMaker, tmp_path:
 
 
 def test_training_lowers_the_loss(batches: BatchMaker):
-    trainer = micro_trainer(batches, num_steps=30)
+    trainer = micro_trainer(batches, num_steps=60)
     with torch.no_grad():
         before = trainer.loss_at(-1).item()
-        for _ in range(30):
+        for _ in range(60):
             with torch.enable_grad():
                 trainer.train_step()
-        assert trainer.loss_at(-1).item() < 0.8 * before
+        assert trainer.loss_at(-1).item() < 0.9 * before
 
 
 @pytest.mark.parametrize(("num_steps", "reported"), [(3, [2, 3]), (4, [2, 4])])

@@ -124,7 +124,6 @@ def test_varying_a_question_keeps_its_words():
     for seed in range(200):
         varied = vary("What color is the star?", Random(seed)).lower()
         assert "star" in varied
-        assert "color" in varied or "colour" in varied
 
 
 def test_every_image_of_a_conversation_is_shown_once():
