@@ -4,6 +4,7 @@ A process keeps an album of pictures, of which it replaces some with every messa
 pictures and sequences that show any of the album, so that a picture is sent once and shown many times.
 """
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -295,7 +296,17 @@ def teach(
     album = Album(Random(f"{seed}/{index}"), index * NUM_SLOTS)
     album.draw(FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS)
     while True:
-        queue.put(make_message(album, encoder, num_sequences))
+        try:
+            queue.put(make_message(album, encoder, num_sequences))
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ):
+            traceback.print_exc()  # one lesson less; the run is worth more than it
         if is_hungry.value and album.rng.random() < 0.7:
             continue
         album.draw(NEW_GROUPS, NEW_FOREIGN, NEW_CLIPS)
