@@ -319,6 +319,7 @@ def main() -> None:
         teacher.start()
     device = torch.device(options.device)
     is_cuda = device.type == "cuda"
+    autocast = is_cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     torch.manual_seed(options.seed)
     torch.set_num_threads(2)
     torch.set_float32_matmul_precision("high")
@@ -333,7 +334,7 @@ def main() -> None:
 
     def take_stock() -> None:
         asked, right = Counter[str](), Counter[str]()
-        with course.averaged(), torch.autocast(device.type, torch.bfloat16, enabled=is_cuda):
+        with course.averaged(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             for _ in range(2):
                 counts = learner.exactness(next_batch())
                 for total, more in zip((asked, right), counts, strict=True):
@@ -354,7 +355,7 @@ def main() -> None:
         batch = next_batch()
         waited += time.monotonic() - asked_at
         ratio = (time.monotonic() - started) / (deadline - started)
-        losses.append(course.learn(batch, ratio, is_cuda))
+        losses.append(course.learn(batch, ratio, autocast))
         if len(losses) == 100 or time.monotonic() > saved + SAVE_EVERY_S:
             means = [torch.stack(each).mean().item() for each in zip(*losses, strict=True)]
             rate = course.step / (time.monotonic() - started)
