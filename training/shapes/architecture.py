@@ -1,16 +1,12 @@
 """The shape of the network: a LLaVA of about five million parameters, in the classes of `transformers`."""
 
-import math
-
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from training.shapes.llava import (
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
-    LlavaForConditionalGeneration,
 )
 from training.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID, VOCAB_SIZE
 
@@ -60,52 +56,6 @@ def make_config() -> LlavaConfig:
         image_seq_length=NUM_IMAGE_TOKENS,
         tie_word_embeddings=False,
     )
-
-
-def make_model(seed: int = 0, config: LlavaConfig | None = None) -> LlavaForConditionalGeneration:
-    """A model with fresh random weights in fp32."""
-    torch.manual_seed(seed)
-    model = LlavaForConditionalGeneration._from_config(config or make_config(), dtype=torch.float32)
-    embeddings = model.model.vision_tower.embeddings
-    side = embeddings.image_size // embeddings.patch_size
-    with torch.no_grad():
-        embeddings.position_embedding.weight[1:] = _waves(side, embeddings.embed_dim)
-        embeddings.patch_embedding.weight.copy_(
-            _cosines(embeddings.patch_size, embeddings.embed_dim)
-        )
-    return model
-
-
-def _cosines(patch_size: int, num_filters: int) -> torch.Tensor:
-    """The slowest cosines of a patch in brightness and in two color differences, as JPEG sees it.
-
-    Random filters would mix them all; these keep nearly everything there is to see from the start.
-    Shapes: (num_filters, 3, patch_size, patch_size).
-    """
-    frequencies = range(math.ceil((num_filters / 3) ** 0.5))
-    places = torch.arange(patch_size) + 0.5
-    basis = torch.stack(
-        [torch.cos(math.pi * places * frequency / patch_size) for frequency in frequencies]
-    )
-    basis = F.normalize(basis, dim=1)
-    colors = F.normalize(
-        torch.tensor([[1.0, 1.0, 1.0], [1.0, -1.0, 0.0], [-0.5, -0.5, 1.0]]), dim=1
-    )
-    filters = 0.25 * torch.einsum("cr,vy,ux->cvuryx", colors, basis, basis)
-    filters[:, 0, 0] *= 0.2  # the mean of a patch, which would drown the rest
-    return filters.flatten(1, 2)[:, : num_filters // 3].flatten(0, 1)
-
-
-def _waves(side: int, width: int) -> torch.Tensor:
-    """Sines and cosines of a patch's row and column, which teach places far sooner than noise does.
-
-    Shapes: (side * side, width), with a mean square of 0.5.
-    """
-    periods = 2.0 ** (3 - torch.arange(width // 4) * 5 / (width // 4))  # from 8 image widths to 1/2
-    angles = 2 * math.pi * torch.arange(side)[:, None] / side / periods
-    waves = torch.cat([angles.sin(), angles.cos()], dim=1)
-    rows, columns = waves[:, None].expand(-1, side, -1), waves[None].expand(side, -1, -1)
-    return torch.cat([rows, columns], dim=-1).flatten(0, 1)
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:

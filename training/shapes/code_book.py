@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.shapes.scene_targets import SceneTargets, place_of_patches
+from training.shapes.scene_targets import SceneTargets
 from training.shapes.world import BACKGROUNDS, COLORS, KINDS, PLACES, SIZES
 
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
@@ -79,10 +79,6 @@ class CodeBook:
         """Logits of each property. Shapes: (N, P, width) in, (N, P, classes) out."""
         return {name: self.GAIN * features @ vectors.T for name, vectors in self.vectors.items()}
 
-    def together(self, *properties: str) -> Tensor:
-        """The vectors of some properties. Shapes: (classes, width)."""
-        return torch.cat([self.vectors[name] for name in properties])
-
     def loss(self, features: Tensor, targets: SceneTargets) -> Tensor:
         """Cross-entropy of what is read, summed over the properties, and the distance from what is written."""
         total = 0.3 * (features - self.write(targets)).square().sum(-1).mean()
@@ -100,23 +96,6 @@ class CodeBook:
             normalizer = filled.sum() + 1 if name in weights else filled.numel()
             total = total + (losses * weight.flatten()).sum() / normalizer
         return total
-
-    @torch.no_grad()
-    def accuracy(self, features: Tensor, targets: SceneTargets) -> dict[str, float]:
-        """Share of right readings, each cell's logits averaged over its patches; "scene" is all cells right."""
-        patches_per_side = round(features.shape[1] ** 0.5)
-        member = F.one_hot(place_of_patches(patches_per_side), len(PLACES)).float()
-        first_patch = member.argmax(0)
-        result, right = {}, torch.ones(len(features), len(PLACES), dtype=torch.bool)
-        filled = targets.kind[:, first_patch] > 0
-        for name, logits in self.read(features).items():
-            guess = torch.einsum("npc,pk->nkc", logits.log_softmax(-1), member).argmax(-1)
-            hit = guess == class_of(targets, name)[:, first_patch]
-            if name in ("kind", "color", "size"):
-                right &= hit | ~(filled | torch.tensor(name == "kind"))
-                hit = hit[filled]
-            result[name] = hit.float().mean().item()
-        return result | {"scene": right.all(1).float().mean().item()}
 
 
 def class_of(targets: SceneTargets, name: str) -> Tensor:

@@ -5,16 +5,13 @@ python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoin
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 
 import torch
 import typer
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from training.shapes import phrasings
 from training.shapes.architecture import (
     IMAGE_MEAN,
     IMAGE_SIZE,
@@ -22,7 +19,6 @@ from training.shapes.architecture import (
     PATCH_SIZE,
     make_config,
 )
-from training.shapes.conversations import sample_conversation
 from training.shapes.llava import (
     CLIPImageProcessor,
     GenerationConfig,
@@ -37,24 +33,7 @@ from training.shapes.tokenizer import (
     IMAGE,
     PAD_ID,
     to_fast,
-    train_tokenizer,
 )
-from training.shapes.world import sample_scene
-
-
-def make_tokenizer(num_conversations: int = 4000) -> PreTrainedTokenizerFast:
-    """The tokenizer, trained on conversations of the image world; always the same."""
-    return train_tokenizer(_texts(num_conversations))
-
-
-def _texts(num_conversations: int) -> Iterator[str]:
-    rng = Random(0)
-    for _ in range(num_conversations):
-        scenes = tuple(sample_scene(rng) for _ in range(rng.randint(1, 3)))
-        for turn in sample_conversation(scenes, 6, rng).turns:
-            yield f"USER: \n{turn.question.text} ASSISTANT: {turn.question.answer}"
-    for _ in range(20):
-        yield from (f"{prompt} USER: " for prompt in phrasings.SYSTEM_PROMPTS)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

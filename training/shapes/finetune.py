@@ -90,9 +90,9 @@ class Reader(threading.Thread):
     def run(self) -> None:
         while True:
             self.is_hungry.value = self.ready.qsize() < 4
-            self.ready.put(self._make())
+            self.ready.put(self.make())
 
-    def _make(self) -> Batch:
+    def make(self) -> Batch:
         messages = [self.messages.get() for _ in range(self.per_batch)]
         parts: dict[str, list[np.ndarray]] = {"codes": [], "known": []}
         for message in messages:
@@ -177,7 +177,7 @@ class Learner(nn.Module):
             losses = F.cross_entropy(logits.float(), targets, reduction="none")
             answer_loss = (losses * batch.weights).sum() / batch.weights.sum()
             side = round(NUM_IMAGE_TOKENS**0.5)
-            scenes = SceneTargets.of(None, batch.codes, side)
+            scenes = SceneTargets.of(batch.codes, side)
             eye_loss = self.book.loss(seen[batch.known].float(), scenes)
         return answer_loss, eye_loss, logits
 

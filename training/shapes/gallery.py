@@ -10,7 +10,6 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-import typer
 from PIL import Image
 from rich.progress import track
 
@@ -42,10 +41,6 @@ class Gallery:
 
     images: np.ndarray
     codes: np.ndarray
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.codes) // GROUP_SIZE
 
 
 def encode(scene: Scene) -> np.ndarray:
@@ -92,17 +87,10 @@ def render_group(rng: Random) -> list[tuple[Scene, Image.Image]]:
     return [(each, render(each, rng, style)) for each, style in zip(scenes, styles, strict=True)]
 
 
-def render_crowd(rng: Random) -> list[tuple[Scene, Image.Image]]:
-    """As many images, of five to nine shapes each: more than the world has, to teach an eye faster."""
-    scenes = [sample_scene(rng, rng.randint(5, len(PLACES))) for _ in range(GROUP_SIZE)]
-    return [(scene, render(scene, rng, sample_style(rng))) for scene in scenes]
-
-
-def write_shard(folder: Path, index: int, size: int, crowded: bool = False) -> None:
+def write_shard(folder: Path, index: int, size: int) -> None:
     """Render the shard of this index; the same index always gives the same images."""
     rng = Random(index)
-    render_next = render_crowd if crowded else render_group
-    drawn = [pair for _ in range(GROUPS_PER_SHARD) for pair in render_next(rng)]
+    drawn = [pair for _ in range(GROUPS_PER_SHARD) for pair in render_group(rng)]
     codes = np.stack([encode(scene) for scene, _ in drawn])
     images = np.stack([to_input(image, size) for _, image in drawn])
     for name, array in (("codes", codes), ("pictures", images)):  # names of files that are kept
@@ -111,17 +99,13 @@ def write_shard(folder: Path, index: int, size: int, crowded: bool = False) -> N
         (folder / f"{index:04d}.{name}.part").rename(folder / f"{index:04d}.{name}.npy")
 
 
-def load_gallery(
-    folder: Path, num_shards: int, size: int, crowded: bool = False, num_processes: int = 2
-) -> Gallery:
+def load_gallery(folder: Path, num_shards: int, size: int, num_processes: int = 2) -> Gallery:
     """The first `num_shards` shards, rendered where they are missing."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [i for i in range(num_shards) if not (folder / f"{i:04d}.pictures.npy").exists()]
     if missing:
         with Pool(num_processes) as pool:
-            jobs = [
-                pool.apply_async(write_shard, (folder, index, size, crowded)) for index in missing
-            ]
+            jobs = [pool.apply_async(write_shard, (folder, index, size)) for index in missing]
             for job in track(jobs, description="rendering"):
                 job.get()
 
@@ -132,12 +116,3 @@ def load_gallery(
         return np.concatenate(list(shards))
 
     return Gallery(read("pictures"), read("codes"))
-
-
-def main(folder: Path, num_shards: int = 32, size: int = 96, crowded: bool = False) -> None:
-    """Render a gallery."""
-    load_gallery(folder, num_shards, size, crowded)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -7,23 +7,15 @@ none sees another, so that images are read once and every conversation still loo
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from random import Random
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from training.shapes.conversations import (
-    Conversation,
-    Turn,
-    sample_conversation,
-    sample_system,
-)
-from training.shapes.questions import Asker, Question, ask_about_pair
+from training.shapes.conversations import Conversation
+from training.shapes.questions import Question
 from training.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID
-from training.shapes.world import Scene
 
 PADDING = -1  # the branch of padding; 0 is what all branches share
-LOOK_UPS = ("color", "kind", "place", "content")
 MAX_GAP = 700  # positions by which a branch may stand apart from its images, as after a long talk
 
 
@@ -155,57 +147,3 @@ class Packer:
             np.array(self.weights + [0.0] * missing, dtype=np.float32),
             tuple(self.answers),
         )
-
-
-def pack_branches(
-    scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random
-) -> Sequence:
-    """Many conversations of one to four turns, all about the same images, which come first."""
-    packer = Packer(encoder, length)
-    packer.add(encoder.opening(sample_system(rng)) + encoder.images(len(scenes)), 0, 0)
-    start = len(packer.token_ids)
-    misses = branch = 0
-    while misses < 3:
-        num_turns = rng.choice((1, 1, 1, 2, 3, 4))
-        conversation = sample_conversation(scenes, num_turns, rng, at_once=True)
-        gap = rng.randrange(MAX_GAP) if rng.random() < 0.3 else 0
-        branch += 1
-        misses += not packer.add_branch(conversation, branch, start + gap, skip_images=True)
-    return packer.finish()
-
-
-def pack_look_ups(
-    scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random
-) -> Sequence:
-    """Only the simplest questions about one image, half of them in their plainest words."""
-    packer = Packer(encoder, length)
-    packer.add(encoder.opening(None) + encoder.images(1), 0, 0)
-    start = len(packer.token_ids)
-    num_added = 0
-    while True:
-        asker = Asker(rng, scenes[0], plain=rng.random() < 0.5)
-        conversation = Conversation((Turn(0, asker.ask(rng.choice(LOOK_UPS))),))
-        if not packer.add_branch(conversation, num_added + 1, start, skip_images=True):
-            return packer.finish()
-        num_added += 1
-
-
-def pack_pairs(scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random) -> Sequence:
-    """Pairs of images, each for itself. Whether two are the same is one bit a pair: it takes many."""
-    packer = Packer(encoder, length)
-    for branch, first in enumerate(range(0, len(scenes), 2), start=1):
-        question = ask_about_pair("same", scenes[first], scenes[first + 1], rng)
-        packer.add(encoder.opening(None), branch, 0)
-        packer.add_branch(Conversation((Turn(2, question),)), branch, 1, skip_images=False)
-    return packer.finish()
-
-
-def pack_conversation(
-    scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random
-) -> Sequence:
-    """One long conversation in which the images come at any turn."""
-    packer = Packer(encoder, length)
-    conversation = sample_conversation(scenes, rng.randint(8, 24), rng)
-    packer.add(encoder.opening(conversation.system), 0, 0)
-    packer.add_branch(conversation, 0, len(packer.token_ids), skip_images=False)
-    return packer.finish()

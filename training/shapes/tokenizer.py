@@ -10,20 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-FIRST_VOCAB_SIZE = 1024
-VOCAB_SIZE = 2048  # with the words that `add_words` adds
+VOCAB_SIZE = 2048
 SPECIAL_TOKENS = BOS, EOS, UNK, PAD, IMAGE = ("<s>", "</s>", "<unk>", "<pad>", "<image>")
 BOS_ID, EOS_ID, UNK_ID, PAD_ID, IMAGE_ID = range(len(SPECIAL_TOKENS))
 
@@ -46,33 +36,6 @@ CHAT_TEMPLATE = (  # as llava-hf's: a message's images first, then its text; bef
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
 )
-
-_PIECE = Regex(r"\p{L}+ ?|\p{N} ?|[^\p{L}\p{N}\s]+ ?|\s+")
-
-
-def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer whose words are those of the texts."""
-    tokenizer = Tokenizer(models.BPE(unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(_PIECE, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=FIRST_VOCAB_SIZE,
-        special_tokens=[
-            AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS
-        ],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)]
-    )
-    return to_fast(tokenizer)
 
 
 def add_words(tokenizer: Tokenizer, texts: Iterator[str], vocab_size: int) -> Tokenizer:

@@ -12,7 +12,6 @@ from training.shapes.gallery import (
     decode,
     encode,
     mirror_codes,
-    render_crowd,
     render_group,
     to_input,
 )
@@ -145,7 +144,3 @@ def test_a_group_holds_the_same_scene_twice_and_two_neighbours():
     first, second, third, fourth = (scene for scene, _ in render_group(Random(3)))
     assert first == second
     assert first not in (third, fourth)
-
-
-def test_a_crowd_has_more_shapes_than_the_world():
-    assert all(len(scene.shapes) >= 5 for scene, _ in render_crowd(Random(0)))
