@@ -100,9 +100,27 @@ def export(
     processor.image_processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
-    (folder / "chat_template.json").write_text(
-        json.dumps({"chat_template": CHAT_TEMPLATE}, indent=2) + "\n"
+    _write(folder / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
+    _add_what_older_releases_read(folder)
+
+
+def _add_what_older_releases_read(folder: Path) -> None:
+    """Names that `transformers` 4 has for what release 5 writes otherwise."""
+    config = json.loads((folder / "config.json").read_text())
+    text_config = config["text_config"]
+    text_config["rope_theta"] = text_config["rope_parameters"]["rope_theta"]
+    _write(folder / "config.json", config)
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    _write(
+        folder / "tokenizer_config.json", tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"}
     )
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: tokenizer[name] for name in names} | {"additional_special_tokens": [IMAGE]}
+    _write(folder / "special_tokens_map.json", special)
+
+
+def _write(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def main(finetuned: Path, folder: Path) -> None:
