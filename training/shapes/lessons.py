@@ -43,8 +43,8 @@ from training.shapes.world import Scene, sample_scene
 LENGTH = 320  # tokens of every sequence
 NUM_GROUPS, NUM_FOREIGN, NUM_CLIPS = 1500, 1500, 500  # of an album
 NUM_SLOTS = GROUP_SIZE * NUM_GROUPS + NUM_FOREIGN + 4 * NUM_CLIPS
-FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS = 60, 60, 20  # that an album begins with
-NEW_GROUPS, NEW_FOREIGN, NEW_CLIPS = 3, 3, 1  # of a message
+FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS = 200, 200, 60  # that an album begins with
+NEW_GROUPS, NEW_FOREIGN, NEW_CLIPS = 1, 1, 1  # of a message
 # Pairs of one group: the very same image, the same scene drawn otherwise, scenes alike
 ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1), (2, 3))
 
@@ -254,11 +254,11 @@ def as_conversation(album: Album, packer: Packer) -> Lesson:
 LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
     (lambda album, packer: about_pictures(album, packer, album.any()[:1]), 0.20),
     (lambda album, packer: about_pictures(album, packer, album.any(alike=0.5, foreign=0.12)), 0.20),
-    (lambda album, packer: about_pictures(album, packer, [album.rng.choice(album.foreign)]), 0.10),
-    (in_text, 0.07),
-    (in_json, 0.11),
-    (with_tools, 0.06),
-    (about_clip, 0.14),
+    (lambda album, packer: about_pictures(album, packer, [album.rng.choice(album.foreign)]), 0.07),
+    (in_text, 0.06),
+    (in_json, 0.12),
+    (with_tools, 0.09),
+    (about_clip, 0.16),
     (in_pairs, 0.06),
     (as_conversation, 0.06),
 )
@@ -307,6 +307,6 @@ def teach(
             ValueError,
         ):
             traceback.print_exc()  # one lesson less; the run is worth more than it
-        if is_hungry.value and album.rng.random() < 0.7:
+        if album.rng.random() < (0.85 if is_hungry.value else 0.5):
             continue
         album.draw(NEW_GROUPS, NEW_FOREIGN, NEW_CLIPS)
