@@ -15,7 +15,6 @@ import { showWelcome } from "./welcome.js";
 
 const REFRESH_PAUSE_MS = 15000;
 const AWAY_PAUSE_MS = 2000; // while the gateway is away
-const BUILT_IN = "shapes";
 const find = (selector) => document.querySelector(selector);
 const main = find("#main");
 const question = find("#question");
@@ -29,7 +28,6 @@ const kept = new HistoryView(find("#history"), { onOpen: showConversation, onRem
 
 let conversation = new Conversation();
 let models = [];
-let doubted = null; // the text that lacked an image when it was sent last
 let refreshing = null; // the promise of the models that are being asked for
 let isAway = false; // the gateway did not answer
 let timer = null; // of the next look at the models
@@ -58,12 +56,6 @@ function ask(question, instead = null) {
   const body = { model: find("#model").value, messages: conversation.toMessages(chosen.system), ...chosen.wanted };
   answer(turn, body);
   return true;
-}
-
-/** Whether the built-in model is asked without an image: it knows no language beyond its images. */
-function needsImage() {
-  const hasImages = [...conversation.exchanges.map((each) => each.question), tray].some(({ images }) => images.length);
-  return chosenModel()?.id === BUILT_IN && !hasImages;
 }
 
 function addTurn(exchange) {
@@ -162,11 +154,6 @@ function submit() {
   }
   if (!find("#model").value) {
     showHint("There is no model yet; a worker has to start first.");
-    return;
-  }
-  if (needsImage() && doubted !== text) {
-    doubted = text;
-    showHint("This model knows images of shapes alone: add one, or take a sample. Send again to ask without.");
     return;
   }
   if (ask({ text, images: tray.images })) {

@@ -608,11 +608,7 @@ def test_the_chosen_model_and_every_setting_go_into_the_request(browser, two_mod
         field.clear()
         field.send_keys(str(value))
     page.ask("What is it?")
-    assert "add one" in page.find("#hint").text  # the built-in model knows nothing but its images
-    assert page.find_all(".answer") == []
-    page.find("#question").send_keys(Keys.ENTER)
-    page.wait_for(lambda: page.find_all(".answer"))
-    assert len(page.wait_for_end().split()) == 6
+    assert page.wait_for_end().startswith("I only know pictures of")  # six tokens of it
     body = page.sent()[-1]
     assert {name: body[name] for name in ("model", *settings)} == {"model": "shapes", **settings}
     assert page.complaints() == []
