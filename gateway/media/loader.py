@@ -29,7 +29,7 @@ from gateway.media.header import (
     find_kind,
     read_header,
 )
-from shared.blobs.redis_store import hash_of_file
+from shared.blobs.api import hash_of_file
 from shared.media import MEDIA
 from shared.protocol import FRAMES_TYPE, ImageRef, MediaKind, VideoOptions
 from shared.settings.limits import LimitSettings

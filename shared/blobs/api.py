@@ -1,6 +1,7 @@
 """The interface of blob stores: a blob is stored under its SHA-256 while at least one request holds it."""
 
 from collections.abc import Awaitable, Sequence
+from hashlib import file_digest
 from typing import IO, Protocol, TypeVar
 
 from shared.protocol import BlobRef
@@ -68,3 +69,11 @@ class BlobStore(Protocol):
     async def close(self) -> None:
         """Wait for pending releases, and disconnect."""
         ...
+
+
+def hash_of_file(file: IO[bytes]) -> str:
+    """The SHA-256 of a file, which is at its beginning afterwards."""
+    file.seek(0)
+    digest = file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    file.seek(0)
+    return digest

@@ -18,8 +18,8 @@ from urllib.parse import unquote
 import httpx
 from msgspec.structs import replace
 
-from shared.blobs.api import BlobStore, BlobsUnavailable, Ref
-from shared.blobs.redis_store import hash_of, hash_of_file
+from shared.blobs.api import BlobStore, BlobsUnavailable, Ref, hash_of_file
+from shared.blobs.redis_store import hash_of
 from shared.protocol import BlobRef
 from shared.settings import SettingsError
 

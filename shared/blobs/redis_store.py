@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
@@ -131,11 +131,3 @@ def content_of(data: bytes | IO[bytes]) -> bytes:
         return data
     data.seek(0)
     return data.read()
-
-
-def hash_of_file(file: IO[bytes]) -> str:
-    """The SHA-256 of a file, which is at its beginning afterwards."""
-    file.seek(0)
-    digest = file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-    file.seek(0)
-    return digest
