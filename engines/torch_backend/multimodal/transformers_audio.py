@@ -23,11 +23,43 @@ TAKES_AUDIO = frozenset(
         "Gemma4ForConditionalGeneration",
         "GlmAsrForConditionalGeneration",
         "Qwen2AudioForConditionalGeneration",
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        "VoxtralForConditionalGeneration",
     }
 )
 #: Processors that take one audio file per prompt.
 _TAKES_ONE = frozenset({"AudioFlamingo3Processor", "GlmAsrProcessor"})
 _LENGTH_TOLERANCE_S = 0.05  #: codecs pad the last packet
+_TRANSCRIBE = "Transcribe the audio."
+#: Voxtral's prompts, which transformers leaves to mistral-common. Source: its `InstructTokenizerV7`.
+_VOXTRAL_TEMPLATE = (
+    "{{ '<s>' }}"
+    "{% set parts = messages | map(attribute='content') | sum(start=[]) %}"
+    "{% set has_audio = parts | selectattr('type', 'equalto', 'audio') | list | length > 0 %}"
+    "{% for m in messages %}"
+    "{% set text = m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join('\n\n') %}"
+    "{% if m['role'] == 'system' %}"
+    "{% if has_audio %}{{ raise_exception('it takes no system message beside audio') }}{% endif %}"
+    "{{ '[SYSTEM_PROMPT]' + text + '[/SYSTEM_PROMPT]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ text + '</s>' }}"
+    "{% else %}"
+    "{% set asked = text.partition('" + _TRANSCRIBE + "') %}"
+    "{% set language = asked[2][17:19] %}"
+    "{% set transcribes = loop.last and has_audio and asked[1] and not asked[0]"
+    " and asked[2] in ('', ' The language is ' + language + '.') %}"
+    "{% set more = not loop.first and loop.previtem['role'] == m['role'] %}"
+    "{% set last = loop.previtem['content'] | last if more else {'type': ''} %}"
+    "{{ '' if more else '[INST]' }}{% for c in m['content'] %}"
+    "{% if c['type'] == 'audio' %}{{ '[BEGIN_AUDIO][AUDIO]' }}"
+    "{% elif not transcribes %}"
+    "{{ '\n\n' if (last if loop.first else loop.previtem)['type'] == 'text' }}{{ c['text'] }}"
+    "{% endif %}{% endfor %}"
+    "{{ '' if not loop.last and loop.nextitem['role'] == m['role'] else '[/INST]' }}"
+    "{% if transcribes %}{{ 'lang:' + language if language }}{{ '[TRANSCRIBE]' }}{% endif %}"
+    "{% endif %}{% endfor %}"
+)
+_MELS_PER_TOKEN = 8  #: of Voxtral
+_VOXTRAL_MAX_S = 2400  #: as published: 40 minutes
 
 
 class Audios:
@@ -95,6 +127,22 @@ def find_audio(processor: Any, model_class: Any) -> Audios | None:
     return Audios(processor, model_class)
 
 
+def _spell(processor: Any) -> None:
+    """Make Voxtral's processor return audio and its text, which it only builds for conversations with mistral-common."""
+    if type(processor).__name__ != "VoxtralProcessor":
+        return
+
+    def process(audio: Any, max_source_positions: int, **options: Any) -> tuple[Any, list[str]]:
+        windows = processor._retrieve_input_features(audio, max_source_positions, **options)
+        num_slots = len(windows) * max_source_positions // _MELS_PER_TOKEN
+        return {"input_features": windows}, [processor.audio_token * num_slots]
+
+    processor._process_audio = process
+    processor.max_audio_len = _VOXTRAL_MAX_S
+    processor.default_chat_template = _VOXTRAL_TEMPLATE
+    processor.default_transcription_prompt = _TRANSCRIBE
+
+
 def _longest_s(processor: Any) -> float:
     """Length in seconds beyond which the processor would truncate audio."""
     if (ms := getattr(processor, "audio_ms_per_token", None)) is not None:
@@ -118,6 +166,7 @@ class TransformersAudio(MultimodalProcessor):
             raise UnsupportedCheckpoint(
                 f"transformers cannot load the checkpoint's audio processor: {reason}"
             ) from error
+        _spell(processor)
         found = (
             find_audio(processor, model_class) if isinstance(processor, ProcessorMixin) else None
         )

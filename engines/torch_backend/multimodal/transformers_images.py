@@ -21,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.models.smolvlm import processing_smolvlm
+from transformers.processing_utils import OmniModalProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from engines.base import (
@@ -58,6 +59,7 @@ TAKES_VIDEO = frozenset(
         "LlavaOnevisionForConditionalGeneration",
         "MiniCPMV4_6ForConditionalGeneration",
         "Qwen2VLForConditionalGeneration",
+        "Qwen2_5OmniThinkerForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLMoeForConditionalGeneration",
@@ -88,7 +90,7 @@ _COUNTS = "batch_num_images"
 
 
 #: Inputs of the position hooks besides grids.
-_OF_POSITIONS = frozenset({"second_per_grid_ts"})
+_OF_POSITIONS = frozenset({"feature_attention_mask", "second_per_grid_ts", "video_second_per_grid"})
 #: Processors that add start and end tokens around each frame of a video. The chat template adds a pair around the
 #: placeholder too, and transformers 5.23 keeps both; models were trained without the outer pair.
 _WRITES_AROUND = frozenset({"Qwen3VLProcessor"})
@@ -438,11 +440,17 @@ class _Videos:
         metadata = VideoMetadata(
             info.num_frames, info.fps, info.width, info.height, info.length_s, "pyav", indices
         )
-        options = {**self._options, "do_sample_frames": False, "return_metadata": True}
+        options = {
+            **self._options, "do_sample_frames": False, "return_metadata": True, "video_metadata": [metadata],
+        }  # fmt: skip
+        if isinstance(self._processor, OmniModalProcessorMixin):
+            # it assumes two frames a second, unless it is given the rate
+            options = {
+                "videos_kwargs": {**options, "fps": metadata.sampled_fps},
+                "load_audio_from_video": False,
+            }
         try:
-            made, [text, *_] = self._processor._process_videos(
-                [frames], video_metadata=[metadata], **options
-            )
+            made, [text, *_] = self._processor._process_videos([frames], **options)
         except Exception as error:  # of any type
             raise _unfit_video(error) from error
         made, text = dict(made), str(text)

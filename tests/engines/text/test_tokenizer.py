@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import AutoTokenizer
+from transformers.integrations.mistral.tokenizer import MistralConverter
 
 from engines.text.detokenizer import Detokenizer
 from engines.text.tokenizer import HfTokenizer
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from tests.factories_tekken import make_tekken
 from tests.factories_tokenizers import (
     TOKENIZERS,
     change_json,
@@ -191,3 +193,49 @@ def test_a_missing_tokenizer_is_named(byte_level: Path) -> None:
 def test_an_image_token_that_the_tokenizer_lacks_is_refused(byte_level: Path) -> None:
     with pytest.raises(UnsupportedCheckpoint, match="id 380"):
         HfTokenizer(byte_level, 380)
+
+
+@pytest.fixture
+def tekken(tmp_path: Path) -> Path:
+    (tmp_path / "tekken.json").write_text(json.dumps(make_tekken()))
+    return tmp_path
+
+
+@LENIENT
+@given(TEXTS | st.sampled_from(["What the word\n\nor 1234 the thé", "[INST]", " \n ab"]))
+def test_a_tekken_file_gives_the_ids_of_transformers(tekken: Path, text: str) -> None:
+    ours = HfTokenizer(tekken, None)
+    theirs = MistralConverter(str(tekken / "tekken.json")).converted()
+    if not any(name in text for name in ours.control_tokens):
+        assert ours.encode(text) == theirs.encode(text).ids
+    assert b"".join(map(ours.token_bytes, ours.encode(text))) == text.encode()
+
+
+def test_special_tokens_of_a_tekken_file_are_control_tokens(tekken: Path) -> None:
+    tokenizer = HfTokenizer(tekken, None)
+    assert tokenizer.control_tokens["[AUDIO]"].id == 24
+    assert tokenizer.control_tokens["<SPECIAL_39>"].id == 39
+    assert tokenizer.vocab_size == 40 + 256 + 13
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"special_tokens": None}, "tekken.json: special_tokens are missing"),
+        ({"vocab": [{"rank": 0}]}, "tekken.json: vocab and special_tokens are no lists of tokens"),
+        ({"vocab": 3}, "tekken.json: vocab and special_tokens are no lists of tokens"),
+        (
+            {"vocab": [{"rank": 0, "token_bytes": "YWFh" * 200}]},
+            "vocab has a token of more than 512 bytes",
+        ),
+        ({"config": {"default_vocab_size": 5}}, "config.default_vocab_size is 5"),
+        ({"config": {"pattern": "("}}, "tokenizer.json cannot be read"),
+    ],
+)
+def test_damaged_tekken_files_are_refused_by_field(
+    tekken: Path, changes: dict[str, Any], reason: str
+) -> None:
+    content = make_tekken() | changes
+    (tekken / "tekken.json").write_text(json.dumps(content))
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        HfTokenizer(tekken, None)

@@ -27,6 +27,8 @@ _NEVER_READ = frozenset({
     "output_hidden_states", "return_dict", "name_or_path", "use_cache", "gradient_checkpointing", "quantization_config",
 })  # fmt: skip
 _FLOAT = "__float__"
+#: Of whole models, the section of the part that generates text.
+_GENERATING = {"qwen2_5_omni": "thinker_config"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class GenericConfig:
 
 def find_class(config: Fields) -> type[PreTrainedModel] | None:
     """The class in a `config.json`, if it generates text in the installed transformers."""
-    given, kind = config.get("architectures"), config.get("model_type")
+    part = _generating(config)
+    # the parts of published whole models have architectures of their own, which transformers lacks
+    given = config.get("architectures") if part is config else None
+    kind = part.get("model_type")
     by_kind = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     known = {*by_kind.values(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *TAKES_AUDIO}
     if given is None:
@@ -67,6 +72,7 @@ def find_class(config: Fields) -> type[PreTrainedModel] | None:
 
 def read_config(config: Fields, model_class: type[PreTrainedModel]) -> GenericConfig:
     """Raises: UnsupportedCheckpoint, with the field and the reason."""
+    config = _generating(config)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise config.refuse("model_type", f"{shown(kind)} is unknown to transformers")
@@ -84,6 +90,13 @@ def read_config(config: Fields, model_class: type[PreTrainedModel]) -> GenericCo
         reason = " ".join(str(error).split()).rpartition("Error: ")[2][:200]
         raise UnsupportedCheckpoint(f"{config.file}: {reason}") from None
     return GenericConfig(model_class, full, _limits(config, full))
+
+
+def _generating(config: Fields) -> Fields:
+    """The fields of the part of a model that generates text: for most, all of them."""
+    kind = config.get("model_type")
+    name = _GENERATING.get(kind) if isinstance(kind, str) else None
+    return config if name is None else config.section(name)
 
 
 def _believed(section: Fields) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from transformers import Qwen2_5OmniThinkerConfig
+
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import MultimodalProcessor
@@ -9,6 +11,9 @@ from engines.torch_backend.models.generic.config import GenericConfig, find_clas
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.multimodal.transformers_audio import TransformersAudio
 from engines.torch_backend.multimodal.transformers_images import TransformersImages
+
+#: Weights of Qwen2.5-Omni beside those of its thinker.
+_SPEECH = ("talker.", "token2wav.")
 
 
 class GenericFamily:
@@ -36,9 +41,10 @@ class GenericFamily:
         """Create the model without modules: transformers creates them with the weights."""
         return GenericModel(config, self._lowers)
 
-    def rename(self, name: str, config: GenericConfig) -> str:
-        """The name itself: transformers maps names when it loads weights."""
-        return name
+    def rename(self, name: str, config: GenericConfig) -> str | None:
+        """The name itself: transformers maps names when it loads weights. None for parts that generate speech."""
+        is_omni = isinstance(config.full, Qwen2_5OmniThinkerConfig)
+        return None if is_omni and name.startswith(_SPEECH) else name
 
     def processor(self, directory: Path, config: GenericConfig) -> MultimodalProcessor:
         """Transformers' processor of images or audio, if the model takes such. Raises: UnsupportedCheckpoint."""

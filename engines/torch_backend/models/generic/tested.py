@@ -62,6 +62,7 @@ TESTED = frozenset(
         "QianfanOCRForConditionalGeneration/qwen3",
         "Qwen2ForCausalLM",
         "Qwen2VLForConditionalGeneration/qwen2_vl_text",
+        "Qwen2_5OmniThinkerForConditionalGeneration/qwen2_5_omni_text",
         "Qwen2_5_VLForConditionalGeneration/qwen2_5_vl_text",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",

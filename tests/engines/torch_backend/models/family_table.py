@@ -877,6 +877,35 @@ FAMILIES += [
         },
     ),
     visual(
+        "Qwen2.5-Omni", "<|vision_bos|><|IMAGE|><|vision_eos|>",
+        lambda: transformers.Qwen2_5OmniProcessor(
+            transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12),
+            transformers.Qwen2VLVideoProcessor(patch_size=14),
+            transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=4),
+            tokenizer(
+                "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>", "<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>",
+                image_token="<|IMAGE|>", video_token="<|VIDEO|>", audio_token="<|AUDIO|>",
+                vision_bos_token="<|vision_bos|>", vision_eos_token="<|vision_eos|>", audio_bos_token="<|audio_bos|>",
+                audio_eos_token="<|audio_eos|>",
+            ),
+        ),
+        "Qwen2_5OmniThinker",
+        lambda: {
+            "text_config": {
+                **TEXT, "max_position_embeddings": 2048,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {**TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
+            "audio_config": {
+                "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "num_mel_bins": 80,
+                "max_source_positions": 200, "n_window": 50, "output_dim": 64,
+            },
+            "image_token_index": 302, "video_token_index": 303, "audio_token_index": 304,
+            "vision_start_token_id": 305, "vision_end_token_id": 306,
+            "audio_start_token_id": 307, "audio_end_token_id": 308,
+        },
+    ),
+    visual(
         "InternVL 2.5", "<IMG_CONTEXT>", lambda: _intern_processor(),
         "InternVL",
         lambda: {

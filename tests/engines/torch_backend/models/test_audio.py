@@ -1,6 +1,7 @@
 """Audio: the tokens of transformers for the same file, by every way."""
 
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -18,7 +19,9 @@ from transformers import AutoProcessor
 from engines.base import InvalidImage, InvalidRequest
 from engines.core.sequence import Prompt
 from engines.registry import create_engine
-from engines.text.processor import ChatProcessor
+from engines.text.processor import ChatProcessor, create_processor
+from engines.torch_backend.models.generic.family import FAMILY
+from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal import parts
 from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO
 from shared.blobs.object_store import UrlBlobReader
@@ -32,6 +35,7 @@ from tests.engines.torch_backend.models.test_families import Loaded, generate, l
 from tests.engines.torch_backend.ways import Way
 from tests.factories_audio import SOUNDS, make_audio, sound
 from tests.factories_queue import make_request as make_queue_request
+from tests.factories_tekken import make_tekken
 from tests.factories_torch import run_to_end
 from tests.long import IS_LONG
 from worker.prepare.preparer import Preprocessor
@@ -146,13 +150,50 @@ def _gemma() -> Family:
     return replace(family, create=create)
 
 
+class _VoxtralFiles:
+    """What is published beside Voxtral's weights: no tokenizer.json, and no chat template."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        transformers.WhisperFeatureExtractor(feature_size=80).save_pretrained(directory)
+        (directory / "tekken.json").write_text(json.dumps(make_tekken()))
+
+
+def _read_voxtral(processor: Any, audio: list[Any], text: str) -> dict[str, Any]:
+    """Its processor leaves prompts to mistral-common."""
+    text = "<s>[INST]" + text.replace("[AUDIO]", "[AUDIO]" * 375) + "[/INST]"
+    made = dict(processor.tokenizer([text], add_special_tokens=False, return_tensors="pt"))
+    if audio:
+        made["input_features"] = processor._retrieve_input_features(audio, **processor.audio_kwargs)
+    return made
+
+
+def _voxtral() -> Family:
+    family = visual(
+        "Voxtral", "", _VoxtralFiles, "Voxtral",
+        lambda: {
+            "audio_config": {
+                "model_type": "voxtral_encoder", "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "num_mel_bins": 80,
+            },
+            "text_config": {**TEXT, "model_type": "llama", "head_dim": 16, "max_position_embeddings": 2048},
+            "audio_token_id": 24,
+        },
+        read=_read_voxtral,
+    )  # fmt: skip
+    return family
+
+
 AUDIO_FAMILIES = [
     row(_qwen2(), "Qwen2Audio", "<|audio_bos|><|AUDIO|><|audio_eos|>"),
     row(_glm(), "GlmAsr", "<|audio|>"),
     row(_flamingo(), "AudioFlamingo3", "<sound>"),
     row(_gemma(), "Gemma4", "<|audio|>"),
+    row(named("Qwen2.5-Omni"), "Qwen2_5OmniThinker", "<|audio_bos|><|AUDIO|><|audio_eos|>"),
+    row(_voxtral(), "Voxtral", "[BEGIN_AUDIO][AUDIO]"),
 ]
 ONE_AUDIO = frozenset({"GLM-ASR", "Audio Flamingo 3"})
+#: It pads audio to windows of half a minute.
+ANY_LENGTH = frozenset({"Voxtral"})
 RUN = [family for family in AUDIO_FAMILIES if IS_LONG or family.name in QUICK]
 
 
@@ -203,6 +244,10 @@ def their_inputs(
         else:
             text += part
     media = {"images": images, "audio": audio}
+    if family.read is not None:
+        made = family.read(processor, audio, text)
+        assert made.pop("input_ids")[0].tolist() == prompt.token_ids
+        return made
     made = processor(
         text=[text + "\n"],
         return_tensors="pt",
@@ -261,6 +306,8 @@ def test_more_audio_than_the_processor_takes_is_refused(loaded: Loaded, pool: Vi
 
 
 def test_audio_that_the_processor_would_cut_is_refused(loaded: Loaded, pool: VideoPool) -> None:
+    if loaded.family.name in ANY_LENGTH:
+        pytest.skip("it cuts none")
     with pytest.raises(InvalidImage, match=r"41.0 s long: this model takes at most (4|40|30) s"):
         process(pool, loaded.processor, make_audio(seconds=41.0), "audio/wav")
 
@@ -279,8 +326,72 @@ def test_each_segment_of_longer_audio_is_taken(loaded: Loaded, pool: VideoPool) 
 
 
 def test_audio_without_tokens_is_refused(loaded: Loaded, pool: VideoPool) -> None:
+    if loaded.family.name in ANY_LENGTH:
+        pytest.skip("it has tokens of any audio")
     with pytest.raises(InvalidImage, match=r"too short|cannot process this audio"):
         process(pool, loaded.processor, make_audio(seconds=0.001), "audio/wav")
+
+
+VOXTRAL_PROMPTS: list[tuple[list[tuple[str, list[str]]], str]] = [
+    ([("user", ["What is it?"])], "<s>[INST]What is it?[/INST]"),
+    (
+        [("system", ["Be brief."]), ("user", ["Say", "a word."]), ("assistant", ["the"]), ("user", ["No"])],
+        "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Say\n\na word.[/INST]the</s>[INST]No[/INST]",
+    ),
+    ([("user", ["a"]), ("user", ["b", "wav"]), ("user", ["c"])], "<s>[INST]a\n\nbSLOTSc[/INST]"),
+    ([("user", ["wav", "Transcribe the audio."])], "<s>[INST]SLOTS[/INST][TRANSCRIBE]"),
+    (
+        [("user", ["wav", "Transcribe the audio. The language is fr."])],
+        "<s>[INST]SLOTS[/INST]lang:fr[TRANSCRIBE]",
+    ),
+    (
+        [("user", ["wav", "Transcribe the audio. It is loud."])],
+        "<s>[INST]SLOTSTranscribe the audio. It is loud.[/INST]",
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def voxtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[ChatProcessor, Any]:
+    """Our processor of such a checkpoint, and the tokenizer of transformers."""
+    directory = tmp_path_factory.mktemp("voxtral")
+    [family] = [each for each in AUDIO_FAMILIES if each.name == "Voxtral"]
+    family_table.write_checkpoint(family, directory)
+    config = FAMILY.check(read_fields(directory))
+    multimodal = FAMILY.processor(directory, config)
+    ours = create_processor(directory, multimodal, config.text.max_position_embeddings)
+    return ours, AutoProcessor.from_pretrained(directory).tokenizer  # type: ignore[attr-defined]
+
+
+def ask_voxtral(
+    pool: VideoPool, processor: ChatProcessor, turns: list[tuple[str, list[str]]]
+) -> Prompt:
+    messages, media = [], []
+    for role, texts in turns:
+        parts: list[TextPart | ImagePart] = []
+        for text in texts:
+            parts.append(ImagePart(len(media)) if text in SOUNDS else TextPart(text))
+            if text in SOUNDS:
+                media.append((text, process(pool, processor, sound(text), SOUNDS[text][1])))
+        messages.append(ChatMessage(role, tuple(parts)))  # type: ignore[arg-type]
+    return processor.build_prompt(messages, media)
+
+
+@pytest.mark.parametrize(("turns", "text"), VOXTRAL_PROMPTS)
+def test_prompts_of_voxtral_are_those_of_mistral_common(
+    voxtral: tuple[ChatProcessor, Any], pool: VideoPool, turns: Any, text: str
+) -> None:
+    ours, theirs = voxtral
+    spelled = text.replace("SLOTS", "[BEGIN_AUDIO]" + "[AUDIO]" * 375)
+    prompt = ask_voxtral(pool, ours, turns)
+    assert prompt.token_ids == theirs(spelled, add_special_tokens=False)["input_ids"]
+
+
+def test_voxtral_refuses_a_system_message_beside_audio(
+    voxtral: tuple[ChatProcessor, Any], pool: VideoPool
+) -> None:
+    with pytest.raises(InvalidRequest, match="no system message beside audio"):
+        ask_voxtral(pool, voxtral[0], [("system", ["Be brief."]), ("user", ["wav", "What?"])])
 
 
 async def test_a_worker_prepares_audio_for_a_checkpoint(loaded: Loaded, pool: VideoPool) -> None:
@@ -295,7 +406,8 @@ async def test_a_worker_prepares_audio_for_a_checkpoint(loaded: Loaded, pool: Vi
         }
     )
     assert started.card.supports_audio
-    assert bool(started.card.transcription_prompt) == (loaded.family.name in ONE_AUDIO)
+    is_trained = loaded.family.name in ONE_AUDIO | ANY_LENGTH
+    assert bool(started.card.transcription_prompt) == is_trained
     assert started.card.supports_images == bool(loaded.family.placeholder)
     preprocessor = Preprocessor(
         started.engine, UrlBlobReader(Store()), LimitSettings(), 1, videos=pool

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -533,3 +534,28 @@ def test_an_image_among_others_is_what_the_processor_makes_of_it_there(tmp_path:
     first, second = ask(processor, [image, "Or ", image, "?"]).images
     assert alone.num_slots > first.num_slots == second.num_slots == 5
     assert alone.image_hash != first.image_hash == second.image_hash
+
+
+def test_of_a_whole_qwen_omni_the_thinker_runs(tmp_path: Path) -> None:
+    """As published: one folder with the parts that generate text, codes of speech and waves."""
+    thinker = load_family(named("Qwen2.5-Omni"), tmp_path / "thinker")
+    whole = tmp_path / "whole"
+    shutil.copytree(thinker.directory, whole)
+    config = json.loads((whole / "config.json").read_text())
+    config["architectures"] = ["Qwen2OmniNaViTThinkerForConditionalGeneration"]
+    parts = {"thinker_config": config, "talker_config": {}, "token2wav_config": {}}
+    named_whole = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"]}
+    (whole / "config.json").write_text(json.dumps({**named_whole, **parts}))
+    weights = {
+        "thinker."
+        + name.replace("model.language_model", "model").replace("model.visual", "visual"): x
+        for name, x in load_file(whole / "model.safetensors").items()
+    }
+    weights = {name.replace("model.audio_tower", "audio_tower"): x for name, x in weights.items()}
+    weights |= {"talker.codec_head.weight": torch.ones(2, 2), "token2wav.bias": torch.ones(2)}
+    save_file(weights, whole / "model.safetensors", {"format": "pt"})
+    family, _ = find_family(whole)
+    assert family is FAMILY
+    model, processor = load(whole)
+    loaded = replace(thinker, directory=whole, model=model, processor=processor)
+    assert ways.run_batched(loaded.start, loaded.requests) == thinker.expected

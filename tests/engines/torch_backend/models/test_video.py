@@ -110,6 +110,10 @@ def _next_config() -> Any:
     return config
 
 
+def _omni(processor: Any) -> None:
+    processor.video_processor.num_frames = 4
+
+
 def _qwen25_processor() -> Any:
     made = named("Qwen2.5-VL").create_processor()  # type: ignore[misc]
     return transformers.Qwen2_5_VLProcessor(
@@ -142,6 +146,7 @@ _GLM_RUN = "<|begin_of_video|><|video|><|end_of_video|>"
 VIDEO_FAMILIES = [
     row("Qwen2-VL", _RUN, _qwen),
     row("Qwen2.5-VL", _RUN, _qwen, create_processor=_qwen25_processor),
+    row("Qwen2.5-Omni", "<|vision_bos|><|VIDEO|><|vision_eos|>", _omni),
     row("Qwen3-VL", "<|video_pad|>", _qwen),
     row("Qwen3-VL-MoE", "<|video_pad|>", _qwen),
     row("Qwen3.5", "<|video_pad|>", _qwen),
@@ -246,6 +251,10 @@ def their_inputs(
         **options,
     )  # fmt: skip
     assert made.pop("input_ids")[0].tolist() == prompt.token_ids
+    if "video_second_per_grid" in made:  # it assumes two frames a second
+        steps = made["video_grid_thw"][:, 0].tolist()
+        lengths = [about.duration or 0.0 for about in metadata]
+        made["video_second_per_grid"] = torch.tensor(lengths) / torch.tensor(steps)
     return {
         name: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for name, x in made.items()
@@ -388,3 +397,18 @@ def test_text_follows_the_largest_position_of_a_video(pool: VideoPool, tmp_path:
     assert [row[stop] for row in prompt.positions] == [largest + 1] * 3
     after = np.arange(len(prompt.token_ids) - stop) + largest + 1
     assert all((row[stop:] == after).all() for row in (of_time, of_rows, of_columns))
+
+
+def test_positions_of_a_video_are_25_a_second_in_qwen_omni(pool: VideoPool, tmp_path: Path) -> None:
+    """As it was trained: transformers assumes two frames a second, here there are four in six."""
+    family = next(each for each in VIDEO_FAMILIES if each.name == "Qwen2.5-Omni")
+    family_table.write_checkpoint(family, tmp_path)
+    _, processor = load(tmp_path)
+    prompt = ask(pool, processor, QUESTIONS["other"])
+    [item] = prompt.images
+    assert item.num_frames == 4
+    stop = item.offset + item.num_tokens
+    of_time = prompt.positions[0]
+    assert set(of_time[item.offset : stop]) == {item.offset, item.offset + 75}
+    after = range(len(prompt.token_ids) - stop)
+    assert all(row[stop:] == tuple(item.offset + 76 + i for i in after) for row in prompt.positions)
