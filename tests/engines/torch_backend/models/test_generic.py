@@ -546,12 +546,13 @@ def test_of_a_whole_qwen_omni_the_thinker_runs(tmp_path: Path) -> None:
     parts = {"thinker_config": config, "talker_config": {}, "token2wav_config": {}}
     named_whole = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"]}
     (whole / "config.json").write_text(json.dumps({**named_whole, **parts}))
-    weights = {
-        "thinker."
-        + name.replace("model.language_model", "model").replace("model.visual", "visual"): x
-        for name, x in load_file(whole / "model.safetensors").items()
-    }
-    weights = {name.replace("model.audio_tower", "audio_tower"): x for name, x in weights.items()}
+    made = json.loads((whole / "processor_config.json").read_text())
+    flat = {**made["feature_extractor"], **made["image_processor"]}
+    flat["processor_class"] = made["processor_class"]
+    (whole / "preprocessor_config.json").write_text(json.dumps(flat))
+    (whole / "processor_config.json").unlink()
+    stored = load_file(whole / "model.safetensors")
+    weights = {f"thinker.{name}": x for name, x in stored.items()}
     weights |= {"talker.codec_head.weight": torch.ones(2, 2), "token2wav.bias": torch.ones(2)}
     save_file(weights, whole / "model.safetensors", {"format": "pt"})
     family, _ = find_family(whole)
