@@ -24,8 +24,17 @@ from engines.torch_backend.models.generic.family import FAMILY
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal import parts
 from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO
+from gateway.api.transcriptions import TranscriptionRequest
 from shared.blobs.object_store import UrlBlobReader
-from shared.protocol import BlobRef, ChatMessage, ImagePart, ImageRef, SamplingParams, TextPart
+from shared.protocol import (
+    BlobRef,
+    ChatMessage,
+    ImagePart,
+    ImageRef,
+    ModelCard,
+    SamplingParams,
+    TextPart,
+)
 from shared.settings.limits import LimitSettings
 from tests.contract.test_model_family import make_image
 from tests.engines.torch_backend import ways
@@ -339,11 +348,6 @@ VOXTRAL_PROMPTS: list[tuple[list[tuple[str, list[str]]], str]] = [
         "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Say\n\na word.[/INST]the</s>[INST]No[/INST]",
     ),
     ([("user", ["a"]), ("user", ["b", "wav"]), ("user", ["c"])], "<s>[INST]a\n\nbSLOTSc[/INST]"),
-    ([("user", ["wav", "Transcribe the audio."])], "<s>[INST]SLOTS[/INST][TRANSCRIBE]"),
-    (
-        [("user", ["wav", "Transcribe the audio. The language is fr."])],
-        "<s>[INST]SLOTS[/INST]lang:fr[TRANSCRIBE]",
-    ),
     (
         [("user", ["wav", "Transcribe the audio. It is loud."])],
         "<s>[INST]SLOTSTranscribe the audio. It is loud.[/INST]",
@@ -384,6 +388,20 @@ def test_prompts_of_voxtral_are_those_of_mistral_common(
     ours, theirs = voxtral
     spelled = text.replace("SLOTS", "[BEGIN_AUDIO]" + "[AUDIO]" * 375)
     prompt = ask_voxtral(pool, ours, turns)
+    assert prompt.token_ids == theirs(spelled, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("language", "end"), [(None, "[TRANSCRIBE]"), ("fr", "lang:fr[TRANSCRIBE]")]
+)
+def test_the_transcription_prompt_of_voxtral_is_that_of_mistral_common(
+    voxtral: tuple[ChatProcessor, Any], pool: VideoPool, language: str | None, end: str
+) -> None:
+    ours, theirs = voxtral
+    card = ModelCard("m", 0, 1, 1, transcription_prompt=ours.transcription_prompt)
+    text = TranscriptionRequest(file="f", model="m", language=language).instruction(card)
+    prompt = ask_voxtral(pool, ours, [("user", ["wav", text])])
+    spelled = "<s>[INST][BEGIN_AUDIO]" + "[AUDIO]" * 375 + "[/INST]" + end
     assert prompt.token_ids == theirs(spelled, add_special_tokens=False)["input_ids"]
 
 
