@@ -24,7 +24,12 @@ from engines.base import (
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.core.sequence import NO_OPTIONS, Positions, Prompt
 from engines.image_decoder import decode_image
-from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat_template
+from engines.text.chat_template import (
+    PLAIN_TEMPLATE,
+    ChatTemplate,
+    UnusableTemplate,
+    read_chat_template,
+)
 from engines.text.prompt import Item, PromptBuilder
 from engines.text.reasoning import Reasoning, find_reasoning
 from engines.text.tokenizer import HfTokenizer
@@ -246,6 +251,14 @@ def create_processor(
     try:
         own = read_chat_template(directory)
         source = own or multimodal.template
+        is_tekken = (
+            not (directory / "tokenizer.json").is_file() and (directory / "tekken.json").is_file()
+        )
+        if source == PLAIN_TEMPLATE and is_tekken:
+            raise UnsupportedCheckpoint(
+                "the checkpoint has a tekken.json and no chat template, which mistral-common would make; save its "
+                "chat_template.jinja there"
+            )
         tokenizer = HfTokenizer(directory, multimodal.slot_id, source)
         if multimodal.around is not None:
             tokenizer.surround(multimodal.around)

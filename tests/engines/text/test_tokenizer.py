@@ -12,7 +12,9 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 from transformers.integrations.mistral.tokenizer import MistralConverter
 
+from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.detokenizer import Detokenizer
+from engines.text.processor import MultimodalProcessor, create_processor
 from engines.text.tokenizer import HfTokenizer
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from tests.factories_tekken import make_tekken
@@ -239,3 +241,12 @@ def test_damaged_tekken_files_are_refused_by_field(
     (tekken / "tekken.json").write_text(json.dumps(content))
     with pytest.raises(UnsupportedCheckpoint, match=reason):
         HfTokenizer(tekken, None)
+
+
+def test_a_tekken_file_without_a_chat_template_is_refused(tekken: Path) -> None:
+    """Mistral's text models were trained with prompts that only mistral-common makes."""
+    plain = MultimodalProcessor(PLAIN_TEMPLATE)
+    with pytest.raises(UnsupportedCheckpoint, match=r"save its chat_template\.jinja"):
+        create_processor(tekken, plain, 512)
+    (tekken / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    assert create_processor(tekken, plain, 512).tokenizer.encode("What") == [40 + 256 + 7]

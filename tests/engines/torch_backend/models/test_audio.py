@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 import transformers
 from PIL import Image
 from transformers import AutoProcessor
 
 from engines.base import InvalidImage, InvalidRequest
-from engines.core.sequence import Prompt
+from engines.core.sequence import ImageInput, Prompt
 from engines.registry import create_engine
 from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.models.generic.family import FAMILY
@@ -40,7 +41,13 @@ from tests.contract.test_model_family import make_image
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models import family_table, test_families
 from tests.engines.torch_backend.models.family_table import TEXT, Family, named, tokenizer, visual
-from tests.engines.torch_backend.models.test_families import Loaded, generate, load, make_request
+from tests.engines.torch_backend.models.test_families import (
+    CPU,
+    Loaded,
+    generate,
+    load,
+    make_request,
+)
 from tests.engines.torch_backend.ways import Way
 from tests.factories_audio import SOUNDS, make_audio, sound
 from tests.factories_queue import make_request as make_queue_request
@@ -403,6 +410,23 @@ def test_the_transcription_prompt_of_voxtral_is_that_of_mistral_common(
     prompt = ask_voxtral(pool, ours, [("user", ["wav", text])])
     spelled = "<s>[INST][BEGIN_AUDIO]" + "[AUDIO]" * 375 + "[/INST]" + end
     assert prompt.token_ids == theirs(spelled, add_special_tokens=False)["input_ids"]
+
+
+@torch.inference_mode()
+def test_long_audio_of_voxtral_is_encoded_window_by_window(pool: VideoPool, tmp_path: Path) -> None:
+    [family] = [each for each in AUDIO_FAMILIES if each.name == "Voxtral"]
+    family_table.write_checkpoint(family, tmp_path)
+    model, processor = load(tmp_path)
+    audio = process(pool, processor, make_audio(seconds=71.0, rate=8000), "audio/wav")
+    assert audio.num_slots == 3 * 375
+    tower, sizes = model.front.inner.model.audio_tower, []  # type: ignore[union-attr]
+    hook = tower.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    [rows] = model.encode([ImageInput(0, audio.num_slots, "audio", audio)], CPU, torch.float32)
+    hook.remove()
+    assert sizes == [1, 1, 1]
+    theirs = test_families.load_reference(tmp_path, family.auto)
+    whole = theirs.get_audio_features(audio.inputs["input_features"], return_dict=True)
+    torch.testing.assert_close(rows, whole.pooler_output, rtol=0, atol=1e-5)
 
 
 def test_voxtral_refuses_a_system_message_beside_audio(
