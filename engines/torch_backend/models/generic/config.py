@@ -27,7 +27,7 @@ _NEVER_READ = frozenset({
     "output_hidden_states", "return_dict", "name_or_path", "use_cache", "gradient_checkpointing", "quantization_config",
 })  # fmt: skip
 _FLOAT = "__float__"
-#: Of whole models, the section of the part that generates text.
+#: The section of the part that generates text, by model type.
 _GENERATING = {"qwen2_5_omni": "thinker_config"}
 
 
@@ -57,7 +57,7 @@ class GenericConfig:
 def find_class(config: Fields) -> type[PreTrainedModel] | None:
     """The class in a `config.json`, if it generates text in the installed transformers."""
     part = _generating(config)
-    # the parts of published whole models have architectures of their own, which transformers lacks
+    # published parts name architectures that transformers lacks
     given = config.get("architectures") if part is config else None
     kind = part.get("model_type")
     by_kind = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
@@ -93,7 +93,7 @@ def read_config(config: Fields, model_class: type[PreTrainedModel]) -> GenericCo
 
 
 def _generating(config: Fields) -> Fields:
-    """The fields of the part of a model that generates text: for most, all of them."""
+    """The section of the part that generates text; for most models, the whole `config.json`."""
     kind = config.get("model_type")
     name = _GENERATING.get(kind) if isinstance(kind, str) else None
     return config if name is None else config.section(name)
