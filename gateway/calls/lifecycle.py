@@ -38,7 +38,7 @@ from gateway.http.errors import (
     to_api_error,
 )
 from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
-from gateway.media.loader import Hold, ImageLoader, ImageSource, LoadedImage
+from gateway.media.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.api import BlobStore
 from shared.media import MEDIA
 from shared.protocol import (
@@ -333,10 +333,10 @@ class Lifecycle:
         lives_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         release = partial(self.blobs.release, holder, [each.ref for each in sources if each.ref])
-        hold = partial(self.blobs.hold, holder=holder, ttl_s=lives_s)
         try:
-            images = plan.loaded or await self._load_images(sources, clock, held, hold)
+            images = plan.loaded or await self._load_images(sources, clock, held)
             await self._put_images(images, holder, lives_s)
+            await self._hold_images(images, sources, holder, lives_s)
             refs = tuple(image.ref for image in images)
             located = [await self.blobs.locate(ref, lives_s) for ref in refs]
             # The request carries the pixel limit, so that every worker builds the same prompt.
@@ -373,16 +373,31 @@ class Lifecycle:
             if isinstance(result, BaseException):
                 raise result
 
+    async def _hold_images(
+        self,
+        images: Sequence[LoadedImage],
+        sources: Sequence[ImageSource],
+        holder: str,
+        ttl_s: float,
+    ) -> None:
+        """Hold the images that are stored already. Raises: InvalidRequest if one no longer exists."""
+        for image, source in zip(images, sources, strict=True):
+            if image.data is None and not await self.blobs.hold(image.ref, holder, ttl_s=ttl_s):
+                raise InvalidRequest(
+                    "An image, video or audio of the conversation is no longer kept: send it again.",
+                    param=source.param,
+                    code="invalid_image",
+                )
+
     async def _load_images(
         self,
         sources: Sequence[ImageSource],
         clock: StageClock,
         held: HeldBody,
-        hold: Hold | None = None,
     ) -> list[LoadedImage]:
         began_at = time.perf_counter()
         try:
-            images = await self.loader.load_all(sources, held.add, hold)
+            images = await self.loader.load_all(sources, held.add)
         except InvalidRequest:
             self.metrics.count("images", "refused")
             raise

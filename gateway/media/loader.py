@@ -8,7 +8,7 @@ lock. A video or audio file that is fetched or uploaded can be larger than memor
 import asyncio
 import hashlib
 import io
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -35,7 +35,6 @@ from shared.protocol import FRAMES_TYPE, ImageRef, MediaKind, VideoOptions
 from shared.settings.limits import LimitSettings
 
 Encoded = TypeVar("Encoded", str, bytes)
-Hold = Callable[[ImageRef], Awaitable[bool]]  #: holds a stored image; False if it does not exist
 
 _INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are read on the event loop
 _LEAST_BYTES_PER_S = 1024 * 1024  #: of a fetched video or audio
@@ -93,18 +92,17 @@ class ImageLoader:
         self,
         sources: Sequence[ImageSource],
         reserve: Callable[[int], None],
-        hold: Hold | None = None,
     ) -> list[LoadedImage]:
         """Load images in order. `reserve` is called with a number of fetched bytes before they are stored.
 
-        `hold` is called for images that are stored already. Raises: InvalidRequest that names the refused image; what
-        `reserve` raises. The others are cancelled.
+        Stored images are not read. Raises: InvalidRequest that names the refused image; what `reserve` raises. The
+        others are cancelled.
         """
         if all(_is_data(source.url) for source in sources):
-            return [await self._load(source, reserve, hold) for source in sources]
+            return [await self._load(source, reserve) for source in sources]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._load(each, reserve, hold)) for each in sources]
+                tasks = [group.create_task(self._load(each, reserve)) for each in sources]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -119,12 +117,10 @@ class ImageLoader:
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=param, code=refused.code) from None
 
-    async def _load(
-        self, source: ImageSource, reserve: Callable[[int], None], hold: Hold | None
-    ) -> LoadedImage:
+    async def _load(self, source: ImageSource, reserve: Callable[[int], None]) -> LoadedImage:
         try:
             if source.ref is not None:
-                return await self._hold(source.ref, source, hold)
+                return LoadedImage(_as_asked(source.ref, source), None)
             if _is_data(source.url):
                 from_url = partial(self._from_data_url, source=source)
                 return await self._off_loop(from_url, source.url)
@@ -136,21 +132,6 @@ class ImageLoader:
                 raise
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
-
-    async def _hold(self, ref: ImageRef, source: ImageSource, hold: Hold | None) -> LoadedImage:
-        """Raises: ImageRefused, BlobsUnavailable."""
-        if source.is_audio and ref.kind == "video":
-            media_type = ref.media_type.replace("video/", "audio/")
-            ref = replace(ref, video=None, media_type=media_type)
-        if ref.kind != source.kind:
-            raise ImageRefused(f"The file is of the kind {ref.kind}: send it as {ref.kind}_url.")
-        if source.video is not None:
-            ref = replace(ref, video=source.video)
-        if hold is None or not await hold(ref):
-            raise ImageRefused(
-                "An image, video or audio of the conversation is no longer kept: send it again."
-            )
-        return LoadedImage(ref, None)
 
     async def _off_loop(
         self, work: Callable[[Encoded], LoadedImage], encoded: Encoded
@@ -254,6 +235,16 @@ class ImageLoader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _as_asked(ref: ImageRef, source: ImageSource) -> ImageRef:
+    """The reference of a stored image as the kind and with the options of the request. Raises: ImageRefused."""
+    if source.is_audio and ref.kind == "video":
+        media_type = ref.media_type.replace("video/", "audio/")
+        ref = replace(ref, video=None, media_type=media_type)
+    if ref.kind != source.kind:
+        raise ImageRefused(f"The file is of the kind {ref.kind}: send it as {ref.kind}_url.")
+    return ref if source.video is None else replace(ref, video=source.video)
 
 
 def _refer(
