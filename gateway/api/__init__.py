@@ -1,7 +1,7 @@
 """The APIs, one file or folder each.
 
-An API of models is a `Surface` and a line in `SURFACES`; its route, its part of the OpenAPI document and its errors
-follow from it. `tests/contract/test_surface.py` tests all of them. Other endpoints are operations of a `Resource`,
+An API that calls models is a `Surface`, listed in `SURFACES`; its route, OpenAPI description and error format follow
+from the class. `tests/contract/test_surface.py` tests all surfaces. Other endpoints are operations of a `Resource`,
 listed below.
 """
 

@@ -1,4 +1,4 @@
-"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: LoRA adapters of the whole fleet.
+"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: load and unload LoRA adapters on all workers.
 
 For admin keys only. The answer waits until every worker of the model has loaded or unloaded the adapter.
 Source: vLLM, "LoRA Adapters".
@@ -28,15 +28,15 @@ _POLL_S = 0.1
 _MAX_PATH_CHARS = 1024
 _MAX_LOAD_S = 120.0
 
-#: In Python `$` also matches before a last newline; JSON Schema has no `\Z`.
+#: `(?!\n)`, as Python's `$` also matches before a last newline, and JSON Schema has no `\Z`.
 AdapterName = Annotated[str, Meta(pattern=rf"^(?:{ADAPTER_NAME.pattern})$(?!\n)")]
 logger = logging.getLogger(__name__)
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     lora_name: AdapterName
-    lora_int_id: int | None = None  #: vLLM's number; ignored
-    #: The model, if there are several; named as in vLLM's `--lora-modules`.
+    lora_int_id: int | None = None  #: sent by vLLM's clients; ignored
+    #: Required unless exactly one model is served. The name is from vLLM's `--lora-modules`.
     base_model_name: Annotated[str, Meta(max_length=MAX_MODEL_CHARS)] | None = None
 
 
@@ -65,9 +65,9 @@ class FleetAdapters:
             listed = await self._listed(model, name)
             before = listed.get(name)
             if before is not None and not wanted.load_inplace:
-                raise invalid("lora_name", "it is loaded; unload it, or send load_inplace: true")
+                raise invalid("lora_name", "already loaded; unload it, or send load_inplace: true")
             if before is None and len(listed) >= self._max_loras:
-                raise invalid("lora_name", f"{self._max_loras} adapters are loaded; unload one")
+                raise invalid("lora_name", f"at most {self._max_loras} adapters; unload one")
             source = AdapterSource(wanted.lora_path, token_hex(8))
             await self._registry.put_adapter(model, name, source)
             try:
@@ -84,7 +84,7 @@ class FleetAdapters:
             model = await self._base_model(wanted.base_model_name, tenant)
             if name not in await self._listed(model, name):
                 raise NotFound(
-                    "The adapter is not loaded: GET /v1/models lists those that are.",
+                    "No adapter of this name is loaded: GET /v1/models lists adapters.",
                     param="lora_name",
                     code="model_not_found",
                 )
@@ -107,14 +107,14 @@ class FleetAdapters:
                 raise
         names = [card.queue for card in self._models.served() if "generate" in card.tasks]
         if len(names) != 1:
-            raise invalid("base_model_name", "several models are served, or none; name one")
+            raise invalid("base_model_name", "required unless exactly one model is served")
         return names[0]
 
     async def _listed(self, model: str, name: str) -> dict[str, AdapterSource]:
-        """The fleet's adapters of a model. Raises: InvalidRequest for a name that the workers' settings define."""
+        """The adapters that were loaded by request. Raises: InvalidRequest if the workers' settings define `name`."""
         for card in await self._workers(model):
             if any(each.name == name and not each.revision for each in card.adapters):
-                raise invalid("lora_name", "the settings of the workers name it; change it there")
+                raise invalid("lora_name", "the workers' settings define this adapter; change them")
         return await self._registry.adapters(model)
 
     async def _workers(self, model: str) -> list[ModelCard]:
@@ -123,7 +123,7 @@ class FleetAdapters:
         cards = [w.card for w in workers if w.card.name == model and w.state == "ready"]
         cards = [card for card in cards if card.version == PROTOCOL_VERSION]
         if not cards:
-            message = "No worker of the model is there: start one, then retry."
+            message = "No worker serves this model: start one, then retry."
             raise Overloaded("no_worker", message, code="no_worker", retry_after_s=5)
         return cards
 
@@ -138,7 +138,7 @@ class FleetAdapters:
                 return
             if time.monotonic() > until:
                 raise ServerError(
-                    "Not all workers did it in time; their logs say why.",
+                    "Not all workers finished in time: see the workers' logs.",
                     status=504,
                     code="deadline_exceeded",
                 )
@@ -152,7 +152,7 @@ class FleetAdapters:
 
 
 def _is_loaded(card: AdapterCard | None, source: AdapterSource) -> bool:
-    """Raises: InvalidRequest if a worker failed to load it."""
+    """Raises: InvalidRequest if a worker failed to load the adapter."""
     if card is None or card.revision != source.revision:
         return False
     if card.error:
@@ -179,7 +179,7 @@ class Adapters(Resource):
 
     @operation("POST", "/v1/unload_lora_adapter")
     async def unload_lora_adapter(self, caller: Caller, body: UnloadAdapter) -> Response:
-        """Unload a LoRA adapter; running answers keep it."""
+        """Unload a LoRA adapter. Running requests finish with the adapter."""
         await self._adapters.unload(body, caller.context.tenant)
         return _confirm(body.lora_name, "removed")
 

@@ -51,7 +51,7 @@ class CompletionUsage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    #: For a model that reasons.
+    #: Only if the answer has reasoning.
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
@@ -82,19 +82,19 @@ def usage_of(prompt: Usage, num_output: int) -> CompletionUsage:
 
 
 class PromptTokenScore(msgspec.Struct):
-    """vLLM's entry for a token of the prompt, or for an alternative."""
+    """vLLM's entry for a token of the prompt, or for an alternative to it."""
 
     logprob: float
     rank: int  #: 1 for the most probable token
     decoded_token: str
 
 
-#: By token id, the prompt's token first; null for the first position.
+#: For each position, scores by token id, the prompt's own token first; null for the first position.
 PromptLogprobs = list[dict[str, PromptTokenScore] | None]
 
 
 class PromptTokens:
-    """The prompt of one choice, collected from ranges that may repeat."""
+    """Token ids and logprobs of one choice's prompt, collected from ranges that may repeat."""
 
     def __init__(self) -> None:
         self._found: dict[int, PromptLogprob] = {}
@@ -145,9 +145,9 @@ def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
 def with_ends(
     events: Sequence[ChoiceEvent], *, joins: bool
 ) -> Iterator[tuple[int, CallEvent, Finished | None]]:
-    """Merged events, each with the end of its choice if it is the last.
+    """Merged events, each with the `Finished` event if it is the last of its choice.
 
-    With `joins`, the last tokens come with the end that was published with them.
+    `joins`: yield a choice's last tokens and its `Finished` event as one, if they were published together.
     """
     merged = list(merge_tokens(events)) if len(events) > 1 else events
     joined: CallEvent | None = None
@@ -182,7 +182,7 @@ def _merge(first: Tokens, second: Tokens) -> Tokens:
 
 
 class Block(msgspec.Struct):
-    """A part of an answer of one kind. `pieces` are its text, or the arguments of a call."""
+    """Reasoning, text or a function call of an answer. `pieces` are the text, or the arguments of the call."""
 
     index: int
     kind: Literal["thought", "text", "call"]
@@ -210,7 +210,7 @@ class Block(msgspec.Struct):
         return msgspec.Raw(arguments if is_whole else b"{}")
 
 
-#: For arguments that nest too deeply to be decoded; the grammar guarantees that they are JSON.
+#: To find out whether arguments that nest too deeply for the decoder are complete: the grammar guarantees valid JSON.
 _TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPENED, _CLOSED = re.compile(rb"[{\[]"), re.compile(rb"[}\]]")
 
@@ -229,7 +229,7 @@ class Blocks:
         self._choice = choice
         self._with_thought = with_thought
         self._num_calls = 0
-        self._held: tuple[OutputLogprob, ...] = ()  # of tokens that have not completed a text
+        self._held: tuple[OutputLogprob, ...] = ()  # of tokens whose text is not complete yet
 
     def add(self, event: Tokens) -> list[Addition]:
         """Add tokens. Returns the additions by block; the addition to a new block may be empty."""
@@ -256,7 +256,7 @@ class Blocks:
                 self.add(event)
 
     def complete(self) -> Block:
-        """Returns the last block. An answer without text and calls has an empty text."""
+        """The last block. Adds an empty text if the answer has neither text nor calls after the reasoning."""
         if not self.all or self.all[-1].kind == "thought":
             self._grow("text", "", self._release())
         return self.all[-1]
@@ -294,19 +294,19 @@ class Blocks:
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:
-    """The id of a call; the same for every reader of a stream."""
+    """The id of a call, which is the same for every reader of a stream."""
     return f"call_{answer_id[-20:]}{choice:02x}{index:02x}"
 
 
 class ChunkOptions(msgspec.Struct, frozen=True):
-    """Options of the answer; a request may be large and is not kept."""
+    """Options of an answer, copied from the request, which may be large and is not retained."""
 
     include_usage: bool = False
     continuous_usage: bool = False  #: usage so far in every chunk
     with_logprobs: bool = False
     with_prompt_logprobs: bool = False
     with_token_ids: bool = False
-    #: The tier that is reported, if the request names one.
+    #: Only if the request has the field.
     service_tier: str | UnsetType = UNSET
 
     @classmethod
@@ -349,7 +349,7 @@ class ChunkStream:
         raise NotImplementedError
 
     def content(self, index: int, event: Tokens) -> Any | None:
-        """The choice of a chunk for tokens. None if they have no text for the client."""
+        """The choice of a chunk with these tokens. None: there is nothing to send."""
         raise NotImplementedError
 
     def empty(self, index: int) -> Any:
@@ -426,11 +426,11 @@ class BlockStream:
         raise NotImplementedError
 
     def grown(self, event: Tokens, added: Sequence[Addition]) -> bytes:
-        """Events for added text; `grow` opens the block of each addition."""
+        """Events for added text. Calls `grow` for each addition, to open its block."""
         raise NotImplementedError
 
     def closed(self, block: Block, totals: Totals | None) -> bytes:
-        """Events for the end of a block. The last one gets `totals`."""
+        """Events for the end of a block. `totals`: only for the last block."""
         raise NotImplementedError
 
     def ended(self, totals: Totals) -> bytes:
@@ -453,7 +453,7 @@ class BlockStream:
         return frames
 
     def grow(self, block: Block) -> bytes:
-        """Events that close the previous block and open this one, if it is not open."""
+        """Events that close the previous block and open `block`. Empty if `block` is open."""
         if self._open is block:
             return b""
         data = self._close(None)

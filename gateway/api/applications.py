@@ -1,6 +1,6 @@
 """`/v1/applications` and `/v1/nodes`: deployments, their changes, and the machines that run them. For deploy keys.
 
-A change is first recorded in the store, and then in Redis; if that fails, nodes read it from the store.
+A change is recorded in the package store first, then in Redis. If Redis fails, nodes read the change from the store.
 """
 
 import asyncio
@@ -65,17 +65,17 @@ from shared.protocol import ModelCard
 from shared.settings.tree import DeploySettings
 
 _PATH = "/v1/applications/{name}"
-_TRIES = 20  # of a change that conflicts with others
+_TRIES = 20  # of a change, while others change the same record
 
 logger = logging.getLogger(__name__)
 
 
 class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    digest: Digest  #: digest of the package's manifest, whose blobs are in the store
+    digest: Digest  #: digest of the package's manifest; the store must have its blobs
     spec: SpecBody = SpecBody()
-    environment: Environment = Environment()  #: of an application
+    environment: Environment = Environment()  #: not for models
     if_generation: Annotated[int, Meta(ge=0)] | None = (
-        None  #: latest generation that the caller knows
+        None  #: refuse if it is not the latest generation
     )
     #: Signature of the digest, by `ssh-keygen -Y sign -n vlm-fleet`; stored with the package.
     signature: Annotated[str, Meta(max_length=MAX_SIGNATURE_CHARS)] | None = None
@@ -83,7 +83,7 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: Annotated[int, Meta(ge=1)] | None = (
-        None  #: target; by default the previous one that served
+        None  #: generation to restore; null: the previous one that served
     )
 
 
@@ -95,7 +95,7 @@ class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /v1/applications/{name}:route`, and its answer."""
 
-    #: By version, the first 12 digits of its digest. Empty: no route.
+    #: By version (first 12 digits of its digest). Empty: remove the route.
     weights: Annotated[
         dict[Annotated[str, Meta(pattern=VERSION)], Annotated[int, Meta(ge=0, le=10**6)]],
         Meta(max_length=16),
@@ -104,7 +104,7 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Raises: ValueError."""
         if self.weights and not any(self.weights.values()):
-            raise ValueError("weights: give one version more than 0")
+            raise ValueError("weights: send more than 0 for one version at least")
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,12 +124,12 @@ class SlotObject(msgspec.Struct):
 
 class RevisionObject(msgspec.Struct):
     generation: int
-    digest: str  #: digest of the version: the package's, or one of package and environment
+    digest: str  #: digest of the version: of the package, or of package and environment together
     package: str
     environment: dict[str, Any]
     spec: dict[str, Any]
     num_ready: int
-    #: requests that its present instances are running, have finished, and have failed
+    #: Requests of its current instances: running, finished, failed.
     num_running: int
     num_finished: int
     num_failed: int
@@ -148,7 +148,7 @@ class GenerationObject(msgspec.Struct):
 
 
 class LogQuery(msgspec.Struct):
-    """Range of the latest lines."""
+    """`limit`: how many of the latest lines. `slot`: only lines of this instance."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)] = 100
     slot: int | None = None
@@ -162,7 +162,7 @@ class Application(msgspec.Struct):
     name: str
     generation: int
     #: `starting` or `canary` while a new version starts, `active`, `undeployed`, or `unreadable` if a newer version
-    #: of this program wrote the record.
+    #: of vlm-fleet wrote the record.
     state: str
     active: RevisionObject | None
     candidate: RevisionObject | None
@@ -170,7 +170,7 @@ class Application(msgspec.Struct):
     slots: list[SlotObject]
     message: str
     events: Sequence[Event]
-    #: The latest last; omitted in lists.
+    #: Oldest first. Omitted in lists.
     generations: list[GenerationObject] | UnsetType = msgspec.UNSET
 
 
@@ -189,7 +189,7 @@ class NodeInstance(msgspec.Struct):
 
 
 class NodeObject(msgspec.Struct):
-    """A node, what it offers, and its instances."""
+    """A node, its resources and its instances."""
 
     id: str
     cpu: float
@@ -269,10 +269,10 @@ class Applications(Resource):
 
     @operation("PUT", _PATH, answer_type=Application)
     async def deploy_application(self, caller: Caller, body: Deploy) -> Response:
-        """Serve a package under a name: start it beside the current version, then replace that."""
+        """Deploy a package under a name. The current version serves until the new one is ready."""
         name = _check_name(caller)
         if name in self._models.cards:
-            raise invalid("name", "a worker serves a model of this name; take another")
+            raise invalid("name", "a worker serves a model of this name; send another name")
         try:
             check_environment(body.environment)
         except BadEnvironment as error:
@@ -281,7 +281,7 @@ class Applications(Resource):
             if manifest.config.kind == "model" and body.environment != Environment():
                 raise invalid(
                     "environment",
-                    "a model has no variables; its engine's settings are a part of its package (--set)",
+                    "a model has no variables; its engine's settings are in its package (vlm deploy --set)",
                 )
             status, found = await self._deploy(name, body, manifest.least_memory_bytes)
         return Response(msgspec.json.encode(found), status, media_type="application/json")
@@ -317,16 +317,16 @@ class Applications(Resource):
         return 202, await self._get(name)
 
     async def _check_room(self, generation: Generation) -> None:
-        """Check changed resources of the active version, which apply at once. Raises: ApiError, RedisError."""
+        """Check that nodes have the changed resources of the active version. Raises: ApiError, RedisError."""
         nodes = await self._deployments.nodes()
         revision = rollout.to_revision(generation, 0.0)
         obstacle = rollout.find_obstacle(revision, nodes)
         if obstacle and nodes:
-            raise conflict(f"The resources stay as they are: {obstacle}.")
+            raise conflict(f"The resources were not changed: {obstacle}.")
 
     @operation("POST", _PATH + ":rollback", status=202)
     async def rollback_application(self, caller: Caller, body: Rollback) -> Application:
-        """Remove a new version; without one, serve the previous version again."""
+        """Stop the rollout of a new version. Without a rollout, serve the previous version again."""
         name = _check_name(caller)
         history = await self._known(name)
         candidate = history.candidate
@@ -339,7 +339,7 @@ class Applications(Resource):
         else:
             back = history.generations.get(body.generation)
         if back is None or not back.digest:
-            raise conflict("There is no such earlier version to go back to.")
+            raise conflict("There is no such earlier version; the application lists all.")
         generation = history.back_to(back, (active or back).spec)
         async with self._held(back.digest):
             await self._add(generation, history)
@@ -354,7 +354,7 @@ class Applications(Resource):
         candidate = history.candidate
         is_ready = app is not None and candidate and app.of(candidate.version, "ready")
         if candidate is None or not is_ready:
-            raise conflict("There is no candidate that is ready.")
+            raise conflict("No new version is ready: wait for its instances, or deploy one.")
         await self._check_retired(name, history.active)
         await self._settle(name, candidate.number, Outcome("active"))
         return await self._get(name)
@@ -366,7 +366,7 @@ class Applications(Resource):
         history = await self._known(name)
         active = history.active
         if active is None or history.candidate is not None:
-            raise conflict("A new version is on its way; scale it when it is active.")
+            raise conflict("A new version is being rolled out: scale it when it is active.")
         least, most = body.min_instances, body.max_instances
         try:
             spec = replace(
@@ -382,7 +382,7 @@ class Applications(Resource):
 
     @operation("DELETE", _PATH, status=202)
     async def undeploy_application(self, caller: Caller) -> Application:
-        """Stop serving a name; waiting requests are still answered."""
+        """Stop serving a name. Queued requests are still answered."""
         name = _check_name(caller)
         history = await self._known(name)
         if history.last.digest:
@@ -392,16 +392,16 @@ class Applications(Resource):
 
     @operation("POST", _PATH + ":route")
     async def route_application(self, caller: Caller, body: Weights) -> Weights:
-        """Split a name's requests between versions by weight. Replaces the deployment's own split."""
+        """Route a name's requests to versions by weight, instead of by the deployment's own weights."""
         name, store = _check_name(caller), await self._store.open()
         history, before = await self._history(name), await self._route(name)
         await self._models.refresh()
         if not (body.weights or before.versions):
             raise _unknown(name, "route")
         if body.weights and history is not None and history.candidate is not None:
-            raise conflict("A new version is on its way; set the route when it is active.")
+            raise conflict("A new version is being rolled out: set the route when it is active.")
         if body.weights and name in self._models.cards:
-            raise invalid("name", "a worker serves a model of this name; take another")
+            raise invalid("name", "a worker serves a model of this name; send another name")
         app = await self._find(name)
         versions = {
             version: RoutedVersion(weight, self._card(name, version, before, app))
@@ -430,7 +430,7 @@ class Applications(Resource):
         return card
 
     async def _check_retired(self, name: str, active: Generation | None) -> None:
-        """Refuse to retire a version that a route names and only nodes serve. Raises: ApiError."""
+        """Refuse to retire a version that a route sends requests to, if only nodes serve it. Raises: ApiError."""
         model = version_name(name, active.version) if active is not None else ""
         routed = (await self._route(name)).versions.get(model.rpartition("@")[2])
         if active is None or routed is None or not routed.weight:
@@ -457,19 +457,19 @@ class Applications(Resource):
 
     @operation("POST", "/v1/nodes/{name}:drain")
     async def drain_node(self, caller: Caller) -> NodeObject:
-        """Have a node finish the requests of its instances and end; other nodes start them again."""
+        """Drain a node: its instances finish their requests and stop. Other nodes start the instances again."""
         nodes = await self._deployments.nodes()
         node = nodes.get(caller.path["name"])
         if node is None:
             raise NotFound(
-                f"There is no node of this name; there are: {', '.join(sorted(nodes)) or 'none'}.",
+                f"There is no node of this name. Nodes: {', '.join(sorted(nodes)) or 'none'}.",
                 param="name",
                 code="node_not_found",
             )
         await self._deployments.drain(node.id)
         return NodeObject.of(replace(node, is_stopping=True))
 
-    # What they share
+    # Helpers
 
     def _to_object(self, app: App) -> Application:
         def to_revision(revision: rollout.Revision | None) -> RevisionObject | None:
@@ -560,7 +560,7 @@ class Applications(Resource):
                 if start is None or await self._deployments.put(before, change(start, now)):
                     return
         except (RedisError, OSError) as error:
-            logger.warning("the deployment %s is recorded, Redis not told: %s", name, error)
+            logger.warning("deployment %s: recorded in the store, not in Redis: %s", name, error)
 
 
 def _admitted(app: App, generation: Generation, now: float) -> App:
@@ -576,19 +576,19 @@ def _check_package(store: PackageStore, digest: str) -> Manifest:
     sizes = {layer.digest: layer for layer in manifest.layers}
     for layer in sizes.values():
         if store.size(layer.digest) != layer.size:
-            raise invalid("digest", f"{layer.path}: its blob is not in the store, or was cut")
+            raise invalid("digest", f"{layer.path}: blob missing or incomplete; push it again")
     return manifest
 
 
 def _check_signature(
     store: PackageStore, digest: str, signature: str | None, signers: Path | None
 ) -> None:
-    """Store a valid signature, and check that there is one. Raises: InvalidRequest, StoreError."""
+    """Store a valid signature. With `signers`, require one. Raises: InvalidRequest, StoreError."""
     try:
         if signature is not None:
             if signers is None:
                 raise BadSignature(
-                    "this gateway cannot verify it: set VLM_DEPLOY__ALLOWED_SIGNERS of the gateway, or "
+                    "this gateway cannot verify signatures: set VLM_DEPLOY__ALLOWED_SIGNERS of the gateway, or "
                     "send no signature"
                 )
             keep_signature(store, digest, signature, signers)

@@ -1,4 +1,4 @@
-"""`/v1/batches`: files of requests, answered within a day after all interactive ones.
+"""`/v1/batches`: files of requests, which run within a day, with lower priority than interactive requests.
 
 Source: OpenAI API reference, "Batch".
 """
@@ -108,14 +108,14 @@ class BatchList(Listing[BatchObject]):
 
 @dataclass
 class BatchResource(Resource):
-    """Batches. `look` is called when the runner has work."""
+    """The endpoints of batches. `_look` is called when the runner has work."""
 
     tag = "batches"
 
     _batches: Batches | None
     _look: Callable[[], None]
     _limits: LimitSettings
-    _endpoints: Sequence[str]  #: surfaces that lines may use
+    _endpoints: Sequence[str]  #: paths that lines may call
     _find_guest: Callable[[str], str]  #: see `KeyDirectory.guest`
     #: Guards the number of open batches.
     _taking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -133,13 +133,13 @@ class BatchResource(Resource):
         many = f"This key has {most} open batches: wait until one has ended, or cancel it."
         too_many = RateLimited("open_batches", many, retry_after_s=30)
         if body.endpoint not in self._endpoints:
-            raise invalid("endpoint", f"Send one of {', '.join(self._endpoints)}")
+            raise invalid("endpoint", f"send one of {', '.join(self._endpoints)}")
 
         def check() -> None:
             file = batches.files.get(caller.tenant, body.input_file_id)
             if file is None:
                 raise invalid(
-                    "input_file_id", "there is no such file; upload it for batch", "not_found"
+                    "input_file_id", "no such file; upload it with purpose batch", "not_found"
                 )
             if file.purpose != PURPOSE:
                 raise invalid(
@@ -202,7 +202,7 @@ class BatchResource(Resource):
 
 
 async def blocking(work: Callable[[], T]) -> T:
-    """Await the batch store. Raises: ApiError."""
+    """Run `work`, which uses the batch store, in a thread. Raises: ApiError."""
     try:
         return await asyncio.to_thread(work)
     except StoreError:
@@ -210,7 +210,7 @@ async def blocking(work: Callable[[], T]) -> T:
 
 
 def not_served() -> NotFound:
-    """The error without a batch store."""
+    """The error of a gateway without a batch store."""
     return NotFound(
         "Batches are not served here: set VLM_GATEWAY__FILES to a directory or a bucket.",
         code="batches_not_served",

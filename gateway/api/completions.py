@@ -68,7 +68,7 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
     ] = None
     logprobs: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        doc("Number of best tokens whose logprobs are returned for each token."),
+        doc("Number of most likely tokens to return logprobs of, for each token."),
     ] = None
     add_special_tokens: Annotated[
         bool | None, doc("false adds no special tokens, such as BOS, to a prompt.")
@@ -112,7 +112,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 class CompletionOptions(ChunkOptions, frozen=True):
     num_choices: int = 1  #: of each prompt
-    #: The prompts to echo; None for one of token ids.
+    #: The prompts to echo; None for a prompt of token ids.
     echo: tuple[str | None, ...] = ()
 
 
@@ -209,15 +209,15 @@ class Completions(Surface):
     def describe_fields(self, properties: dict[str, Any]) -> None:
         limits = self.limits
         properties["prompt"]["description"] = (
-            f"At most {limits.max_prompts} prompts, times `n`, of {limits.max_text_chars} "
-            "characters together. Special tokens that a text spells are tokens."
+            f"At most {limits.max_prompts} prompts (each counts `n` times), of {limits.max_text_chars} "
+            "characters together. Special tokens in a text are encoded as such."
         )
 
 
 def _with_echo(
     sampling: SamplingParams, request: CompletionRequest, prompts: Sequence[TextPart | TokensPart]
 ) -> SamplingParams:
-    """Request the prompt's tokens if the echo needs more than its text."""
+    """Request logprobs of the prompt if the echo has logprobs, or is decoded from token ids."""
     is_text = isinstance(prompts[0], TextPart)
     if not request.echo or (is_text and request.logprobs is None):
         return sampling
@@ -288,7 +288,7 @@ class CompletionAnswer(ChunkStream):
         return super().frames(events, totals)
 
     def can_begin(self, event: CallEvent) -> bool:
-        """Whether the prompt's tokens, which come first, are known."""
+        """Whether all tokens of the prompt have arrived, which the first chunk echoes."""
         if isinstance(event, Tokens):
             return bool(event.num_tokens or event.text)
         return isinstance(event, Finished)
@@ -353,7 +353,7 @@ def to_echoed_logprobs(entries: Sequence[PromptLogprob], text: str) -> Completio
 
 
 def to_logprobs(entries: Sequence[OutputLogprob], begin: int) -> CompletionLogprobs:
-    """The `logprobs` object of tokens that begin at a character of the text."""
+    """The `logprobs` object of tokens. `begin`: offset of the first token in the text."""
     found = CompletionLogprobs([], [], [], [])
     for entry in entries:
         chosen = entry.chosen

@@ -29,7 +29,7 @@ _MAX_OPTION_CHARS = 256
 
 
 class Conversation(Struct):
-    """Messages in the worker's format, and the images in the order of their indexes."""
+    """Messages in the worker's format, and the media that they refer to by index."""
 
     messages: list[ChatMessage] = field(default_factory=list)
     sources: list[ImageSource] = field(default_factory=list)
@@ -56,14 +56,14 @@ class Conversation(Struct):
         calls: Sequence[ToolCall] = (),
         call_id: str = "",
     ) -> None:
-        """Add a message. `reasoning` and `calls` are the assistant's; `call_id` is of the call that a tool answers."""
+        """Add a message. `reasoning` and `calls`: of the assistant; `call_id`: the call that a tool message answers."""
         self.num_chars += len(reasoning) + sum(len(call.arguments) for call in calls)
         self.messages.append(ChatMessage(role, tuple(parts), reasoning, tuple(calls), call_id))
 
     def check(self, param: str, limits: LimitSettings, last: str) -> None:
-        """Raises: InvalidRequest if it is too long, or ends with calls of the assistant's.
+        """Check the length and the last message, which is continued if it is the assistant's. Raises: InvalidRequest.
 
-        `last` names the place of the last message; an assistant's message is continued.
+        `last`: name of the last message's field in errors.
         """
         check_text_chars(self.num_chars, param, limits)
         final = self.messages[-1]
@@ -113,7 +113,7 @@ def find_template_options(
 def find_effort(
     card: ModelCard, effort: str | None, param: str, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """The template variable for the reasoning effort. `param` is the client's name of it."""
+    """The template variable for the reasoning effort. `param` is the client's field."""
     if effort is None:
         return {}
     if "reasoning_effort" in card.template_options:
@@ -126,7 +126,7 @@ def find_effort(
 def switch_thinking(
     card: ModelCard, wanted: bool, param: str, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """The variable that makes the model think or not; a hint, ignored by models without one."""
+    """The template variable that switches thinking. Ignored by models that have no such variable."""
     for name in sorted(THINKING_SWITCHES):
         if name in card.template_options:
             return {name: wanted}

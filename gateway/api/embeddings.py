@@ -1,7 +1,7 @@
 """`POST /v1/embeddings`: a vector for each text, list of token ids or image.
 
-As OpenAI defines it, with Jina's `{"text": ...}` and `{"image": ...}` among the inputs, or with vLLM's `messages` in
-their place: one turn, whose text or image becomes one vector.
+OpenAI's API. Inputs may also be Jina's `{"text": ...}` and `{"image": ...}`. Instead of `input`, a request may have
+vLLM's `messages`: one user message, whose text or image becomes one vector.
 
 Source: OpenAI API reference, "Create embeddings"; Jina, "Embeddings API"; vLLM, "Embeddings API with chat messages".
 """
@@ -52,7 +52,7 @@ _BYTES_PER_NUMBER = 4
 
 _QUERY = ("query", "search_query")
 _DOCUMENT = ("document", "passage", "search_document")
-#: Prompts by the `input_type` of other APIs; the first one that the model has is used.
+#: Names of prompts by `input_type`, a field of other APIs. The first name that the model has is used.
 _PROMPTS_OF_TYPE = {
     "search_query": _QUERY,
     "query": _QUERY,
@@ -72,7 +72,7 @@ class TextInput(RequestStruct, frozen=True, kw_only=True):
 
 
 class EmbeddingTurn(RequestStruct, frozen=True, kw_only=True):
-    """A turn of a conversation, as the input of one vector."""
+    """A user message, which becomes one vector."""
 
     role: Literal["user"]
     content: str | Annotated[list[TextContent | ImageContent], Meta(min_length=1)]
@@ -87,7 +87,7 @@ class EmbeddingRequest(InputFields, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     normalized: Annotated[bool | None, doc("false returns vectors that are not normalized.")] = None
-    #: vLLM's: truncate inputs to this number of tokens; -1: to the model's maximum
+    #: vLLM's field: truncate inputs to this number of tokens; -1: to the model's maximum
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     prompt_name: Annotated[str | None, doc("The model's prompt that is put before each text.")] = (
         None
@@ -205,20 +205,20 @@ class Inputs:
         self._check(limits)
 
     def _turn(self, content: str | list[TextContent | ImageContent]) -> TextPart | ImagePart:
-        """Texts are joined by line breaks. Text plus image is refused: one request makes one vector from one modality."""
+        """Texts are joined by line breaks. Raises: InvalidRequest for text with an image."""
         param = "messages.[0].content"
         if isinstance(content, str):
             content = [TextContent(text=content)]
         texts = [part.text for part in content if isinstance(part, TextContent)]
         if len(content) > 1 and len(texts) < len(content):
-            raise invalid(param, "this model makes a vector of a text or of one image: send either")
+            raise invalid(param, "this model embeds a text or one image; send one of them")
         if not texts:
             [part] = content
             assert isinstance(part, ImageContent)
             url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
             return self._image(url, f"{param}.[0].image_url")
         if not any(texts):
-            raise invalid(param, "it is empty: send text or an image")
+            raise invalid(param, "send text that is not empty, or an image")
         return TextPart("\n".join(texts))
 
     def _part(self, item: Any, param: str) -> TextPart | TokensPart | ImagePart:
@@ -229,7 +229,7 @@ class Inputs:
                 return self._image(item.image, f"{param}.image")
             item, param = item.text, f"{param}.text"
         if not item:
-            raise invalid(param, "it is empty: send text or token ids")
+            raise invalid(param, "send text or token ids that are not empty")
         if isinstance(item, str):
             return TextPart(item)
         if max(item) >= self._card.vocab_size:
@@ -288,12 +288,12 @@ def _check_kinds(request: EmbeddingRequest) -> None:
     items = request.input
     if request.messages is not None:
         if items:
-            raise invalid("input", "send either input or messages; beside messages it is []")
+            raise invalid("input", "send either input or messages, not both")
         return
     if items is UNSET:
         raise missing("input")
     if not items:
-        raise invalid("input", "it is empty: send text or token ids, or messages in its place")
+        raise invalid("input", "send text, token ids or messages; the input is empty")
     if isinstance(items, str):
         return
     kinds = {kind for item in items for kind in (int, list) if isinstance(item, kind)}
@@ -338,13 +338,13 @@ def _find_truncation(request: EmbeddingRequest) -> Truncate:
     if request.truncate_prompt_tokens is None or truncate != "none":
         return truncate
     if request.truncate is not None:
-        raise invalid("truncate", "truncate_prompt_tokens cuts: send true, START or END beside it")
+        raise invalid("truncate", "send true, START or END with truncate_prompt_tokens")
     return "end"
 
 
 def _find_max_tokens(request: EmbeddingRequest) -> int | None:
     """Raises: InvalidRequest."""
     if request.truncate_prompt_tokens == 0:
-        raise invalid("truncate_prompt_tokens", "it is 0: send at least 1, or -1")
+        raise invalid("truncate_prompt_tokens", "send at least 1, or -1 for the model's maximum")
     most = request.truncate_prompt_tokens
     return None if most == -1 else most

@@ -31,7 +31,7 @@ ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
 User = Annotated[
     UserName | None,
-    Meta(description="The client's name of its user; the log holds a short hash of it."),
+    Meta(description="The end user, of whom the log has only a short hash."),
 ]
 ShowsTimings = Annotated[
     bool | None, Meta(description="Return the durations of the answer's stages.")
@@ -41,7 +41,7 @@ Ignored = Raw | UnsetType  #: validated as JSON, otherwise ignored
 CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Timings = dict[str, float] | UnsetType
-#: For clients that cannot send `service_tier`; it takes precedence.
+#: For clients that cannot send `service_tier`. The header takes precedence.
 PRIORITY_HEADER = b"x-vlm-priority"
 
 
@@ -78,7 +78,7 @@ _OLLAMA: Unsupported = {
     "options.tfs_z": (1,),
     "options.typical_p": (1,),
 }
-#: Fields that would change the answer and are not supported, by path, with their no-op values; null is always one.
+#: Unsupported fields that would change the answer, by path, with their no-op values; null is always a no-op.
 #: Other unknown fields are ignored.
 UNSUPPORTED: dict[str, Unsupported] = {
     "/v1/chat/completions": {
@@ -125,14 +125,14 @@ class EchoedStruct(RequestStruct, frozen=True, kw_only=True):
 
 
 class SamplingOfFrames(RequestStruct, frozen=True, kw_only=True):
-    """Which frames of a video are used. The default is the model's; one of the two may be given."""
+    """Which frames of a video are used. Send at most one field; by default the model decides."""
 
     fps: Annotated[float, Meta(gt=0, le=1000)] | None = None
     num_frames: Annotated[int, Meta(ge=1)] | None = None
 
 
 class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
-    """Which frames of a part of a video are used. Units: seconds."""
+    """Which part of a video is used, and which frames of the part. Units: seconds."""
 
     start_s: Annotated[float, Meta(ge=0)] = 0.0
     end_s: Annotated[float, Meta(gt=0)] | None = None
@@ -140,12 +140,12 @@ class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
     def options(
         self, param: str, limits: LimitSettings, default: SamplingOfFrames | None = None
     ) -> VideoOptions:
-        """`default`: for a video that gives neither fps nor num_frames. Raises: InvalidRequest."""
+        """`default`: for a video with neither fps nor num_frames. Raises: InvalidRequest."""
         given: SamplingOfFrames = self
         if default is not None and self.fps is None and self.num_frames is None:
             given, param = default, "media_io_kwargs.video"
         if given.fps is not None and given.num_frames is not None:
-            raise invalid(f"{param}.fps", "it excludes num_frames; send one of the two")
+            raise invalid(f"{param}.fps", "send fps or num_frames, not both")
         if (given.num_frames or 0) > limits.max_video_frames:
             raise invalid(f"{param}.num_frames", f"send at most {limits.max_video_frames}")
         if self.end_s is not None and self.end_s <= self.start_s:
@@ -161,7 +161,7 @@ class AudioData(RequestStruct, frozen=True, kw_only=True):
 
     @property
     def url(self) -> str:
-        """Many clients send a whole `data:` URL."""
+        """Many clients send a `data:` URL instead of base64."""
         return self.data if self.data[:5] == "data:" else f"data:audio/wav;base64,{self.data}"
 
 
@@ -201,7 +201,7 @@ class Listing(msgspec.Struct, Generic[Entry]):
 
 
 def find_priority(service_tier: str | None, context: RequestContext) -> Priority:
-    """The priority of the header, else of the service tier; at most the key's. Raises: InvalidRequest."""
+    """The priority of the header, else of the service tier, limited by the key. Raises: InvalidRequest."""
     name = context.headers.get(PRIORITY_HEADER)
     if name is None:
         asked = Priority.BATCH if service_tier == "flex" else Priority.INTERACTIVE
@@ -225,12 +225,12 @@ def wants_timings(asked: bool | None, headers: Mapping[bytes, bytes]) -> bool:
 
 
 def timings_of(totals: Totals) -> Timings:
-    """Each stage and the total, if the client asked for them."""
+    """Duration of each stage and the total, if the client asked for timings."""
     return UNSET if totals.timings is None else totals.timings
 
 
 def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
-    """The error for a field, with what to send instead."""
+    """The error for a field, `problem` says what to send instead."""
     return InvalidRequest(f"Invalid value for {param}: {problem}.", param=param, code=code)
 
 
@@ -246,7 +246,7 @@ def too_many(what: str, most: int, param: str) -> InvalidRequest:
     )
 
 
-# Sampling: values are checked against `LimitSettings` and become an exact `SamplingParams` value.
+# Sampling fields, which are checked against `LimitSettings` and translated to `SamplingParams`.
 
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -261,7 +261,7 @@ _SEED_MASK = 2**64 - 1  #: negative seeds become large unsigned ones
 
 
 class StopForm(EchoedStruct, frozen=True, kw_only=True):
-    """candle-vllm's format of `stop`: one of these."""
+    """candle-vllm's format of `stop`: an object with one of these fields."""
 
     Single: str | None = None
     Multiple: list[str] | None = None
@@ -291,7 +291,7 @@ class SamplingFields(RequestStruct, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[
         dict[str, Bias] | None, doc("Added to the logits of token ids, given in decimal digits.")
-    ] = None  # colliding keys cannot be sent as numbers
+    ] = None
     min_tokens: Annotated[
         Annotated[int, Meta(ge=0)] | None, doc("Number of tokens before the answer may end.")
     ] = None
@@ -337,7 +337,7 @@ def translate_sampling(
     max_tokens: int | None,
     num_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The sampling parameters. `defaults`, and the key's limit of an answer, apply to fields that the request omits.
+    """The sampling parameters. `defaults` and the key's output limit apply to fields that the request omits.
 
     Raises: InvalidRequest.
     """
@@ -404,7 +404,7 @@ def find_num_logprobs(wanted: bool | None, top: int | None, limits: LimitSetting
     """The number of alternatives of each token. None: no logprobs. Raises: InvalidRequest."""
     if not wanted:
         if top:
-            raise invalid("top_logprobs", "it needs logprobs: send logprobs as true")
+            raise invalid("top_logprobs", "send logprobs: true as well")
         return None
     if (top or 0) > limits.max_top_logprobs:
         raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
@@ -418,7 +418,7 @@ def _most_tokens(limits: LimitSettings, context: RequestContext) -> int:
 def _min_tokens(fields: SamplingFields, most: int) -> int:
     value = fields.min_tokens or 0
     if value > most:
-        raise invalid("min_tokens", f"send at most {most}, as many as the answer may have")
+        raise invalid("min_tokens", f"send at most {most}, the maximum of the answer's tokens")
     return value
 
 
@@ -429,11 +429,11 @@ def _prompt_logprobs(fields: OpenAiSampling, limits: LimitSettings) -> int | Non
 
 
 def check_stream(fields: OpenAiSampling) -> None:
-    """Refuse stream options of a whole answer, and prompt logprobs of a stream. Raises: InvalidRequest."""
+    """Refuse `stream_options` without `stream`, and `prompt_logprobs` with it. Raises: InvalidRequest."""
     if fields.stream_options is not None and not fields.stream:
-        raise invalid("stream_options", "it needs stream: send stream as true")
+        raise invalid("stream_options", "send stream: true as well")
     if fields.prompt_logprobs is not None and fields.stream:
-        raise invalid("prompt_logprobs", "it needs a whole answer: send stream as false")
+        raise invalid("prompt_logprobs", "streams have none; send stream: false")
 
 
 def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
@@ -491,7 +491,7 @@ def check_model(sampling: SamplingParams, card: ModelCard) -> None:
 
 
 def _choice_seed(seed: int, choice: int) -> int:
-    """An independent seed for each choice; the first one has the request's."""
+    """An independent seed for each choice; the first choice has the request's seed."""
     if choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
@@ -499,7 +499,7 @@ def _choice_seed(seed: int, choice: int) -> int:
 
 
 def split_choices(task: Generate, count: int) -> list[Generate]:
-    """One task per choice, which differ in their seeds only."""
+    """One task per choice. The tasks differ only in their seeds."""
     sampling = task.sampling
     return [task] + [
         replace(task, sampling=replace(sampling, seed=_choice_seed(sampling.seed, choice)))

@@ -68,7 +68,7 @@ class FileList(Listing[FileObject]):
 
 
 class FilesQuery(ListQuery, frozen=True, kw_only=True):
-    """Range of a list, of one purpose or all."""
+    """Range of a list. `purpose`: only files of this purpose; empty: all."""
 
     purpose: str = ""
 
@@ -112,7 +112,7 @@ class Files(Resource):
         if unknown := fields.keys() - {"file", "purpose"}:
             name = min(unknown)
             raise InvalidRequest(
-                "Unsupported parameter: send file and purpose alone.",
+                "Unsupported parameter: send only file and purpose.",
                 param=name if name.isidentifier() and len(name) <= 64 else None,
                 code="unsupported_parameter",
             )
@@ -150,7 +150,7 @@ class Files(Resource):
         name, now = image_name(tenant, image.ref.sha256), int(time.time())  # noqa: TID251
         file = FileObject(name, image.ref.num_bytes, now, filename, IMAGES)
         if not await self._images.put_image(tenant, image, msgspec.json.encode(file)):
-            message = "This server keeps no such image: send it as a data: URL."
+            message = "The image cannot be stored here: send it as a data: URL."
             raise InvalidRequest(message, param="file", status=413, code="store_full")
         return file
 
@@ -167,8 +167,8 @@ class Files(Resource):
             num_files, num_bytes = files.usage(owner)
             if num_bytes + num_more_bytes > most or num_files + num_more > MAX_BATCH_FILES:
                 raise InvalidRequest(
-                    f"This key keeps files of {num_bytes} bytes for batches: delete some, as {most} "
-                    f"bytes and {MAX_BATCH_FILES} files are the most.",
+                    f"This key has batch files of {num_bytes} bytes: delete some. At most {most} "
+                    f"bytes and {MAX_BATCH_FILES} files are stored.",
                     param="file",
                     status=413,
                     code="store_full",
@@ -188,7 +188,7 @@ class Files(Resource):
 
     @operation("GET", "/v1/files")
     async def list_files(self, caller: Caller, query: FilesQuery) -> FileList:
-        """List files, those of batches first unless a purpose is given."""
+        """List files. Without `purpose`, files of batches come first."""
         return FileList.of(*await self._list(caller.tenant, query))
 
     async def _list(self, owner: str, query: FilesQuery) -> tuple[list[FileObject], bool]:
@@ -200,7 +200,7 @@ class Files(Resource):
             if has_more or query.before:
                 return data, has_more
             query = replace(query, after="", limit=query.limit - len(data))
-        has_search = self._search.is_on or self._batch_files is None  # its error says so
+        has_search = self._search.is_on or self._batch_files is None  # neither: `ask` raises
         if query.purpose in BATCH_PURPOSES or not (has_search or query.purpose):
             return data, False
         if query.limit == 0:
@@ -281,7 +281,7 @@ class Files(Resource):
     async def delete_file(self, caller: Caller) -> Deleted:
         """Delete a file.
 
-        Chunks stay in the stores that it was attached to.
+        Its chunks stay in the vector stores that it was attached to.
         """
         name = caller.path["file_id"]
         if name.startswith(FILE_ID):
@@ -296,7 +296,7 @@ class Files(Resource):
         return Deleted(name, "file")
 
     def _check_searched(self) -> None:
-        """Refuse ids that are not of a batch or an image if there is no search process. Raises: NotFound."""
+        """Without a search process, only files of batches and images exist. Raises: NotFound."""
         if self._batch_files is not None and not self._search.is_on:
             raise _no_file()
 

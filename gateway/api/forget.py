@@ -19,12 +19,12 @@ from shared.search import DropFile, DropStore, FileRecord, ListFiles, ListStores
 from shared.sessions.store import SessionStore
 
 _PAGE = 100
-_ENDS_WITHIN_S = 20.0  #: a batch that is cancelled
+_ENDS_WITHIN_S = 20.0  #: until cancelled batches have ended
 _POLL_S = 0.2
 
 
 class Forgotten(msgspec.Struct):
-    """Numbers of what was deleted."""
+    """Numbers of deleted objects."""
 
     answers: int = 0  #: of `/v1/responses`, and uploaded images
     sessions: int = 0
@@ -51,7 +51,7 @@ class TenantData:
     _search: SearchClient
 
     async def forget(self, tenant: str) -> Forgotten:
-        """Delete all data of a tenant; can be repeated. Raises: ApiError, QueueUnavailable, StoreError."""
+        """Delete all data of a tenant. Idempotent. Raises: ApiError, QueueUnavailable, StoreError."""
         found = Forgotten(await self._kept.delete_all(tenant))
         found.sessions = await self._forget_sessions(session_owner(tenant))
         owner = owner_of(tenant)
@@ -64,7 +64,7 @@ class TenantData:
                 for each in await self._search.ask(
                     ListStores(tenant=owner, page=page), list[StoreRecord]
                 )
-                if not each.is_read_only  # collections are of no tenant
+                if not each.is_read_only  # collections are shared by all tenants
             ]:
                 for store in stores:
                     await self._search.ask(DropStore(tenant=owner, store=store.id), bool)
@@ -78,7 +78,7 @@ class TenantData:
         return found
 
     async def end_sessions(self, tenant: str) -> None:
-        """Close a tenant's sessions and cancel their tasks; can be repeated. Raises: QueueUnavailable."""
+        """Close a tenant's sessions and cancel their tasks. Idempotent. Raises: QueueUnavailable."""
         owner, after, has_more = session_owner(tenant), "", True
         while has_more and (page := await self._sessions.page(owner, after, _PAGE, 0)) is not None:
             found, has_more = page

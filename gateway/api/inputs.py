@@ -34,11 +34,11 @@ from shared.protocol import (
 )
 from shared.settings.limits import LimitSettings
 
-#: TEI's values: the end to truncate. True is END; false and NONE refuse long inputs.
+#: The end at which long inputs are truncated, as in TEI. true: END. false and NONE: long inputs are refused.
 Truncation = bool | Literal["NONE", "START", "END"]
 Item = TypeVar("Item")
 
-#: Largest call: requests beyond it are split, so that several workers share them. Estimated tokens; inputs.
+#: Maximum of a call, in estimated tokens and in inputs. Larger requests are split, so that workers share the work.
 MAX_CALL_TOKENS = 8192
 MAX_CALL_INPUTS = 256
 
@@ -109,7 +109,7 @@ def split_inputs(
     card: ModelCard,
     headers: Mapping[bytes, bytes],
 ) -> list[Embed]:
-    """As many tasks as the inputs need."""
+    """Split the inputs into tasks of limited size."""
 
     def num_tokens(part: TextPart | TokensPart | ImagePart) -> int:
         if isinstance(part, TextPart):
@@ -127,7 +127,7 @@ def split_inputs(
 def split_documents(
     task: Rerank, documents: Sequence[str], headers: Mapping[bytes, bytes]
 ) -> list[Rerank]:
-    """As many tasks as the documents need, each with the query or with its own queries."""
+    """Split the documents into tasks of limited size, each with the only query or with its documents' queries."""
     many, longest = len(task.queries) > 1, max(map(len, task.queries))
     return [
         replace(
@@ -147,9 +147,9 @@ def _split(
     num_tokens: Callable[[Item], int],
     headers: Mapping[bytes, bytes],
 ) -> Iterator[tuple[int, Sequence[Item]]]:
-    """Parts that become one call each, with the index of their first item.
+    """The items of each call, with the index of the first one.
 
-    With an idempotency key, which names one call, there is one part.
+    A request with an idempotency key is not split, as the key identifies one call.
     """
     if KEY_HEADER in headers:
         yield 0, items

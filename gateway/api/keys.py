@@ -1,4 +1,4 @@
-"""`/v1/admin/keys`: create, list, change, rotate and revoke API keys; `/v1/admin/audit`: who asked to change what.
+"""`/v1/admin/keys`: create, list, change, rotate and revoke API keys; `/v1/admin/audit`: the log of changes.
 
 For the root key and keys with the role `admin`.
 """
@@ -35,13 +35,13 @@ Pattern = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class UpdateKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `PATCH /v1/admin/keys/{name}`. Fields that are left out stay, and null removes a limit."""
+    """The body of `PATCH /v1/admin/keys/{name}`. Omitted fields stay unchanged; null removes a limit."""
 
     #: Patterns of model names, such as `qwen*`; null: all models.
     models: Annotated[tuple[Pattern, ...], Meta(min_length=1, max_length=64)] | UnsetType | None = (
         UNSET
     )
-    requests_per_minute: Limit = UNSET  #: of each model; null: as the fleet's settings
+    requests_per_minute: Limit = UNSET  #: per model; null: the default of the settings
     tokens_per_minute: Limit = UNSET
     open_requests: Limit = UNSET
     expires_in_s: Limit = UNSET  #: from now
@@ -49,10 +49,10 @@ class UpdateKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_priority: Priority | UnsetType = UNSET
     budget: Annotated[float, Meta(gt=0, le=1e6)] | UnsetType | None = UNSET  #: dollars
     period: Period | UnsetType = UNSET  #: of the budget, in UTC
-    tag: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET  #: of its usage, such as a team
+    tag: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET  #: label in usage reports, such as a team
 
     def changes(self, now: float) -> dict[str, Any]:
-        """The fields of a record that are given."""
+        """The record's fields that the request changes."""
         found: dict[str, Any] = {}
         for name in UpdateKey.__struct_fields__:
             value = getattr(self, name)
@@ -92,7 +92,7 @@ class KeyObject(msgspec.Struct):
 
 
 class NewKey(KeyObject):
-    """A key with the key itself, which is shown once."""
+    """A new key, whose `key` is returned only once."""
 
     key: str = ""
 
@@ -118,7 +118,7 @@ class Audit(Resource):
 
     @operation("GET", "/v1/admin/audit")
     async def list_audit_entries(self, caller: Caller, query: AuditQuery) -> AuditList:
-        """List who asked to change keys, deployments, nodes and adapters, newest first."""
+        """List requests that change keys, deployments, nodes and adapters, with their callers, newest first."""
         return AuditList(await self._log.read(query.limit))
 
 
@@ -135,7 +135,7 @@ class Keys(Resource):
         has_prices: bool,
         raise_budgets: Callable[[], Awaitable[object]],
     ) -> None:
-        """`raise_budgets`: count in budgets what was spent while there was none."""
+        """`raise_budgets`: count usage from before the key had a budget."""
         self._keys = keys
         self._data = data
         self._has_prices = has_prices
@@ -143,20 +143,20 @@ class Keys(Resource):
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):
-            message = "The key was changed at the same time: look at it, then retry."
+            message = "The key was changed at the same time: read it again, then retry."
             return conflict(message)
         return unavailable() if isinstance(error, StoreError | OSError) else error
 
     @operation("POST", _PATH, hints={"name": _NAME_HINT})
     async def create_key(self, caller: Caller, body: CreateKey) -> NewKey:
-        """Create a key. The answer shows it once."""
+        """Create a key. Only this answer has the key itself."""
         keys = await self._fresh()
         if body.name in keys.records:
-            message = "There is a key of this name: take another, or rotate it."
+            message = "There is a key of this name: send another name, or rotate the key."
             raise conflict(message, code="key_exists", param="name")
         self._check_budget(body)
         if len(keys.records) >= MAX_KEYS:
-            raise invalid("name", f"there are {MAX_KEYS} keys, revoked ones included")
+            raise invalid("name", f"{MAX_KEYS} keys exist, the most; rotate one instead")
         key, digest = new_key()
         now = time.time()  # noqa: TID251
         record = KeyRecord(
@@ -178,7 +178,7 @@ class Keys(Resource):
 
     @operation("PATCH", _PATH + "/{name}")
     async def update_key(self, caller: Caller, body: UpdateKey) -> KeyObject:
-        """Change limits of a key; every gateway applies them after two seconds."""
+        """Change limits of a key. All gateways apply the change within two seconds."""
         keys = await self._fresh()
         record = _find_active(keys, caller)
         self._check_budget(body)
@@ -192,7 +192,7 @@ class Keys(Resource):
 
     @operation("POST", _PATH + "/{name}:rotate")
     async def rotate_key(self, caller: Caller) -> NewKey:
-        """Replace a key by another one with the same name, data and limits. The answer shows it once."""
+        """Replace a key. Name, data and limits stay the same. Only this answer has the new key itself."""
         keys = await self._fresh()
         record = _find_active(keys, caller)
         key, digest = new_key()
@@ -200,7 +200,7 @@ class Keys(Resource):
 
     @operation("DELETE", _PATH + "/{name}")
     async def revoke_key(self, caller: Caller) -> KeyObject:
-        """Revoke a key: its open requests end, and no gateway accepts it after two seconds."""
+        """Revoke a key: its open requests end, and all gateways refuse it within two seconds."""
         keys = await self._fresh()
         record = _find(keys, caller)
         now = time.time()  # noqa: TID251
@@ -216,11 +216,11 @@ class Keys(Resource):
 
     @operation("POST", _PATH + "/{name}:forget")
     async def forget_key(self, caller: Caller) -> Forgotten:
-        """Delete what is stored of a key, or of `KEY:NAME` with a token: answers, sessions, batches, files, stores."""
+        """Delete stored data of a key, or of a token's `KEY:NAME`: answers, sessions, batches, files, stores."""
         keys, name = await self._fresh(), caller.path["name"]
         tenants = await keys.guests_of(name) if ":" in name else [_find(keys, caller).tenant]
         if not tenants:
-            message = "No caller with a token has this name: `vlm usage` shows all of this month."
+            message = "No caller with a token has this name: `vlm usage` lists those of this month."
             raise NotFound(message, param="name", code="key_not_found")
         total = Forgotten()
         for tenant in tenants:
@@ -234,7 +234,7 @@ class Keys(Resource):
             )
 
     async def _fresh(self) -> KeyDirectory:
-        """The directory with all changes of other gateways. Raises: NotFound, RedisError, StoreError."""
+        """The directory with the latest changes of other gateways. Raises: NotFound, RedisError, StoreError."""
         if self._keys is None:
             raise NotFound(
                 "Keys are off: set VLM_GATEWAY__ROOT_KEY for all gateways.", code="keys_off"

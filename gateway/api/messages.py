@@ -52,7 +52,7 @@ from shared.protocol import (
 )
 from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 
-#: Magic bytes of images in base64, by media type: Anthropic refuses a wrong type too.
+#: First base64 characters of images by media type, as Anthropic's API also refuses a wrong `media_type`.
 _BEGINNINGS = {
     "image/png": "iVBORw0KGgo",
     "image/jpeg": "/9j/",
@@ -93,7 +93,7 @@ class TextBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class ImageBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="image"):
-    """An image of a user's turn or a tool result."""
+    """An image of a user message or a tool result."""
 
     source: Base64Source | UrlSource | FileSource
 
@@ -161,7 +161,7 @@ class ToolUseBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class ToolResultBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
-    """The result of a call. `is_error` has no effect: the text says it."""
+    """The result of a call. `is_error` has no effect: the model sees the content."""
 
     tool_use_id: CallName
     content: (
@@ -171,7 +171,7 @@ class ToolResultBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type",
     ) = None
 
 
-#: Blocks that the model sees, in a turn or a tool result.
+#: Blocks of messages and tool results that become part of the prompt.
 ShownBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReference
 InputBlock = Union[
     TextBlock,
@@ -228,7 +228,7 @@ class MessageToolChoice(EchoedStruct, frozen=True, kw_only=True):
 
 
 class PromptFields(SamplingFields, frozen=True, kw_only=True):
-    """Fields of both requests; sampling fields do not change a count."""
+    """Fields of both requests. Sampling fields have no effect on token counts."""
 
     stop: list[str] | None = msgspec.field(default=None, name="stop_sequences")
     model: ModelName
@@ -276,7 +276,7 @@ class MessageThinking(msgspec.Struct, tag_field="type", tag="thinking"):
 
 
 class DirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct"):
-    """The caller is the model itself."""
+    """The model itself called the function."""
 
 
 class MessageToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -290,7 +290,7 @@ Content = MessageText | MessageThinking | MessageToolUse
 
 
 class MessageUsage(msgspec.Struct):
-    """Token counts with Anthropic's names: `input_tokens` were not cached."""
+    """Token counts with Anthropic's names. `input_tokens` excludes cached tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -301,7 +301,7 @@ class MessageUsage(msgspec.Struct):
     output_tokens_details: None = None
     server_tool_use: None = None
     service_tier: str = "standard"
-    image_tokens: int = 0  #: an extension: of the complete prompt
+    image_tokens: int = 0  #: an extension: image tokens of the whole prompt
 
     @classmethod
     def of(cls, prompt: Usage, num_output: int) -> "MessageUsage":
@@ -315,7 +315,7 @@ class MessageUsage(msgspec.Struct):
 
 
 class MessageObject(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
-    """An answer, complete or at its start."""
+    """A complete answer, or an empty one in `message_start`."""
 
     id: str
     role: str = "assistant"
@@ -369,7 +369,7 @@ class AnthropicErrorFields(msgspec.Struct):
     message: str
     code: str | None
     param: str | None
-    #: Used by Anthropic's tool runner to continue without a thread.
+    #: With these details, Anthropic's tool runner continues without a thread.
     details: dict[str, Any] | UnsetType = UNSET
 
 
@@ -392,7 +392,7 @@ class _Anthropic(Surface):
     hints: ClassVar = {
         "role": "Supported roles are user, assistant and system.",
         "type": "Supported blocks are text, image, document, search_result, thinking, tool_use and "
-        "tool_result; sources of images base64, url and file, of documents text and content.",
+        "tool_result; sources of images are base64, url and file, of documents text and content.",
         "tool_choice.type": "Send auto, any, tool or none.",
         "media_type": "Supported types are image/png, image/jpeg, image/webp and image/gif.",
     }
@@ -522,7 +522,7 @@ def _add_blocks(
     blocks: Sequence[InputBlock],
     param: str,
 ) -> None:
-    """Add a turn, and a tool message for each result of earlier calls."""
+    """Add the message, and a tool message for each tool result."""
     parts: list[Part] = []
     calls: list[ToolCall] = []
     thought = ""
@@ -537,11 +537,11 @@ def _add_blocks(
                 given = b"{}" if block.input is UNSET else bytes(block.input)
                 calls.append(ToolCall(block.id, block.name, given.decode()))
             case ToolUseBlock():
-                raise invalid(f"{place}.type", "tool_use is the assistant's; send tool_result")
+                raise invalid(f"{place}.type", "only the assistant sends tool_use; send tool_result")
             case ToolResultBlock() if role == "user":
                 _add_result(conversation, block, place)
             case ToolResultBlock():
-                raise invalid(f"{place}.type", "tool_result is the user's; send tool_use")
+                raise invalid(f"{place}.type", "only the user sends tool_result; send tool_use")
             case _:
                 pass
     if parts or calls or not any(isinstance(block, ToolResultBlock) for block in blocks):
@@ -591,7 +591,7 @@ def _document(
 
 
 def _url(block: ImageBlock, place: str) -> tuple[str, str]:
-    """The image's URL, and the field that has it. Raises: InvalidRequest."""
+    """The image's URL, and its field's name. Raises: InvalidRequest."""
     source = block.source
     if isinstance(source, UrlSource):
         return source.url, "url"
@@ -599,10 +599,10 @@ def _url(block: ImageBlock, place: str) -> tuple[str, str]:
         return source.file_id, "file_id"
     types = [type_ for type_, begins in _BEGINNINGS.items() if source.data.startswith(begins)]
     if not types:
-        problem = "it is not an image; send PNG, JPEG, WebP or GIF in base64"
+        problem = "the data is not an image; send PNG, JPEG, WebP or GIF in base64"
         raise invalid(f"{place}.source.data", problem, "unsupported_image")
     if types != [source.media_type]:
-        raise invalid(f"{place}.source.media_type", f"the image is {types[0]}; name that")
+        raise invalid(f"{place}.source.media_type", f"send {types[0]}, the image's type")
     return f"data:{source.media_type};base64,{source.data}", "data"
 
 
@@ -650,9 +650,7 @@ def _thinking(
     options: dict[str, TemplateOption] = {}
     if thinking is not None and thinking.type != "adaptive":
         has_switch = not THINKING_SWITCHES.isdisjoint(card.template_options)
-        if (
-            thinking.type == "enabled" or has_switch
-        ):  # otherwise the reasoning is not part of the answer
+        if thinking.type == "enabled" or has_switch:  # else the answer omits the reasoning
             options |= switch_thinking(card, thinking.type == "enabled", "thinking", context)
     if config is not None and config.effort is not None:
         if "reasoning_effort" in card.template_options:
@@ -708,7 +706,7 @@ _DELTAS = {"thought": ThinkingDelta, "text": TextDelta, "call": InputJsonDelta}
 
 
 def _to_content(block: Block, *, is_empty: bool = False) -> Content:
-    """The content of a block; `is_empty`: at its start."""
+    """The content of a block. `is_empty`: without its text, as when a stream begins a block."""
     if block.kind == "call":
         given = msgspec.Raw(b"{}") if is_empty else block.json
         return MessageToolUse(block.call_id, block.name, given)

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the models of the fleet.
+"""`GET /v1/models`: the served models.
 
 Source: OpenAI API reference, "Models"; Anthropic API reference, "Models", for requests with `anthropic-version`.
 """
@@ -17,7 +17,7 @@ from shared.settings.limits import LimitSettings
 
 
 class ModelLimits(msgspec.Struct):
-    """Limits of one request. Limits of images are present for models that take images."""
+    """Limits of one request. Limits of media are absent if the model does not accept them."""
 
     max_output_tokens: int | msgspec.UnsetType = msgspec.UNSET
     #: Characters of all texts together.
@@ -39,13 +39,13 @@ class ModelLimits(msgspec.Struct):
 
 
 class ModelObject(msgspec.Struct):
-    """A model: OpenAI's four fields and its properties."""
+    """A model: OpenAI's four fields and extensions."""
 
     id: str
     created: int
     max_model_len: int
     supports_images: bool
-    #: Workers that take requests now; without one, requests wait in the queue.
+    #: Workers that accept requests now. 0: requests wait in the queue.
     num_workers: int
     #: Supported tasks: `generate`, `embed`, `rerank`, `tokenize`.
     tasks: tuple[str, ...]
@@ -54,7 +54,7 @@ class ModelObject(msgspec.Struct):
     limits: ModelLimits
     #: Whether answers can be constrained to a schema.
     supports_grammars: bool
-    #: Whether it may reason before it answers.
+    #: Whether the model can reason before it answers.
     reasoning: bool
     #: Chat template variables that `chat_template_kwargs` may set.
     template_options: tuple[str, ...]
@@ -62,11 +62,11 @@ class ModelObject(msgspec.Struct):
     adapters: tuple[str, ...]
     #: Defaults from the model's generation config.
     default_sampling: SamplingDefaults
-    #: dtype of its arithmetic and quantization of its weights; null if unknown or none.
+    #: dtype of the computation, and quantization of the weights. null: unknown, or not quantized.
     dtype: str | None
     quantization: str | None
     format: str | None
-    #: Dimensions of its vectors, and shorter ones that are supported; absent without vectors.
+    #: Dimensions of the embeddings, and supported shorter ones. Absent if the model does not embed.
     dimensions: int | msgspec.UnsetType = msgspec.UNSET
     shorter_dimensions: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
     #: The base model of an adapter, or the model of an alias.
@@ -74,7 +74,7 @@ class ModelObject(msgspec.Struct):
     root: str | None = None
     #: Deployment and digest of its package, `name@sha256:...`.
     package: str | msgspec.UnsetType = msgspec.UNSET
-    #: Digest of the files that determine its vectors, and names of its prompts.
+    #: Digest of the files that determine the embeddings, and names of the model's prompts.
     digest: str | msgspec.UnsetType = msgspec.UNSET
     prompts: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     object: str = "model"
@@ -82,9 +82,9 @@ class ModelObject(msgspec.Struct):
 
 
 class ModelList(Data[ModelObject]):
-    """Models with workers first.
+    """Models that have workers come first.
 
-    Within these, models of workers, then deployments, their versions, adapters, and aliases, each newest first.
+    Otherwise the order is: models of workers, deployments, their versions, adapters, aliases; each newest first.
     """
 
 
@@ -121,7 +121,7 @@ class Models(Resource):
 
     @operation("GET", "/v1/models", answer_type=ModelList, is_suggested=True)
     async def list_models(self, caller: Caller) -> Struct:
-        """List the models of the fleet."""
+        """List the served models."""
         models = self._models
         deployed = {name: route.card for name, route in models.routes.items()}
         known = {**models.cards, **models.adapters, **deployed}
@@ -197,7 +197,7 @@ def _to_anthropic(model: ModelObject) -> AnthropicModel:
 
 
 def _order(card: ModelCard) -> tuple[bool, bool, bool, int, str]:
-    """Clients use the first model as their default, which a deployment must not change."""
+    """Sort key. Clients use the first model by default, so a deployment must not become the first."""
     is_version = bool(card.package) and not card.parent
     return bool(card.adapter), bool(card.package), is_version, -card.created_at, card.name
 

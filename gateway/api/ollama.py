@@ -68,7 +68,7 @@ from shared.version import package_version
 _LATEST = ":latest"
 _NS = 1_000_000_000
 _NOT_KEPT = (b"0", b'"0"', b'"0s"', b'"0m"')
-#: Function calls have no reason of their own.
+#: All others are `stop`, also function calls.
 _DONE_REASONS = {FinishReason.LENGTH: "length"}
 _LINES: Headers = [
     (b"content-type", b"application/x-ndjson"),
@@ -78,19 +78,19 @@ _LINES: Headers = [
 
 
 class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
-    """Sampling options. Options of loading have no effect."""
+    """Sampling options. Options for loading a model have no effect."""
 
     is_lenient: ClassVar[bool] = True
     repetition_penalty: RepetitionPenalty | None = msgspec.field(
         default=None, name="repeat_penalty"
     )
     num_predict: Annotated[
-        Annotated[int, Meta(ge=-2)] | None, doc("Below 1: as many as the context holds.")
+        Annotated[int, Meta(ge=-2)] | None, doc("Maximum tokens; below 1: up to the end of the context.")
     ] = None
 
 
 class OllamaFunction(EchoedStruct, frozen=True, kw_only=True):
-    """A called function; the arguments are an object."""
+    """A called function. `arguments` is an object."""
 
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
     arguments: msgspec.Raw | UnsetType = UNSET
@@ -104,7 +104,7 @@ class OllamaCall(EchoedStruct, frozen=True, kw_only=True):
 
 
 class OllamaMessage(EchoedStruct, frozen=True, kw_only=True):
-    """A turn with images in base64. The result of a call names its function or its id."""
+    """A message, with images in base64. A tool message has the function's name or the call's id."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -121,7 +121,7 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     keep_alive: Annotated[
-        Ignored, doc("0 without a prompt is answered as an unload; models stay loaded.")
+        Ignored, doc("Models stay loaded; 0 without a prompt is answered as an unload.")
     ] = UNSET
     truncate: Ignored = UNSET
     shift: Ignored = UNSET
@@ -196,12 +196,12 @@ class OllamaSaid(msgspec.Struct):
 
 
 class OllamaLine(msgspec.Struct, kw_only=True):
-    """A part of an answer, or all of it. The last one has counts and durations in nanoseconds."""
+    """An answer, or a line of a stream. The last line has token counts, and durations in nanoseconds."""
 
     model: str
     created_at: str
-    message: OllamaSaid | UnsetType = UNSET  #: of a chat
-    response: str | UnsetType = UNSET  #: of a prompt
+    message: OllamaSaid | UnsetType = UNSET  #: in `/api/chat`
+    response: str | UnsetType = UNSET  #: in `/api/generate`
     thinking: str | UnsetType = UNSET
     logprobs: list[ChatLogprob] | UnsetType = UNSET
     done: bool = False
@@ -335,7 +335,7 @@ def _thinking(
     request: OllamaRequest, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
     if isinstance(request.think, str):
-        effort = "high" if request.think == "max" else request.think  # templates know no more
+        effort = "high" if request.think == "max" else request.think  # templates have no "max"
         return find_effort(card, effort, "think", context)
     return {} if request.think is None else switch_thinking(card, request.think, "think", context)
 
@@ -438,7 +438,7 @@ class OllamaGenerate(_Ollama):
     ) -> Plan:
         conversation = Conversation()
         if request.raw and (request.images or request.system):
-            raise invalid("raw", "a raw prompt has no system text and no images; leave it out")
+            raise invalid("raw", "leave out system and images, or send raw: false")
         if request.system:
             conversation.add("system", [conversation.text(request.system)])
         conversation.add("user", _parts(conversation, request.prompt, request.images, ""))
@@ -471,7 +471,7 @@ class OllamaEmbed(Embeddings):
         self, request: Any, given: str | list[str], *, dimensions: int | None, truncate: bool | None
     ) -> EmbeddingRequest:
         if not given:
-            raise invalid(self.input_field, "it is empty: send text")
+            raise invalid(self.input_field, "send text that is not empty")
         return EmbeddingRequest(
             model=request.model,
             input=given if isinstance(given, str) else [*given],
@@ -548,7 +548,7 @@ class OllamaAnswer:
         return encode(line)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """One line for events that arrived together; calls are complete."""
+        """One line for events that arrived together. Function calls are sent when complete."""
         frames: list[Frame] = []
         pieces = [event for _, event in events if isinstance(event, Tokens)]
         if pieces:
@@ -626,7 +626,7 @@ class OllamaDetails(msgspec.Struct):
 
 
 class OllamaModel(msgspec.Struct, kw_only=True):
-    """A model; its size is unknown here."""
+    """A model. The size is unknown here."""
 
     name: str
     model: str

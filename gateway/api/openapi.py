@@ -17,24 +17,24 @@ from shared.version import package_version
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = "An OpenAI-compatible gateway to a fleet of workers for vision-language models."
 _ERRORS = {
-    "400": "The request cannot be served as it is; `param` names the field.",
+    "400": "The request is invalid; `param` names the field.",
     "401": "No API key, or an unknown one.",
-    "403": "A key without this right, or a page of another origin.",
-    "404": "The model or the thing that the path names does not exist.",
+    "403": "The key lacks a role, or the page has another origin.",
+    "404": "The model, or the object named in the path, does not exist.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large, or a limit of the key is reached.",
     "415": "The body has another media type or charset, or is compressed.",
     "422": "An idempotency key was used for another request.",
-    "429": "Too much at a time for this key, or too many wrong keys; `retry-after` says when.",
+    "429": "A rate limit is exceeded, or too many wrong keys were sent; see `retry-after`.",
     "500": "The server failed.",
-    "503": "Not now; `retry-after` says when.",
+    "503": "Overloaded or unavailable; see `retry-after`.",
     "504": "The deadline has passed.",
 }
 _OF_BODIES = frozenset({"408", "413", "415", "422"})
 _TOKENS = ("integer", "maximum", "max_output_tokens")
 _LOGPROBS = ("integer", "maximum", "max_top_logprobs")
 _STOPS = ("array", "maxItems", "max_stop_strings")
-#: Operator's limits of fields by name: the JSON type that they bound, the keyword, and the limit.
+#: The operator's limits, by field name: the JSON type to limit, the JSON Schema keyword and the setting.
 _LIMITS: dict[str, tuple[str, str, str]] = {
     "max_tokens": _TOKENS,
     "max_completion_tokens": _TOKENS,
@@ -124,7 +124,7 @@ def _request_body(endpoint: Endpoint, limits: LimitSettings) -> dict[str, Any]:
     if is_json:
         text = (
             f"JSON in UTF-8 of at most {limits.max_body_bytes} bytes and {limits.max_commas} commas; "
-            "of a key that comes twice in one object the last counts. Unknown fields are ignored; "
+            "if an object has a key twice, the last value is used. Unknown fields are ignored; "
             "the answer's `x-vlm-ignored` lists them."
         )
     if endpoint.unsupported:

@@ -63,7 +63,7 @@ class ConfiguredStore:
 
 
 def store_error(error: Exception) -> Exception:
-    """The error of a failure of the store, without its message."""
+    """The error for the client if the store fails; the cause is only logged."""
     if not isinstance(error, Unreadable | StoreError):
         return error
     logger.error("%s", error)
@@ -79,7 +79,7 @@ _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
 class MissingBlob(msgspec.Struct):
-    """A file that the store lacks. `start` is the number of bytes that it has."""
+    """A file that the store lacks. `start`: number of the file's bytes that are stored already."""
 
     digest: str
     size: int
@@ -87,14 +87,14 @@ class MissingBlob(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """The files to upload. They and the existing files are protected from deletion for a day."""
+    """The files to upload. All files of the package are protected from deletion for a day."""
 
     digest: str
     missing: list[MissingBlob]
 
 
 class _Body:
-    """A request's body as a file for the store's thread; not seekable."""
+    """A request's body as a file object, which the store reads in a thread. Not seekable."""
 
     def __init__(self, receive: Receive, size: int, timeout_s: float) -> None:
         self._paced = PacedBody(receive, timeout_s)
@@ -134,7 +134,7 @@ class _Body:
             self._reading.result()
             self._left -= len(pieces)
             if self._left < 0 or (self._left and not self._has_more):
-                self.error = _cut("its length is not that of Content-Length")
+                self.error = _cut("the body's length differs from Content-Length")
         if self.error is not None:
             raise OSError(0, self.error.message)
         return bytes(pieces)
@@ -147,7 +147,7 @@ class _Body:
                 self.error = _cut(slow.problem)
                 return
             if message["type"] == "http.disconnect":
-                self.error = _cut("the client has left")
+                self.error = _cut("the client disconnected")
                 return
             pieces += message.get("body", b"")
             self._has_more = message.get("more_body", False)
@@ -164,7 +164,7 @@ class Uploads:
         self._store = store
         self._timeout_s = body_timeout_s
         self._places = asyncio.Semaphore(_MAX_UPLOADS)
-        self._slow: Counter[str] = Counter()  # by key: uploads that no longer count as fast
+        self._slow: Counter[str] = Counter()  # by API key: number of slow uploads
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "upload")
 
     async def plan(self, manifest: bytes) -> Plan:
@@ -209,7 +209,7 @@ class Uploads:
         except BadBlob as error:
             raise InvalidRequest(f"{error}.", code="digest_mismatch") from None
         except WrongStart:
-            raise conflict("The upload cannot go on there: HEAD says from where.") from None
+            raise conflict("Cannot continue at this offset: HEAD returns upload-offset.") from None
         except StoreError:
             if body.error is None:
                 raise
@@ -229,12 +229,12 @@ class Packages(Resource):
 
     @operation("POST", "/v1/packages", media_type=MANIFEST_TYPE)
     async def plan_upload(self, caller: Caller) -> Plan:
-        """List the files of a package that the store lacks, and protect it from deletion for a day."""
+        """List the files of a package that the store lacks, and protect the package from deletion for a day."""
         return await self._uploads.plan(caller.body)
 
     @operation("HEAD", "/v1/blobs/{digest}")
     async def has_blob(self, caller: Caller) -> Response:
-        """Show whether the store has a file; otherwise `upload-offset` is the number of bytes that it has."""
+        """Show whether the store has a complete file. If not, `upload-offset` is the number of stored bytes."""
         digest = _check_digest(caller)
         store = await self._configured.open()
         size = await asyncio.to_thread(store.size, digest)

@@ -1,4 +1,4 @@
-"""Health, readiness and metrics. Probes count in no metric and reveal only a short reason."""
+"""Health, readiness and metrics. Probes are not counted in metrics, and reveal only a short reason."""
 
 import re
 from collections.abc import Collection
@@ -31,9 +31,9 @@ class ModelStatus(Struct):
 
     id: str
     num_workers: int
-    num_open: int  #: requests that wait or run
-    num_backlog: int  #: batch requests among them that no worker has claimed
-    oldest_wait_s: float  #: of the requests that no worker has read
+    num_open: int  #: waiting and running requests
+    num_backlog: int  #: batch requests of `num_open` that no worker has claimed
+    oldest_wait_s: float  #: longest wait of a request that no worker has read
 
 
 class WorkerStatus(Struct):
@@ -54,7 +54,7 @@ class FleetStatus(Struct):
     """The fleet, as this gateway sees it."""
 
     version: str
-    state: str  #: `ready`, or the reason of `/readyz`
+    state: str  #: `ready`, or why not, as in `/readyz`
     num_open: int  #: requests of this gateway
     models: list[ModelStatus]
     workers: list[WorkerStatus]
@@ -101,8 +101,8 @@ class Probes(Resource):
     async def readyz(self, caller: Caller, query: ReadyQuery) -> Response:
         """Show whether this gateway accepts requests: Redis answers, and it is not shutting down.
 
-        `workers` also requires this number of ready workers. Do not use it for a Service: deployments at zero
-        instances are started by requests.
+        `workers`: also require this number of ready workers. Not for the readiness probe of a Kubernetes Service, as
+        requests start deployments that have zero instances.
         """
         if not re.fullmatch("[0-9]{1,6}", query.workers):
             raise invalid("workers", "send a number, such as 1")
@@ -143,7 +143,7 @@ class Probes(Resource):
 
     @operation("GET", "/v1/admin/requests", access="admin")
     async def live_requests(self, caller: Caller, query: LiveRequestsQuery) -> LiveRequests:
-        """List the newest requests of all gateways that wait or run."""
+        """List the newest waiting and running requests of all gateways."""
         found = await self._queue.open_requests(self._models.cards, query.limit)
         name_of = short_hash
         if self._keys is not None:
@@ -160,7 +160,7 @@ class Probes(Resource):
 
     @operation("GET", "/metrics", is_probe=True)
     async def metrics(self, caller: Caller) -> Response:
-        """Show metrics as Prometheus text. Needs a key if keys are set, an admin key if there are any."""
+        """Show metrics in Prometheus format. Requires a key if keys are configured; an admin key, if there are any."""
         metrics = self._metrics
         metrics.set_open(self._admission.num_open, self._models.num_workers)
         servers: dict[str, dict[str, str]] = {}

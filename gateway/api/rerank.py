@@ -42,13 +42,13 @@ class RerankRequest(InputFields, frozen=True, kw_only=True):
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool | None = None
     max_tokens_per_doc: Annotated[
-        Annotated[int, Meta(ge=1)] | None, doc("Number of tokens to which each document is cut.")
+        Annotated[int, Meta(ge=1)] | None, doc("Documents are truncated to this number of tokens.")
     ] = None
     raw_scores: Annotated[bool | None, doc("Return the model's scores as they are.")] = None
 
 
 class ScoreRequest(InputFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/score`: one text with one or many, or lists of equal length."""
+    """The body of `POST /v1/score`: one text and one or many others, or two lists of equal length."""
 
     text_1: str | Annotated[list[str], Meta(min_length=1)]
     text_2: str | Annotated[list[str], Meta(min_length=1)]
@@ -96,7 +96,7 @@ class ScoreAnswer(msgspec.Struct):
 
 
 class RerankOptions(msgspec.Struct, frozen=True):
-    """Options of the answer. `documents` are those to return."""
+    """Options of the answer. `documents`: texts to return; empty: none."""
 
     top_n: int | None = None
     documents: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class _Pairs(Surface):
     def _tasks(
         self, task: Rerank, documents: Sequence[str], context: RequestContext
     ) -> list[Rerank]:
-        """Documents split into tasks, each with the query. Raises: InvalidRequest."""
+        """Split the documents into tasks, each with the query. Raises: InvalidRequest."""
         limits = self.limits
         if len(documents) > limits.max_documents:
             raise too_many("documents", limits.max_documents, task.name)
@@ -132,7 +132,7 @@ class Reranking(_Pairs):
 
     def plan(self, request: RerankRequest, context: RequestContext, card: ModelCard) -> Plan:
         if not request.query:
-            raise invalid("query", "it is empty: send text")
+            raise invalid("query", "send text that is not empty")
         documents = [d if isinstance(d, str) else d.text for d in request.documents]
         task = Rerank(
             (request.query,),

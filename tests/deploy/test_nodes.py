@@ -85,6 +85,6 @@ async def has_node(machines: Machines, name: str) -> bool:  # noqa: F811
 async def test_who_may_drain_and_what(url: str):
     unknown = await run("drain", "no such node", url=url)
     assert unknown.exit_code == 4
-    assert "There is no node of this name; there are: none." in " ".join(unknown.stderr.split())
+    assert "There is no node of this name. Nodes: none." in " ".join(unknown.stderr.split())
     for arguments in (["nodes"], ["drain", "one"]):
         assert (await run(*arguments, url=url, key="asks")).exit_code == 4

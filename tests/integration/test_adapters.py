@@ -99,7 +99,7 @@ async def test_an_adapter_of_the_settings_is_listed_and_answers_by_its_name(
         assert one == listed[1]
         refused = await unload(gateway, "sql")
         assert refused.status_code == 400
-        assert "the settings of the workers name it" in refused.json()["error"]["message"]
+        assert "the workers' settings define this adapter" in refused.json()["error"]["message"]
         missing = await ask(gateway, f"{MODEL}:other")
         assert missing.status_code == 404
 

@@ -207,7 +207,7 @@ def translate(
 
 
 def translate_messages(request: ChatCompletionRequest, limits: LimitSettings) -> Conversation:
-    """The conversation, with images and videos apart from text. Raises: InvalidRequest."""
+    """The conversation, with its media in `sources`. Raises: InvalidRequest."""
     messages, conversation = request.messages, Conversation()
     if len(messages) > limits.max_messages:
         raise invalid("messages", f"send at most {limits.max_messages} messages")
@@ -305,12 +305,12 @@ class _Messages:
         return self._conversation.medium(source, role)
 
     def _options(self, video: VideoUrl, param: str) -> VideoOptions:
-        """Which frames are used, by the part or else by the request."""
+        """Frame options of the part, else of the request."""
         default = self._request.media_io_kwargs
         return video.options(param, self._limits, default and default.video)
 
     def _bounds(self, own: ImageContent | None = None, param: str = "") -> tuple[int, int]:
-        """To how many pixels an image is scaled, at least and at most; `own`: its part."""
+        """Minimum and maximum pixels to scale an image to. 0: no bound. `own`: the image's part."""
         given = self._request.mm_processor_kwargs or PixelFields()
         least, most = given.min_pixels, given.max_pixels
         if own is None:
@@ -353,9 +353,9 @@ def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Endin
     """How the prompt ends: a final assistant message is continued. Raises: InvalidRequest."""
     continues, adds = request.continue_final_message, request.add_generation_prompt
     if continues and adds:
-        raise invalid("continue_final_message", "it excludes add_generation_prompt; send one")
+        raise invalid("continue_final_message", "send it or add_generation_prompt, not both")
     if continues and conversation.ending != "message":
-        raise invalid("continue_final_message", "end with a message of the assistant")
+        raise invalid("continue_final_message", "the last message must be the assistant's")
     if conversation.ending == "message" and continues is not False and adds is None:
         return "message"
     if continues:
@@ -366,7 +366,7 @@ def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Endin
 def _template_options(
     request: ChatCompletionRequest, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """Variables of the chat template: named ones, and the switch for thinking."""
+    """Variables of the chat template: `chat_template_kwargs`, and the switches of thinking."""
     options = find_template_options(card, request.chat_template_kwargs, context)
     for name, wanted in (
         ("thinking", _wants_thinking(request)),
@@ -383,7 +383,7 @@ def _max_tokens(
     """The requested maximum; the engine limits it to the rest of the context."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise invalid("max_tokens", "it differs from max_completion_tokens; send one of the two")
+        raise invalid("max_tokens", "send it or max_completion_tokens; they differ")
     value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
     return check_max_tokens(value, name, limits, context)
 
@@ -448,7 +448,7 @@ class ChatAnswer(ChunkStream):
         return ChunkChoice(index, delta, logprobs, token_ids=token_ids)
 
     def _call(self, choice: int, piece: CallPiece) -> AnswerCall:
-        """A delta of a call; id and name are sent once."""
+        """A delta of a call. Only the first delta has id and name."""
         call = AnswerCall(AnswerFunction(arguments=piece.arguments), index=piece.index)
         if piece.name:
             call.id, call.type = call_id(self.head.id, choice, piece.index), "function"
@@ -516,11 +516,11 @@ def _describe_fields(properties: dict[str, Any], limits: LimitSettings) -> None:
     )
     for name in StructuredFields.__annotations__:
         properties[name]["description"] = (
-            "What the answer must be; a request has one of these. A schema: at most "
+            "Constrains the answer. Send one such field. A schema: at most "
             f"{limits.max_schema_bytes} bytes, {limits.max_schema_depth} levels and "
             f"{limits.max_schema_values} values; a pattern: {limits.max_pattern_chars} characters; "
             f"choices: {limits.max_choice_texts}; a grammar: {limits.max_grammar_bytes} bytes."
         )
     for name in IGNORED_FIELDS:
         if name in properties:
-            properties[name]["description"] = "Accepted; changes nothing."
+            properties[name]["description"] = "Accepted, and has no effect."

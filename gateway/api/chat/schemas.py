@@ -1,7 +1,7 @@
 """Structs of chat requests and responses.
 
-Limits of the contract are part of the types; limits that an operator may change are checked by `translate`. All are
-named in `shared.settings.limits`.
+Fixed limits are part of the types; `translate` checks the limits that an operator can change. All limits are defined
+in `shared.settings.limits`.
 
 Source: OpenAI API reference, "Create chat completion" and "The chat completion chunk object".
 """
@@ -38,7 +38,7 @@ Detail = Literal["auto", "low", "high", "original"]
 
 
 class IgnoredImageFields(RequestStruct, frozen=True, kw_only=True):
-    """Hints on an image without effect: each model has its own resolution."""
+    """Image options without effect: the model's own resolution is used."""
 
     detail: Detail = "auto"
 
@@ -64,14 +64,14 @@ PixelCount = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class PixelFields(RequestStruct, frozen=True, kw_only=True):
-    """Limits of pixels to which an image or a frame is scaled, within the model's own."""
+    """Minimum and maximum pixels to scale an image or a frame to, within the model's limits."""
 
     min_pixels: PixelCount | None = None
     max_pixels: PixelCount | None = None
 
 
 class MediaFields(RequestStruct, frozen=True, kw_only=True):
-    """Options of all media of one kind."""
+    """Options for all media of a kind."""
 
     video: SamplingOfFrames | None = None
 
@@ -82,7 +82,7 @@ class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type
     image_url: ImageUrl | str
     min_pixels: Annotated[
         PixelCount | None,
-        doc("Least number of pixels that the image is scaled to; overrides `mm_processor_kwargs`."),
+        doc("Minimum pixels to scale the image to; overrides `mm_processor_kwargs`."),
     ] = None
     max_pixels: PixelCount | None = None
 
@@ -106,7 +106,7 @@ class AudioUrl(RequestStruct, frozen=True, kw_only=True):
 
 
 class AudioContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="audio_url"):
-    """Audio in the form of vLLM."""
+    """Audio in vLLM's format."""
 
     audio_url: AudioUrl | str
 
@@ -114,7 +114,7 @@ class AudioContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type
 class InputAudioContent(
     IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_audio"
 ):
-    """Audio in the form of OpenAI."""
+    """Audio in OpenAI's format."""
 
     input_audio: AudioData
 
@@ -122,7 +122,7 @@ class InputAudioContent(
 class InputTextContent(
     IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"
 ):
-    """Text in the form of the Responses API."""
+    """Text in the format of the Responses API."""
 
     text: str
 
@@ -130,14 +130,14 @@ class InputTextContent(
 class InputImageContent(
     IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_image"
 ):
-    """An image in the form of the Responses API."""
+    """An image in the format of the Responses API."""
 
     image_url: str
     detail: Detail = "auto"
 
 
 class FileField(EchoedStruct, frozen=True, kw_only=True):
-    """A file: a `data:` URL of text, an image, a video or audio, or the id of an uploaded one of these media."""
+    """A file: a `data:` URL of text, an image, a video or audio, or the id of an uploaded image, video or audio."""
 
     file_data: str | None = None
     file_id: str | None = None
@@ -154,7 +154,7 @@ class ThinkingContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type",
 
 
 class RefusalContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
-    """A refusal of the assistant, from another server."""
+    """An earlier refusal of the assistant, made by another server."""
 
     refusal: str
 
@@ -182,7 +182,7 @@ class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
 
 
 class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
-    """A message. Clients return assistant messages with all fields of an answer, and with their own."""
+    """A message. Clients send an assistant's message back with all fields of the answer, and with some of their own."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     #: null or missing only in assistant messages
@@ -191,11 +191,11 @@ class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
     reasoning: Ignored = UNSET
     reasoning_content: Ignored = UNSET
     tool_calls: Annotated[list[CallField] | None, doc("Calls of the assistant.")] = None
-    #: a call in the older form; its result has the role `function` and its name
+    #: OpenAI's older format of a call. The message with its result has the role `function` and the function's name.
     function_call: CalledFunction | None = None
     tool_call_id: Annotated[
         Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None,
-        doc("The call that a tool's message answers."),
+        doc("In a tool message: id of the call that it answers."),
     ] = None
 
 
@@ -248,23 +248,23 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: Annotated[bool | None, doc("false leaves out the model's reasoning.")] = None
     enable_thinking: Annotated[
-        bool | None, doc("The variable of the chat template that switches reasoning.")
+        bool | None, doc("Whether the model reasons; sets the chat template's variable.")
     ] = None
     thinking: Annotated[bool | ThinkingType | None, doc("The same as `enable_thinking`.")] = None
     chat_template_kwargs: Annotated[
         dict[str, TemplateOption] | None, doc("Variables of the chat template.")
     ] = None
     add_generation_prompt: Annotated[
-        bool | None, doc("Whether the prompt ends with the beginning of an answer.")
+        bool | None, doc("Whether the prompt ends with the start of an assistant message.")
     ] = None
     continue_final_message: Annotated[
-        bool | None, doc("Continue the last message, which is the assistant's.")
+        bool | None, doc("Continue the last message, which must be the assistant's.")
     ] = None
     mm_processor_kwargs: Annotated[
         PixelFields | None, doc("Bounds on the pixels of all images, and of each frame of a video.")
     ] = None
     media_io_kwargs: Annotated[
-        MediaFields | None, doc("Sampling of the videos that have no fps and num_frames.")
+        MediaFields | None, doc("Frame sampling of videos that have neither fps nor num_frames.")
     ] = None
 
 
@@ -296,7 +296,7 @@ class AnswerFunction(msgspec.Struct):
 
 
 class AnswerCall(msgspec.Struct):
-    """A function call; a chunk has its index, and the other fields once."""
+    """A function call. In chunks: `index` and `function`; the first one also has `id` and `type`."""
 
     function: AnswerFunction
     id: str | UnsetType = UNSET
@@ -335,7 +335,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChoiceDelta(msgspec.Struct):
-    """The delta of a choice; the first has the role, the last is empty."""
+    """The delta of a choice. The first one has the role; the last one is empty."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET

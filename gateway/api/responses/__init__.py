@@ -64,7 +64,7 @@ class _Input(Surface):
         return Continued(request, read_kept(kept).messages, kept.images)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
-        """Workers know the input as messages."""
+        """Workers' errors name the input `messages`."""
         if error.param is not None and error.param.startswith("messages"):
             error.param = "input"
         return error.status, error.body()
@@ -137,7 +137,7 @@ class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output
 
 
 class ResponseItemList(Listing[ShownItem | CallItem | CallOutputItem]):
-    """A page of the messages before an answer, those of earlier answers included."""
+    """A page of the input of an answer, which includes earlier answers of the conversation."""
 
 
 class DeletedResponse(msgspec.Struct):
@@ -147,7 +147,7 @@ class DeletedResponse(msgspec.Struct):
 
 
 def read_kept(record: Record) -> KeptConversation:
-    """Raises: InvalidRequest if another version stored it."""
+    """Raises: NotFound if another version of vlm-fleet stored the record."""
     try:
         return _kept_decoder.decode(record.data)
     except msgspec.MsgspecError:

@@ -156,7 +156,7 @@ async def test_a_route_waits_for_a_rollout(deployments):
     [pods] = await serving(deployments, "{}")
     assert (await deployments.put(deployments.add_package("[]"))).status_code == 202
     answer = await route(deployments, {pods: 1})
-    assert (answer.status_code, "on its way" in message(answer)) == (409, True)
+    assert (answer.status_code, "being rolled out" in message(answer)) == (409, True)
 
 
 async def test_commands_set_show_and_remove_a_route(deployments, capsys):
