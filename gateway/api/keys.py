@@ -49,7 +49,7 @@ class UpdateKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_priority: Priority | UnsetType = UNSET
     budget: Annotated[float, Meta(gt=0, le=1e6)] | UnsetType | None = UNSET  #: dollars
     period: Period | UnsetType = UNSET  #: of the budget, in UTC
-    tag: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET  #: label in usage reports, such as a team
+    tag: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET  #: label in usage reports
 
     def changes(self, now: float) -> dict[str, Any]:
         """The record's fields that the request changes."""

@@ -537,7 +537,7 @@ def _add_blocks(
                 given = b"{}" if block.input is UNSET else bytes(block.input)
                 calls.append(ToolCall(block.id, block.name, given.decode()))
             case ToolUseBlock():
-                raise invalid(f"{place}.type", "only the assistant sends tool_use; send tool_result")
+                raise invalid(f"{place}.type", "only assistants send tool_use; send tool_result")
             case ToolResultBlock() if role == "user":
                 _add_result(conversation, block, place)
             case ToolResultBlock():
@@ -620,7 +620,7 @@ def _grammar(request: MessageRequest, card: ModelCard, limits: LimitSettings) ->
 
 
 def _tools(request: PromptFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
-    """The functions that the model may or must call. None: none. Raises: InvalidRequest."""
+    """The functions that the model may or must call. None: no functions. Raises: InvalidRequest."""
     choice = request.tool_choice or MessageToolChoice(type="auto")
     if choice.type == "tool" and choice.name is None:
         raise missing("tool_choice.name")

@@ -29,7 +29,7 @@ _lines = msgspec.json.Decoder(RunOutput)
 class RunRequest(RequestStruct, frozen=True, kw_only=True):
     input: Annotated[Raw, doc("Any JSON, in the application's own format.")]
     stream: Annotated[
-        bool | None, doc("Send the items that the application yields as they come.")
+        bool | None, doc("Send each item when the application yields it.")
     ] = None
     user: User = None
     service_tier: ServiceTier | None = None
@@ -47,7 +47,7 @@ class RunAnswer(msgspec.Struct):
 
 
 class NamedRequest(msgspec.Struct, frozen=True):
-    """A body, and the application in its path."""
+    """A request body, and the application's name from the path."""
 
     model: str
     body: RunRequest
@@ -90,7 +90,7 @@ class ApplicationRun(Surface):
         return TaskAnswer(head)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
-        """The path names the application instead of a model."""
+        """Rename the field, as the application's name is in the path."""
         if error.param == "model":
             error.param = "name"
         return error.status, error.body()
@@ -155,4 +155,4 @@ def compact(value: Raw, param: str, max_bytes: int) -> Raw:
     try:
         return Raw(msgspec.json.format(bytes(value), indent=-1))
     except (msgspec.DecodeError, RecursionError):
-        raise invalid(param, "it is not JSON, or nests too deeply") from None
+        raise invalid(param, "send valid JSON that nests less deeply") from None

@@ -19,7 +19,7 @@ class Streams(Endpoint):
     tag = "streams"
     answers_text = "text/event-stream"
     headers: ClassVar = {
-        "last-event-id": "Of the last event that was read; without it, all events are sent."
+        "last-event-id": "The last event that was received. Without it, all events are sent."
     }
 
     def __init__(self, lifecycle: Lifecycle, surfaces: Mapping[str, Surface]) -> None:

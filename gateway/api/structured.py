@@ -1,6 +1,6 @@
 """Structured outputs of all text APIs: JSON, schemas, choices, patterns.
 
-Schemas are checked against `LimitSettings` and not compiled: the worker does, and refuses those it cannot enforce.
+The gateway checks schemas against `LimitSettings`. Workers compile schemas, and refuse those that they cannot enforce.
 Source: OpenAI API reference, "Structured Outputs"; vLLM, "Structured Outputs"; JSON Schema, draft 2020-12.
 """
 
@@ -27,13 +27,13 @@ from shared.settings.limits import (
 )
 
 _ANY_OBJECT = '{"type":"object"}'
-#: Keywords whose values are schemas: one, a list, or an object by name.
+#: Keywords whose value is a schema or a list of schemas; those of `_NAMED_SCHEMAS` have an object of schemas by name.
 _SCHEMAS = frozenset(
     ["items", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf", "prefixItems"]
 )
 _NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _LEASTS = ("minLength", "minItems", "minProperties")
-#: A repetition count, after escapes: `\\u{20000}` is a character.
+#: Repetition counts, such as {3}. Escapes are skipped, such as the character `\\u{20000}`.
 _REPEATED = re.compile(r"\\[uUx]\{[0-9A-Fa-f]+\}|\\.|\{(\d{1,9})", re.DOTALL)
 
 
@@ -65,7 +65,7 @@ class JsonSchemaFormat(
 
 
 class StructuredOutputs(RequestStruct, frozen=True, kw_only=True):
-    """vLLM's field, with one of these."""
+    """vLLM's object: send one of its fields."""
 
     json: Raw | UnsetType = UNSET
     json_object: bool | None = None
@@ -78,7 +78,7 @@ class StructuredFields(OpenAiSampling, frozen=True, kw_only=True):
     """Fields that constrain an answer; a request has at most one."""
 
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    structured_outputs: Annotated[StructuredOutputs | None, doc("vLLM's.")] = None
+    structured_outputs: Annotated[StructuredOutputs | None, doc("vLLM's constraints.")] = None
 
 
 def find_grammar(
@@ -90,7 +90,7 @@ def find_grammar(
     if not (found := list(_grammars(fields, limits))):
         return None
     if len(found) > 1:
-        raise invalid(found[1].param, f"it cannot stand beside {found[0].param}; send one of them")
+        raise invalid(found[1].param, f"send it or {found[0].param}, not both")
     check_grammar(found[0], card)
     return found[0]
 
@@ -100,18 +100,18 @@ def check_grammar(grammar: Grammar, card: ModelCard) -> None:
     if not card.supports_grammars:
         raise invalid(
             grammar.param,
-            "this model's engine cannot hold its answers to it; leave it out",
+            "this model's engine cannot constrain answers; leave it out",
             code="unsupported_parameter",
         )
 
 
 def check_with_grammar(sampling: SamplingParams) -> None:
-    """Raises: InvalidRequest for parameters that forbid the end of a constrained answer."""
+    """Raises: InvalidRequest for parameters that may prevent a constrained answer from ending."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(sampling, name):
-            raise invalid(name, "an answer that must be of a form ends with it; leave it out")
+            raise invalid(name, "a constrained answer ends when complete; leave it out")
     if sampling.allowed_token_ids:
-        raise invalid("allowed_token_ids", "it cannot be combined with a grammar; leave it out")
+        raise invalid("allowed_token_ids", "unsupported for constrained answers; leave it out")
 
 
 def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Grammar]:
@@ -138,7 +138,7 @@ def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Gramm
 
 
 def unquoted(data: bytes) -> bytes:
-    """JSON, or a string that contains JSON, which some clients send."""
+    """The JSON of `data`, which some clients send in a string."""
     return msgspec.json.decode(data, type=str).encode() if data[:1] == b'"' else data
 
 
@@ -153,7 +153,7 @@ def _choice_grammar(texts: list[str], param: str, limits: LimitSettings) -> Gram
 
 def _lark_grammar(source: str, param: str, limits: LimitSettings) -> Grammar:
     if not limits.max_grammar_bytes:
-        problem = "this server takes no grammars; send a schema, a regex or choices"
+        problem = "grammars are disabled here; send a schema, a regex or choices"
         raise invalid(param, problem, code="unsupported_parameter")
     if len(source.encode()) > limits.max_grammar_bytes:
         raise invalid(param, f"send at most {limits.max_grammar_bytes} bytes")
@@ -167,14 +167,14 @@ def any_object(param: str) -> Grammar:
 def schema_grammar(
     schema: bytes, param: str, limits: LimitSettings, *, strict: bool | None = None
 ) -> Grammar:
-    """A grammar for a JSON schema. Raises: InvalidRequest that names the place in it."""
+    """A grammar for a JSON schema. Raises: InvalidRequest whose `param` is a path in the schema."""
     if len(schema) > limits.max_schema_bytes:
         raise invalid(param, f"send at most {limits.max_schema_bytes} bytes")
     try:
         content = msgspec.json.decode(schema)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise _invalid_schema(param, "send JSON") from None
-    except RecursionError:  # strings are not checked for nesting before
+    except RecursionError:  # nesting was not checked if it came as a string
         raise _invalid_schema(param, f"send at most {limits.max_schema_depth} levels") from None
     if not isinstance(content, dict):
         raise _invalid_schema(param, "send an object")
@@ -208,7 +208,7 @@ class _SchemaCheck:
             raise _invalid_schema(param, f"send at most {limits.max_schema_depth} levels")
         if self._num_values > limits.max_schema_values:
             raise _invalid_schema(
-                self._param, f"send at most {limits.max_schema_values} values in it"
+                self._param, f"send at most {limits.max_schema_values} values"
             )
         if isinstance(value, dict):
             if len(value) > limits.max_schema_properties:
@@ -260,7 +260,7 @@ class _SchemaCheck:
 
 
 def _check_pattern(pattern: str, param: str, limits: LimitSettings) -> None:
-    """Raises: InvalidRequest for a pattern that is long, or repeats too often."""
+    """Raises: InvalidRequest for a pattern that is too long, or repeats too often."""
     if len(pattern) > limits.max_pattern_chars:
         raise _invalid_schema(param, f"send at most {limits.max_pattern_chars} characters")
     repeated = math.prod(max(1, int(count or 1)) for count in _REPEATED.findall(pattern))

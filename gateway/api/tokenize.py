@@ -48,7 +48,7 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     #: Whether the tokenizer adds special tokens, such as BOS, to a prompt.
     add_special_tokens: bool | None = None
     return_token_strs: Annotated[
-        bool | None, doc("Return each token as the vocabulary spells it.")
+        bool | None, doc("Return also the vocabulary's string of each token.")
     ] = None
     chat_template_kwargs: dict[str, TemplateOption] | None = None
     add_generation_prompt: bool | None = None
@@ -69,7 +69,7 @@ class TokenList(msgspec.Struct):
     max_model_len: int
     tokens: Sequence[int]
     token_strs: Sequence[str] | None = None
-    #: Of each video.
+    #: Number of frames of each video.
     frames: list[VideoFrames] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -31,7 +31,7 @@ class FunctionField(EchoedStruct, frozen=True):
 
 
 class ToolField(FunctionField, frozen=True):
-    """A tool; types other than functions are ignored. Some clients send a function's fields here."""
+    """A tool. Types other than `function` are ignored. Some clients send the function's fields at this level."""
 
     type: str = "function"
     function: FunctionField | None = None
@@ -66,7 +66,7 @@ class ChoiceField(EchoedStruct, frozen=True):
 ToolChoice = Literal["none", "auto", "required"] | ChoiceField
 
 
-Arguments = str | dict[str, Raw]  #: an object is taken too
+Arguments = str | dict[str, Raw]  #: JSON as a string, or an object
 
 
 class CalledFunction(EchoedStruct, frozen=True):
@@ -85,7 +85,7 @@ class CallField(EchoedStruct, frozen=True):
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """The tools of a request, independent of the API.
 
-    `functions` are by their places in the request. `names` are those that may be called; None: all.
+    `functions`: with their field names in the request. `names`: functions that the model may call; None: all.
     """
 
     functions: Sequence[tuple[str, FunctionField]]
@@ -97,19 +97,19 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_tools(offer: Offer, card: ModelCard, limits: LimitSettings) -> Tools | None:
-    """The functions that the model may or must call. None: none. Raises: InvalidRequest."""
+    """The functions that the model may or must call. None: no functions. Raises: InvalidRequest."""
     if not offer.may_call or not (offer.functions or offer.must_call):
         return None
     if not card.supports_grammars:
         if offer.must_call:
-            problem = "this model's engine cannot make it call functions; send auto or none, or leave it out"
+            problem = "this model's engine cannot require function calls; send auto or none, or leave it out"
             raise invalid("tool_choice", problem, code="unsupported_parameter")
         return None
     functions = _read_functions(offer, limits)
     if offer.names is not None:
         known = {function.name for function in functions}
         if not offer.names <= known:
-            raise invalid("tool_choice", "it names a function that is not among tools")
+            raise invalid("tool_choice", "send only names of functions in tools")
         functions = [function for function in functions if function.name in offer.names]
     if not functions:
         if offer.must_call:
@@ -165,7 +165,7 @@ def _read_functions(offer: Offer, limits: LimitSettings) -> list[Function]:
     for param, field in offer.functions:
         function = _read_function(field, param, offer.schema_field, limits)
         if function.name in functions:
-            raise invalid(f"{param}.name", "it is the name of an earlier one")
+            raise invalid(f"{param}.name", "an earlier function has this name")
         functions[function.name] = function
         num_bytes += len(function.parameters)
     if num_bytes > limits.max_schema_bytes:
@@ -185,13 +185,13 @@ def _read_function(
     schema = b"" if field.parameters is UNSET else bytes(field.parameters)
     parameters = _NO_PARAMETERS
     if schema not in (b"", _NULL, b"{}"):
-        strict = bool(field.strict)  # otherwise enforced as far as possible
+        strict = bool(field.strict)  # false ignores unsupported keywords
         parameters = schema_grammar(schema, f"{param}.{schema_field}", limits, strict=strict).source
     return Function(field.name, parameters, field.description or "", bool(field.strict))
 
 
 def read_call(call: CallField, place: int, param: str) -> ToolCall:
-    """A call of the history; `place` replaces a missing id. Raises: InvalidRequest."""
+    """A call in the history. `place` becomes its id if it has none. Raises: InvalidRequest."""
     arguments = check_arguments(call.function.arguments, f"{param}.function.arguments")
     return ToolCall(call.id or f"call_{place}", call.function.name, arguments)
 

@@ -33,10 +33,10 @@ class UsageQuery(msgspec.Struct, frozen=True):
 
 
 class UsageRow(msgspec.Struct):
-    """What was used. Cached tokens are input tokens too."""
+    """Usage of finished requests. `input_tokens` includes cached tokens."""
 
     day: date | UnsetType = UNSET
-    key: str | UnsetType = UNSET  #: name of the key; the hash of one of the settings
+    key: str | UnsetType = UNSET  #: name of the key; of a key in the settings, a hash
     tag: str | UnsetType = UNSET
     model: str | UnsetType = UNSET
     requests: int = 0
@@ -52,7 +52,7 @@ class UsageList(Data[UsageRow]):
 
 
 class UsageReport(Resource):
-    """Usage: of all keys for the root key and keys with the role `admin`, else of the caller's key."""
+    """Usage of all keys if the caller has the root key or the role `admin`, else of the caller's key."""
 
     tag = "keys"
     access = "any"
@@ -71,7 +71,7 @@ class UsageReport(Resource):
 
     @operation("GET", "/v1/usage")
     async def list_usage(self, caller: Caller, query: UsageQuery) -> UsageList | Response:
-        """List what ended requests used."""
+        """List the usage of finished requests."""
         groups = query.by.split(",")
         if not set(groups) <= set(_GROUPS):
             raise invalid("by", "send some of day, key, tag, model, separated by commas")
@@ -130,6 +130,6 @@ def _to_csv(rows: list[UsageRow], groups: list[str]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A value that no spreadsheet takes for a formula."""
+    """A value that spreadsheets don't interpret as a formula."""
     is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{value}" if is_formula else value

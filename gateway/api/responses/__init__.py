@@ -155,7 +155,7 @@ def read_kept(record: Record) -> KeptConversation:
 
 
 def _not_kept() -> NotFound:
-    return NotFound("No such response is stored, or no longer.", code="response_not_found")
+    return NotFound("There is no such response, or it has expired.", code="response_not_found")
 
 
 _kept_decoder = msgspec.json.Decoder(KeptConversation)
@@ -170,13 +170,13 @@ class StoredResponses(Resource):
 
     @operation("GET", _PATH, answer_type=ResponseObject)
     async def retrieve_response(self, caller: Caller) -> Response:
-        """Retrieve a kept response."""
+        """Retrieve a stored response."""
         kept = await self._find(caller)
         return Response(bytes(kept.response), media_type="application/json")
 
     @operation("DELETE", _PATH)
     async def delete_response(self, caller: Caller) -> DeletedResponse:
-        """Delete a kept response."""
+        """Delete a stored response."""
         name = caller.path["response_id"]
         if name.startswith(IMAGE_ID) or not await self._kept.delete(caller.context.tenant, name):
             raise _not_kept()
@@ -184,7 +184,7 @@ class StoredResponses(Resource):
 
     @operation("GET", _PATH + "/input_items")
     async def list_input_items(self, caller: Caller, query: ResponseItemsQuery) -> ResponseItemList:
-        """List the input of a kept response."""
+        """List the input of a stored response."""
         kept = await self._find(caller)
         digits = caller.path["response_id"].removeprefix("resp_")
         items = [

@@ -1,12 +1,11 @@
-"""From the fleet's events to a `ResponseObject` and the events of its stream.
+"""Encodes the events of a call as a `ResponseObject`, or as the events of a stream.
 
-Order of a stream: `created`, `in_progress`; for each item `output_item.added`,
-`content_part.added`, deltas, the text's and the part's `done`, `output_item.done`; then `completed`
-or `incomplete`. What the model thinks is an item before the message, and each call one behind it,
-whose deltas are its arguments'.
+Order of a stream: `created`, `in_progress`; for each item `output_item.added`, `content_part.added`, deltas, `done` of
+the text and of the part, `output_item.done`; then `completed` or `incomplete`. Reasoning is an item before the message.
+Each function call is an item after the message, whose deltas are parts of the arguments.
 
-Tokens take as many sequence numbers as they are: a stream that is resumed, where they arrive
-together, counts as the first did.
+Each token takes one sequence number, also if tokens are sent together. So a resumed stream, which groups tokens
+differently, continues with the same numbers.
 
 Source: OpenAI API reference, "Streaming events" of Responses.
 """
@@ -79,7 +78,7 @@ class ResponseAnswer(BlockStream):
         return encode(self._final)
 
     def record(self) -> bytes | None:
-        """The conversation up to a complete answer; None unless it is stored."""
+        """The conversation with the complete answer, to be stored. None: it is not stored."""
         if self._final is None or not self.options.messages:
             return None
         blocks = self._blocks
@@ -89,7 +88,7 @@ class ResponseAnswer(BlockStream):
         return encode(KeptConversation(messages, msgspec.Raw(encode(self._final))))
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a stream that fails."""
+        """The last events of a stream that fails."""
         response = self._response("failed", None)
         response.error = ResponseError(_SERVER_ERROR, error.message)
         failed = self._event("response.failed", response=response)
@@ -151,7 +150,7 @@ class ResponseAnswer(BlockStream):
                 return f"fc_{self._id}_{block.index}"
 
     def _place(self, block: Block) -> dict[str, object]:
-        """The position of a delta to a block."""
+        """The fields of events that identify the block."""
         place: dict[str, object] = {
             "item_id": self._item_id(block),
             "output_index": block.index,
@@ -164,7 +163,7 @@ class ResponseAnswer(BlockStream):
         return sse_event(encode(event), type_.encode())
 
     def _item(self, block: Block, status: str, *, is_empty: bool = False) -> OutputItem:
-        """A block as an item; `is_empty`: at its beginning."""
+        """A block as an item. `is_empty`: without content, as when the item is added."""
         name = self._item_id(block)
         if block.kind == "call":
             arguments = "" if is_empty else block.text

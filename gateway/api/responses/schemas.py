@@ -1,6 +1,6 @@
-"""The Responses API as structs: what a request may hold, what an answer and its events look like.
+"""Structs of the Responses API: requests, answers and events.
 
-An answer has every field that Open Responses requires, null where it is unused.
+An answer has all fields that Open Responses requires; unused fields are null.
 
 Source: OpenAI API reference, "Create a model response"; Open Responses specification, 2026-04-24.
 """
@@ -142,11 +142,11 @@ class InputItem(EchoedStruct, frozen=True, kw_only=True):
     """A message, with or without `type`; reasoning; a call, or its output."""
 
     type: InputItemType = "message"
-    id: str | None = None  #: of a local shell call, in its output
+    id: str | None = None  #: in the output of a local shell call: the call's id
     status: Ignored = UNSET
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
-    call_id: CallName | None = None  #: of a call and of its output
+    call_id: CallName | None = None  #: in calls and their outputs
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)] | None = None  #: of a call
     arguments: Arguments | None = None  #: of a function's call
     input: str | None = None  #: of a custom tool's call
@@ -170,12 +170,12 @@ class ResponseNamedTool(EchoedStruct, frozen=True, kw_only=True):
 
 
 class ResponseChoice(EchoedStruct, frozen=True, kw_only=True, omit_defaults=True):
-    """`tool_choice` as an object; some clients also send its strings in this form."""
+    """`tool_choice` as an object. Some clients also send none, auto and required as objects."""
 
     type: Literal["function", "allowed_tools", "auto", "none", "required"]
     name: str | None = None  #: of the function
     tools: list[ResponseNamedTool] | None = None  #: allowed functions
-    mode: Literal["auto", "required"] | None = None  #: among these
+    mode: Literal["auto", "required"] | None = None  #: whether to call one
 
 
 ResponseToolChoice = Literal["none", "auto", "required"] | ResponseChoice
@@ -203,7 +203,7 @@ class Reasoning(RequestStruct, frozen=True, kw_only=True):
 
 
 class ResponseFields(SamplingFields, frozen=True, kw_only=True):
-    """Fields of both requests; sampling does not change a count."""
+    """Fields of both requests. Sampling fields have no effect on token counts."""
 
     model: ModelName
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
@@ -229,7 +229,7 @@ class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: IgnoredStreamFields | None = None
     store: Annotated[
-        bool | None, doc("false: the answer is not kept, so no request can continue it.")
+        bool | None, doc("false: the answer is not stored, so no request can continue it.")
     ] = None
     metadata: (
         Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None

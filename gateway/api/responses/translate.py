@@ -63,7 +63,7 @@ from shared.settings.limits import LimitSettings
 class KeptConversation(msgspec.Struct, frozen=True):
     """A stored answer: the messages up to it, and the response."""
 
-    messages: tuple[ChatMessage, ...]  #: without instructions; the last is the answer
+    messages: tuple[ChatMessage, ...]  #: without instructions; the last message is the answer
     response: msgspec.Raw
 
     @property
@@ -200,7 +200,7 @@ def _sampling(
 def template_options(
     request: ResponseFields, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """The switch for thinking."""
+    """The template variables for the reasoning effort."""
     effort = None if request.reasoning is None else request.reasoning.effort
     return find_effort(card, effort, "reasoning.effort", context)
 
@@ -224,7 +224,7 @@ def _word_of(choice: ResponseToolChoice | None) -> ResponseToolChoice:
 
 
 def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
-    """The functions that the model may or must call; None: none. Raises: InvalidRequest."""
+    """The functions that the model may or must call. None: no functions. Raises: InvalidRequest."""
     if not request.tools and request.tool_choice is None:
         return None
     functions: list[tuple[str, FunctionField]] = []
@@ -278,7 +278,7 @@ def translate_input(
 
 
 def _go_on(conversation: Conversation, kept: Continued) -> None:
-    """Add the messages of an earlier answer, whose images are stored too."""
+    """Add the stored messages and images of an earlier answer."""
     for message in kept.messages:
         parts = tuple(
             conversation.text(part.text)
@@ -294,7 +294,7 @@ def _go_on(conversation: Conversation, kept: Continued) -> None:
 
 
 class _Items:
-    """Input items as messages: reasoning, text and calls of the assistant are one message."""
+    """Translates input items to messages. Reasoning, text and calls of the assistant become one message."""
 
     def __init__(self, conversation: Conversation, limits: LimitSettings) -> None:
         self._conversation = conversation
@@ -323,13 +323,13 @@ class _Items:
             pass
         elif item.type == "item_reference":
             raise NotFound(
-                "Items are not kept by id: send the item itself.",
+                "Items are not stored: send the item itself.",
                 param=f"{param}.id",
                 code="item_not_found",
             )
         elif item.type != "message":
             self._end_turn()
-            is_shell = item.type == "local_shell_call_output"  # whose id is that of the call
+            is_shell = item.type == "local_shell_call_output"  # its `id` is the call's
             call_id = item.call_id or (item.id if is_shell else None)
             if call_id is None:
                 raise missing(f"{param}.call_id")

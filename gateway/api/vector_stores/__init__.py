@@ -1,7 +1,7 @@
 """`/v1/vector_stores`: stores, their items, their files, and search.
 
-OpenAI's API, with `items` besides files: vectors, texts and images with ids of the client. The model of a store
-cannot change.
+OpenAI's API, and `items` as an extension: vectors, texts and images with ids that the client chooses. The embedding
+model of a store cannot be changed.
 
 Source: OpenAI API reference, "Vector stores", "Vector store files".
 """

@@ -52,7 +52,7 @@ def pack_vector(vector: Vector, param: str) -> bytes:
             raise invalid(param, "send numbers, or float32 in base64")
         return data
     if not vector:
-        raise invalid(param, "it is empty: send numbers")
+        raise invalid(param, "send at least one number")
     return array("f", vector).tobytes()
 
 
@@ -64,7 +64,7 @@ def to_image(url: str, param: str) -> ImageSource:
 
 
 def name_of_image(url: str | None, param: str) -> str:
-    """The stored name of an image: the URL of a remote one. Raises: InvalidRequest."""
+    """The stored name of an image: its URL, or `inline`. Raises: InvalidRequest."""
     if url is None:
         return ""
     if not url[:8].lower().startswith(("http://", "https://")):
@@ -97,11 +97,11 @@ def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
         place = f"items.[{index}]"
         check_text(f"{place}.id", item.id)
         if places.setdefault(item.id, index) != index:
-            raise invalid(f"{place}.id", f"it is that of items.[{places[item.id]}] too")
+            raise invalid(f"{place}.id", f"items.[{places[item.id]}] has this id too")
         if item.embedding is None and (item.text is None) == (item.image is None):
             raise invalid(place, "send either text or image, or an embedding")
         if item.embedding is None and item.text == "":
-            raise invalid(f"{place}.text", "it is empty: send text")
+            raise invalid(f"{place}.text", "send text that is not empty")
         if len(item.text or "") > limits.max_item_chars:
             raise InvalidRequest(
                 f"The text is too long: send at most {limits.max_item_chars} characters, "
@@ -137,7 +137,7 @@ def check_filter(where: Filter, limits: LimitSettings) -> None:
             raise invalid("filters", f"nest at most {limits.max_filter_depth} filters")
         if part.type in ("and", "or"):
             if part.key or part.value is not None or not part.filters:
-                raise invalid(param, f"send {part.type} with filters alone, at least one")
+                raise invalid(param, f"send {part.type} only with filters, at least one")
             for index, inner in enumerate(part.filters):
                 check(inner, f"{param}.filters.[{index}]", depth + 1)
         else:
@@ -163,13 +163,13 @@ def _check_comparison(part: Filter, param: str) -> None:
         if is_number and not math.isfinite(value):  # type: ignore[arg-type]
             raise invalid(f"{param}.value", "send a finite number")
         if part.type in ("gt", "gte", "lt", "lte") and not is_number:
-            raise invalid(f"{param}.value", f"{part.type} compares numbers: send one")
+            raise invalid(f"{param}.value", f"{part.type} compares numbers: send a number")
 
 
 def read_query(
     query: str | Sequence[str] | QueryInput,
 ) -> tuple[list[str], list[str | ImageSource], list[bytes]]:
-    """Texts to show, inputs to embed, and given vectors. Raises: InvalidRequest."""
+    """The query as texts, inputs to embed, and vectors. Raises: InvalidRequest."""
     if isinstance(query, QueryInput):
         if sum(x is not None for x in (query.text, query.image, query.embedding)) != 1:
             raise invalid("query", "send one of text, image and embedding")
@@ -180,5 +180,5 @@ def read_query(
         query = query.text or ""
     texts = [query] if isinstance(query, str) else list(query)
     if not all(texts):
-        raise invalid("query", "it is empty: send text")
+        raise invalid("query", "send text that is not empty")
     return texts, list(texts), []

@@ -11,7 +11,7 @@ from shared.search import (
 
 #: OpenAI's defaults, in tokens.
 CHUNK_TOKENS, OVERLAP_TOKENS = 800, 400
-#: The ratio of a model's context for a chunk of estimated tokens.
+#: Maximum size of a chunk relative to the model's context, as token counts are estimates.
 _CHUNK_SHARE = 0.75
 #: Preferred ends of a chunk, the best first, in its last quarter.
 _ENDS = ("\n\n", "\n", ". ", " ")
@@ -49,9 +49,9 @@ def decode_text(file: FileRecord) -> str:
 
 
 def cut_chunks(text: str, num_tokens: int, overlap: int) -> list[str]:
-    """Chunks of at most `num_tokens` tokens of four characters.
+    """Chunks of at most `num_tokens` tokens, estimated as four characters each.
 
-    They end at a paragraph, line, sentence or word, if there is one in their last quarter.
+    A chunk ends after a paragraph, line, sentence or word, if one ends in its last quarter.
     """
     most, shared = num_tokens * CHARS_PER_TOKEN, overlap * CHARS_PER_TOKEN
     chunks, begin = [], 0

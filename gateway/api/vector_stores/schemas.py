@@ -41,7 +41,7 @@ ItemId = Annotated[str, Meta(min_length=1, max_length=MAX_ITEM_ID_CHARS)]
 Vector = list[float] | str
 
 
-# What clients send
+# Requests
 
 
 class ExpiresAfter(RequestStruct, frozen=True, kw_only=True):
@@ -70,8 +70,8 @@ class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
     metadata: Metadata | None = None
     expires_after: ExpiresAfter | None = None
     file_ids: FileIds | None = None
-    chunking_strategy: ChunkingStrategy | None = None  #: of these files
-    #: extension: the model of its vectors; default: the only served one
+    chunking_strategy: ChunkingStrategy | None = None  #: for `file_ids`
+    #: extension: the embedding model; required unless exactly one is served
     embedding_model: ModelName | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None  #: extension: as in an embedding request
     prompt: str | None = None  #: extension: the model's prompt before stored texts
@@ -117,7 +117,7 @@ class QueryInput(RequestStruct, frozen=True, kw_only=True):
 
 
 class RankingOptions(RequestStruct, frozen=True, kw_only=True):
-    """`ranker`: none, or a model that scores pairs."""
+    """`ranker`: `none`, or the name of a reranking model."""
 
     score_threshold: Annotated[float, Meta(ge=-1, le=1)] | None = None
     ranker: ModelName | None = None
@@ -150,7 +150,7 @@ class AttachFileRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class ChangeFileRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores/{id}/files/{file_id}`. null: none."""
+    """The body of `POST /v1/vector_stores/{id}/files/{file_id}`. null: no attributes."""
 
     attributes: ItemAttributes | None
 
@@ -175,7 +175,7 @@ class ListQuery(RequestStruct, frozen=True, kw_only=True):
 
     @property
     def page(self) -> Page:
-        """The page in the search process's form."""
+        """The page in the search process's format."""
         return Page(
             limit=self.limit,
             after=self.after,
@@ -184,7 +184,7 @@ class ListQuery(RequestStruct, frozen=True, kw_only=True):
         )
 
     def cut(self, entries: list[Any]) -> tuple[list[Any], bool]:
-        """The page, and whether there is more, from one entry more than the limit."""
+        """The page, and whether there are more. `entries` may have one more than the limit."""
         kept = entries[-self.limit :] if self.before else entries[: self.limit]
         return kept, len(entries) > self.limit
 
@@ -195,7 +195,7 @@ class FilesQuery(ListQuery, frozen=True, kw_only=True):
     filter: Literal["", "in_progress", "completed", "failed", "cancelled"] = ""
 
     def choose(self, files: Sequence[StoreFile]) -> tuple[list[StoreFile], bool]:
-        """The page of these files, in the order of attachment, and whether there is more."""
+        """The page of these files, in the order of attachment, and whether there are more."""
         chosen = [file for file in files if self.filter in ("", file.status)]
         if self.order == "desc":
             chosen.reverse()
@@ -222,11 +222,11 @@ class ItemQuery(RequestStruct, frozen=True, kw_only=True):
     include: Literal["", "embedding"] = ""
 
 
-# What is answered
+# Responses
 
 
 class FileCounts(msgspec.Struct):
-    """Files by status; none is in progress."""
+    """Numbers of files by status. Files are never in progress."""
 
     completed: int
     total: int
@@ -309,7 +309,7 @@ class Content(msgspec.Struct, omit_defaults=True):
 
 
 class StoredItem(msgspec.Struct):
-    """An item. `embedding`: if requested, little-endian float32 in base64, of length 1."""
+    """An item. `embedding`: if requested, little-endian float32 in base64, normalized."""
 
     id: str
     content: list[Content]
@@ -323,7 +323,7 @@ class ItemList(Listing[StoredItem]):
 
 
 class SearchHit(msgspec.Struct):
-    """A chunk of a file, or an item, whose id is also in place of a file's."""
+    """A chunk of a file, or an item, whose id is also `file_id` and `filename`."""
 
     id: str
     file_id: str
@@ -415,13 +415,13 @@ def _content(item: Item) -> list[Content]:
 
 
 def to_stored(item: Item) -> StoredItem:
-    """An item in the form of a response."""
+    """An item in the format of a response."""
     vector = base64.b64encode(item.vector).decode() if item.vector else UNSET
     return StoredItem(item.id, _content(item), item.attributes, vector)
 
 
 def to_hit(hit: Hit) -> SearchHit:
-    """A hit in the form of a response; an item without a file has its own id."""
+    """A hit in the format of a response."""
     item = hit.item
     return SearchHit(
         id=item.id,

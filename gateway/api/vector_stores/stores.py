@@ -154,7 +154,7 @@ class VectorStores(Resource):
         ]
         try:
             files = await self._attach_all(wanted, store, caller)
-        except BaseException:  # the client does not learn its id
+        except BaseException:  # the client does not get the store's id
             await self._search.ask(DropStore(tenant=caller.tenant, store=store.id), bool)
             raise
         made = VectorStore.of(await self._find(caller, store.id))
@@ -172,7 +172,7 @@ class VectorStores(Resource):
                 if "embed" in card.tasks and models.may_use(tenant, card.name)
             ]
             served = [card for card in cards if models.num_workers[card.queue]]
-            cards = served or cards  # a model that is no longer served is not chosen
+            cards = served or cards  # prefer models that have workers
             if len(cards) == 1:
                 return cards[0]
             names = ", ".join(sorted(card.name for card in cards)) or "none"
@@ -353,7 +353,7 @@ class VectorStores(Resource):
         wanted = body.max_num_results or 10
         ranker = None if options.ranker in (None, *_NO_RANKERS) else options.ranker
         if ranker and not texts:
-            raise invalid("ranking_options.ranker", "a ranker needs a query of text")
+            raise invalid("ranking_options.ranker", "a ranker requires a text query")
         query = Query(
             tenant=caller.tenant,
             store=store.id,
@@ -401,7 +401,7 @@ class VectorStores(Resource):
     async def create_vector_store_file(
         self, caller: Caller, body: AttachFileRequest
     ) -> StoreFileObject:
-        """Attach a file. Answered when all chunks are on disk."""
+        """Attach a file. Returns when all chunks are on disk."""
         check_attributes(body.attributes, "attributes")
         store = await self._find(caller)
         return StoreFileObject.of(await self._attach(body, store, caller))
@@ -418,12 +418,12 @@ class VectorStores(Resource):
         chunks = cut_chunks(decode_text(file), size, overlap)
         if len(chunks) > self._limits.max_inputs:
             raise InvalidRequest(
-                f"The file has {len(chunks)} chunks: send at most {self._limits.max_inputs}, by a "
+                f"The file has {len(chunks)} chunks, at most {self._limits.max_inputs} are allowed: send a "
                 "smaller file, larger chunks or less overlap.",
                 param="chunking_strategy",
                 code="too_many_inputs",
             )
-        # A chunk may have more tokens than estimated: its vector is of the first ones, its text is complete.
+        # If a chunk has more tokens than estimated, only the first ones are embedded. Its text is complete.
         vectors = await self._vectors.embed(
             chunks, ["file_id"] * len(chunks), store, store.prompt, caller, truncate="end"
         )
@@ -493,11 +493,11 @@ class VectorStores(Resource):
     async def create_vector_store_file_batch(
         self, caller: Caller, body: FileBatchRequest
     ) -> FileBatchObject:
-        """Attach files. Answered when all are attached."""
+        """Attach files. Returns when all are attached."""
         if (body.file_ids is None) == (body.files is None):
             raise invalid("file_ids", "send either file_ids or files")
         if body.files is not None and (body.attributes or body.chunking_strategy):
-            raise invalid("files", "each of files has its own attributes and chunking_strategy")
+            raise invalid("files", "send attributes and chunking_strategy in each of files")
         check_attributes(body.attributes, "attributes")
         files = body.files or [
             AttachFileRequest(
@@ -521,7 +521,7 @@ class VectorStores(Resource):
 
     @operation("POST", _BATCH + "/cancel")
     async def cancel_vector_store_file_batch(self, caller: Caller) -> FileBatchObject:
-        """Cancel a file batch, which has ended already."""
+        """Cancel a file batch. Has no effect, as file batches have ended when they are created."""
         return FileBatchObject.of(await self._find_batch(caller))
 
     async def _find_batch(self, caller: Caller) -> FileBatch:

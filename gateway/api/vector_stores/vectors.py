@@ -1,4 +1,4 @@
-"""Computes vectors and scores of a store's model in the fleet."""
+"""Computes embeddings and scores for vector stores, by calls to workers."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,6 @@ from shared.settings.limits import LimitSettings
 
 
 class StoreVectors:
-    """Vectors and scores for stores."""
-
     def __init__(self, lifecycle: Lifecycle, limits: LimitSettings) -> None:
         self._lifecycle = lifecycle
         self._limits = limits
@@ -35,7 +33,7 @@ class StoreVectors:
         caller: Caller,
         truncate: Truncate = "none",
     ) -> list[bytes]:
-        """A vector of the store's model for each text or image; `names`: of the inputs in the request.
+        """Embed texts and images with the store's model. `names`: field names of the inputs, for errors.
 
         Raises: ApiError.
         """
@@ -62,15 +60,15 @@ class StoreVectors:
         card = await self._lifecycle.models.find(store.model, tenant=tenant)
         if card.digest != store.digest:
             raise conflict(
-                "The model that is served under this name is not the one that made the vectors of "
-                "this store: make a new store.",
+                "The served model of this name is not the one that embedded the items of this "
+                "store: create a new store.",
                 code="model_changed",
                 param="embedding_model",
             )
         return card
 
     def _plan(self, task: Embed, parts: Sequence[str | ImageSource], card: ModelCard) -> Plan:
-        """A plan of as many calls as the inputs need."""
+        """Split the inputs into calls."""
         images = [part for part in parts if isinstance(part, ImageSource)]
         places = {id(image): place for place, image in enumerate(images)}
         inputs = [
@@ -115,7 +113,7 @@ class StoreVectors:
 
 
 def _rename(param: str | None, names: Sequence[str]) -> str | None:
-    """The name of the client's input for a worker's `input.[3].image`."""
+    """The client's field name for a worker's, such as `input.[3].image`."""
     if param is None or not param.startswith("input.["):
         return param
     index, _, rest = param.removeprefix("input.[").partition("]")
