@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @takes_settings(LISTEN, process="gateway")
 def gateway(settings: "Settings") -> None:
-    """Run one gateway process. Redis is the one that VLM_REDIS_URL names."""
+    """Run one gateway process. VLM_REDIS_URL is the address of Redis."""
     from gateway.main import run_gateway
 
     sys.exit(run_gateway(settings))
@@ -23,7 +23,7 @@ def gateway(settings: "Settings") -> None:
 
 def chat(
     question: Annotated[
-        str | None, typer.Argument(help="What to ask; without it, a conversation.")
+        str | None, typer.Argument(help="What to ask; omit it for a conversation.")
     ] = None,
     image: Annotated[
         list[Path] | None, typer.Option("--image", "-i", help="An image; may be repeated.")

@@ -29,7 +29,7 @@ class BatchFile(msgspec.Struct, frozen=True):
 
 
 def make_id(beginning: str, now_s: float, name: str = "") -> str:
-    """An id that sorts by time. `name`: the id is a function of it; without one it is random."""
+    """An id that sorts by time. It ends in a hash of `name`, or in random digits without a name."""
     tail = hashlib.sha256(name.encode()).hexdigest()[:21] if name else secrets.token_hex(11)[:21]
     return f"{beginning}{int(now_s * 1000):0{_TIME_DIGITS}x}{tail}"
 
@@ -44,7 +44,7 @@ def time_of(id_: str, beginning: str) -> float:
 
 
 class BatchFiles:
-    """Files by owner. A file is its bytes, and a record that is written after them."""
+    """The files of each owner. The record of a file is written after its bytes."""
 
     def __init__(self, store: PackageStore) -> None:
         self._store = store
@@ -103,5 +103,5 @@ def _record(owner: str, id_: str) -> str:
 
 
 def _data(owner: str, file: BatchFile) -> str:
-    """The name contains the size, so that a listing is enough for the usage of an owner."""
+    """The key contains the size, so that listing an owner's keys gives its usage."""
     return f"{_FOLDER}/{owner}/{file.id}.{file.num_bytes}"

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-#: Most errors of a file that are reported.
+#: Maximum number of reported errors of a file.
 MAX_ERRORS = 100
 _MAX_CUSTOM_ID_CHARS = 512
 
@@ -115,7 +115,7 @@ def _check_line(line: memoryview, number: int, endpoint: str, seen: set[str]) ->
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return LineError("invalid_json_line", "The line is not valid JSON in UTF-8.", line=number)
     if found.custom_id in seen:
-        message = "The custom_id is there twice: send one of its own in each line."
+        message = "Another line has this custom_id: send a unique custom_id in each line."
         return LineError("duplicate_custom_id", message, "custom_id", number)
     seen.add(found.custom_id)
     if found.method != "POST":
@@ -137,7 +137,7 @@ def _check_body(body: Raw, number: int) -> LineError | None:
             )
     except msgspec.ValidationError:  # validated by the endpoint
         if not bytes(body).lstrip().startswith(b"{"):
-            return LineError("invalid_request", "The body is not an object.", "body", number)
+            return LineError("invalid_request", "Send an object as body.", "body", number)
     return None
 
 
@@ -149,7 +149,7 @@ def to_result(batch_id: str, line: BatchLine, status: int, request_id: str, body
 
 
 def to_failure(batch_id: str, line: BatchLine, code: str, message: str) -> bytes:
-    """The line of a request without a response."""
+    """The output line of a request that got no response."""
     result_of = result_id(batch_id, line.number)
     return msgspec.json.encode(_Result(result_of, line.custom_id, None, _Error(code, message)))
 
@@ -159,7 +159,7 @@ def result_id(batch_id: str, number: int) -> str:
     return "batch_req_" + hashlib.sha256(f"{batch_id} {number}".encode()).hexdigest()[:32]
 
 
-# Parts: some results, as they are kept until the batch ends
+# Parts: groups of results, which are stored until the batch ends
 
 
 class LineResult(msgspec.Struct, frozen=True):

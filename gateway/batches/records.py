@@ -1,14 +1,14 @@
-"""What is known of batches: records that are written once, in a folder of each batch.
+"""The state of batches: records that are written once, in a folder for each batch.
 
-    record       who asked for what
-    beginning    its file was checked: this many requests
-    cancel       its client wants no more
-    parts/       results, a few in each
-    finalizing   computing has ended: how the batch ends, and which parts count
-    ending       the files that came of it
+    record       the request for the batch
+    beginning    the input file is valid, and has this many requests
+    cancel       the client cancelled the batch
+    parts/       results, several in each part
+    finalizing   no more requests are run: the final status, and the parts that count
+    ending       the output files
 
-Whoever comes first writes a record, and later ones follow from earlier ones alone. So it does not
-matter who writes them, or whether two gateways try. Everything blocks and raises StoreError.
+The first writer of a record wins, and a record depends only on earlier records. So it does not matter which gateway
+writes a record, or whether two gateways try. All methods block and raise StoreError.
 """
 
 import secrets
@@ -34,7 +34,7 @@ from shared.packages.store import PIECE_BYTES, PackageStore, StoreError
 BATCH_ID = "batch_"
 WINDOW_S = 24 * 3600.0
 _BATCHES, _OPEN, _CANCELLED = "batches", "open", "cancelled"
-#: The marker of an open batch is written before its record.
+#: Age at which the marker of an open batch is deleted if it has no record. Markers are written before records.
 _ORPHAN_S = 600.0
 _EXPIRED = "This request could not be executed before the completion window expired."
 
@@ -43,7 +43,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """The request for a batch. `tenant`: of its requests. Units: epoch seconds."""
+    """The request for a batch. `tenant`: the caller of its requests. Units: epoch seconds."""
 
     id: str
     owner: str
@@ -57,20 +57,20 @@ class BatchRecord(msgspec.Struct, frozen=True):
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """The file is valid."""
+    """The input file is valid."""
 
     at: int
     total: int
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """The client has cancelled it."""
+    """The client cancelled the batch."""
 
     at: int
 
 
 class Finalizing(msgspec.Struct, frozen=True):
-    """Computation has ended. `parts`: their names, in order."""
+    """No more requests are run. `parts`: names of the parts that count, in order."""
 
     at: int
     status: Final
@@ -131,10 +131,10 @@ class Batches:
         max_open: int,
         guest: str = "",
     ) -> BatchRecord | None:
-        """Create a batch, unless its owner has `max_open` open ones.
+        """Create a batch, unless its owner has `max_open` open batches.
 
-        Its marker is written before the open ones are counted: concurrent calls create no more than that, and
-        perhaps fewer.
+        The marker of the batch is written before open batches are counted. So concurrent calls never exceed the limit,
+        but may create fewer batches.
         """
         now = time.time()  # noqa: TID251
         record = BatchRecord(
@@ -200,7 +200,7 @@ class Batches:
         return {key.rpartition("/")[2] for key in self._store.list(_CANCELLED)}
 
     def begin(self, record: BatchRecord, total: int) -> None:
-        """Record that its file is valid."""
+        """Record that the input file is valid."""
         self._write(record, "beginning", Beginning(_now(), total))
 
     def add_part(self, record: BatchRecord, writer: str, results: list[LineResult]) -> None:
@@ -216,21 +216,21 @@ class Batches:
         for name in parts:
             data = self._store.get(f"{_folder(record.owner, record.id)}/parts/{name}")
             if data is None:
-                raise StoreError(f"{self._store.url}: a part of {record.id} is gone")
+                raise StoreError(f"{self._store.url}: a part of {record.id} is missing")
             for result in decode_part(data):
                 if result.number not in seen:
                     seen.add(result.number)
                     yield result
 
     def read_input(self, record: BatchRecord) -> bytes | None:
-        """The file of its requests; None if it was deleted."""
+        """The input file. None: it was deleted."""
         file = self.files.get(record.owner, record.input_file_id)
         return None if file is None else b"".join(self.files.read(record.owner, file))
 
     def finalize(
         self, record: BatchRecord, status: Final, errors: list[LineError] | None = None
     ) -> None:
-        """End the computation. The present results are final."""
+        """Record the final status. Results that are stored later don't count."""
         view = self.get(record.owner, record.id)
         parts = [] if view is None else view.parts
         self._write(record, "finalizing", Finalizing(_now(), status, parts, errors or []))
@@ -253,7 +253,7 @@ class Batches:
             self._store.delete(f"{_OPEN}/{owner}/{id_}")
 
     def cancel_all(self, owner: str) -> int:
-        """Cancel an owner's open batches; returns their number, until they have ended."""
+        """Cancel an owner's open batches. Returns how many batches have not ended yet."""
         open_ids = self.open_ids(owner)
         for _, id_ in open_ids:
             if (view := self.get(owner, id_)) is not None:

@@ -1,7 +1,7 @@
-"""Runs batches: each by one gateway at a time, which holds its lease, a few of its lines at once.
+"""Runs batches. The gateway that holds the lease of a batch runs it, several lines at a time.
 
-A line is a request of its endpoint in batch priority, like any other request. Results are kept in
-parts, every few seconds; lines without a result are computed again when the gateway dies.
+Each line is a request to the batch's endpoint, with batch priority. Results are stored in parts every few seconds. If
+the gateway dies, another gateway runs the lines that have no stored result.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ from shared.queue.api import QueueUnavailable
 from shared.queue.resume import Leases
 from shared.telemetry.logs import request_id
 
-#: Limit of one batch, and of one gateway.
+#: Maximum concurrent lines of a batch, and concurrent batches of a gateway.
 MAX_OPEN_LINES = 64
 MAX_RUNNING = 4
 LEASE_S = 15.0
 _SWEEP_PAUSE_S = 3600.0
 _PART_RESULTS = 256
 _MAX_PAUSE_S = 30.0
-#: Most attempts of a line that the fleet accepted and failed.
+#: Maximum attempts of a line whose request was accepted, but failed.
 _MAX_TRIES = 5
 #: Errors of requests that were not accepted; they do not count as attempts.
 _NOT_TAKEN = frozenset(
@@ -67,18 +67,18 @@ Ask = Callable[[str, str, bytes], Awaitable[LineAnswer]]
 
 @dataclass
 class BatchRunner:
-    """Runs open batches without a runner."""
+    """Runs open batches that no other gateway runs."""
 
     _batches: Batches
     _leases: Leases
     _ask: Ask
-    _may_ask: Callable[[str, str], bool]  #: whether a tenant, or guest of a key, still has one
+    _may_ask: Callable[[str, str], bool]  #: whether the key of a tenant or guest is valid
     _: KW_ONLY
     max_lines: int
     max_open_lines: int = MAX_OPEN_LINES  #: of a batch
-    keep_s: float  #: older files and batches are deleted
+    keep_s: float  #: age at which files and batches are deleted
     look_s: float = 3.0
-    flush_s: float = 2.0  #: until a result is stored
+    flush_s: float = 2.0  #: interval of storing results
     lease_s: float = LEASE_S
 
     def __post_init__(self) -> None:
@@ -112,9 +112,9 @@ class BatchRunner:
             try:
                 await self._look_once()
             except (StoreError, QueueUnavailable) as error:
-                logger.warning("batches wait: %s", error)
+                logger.warning("cannot look for batches, retrying: %s", error)
             except Exception:
-                logger.exception("batches wait")
+                logger.exception("cannot look for batches, retrying")
             self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.look_s * random.uniform(0.75, 1.25)):
@@ -130,7 +130,7 @@ class BatchRunner:
         waiting = [each for each in waiting if each[1] not in self._running]
         cancelled = await asyncio.to_thread(self._batches.cancelled_ids) if waiting else set()
         for owner, id_ in [each for each in waiting if each[1] in cancelled]:
-            waiting.remove((owner, id_))  # it only has to be finished: it needs no place
+            waiting.remove((owner, id_))  # only has to be finished, MAX_RUNNING does not apply
             await self._take(owner, id_)
         while waiting and len(self._running) < MAX_RUNNING:
             # The oldest batch of the owner with the fewest running ones.
@@ -140,20 +140,20 @@ class BatchRunner:
             await self._take(owner, id_)
 
     async def _take(self, owner: str, id_: str) -> None:
-        """Run a batch, unless another gateway does."""
+        """Run a batch, unless another gateway runs it."""
         if await self._leases.hold(id_, self.holder, self.lease_s):
             task = asyncio.create_task(self._run(owner, id_), name=id_)
             self._running[id_] = owner, task
 
     async def _run(self, owner: str, id_: str) -> None:
-        """Run a batch while the lease is ours."""
+        """Run a batch while this gateway holds its lease."""
         work = asyncio.ensure_future(self._work(owner, id_))
         hold = asyncio.ensure_future(self._hold(id_))
         try:
             await asyncio.wait({work, hold}, return_when=asyncio.FIRST_COMPLETED)
             if work.done() and (error := work.exception()) is not None:
                 if not isinstance(error, StoreError | QueueUnavailable):
-                    logger.error("a batch broke off; it goes on later", exc_info=error)
+                    logger.error("a batch was interrupted; it will be continued", exc_info=error)
                 await asyncio.sleep(self.look_s)
         finally:
             for task in (work, hold):
@@ -165,7 +165,7 @@ class BatchRunner:
             self._changed.set()
 
     async def _hold(self, id_: str) -> None:
-        """Renew the lease; returns when it is, or may be, lost."""
+        """Renew the lease. Returns when the lease is lost, or may be lost."""
         held_at = time.monotonic()
         while time.monotonic() < held_at + self.lease_s * 0.7:
             await asyncio.sleep(self.lease_s / 5)
@@ -227,10 +227,10 @@ class BatchRunner:
             await computing.flush()
         await asyncio.to_thread(batches.finalize, record, status)
 
-    # Of one batch, for `_Computing`
+    # Used by `_Computing`
 
     async def answer(self, record: BatchRecord, line: BatchLine) -> LineResult:
-        """The result of a line; retries while the fleet is full."""
+        """Run a line. Retries while the queue is full."""
         num_tries, num_refusals = 0, 0
         while True:
             answer = await self._ask(record.tenant, record.endpoint, line.body)
@@ -316,10 +316,10 @@ class _Computing:
                 if await self._runner.is_cancelled(self._record):
                     return
             except StoreError as error:  # full disk: no further lines are run meanwhile
-                logger.warning("results of a batch wait: %s", error)
+                logger.warning("cannot store results of a batch, retrying: %s", error)
 
     async def flush(self) -> None:
-        """Store the present results, except those that are being stored. Raises: StoreError."""
+        """Store all results that are not stored yet. Raises: StoreError."""
         await asyncio.shield(self._write())
 
     async def _write(self) -> None:
@@ -333,8 +333,8 @@ class _Computing:
 
 
 def _find_pause(answer: LineAnswer) -> float | None:
-    """The pause before a line is retried; None: its response is final."""
-    if answer.status == 504:  # it waited too long
+    """Seconds until a line is retried. None: the response is final."""
+    if answer.status == 504:  # its deadline has passed
         return 1.0
     if answer.status == 429 and b'"insufficient_quota"' in answer.body:
         return None

@@ -1,7 +1,7 @@
 """Queues calls and delivers events from this gateway's mailbox to open requests.
 
 One task reads the mailbox for all requests of the process, so ten thousand streams use one Redis connection. Other
-tasks enforce deadlines, look up requests that have been silent for long, and send cancellations in bounded batches.
+tasks enforce deadlines, look up requests that had no event for long, and send cancellations in bounded batches.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from shared.telemetry.metrics import GatewayMetrics
 _DEADLINE_PAUSE_S = 0.1
 _LOOK_PAUSE_S = 0.25
 _RESTART_PAUSE_S = 0.5
-_DEADLINE_GRACE_S = 0.5  #: the fleet enforces deadlines; the gateway does if the fleet did not
+_DEADLINE_GRACE_S = 0.5  #: workers enforce deadlines; the gateway does if they did not
 _STOP_WITHIN_S = 2.0
 MAX_LOOKS = 128  #: requests per lookup
 NO_LIMIT = 2**53
@@ -55,7 +55,7 @@ RestoreBudget = Callable[[Call, Budget], Awaitable[None]]
 
 
 class Dispatcher:
-    """Turns requests into `OpenCall`s and delivers their events."""
+    """Queues requests as `OpenCall`s and delivers their events."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Dispatcher:
         self.metrics = metrics
         self.silence_timeout_s = silence_timeout_s
         self._restore_budget = restore_budget
-        self._routes: dict[str, list[Route]] = {}  # several if the request is followed
-        #: By model, shard, and whether they were queued again: request ids, and when to stop trying.
+        self._routes: dict[str, list[Route]] = {}  # several if clients resume the request
+        #: Requests to cancel, and until when to try; by model, shard, and whether the request was resubmitted.
         self._cancels: dict[tuple[str, str, bool], dict[str, float]] = {}
         self._has_cancels = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,7 +126,7 @@ class Dispatcher:
     ) -> OpenCall:
         """Queue the choices of one request if fewer than `max_waiting` requests wait.
 
-        With an `affinity`, the request may be reserved for the preferred worker for up to `grace_s`. If it raises,
+        With an `affinity`, the request may be reserved for the preferred worker for up to `grace_s`. If this raises,
         nothing stays queued.
         Raises: QueueRefused, QueueUnavailable, DuplicateRequest.
         """
@@ -167,7 +167,7 @@ class Dispatcher:
         return call
 
     async def _enqueue(self, first: Call, submission: Submission) -> Submitted:
-        """Queue calls, once Redis knows what their tenant has spent."""
+        """Queue calls. If Redis does not know what the tenant has spent, tell it first."""
         try:
             return await self.queue.submit(submission)
         except UnknownBudget:
@@ -204,8 +204,8 @@ class Dispatcher:
         """Read the events of a resumable request from the first one; any gateway may have queued it.
 
         Closing the call does not cancel the request. `listen` subscribes this gateway and returns the state.
-        `timeout_s` is the maximum duration if Redis has no shorter deadline. `begins_within_s` is how long Redis
-        may not know the request yet.
+        `timeout_s` is the maximum duration if Redis has no shorter deadline. For `begins_within_s`, Redis
+        may not know the request yet; afterwards, the call fails.
         Raises: QueueUnavailable.
         """
         await self.mailbox.open([model])
@@ -228,10 +228,10 @@ class Dispatcher:
             call.fail(choice, ErrorCode.CANCELLED, message)
 
     def fail_tenants(self, tenants: Collection[str]) -> None:
-        """Fail the open requests of tenants whose keys have ended."""
+        """Fail the open requests of tenants whose keys were revoked or have expired."""
         for call, choice in self._all_routes():
             if call.tenant in tenants:
-                call.fail(choice, ErrorCode.CANCELLED, "The API key of this request has ended.")
+                call.fail(choice, ErrorCode.CANCELLED, "The API key of this request was revoked or expired.")
 
     def on_gap(self, model: str) -> None:
         """Read the logs of a model's open requests again, because events may be missing."""
@@ -286,7 +286,7 @@ class Dispatcher:
             await self._send_cancels()
 
     async def _send_cancels(self) -> None:
-        """Send cancellations in bounded batches until they are delivered or no longer matter."""
+        """Send cancellations in bounded batches until they are delivered or the deadlines have passed."""
         num_late = 0
         while self._cancels:
             has_failed = False
@@ -296,7 +296,7 @@ class Dispatcher:
                 try:
                     await self.queue.cancel(model, batch, is_lost=is_lost)
                 except QueueUnavailable:
-                    # Only those whose deadline has passed are given up.
+                    # Give up only requests whose deadline has passed.
                     has_failed, now = True, time.monotonic()
                     batch = [each for each in batch if waiting[each] < now]
                     num_late += len(batch)
@@ -307,7 +307,7 @@ class Dispatcher:
             if has_failed:
                 await asyncio.sleep(_RESTART_PAUSE_S)
         if num_late:
-            logger.warning("Redis was away until the deadlines of %d cancelled requests", num_late)
+            logger.warning("could not cancel %d requests in time: no Redis", num_late)
 
     # Events
 
@@ -317,7 +317,7 @@ class Dispatcher:
             try:
                 await run()
             except Exception:
-                logger.critical("%s broke off; starting it again", run.__name__, exc_info=True)
+                logger.critical("%s failed; restarting it", run.__name__, exc_info=True)
                 for call, choice in self._all_routes():
                     call.choices[choice].has_gap = True
                 self._has_cancels.set()
@@ -354,7 +354,7 @@ class Dispatcher:
     # Deadlines
 
     async def _keep_deadlines(self) -> None:
-        """Enforces deadlines. It must not wait for Redis."""
+        """Enforce deadlines. Must not wait for Redis."""
         while True:
             await asyncio.sleep(_DEADLINE_PAUSE_S)
             now = time.monotonic()
@@ -370,7 +370,7 @@ class Dispatcher:
             try:
                 await self._look_up_silent()
             except QueueUnavailable:
-                continue  # the next iteration finds them again
+                continue  # the next iteration looks again
 
     async def _look_up_silent(self) -> None:
         """Look up silent requests, shard by shard. Raises: QueueUnavailable, if one does not answer."""
@@ -447,7 +447,7 @@ class Dispatcher:
             call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
 
     async def _resubmit(self, call: OpenCall, choice: int) -> None:
-        """Submit a choice again that Redis lost, or whose tokens it lost; it goes on after those that arrived.
+        """Resubmit a choice that Redis lost, or whose tokens it lost. It continues after the tokens that arrived.
 
         The new id fences workers that still run the lost request. No limit applies, because the request was accepted.
         Raises: QueueUnavailable.

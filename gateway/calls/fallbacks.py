@@ -11,12 +11,12 @@ from shared.telemetry.metrics import GatewayMetrics
 
 _FULL = ("queue_full", "open_tokens")  #: reasons for which a model's queue refuses a request
 
-#: Opens the request with a model. None: it is answered.
+#: Queues the request to a model. None: the request was answered at once.
 Ask = Callable[[str], Awaitable[Reply | None]]
 
 
 class Fallbacks:
-    """The fallback of each model. The fallback's own one is not used."""
+    """The fallback model of each model. Fallbacks are not chained."""
 
     def __init__(
         self, names: Mapping[str, str], models: ModelDirectory, metrics: GatewayMetrics
@@ -28,10 +28,10 @@ class Fallbacks:
     async def ask(
         self, ask: Ask, asked: str, surface: Surface, context: RequestContext, recorder: Recorder
     ) -> Reply | None:
-        """Ask a model, or its fallback.
+        """Queue a request to a model, or to its fallback.
 
-        Vectors, scores and token counts of another model would be wrong, so only generated text falls back. If the
-        fallback refuses the request, the outcome is the model's own. Raises: as `ask`.
+        Only generated text falls back, as vectors, scores and token counts of another model would be wrong. If the
+        fallback refuses the request, this error is ignored, and the request is the model's again. Raises: as `ask`.
         """
         models, tenant = self._models, context.tenant
         name = asked if asked in self._names else models.target(asked)
@@ -53,7 +53,7 @@ class Fallbacks:
             except Overloaded as error:
                 if error.reason not in _FULL:
                     raise
-                refused = error.with_traceback(None)  # whose frames retain the body
+                refused = error.with_traceback(None)  # frames would retain the body
         model = recorder.model
         context.fallback_from = asked
         try:

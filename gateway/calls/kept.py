@@ -32,7 +32,7 @@ class KeptAnswers:
         self._ttl_s = ttl_s
 
     async def put(self, tenant: str, name: str, data: bytes, images: tuple[ImageRef, ...]) -> None:
-        """Store an answer; the oldest ones are evicted beyond the limit.
+        """Store an answer. Beyond the limit, the oldest answers are evicted.
 
         Does nothing if the time to live is 0.
         """
@@ -47,7 +47,7 @@ class KeptAnswers:
         await asyncio.gather(*(self._blobs.hold(each, holder, ttl_s=ttl_s) for each in set(images)))
 
     async def put_image(self, tenant: str, image: LoadedImage, data: bytes) -> bool:
-        """Store an image with its description, or renew it. Returns False beyond the limit."""
+        """Store an image with its description, or renew it. Returns whether it was stored."""
         if self._ttl_s <= 0:
             return False
         name = image_name(tenant, image.ref.sha256)
@@ -86,7 +86,7 @@ class KeptAnswers:
         record = await self.get(tenant, name) if len(name) <= _MAX_NAME_CHARS else None
         if record is None:
             raise InvalidRequest(
-                "No such image is stored for this key, or no longer: upload it again, or send it "
+                "This key has no such image, or the image has expired: upload it again, or send it "
                 "as a data: URL.",
                 param=source.param,
                 code="file_not_found",
@@ -118,7 +118,7 @@ def image_name(tenant: str, sha256: str) -> str:
 
 
 def _owner(tenant: str) -> str:
-    """The owner of a tenant's records; not a secret."""
+    """The owner of a tenant's records: a hash, which is not secret."""
     return hashlib.sha256(b"records " + tenant.encode()).hexdigest()[:32]
 
 

@@ -2,7 +2,7 @@
 
 The estimate is four characters per token, the tokens of images, and the longest answer that the request allows.
 Redis checks the limits in the call that queues the request, so that all gateways together admit as much as one.
-`Refunds` returns unused tokens. A key over its own limit gets 429; a full fleet gives 503.
+`Refunds` returns unused tokens. A key over its limit gets 429; full queues give 503.
 """
 
 import asyncio
@@ -46,16 +46,16 @@ from shared.settings.limits import LimitSettings
 from shared.settings.tree import Prices
 
 CHARS_PER_TOKEN = 4
-TOKENS_PER_IMAGE = 576  #: LLaVA-1.5; for models with images of variable size
+TOKENS_PER_IMAGE = 576  #: as in LLaVA-1.5; for models whose images vary in size
 #: Estimated length of an answer without a limit, until it has ended.
 OPEN_ANSWER_TOKENS = 512
-#: Most that a chat template, or a model's prompt for texts, adds to each prompt; for budgets.
+#: Maximum tokens that a chat template or an embedding prompt adds to each prompt; for budgets.
 TOKENS_PER_PROMPT = 256
 #: Logprobs that take as much memory in Redis as one output token.
 LOGPROBS_PER_TOKEN = 5
 #: Output tokens that take as much memory in Redis as one vector.
 TOKENS_PER_VECTOR = 16
-#: Remembered refusals.
+#: Maximum number of cached refusals.
 MAX_REFUSED = 10_000
 NO_LIMITS = Limits()
 _REFUND_PAUSE_S = 0.25
@@ -71,14 +71,14 @@ class BudgetExceeded(Overloaded):
 
     def __init__(self, budget: float, period: Period) -> None:
         _, ends_at = period_of(period, now := time.time())  # noqa: TID251
-        message = f"This key has spent its budget of ${budget:g} per {period}. Ask for a larger one, or wait."
+        message = f"This key has spent its budget of ${budget:g} per {period}. Wait, or ask for a larger one."
         super().__init__(
             "key_budget", message, code="insufficient_quota", retry_after_s=math.ceil(ends_at - now)
         )
 
 
 class KeyLimits:
-    """Limits of each queue. `overloaded` creates the error for a full fleet."""
+    """Limits of each queue. `overloaded`: creates the error for a full queue."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class KeyLimits:
         find_key: Callable[[str], KeyRecord | None] | None = None,
         prices: Mapping[str, Prices] | None = None,
     ) -> None:
-        """`find_key` returns the stored key of a tenant. `prices`: by patterns of model names, the first that matches."""
+        """`find_key` returns the stored key of a tenant. `prices`: by model name pattern; the first match applies."""
         self._prices = prices or {}
         self._find_key = find_key or (lambda tenant: None)
         self._limits = limits
@@ -99,7 +99,7 @@ class KeyLimits:
         self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
     def key_name(self, tenant: str) -> str:
-        """The name of a tenant's stored key, without that of a guest; empty without one."""
+        """The name of a tenant's stored key, without a guest's name; empty if it has none."""
         key = self._find_key(tenant)
         return "" if key is None else key.name.partition(":")[0]
 
@@ -116,12 +116,12 @@ class KeyLimits:
     def limits(self, priority: Priority, tenant: str) -> Limits | None:
         """The limits of a tenant's requests. None if nothing is limited.
 
-        Raises: AuthenticationError if its key has ended since the request was received.
+        Raises: AuthenticationError if the key was revoked or expired since the request was received.
         """
         quota = self._quotas[priority]
         if (key := self._find_key(tenant)) is not None:
             if not key.is_active(time.time()):  # noqa: TID251
-                raise AuthenticationError("This API key has ended.", code="invalid_api_key")
+                raise AuthenticationError("The key was revoked or expired.", code="invalid_api_key")
             quota = replace(
                 quota,
                 max_tenant_requests=_part(priority, key.open_requests) or quota.max_tenant_requests,
@@ -155,7 +155,7 @@ class KeyLimits:
         )
 
     def charge(self, calls: Sequence[Call], card: ModelCard, num_prompts: int = 1) -> Charge:
-        """How a request is counted when it ends. `num_prompts` as in `Plan`."""
+        """How a request is billed when it ends. `num_prompts`: as in `Plan`."""
         first, prices = calls[0], (0.0, 0.0, 0.0, 0.0)
         own = calls[:: len(calls) // num_prompts]  # the first call of each prompt
         name, _, _ = first.model.partition("@")  # without the version of a deployment
@@ -174,7 +174,7 @@ class KeyLimits:
         return Charge(num_images, prices, budget, "output" if finds_segments else "request")
 
     def check(self, model: str, tenant: str) -> None:
-        """Refuse a key without asking Redis while its request limit cannot have recovered.
+        """Refuse a request without asking Redis while the key's request limit cannot have recovered.
 
         Raises: RateLimited.
         """
@@ -197,7 +197,7 @@ class KeyLimits:
             return self._overloaded(refused.reason)
         if refused.reason == "key_budget" and (key := self._find_key(tenant)) is not None:
             return BudgetExceeded(key.budget, key.period)
-        # Tokens may be refunded at any moment.
+        # Only refusals for requests are cached: tokens may be refunded at any moment.
         if refused.reason == "key_requests":
             if len(self._refused) >= MAX_REFUSED:
                 del self._refused[next(iter(self._refused))]  # the oldest entry
@@ -221,7 +221,7 @@ class KeyLimits:
 
 
 def to_quota(limits: LimitSettings, priority: Priority) -> Limits:
-    """Limits of open calls; batch calls leave half of the tokens and requests to interactive ones."""
+    """The limits of the settings. Batch calls may use half of the open tokens and requests."""
     return Limits(
         max_tokens=_part(priority, limits.max_open_tokens),
         max_tenant_requests=_part(priority, limits.max_key_open_requests),
@@ -231,7 +231,7 @@ def to_quota(limits: LimitSettings, priority: Priority) -> Limits:
 
 
 def _part(priority: Priority, most: int) -> int:
-    """What the calls of a priority may take of a limit."""
+    """The part of a limit that calls of a priority may use."""
     return max(1, most // 2) if priority is Priority.BATCH and most > 0 else most
 
 
@@ -285,7 +285,7 @@ def _num_token_ids(task: Embed | Rerank | Run) -> int:
 def most_nano_dollars(
     call: Call, card: ModelCard, prices: tuple[float, float, float, float]
 ) -> float:
-    """The most that a call can cost: each byte may be a token, also the bytes that say who wrote what."""
+    """The maximum cost of a call: each byte of its encoding may be a token."""
     price_in, price_cached, price_out, price_image = prices
     price_in = max(price_in, price_cached)
     task = call.task
@@ -309,7 +309,7 @@ def most_nano_dollars(
 
 
 def _num_billed_images(task: Task) -> int:
-    """Audio that is cut into segments is billed once, with the first."""
+    """Audio that is cut into segments is billed once, with its first segment."""
     if isinstance(task, Tokenize) and task.finds_segments:
         return 0
     return len([image for image in task.images if not image.start_s])
@@ -336,7 +336,7 @@ class Refunds:
     """Returns unused tokens of rate-limit reservations to Redis, in the background.
 
     A token limit reserves the most that a request may use. The actual length is in Redis, also if the worker died;
-    a request that outlives its client is polled until it ends. If this gateway dies first, the reservation stays.
+    a request that outlives its client is polled until it ends. If this gateway dies first, nothing is refunded.
     """
 
     def __init__(self, queue: GatewayQueue) -> None:
@@ -345,7 +345,7 @@ class Refunds:
 
     @property
     def num_open(self) -> int:
-        """Requests without a client that are not refunded yet."""
+        """Closed requests that are not refunded yet."""
         return len(self._open)
 
     def add(self, reservation: Reservation) -> None:

@@ -3,7 +3,7 @@
     in:   admission, body, surface.read, model, capability, surface.plan, limits, images, queue
     out:  events, answer.whole or answer.frames, client; recorded once, refunded, closed
 
-Checks are ordered from cheap to expensive. Every exit path closes the call, which cancels the fleet's work. An API
+Checks are ordered from cheap to expensive. Every exit path closes the call, which cancels it on the workers. An API
 is a `gateway.calls.surface.Surface`.
 """
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = b"x-vlm-package"
 _WATCH_AFTER_S = 0.02  #: before checking whether the client has disconnected
-_LEAST_TIMEOUT_S = 0.1  #: of a request whose media took all of its time
+_LEAST_TIMEOUT_S = 0.1  #: of a request that used its time to load media
 #: Images that are not released expire this long after the request's deadline.
 _IMAGE_GRACE_S = 60.0
 
@@ -111,11 +111,11 @@ class Lifecycle:
         recorder.stop(exchange.status)
         if context.route:  # not for a line of a batch
             self.metrics.record_http("POST", context.route, exchange.status)
-        # On the next iteration of the loop: this one sends the answer.
+        # Logged in the next iteration of the event loop, as this iteration sends the answer.
         asyncio.get_running_loop().call_soon(recorder.account, exchange.status)
 
     async def serve_stream(self, surfaces: Mapping[str, Surface], exchange: Exchange) -> None:
-        """Answer a client that resumes a stream. The original request is recorded where it arrived."""
+        """Answer a client that resumes a stream. Only the original request is recorded, where it arrived."""
         context = exchange.context
         reply, error = None, None
         try:
@@ -133,7 +133,7 @@ class Lifecycle:
     ) -> list[ChoiceEvent]:
         """Run a plan for an API that needs vectors or scores for its answer.
 
-        It is a request of `surface` of its own in metrics, log and queue. Cancelling it releases its resources.
+        Metrics, log and queue treat it as a separate request of `surface`. Cancellation releases its resources.
         Raises: ApiError, Gone.
         """
         context = replace(context, id=secrets.token_hex(16), received_at=time.perf_counter())
@@ -250,7 +250,7 @@ class Lifecycle:
         clock: StageClock,
         held: HeldBody,
     ) -> Plan:
-        """The plan with a task for each segment of its audio, which a worker finds. Raises: ApiError, Gone."""
+        """Ask a worker for the audio's segments. Returns the plan with a task per segment. Raises: ApiError, Gone."""
         began_at = time.perf_counter()
         recorder = Recorder(surface, replace(context, id=secrets.token_hex(16)), self.metrics)
         sources = await self.kept.find_images(context.tenant, plan.images)
@@ -277,7 +277,7 @@ class Lifecycle:
         record = await self.kept.get(context.tenant, name)
         if record is None:
             raise NotFound(
-                "The previous answer is not stored, or no longer: send the whole conversation.",
+                "The previous answer was not stored, or has expired: send the whole conversation.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
@@ -320,7 +320,7 @@ class Lifecycle:
         held: HeldBody,
         resumable_id: str = "",
     ) -> OpenCall:
-        """Queue one call per task, or the only one with the id `resumable_id`.
+        """Queue one call per task. `resumable_id`: the id of the only call, if it is resumable.
 
         Raises: InvalidRequest, Overloaded, BlobsUnavailable, RecordsUnavailable, QueueUnavailable.
         """
@@ -546,7 +546,7 @@ class Lifecycle:
 
 
 class _Watch:
-    """Closes a call when its client disconnects. Starts after a delay that quick answers do not reach."""
+    """Closes a call when its client disconnects. Starts after a delay, to cost nothing for quick answers."""
 
     def __init__(self, exchange: Exchange, call: OpenCall) -> None:
         self._exchange = exchange
@@ -618,7 +618,7 @@ def _plain(answer: Answer) -> Answer:
 async def _fail(
     exchange: Exchange, surface: Surface | None, error: ApiError, reply: Reply | None
 ) -> None:
-    """Report an error: by the status before the answer has begun, by a last frame afterwards."""
+    """Report an error: by status if the answer has not begun, else in a last frame."""
     if exchange.status is None or surface is None or reply is None:
         await exchange.fail(error, surface and surface.error)
         return

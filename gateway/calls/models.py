@@ -1,7 +1,7 @@
-"""The models of the fleet, as their workers announce them; refreshed in the background.
+"""The served models, as registered by workers; refreshed in the background.
 
-A model stays listed for two minutes after its last worker is gone, and its requests wait in the queue; a deployment
-stays listed as long as it exists. For a day afterwards, requests to the model get 503.
+A model stays listed for two minutes after its last worker has stopped, while its requests wait in the queue. For a
+day afterwards, requests to the model get 503. A deployment stays listed as long as it exists.
 """
 
 import asyncio
@@ -45,15 +45,15 @@ from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import OutageLog
 from shared.settings.tree import ModelDefaults
 
-READ_PAUSE_S = 5.0  #: between two readings of the routes
-#: Time limit of waiting for the first reading.
+READ_PAUSE_S = 5.0  #: between two reads of the routes
+#: Timeout of the first read.
 _FIRST_READ_S = 2.0
 
 logger = logging.getLogger(__name__)
 
 
 class RouteTable:
-    """Routes by name. The store is read at intervals, beside the registry, which does not wait for it."""
+    """Routes by name. The store is read at intervals, in a task of its own: the registry does not wait for it."""
 
     def __init__(self, store_url: str) -> None:
         """`store_url` empty: there are no routes."""
@@ -64,11 +64,11 @@ class RouteTable:
         self._read_at = float("-inf")
 
     def put(self, record: RouteRecord) -> None:
-        """A route that was just recorded."""
+        """Add a route that was just recorded in the store."""
         self.records = {**self.records, record.name: record}
 
     async def refresh(self) -> None:
-        """Begin to read the store if it is time. Waits for the first reading alone."""
+        """Start to read the store if it is due. Waits only for the first read."""
         is_due = time.monotonic() - self._read_at >= READ_PAUSE_S
         if self._url and is_due and (self._reading is None or self._reading.done()):
             self._read_at = time.monotonic()
@@ -94,12 +94,11 @@ class RouteTable:
 _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
 _MISS_PAUSE_S = 0.1  #: minimum interval of early refreshes for unknown names
-_ROUTES_KEPT_S = 60.0  #: deployments that are gone from Redis
-_GONE_AFTER_S = 120.0  #: without a worker and a deployment
+_ROUTES_KEPT_S = 60.0  #: how long deployments that Redis has lost are kept
+_GONE_AFTER_S = 120.0  #: a model without worker or deployment is not listed
 _MAX_NAMES = 8  # in error messages
-MAX_ADAPTER_LABELS = (
-    200  #: later adapters are counted as their model: the number of names is unbounded
-)
+#: Further adapters are counted as their model, as the number of names is unbounded.
+MAX_ADAPTER_LABELS = 200
 OTHER = "other"  #: label of unknown models
 
 OnModels = Callable[[Iterable[str]], Coroutine[Any, Any, None]]
@@ -108,7 +107,7 @@ OnDeployments = Callable[[Mapping[str, App], Sequence[WorkerRecord]], None]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The versions of a name: the others serve a share of its requests, the first one the rest."""
+    """The versions of a name. `others` serve a ratio of the requests each, and `card` the rest."""
 
     card: ModelCard
     others: tuple[tuple[ModelCard, float], ...] = ()
@@ -119,7 +118,7 @@ class Route:
         return Route(change(self.card), others)
 
     def pick(self, side: str) -> ModelCard:
-        """The version for a client or a request; stable."""
+        """The version for a client or a request; the same for the same `side`."""
         digest = hashlib.blake2b(f"{self.card.name}\0{side}".encode(), digest_size=8).digest()
         point = int.from_bytes(digest, "big") / 2**64
         for card, share in self.others:
@@ -130,11 +129,11 @@ class Route:
 
 
 class ModelDirectory:
-    """The model cards of the fleet.
+    """The model cards of the served models.
 
-    `on_models` is called before requests to a new model are accepted. `deployments` is their state, if the fleet
-    has any, and `store_url` the store of packages; `on_deployments` is called with every refresh. `aliases` are
-    other names of models; a served model of the same name goes first. `defaults`: of sampling fields, by name.
+    `on_models`: called before requests to a new model are accepted. `deployments`: None if there are none.
+    `on_deployments`: called with every refresh. `store_url`: the package store. `aliases`: other names of models;
+    served models of the same name take precedence. `defaults`: defaults of sampling fields, by model name.
     """
 
     def __init__(
@@ -155,10 +154,10 @@ class ModelDirectory:
         self._on_deployments = on_deployments
         self._deployments = deployments
         self.routes: dict[str, Route] = {}  #: by name
-        self._deployed: dict[str, Route] = {}  # those of deployments
+        self._deployed: dict[str, Route] = {}  # only of deployments
         self._aliases = aliases
         self._defaults = {name: d.model_dump(exclude_none=True) for name, d in defaults.items()}
-        self.aliases: dict[str, str] = {}  #: those of known models
+        self.aliases: dict[str, str] = {}  #: only of known models
         self._routes_seen_at = float("-inf")
         self._apps: Mapping[str, App] = {}
         self.table = RouteTable(store_url)
@@ -166,8 +165,8 @@ class ModelDirectory:
         self.cards: dict[str, ModelCard] = {}
         self.adapters: dict[str, ModelCard] = {}  #: by `model:adapter`
         self._adapter_labels: set[str] = set()
-        self._gone: frozenset[str] = frozenset()  # models that have been without a worker for long
-        self._other_versions: dict[str, ModelCard] = {}  # models that only such workers serve
+        self._gone: frozenset[str] = frozenset()  # models that had no worker for long
+        self._other_versions: dict[str, ModelCard] = {}  # served by other versions only
         self.num_workers: Counter[str] = Counter()  #: by model
         #: By model: the smallest number of concurrent requests of a worker.
         self.num_seats: dict[str, int] = {}
@@ -186,7 +185,7 @@ class ModelDirectory:
         return time.monotonic() - self._refreshed_at < _STALE_AFTER_S
 
     def served(self) -> list[ModelCard]:
-        """Models by their names for clients, without aliases: a deployment's name stands for its versions."""
+        """The models without aliases. A deployment is listed under its name, and not its versions."""
         deployed = [route.card for name, route in self.routes.items() if name not in self.aliases]
         own = [
             card
@@ -201,16 +200,16 @@ class ModelDirectory:
         return in_full(app.active.needs) if app is not None and app.active is not None else None
 
     def target(self, name: str) -> str:
-        """The model of an alias, whether it is known or not; the name itself, if it is not an alias."""
+        """The model of an alias, even if it is unknown; a name that is no alias is returned unchanged."""
         return self._aliases.get(name, name)
 
     def num_ready(self, name: str) -> int:
-        """Workers that take requests to a name now."""
+        """Number of workers that accept requests to a name now."""
         card = self._known(name, "")
         return 0 if card is None else self.num_workers[card.queue]
 
     def is_at_rest(self, name: str) -> bool:
-        """Whether it is a deployment without instances, which a request starts."""
+        """Whether the name is a deployment without instances, which a request would start."""
         app = self._apps.get(self.aliases.get(name, name))
         return app is not None and app.active is not None and app.desired == 0
 
@@ -218,7 +217,7 @@ class ModelDirectory:
         """Read the registry. Raises: QueueUnavailable, RedisError, OSError."""
         async with self._lock:
             known = await self.registry.models()
-            workers = await self.registry.workers()  # second: a worker registers before its model
+            workers = await self.registry.workers()  # after the models: workers register before their model
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
             deployed, versions = await self._read_routes({card.name for card in known})
             await self.table.refresh()
@@ -269,7 +268,7 @@ class ModelDirectory:
                 self.routes[name] = route.changed(self._with_defaults)
 
     def _with_defaults(self, card: ModelCard) -> ModelCard:
-        """A card with the operator's defaults of its name."""
+        """The card with the operator's sampling defaults."""
         values = self._defaults.get(card.name)
         return replace(card, sampling=replace(card.sampling, **values)) if values else card
 
@@ -278,7 +277,7 @@ class ModelDirectory:
     ) -> tuple[dict[str, Route], list[ModelCard]]:
         """Deployments that can serve, and the cards of their versions, which may have no worker.
 
-        A deployment that cannot be read keeps its last state. `known` are the models of the registry.
+        A deployment that cannot be read keeps its last state. `known`: the registered models.
         """
         if self._deployments is None:
             return {}, []
@@ -296,7 +295,7 @@ class ModelDirectory:
         return routes, [each.card for each in revisions if each.card is not None]
 
     async def _open(self, names: list[str]) -> None:
-        """Report new models, in a new context: what this starts outlives the current request."""
+        """Call `on_models` in a new context, as its tasks outlive the current request."""
         loop = asyncio.get_running_loop()
         await loop.create_task(self._on_models(names), context=Context())
 
@@ -313,14 +312,14 @@ class ModelDirectory:
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
     async def find(self, name: str, side: str = "", task: str = "", tenant: str = "") -> ModelCard:
-        """A model's card. `side` identifies the client or request for the canary's share; `task` is the required task.
+        """A model's card. `side`: client or request, which decides on the canary. `task`: the required task, for errors.
 
-        Raises: NotFound; Forbidden if the tenant may not use it; Overloaded if the workers speak another protocol version; QueueUnavailable, RedisError,
-        OSError.
+        Raises: NotFound; Forbidden if the tenant may not use the model; Overloaded if its workers have another protocol
+        version; QueueUnavailable, RedisError, OSError.
         """
         self.check_use(tenant, name)
         card = self._known(name, side)
-        if card is None:  # it may have been announced since the last refresh
+        if card is None:  # the model may have registered since the last refresh
             looked_at = self._refreshed_at
             await asyncio.sleep(looked_at + _MISS_PAUSE_S - time.monotonic())
             if self._refreshed_at == looked_at:
@@ -334,7 +333,7 @@ class ModelDirectory:
         """Raises: Forbidden if the tenant may not use the model."""
         if not self.may_use(tenant, name):
             raise Forbidden(
-                "This API key may not use this model: GET /v1/models lists those that it may.",
+                "This API key may not use this model: GET /v1/models lists allowed models.",
                 param="model",
                 code="model_not_allowed",
             )
@@ -390,7 +389,7 @@ class ModelDirectory:
         await asyncio.shield(self._looking)
 
     def label(self, name: str) -> str:
-        """The name of a known model, else `other`: labels of metrics must be few. An alias counts as its model."""
+        """A model's label in metrics: its name if it is known, else `other`. An alias has its model's label."""
         name = self.aliases.get(name, name)
         if name in self.cards or name in self.routes:
             return name
@@ -403,9 +402,9 @@ class ModelDirectory:
 
 
 def _adapters(cards: Mapping[str, ModelCard], live: Iterable[ModelCard]) -> Iterator[ModelCard]:
-    """Adapters of live workers, or of the last workers of a model without one.
+    """Adapters of live workers, or of the model's card if it has no live worker.
 
-    Of two with the same name, the later one.
+    Of two adapters with the same name, the newer one.
     """
     found: dict[str, dict[str, AdapterCard]] = {}
     for card in live:
@@ -441,7 +440,7 @@ def _to_route(app: App) -> Route | None:
 def _weighted(
     records: Iterable[RouteRecord], cards: Mapping[str, ModelCard]
 ) -> Iterator[tuple[str, Route]]:
-    """Routes by weight. Their order is that of the record, so that few clients move as weights do."""
+    """Routes by weight. Versions keep the record's order, so that a change of weights moves few clients."""
     for record in records:
         found = [
             (_renamed(record.name, cards[each.card.name]), each.weight)
@@ -467,7 +466,7 @@ def _renamed(name: str, card: ModelCard) -> ModelCard:
 
 
 def _common_card(card: ModelCard, other: ModelCard) -> ModelCard:
-    """A card with the smallest pixel limit of the model's workers, which all apply, and the media that all take."""
+    """The card for both workers: the smaller pixel limit, which all workers apply, and the media that both accept."""
     for name in ("supports_video", "supports_audio"):
         if getattr(card, name) and not getattr(other, name):
             card = replace(card, **{name: False})

@@ -51,11 +51,10 @@ class ChoiceProgress:
         self.has_started = False
         self.has_values = False
         self.has_gap = False
-        self.is_split = (
-            False  #: an event repeats tokens and has new ones: the rest must be computed again
-        )
+        #: An event has known and new tokens: the rest must be computed again.
+        self.is_split = False
         self.is_finished = False
-        self.is_settled = False  #: the fleet ended it: nothing to cancel
+        self.is_settled = False  #: it has ended: nothing to cancel
         self.token_ids: list[int] = []
         #: Number of tokens before the event that is held back.
         self._num_expected = 0
@@ -68,7 +67,7 @@ class ChoiceProgress:
         self.has_gap = self.is_split = False
 
     def accept(self, event: CallEvent) -> CallEvent | None:
-        """Returns a new event, a failure if it contradicts earlier ones, else None."""
+        """Returns a new event, a failure if it contradicts earlier events, else None."""
         if self.is_finished or event.attempt < self.attempt:
             return None
         self.attempt = event.attempt
@@ -158,8 +157,8 @@ class OpenCall:
         self.is_closed = False
         self.tenant = ""
         self.is_resumable = False  #: continues after `close`
-        self.listen: LookUp | None = None  #: of a follower of another call's request
-        self.images: tuple[ImageRef, ...] = ()  #: of the request that it submitted
+        self.listen: LookUp | None = None  #: set if another call submitted the request
+        self.images: tuple[ImageRef, ...] = ()  #: of the submitted request
         self.submitted: Sequence[Call] = ()  #: one for each choice
         self.charge: Charge | None = None
         self.num_resubmits = 0
@@ -180,11 +179,11 @@ class OpenCall:
 
     @property
     def unsettled_ids(self) -> list[str]:
-        """Ids of the choices that the fleet has not ended."""
+        """Ids of the choices that have not ended."""
         return [choice.request_id for choice in self.choices if not choice.is_settled]
 
     def can_resubmit(self, choice: int) -> bool:
-        """Whether a choice that Redis lost can be submitted again. Tokens without ids cannot be compared."""
+        """Whether a choice that Redis lost can be submitted again. Not with tokens without ids, which cannot be compared."""
         progress = self.choices[choice]
         return (
             bool(self.submitted)
@@ -196,7 +195,7 @@ class OpenCall:
         )
 
     def settle(self) -> None:
-        """Mark all choices as ended by the fleet: there is nothing to cancel."""
+        """Mark all choices as ended, so that nothing is cancelled."""
         for choice in self.choices:
             choice.is_settled = True
 
@@ -259,7 +258,7 @@ class OpenCall:
             callback(self)
 
     def when_closed(self, callback: Callable[["OpenCall"], object]) -> None:
-        """Call a function when this is closed; now, if it is closed."""
+        """Run `callback` when the call is closed, or now if it is closed already."""
         if self.is_closed:
             callback(self)
         else:

@@ -35,7 +35,7 @@ from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns, 
 if TYPE_CHECKING:
     from shared.telemetry.spans import RequestSpan, Tracer
 
-_LARGEST_INT = 2**63 - 1  #: of an attribute; larger values are refused elsewhere
+_LARGEST_INT = 2**63 - 1  #: largest attribute; requests with larger values are refused
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Recorder:
         self.priority = Priority.INTERACTIVE
         self.num_prompts = 1
         self.outcome = "cancelled"
-        #: Whether the request follows another one, which is counted in its place.
+        #: Whether the request reads the answer of an earlier request, which is counted instead.
         self.is_followed = False
         self._is_streamed = False
         self._num_choices = 0
@@ -96,7 +96,7 @@ class Recorder:
         self._span: RequestSpan | None = None
         self._tracer: Tracer | None = None
 
-    # On the way in
+    # Request
 
     def trace(self, tracer: "Tracer") -> None:
         begin_ns = epoch_ns(time.perf_counter() - self.clock.received_at)
@@ -121,12 +121,12 @@ class Recorder:
         return self._span is not None
 
     def begin(self, call: OpenCall, *, is_streamed: bool) -> None:
-        """Note that the call was queued, or that it follows another one."""
+        """Note that the call was queued, or that it reads the answer of an earlier request."""
         self.is_followed = call.is_follower
         self._is_streamed = is_streamed
         self._num_choices = len(call.choices)
 
-    # On the way back
+    # Events
 
     @property
     def is_complete(self) -> bool:

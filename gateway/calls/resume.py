@@ -30,7 +30,7 @@ from shared.queue.resume import ResumableCalls
 RESUMABLE_HEADER = b"x-vlm-resumable"
 KEY_HEADER = b"idempotency-key"
 LAST_ID_HEADER = b"last-event-id"
-#: A request without one of these ends when its client disconnects.
+#: A request without one of these headers ends when its client disconnects.
 RESUME_HEADERS = frozenset({RESUMABLE_HEADER, KEY_HEADER})
 STREAM_PATH = "/v1/streams/"
 
@@ -54,7 +54,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     surface: str
     model: str
     tenant: str
-    #: Hash of the request: an idempotency key stands for one request only.
+    #: Hash of the request: another request with the same idempotency key is refused.
     fingerprint: str
     created: int
     shows_timings: bool
@@ -63,7 +63,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     queue: str = ""  #: model whose queue has the calls; empty: the request's model
     package: str = ""  #: package of a deployed model
     images: tuple[ImageRef, ...] = ()  #: of a request whose answer may be stored
-    shard: str = ""  #: the end of the call's id
+    shard: str = ""  #: suffix of the call's id
 
     @property
     def queue_model(self) -> str:
@@ -85,7 +85,7 @@ def is_resumable(context: RequestContext, plan: Plan) -> bool:
         return False
     if len(plan.tasks) != 1:
         raise InvalidRequest(
-            "A resumable request makes one answer: send one prompt, with n 1, or audio of one segment.",
+            "A resumable request has one answer: send one prompt with n = 1, or audio of one segment.",
             param="n",
             code="invalid_value",
         )
@@ -101,7 +101,7 @@ def is_resumable(context: RequestContext, plan: Plan) -> bool:
 
 
 def _fingerprint(context: RequestContext, request: Request) -> str:
-    """The same for equal requests. Empty without an idempotency key."""
+    """A hash of the request. Empty without an idempotency key."""
     if KEY_HEADER not in context.headers:
         return ""
     return hashlib.sha256(msgspec.json.encode(request)).hexdigest()
@@ -146,7 +146,7 @@ def _is_retryable(log: Sequence[bytes]) -> bool:
     """Whether the call's failure tells the client to send the request again."""
     try:
         events = decode_log(log)
-    except msgspec.MsgspecError:  # its followers get an error
+    except msgspec.MsgspecError:  # clients that read it get an error
         return False
     return bool(events) and isinstance(events[-1], Failed) and from_failed(events[-1]).should_retry
 
@@ -312,9 +312,9 @@ class Resume:
             await self.records.replace(request_id, msgspec.json.encode(record), self.keep_s)
 
     async def _has_answer(self, model: str, choice_id: str) -> bool:
-        """Whether a call is known and does not have to be sent again.
+        """Whether a call exists and has not failed with an error that asks the client to retry.
 
-        A failure that asks the client to retry is deleted. Raises: QueueUnavailable.
+        A call that has failed so is deleted. Raises: QueueUnavailable.
         """
         state = await self.queue.state(model, choice_id)
         if state is None or state.state != "failed":
@@ -325,9 +325,9 @@ class Resume:
         return False
 
     def when_ended(self, call: OpenCall, callback: Callable[[], object]) -> None:
-        """Call a function when a resumable request ends without its client.
+        """Run `callback` when a resumable request has ended, also if its client has left.
 
-        It is not called if this gateway stops first or cannot reach Redis.
+        Not run if this gateway stops first or cannot reach Redis.
         """
 
         def on_close(call: OpenCall) -> None:
@@ -356,7 +356,7 @@ class Resume:
             return await submit(call_id)
         except DuplicateRequest:  # an earlier attempt queued it
             return await self._follow(call_id, model)
-        except QueueUnavailable:  # it may be queued: a retry finds out
+        except QueueUnavailable:  # the call may be queued: a retry will find it
             raise
         except BaseException:
             if is_new:
@@ -394,7 +394,7 @@ class Resume:
             record = _decode(data)
             if record is not None:
                 return _same(record, wanted)
-            # Only its own version can compare the request; this matters while it runs.
+            # Only a gateway of the record's version can compare the requests: refuse while the call runs.
             call_id = _to_call_id(request_id, wanted.shard)
             if await self.queue.state(wanted.queue_model, call_id) is not None:
                 break
@@ -426,9 +426,8 @@ class Resume:
     def _forget_lost(self, call: OpenCall) -> None:
         """Delete the record of a request that Redis does not know."""
         [choice] = call.choices
-        has_waited = (
-            time.monotonic() >= call.begins_by
-        )  # otherwise the record may be of a later attempt
+        # before `begins_by`, the record may be of a later attempt
+        has_waited = time.monotonic() >= call.begins_by
         if choice.is_finished and choice.attempt == 0 and has_waited:
             self.dispatcher.spawn(self._forget(_to_request_id(choice.request_id)))
 

@@ -27,7 +27,7 @@ from shared.protocol import Finished, ModelCard, Priority, Task, Usage
 from shared.records.store import Record
 from shared.settings.limits import LimitSettings
 
-#: Position (output tokens, then frames of the end) and bytes of a frame.
+#: Position and bytes of a frame. The position counts output tokens, then the frames after the last token.
 Frame = tuple[int, bytes]
 
 _NO_USAGE = Usage(0)
@@ -43,7 +43,7 @@ class Request(Protocol):
 
     @property
     def user(self) -> str | None:
-        """The client's name of its user; the log has a short hash of it."""
+        """The end user, of whom the log has only a short hash."""
         ...
 
 
@@ -59,8 +59,7 @@ class Plan(Struct, frozen=True):
     loaded: Sequence[LoadedImage] = ()
     #: Start and end of each task's part of the audio; empty: all of it. Units: seconds.
     audio_parts: Sequence[tuple[float, float]] = ()
-    #: Number of prompts; each run of `len(tasks) // num_prompts` tasks has the same prompt, whose tokens are billed
-    #: once.
+    #: Number of prompts. Each `len(tasks) // num_prompts` successive tasks have the same prompt, which is billed once.
     num_prompts: int = 1
     is_streamed: bool = False
     shows_timings: bool = False
@@ -97,7 +96,7 @@ class Answer(Protocol):
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes: ...
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """The frames of events that arrived together; `totals` are given with the last ones."""
+        """The frames of events that arrived together; `totals`: only with the last events."""
         ...
 
 
@@ -112,7 +111,7 @@ class Surface(Endpoint):
     #: OpenTelemetry's operation name, if there is one.
     operation: str = ""
     is_suggested = True
-    #: Tag of its tasks. A model that does not offer it is refused.
+    #: Tag of its tasks. Models that don't support the task are refused.
     task: str
     #: Prefix of answer ids; the id of the request follows.
     id_prefix: str
@@ -120,7 +119,7 @@ class Surface(Endpoint):
     options: type[Struct] = NoOptions
     #: Numeric fields of the request for its trace.
     traced: Sequence[str] = ()
-    #: The limit on the number of commas in a body.
+    #: Name of the limit on the number of commas in a body.
     commas: str = "max_commas"
     #: Whether a worker cuts the audio of a plan into segments before it is queued.
     cuts_audio: bool = False
@@ -142,7 +141,7 @@ class Surface(Endpoint):
         return self._body.decode(body, context)
 
     def body_type(self, context: RequestContext) -> bytes:
-        """The media type of the body; forms are for APIs that take them."""
+        """The media type of the body. APIs that accept forms override this."""
         return JSON
 
     def plan(self, request: Any, context: RequestContext, card: ModelCard) -> Plan:
@@ -157,7 +156,7 @@ class Surface(Endpoint):
         raise NotImplementedError
 
     def describe(self, request: Any) -> Mapping[str, Any]:
-        """Numbers of the request for its trace, by their names in `gen_ai.request.`; no text."""
+        """Numbers of the request for its trace, by their names in `gen_ai.request.`. Never text."""
         numbers = {_TRACE_NAMES.get(name, name): getattr(request, name) for name in self.traced}
         return numbers | ({"stream": bool(request.stream)} if "stream" in numbers else {})
 

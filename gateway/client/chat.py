@@ -53,7 +53,7 @@ class Conversation:
     def ask(self, question: str, files: list[Path]) -> Generator[str]:
         """Ask a question about files; yields the text of the answer. Raises: ChatError.
 
-        An answer that is cut stays in the conversation; a question without an answer does not.
+        An interrupted answer stays in the conversation; a question without any answer is removed.
         """
         self.messages.append({"role": "user", "content": to_content(question, files)})
         pieces: list[str] = []

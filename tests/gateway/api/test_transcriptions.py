@@ -211,7 +211,7 @@ async def test_a_resumable_request_is_one_call(gateway, worker):
     gateway.client.headers["idempotency-key"] = "a"
     response = await post(gateway, response_format="verbose_json")
     assert response.status_code == 400
-    assert "makes one answer" in response.json()["error"]["message"]
+    assert "has one answer" in response.json()["error"]["message"]
     worker.segment_ends = (5.0,)
     answers = [(await post(gateway, response_format="verbose_json")).json() for _ in range(2)]
     assert answers[0] == answers[1]

@@ -70,7 +70,7 @@ async def test_revoking_a_key_ends_its_streams_on_every_gateway_and_no_others(te
     await team.admin("DELETE", "/alice")
     ended = await asyncio.gather(*streams[:2])
     assert time.monotonic() - began_at < 2.0
-    assert all("The API key of this request has ended." in text for text in ended)
+    assert all("The API key of this request was revoked or expired." in text for text in ended)
     await until(lambda: sum(each.refused == "cancelled" for each in team.worker.answers) == 2)
     assert not any(task.done() for task in streams[2:])
     for task in streams[2:]:
