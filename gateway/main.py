@@ -90,7 +90,7 @@ def create_app(
 
 
 def _find_render(path: str, headers: Mapping[bytes, bytes]) -> Render | None:
-    """The format of errors at a path of no surface; None: OpenAI's."""
+    """The error format for a path that is no surface's. None: OpenAI's."""
     if path.startswith("/api/"):
         return render_ollama
     if path.startswith("/v1/models") and b"anthropic-version" in headers:
@@ -109,8 +109,8 @@ def raise_file_limit(num_needed: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < num_needed:
         logger.warning(
             "%d file descriptors are too few for limits.max_open_requests: raise the limit "
-            "(ulimit -n, LimitNOFILE) to %d, or lower limits.max_open_requests; connections beyond "
-            "it are refused",
+            "(ulimit -n, LimitNOFILE) to %d, or lower limits.max_open_requests; further connections "
+            "are refused",
             soft,
             num_needed,
         )

@@ -312,7 +312,7 @@ class ModelDirectory:
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
     async def find(self, name: str, side: str = "", task: str = "", tenant: str = "") -> ModelCard:
-        """A model's card. `side`: client or request, which decides on the canary. `task`: the required task, for errors.
+        """A model's card. `side`: client or request, which decides on the canary. `task`: for the error.
 
         Raises: NotFound; Forbidden if the tenant may not use the model; Overloaded if its workers have another protocol
         version; QueueUnavailable, RedisError, OSError.

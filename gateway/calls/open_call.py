@@ -183,7 +183,7 @@ class OpenCall:
         return [choice.request_id for choice in self.choices if not choice.is_settled]
 
     def can_resubmit(self, choice: int) -> bool:
-        """Whether a choice that Redis lost can be submitted again. Not with tokens without ids, which cannot be compared."""
+        """Whether a choice that Redis lost can be submitted again. Tokens without ids cannot be compared."""
         progress = self.choices[choice]
         return (
             bool(self.submitted)

@@ -92,7 +92,7 @@ class Conversation:
                     continue
                 yield from self._read_chunk(json.loads(event))
         if not done:
-            raise ChatError("the connection ended before the answer did")
+            raise ChatError("the connection ended before the answer; ask again")
 
     def _read_chunk(self, chunk: dict[str, Any]) -> Iterator[str]:
         if "error" in chunk:
@@ -176,10 +176,10 @@ def first_model(client: httpx.Client) -> str:
     if models:
         names = ", ".join(model["id"] for model in models)
         raise ChatError(
-            f"the server has no chat model: {names} gives vectors or scores. Wait if a chat model is"
+            f"the server has no chat model: it serves {names}. Wait if a chat model is"
             " still loading, or start one, such as `vlm serve --model shapes`"
         )
-    raise ChatError("the server has no model yet; is a worker running?")
+    raise ChatError("the server has no model yet: start a worker, or wait for one")
 
 
 def format_timings(timings: dict[str, float], usage: dict[str, Any]) -> str:
@@ -205,7 +205,7 @@ def run_chat(
     max_tokens: int | None,
     temperature: float,
 ) -> int:
-    """Answer one question, or those that are typed if none is given. Returns the exit code. Raises: ChatError.
+    """Answer one question, or without `question` each line of the input. Returns the exit code. Raises: ChatError.
 
     Prints only answers if the output, or the input of a conversation, is not a terminal.
     """
@@ -273,7 +273,7 @@ class _Terminal:
                 files = []  # sent once: the conversation contains them
 
     def _obey(self, line: str, files: list[Path]) -> list[Path]:
-        """Do a command; returns the files of the next question. Raises: ChatError."""
+        """Run a command. Returns the files of the next question. Raises: ChatError."""
         conversation = self._conversation
         command, _, argument = line.partition(" ")
         match command:

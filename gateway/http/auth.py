@@ -1,7 +1,7 @@
-"""API keys: bearer tokens or `x-api-key`. Those of the settings are compared by digest in constant time.
+"""API keys: bearer tokens or `x-api-key`. Keys of the settings are compared by digest in constant time.
 
-Plain keys are not stored. Without keys the gateway is open, which `check_exposure` allows on loopback addresses
-only. `/metrics` requires a key, one that may load adapters if there are any in the settings: Prometheus sends one with
+Plain keys are not stored. Without keys the gateway is open, which `check_exposure` allows only on loopback addresses.
+With keys, `/metrics` requires one: an admin key, if the settings have admin keys. Prometheus sends a key with
 `authorization: credentials_file`.
 """
 
@@ -21,7 +21,7 @@ from shared.settings.tree import GatewaySettings, SettingsError
 
 MAX_ADDRESSES = 10_000
 WINDOW_S = 60.0
-_IPV6_PREFIX = 64  #: prefix of an address: one customer has at least a /64 network
+_IPV6_PREFIX = 64  #: of the network that counts as one address: a customer has at least a /64
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class StoredKeys(Protocol):
 
 
 class KeyRing:
-    """The accepted keys: those of the settings, and the stored ones."""
+    """The accepted keys: keys of the settings, and stored keys."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class KeyRing:
         root_key: SecretStr | None = None,
         stored: StoredKeys | None = None,
     ) -> None:
-        """`admin_keys` and `deploy_keys` have the rights of other keys too."""
+        """`admin_keys` and `deploy_keys` also have the rights of `api_keys`."""
         roots = () if root_key is None else (root_key,)
         self._roles: dict[str, frozenset[str]] = {  # tenants
             role: frozenset(tenant_of(key) for key in keys)
@@ -114,7 +114,7 @@ class KeyRing:
             raise Forbidden(f"No key may do this: set {setting}.", code="insufficient_permissions")
         if not has_role:
             raise Forbidden(
-                f"This API key may not do this: send one of {setting}, or one that has the role {role}.",
+                f"This API key may not do this: send a key of {setting}, or one with the role {role}.",
                 code="insufficient_permissions",
             )
         return salt
@@ -170,7 +170,7 @@ def tenant_of(key: SecretStr) -> str:
 
 
 class WrongKeys:
-    """Wrong keys of each client address within a minute.
+    """Counts the wrong keys of each client address in a minute.
 
     A valid key always passes, so that nobody can lock out others behind the same proxy. The table is bounded: the
     oldest entry is evicted. `per_minute` 0 disables the limit.

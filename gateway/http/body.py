@@ -36,7 +36,7 @@ _MAX_RETRY_AFTER_S = 30
 
 
 class Admission:
-    """Counts open requests. A context manager around each of them: `with admission:`."""
+    """Counts open requests. A context manager around each request: `with admission:`."""
 
     def __init__(self, max_open: int, max_body_bytes: int) -> None:
         self.max_open = max_open
@@ -77,7 +77,7 @@ class Admission:
         )
 
     def retry_after_s(self) -> int:
-        """Seconds until the open requests are likely to have ended, by the recent rate; jittered."""
+        """Estimated seconds until the open requests have ended, by the recent rate, with jitter."""
         since = time.monotonic() - _WINDOW_S
         num_ended = sum(ended_at > since for ended_at in self._ended_at)
         wait_s = self.num_open * _WINDOW_S / num_ended if num_ended else 1.0
@@ -127,7 +127,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _RUNS = re.compile(rb"\[+|\]+")
 _SHALLOW = 3
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}:,]', re.DOTALL)
-_SEARCHED = 1 << 20  #: leading bytes of a body in which a field that nests too deeply is searched
+_SEARCHED = 1 << 20  #: leading bytes that are searched for the field that nests too deeply
 _TYPED_LEVELS = 8  #: maximum nesting of typed fields around a field with free JSON
 _LISTS = (inspect.ListType, inspect.VarTupleType, inspect.SetType)
 _CONTAINERS = (inspect.StructType, *_LISTS)
@@ -288,7 +288,7 @@ class JsonBody(Generic[T]):
         hints: Mapping[str, str] | None = None,
         unsupported: Unsupported | None = None,
     ) -> None:
-        """`unsupported` are fields that are refused although other unknown ones are ignored."""
+        """`unsupported`: unknown fields that are refused instead of ignored."""
         self._type = type_
         self._decoder = msgspec.json.Decoder(type_)
         self._hints = hints or {}
@@ -386,7 +386,7 @@ def is_deeper(data: bytes, max_levels: int) -> bool:
 
 
 def find_model_name(body: bytes) -> str:
-    """The model that a refused body names. Empty if it is not JSON or names none."""
+    """The model in a refused body. Empty if the body is not JSON or has no model."""
     try:
         return _name_decoder.decode(body).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -394,7 +394,7 @@ def find_model_name(body: bytes) -> str:
 
 
 def locate(problem: str, hints: Mapping[str, str], info: inspect.Type | None = None) -> ApiError:
-    """The error that names the field of a msgspec error and repeats no value.
+    """The error for a msgspec error. It names the field, and does not quote the value.
 
     `info` is the type of the body.
     """

@@ -1,7 +1,7 @@
 """Endpoints: a method of a path, and its entry in the OpenAPI document.
 
-A `Surface` (`gateway.calls.surface`) is served by the fleet. An `Operation` is a method of a `Resource`, served by
-the gateway: JSON in, JSON out.
+A `Surface` (`gateway.calls.surface`) calls workers. An `Operation` is a method of a `Resource`, which the gateway
+answers itself: JSON in, JSON out.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class Endpoint:
     media_type: str = JSON.decode()
     #: Media type of a form that may hold the same fields.
     form_type: str = ""
-    #: Names of error statuses in this API.
+    #: Error statuses that differ in this API, by OpenAI's status.
     statuses: ClassVar[Mapping[str, str]] = {}
     #: Request headers of this endpoint.
     headers: ClassVar[Mapping[str, str]] = {}
@@ -90,7 +90,7 @@ class Endpoint:
         return error.status, error.body()
 
     def describe_fields(self, properties: dict[str, Any]) -> None:
-        """Describe limits of several fields together in the schemas of the request's fields."""
+        """Add descriptions, such as limits that several fields share, to the schemas of the request's fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class OperationServices:
     admission: Admission
     limits: LimitSettings
     body_timeout_s: float
-    #: Records who asks for a change: the operation, the name of what it changes, and the request.
+    #: Writes an audit entry: the operation, the name of the changed object, and the request.
     audit: Callable[[str, str, RequestContext], Awaitable[None]] | None
 
 
@@ -148,10 +148,10 @@ class Resource:
 
 
 def operation(method: str, path: str, **attributes: Any) -> Callable[[H], H]:
-    """Serve a method of a `Resource`: its name is the operation's, its first line the summary.
+    """Mark a method as an operation of the same name. The docstring's first line is the summary.
 
-    The parameters are the `Caller`, a `body` and a `query`, by their types; the return value is the answer.
-    `attributes` are those of `Endpoint`; `status` is the answer's; `commas` is the limit on commas of a body;
+    The method's parameters are the `Caller`, a `body` and a `query`; it returns the answer.
+    `attributes`: of `Endpoint`; `status`: of the answer; `commas`: name of the limit on commas in the body;
     `is_upload`: the method reads the body.
     """
 
@@ -206,9 +206,7 @@ class Operation(Endpoint):
     async def serve(self, exchange: Exchange) -> None:
         """Raises: ApiError, ClientGone, and exceptions that `to_api_error` converts."""
         admission = self._services.admission
-        is_admitted = (
-            self.access == "use" and not self.is_probe
-        )  # operators are not subject to admission
+        is_admitted = self.access == "use" and not self.is_probe  # operators are not limited
         with admission if is_admitted else nullcontext(), admission.hold_body() as held:
             try:
                 answer = await self._answer(exchange, held)

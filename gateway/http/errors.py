@@ -5,7 +5,7 @@
 -- AuthenticationError  401
 -- NotFound             404, 405
 -- Overloaded           503, retry-after        retry later
-    `-- ServerError          500, 503, 504           the fleet's
+    `-- ServerError          500, 503, 504           failures of workers and the gateway
 
 Messages are short fixed texts with numbers, without input, addresses, paths or tracebacks.
 """
@@ -33,7 +33,7 @@ class ClientGone(Exception):
 
 
 class ErrorFields(msgspec.Struct):
-    """Fields of an error. The last event of a stream also has the fields of the headers."""
+    """Fields of an error. Streams report errors in their last event, which also has the headers' fields."""
 
     message: str
     type: str
@@ -164,7 +164,7 @@ class RateLimited(Overloaded):
 
 
 class ServerError(ApiError):
-    """A failure of the fleet."""
+    """A failure of a worker or of the gateway."""
 
 
 #: Failures of accepted requests: class, status, and retry-after in seconds.
@@ -215,7 +215,7 @@ def unknown_path(path: str, known: Collection[str]) -> ApiError:
     """
     near = sorted(own for own in known if path in (own.removeprefix("/v1"), "/v1" + own, own + "/"))
     if near:
-        message = f"Not Found: this server serves {near[0]}; is the base URL without /v1, or twice?"
+        message = f"Not Found: this server serves {near[0]}; check that the base URL has /v1 once."
     else:
         [nearest] = get_close_matches(path[:_MAX_COMPARED_CHARS], sorted(known), 1, cutoff=0.0)
         message = f"Not Found: the nearest path is {nearest}; GET /docs lists all."
@@ -248,8 +248,8 @@ def unavailable(
 def record_unreadable() -> ApiError:
     """The error for a deployment whose record this gateway cannot read."""
     return ServerError(
-        "The deployment's record cannot be read, as one of a newer version of vlm-fleet: update this "
-        "gateway; its log says which field.",
+        "A newer version of vlm-fleet wrote the record of this deployment: update this gateway, "
+        "whose log names the field that it cannot read.",
         status=503,
         code="record_unreadable",
     )

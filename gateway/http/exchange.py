@@ -55,7 +55,7 @@ class RequestContext(Struct):
     trace_parent: str | None = None  #: W3C trace context: the caller's span, later our own
     #: Whether an unknown field of the body is an error (`VLM_GATEWAY__UNKNOWN_FIELDS`).
     refuses_unknown_fields: bool = False
-    fallback_from: str = ""  #: the model that was asked for, where its fallback answers
+    fallback_from: str = ""  #: the requested model, if its fallback answers
     rates: list[Rate] = []
     max_output_tokens: int = 0  #: of the key, for each answer; 0: no limit
     max_priority: Priority = Priority.INTERACTIVE  #: of the key
@@ -101,7 +101,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, is_last: bool = False) -> None:
-        """Send a part of the body, after the client has read the previous ones."""
+        """Send a part of the body, after the client has read the previous parts."""
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     async def send(self, message: Message) -> None:
@@ -150,7 +150,7 @@ def clean_name(name: str) -> str:
 
 
 def short_hash(name: str) -> str:
-    """A pseudonym of a user or a tenant; not a secret. Empty without one."""
+    """A pseudonym of a user or a tenant, or an empty string."""
     return name and hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
 
 
@@ -167,7 +167,7 @@ def with_sse_id(event: bytes, id_: int) -> bytes:
 
 
 def with_sse_id_last(events: bytes, id_: int) -> bytes:
-    """Named events of one frame; only the last has the id, so a client cut off inside the frame receives all of it again."""
+    """Add an id to a frame's last event only: a client that is cut off inside the frame gets all of the frame again."""
     begin = events.rfind(b"\n\nevent: ")
     begin = 0 if begin < 0 else begin + 2
     return events[:begin] + with_sse_id(events[begin:], id_)

@@ -38,7 +38,7 @@ _SIMPLE_TYPES = (
 )  # fmt: skip
 _REFUSED = frozenset({401, 403, 404, 405, 429})
 _MAX_REFUSALS_LOGGED = 10  #: lines per second
-#: Operations of other APIs that look like an id of ours in a path.
+#: Operations of OpenAI's API whose path would match one with an id here.
 _NOT_SERVED = frozenset({"/v1/responses/compact"})
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class Route:
 class Router:
     """Routes requests. Without API keys it checks host and origin instead.
 
-    `origins` are those of pages that may post. `hosts` are names of this gateway besides localhost, for clients
-    without keys. `find_render` returns the format of errors by path and headers, for paths of no surface.
+    `origins`: of pages that may send POST requests. `hosts`: names of this gateway besides localhost, for clients
+    without keys. `find_render`: error format by path and headers, for paths that are no surface's.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Router:
             is_own = (origin or b"").partition(b"://")[2] == headers.get(b"host")
         if not is_own:
             raise Forbidden(
-                "Pages of this origin may not call this server; its operator allows an origin by VLM_GATEWAY__CORS_ORIGINS.",
+                "Pages of this origin may not call this server: its operator can allow them by VLM_GATEWAY__CORS_ORIGINS.",
                 code="origin_not_allowed",
             )
 

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn with limits on what a client can make it hold, and graceful shutdown.
+"""The HTTP server: uvicorn with limits on the memory and time that clients can use, and graceful shutdown.
 
 uvicorn's parser accepts headers and trailers of any size, and waits without limit for requests and for clients to
 read; this server limits all of them. On SIGTERM it refuses new requests while it still answers, so that `/readyz`
@@ -46,7 +46,7 @@ class FileReserve:
         self._last_warned_at = float("-inf")
 
     def admits(self, transport: asyncio.Transport) -> bool:
-        """Whether a connection leaves enough file descriptors. Refused ones are counted, and logged at intervals."""
+        """Whether a connection leaves enough file descriptors. Refusals are counted, and logged at intervals."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         file = transport.get_extra_info("socket").fileno()  # the lowest free number
         if limit == resource.RLIM_INFINITY or file < limit - min(RESERVED_FILES, limit // 4):
@@ -137,7 +137,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._send_timeout_s = settings.gateway.send_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer of the headers, or close the connection if file descriptors are short."""
+        """Start the timer of the headers, or close the connection if too few file descriptors are left."""
         if not self._files.admits(transport):
             transport.abort()
         bounded = BoundedTransport(transport, self.loop, self._send_timeout_s)
@@ -150,7 +150,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Start the timer of a client that does not read; it closes the connection and ends the request."""
+        """Start a timer that closes the connection if the client does not read, which ends the request."""
         super().pause_writing()
         self._send_timer = self.loop.call_later(self._send_timeout_s, self.transport.abort)
 
@@ -159,7 +159,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Parse; incomplete data is counted and timed."""
+        """Parse data. Size and time of incomplete data are limited."""
         if self.transport.is_closing():
             return
         self._has_ended = False
@@ -215,7 +215,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_headers_complete(self) -> None:
-        """The application runs from here. Raises: NotServed."""
+        """Check the headers and start the application. Raises: NotServed."""
         self._in_headers, self._in_body, self._num_received = False, True, 0
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
@@ -236,7 +236,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign]
 
     def _ignore_upgrade(self) -> bool:
-        """Note the request's head without its `Upgrade`. Returns whether it has one.
+        """Store the request's head without `Upgrade`. Returns whether it has this header.
 
         The parser reads no body after an upgrade request, but HTTP/1.1 continues as if it were not there (RFC 9110,
         7.8).
@@ -338,7 +338,7 @@ def without_chunks(cycle: RequestResponseCycle) -> Send:
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, which finishes open requests before it stops.
 
-    `fail_open` ends requests that outlast the drain with a message.
+    `fail_open`: ends requests that outlast the drain, with a message.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from msgspec import Raw, inspect
 from gateway.http.errors import ApiError, InvalidRequest
 from gateway.http.exchange import RequestContext, clean_name
 
-#: No-op values by field; null is always one. Names in objects follow a dot.
+#: No-op values by field; null is always a no-op. Fields in objects are named after a dot.
 Unsupported = Mapping[str, tuple[Any, ...]]
 
 _MAX_NO_OP_BYTES = 256  #: larger values are not decoded

@@ -19,7 +19,7 @@ _TTL_S = 366 * 86400.0  #: in Redis, after the last entry
 
 class AuditEntry(msgspec.Struct, frozen=True):
     at: float  #: epoch seconds
-    key: str  #: name of the key; the hash of one of the settings
+    key: str  #: name of the key; of a key in the settings, a hash
     address: str
     action: str  #: name of the operation
     name: str  #: of what was changed
@@ -31,7 +31,7 @@ _decoder = msgspec.json.Decoder(AuditEntry)
 
 
 class AuditLog(RedisStore):
-    """Entries in Redis, and in the package store if there is one, which is written first and keeps all."""
+    """Writes entries to the package store, if there is one, and then to Redis. The package store keeps all entries."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class AuditLog(RedisStore):
         durable: PackageStore | None,
         name_of: Callable[[str], str],
     ) -> None:
-        """`name_of` a tenant: that of its key."""
+        """`name_of`: returns the name of a tenant's key."""
         super().__init__(redis, prefix)
         self._durable = durable
         self._name_of = name_of
 
     async def append(self, action: str, name: str, context: RequestContext) -> None:
-        """Raises: ApiError, RedisError: the change must not be made then."""
+        """Raises: ApiError, RedisError. The change must not be made in this case."""
         now = time.time()  # noqa: TID251
         entry = AuditEntry(
             now, self._name_of(context.tenant), context.address, action, name, context.id

@@ -1,4 +1,4 @@
-"""The API keys as one gateway knows them: all of them, in memory, at most two seconds old."""
+"""One gateway's copy of all API keys, in memory, at most two seconds old."""
 
 import asyncio
 import fnmatch
@@ -18,12 +18,12 @@ from gateway.keys.records import MAX_GUESTS, Conflict, KeyRecord, KeyStore
 from shared.packages.store import StoreError
 from shared.redis.client import OutageLog
 
-MAX_KEYS = 10_000  #: revoked ones count
+MAX_KEYS = 10_000  #: revoked keys included
 POLL_S = 0.5
 STALE_S = 2.0  #: after this long without Redis, stored keys are neither accepted nor refused
 _SYNC_S = 30.0  #: interval of comparing Redis with the package store
 _PREFIX = "vlm-"
-GUEST = "oidc-"  #: begin of the tenants of callers with a token
+GUEST = "oidc-"  #: prefix of the tenants of callers with a token
 #: For a guest that this gateway no longer knows.
 _NOBODY = KeyRecord("", 0, "", "", models=("",), is_revoked=True)
 
@@ -42,8 +42,8 @@ class KeyDirectory:
         self.records: dict[str, KeyRecord] = {}  #: by name
         self._by_digest: dict[str, KeyRecord] = {}
         self._by_tenant: dict[str, KeyRecord] = {}
-        self._guests: dict[str, str] = {}  # the stored key's name and their own, by tenant
-        self._new_guests: dict[str, str] = {}  # that Redis does not have
+        self._guests: dict[str, str] = {}  # `KEY:NAME` by tenant
+        self._new_guests: dict[str, str] = {}  # not in Redis yet
         self._active: set[str] = set()  # tenants
         self._state: bytes | None = None
         self._read_at = float("-inf")
@@ -52,7 +52,7 @@ class KeyDirectory:
         self.is_known = asyncio.Event()  #: set once the keys were read
 
     async def find(self, key: bytes) -> KeyRecord | None:
-        """The record of an active key. Raises: Overloaded while it is unknown who has a key."""
+        """The record of an active key. Raises: Overloaded if the copy is too old."""
         if not key.startswith(_PREFIX.encode()):
             return None
         self._check_fresh()
@@ -64,7 +64,7 @@ class KeyDirectory:
             raise unavailable()
 
     def admit(self, tenant: str, key: str, name: str) -> KeyRecord | None:
-        """The record of a guest: a caller with a token that names a stored key, which has to be active.
+        """The record of a guest: a caller with a token that names a stored key, which must be active.
 
         Raises: Overloaded as `find`.
         """
@@ -90,11 +90,11 @@ class KeyDirectory:
         return [tenant for tenant, known in found.items() if known == name]
 
     def guest(self, tenant: str) -> str:
-        """The name of a guest, by which `is_active` knows it on other gateways; empty for others."""
+        """The name of a guest, which other gateways pass to `is_active`. Empty for other tenants."""
         return self._guests.get(tenant, "")
 
     def of(self, tenant: str) -> KeyRecord | None:
-        """The record of a tenant, whose key may have ended. A guest has that of its stored key, as its own."""
+        """The record of a tenant, active or not. A guest gets the record of its stored key, with its own name."""
         if not tenant.startswith(GUEST):
             return self._by_tenant.get(tenant)
         name = self.guest(tenant)
@@ -102,19 +102,19 @@ class KeyDirectory:
         return replace(record, name=name or short_hash(tenant), tenant=tenant)
 
     def name_of(self, tenant: str) -> str:
-        """The name of a tenant's key; the hash of one of the settings."""
+        """The name of a tenant's key; of a key in the settings, a hash."""
         record = self.of(tenant)
         return short_hash(tenant) if record is None else record.name
 
     def is_active(self, tenant: str, guest: str = "") -> bool:
-        """Whether the tenant has a key. `guest`: its name, if it is one."""
+        """Whether the tenant's key is active. `guest`: the tenant's name, if it is a guest."""
         if guest:
             self._guests.setdefault(tenant, guest)
         record = self.of(tenant)
         return record is not None and record.is_active(_now())
 
     def may_use(self, tenant: str, model: str) -> bool:
-        """Whether the tenant may use a model; tenants without a stored key may use all."""
+        """Whether the tenant may use a model. Tenants without a stored key may use all models."""
         record = self.of(tenant)
         if record is None or not record.models:
             return True
@@ -165,7 +165,7 @@ class KeyDirectory:
             self._end()
 
     async def keep_synced(self) -> None:
-        """Write to Redis what only the package store has. It may be slow: stored keys work meanwhile."""
+        """Write records to Redis that only the package store has. Keys work meanwhile."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SYNC_S):
@@ -204,7 +204,7 @@ class KeyDirectory:
         """Write the next version of a record. Raises: Conflict, RedisError, StoreError."""
         try:
             await asyncio.to_thread(self._store.put_durable, record)
-        except Conflict:  # perhaps one whose write to Redis failed
+        except Conflict:  # perhaps with a record that is not in Redis
             await self.sync()
             await self.refresh()
             raise
@@ -214,7 +214,7 @@ class KeyDirectory:
 
 
 def _later(records: dict[str, KeyRecord], than: dict[str, KeyRecord]) -> dict[str, KeyRecord]:
-    """The records that are later than those of the same names, or whose names are new."""
+    """The records that are newer than the same key's record in `than`, or missing there."""
     return {
         name: record
         for name, record in records.items()

@@ -1,6 +1,6 @@
 """Callers with a token (JWT) of an OpenID Connect issuer instead of a key.
 
-The token names a stored key: its roles, models and limits are those of the caller, whose tenant is a hash of issuer
+The token names a stored key, whose roles, models and limits apply to the caller. The tenant is a hash of issuer
 and subject. Sources: RFC 7519 (JWT), RFC 7517 (JWK), RFC 8725 (best practices), OpenID Connect Discovery 1.0.
 """
 
@@ -27,19 +27,19 @@ ALGORITHMS = ("RS256", "ES256", "EdDSA")
 LEEWAY_S = 30.0  #: between the clocks of issuer and gateway
 MAX_TOKEN_BYTES = 16 * 1024
 REFRESH_S = 600.0  #: interval of reading the issuer's keys
-RETRY_S = 10.0  #: least interval, for tokens whose key is unknown
+RETRY_S = 10.0  #: minimum interval, for tokens with an unknown key
 _MAX_DOCUMENT_BYTES = 256 * 1024
 _MAX_CLAIM_CHARS = 256
 _MAX_SEEN = 10_000
 _TIMEOUT_S = 5.0
 _FAULTS: dict[type[Exception], str] = {
-    jwt.ExpiredSignatureError: "it has expired",
-    jwt.ImmatureSignatureError: "it is not valid yet",
-    jwt.InvalidAudienceError: "it is for another audience",
-    jwt.InvalidIssuerError: "it is of another issuer",
-    jwt.InvalidSignatureError: "its signature is wrong",
-    jwt.InvalidKeyError: "its key is too short",
-    jwt.InvalidAlgorithmError: f"its alg is not its key's, or none of {', '.join(ALGORITHMS)}",
+    jwt.ExpiredSignatureError: "the token has expired",
+    jwt.ImmatureSignatureError: "the token is not valid yet",
+    jwt.InvalidAudienceError: "the token is for another audience",
+    jwt.InvalidIssuerError: "the token is of another issuer",
+    jwt.InvalidSignatureError: "the signature is wrong",
+    jwt.InvalidKeyError: "the key is too short",
+    jwt.InvalidAlgorithmError: f"alg is not the key's, or not one of {', '.join(ALGORITHMS)}",
 }
 
 logger = logging.getLogger(__name__)
@@ -55,21 +55,21 @@ class _KeySet(msgspec.Struct):
 
 
 class TokenKeys:
-    """Finds stored keys, by tokens too. The issuer's known keys stay while it is away."""
+    """Finds stored keys by key or token. The issuer's last known keys are used while it is unreachable."""
 
     def __init__(self, settings: OidcSettings, stored: KeyDirectory) -> None:
         """Raises: SettingsError."""
         for name, url in (("ISSUER", settings.issuer), ("JWKS_URL", settings.jwks_url)):
             if url and not _is_safe(url):
-                problem = "write an https:// URL; http:// on loopback alone"
+                problem = "use an https:// URL; http:// only for loopback"
                 raise SettingsError(f"VLM_GATEWAY__OIDC__{name}: {problem}")
         if not settings.audience:
-            raise SettingsError("VLM_GATEWAY__OIDC__AUDIENCE: say what tokens have as `aud`")
+            raise SettingsError("VLM_GATEWAY__OIDC__AUDIENCE: set it to the `aud` of your tokens")
         self._settings = settings
         self._stored = stored
         self._documents: list[dict[str, Any]] = []
         self._keys: dict[str, jwt.PyJWK] = {}  # by kid
-        #: Tenant, stored key and name of verified tokens, and their end (epoch seconds), by digest.
+        #: Verified tokens by digest: tenant, stored key and name, and when the token expires (epoch seconds).
         self._seen: dict[bytes, tuple[tuple[str, str, str], float]] = {}
         self._lock = asyncio.Lock()
         self._read_at = float("-inf")
@@ -80,7 +80,7 @@ class TokenKeys:
         return self._stored.is_active(tenant, guest)
 
     async def find(self, key: bytes) -> KeyRecord | None:
-        """The record of a key or token. Raises: WrongKey, Overloaded while it is unknown who has a key."""
+        """The record of a key or token. Raises: WrongKey, Overloaded if the copy of the keys is too old."""
         if key.count(b".") != 2:
             return await self._stored.find(key)
         digest = hashlib.sha256(key).digest()
@@ -93,12 +93,12 @@ class TokenKeys:
         if time.time() >= ends_at:  # noqa: TID251 (expiry is a date)
             raise _wrong(_FAULTS[jwt.ExpiredSignatureError])
         if (record := self._stored.admit(*caller)) is None:
-            raise _wrong("the stored key that it names is unknown, revoked or expired")
+            raise _wrong("the stored key in the token is unknown, revoked or expired")
         return record
 
     async def _verify(self, token: bytes) -> tuple[tuple[str, str, str], float]:
         if len(token) > MAX_TOKEN_BYTES:
-            raise _wrong(f"it is longer than {MAX_TOKEN_BYTES} bytes")
+            raise _wrong(f"the token is longer than {MAX_TOKEN_BYTES} bytes")
         own = self._settings
         required = ["exp", "iss", "aud", "sub", own.name_claim]
         try:
@@ -108,13 +108,13 @@ class TokenKeys:
                 audience=own.audience, issuer=own.issuer, leeway=LEEWAY_S,
             )  # fmt: skip
         except jwt.MissingRequiredClaimError as error:
-            raise _wrong(f"it lacks the claim {error.claim}") from None
+            raise _wrong(f"the token lacks the claim {error.claim}") from None
         except (jwt.PyJWTError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
-            raise _wrong(_FAULTS.get(type(error), "it is malformed")) from None
+            raise _wrong(_FAULTS.get(type(error), "the token is malformed")) from None
         subject, name = claims["sub"], claims[own.name_claim]
         stored = claims.get(own.key_claim, own.default_key)
         if stored == "":
-            raise _wrong(f"it lacks the claim {own.key_claim}, which names a stored key")
+            raise _wrong(f"the token lacks the claim {own.key_claim}, which names a stored key")
         for text in (subject, name, stored):
             is_text = isinstance(text, str) and 0 < len(text) <= _MAX_CLAIM_CHARS
             if not (is_text and text.isprintable()):
@@ -125,17 +125,17 @@ class TokenKeys:
     async def _find_key(self, kid: str | None) -> jwt.PyJWK:
         """Raises: WrongKey, Overloaded."""
         if kid is None:
-            raise _wrong("its header has no kid")
+            raise _wrong("the header has no kid")
         if kid not in self._keys:
             async with self._lock:
                 if kid not in self._keys and time.monotonic() >= self._read_at + RETRY_S:
                     await self._read()
         if kid not in self._keys:
-            raise unavailable() if self._is_away else _wrong("its kid is of no key of the issuer")
+            raise unavailable() if self._is_away else _wrong("the issuer has no key with this kid")
         return self._keys[kid]
 
     async def keep_fresh(self) -> None:
-        """Read the issuer's keys from time to time, so that withdrawn ones end."""
+        """Read the issuer's keys from time to time, so that withdrawn keys are refused."""
         while True:
             async with self._lock:
                 await self._read()
@@ -164,7 +164,7 @@ class TokenKeys:
             path = issuer.removesuffix("/") + "/.well-known/openid-configuration"
             found = msgspec.json.decode(await self._get(path), type=_Discovery)
             if found.issuer != issuer or not _is_safe(found.jwks_uri):
-                raise ValueError("its discovery names another issuer, or no https:// jwks_uri")
+                raise ValueError("discovery names another issuer, or no https:// jwks_uri")
             url = found.jwks_uri
         return msgspec.json.decode(await self._get(url), type=_KeySet).keys
 
@@ -184,7 +184,7 @@ class TokenKeys:
 
 
 def _to_keys(documents: list[dict[str, Any]]) -> dict[str, jwt.PyJWK]:
-    """The keys for signatures by our algorithms, by kid; others are left out."""
+    """The keys for signatures by our algorithms, by kid; others are omitted."""
     keys = {}
     for document in documents:
         kid = document.get("kid")

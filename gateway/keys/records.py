@@ -1,7 +1,7 @@
-"""Records of API keys: in Redis, and in the package store if there is one, which is written first.
+"""Records of API keys: in the package store, if there is one, and then in Redis.
 
-Every change is a record of its own with the next version, so that a Redis that was restored from an older copy revives
-no revoked key, and the store shows who had which key and when. The keys themselves are nowhere.
+Every change is a new record with the next version. So a Redis that is restored from an older copy revives no revoked
+key, and the package store has the history of each key. The keys themselves are not stored.
 """
 
 import re
@@ -33,7 +33,7 @@ class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     version: int
     digest: str  #: SHA-256 of the key
-    tenant: str  #: owner of what is made with the key; kept when the key is rotated
+    tenant: str  #: owner of the data that the key creates; stays when the key is rotated
     roles: tuple[Role, ...] = ("use",)
     models: tuple[str, ...] = ()  #: patterns of model names; empty: all
     requests_per_minute: int = 0
@@ -47,7 +47,7 @@ class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     max_priority: Priority = Priority.INTERACTIVE
     budget: float = 0.0  #: dollars
     period: Period = "month"  #: of the budget
-    tag: str = ""  #: of its usage, such as a team
+    tag: str = ""  #: label in usage reports, such as a team
 
     def is_active(self, now: float) -> bool:
         return not self.is_revoked and (not self.expires_at or now < self.expires_at)
@@ -78,7 +78,7 @@ class KeyStore(RedisStore):
         return {record.name: record for record in records}
 
     def read_durable(self, known: dict[str, KeyRecord]) -> dict[str, KeyRecord]:
-        """Records of the package store that are later than those known. It waits for the store."""
+        """Records of the package store that are newer than `known`. Blocks."""
         if self._durable is None:
             return {}
         latest: dict[str, int] = {}
@@ -95,7 +95,7 @@ class KeyStore(RedisStore):
         return found
 
     def put_durable(self, record: KeyRecord) -> None:
-        """Write a record to the package store. It waits for the store. Raises: Conflict."""
+        """Write a record to the package store. Blocks. Raises: Conflict."""
         if self._durable is None:
             return
         data = msgspec.json.encode(record)

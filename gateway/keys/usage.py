@@ -1,4 +1,4 @@
-"""What each key used: counted in Redis when a call ends, and saved in the package store if there is one."""
+"""The usage of each key: counted in Redis when a call ends, and saved in the package store if there is one."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from shared.queue.api import Budget, GatewayQueue, QueueUnavailable
 NANO = 1_000_000_000
 KINDS = ("requests", "input", "cached", "output", "images", "cost")
 _SAVE_S = 5.0
-_MOST_LOAD = 0.1  #: share of the time that saving takes, where it takes longer
+_MOST_LOAD = 0.1  #: maximum ratio of time spent on saving
 _LONGEST_PAUSE_S = 60.0
 _EPOCH = date(1970, 1, 1)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Used(Struct):
-    """What a tenant used of a model on a day. Cost in nano-dollars."""
+    """One tenant's usage of a model on a day. Cost in nano-dollars."""
 
     day: date
     tenant: str
@@ -37,15 +37,15 @@ class Used(Struct):
 class UsageLog:
     """Reads and saves usage.
 
-    A Redis that lost a day begins it again under a new name, so that the day is the sum of what was saved by name and of
-    what Redis has. One that was restored from an older copy gets the saved sums, so that it goes on from there.
+    If Redis loses a day's sums, it begins new sums under another name: the usage of a day is the total over all names.
+    If Redis is restored from an older copy, its sums are raised to the saved ones.
     """
 
     def __init__(self, queue: GatewayQueue, durable: PackageStore | None) -> None:
         self._queue = queue
         self._durable = durable
         self._saved: dict[str, dict[str, int]] = {}  # by path
-        self._runs: dict[str, str] = {}  # what identifies the process of each Redis, by its name
+        self._runs: dict[str, str] = {}  # `run_id` of each Redis, by name
         self._reading = asyncio.Lock()  # one at a time: a year is much to read
 
     async def read(self, first: date, last: date) -> list[Used]:
@@ -67,7 +67,7 @@ class UsageLog:
         return sums
 
     async def _of_day(self, day: date) -> list[dict[str, int]]:
-        """What Redis has. The store knows what servers counted that are down, but for what it has not saved."""
+        """The sums in Redis. With a package store, servers that are down are skipped: it has their saved sums."""
         number = (day - _EPOCH).days
         return await self._queue.usage(number, skips_down=self._durable is not None)
 
@@ -76,7 +76,7 @@ class UsageLog:
         return json.loads(await asyncio.to_thread(self._durable.get, path) or b"{}")
 
     async def restore_budget(self, call: Call, budget: Budget) -> None:
-        """Tell Redis what the tenant of a call has spent of a budget. Raises: QueueUnavailable."""
+        """Write to Redis what a call's tenant has spent of a budget. Raises: QueueUnavailable."""
         first = date.fromisoformat(f"{budget.period}-01"[:10])
         last = max(first, today()) if len(budget.period) == 7 else first
         try:
@@ -88,7 +88,7 @@ class UsageLog:
         await self._queue.set_spent(call.id, call.tenant, budget, spent)
 
     async def keep_saved(self) -> None:
-        """Save today's and yesterday's usage every few seconds, and give it back to a Redis that was restarted."""
+        """Save today's and yesterday's usage every few seconds, and restore the sums of a restarted Redis."""
         while self._durable is not None:
             began_at = time.monotonic()
             try:
@@ -114,7 +114,7 @@ class UsageLog:
         self._runs |= runs
 
     async def raise_budgets(self) -> dict[str, dict[str, int]]:
-        """Raise what is spent of budgets to the costs that were counted; returns the sums of this month."""
+        """Raise the spending of budgets to the counted costs. Returns the sums of this month."""
         now = today()
         async with self._reading:
             sums = await self._sums(_days(min(now.replace(day=1), now - timedelta(1)), now))
@@ -138,7 +138,7 @@ def today() -> date:
 
 
 def period_of(period: Period, now: float) -> tuple[str, float]:
-    """The name and the end of the day or month of an instant."""
+    """Name and end of the day or month that contains `now`."""
     at = datetime.fromtimestamp(now, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     if period == "day":
         return at.date().isoformat(), (at + timedelta(1)).timestamp()

@@ -1,11 +1,11 @@
-"""Fetch an image or video from an http(s) URL without becoming a way into the operator's network.
+"""Fetch an image or video from an http(s) URL without giving access to the operator's network.
 
-Off until the operator names hosts, or `any-public`. A URL is split once. Its name is resolved once, every address it
-has must be global, and the connection goes to one of them, while URL, Host, TLS name and the pool's key stay those of
-the host: a second resolution cannot point elsewhere, and a kept connection serves the host it was verified for.
-Redirects are followed by hand, a few, each through all checks. No proxies or .netrc from the environment, no content
-encodings. Bytes, time, and the fetches at once of a host, of an address and in all are bounded, and so are the name
-lookups. Every failure reads the same, so that the answer does not tell which ports are open.
+Off until the operator names hosts, or `any-public`. A URL is parsed once, and its name is resolved once. All of its
+addresses must be global, and the connection goes to one of them. URL, Host header, TLS name and the pool's key keep the
+host name: no second lookup can return another address, and a pooled connection serves only its verified host.
+Redirects are followed here, each through all checks. No proxies or .netrc from the environment, no content
+encodings. Bytes, time, name lookups and concurrent fetches (of a host, of an address and in total) are limited. All
+failures have the same message, so that it does not reveal which ports are open.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 CANNOT_FETCH = "The file could not be fetched from its URL: send it as a data: URL."
 
 _MAX_CONCURRENT = 32  #: concurrent fetches in this process
-_MAX_PER_HOST = 8  #: of these, for one host
-_MAX_PER_ADDRESS = 16  #: of these, for one address; hosts of a content network share addresses
+_MAX_PER_HOST = 8  #: concurrent fetches from one host
+_MAX_PER_ADDRESS = 16  #: concurrent fetches from one address, which hosts of a CDN share
 _MAX_REDIRECTS = 3
 _MAX_LOOKUPS = 32  #: concurrent lookups in this process, abandoned ones included
-_MAX_LOOKUPS_PER_DOMAIN = 4  #: of these; a dead name server fails for all names of its domain
+_MAX_LOOKUPS_PER_DOMAIN = 4  #: of one domain, as its name server may be down
 LOOKUP_TIMEOUT_S = 3.0
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 ANY_PUBLIC = "any-public"  #: any host that has global addresses only
@@ -69,8 +69,8 @@ _FAILURES = (
 class ImageFetcher:
     """Fetches images by URL from `hosts`, within limits. Units: bytes, seconds.
 
-    `hosts` are names, which stand for ports 80 and 443, and `name:port`, and `any-public`. `lookup` resolves a name
-    as `socket.getaddrinfo` does, in a thread. `network` makes the connections to addresses.
+    `hosts`: names (for ports 80 and 443), `name:port`, `any-public`. `lookup`: resolves a name in a thread, like
+    `socket.getaddrinfo`. `network`: connects to addresses.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class _PinnedNetwork(httpcore.AsyncNetworkBackend):
 
     @contextmanager
     def pinned(self, host: str, address: Address) -> Iterator[None]:
-        """Inside the block, connections to `host` go to a checked address: `address`, or another of the same time."""
+        """Inside the block, connections to `host` go to a checked address: `address`, or that of a concurrent fetch."""
         addresses = self._pinned.setdefault(host, [])
         addresses.append(address)
         try:

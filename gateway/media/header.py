@@ -1,8 +1,7 @@
-"""An image's format and size from its first bytes, without decoding it: PNG, JPEG, WebP, GIF and AVIF. The container of a video
-or audio.
+"""Formats and sizes of images (PNG, JPEG, WebP, GIF, AVIF) from their first bytes; containers of video and audio.
 
-Cheap enough for the event loop and immune to decompression bombs, as it never touches pixel data; the worker's
-decoder has the last word on the rest. Formats are recognized by content, never by the client's media type.
+Cheap enough for the event loop and immune to decompression bombs, as pixel data is never decoded. Workers decode the
+images, and may still refuse them. Formats are recognized by content, never by the client's media type.
 
 Source: PNG specification section 5.2 and 11.2.2; ITU T.81 annex B; RFC 9649 section 2; GIF89a section 18;
 ISO/IEC 14496-12 section 4 (boxes) and 23008-12 sections 8.11.4, 9.3 and 6.5.3 (pitm, iprp, ispe).
@@ -29,9 +28,7 @@ _MAX_PNG_CHUNKS = 10_000
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15; not DHT, JPG, DAC
 _JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
 _JPEG_MARKER = re.compile(rb"\xff{1,255}[^\xff]", re.DOTALL)  # a marker, possibly after fill bytes
-_JPEG_MARKER_IN_SCAN = re.compile(
-    rb"\xff[^\x00\x01\xff\xd0-\xd7]"
-)  # a byte 255 of data is followed by 0
+_JPEG_MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # in data, 0 follows a 255
 _MAX_JPEG_SEGMENTS = 4096
 _MAX_JPEG_SCANS = 100  #: encoders write about ten
 _MAX_AVIF_BOXES = 1000  #: within one box

@@ -43,21 +43,21 @@ _HEAD_BYTES = 1024  #: bytes of a video or audio file that tell its type
 
 
 class ImageSource(Struct, frozen=True):
-    """An image, video or audio of a request. `param`: its place in the request."""
+    """An image, video or audio of a request. `param`: its field in the request."""
 
     url: str
     param: str
-    #: An image of an earlier request of the same tenant, instead of a URL.
+    #: A stored image of the same tenant, instead of a URL.
     ref: ImageRef | None = None
-    min_pixels: int = 0  #: the model's processor scales the image to it; 0: the model's own
+    min_pixels: int = 0  #: to scale the image to; 0: the model's own
     max_pixels: int = 0
     video: VideoOptions | None = None  #: of a video
-    if_video: VideoOptions | None = None  #: of a file by its id that turns out to be a video
+    if_video: VideoOptions | None = None  #: of a file by id, if it is a video
     is_audio: bool = False
 
     @property
     def kind(self) -> MediaKind:
-        """An image may be a file by its id, which is of any kind."""
+        """A file by id counts as an image until it is resolved."""
         if self.is_audio:
             return "audio"
         if self.video is not None:
@@ -182,7 +182,7 @@ class ImageLoader:
         """A video of JPEG frames, which are all used. Raises: ImageRefused."""
         if video.num_frames is not None or video.start_s or video.end_s:
             raise ImageRefused(
-                "A video of frames has no num_frames, start_s and end_s: send the frames that you want."
+                "A video of frames has no num_frames, start_s or end_s: send only the frames to use."
             )
         if len(encoded) > self.limits.max_video_frames:
             raise ImageRefused(
@@ -201,7 +201,7 @@ class ImageLoader:
         for number, header in enumerate(headers):
             check_header(header, self.limits)
             if header != first or header.media_type != "image/jpeg":
-                raise ImageRefused(f"Frame {number} is no JPEG, or of another size than the first.")
+                raise ImageRefused(f"Frame {number}: send JPEG frames of equal size.")
         return _refer(msgspec.msgpack.encode(frames), FRAMES_TYPE, 0, 0, video)
 
     async def _check_file(self, file: IO[bytes], source: ImageSource) -> LoadedImage:
