@@ -44,7 +44,7 @@ class SearchClient:
     async def ask(
         self, request: Request, type_: type[T], name: Callable[[str], str | None] | None = None
     ) -> T:
-        """Send a request and decode the answer. `name` is the API's name of a faulty parameter.
+        """Send a request and decode the answer. `name`: returns the API's name of the parameter of a fault.
 
         Raises: ApiError.
         """
@@ -99,7 +99,7 @@ class Outage:
         self._last_s = RESTART_S
 
     def begin(self, now: float) -> int:
-        """Remaining seconds; beyond the last duration, as long as the outage has taken so far."""
+        """Estimated seconds until the end: the rest of the last outage's duration, or else this one's duration so far."""
         self._began_at = self._began_at or now
         so_far_s = now - self._began_at
         left_s = self._last_s - so_far_s

@@ -110,7 +110,7 @@ class Services:
         self.runner: BatchRunner | None = None
 
     def _create_models(self) -> ModelDirectory:
-        """The models that workers announce, and those that are deployed."""
+        """The models that workers register, and deployed models."""
         settings = self.settings
         return ModelDirectory(
             self.registry,
@@ -172,7 +172,7 @@ class Services:
         return keys, AuditLog(self._redis, prefix, self._durable, keys.name_of)
 
     def _create_tokens(self) -> "TokenKeys | None":
-        """The authentication by OIDC tokens, which name stored keys; None without an issuer. Raises: SettingsError."""
+        """Authentication by OIDC tokens. None: no issuer is set. Raises: SettingsError."""
         settings = self.settings.gateway.oidc
         if not settings.issuer:
             return None
@@ -225,7 +225,7 @@ class Services:
     def run_batches(
         self, surfaces: Mapping[str, Surface], may_ask: Callable[[str, str], bool]
     ) -> None:
-        """Run batches for these surfaces, by path, of tenants that `may_ask`."""
+        """Run batches. `surfaces`: by path. `may_ask`: whether the key of a tenant or guest is valid."""
         if self.batches is None:
             return
         limits, settings = self.settings.limits, self.settings.gateway
@@ -257,9 +257,7 @@ class Services:
         spawn(self.models.keep_fresh())
         spawn(self.usage.keep_saved())
         if self.keys is not None:
-            with suppress(
-                RedisError, StoreError, OSError
-            ):  # until Redis answers, stored keys get 503
+            with suppress(RedisError, StoreError, OSError):  # stored keys get 503 meanwhile
                 await self.keys.refresh()
             spawn(self.keys.keep_fresh())
             spawn(self.keys.keep_synced())

@@ -217,7 +217,7 @@ class ModelDirectory:
         """Read the registry. Raises: QueueUnavailable, RedisError, OSError."""
         async with self._lock:
             known = await self.registry.models()
-            workers = await self.registry.workers()  # after the models: workers register before their model
+            workers = await self.registry.workers()  # workers register before models
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
             deployed, versions = await self._read_routes({card.name for card in known})
             await self.table.refresh()

@@ -195,7 +195,7 @@ class Router:
             is_own = (origin or b"").partition(b"://")[2] == headers.get(b"host")
         if not is_own:
             raise Forbidden(
-                "Pages of this origin may not call this server: its operator can allow them by VLM_GATEWAY__CORS_ORIGINS.",
+                "The origin of this page may not call this server: allow the origin in VLM_GATEWAY__CORS_ORIGINS.",
                 code="origin_not_allowed",
             )
 

@@ -1,8 +1,7 @@
-"""The chat page, those of deployments and of the admin, and the API reference: a handful of fixed files, read once, that a browser gets without a key.
+"""The chat, applications and admin pages, and the API reference: static files that browsers get without a key.
 
-They hold nothing secret; the page asks its user for the key and sends it with each call of the API.
-Its policy lets it run its own scripts alone and talk to this gateway alone, so that no text of a
-model or of a client becomes code.
+They have no secrets: a page asks its user for the API key, and sends the key with each call. The content security
+policy allows only scripts of, and connections to, this gateway, so that no text of a model or client is run as code.
 
 Source: Content Security Policy Level 3; Trusted Types; RFC 9110, sections 8.8.3 and 13.1.2.
 """
@@ -38,14 +37,14 @@ _SECURITY = [
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file. Its tag changes with its bytes, so browsers ask again and rarely load again."""
+    """A file with its ETag: browsers revalidate it, and rarely download it again."""
 
     body: bytes
     content_type: bytes
     tag: bytes
 
     def matches(self, if_none_match: bytes) -> bool:
-        """Whether the browser has these very bytes."""
+        """Whether the browser has this version of the file."""
         known = {tag.strip().removeprefix(b"W/") for tag in if_none_match.split(b",")}
         return self.tag in known or b"*" in known
 
@@ -74,7 +73,7 @@ class PageEndpoint(Endpoint):
 
 
 def load_page(folder: Path = FOLDER) -> dict[str, PageFile]:
-    """Every file of the pages by its path: `/` is `index.html`, `/admin`, `/apps` and `/docs` are pages, the others lie under `/page/`."""
+    """All files by path: the pages `/`, `/admin`, `/apps` and `/docs`, and the other files under `/page/`."""
     files = {
         f"/page/{path.relative_to(folder).as_posix()}": _read(path)
         for path in sorted(folder.rglob("*"))
