@@ -37,7 +37,7 @@ class QueueRefused(QueueError):
         self.wait_s = wait_s
 
 
-#: Reasons of a refusal: the limits of the fleet, then those of a tenant (`key_`).
+#: Reasons of a refusal: the limits of all tenants together, then of one tenant (`key_`).
 REASONS = (
     "queue_full",
     "open_tokens",
@@ -127,9 +127,8 @@ class Publication(Struct, frozen=True, eq=False):
     dead_reason: str = ""  #: reason of the entry in the dead-letter stream; empty: none
     result: bytes = b""  #: data too large for an event; gateways read it with `GatewayQueue.result`
     keep_s: float = 0.0  #: minimum time to keep the ended call
-    usage: tuple[int, int] | None = (
-        None  #: prompt tokens, and how many of them were cached; None if these events do not report usage
-    )
+    #: Prompt tokens, and how many of them were cached. None: these events do not report usage.
+    usage: tuple[int, int] | None = None
 
 
 class Limits(Struct, frozen=True):
@@ -172,14 +171,10 @@ class Charge(Struct, frozen=True):
     """How the calls of one request are counted when they end. Units: nano-dollars."""
 
     num_images: tuple[int, ...] = (0,)  #: of each prompt; prompts have equally many calls
-    prices: tuple[float, float, float, float] = (
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-    )  #: price of an input, cached and output token, and of an image
+    #: Price of an input, cached and output token, and of an image.
+    prices: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     budget: Budget | None = None
-    #: What the first call counts. request: a request, input and output; prompt: input and output; output: output only.
+    #: What is counted for the first call. request: a request, input and output; prompt: input and output; output: output only.
     counts: Literal["request", "prompt", "output"] = "request"
 
     def of_call(self, index: int, num_calls: int) -> "Charge":
@@ -195,9 +190,8 @@ class Submission(Struct, frozen=True):
     timeout_s: float  #: until their deadline, from now by the queue's clock
     max_waiting: int  #: maximum of waiting calls with this priority; a request with more calls may use an empty queue
     reservation: Reservation | None = None  #: of each call, if there are quotas
-    affinity: Affinity | None = (
-        None  #: if set, the calls may be reserved for the preferred worker until `share` is called
-    )
+    #: If set, the calls may be reserved for the preferred worker until `share` is called.
+    affinity: Affinity | None = None
     charge: Charge | None = None
     #: Token ids that the only choice has already published under another call id, and continues after.
     earlier: Sequence[int] = ()
@@ -382,7 +376,7 @@ class WorkerQueue(Protocol):
     async def reclaim(self, count: int) -> list[Claim]: ...
 
     async def take_scan(self, every_s: float) -> bool:
-        """Whether this worker may call `reclaim` now. It reads all claims, so one worker calls it every `every_s`."""
+        """Whether this worker may call `reclaim` now. `reclaim` reads all claims, so only one worker calls it in `every_s`."""
         ...
 
     async def end_scan(self) -> None:
@@ -394,7 +388,7 @@ class WorkerQueue(Protocol):
         ...
 
     async def begin(self, claim: Claim) -> bool:
-        """Mark a possible poison request as started: losing its worker now adds to its crash count. False: not ours."""
+        """Mark a possible poison request as started: losing its worker now adds to its crash count. False: the call has another owner."""
         ...
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The worker's end of the queue: claim requests, renew their leases, publish their events, release them.
+"""The worker's side of the queue: claim requests, renew their leases, publish their events, release them.
 
 A claim is one attempt at a request. Its number fences all earlier attempts: their publications are refused.
 """
@@ -35,10 +35,10 @@ from shared.queue.scripts import BEGIN, CANCEL, CLAIM, RELEASE, RENEW, named
 from shared.redis.client import redis_errors_as, retry_idempotent
 from shared.redis.link import Command, RedisLink, RedisSender
 
-Replies = Mapping[bytes, list[Any]]  #: of the claim script, by entry
+Replies = Mapping[bytes, list[Any]]  #: replies of the claim script, by entry
 NO_REPLIES: Replies = MappingProxyType({})
 
-#: The claim reply of an entry was lost if Redis counts it as ours, it is idle for this long, and it is not known here.
+#: After this idle time, an entry that is this worker's in Redis, but unknown to it, was in a reply that got lost.
 UNKNOWN_AFTER_S = 3.0
 #: Interval between deletions of old consumers.
 REAP_EVERY_S = 600.0
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisWorkerQueue:
-    """One worker's end of one model's queue: a `WorkerQueue`."""
+    """One worker's side of one model's queue: a `WorkerQueue`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class RedisWorkerQueue:
         if not isinstance(answers, list):  # Redis does not know the script yet
             keys, arguments = (self._queue,), claim[4:]
             answers = await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
-        # Answers without entries are of requests that were reserved, or read by a read whose reply was lost.
+        # Replies without an entry in the read: reserved requests, or requests of a read whose reply was lost.
         claimed, replies = split_replies(answers)
         others = [entry for entry in entries if entry[0] not in replies]
         if claimed or others:
@@ -141,7 +141,7 @@ class RedisWorkerQueue:
         command = ("SET", self._keys.scan(self._model), self._worker_id, "NX", "PX", to_ms(every_s))
         try:
             return await self._sender.execute(*command) is not None
-        except ResponseError:  # the user of an older release may not write this key
+        except ResponseError:  # an older ACL may not allow this key
             return True
 
     @redis_errors_as(QueueUnavailable)
@@ -155,7 +155,7 @@ class RedisWorkerQueue:
             return []
         entries = await self.entries.seize(idle, self._lease_s)
         for entry_id, _ in entries:
-            self._held.discard(entry_id)  # it was ours, then of another worker that lost it too
+            self._held.discard(entry_id)  # a later owner lost it too
         return await self._claim_entries(entries, "reclaimed", count)
 
     @redis_errors_as(QueueUnavailable)
@@ -206,7 +206,7 @@ class RedisWorkerQueue:
         return kind == b"nudge"
 
     async def _claim_all(self, named: Sequence[tuple[bytes, str]], replies: Replies) -> list[Claim]:
-        if len(named) == 1:  # `gather` would cost two turns of the loop
+        if len(named) == 1:  # `gather` would cost two iterations of the event loop
             claims = [await self._claim(*named[0], replies)]
         else:
             claims = await asyncio.gather(*(self._claim(*entry, replies) for entry in named))
@@ -232,7 +232,7 @@ class RedisWorkerQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def begin(self, claim: Claim) -> bool:
-        """See `WorkerQueue.begin`. It may wait long to run alone; a worker that is lost before then does not count as a crash."""
+        """See `WorkerQueue.begin`. Before this call, the loss of the worker does not count as a crash."""
         request = self._keys.request(self._model, claim.id)
         keys, arguments = (request,), named(attempt=claim.attempt, worker=self._worker_id)
         return await retry_idempotent(lambda: self._sender.run(BEGIN, keys, arguments)) == 1
@@ -312,7 +312,7 @@ class RedisWorkerQueue:
         """See `WorkerQueue.leave`.
 
         The results of an interrupted `read`, `reclaim` or `reconcile` are unknown here. Redis has run their commands
-        by now, since it runs those of a worker in order.
+        by now, since it runs a worker's commands in order.
         """
         await self.entries.end_reservations()
         self._held.intersection_update([claim.entry_id for claim in keep])
@@ -344,7 +344,7 @@ class RedisWorkerQueue:
 
 
 def _request_id(fields: Sequence[bytes]) -> str:
-    return fields[1].decode(errors="replace")  # an invalid id is of no request
+    return fields[1].decode(errors="replace")  # no request has an invalid id
 
 
 class ClaimScript:
@@ -353,7 +353,7 @@ class ClaimScript:
     def __init__(self, keys: RedisKeys, model: str, worker_id: str, max_attempts: int) -> None:
         self._keys = keys
         self._model = model
-        self._read_nonce = token_hex(8)  # one for all: each entry is read once
+        self._read_nonce = token_hex(8)  # the same for all reads: each entry is read once
         self._common: dict[str, Any] = {
             "group": GROUP,
             "worker": worker_id,
@@ -380,10 +380,10 @@ class ClaimScript:
         return keys, named(entry=entry_id.decode(), **nonces, **self._common)
 
     def of_read(self, last_id: bytes, count: int) -> Command:
-        """Claim up to `count` requests that the read before this command brings; `last_id` came before.
+        """Claim up to `count` requests of the read that precedes this command. `last_id`: last entry before the read.
 
-        Answered by entry, request id, length of the reply and the reply of each, in one flat list, or by an error if
-        Redis has forgotten the script.
+        The reply is a flat list of entry, request id, length of the claim's reply, and this reply, for each request; or
+        an error if Redis does not have the script.
         """
         arguments = named(entry=last_id.decode(), count=count, **self._of_reads)
         return (*self._read_command, *arguments)

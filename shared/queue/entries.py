@@ -17,7 +17,7 @@ FORGET_AFTER_S = 3600.0
 
 
 class QueueEntries:
-    """One worker's view of one queue. `num_backlog`: length of the backlog at the last look."""
+    """One worker's view of one queue. `num_backlog`: length of the backlog as last read."""
 
     def __init__(
         self, sender: RedisSender, reader: RedisLink, keys: RedisKeys, model: str, worker_id: str
@@ -36,7 +36,7 @@ class QueueEntries:
     async def wait(
         self, count: int, block_s: float, and_then: Command
     ) -> tuple[Sequence[Entry], Any]:
-        """Read up to `count` entries of the queue, and run `and_then` behind the read, in the same write.
+        """Read up to `count` entries of the queue, and run `and_then` after the read, sent in the same write.
 
         Waits for an entry, or for a wakeup: a request was reserved for this worker. Returns the entries and the
         reply of `and_then`, which may be an error. Raises: RedisError.
@@ -81,7 +81,7 @@ class QueueEntries:
         await self.take(0, age_s)
 
     async def refresh(self) -> None:
-        """Look at the backlog, and renew the stream of wakeups. Raises: RedisError."""
+        """Read the length of the backlog, and renew the stream of wakeups. Raises: RedisError."""
         self.num_backlog, _ = await asyncio.gather(
             self._sender.execute("XLEN", self._batch_keys[1]),
             self._sender.execute("PEXPIRE", self._wakeups, to_ms(WAKEUPS_TTL_S)),
@@ -108,7 +108,7 @@ class QueueEntries:
     async def seize(self, entry_ids: Sequence[bytes], lease_s: float) -> Sequence[Entry]:
         """Take over entries whose lease has expired. Raises: RedisError.
 
-        One of several workers gets an entry: XCLAIM resets its idle time.
+        Only one of several workers gets an entry, as XCLAIM resets its idle time.
         """
         command = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(lease_s))
         return [entry for entry in await self._sender.execute(*command, *entry_ids) if entry]
@@ -128,7 +128,7 @@ class QueueEntries:
         return found[0] if found else None
 
     async def remove(self, entry_ids: Sequence[bytes]) -> None:
-        """Delete entries that are not of a request. Raises: RedisError."""
+        """Delete entries that have no request. Raises: RedisError."""
         await self._sender.execute("XACK", self._queue, GROUP, *entry_ids)
         await self._sender.execute("XDEL", self._queue, *entry_ids)
 

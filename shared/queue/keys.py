@@ -23,14 +23,14 @@ AFTER_DEADLINE_S = 60.0
 AFTER_END_S = 60.0
 #: Idle queues; longer than the longest deadline.
 QUEUE_TTL_S = 48 * 3600.0
-#: A gateway whose mailbox expired is gone.
+#: A gateway whose mailbox expired counts as gone.
 MAILBOX_TTL_S = 30.0
 MAX_MAILBOX_ENTRIES = 20_000
 DEAD_TTL_S = 7 * 24 * 3600.0
 MAX_DEAD_ENTRIES = 10_000
 #: A blob outlives its last request: the conversation may continue.
 BLOB_LINGER_S = 30.0
-#: A node reads the tenants of a crash at once.
+#: Nodes read the tenants of a crash soon after it.
 CRASH_TTL_S = 600.0
 #: A crash so soon after a running request was cancelled may be due to that request.
 LEFT_TTL_S = 10.0
@@ -98,11 +98,11 @@ class RedisKeys:
         return f"{self.prefix}:{{{model}}}:home:{digest}"
 
     def scan(self, model: str) -> str:
-        """The worker that looked for expired leases; until it expires, no other one does."""
+        """The worker that last looked for expired leases. Until the key expires, no other worker does."""
         return f"{self.prefix}:{{{model}}}:scan"
 
     def wakeups(self, model: str, worker_id: str) -> str:
-        """Stream with an entry for each request reserved for a worker; it exists while the worker accepts any."""
+        """Stream with an entry for each request reserved for a worker; it exists while requests may be reserved."""
         return f"{self.prefix}:{{{model}}}:bell:{worker_id}"
 
     def crash(self, model: str, worker_id: str) -> str:
@@ -110,11 +110,11 @@ class RedisKeys:
         return f"{self.prefix}:{{{model}}}:crash:{worker_id}"
 
     def left(self, model: str, worker_id: str) -> str:
-        """Hash of the tenants who cancelled a request that a worker ran, by the time (ms) of the last."""
+        """Hash of the tenants who cancelled a request that a worker ran, by the time (ms) of the last cancellation."""
         return f"{self.prefix}:{{{model}}}:left:{worker_id}"
 
     def dead(self, model: str) -> str:
-        """Stream of requests that were given up: id, reason, attempt, worker; never their content."""
+        """Dead-letter stream: id, reason, attempt and worker of failed requests; never their content."""
         return f"{self.prefix}:{{{model}}}:dead"
 
     def stream(self, request_id: str) -> str:
@@ -136,27 +136,27 @@ class RedisKeys:
         return f"{self.prefix}:lease:{name}"
 
     def record(self, owner: str, name: str) -> str:
-        """A conversation up to an answer, for requests that go on from it (MessagePack)."""
+        """A conversation with its last answer, which later requests continue (MessagePack)."""
         return f"{self.prefix}:{{{owner}}}:record:{name}"
 
     def records(self, owner: str) -> str:
-        """Sorted set of the names of a tenant's records, by the time (ms) until when they are kept."""
+        """Sorted set of the names of a tenant's records, by expiry (ms)."""
         return f"{self.prefix}:{{{owner}}}:records"
 
     def record_sizes(self, owner: str) -> str:
-        """Hash of their bytes by name, and of all under the empty name."""
+        """Hash of the sizes of a tenant's records by name, and of the total under the empty name."""
         return f"{self.prefix}:{{{owner}}}:record-sizes"
 
     def record_reply(self, owner: str, call: str) -> str:
-        """What a call on records returned, for its repetition."""
+        """The reply of a call on records, for its retry."""
         return f"{self.prefix}:{{{owner}}}:record-reply:{call}"
 
     def session(self, session_id: str) -> str:
-        """Hash of a session of an application: its record (JSON), its state, and tasks by how they ended."""
+        """Hash of a session of an application: its record (JSON), its state, and tasks by outcome."""
         return f"{self.prefix}:session:{{{session_id}}}"
 
     def session_tasks(self, session_id: str) -> str:
-        """Hash of its tasks by their ids: how each stands, and its record (JSON)."""
+        """Hash of a session's tasks by id: state, and record (JSON)."""
         return f"{self.prefix}:session:{{{session_id}}}:tasks"
 
     def session_open(self, session_id: str) -> str:
@@ -164,11 +164,11 @@ class RedisKeys:
         return f"{self.prefix}:session:{{{session_id}}}:open"
 
     def session_limits(self, application: str) -> str:
-        """Sorted set of an application's open sessions, `ID MIN MAX` of instances, by when they expire (s)."""
+        """Sorted set of an application's open sessions, `ID MIN MAX` of instances, by expiry (s)."""
         return f"{self.prefix}:session-limits:{application}"
 
     def sessions(self, owner: str) -> str:
-        """Sorted set of the ids of a tenant's sessions, by when they were made."""
+        """Sorted set of the ids of a tenant's sessions, by creation time."""
         return f"{self.prefix}:sessions:{owner}"
 
     def blob(self, sha256: str) -> str:
@@ -176,7 +176,7 @@ class RedisKeys:
         return f"{self.prefix}:blob:{{{sha256}}}"
 
     def blob_holders(self, sha256: str) -> str:
-        """Sorted set of the requests that need a blob, by the time (ms) until when at most."""
+        """Sorted set of the requests that need a blob, by expiry (ms)."""
         return f"{self.prefix}:blob:{{{sha256}}}:holders"
 
     def worker(self, worker_id: str) -> str:
@@ -193,7 +193,7 @@ class RedisKeys:
         return f"{self.prefix}:model:{name}"
 
     def adapters(self, model: str) -> str:
-        """Hash of the adapters that are to be loaded beside a model, by name: where each is (JSON)."""
+        """Hash of the adapters to load for a model, by name: source (JSON)."""
         return f"{self.prefix}:{{{model}}}:adapters"
 
     @property
@@ -203,11 +203,11 @@ class RedisKeys:
 
     @property
     def apps(self) -> str:
-        """Hash of the deployments as they are now, by name: the version of the record, and the record (JSON)."""
+        """Hash of the current deployments by name: the version of the record, and the record (JSON)."""
         return f"{self.prefix}:apps"
 
     def claims(self, name: str) -> str:
-        """Hash of the slots of a deployment that were claimed of late, by id: when (ms), and the node."""
+        """Hash of the slots of a deployment that were claimed recently, by id: time (ms) and node."""
         return f"{self.prefix}:claims:{name}"
 
     def app_log(self, name: str) -> str:
@@ -226,7 +226,7 @@ class RedisKeys:
 
     @property
     def audit(self) -> str:
-        """Stream of who asked to change keys, deployments, nodes and adapters."""
+        """Stream of audit entries: requests to change keys, deployments, nodes and adapters."""
         return f"{self.prefix}:audit"
 
     @property
@@ -253,7 +253,7 @@ class RedisKeys:
 
 
 def keys_of_calls(keys: RedisKeys, model: str, request_ids: Iterable[str]) -> list[str]:
-    """Call and log of each, as scripts take them."""
+    """Keys of each call and of its log, in the order that scripts expect."""
     found = []
     for request_id in request_ids:
         found += (keys.request(model, request_id), keys.log(model, request_id))

@@ -1,6 +1,7 @@
-"""A gateway's mailbox: one stream per model into which workers post events, one reader for all of
-them. Whatever could make events disappear - a trimmed stream, a mailbox that Redis lost, an
-entry that cannot be read - is told to the caller, who then looks at the requests' own logs.
+"""A gateway's mailbox: one stream per model, to which workers post events, and one reader for all streams.
+
+If events may be missing, the caller is told, and reads the logs of the requests: the stream was trimmed, Redis lost
+the mailbox, or an entry cannot be read.
 """
 
 import asyncio
@@ -68,7 +69,7 @@ class RedisMailbox:
             if key not in self._last_ids:
                 self._last_ids[key] = last_id
                 self._models[key] = model
-                self._reader.close()  # it reads again, from this mailbox too
+                self._reader.close()  # the next read includes this mailbox
         if self._renewing is None:
             self._renewing = asyncio.create_task(self._renew_mailboxes(), name="renew mailboxes")
         if self._last_ids:
@@ -80,9 +81,9 @@ class RedisMailbox:
         return await self._sender.execute(*command)
 
     async def events(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield what workers post, entry by entry, for ever: the model, and encoded events.
+        """Yield the model and the encoded events of each entry, without end.
 
-        Goes on where it was after an outage, and reports a gap: Redis may have lost its last writes.
+        Continues after an outage, and reports a gap: Redis may have lost its last writes.
         """
         pause_s, was_lost = 0.0, False
         while True:
@@ -114,7 +115,7 @@ class RedisMailbox:
                     self._last_ids[name] = entry_id
                     if fields[0] == b"events":
                         yield self._models[name], fields[1]
-            await asyncio.sleep(0)  # who waited for these answers before the next read is sent
+            await asyncio.sleep(0)  # receivers run before the next read is sent
 
     async def _read(self, keys: list[str]) -> list[tuple[bytes, list[tuple[bytes, list[bytes]]]]]:
         ids = [self._last_ids[key] for key in keys]
@@ -130,7 +131,7 @@ class RedisMailbox:
         return reply
 
     async def _restore(self) -> None:
-        """Create the mailboxes that Redis lost, and have all open requests looked up. Raises: RedisError."""
+        """Create the mailboxes that Redis lost, and report a gap for each model. Raises: RedisError."""
         for key, model in list(self._models.items()):
             if not await self._sender.execute("EXISTS", key):
                 last_id = await self._create(key)
@@ -160,7 +161,7 @@ class RedisMailbox:
             self._opened.clear()
 
     async def _renew(self, key: str) -> None:
-        """Keep the stream alive, drop what was read; make it anew if Redis lost it."""
+        """Renew the stream and drop read entries. Create it again if Redis lost it."""
         if await self._sender.execute("PEXPIRE", key, to_ms(MAILBOX_TTL_S)):
             await self._sender.execute("XTRIM", key, "MINID", "~", self._last_ids[key])
             return
@@ -169,7 +170,7 @@ class RedisMailbox:
         self._report_gap(self._models[key])
 
     async def close(self) -> None:
-        """Stop renewing, remove the mailboxes, hang up."""
+        """Stop renewing, delete the mailboxes and disconnect."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait([self._renewing])

@@ -19,7 +19,7 @@ from shared.queue.keys import (
 from shared.queue.scripts import PUBLISH, named
 from shared.redis.link import RedisSender
 
-#: A gateway without a mailbox is gone; longer than a living one needs to make it again.
+#: A gateway whose mailbox is missing for this long is gone: a live gateway creates it again sooner.
 GONE_AFTER_S = 10.0
 #: Maximum items of one script call, which blocks Redis while it runs.
 MAX_ITEMS = 64
@@ -28,15 +28,15 @@ MAX_ITEMS = 64
 class GatewayLiveness:
     """How long each gateway's mailbox has been missing. Units: readings of one monotonic clock.
 
-    A gateway renews its mailbox. Redis may lose a mailbox, or let it expire while it was frozen; a living gateway
-    makes it again within seconds.
+    A gateway renews its mailbox. Redis may lose a mailbox, or let it expire while it was frozen; a live gateway
+    creates it again within seconds.
     """
 
     def __init__(self) -> None:
         self._missing_since: dict[str, float] = {}
 
     def update(self, missing: Iterable[str], now: float) -> set[str]:
-        """Note the gateways without a mailbox; returns those that are gone."""
+        """Record the gateways without a mailbox. Returns the gateways that are gone."""
         self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
         return {g for g, since in self._missing_since.items() if now - since >= GONE_AFTER_S}
 
@@ -63,7 +63,7 @@ class Publisher:
         self.num_fenced = 0  #: publications refused because another worker owns the request
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
-        """See `WorkerQueue.publish`: one call for each gateway and `MAX_ITEMS`. Raises: RedisError."""
+        """See `WorkerQueue.publish`: one script call for each gateway and `MAX_ITEMS` items. Raises: RedisError."""
         if results := [item for item in publications if item.result]:
             await asyncio.gather(*map(self._store, results))
         by_gateway: dict[str, list[Publication]] = {}
@@ -74,7 +74,7 @@ class Publisher:
             for reply_to, items in by_gateway.items()
             for start in range(0, len(items), MAX_ITEMS)
         ]
-        if len(batches) == 1:  # `gather` would cost two turns of the loop
+        if len(batches) == 1:  # `gather` would cost two iterations of the event loop
             return await self._send(*batches[0])
         refused: dict[str, str] = {}
         calls = [self._send(reply_to, batch) for reply_to, batch in batches]
@@ -90,7 +90,7 @@ class Publisher:
         await self._sender.execute("SET", key, item.result, "PX", to_ms(AFTER_END_S))
 
     async def find_gone(self, gateways: Iterable[str]) -> set[str]:
-        """Those of the gateways that are gone. Raises: RedisError."""
+        """The gateways that are gone. Raises: RedisError."""
         names = list(gateways)
         keys = [self._keys.mailbox(self._model, name) for name in names]
         found = await asyncio.gather(*(self._sender.execute("EXISTS", key) for key in keys))
@@ -110,7 +110,7 @@ class Publisher:
 
 
 def _to_item(publication: Publication) -> dict[str, Any]:
-    """The publish script's view of it. A failure ends a call wherever its tokens stand."""
+    """The item of the publish script. A failure ends a call at any number of tokens."""
     claim = publication.claim
     item: dict[str, Any] = {
         "attempt": claim.attempt,

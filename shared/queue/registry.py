@@ -70,9 +70,8 @@ class Registry(RedisStore):
 
     def __init__(self, redis: Redis, prefix: str) -> None:
         super().__init__(redis, prefix)
-        self._unreadable: set[str] = (
-            set()
-        )  # keys whose values could not be decoded, and were logged
+        #: Keys whose invalid values were logged already.
+        self._unreadable: set[str] = set()
 
     async def announce(self, record: WorkerRecord, ttl_s: float) -> None:
         keys, name, ttl_ms = self._keys, record.card.name, to_ms(MODEL_TTL_S)
@@ -161,7 +160,7 @@ class Registry(RedisStore):
             member = decode(value)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             if key not in self._unreadable:
-                logger.error("cannot read %s, leaving it out: %s", key, error)
+                logger.error("cannot read %s, skipping it: %s", key, error)
                 self._unreadable.add(key)
             return None
         self._unreadable.discard(key)

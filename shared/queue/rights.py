@@ -1,4 +1,4 @@
-"""What gateways and workers may do in Redis. `config/redis/users.acl` says the same, and a test compares."""
+"""Redis permissions of gateways and workers, the same as in `config/redis/users.acl`."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from shared.queue.keys import RedisKeys
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """Of one user: patterns of keys, and commands in the words of Redis's ACL."""
+    """Permissions of one user: key patterns, and commands as in Redis ACLs."""
 
     keys: tuple[str, ...]
     commands: tuple[str, ...]
 
 
 _KEYS = RedisKeys()
-#: Of each model's queue both touch these; `*` stands for every name.
+#: Keys of the queues, used by gateways and workers. `*`: any name.
 _QUEUE_KEYS = (
     _KEYS.queue("*"),
     _KEYS.backlog("*"),
@@ -90,6 +90,6 @@ NODE = Rights(
     keys=(*WORKER.keys, *_DEPLOY_KEYS, _KEYS.claims("*"), _KEYS.session_limits("*")),
     commands=(*WORKER.commands, "mget", "smembers", "ltrim", "zrangebyscore"),
 )
-#: Counts waiting requests.
+#: KEDA only counts waiting requests.
 KEDA = Rights(keys=(_KEYS.queue("*"),), commands=("ping", "info", "xlen", "xinfo|groups"))
 USERS = {"gateway": GATEWAY, "worker": WORKER, "node": NODE, "keda": KEDA}

@@ -1,7 +1,7 @@
 """Several Redis servers as shards of one queue. All keys of a request are on one shard, so no script changes.
 
-The id of a call ends with the name of its shard: `ID-0@NAME`. Rendezvous hashing ranks the shards for each request, and the
-request goes to the first one that is up. A request is never submitted to two shards. The first shard also stores what
+The id of a call ends with the name of its shard: `ID-0@NAME`. Rendezvous hashing ranks the shards for each request; the
+request goes to the first shard that is up. A request is never submitted to two shards. The first shard also stores what
 belongs to no request: workers, deployments, sessions and records.
 """
 
@@ -46,9 +46,9 @@ from shared.redis.client import create_redis
 from shared.settings import SettingsError
 from shared.settings.tree import RedisSettings
 
-#: The requests of a shard that is down for this long are submitted to another one.
+#: The requests of a shard that is down for this long are submitted to another shard.
 LOST_AFTER_S = 4.0
-#: Limits of a tenant below this many times the number of shards are not divided: its requests are on one shard.
+#: Limits of a tenant below this number per shard are not divided: all requests of the tenant go to one shard.
 SMALL = 16
 _PROBE_EVERY_S = 0.5
 _LONGEST_PAUSE_S = 8.0
@@ -83,9 +83,9 @@ class Shard:
         return not self.is_up and time.monotonic() - self._down_since > LOST_AFTER_S
 
     def note_failure(self) -> None:
-        """Leave it out of new requests until it answers again.
+        """Send no new requests to the shard until it answers again.
 
-        The pause before it is tried again grows if it fails soon after: one that is full answers probes.
+        If it fails again soon, the pause before the next probe grows: a server whose memory is full answers probes.
         """
         if self._probing is None and not self._is_closed:
             self._down_since = time.monotonic()
@@ -132,7 +132,7 @@ class Shard:
 
 
 class Shards:
-    """The shards of a fleet. `on_lost` is called with the name of a lost one, until it answers."""
+    """All shards. `on_lost` is called repeatedly with the name of a lost shard, until it answers."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self.all = [
@@ -163,7 +163,7 @@ class Shards:
         return sorted(self.all, key=weight)
 
     def group(self, call_ids: Sequence[str]) -> list[tuple[Shard, list[str]]]:
-        """The calls of each shard, without those of removed ones."""
+        """The calls of each shard, without calls of removed shards."""
         found: dict[str, tuple[Shard, list[str]]] = {}
         for call_id in call_ids:
             try:
@@ -274,7 +274,7 @@ class ShardedGatewayQueue:
         return [found.get(request_id) for request_id in request_ids]
 
     async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
-        """Those of the shards that are up."""
+        """The open requests of the shards that are up."""
         calls = [
             shard.ask(shard.queue.open_requests(models, limit))
             for shard in self._shards.all
@@ -365,7 +365,7 @@ class ShardedGatewayQueue:
 
 
 class ShardedMailbox:
-    """A `Mailbox` over one mailbox of each shard; those of shards that are down are opened when they are up."""
+    """A `Mailbox` with one mailbox per shard. Mailboxes of shards that are down are opened once they are up."""
 
     def __init__(
         self,
@@ -460,7 +460,7 @@ def create_gateway_queue(settings: RedisSettings, redis: Redis) -> GatewayQueue:
 
 
 async def check_shards(settings: RedisSettings) -> None:
-    """Check that no shard is left out that may have requests, if Redis answers. Raises: SettingsError."""
+    """Check that the settings have all shards that may have requests, if Redis answers. Raises: SettingsError."""
     async with aclosing(create_redis(settings)) as redis:
         try:
             noted: dict[Any, Any] = await redis.hgetall(RedisKeys(settings.key_prefix).shards)
@@ -472,5 +472,5 @@ async def check_shards(settings: RedisSettings) -> None:
         if name.decode() not in settings.shards and left_s > 0:
             raise SettingsError(
                 f"VLM_REDIS_URL: the shard {name.decode()} is missing and may have requests for another "
-                f"{left_s:.0f} s: name it, or wait"
+                f"{left_s:.0f} s: add it, or wait"
             )

@@ -1,4 +1,4 @@
-"""The gateway's side of the queue: submit calls, cancel them, read their state. Calls of a loop turn share a write."""
+"""The gateway's side of the queue: submit calls, cancel them, read their state. Commands of one event loop iteration share a write."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -56,7 +56,7 @@ from shared.redis.client import redis_errors_as, retry_idempotent
 _MAX_FORGOTTEN = 100  #: expired entries dropped at once
 #: Calls that one script cancels or reads; Redis answers other clients before the next.
 _MAX_PER_SCRIPT = 100
-#: Of charges, by what they count (`count_usage.lua`).
+#: Marks of charges, by `Charge.counts` (`count_usage.lua`).
 _MARKS = {"request": "", "prompt": "*", "output": "+"}
 
 
@@ -155,7 +155,7 @@ class RedisGatewayQueue(RedisStore):
     async def _end(
         self, model: str, request_ids: Sequence[str], is_lost: bool = False, **failure: str
     ) -> None:
-        """Cancel calls, or fail them with the `code` and `message` that are given."""
+        """Cancel calls, or fail them with the given `code` and `message`."""
         keys = [self._keys.queue(model), self._keys.backlog(model), self._keys.reservations(model)]
         keys += keys_of_calls(self._keys, model, request_ids)
         ending = {
@@ -336,7 +336,7 @@ class RedisGatewayQueue(RedisStore):
     async def servers(self) -> dict[str, dict[str, str]]:
         try:
             text: bytes = await self._sender.execute("INFO")
-        except ResponseError:  # this user may not ask
+        except ResponseError:  # the ACL does not allow it
             return {"": {}}
         lines = text.decode().splitlines()
         return {"": dict(line.split(":", 1) for line in lines if ":" in line)}

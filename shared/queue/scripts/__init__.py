@@ -1,7 +1,7 @@
 """The Lua scripts: every change of a request's state is one of them.
 
-Each is idempotent and fenced by the attempt number, so that it may be sent again after a lost reply. One file
-each; its top says which keys it takes, which named arguments (one MessagePack map) and raw bytes, and what it answers.
+Each script is idempotent and fenced by the attempt number, so that it may be sent again after a lost reply. The header of
+each file has its keys, named arguments (one MessagePack map), raw bytes and reply.
 """
 
 from pathlib import Path

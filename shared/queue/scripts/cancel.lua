@@ -1,7 +1,7 @@
 -- Cancel calls, or fail them if a failure is given: their gateways get its event. Their entries leave the queue at once,
 -- so that they are not claimed; a worker that runs one learns it at its next publish or lease renewal.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
--- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of the tenants that left a worker), left_ttl_ms; failure: absent, or
+-- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of `note_tenant`), left_ttl_ms; failure: absent, or
 --   code, message, ids (of the calls), max_entries, mailboxes (prefix of their keys)
 -- Returns for each item its earlier state, or gone.
 local queue, backlog, reservations = KEYS[1], KEYS[2], KEYS[3]
@@ -16,7 +16,7 @@ local now_ms = string.format('%d', time[1] * 1000 + math.floor(time[2] / 1000))
 local function note_tenant(request)
   local r = redis.call('HMGET', request, 'worker', 'begun', 'tenant')
   if r[2] ~= '1' then return end
-  redis.pcall('HSET', args.left .. r[1], r[3] or '', now_ms)  -- pcall: users of an older release may not write it
+  redis.pcall('HSET', args.left .. r[1], r[3] or '', now_ms)  -- pcall: an older ACL may not allow it
   redis.pcall('PEXPIRE', args.left .. r[1], args.left_ttl_ms)
 end
 

@@ -1,5 +1,5 @@
 -- Claim requests for a worker, each under its next attempt number, which fences all earlier attempts.
--- KEYS: queue, then request and log of the one to claim; without these: claim all that the worker's last read brought
+-- KEYS: queue, then request and log of one request to claim; without these: claim all of the worker's last read
 -- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, affinity_ms (time to live of a preferred
 --   worker); for one: read_nonce (nonce of this worker's reads); for all: count, requests and logs (prefixes of their
 --   keys), and `entry` is the last one that was claimed before

@@ -1,4 +1,4 @@
--- The beginning of the scripts that end calls.
+-- Prepended to the scripts that end calls.
 -- Count an ended call in the usage of its tenant on this day, and correct what it has reserved of a budget. A lost call,
 -- which was queued again elsewhere, is not counted.
 -- spent: prefix of the keys of days: hash of sums by `KIND TENANT MODEL`, and under the empty name when it was created (us)
@@ -24,7 +24,7 @@ local function count_usage(spent, model, request, is_lost)
     cost = string.format('%.0f', math.floor(cost + 0.5))
     local now = redis.call('TIME')
     local day, owner = spent .. math.floor(now[1] / 86400), ' ' .. (r[1] or '') .. ' ' .. model
-    -- A user of an older release may not write here: then nothing is counted.
+    -- An older ACL may not allow this: then nothing is counted.
     local sum = redis.pcall('HINCRBY', day, 'requests' .. owner, num_requests)
     if type(sum) == 'table' then return end
     if sum == num_requests and redis.call('HSETNX', day, '', string.format('%d%06d', now[1], now[2])) == 1 then

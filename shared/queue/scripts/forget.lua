@@ -1,4 +1,4 @@
--- Delete a call that has ended, or only a failed one; any other stays.
+-- Delete a call that has ended; with failed_only, only a call that has failed.
 -- KEYS: call, log    args: failed_only
 -- Returns 1 if there is no call of this id now, else 0.
 local args = cmsgpack.unpack(ARGV[1])

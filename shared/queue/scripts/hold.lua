@@ -1,6 +1,6 @@
--- Acquire or renew a lease; without a time to live, release it.
+-- Acquire or renew a lease, or release it.
 -- KEYS: lease    args: holder, ttl_ms (0: release it)
--- Returns whether it is the holder's.
+-- Returns 1 if the holder has the lease now, else 0.
 local args = cmsgpack.unpack(ARGV[1])
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= args.holder then return 0 end

@@ -1,4 +1,4 @@
--- Raise the sums of a hash that an older copy of Redis has brought back; sums that are higher stay.
+-- Raise the sums of a hash, after Redis was restored from an older copy. Higher sums stay.
 -- KEYS: the hash    args: sums (by field); began: absent, or the empty field of the hash, which tells days apart
 --   (`count_usage.lua`); ttl_ms: absent, or create the hash if there is none, and renew its time to live
 local args = cmsgpack.unpack(ARGV[1])
