@@ -99,7 +99,7 @@ class Outage:
         self._last_s = RESTART_S
 
     def begin(self, now: float) -> int:
-        """Estimated seconds until the end: the rest of the last outage's duration, or else this one's duration so far."""
+        """Estimated seconds until the end: the rest of the last outage's duration, else the duration so far."""
         self._began_at = self._began_at or now
         so_far_s = now - self._began_at
         left_s = self._last_s - so_far_s

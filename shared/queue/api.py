@@ -174,7 +174,7 @@ class Charge(Struct, frozen=True):
     #: Price of an input, cached and output token, and of an image.
     prices: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     budget: Budget | None = None
-    #: What is counted for the first call. request: a request, input and output; prompt: input and output; output: output only.
+    #: What is counted for the first call. request: the request, input and output; prompt: input and output.
     counts: Literal["request", "prompt", "output"] = "request"
 
     def of_call(self, index: int, num_calls: int) -> "Charge":
@@ -376,7 +376,7 @@ class WorkerQueue(Protocol):
     async def reclaim(self, count: int) -> list[Claim]: ...
 
     async def take_scan(self, every_s: float) -> bool:
-        """Whether this worker may call `reclaim` now. `reclaim` reads all claims, so only one worker calls it in `every_s`."""
+        """Whether this worker may call `reclaim` now: it reads all claims, so only one worker calls it per `every_s`."""
         ...
 
     async def end_scan(self) -> None:
@@ -388,7 +388,7 @@ class WorkerQueue(Protocol):
         ...
 
     async def begin(self, claim: Claim) -> bool:
-        """Mark a possible poison request as started: losing its worker now adds to its crash count. False: the call has another owner."""
+        """Mark a possible poison request as started: the loss of its worker is now a crash. False: another worker owns it."""
         ...
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The gateway's side of the queue: submit calls, cancel them, read their state. Commands of one event loop iteration share a write."""
+"""The gateway's side of the queue: submit calls, cancel them, read their state. Concurrent commands share a write."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence

@@ -1,6 +1,6 @@
 """The Lua scripts: every change of a request's state is one of them.
 
-Each script is idempotent and fenced by the attempt number, so that it may be sent again after a lost reply. The header of
+Each script is idempotent and fenced by the attempt number, so that it may be sent again after a lost reply. The head of
 each file has its keys, named arguments (one MessagePack map), raw bytes and reply.
 """
 

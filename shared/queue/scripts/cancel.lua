@@ -1,4 +1,4 @@
--- Cancel calls, or fail them if a failure is given: their gateways get its event. Their entries leave the queue at once,
+-- Cancel calls, or fail them if a failure is given: gateways get the event. Their entries leave the queue at once,
 -- so that they are not claimed; a worker that runs one learns it at its next publish or lease renewal.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
 -- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of `note_tenant`), left_ttl_ms; failure: absent, or

@@ -1,5 +1,5 @@
 -- Append the events of many calls to their logs, end the calls that end, and post the accepted events as one entry for
--- each gateway. An attempt is identified by number and worker: after a failover that lost a claim, its number is used again.
+-- each gateway. An attempt is identified by number and worker: after a failover that lost a claim, the number is reused.
 -- KEYS: mailbox, queue, dead, reservations (`submit.lua`), then call and log of each item
 -- args: worker, max_entries, group, keep_ms, dead_ttl_ms, max_dead, spent, model (`count_usage.lua`), items: list of
 --   attempt, number (ordinal of the item within the attempt, which makes a repeated call a no-op),
