@@ -1,7 +1,7 @@
-"""Images and what to ask about them, with the right answers where somebody knows them.
+"""Images and questions about them, with the correct answers where they are known.
 
-Called by the scenarios. Noise suits any model and any size; the samples of the built-in model are scenes
-whose answers are known. A new image has bytes that no cache has seen, and costs no drawing.
+Called by the scenarios. Noise images have any size and are for any model. The samples of the built-in model are scenes
+with known answers. A new image is a known one with a number in a comment: no cache has seen its bytes.
 """
 
 import base64
@@ -21,11 +21,11 @@ PNG_URL = "data:image/png;base64,"
 PNG_HEAD_BYTES = 33  # signature and IHDR, before which no other chunk may stand
 START_OF_IMAGE = b"\xff\xd8"
 COMMENT = b"\xff\xfe"
-COMMENT_BYTES = 14  # with its own two length bytes: 2 + 2 + 14 = 18 in front, whole base64 groups
+COMMENT_BYTES = 14  # with its length: the head has 18 bytes, whole base64 groups
 
 
 def noise_jpeg(num_bytes: int = 60_000, seed: int = 0) -> bytes:
-    """A square JPEG of uniform noise, the first of growing side to reach `num_bytes`."""
+    """The smallest square JPEG of uniform noise that has `num_bytes` or more."""
     side = math.isqrt(num_bytes)  # about 0.8 bytes for a pixel
     while True:
         pixels = random.Random(seed).randbytes(3 * side * side)
@@ -37,7 +37,7 @@ def noise_jpeg(num_bytes: int = 60_000, seed: int = 0) -> bytes:
 
 
 class NumberedUrls:
-    """Data URLs of one image under ever new numbers, at the cost of a few bytes each."""
+    """Data URLs of one image with different numbers. Only a few bytes are encoded for each."""
 
     def __init__(self, jpeg: bytes) -> None:
         self._tail = base64.b64encode(jpeg[len(START_OF_IMAGE) :]).decode()
@@ -65,7 +65,7 @@ def to_png_url(png: bytes) -> str:
 
 SAMPLES = Path(__file__).parent.parent / "engines" / "packages" / "shapes" / "samples"
 NUMBERS_OF_A_RUN = 10**6
-NUM_RUNS = 10**6  # with the numbers of a run as long as what a JPEG comment holds
+NUM_RUNS = 10**6  # the product with NUMBERS_OF_A_RUN fits in a comment
 MAX_GROUP = 4
 
 #: A question and its only right answer; None: unknown.
@@ -80,7 +80,7 @@ QUESTIONS = (
     "What color is the background?",
 )
 
-#: Of every sample what the world of `training/shapes` says of it.
+#: Facts of each sample, as `training/shapes` drew it.
 SAMPLE_FACTS: dict[str, tuple[Fact, ...]] = {
     "shapes": (
         ("How many shapes are there?", "3"),

@@ -87,9 +87,9 @@ def first_model(url: str, api_key: str) -> str:
     except AnswerError as error:
         if str(error).startswith("status 401"):
             raise AnswerError(
-                f"{url} wants a key: give one with --api-key, or set VLM_API_KEY"
+                f"{url} requires an API key: set it with --api-key or VLM_API_KEY"
             ) from error
-        raise AnswerError(f"{url} does not tell its models ({error}): does it run?") from error
+        raise AnswerError(f"{url} does not list its models ({error}): is it running?") from error
     if not models:
-        raise AnswerError(f"{url} has no model that chats")
+        raise AnswerError(f"{url} has no chat model: start one")
     return models[0]

@@ -1,4 +1,4 @@
-"""Whether an answer is the right one, complete and not cut.
+"""Checks that an answer is correct and complete.
 
 Called for every answer. A wrong answer is a failure like a refused request: a fast server that mixes up its
 requests is not fast.
@@ -19,7 +19,7 @@ SYLLABLES = tuple(a + b for a, b in zip("bdfghjklmnprstvz", "aeiouaeiouaeioua", 
 def mock_answer(messages: list[Message], usage: dict[str, Any], num_words: int) -> str:
     """The first words of the mock engine's greedy answer, by its published rule: a SHAKE-128 stream of prompt and images.
 
-    The usage tells how many slots an image takes.
+    The answer's usage has the number of image tokens.
     """
     images = [part for message in messages for part in _parts(message) if "image_url" in part]
     num_image_tokens = (usage.get("prompt_tokens_details") or {}).get("image_tokens", 0)
@@ -55,9 +55,9 @@ MOCK = "mock"
 def fault_of(
     answer: Answer, question: Question, model: str, max_tokens: int, is_salted: bool = False
 ) -> str:
-    """What is wrong with an answer; empty: nothing that anyone could know.
+    """The fault of an answer. Empty: none was found.
 
-    `is_salted`: an API key was given, so that the hashes of images are the server's secret.
+    `is_salted`: with an API key, image hashes depend on a secret of the server, so answers to images are not checked.
     """
     if answer.finish_reason not in ("stop", "length"):
         return f"the answer ended with {answer.finish_reason}"

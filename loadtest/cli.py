@@ -16,19 +16,19 @@ from loadtest.record import Profile, Workload, parse_objective
 Users = Annotated[
     str | None,
     typer.Option(
-        help="Users that wait for their answers: 8, steps 2,4,8 or a ramp 1..16.",
+        help="Concurrent users: 8, steps 2,4,8 or a ramp 1..16.",
         show_default=DEFAULT_USERS,
     ),
 ]
 Rate = Annotated[
     str | None,
-    typer.Option(help="Instead of users, requests/s that arrive at random: 5, 5,10,20 or 1..30."),
+    typer.Option(help="Instead of users: requests/s at random times, 5, 5,10,20 or 1..30."),
 ]
-Slo = Annotated[str, typer.Option(help="What is good: ttft=500,tpot=50,e2e=5000, milliseconds.")]
+Slo = Annotated[str, typer.Option(help="Latency objective, ms: ttft=500,tpot=50,e2e=5000.")]
 
 
 def _writable(path: Path | None) -> Path | None:
-    """A file that can be written at the end. Raises: BadParameter before hours of load."""
+    """Check that a file can be written, before the load starts. Raises: BadParameter."""
     if path is not None:
         target = path if path.exists() else path.parent
         if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
@@ -43,30 +43,30 @@ def _with_scheme(host: str) -> str:
 
 
 ApiKey = Annotated[
-    str, typer.Option(envvar="VLM_API_KEY", help="API key, if the server wants one.")
+    str, typer.Option(envvar="VLM_API_KEY", help="API key, if the server requires one.")
 ]
 
 
 def loadtest(
-    profile: Annotated[Profile, typer.Option(help="What is asked.")] = "mixed",
+    profile: Annotated[Profile, typer.Option(help="Kinds of questions.")] = "mixed",
     users: Users = None,
     rate: Rate = None,
     duration: Annotated[float, typer.Option(min=0.5, help="Seconds, all steps together.")] = 30.0,
-    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before them.")] = 1.0,
+    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before the steps.")] = 1.0,
     host: Annotated[
         str,
         typer.Option(
             help="The server's address.", show_default="a fleet of its own", callback=_with_scheme
         ),
     ] = "",
-    engine: Annotated[str, typer.Option(help="Engine of that fleet.")] = "mock",
+    engine: Annotated[str, typer.Option(help="Engine of the fleet without --host.")] = "mock",
     model: Annotated[
         str, typer.Option(help="Model to ask.", show_default="the server's first")
     ] = "",
     api_key: ApiKey = "",
     slo: Slo = "ttft=500,tpot=50",
     max_failures: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of failures that is still a success.")
+        float, typer.Option(min=0.0, max=1.0, help="Accepted ratio of failures.")
     ] = 0.0,
     stream_ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of streamed answers.")
@@ -79,7 +79,7 @@ def loadtest(
         float, typer.Option(min=0.0, help="Mean pause of a user, seconds.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of questions and arrivals.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Longest silence of a server.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for data.")] = 60.0,
     json: Annotated[
         Path | None, typer.Option("--json", help="File for the result.", callback=_writable)
     ] = None,

@@ -1,6 +1,6 @@
-"""One chat request over HTTP, timed as its client feels it.
+"""One chat request over HTTP, timed by the client.
 
-Called by the Locust users. It knows the OpenAI wire format and nothing of the server behind it. Plain
+Called by the Locust users. It uses only the OpenAI wire format. Plain
 `http.client`: blocking where the caller blocks, cooperative under gevent, and nothing between the socket
 and the clock, so that an arrival is stamped when the bytes arrive.
 """
@@ -17,8 +17,8 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 PATH = "/v1/chat/completions"
-TIMINGS_HEADER = "x-vlm-timings"  # a server that does not know it has no stages to tell
-MAX_IDLE_S = 2.0  # servers end connections that rest; a request must not be lost to that
+TIMINGS_HEADER = "x-vlm-timings"  # servers that do not support it report no stages
+MAX_IDLE_S = 2.0  # servers close idle connections, which must fail no request
 
 
 class AnswerError(Exception):
@@ -29,8 +29,8 @@ class AnswerError(Exception):
 class Answer:
     """A complete answer and when its parts arrived.
 
-    Units: seconds since the request was sent, `sent_at` on `time.perf_counter`. `chunks` has the arrival
-    and the characters of every chunk with text; `stages_s` is what the server says of its stages.
+    Units: seconds since the request was sent, `sent_at` on `time.perf_counter`. `chunks`: the arrival
+    and the characters of every chunk with text; `stages_s`: stages that the server reports.
     """
 
     e2e_s: float
@@ -62,12 +62,12 @@ class Answer:
 
     @property
     def _num_text_tokens(self) -> int:
-        """Without the one that ends an answer and has no text."""
+        """Output tokens without the last one, which has no text if the answer ended with it."""
         return self.num_tokens - (self.finish_reason == "stop")
 
 
 def tokens_by_chunk(num_chars: list[int], num_tokens: int) -> list[int]:
-    """How many tokens each chunk carried, as near as a client can know: one at least, the rest by length."""
+    """Estimated tokens of each chunk: at least one; the others are shared by length."""
     counts: list[int] = []
     num_more, total = max(0, num_tokens - len(num_chars)), sum(num_chars)
     given = seen = 0
@@ -105,7 +105,7 @@ class ChatClient:
         self._connection.close()
 
     def models(self) -> list[str]:
-        """The models that chat, and are worked on where the server says so. Raises: AnswerError."""
+        """The chat models, without those that the server reports to have no worker. Raises: AnswerError."""
         with _faults_end_the_connection(self._connection):
             self._request("GET", "/v1/models")
             models = _read_json(self._connection.getresponse())["data"]
@@ -137,7 +137,7 @@ class ChatClient:
 
 @contextmanager
 def _faults_end_the_connection(connection: HTTPConnection) -> Iterator[None]:
-    """Turn every fault of connection or format into AnswerError; the next request starts afresh."""
+    """Raise AnswerError for errors of connection or format, and close the connection."""
     try:
         yield
     except AnswerError:

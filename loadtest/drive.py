@@ -1,8 +1,8 @@
-"""The process that makes the load: an order on standard input, one record a line on standard output.
+"""The load generator: reads an order from standard input, and writes one record per line to standard output.
 
     python -m loadtest.drive
 
-The last line is a number: the share of a core that making the load has taken. Near 1 the client was too slow.
+The last line is the CPU usage of the load generator, as a ratio of a core. Near 1, it was too slow.
 
 Started by `loadtest.run`, so that greenlets and the patched sockets of Locust stay apart from everything else.
 """
@@ -26,7 +26,7 @@ from loadtest.locustfile import ChatUser
 from loadtest.record import Order, Record
 
 TICK_S = 0.1
-MAX_OPEN = 2000  # requests of an open loop on their way; more wait, and their waiting counts
+MAX_OPEN = 2000  # concurrent requests of an open loop; later ones wait, which counts
 
 
 def main() -> None:
@@ -43,26 +43,26 @@ def main() -> None:
 
 
 def allow_many_connections() -> None:
-    """As many open files as this user may have; the usual 1,024 are fewer than MAX_OPEN."""
+    """Raise the limit on open files, which is usually 1,024, less than MAX_OPEN."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def claim_standard_output() -> BinaryIO:
-    """Standard output for records alone; what any library prints from now on goes to standard error."""
+    """Reserve standard output for records: what libraries print goes to standard error."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return out
 
 
 def write(out: BinaryIO, line: Record | float) -> None:
-    """One line; at once, for those who watch."""
+    """Write one line, and flush it for readers."""
     out.write(msgspec.json.encode(line) + b"\n")
     out.flush()
 
 
 def run_closed_loop(asker: Asker) -> None:
-    """Locust users, as many as the plan wants at each moment; each waits for its answer."""
+    """Run Locust users, as many as the plan has at each moment. Each user waits for its answer."""
     plan = asker.order.plan
     ChatUser.asker = asker
     environment = Environment(user_classes=[ChatUser], stop_timeout=asker.order.target.timeout_s)
@@ -77,7 +77,7 @@ def run_closed_loop(asker: Asker) -> None:
 
 
 def run_open_loop(asker: Asker) -> None:
-    """Requests that arrive when they arrive, whether the others are answered or not."""
+    """Send requests at their planned times, whether or not earlier ones are answered."""
     seed = asker.order.workload.seed
     pool = Pool(MAX_OPEN)
     for number, intended_at in enumerate(arrivals(asker.order.plan, random.Random(seed))):

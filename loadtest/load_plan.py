@@ -1,6 +1,6 @@
 """The load over time: constant, stepped or a ramp; and arrival times of an open loop.
 
-Reads no clock. Instants are seconds since the end of the warm-up, which has the first level.
+Reads no clock. Times are seconds since the end of the warm-up, which runs at the first level.
 """
 
 import random
@@ -40,7 +40,7 @@ def parse_levels(text: str) -> tuple[tuple[float, ...], bool]:
             f"{text!r} is neither a number, nor steps 2,4,8, nor a ramp 1..16"
         ) from None
     if is_ramp and len(levels) != 2:
-        raise PlanError(f"{text!r}: a ramp has two ends")
+        raise PlanError(f"{text!r}: write a ramp as 1..16")
     if any(not 0 <= level < 1e6 for level in levels) or not any(levels):
         raise PlanError(f"{text!r}: a load must be above 0 and below a million")
     return levels, is_ramp
@@ -76,7 +76,7 @@ def phases(plan: Plan) -> list[Phase]:
 def arrivals(plan: Plan, draw: random.Random) -> Iterator[float]:
     """The instants of a Poisson process with the plan's rate.
 
-    Source: thinning (Lewis and Shedler, 1979): candidates at the highest rate, each accepted by its ratio to it.
+    Source: thinning (Lewis and Shedler, 1979): candidates at the highest rate, each accepted with the ratio of the current to the highest rate.
     """
     highest = max(plan.levels)
     at_s = -plan.warmup_s

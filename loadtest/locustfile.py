@@ -79,13 +79,13 @@ def add_options(parser: LocustArgumentParser) -> None:
         default="",
         env_var="VLM_API_KEY",
         include_in_web_ui=False,
-        help="API key, if the server wants one.",
+        help="API key, if the server requires one.",
     )
 
 
 @events.test_start.add_listener
 def find_whom_to_ask(environment: Environment, **_: Any) -> None:
-    """Create the state that users share. An unreachable server is a failed request with a name of its own."""
+    """Create the state that users share. An unreachable server is reported as a failed request."""
     options, url = environment.parsed_options, environment.host or ""
     assert options is not None
     workload = Workload(
@@ -112,7 +112,7 @@ def find_whom_to_ask(environment: Environment, **_: Any) -> None:
 def report_to_locust(environment: Environment, record: Record) -> None:
     """Report every latency of a request, or its error, to Locust's statistics.
 
-    Requests that are cut at the end of the run are left out: Locust has ended them.
+    Requests that were interrupted by the end of the run are omitted.
     """
     if record.error == CUT:
         return

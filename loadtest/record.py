@@ -1,8 +1,8 @@
-"""One request of a load test, as its client felt it, and what was wanted of all of them.
+"""The record of one request of a load test, and the parameters of the test.
 
-Written by the users, read by results and reports. The latencies are those of `shared/telemetry/metrics.py`, with two
-additions that only a client can make: they begin at the moment when the request was meant to be sent, so that
-waiting for a free client is not hidden; and E2E ends with the last byte received.
+Written by the users, read by results and reports. Latencies are defined as in `shared/telemetry/metrics.py`, with two
+differences: they begin when the request was due, so that waiting for a free client counts; and E2E ends with the last
+byte received.
 """
 
 import math
@@ -54,7 +54,7 @@ class Record(msgspec.Struct, omit_defaults=True):
         return (self.ended_at - self.first_text_at) / (self.num_output_tokens - 1)
 
     def values_s(self, latency: Latency) -> list[float]:
-        """What was measured of a latency: nothing, one value, or of ITL many."""
+        """The measured values of a latency: none, one, or several for ITL."""
         if latency == "ITL":
             return self.itl_s
         value = (
@@ -73,7 +73,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is asked, and how long. `levels`: users of the closed loop, requests/s of the open one."""
+    """Load and duration. `levels`: users of the closed loop, requests/s of the open one."""
 
     loop: Literal["closed", "open"] = "closed"
     levels: tuple[float, ...] = (8.0,)
@@ -103,7 +103,7 @@ class ObjectiveError(ValueError):
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Latency limits. Units: seconds; None: any."""
+    """Latency limits. Units: seconds; None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -117,7 +117,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def is_kept(self, record: Record) -> bool:
         """Whether an answer is correct and within the limits.
 
-        Only E2E can be measured for a whole response: its limit is that of a stream.
+        Only E2E is measured for a whole response. Its limit is that of a stream of the same length.
         """
         if record.error:
             return False

@@ -26,7 +26,7 @@ MAX_FAULTS = 20  # kinds of failures that are shown
 
 
 def show(tables: Sequence[Table], page: Path | None = None) -> None:
-    """Print tables, or write a page of them. Texts of a server are no markup."""
+    """Print tables, or write a page of them. Texts of a server are not parsed as markup."""
     console = Console(markup=False)
     if page is not None:
         console = Console(markup=False, record=True, file=io.StringIO(), width=PAGE_COLUMNS)
@@ -36,7 +36,7 @@ def show(tables: Sequence[Table], page: Path | None = None) -> None:
 
 
 def new_table(title: str, columns: Sequence[str]) -> Table:
-    """A table; the first column names the row, the others are numbers already written out."""
+    """A table; the first column names the row, the others are formatted numbers."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -44,12 +44,12 @@ def new_table(title: str, columns: Sequence[str]) -> Table:
 
 
 def in_ms(seconds: float) -> str:
-    """Milliseconds to three figures; a dash for what was not measured."""
+    """Milliseconds to three figures; a dash if it was not measured."""
     return "-" if math.isnan(seconds) else _to_three_figures(seconds * 1000)
 
 
 def in_number(value: float) -> str:
-    """A number to three figures at least; a dash for what was not measured."""
+    """A number to three figures at least; a dash if it was not measured."""
     return "-" if math.isnan(value) else _to_three_figures(value)
 
 

@@ -35,7 +35,7 @@ from loadtest.result import Result, failure_ratio, failures
 
 DRIVER = (sys.executable, "-m", "loadtest.drive")
 PAUSE_S = 0.2
-BUSY_RATIO = 0.8  # of a core; a client that uses more measures itself
+BUSY_RATIO = 0.8  # of a core; above it, the client may be the bottleneck
 
 
 class LoadTestError(Exception):
@@ -71,7 +71,7 @@ def run(
         print(f"{number} x {fault}", file=sys.stderr)
     if result.client_core_ratio > BUSY_RATIO:
         used = in_percent(result.client_core_ratio)
-        print(f"the client used {used} of its core: it may be what was measured", file=sys.stderr)
+        print(f"the client used {used} of its core: it may be the bottleneck", file=sys.stderr)
     if not any(not record.error for record in result.records):
         print("no request was answered", file=sys.stderr)
         return 1
@@ -143,7 +143,7 @@ def drive(order: Order) -> tuple[list[Record], float]:
             complaints.seek(0)
             raise LoadTestError(complaints.read()[-2000:].decode(errors="replace"))
     if output.core_ratio is None:
-        raise LoadTestError("what makes the load ended early")
+        raise LoadTestError("the load generator ended early")
     return output.records, output.core_ratio
 
 

@@ -36,9 +36,9 @@ Record = TypeVar("Record", StoreRecord, FileRecord, StoreFile, FileBatch)
 class Database(Protocol):
     """Runs SQL with `?` for values. Thread-safe."""
 
-    #: Other processes use it too, and it holds the vectors.
+    #: Whether other processes use the database too. It then also has the vectors.
     is_shared: bool
-    #: Types of columns: counts rows and is the primary key; bytes.
+    #: Column types: of the primary key, which numbers the rows; of bytes.
     number: str
     blob: str
 
@@ -113,7 +113,7 @@ class Catalog:
             return self._rows(sql, *values)
 
     def change_all(self, owner: str) -> AbstractContextManager[None]:
-        """One transaction of records and vectors, if the database holds both."""
+        """One transaction of records and vectors, if the database has both."""
         return self._change(owner) if self.is_shared else nullcontext()
 
     # Stores

@@ -25,7 +25,7 @@ SEARCH: SettingOptions = {
 def search_node(settings: "Settings") -> None:
     """Run the search process, which has the vector stores of all gateways."""
     _require("the search process")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # requests run in parallel, not products
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # parallel requests instead of parallel matrix products
     from search.server import run_search
 
     sys.exit(run_search(settings))
@@ -39,13 +39,13 @@ def _require(use: str = "this command") -> None:
     require("safetensors", use)
 
 
-Engine = Annotated[str, typer.Option(help="Engine of this process, without --url.")]
+Engine = Annotated[str, typer.Option(help="Engine to embed with, without --url.")]
 LocalUrl = Annotated[
     str | None,
     typer.Option(
         "--url",
         envvar=URL_VARIABLE,
-        help="Compute by a gateway, not in this process.",
+        help="Embed with this gateway, not in this process.",
         callback=read_url,
     ),
 ]

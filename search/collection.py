@@ -110,7 +110,7 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise BadCollection(
-            f"{directory} has no {MANIFEST}: name a directory of `vlm embed`, or, if it was interrupted, "
+            f"{directory} has no {MANIFEST}: name a directory of `vlm embed`; if `vlm embed` was interrupted, "
             "run it again"
         ) from None
     except (OSError, msgspec.MsgspecError) as error:
@@ -141,7 +141,7 @@ class Part:
         for name, (data, offsets) in self._columns.items():
             is_good = offsets.shape == (rows + 1,) and offsets[0] == 0 and offsets[-1] == len(data)
             if not is_good or (np.diff(offsets) < 0).any():
-                raise BadCollection(f"{path}: the offsets of {name} do not fit")
+                raise BadCollection(f"{path}: the offsets of {name} are invalid")
 
     def __len__(self) -> int:
         return len(self.vectors)
@@ -201,7 +201,7 @@ class FlatIndex:
         ]
         rows = [part.num_items for part in self.manifest.parts]
         if [len(part) for part in self._parts] != rows or sum(rows) != self.manifest.num_items:
-            raise BadCollection(f"{directory}: its parts are not those of its manifest")
+            raise BadCollection(f"{directory}: the parts differ from the manifest")
         self._num_bytes = sum(
             (directory / part.name).stat().st_size for part in self.manifest.parts
         )
@@ -272,11 +272,11 @@ class FlatIndex:
         """Nothing to do."""
 
     def close(self) -> None:
-        """The mappings end with the last array."""
+        """The files are unmapped with the last array."""
 
 
 def _best(scores: np.ndarray, k: int) -> np.ndarray:
-    """The rows of the k best scores, and ties of the last of them."""
+    """The rows of the k best scores, and rows that tie with the last of them."""
     if len(scores) <= k:
         return np.arange(len(scores))
     least = -math.inf if k < 1 else np.partition(scores, -k)[-k]

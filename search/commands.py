@@ -66,7 +66,7 @@ class Found(NamedTuple):
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """Errors of users end with a message and exit code 1."""
+    """Print expected errors, and exit with code 1."""
     try:
         yield
     except (
@@ -145,7 +145,7 @@ def run_load(directory: Path, name: str, url: str, model: str, api_key: str | No
 
 
 def load(client: Client, directory: Path, name: str, model: str, report: Report) -> dict[str, Any]:
-    """Upsert a collection into a store, which is created if none has that name. Raises: EmbedError, BadCollection."""
+    """Upsert a collection into a store, which is created if it does not exist. Raises: EmbedError, BadCollection."""
     index = FlatIndex(directory)
     manifest = index.manifest
     store = find_store(client, name)
@@ -159,8 +159,8 @@ def load(client: Client, directory: Path, name: str, model: str, report: Report)
         store = client.ask("POST", _STORES, body, TRIES)
     if store["embedding_digest"] != manifest.digest and store["embedding_digest"]:
         raise EmbedError(
-            f"{directory} was made by another model than that of the store ({manifest.model}, "
-            f"{store['embedding_model']}): give its model with --model"
+            f"{directory} and the store were embedded by different models ({manifest.model}, "
+            f"{store['embedding_model']}): load it into a new store"
         )
     num_done = 0
     for batch in _batches(index.items()):
@@ -274,13 +274,13 @@ def run_search(
 
 
 def _find_model(directory: Path, model: str, url: str | None, engine: str) -> str:
-    """The given model, or that of the collection; empty: the default. Raises: EmbedError, BadCollection."""
+    """The given model, or the collection's. Empty: the default. Raises: EmbedError, BadCollection."""
     if not (directory / MANIFEST).exists():
         if (directory / PLAN).exists():
             read_manifest(directory)  # which raises
         if not list_images(directory):
             raise EmbedError(
-                f"{directory} has no {MANIFEST}, which `vlm embed` writes, and holds no image"
+                f"{directory} is no collection (no {MANIFEST}) and has no images"
             )
         return model
     kind = find_kind(engine)
@@ -288,7 +288,7 @@ def _find_model(directory: Path, model: str, url: str | None, engine: str) -> st
         return model
     model = read_manifest(directory).model
     if url is None and model not in BUILT_IN:  # a manifest must not choose what is loaded
-        raise EmbedError(f"name the model that made it with --model: {model}")
+        raise EmbedError(f"name the collection's model with --model: {model}")
     return model
 
 
@@ -298,7 +298,7 @@ def search_directory(directory: Path, query: Source, k: int, embedder: Embedder)
     manifest = index.manifest
     if embedder.digest != manifest.digest or embedder.dimensions != manifest.dimensions:
         raise EmbedError(
-            f"{directory} was made by {manifest.model}, in another version than {embedder.model}: give "
+            f"{directory} was embedded by {manifest.model}, which differs from {embedder.model}: name "
             "its model with --model"
         )
     [hits] = index.search(np.asarray(embedder.embed([query])), k)

@@ -70,7 +70,7 @@ def _read_one(path: Path, text_field: str) -> Iterator[Source]:
     if path.is_dir():
         images = list_images(path)
         if not images:
-            raise EmbedError(f"{path} holds no image ({', '.join(sorted(IMAGE_ENDINGS))})")
+            raise EmbedError(f"{path} has no images ({', '.join(sorted(IMAGE_ENDINGS))})")
         yield from (Source(str(image.relative_to(path)), image=image) for image in images)
     elif path.suffix.lower() in IMAGE_ENDINGS:
         yield Source(path.name, image=path)
@@ -225,7 +225,7 @@ def embed(
         inputs=inputs,
     )
     if sum(part.num_items for part in parts) != total:
-        raise EmbedError("the inputs changed meanwhile: run it again")
+        raise EmbedError("the inputs changed during the run: run it again")
     write_manifest(directory, manifest)
     (directory / PLAN).unlink(missing_ok=True)
     return manifest
@@ -248,7 +248,7 @@ def _resume(directory: Path, plan: Plan) -> list[PartRecord]:
     if (directory / MANIFEST).exists():
         manifest = read_manifest(directory)
         if (manifest.inputs, manifest.digest) != (plan.inputs, plan.digest):
-            raise EmbedError(f"{directory} holds another collection: name a new directory")
+            raise EmbedError(f"{directory} has another collection: name a new directory")
         _refuse_changes(directory, manifest, plan, ("prompt", "dtype"))
         return list(manifest.parts)
     try:

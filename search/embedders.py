@@ -31,7 +31,7 @@ class LocalEmbedder:
         loaded = create_engine({"kind": kind, "model": model} if model else {"kind": kind})
         self._engine, card = loaded.engine, loaded.card
         if "embed" not in card.tasks:
-            raise EmbedError(f"{card.name} computes no vectors; it offers: {', '.join(card.tasks)}")
+            raise EmbedError(f"{card.name} does not embed; it supports: {', '.join(card.tasks)}")
         self.model, self.digest, self.dimensions = card.name, card.digest, card.dimensions
         self.prompt = find_prompt(prompt, card.prompts, usual)
         self._capacity = self._engine.capabilities().max_num_seqs
@@ -91,7 +91,7 @@ def _image_ref(path: Path, data: bytes) -> Any:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             kind, (width, height) = (image.format or "").lower(), image.size
     except (UnidentifiedImageError, OSError):
-        raise EmbedError(f"{path}: it is none of {FORMAT_NAMES}") from None
+        raise EmbedError(f"{path}: use an image in {FORMAT_NAMES}") from None
     return ImageRef(hashlib.sha256(data).hexdigest(), len(data), f"image/{kind}", width, height)
 
 
@@ -109,7 +109,7 @@ def find_prompt(
 
 
 class RemoteEmbedder:
-    """A gateway; documents are embedded as batch work."""
+    """Embeds with a gateway. Documents are embedded at batch priority."""
 
     def __init__(
         self,

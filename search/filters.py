@@ -27,7 +27,7 @@ def _translate(
     some: Callable[[list[Any]], Any],
     negate: Callable[[Any], Any],
 ) -> Any:
-    """A filter in the language of these functions; `compare` has a comparison, a key and a value."""
+    """Translate a filter with these functions. `compare` gets a comparison, a key and a value."""
     match where.type:
         case "and" | "or":
             parts = [_translate(each, compare, every, some, negate) for each in where.filters]

@@ -82,7 +82,7 @@ class IndexKind(Protocol):
 
     @property
     def database(self) -> "Database | None":
-        """The database of the vectors, which then holds the records too."""
+        """The database of the vectors, which then has the records too. None: the index is in files."""
         ...
 
     def drop(self, name: str) -> None:
@@ -104,7 +104,7 @@ class OrderedIds:
         read_ids: Callable[[str, int], list[str]],
         read_items: Callable[[Sequence[str]], list[Item]],
     ) -> None:
-        """`read_ids`: the next ids after one, sorted, up to a number."""
+        """`read_ids`: returns sorted ids after an id, up to a number."""
         self._read_ids, self._read_items = read_ids, read_items
         self._lock = threading.Lock()
         self._windows: list[_Window] = []
@@ -163,7 +163,7 @@ class OrderedIds:
 
 
 class _Window:
-    """The ids after `start` up to `end`, or all of them. Until it is loaded: those that were added."""
+    """The ids after `start` up to `end` if it is set. Before the window is loaded: only added ids."""
 
     def __init__(self, start: str) -> None:
         self.start = start

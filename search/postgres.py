@@ -1,7 +1,7 @@
 """PostgreSQL with pgvector: the records and the vectors of all stores, in one database for any number of search processes.
 
-A write of a store is one transaction, and one at a time in all processes. A search scans up to `SCAN_ROWS` items, and
-those of a filter where pgvector is older than 0.8, exactly; otherwise it uses an HNSW index.
+A write of a store is one transaction, and one at a time in all processes. Searches of up to `SCAN_ROWS` items are exact
+scans, as are filtered searches with pgvector before 0.8. Other searches use an HNSW index.
 """
 
 import json
@@ -24,7 +24,7 @@ from shared.search import Filter, Hit, Item, refuse
 
 #: Up to this many items a scan takes no longer than the index.
 SCAN_ROWS = 10_000
-#: Of pgvector's indexes, for vectors of 32 bits.
+#: Maximum of pgvector's indexes for vectors of 32 bits.
 MAX_INDEXED_DIMENSIONS = 2000
 #: Candidates of a search in the index; pgvector allows 1,000.
 _EF_SEARCH, _MAX_EF_SEARCH = 400, 1000
@@ -40,9 +40,9 @@ def open_postgres(url: str) -> "PostgresIndexes":
     """The stores in the database of a `postgresql://` URL. Raises: SearchUnavailable."""
     try:
         conninfo_to_dict(url)
-    except psycopg.ProgrammingError:  # whose text may have the password
+    except psycopg.ProgrammingError:  # its text may have the password
         raise SearchUnavailable(
-            "VLM_SEARCH__INDEX: the URL cannot be read; write postgresql://USER@HOST:PORT/DATABASE, and other "
+            "VLM_SEARCH__INDEX: the URL is invalid: write postgresql://USER@HOST:PORT/DATABASE, and other "
             "characters as %XX"
         ) from None
     with _unavailable():
@@ -92,7 +92,7 @@ class Postgres:
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
-        """That of this thread; a new one if it was lost, but not within a transaction."""
+        """The thread's connection. A lost one is replaced, but not within a transaction."""
         connection = getattr(self._local, "connection", None)
         if connection is None or (not self._local.is_changing and _is_lost(connection)):
             connection = psycopg.connect(
@@ -136,13 +136,13 @@ class Postgres:
 
 
 def _is_lost(connection: psycopg.Connection[Any]) -> bool:
-    """Whether an idle connection was closed; the server may have said so since its last use."""
+    """Whether an idle connection was closed, perhaps since its last use."""
     return connection.closed or bool(select([connection], [], [], 0)[0])
 
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Raises: SearchError if the database is away, or the store was deleted meanwhile."""
+    """Raises: SearchError if the database does not answer, or the store was deleted meanwhile."""
     try:
         yield
     except errors.UndefinedTable:
@@ -174,7 +174,7 @@ class PostgresIndexes:
         self._scans_on = (major, minor) >= (0, 8)
 
     def open(self, name: str, dimensions: int) -> "PostgresIndex":
-        """The index of a store; it is created within a transaction only, so that no reader revives a deleted one."""
+        """The index of a store; created only within a transaction, so that no reader revives a deleted index."""
         if self.database.is_changing:
             self.database.rows(
                 f"CREATE TABLE IF NOT EXISTS {_quoted(name)} (id BYTEA PRIMARY KEY, vector vector({dimensions:d}), "
@@ -185,7 +185,7 @@ class PostgresIndexes:
 
     def drop(self, name: str) -> None:
         with self.database.change(name):
-            self.database.rows(  # which would hold the table until it is built
+            self.database.rows(  # a build would lock the table until its end
                 "SELECT pg_cancel_backend(pid) FROM pg_stat_progress_create_index "
                 "WHERE datname = current_database() AND relid = to_regclass(?)",
                 _quoted(name),
@@ -198,7 +198,7 @@ class PostgresIndexes:
 
 
 class PostgresIndex:
-    """The table of one store. `scans_on`: a filtered search may go on in the index until it has enough."""
+    """The table of one store. `scans_on`: a filtered search continues in the index until it has enough items."""
 
     def __init__(self, database: Postgres, name: str, dimensions: int, scans_on: bool) -> None:
         self._database = database
@@ -261,13 +261,12 @@ class PostgresIndex:
                 if self._scans_on:
                     self._rows("SET LOCAL hnsw.iterative_scan = relaxed_order")
                 answers = [self._rows(sql, text, *values, text, k) for text in texts]
-                # Rows that were deleted lately, and rare ones of a filter, end a search in the index too early.
+                # A search in the index ends too early if many rows were deleted recently, or few match the filter.
                 is_exact = any(len(rows) < k for rows in answers)
             if is_exact:
                 self._rows("SET LOCAL enable_indexscan = off")
-                self._rows(
-                    "SET LOCAL plan_cache_mode = force_custom_plan"
-                )  # not one with the index
+                # without a cached plan that uses the index
+                self._rows("SET LOCAL plan_cache_mode = force_custom_plan")
                 answers = [self._rows(sql, text, *values, text, k) for text in texts]
         return [
             sorted(
@@ -294,7 +293,7 @@ class PostgresIndex:
         return IndexStats(num_items, num_bytes + num_items * 4 * self._dimensions)
 
     def compact(self) -> None:
-        """Build the HNSW index of a large store beside writes and searches, unless another process does."""
+        """Build the HNSW index of a large store beside writes and searches, unless another process builds it."""
         if self._dimensions > MAX_INDEXED_DIMENSIONS or self.stats().num_items < SCAN_ROWS:
             return
         index = f"{self._name}_hnsw"
@@ -307,7 +306,7 @@ class PostgresIndex:
         if not is_ours:
             return
         try:
-            if found:  # a process was killed while it built it
+            if found:  # left by a killed process
                 self._rows(f"DROP INDEX IF EXISTS {_quoted(index)}")
             self._rows(
                 f"CREATE INDEX CONCURRENTLY IF NOT EXISTS {_quoted(index)} ON {self._table} "

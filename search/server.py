@@ -31,7 +31,7 @@ from shared.search import SearchError
 from shared.settings import SettingsError
 from shared.settings.tree import SearchSettings, Settings
 
-#: Of readers, and of writers: writers of one store wait for each other.
+#: Threads of readers, and threads of writers. Writers of one store wait for each other.
 NUM_THREADS = 4
 MAX_WAITING = 256
 DRAIN_S = 10
@@ -93,7 +93,7 @@ class SearchApp:
             request = self._decoder.decode(body)
         except msgspec.MsgspecError:
             logger.exception("a request cannot be read")
-            return 422, _fault("unavailable", "Gateway and search process have different versions.")
+            return 422, _fault("unavailable", "Gateway and search process have different versions: update both.")
         del body
         loop = asyncio.get_running_loop()
         try:
@@ -167,7 +167,7 @@ def _serve(settings: Settings, directory: Path) -> None:
 
 
 def _open_indexes(search: SearchSettings, directory: Path) -> IndexKind | None:
-    """None: collections alone are served. Raises: SearchUnavailable."""
+    """None: only collections are served. Raises: SearchUnavailable."""
     try:
         return open_indexes(search.index or f"lance://{directory / 'stores'}")
     except SearchUnavailable as error:

@@ -1,7 +1,7 @@
 """The vector stores of all tenants, over one kind of index.
 
-One thread at a time writes a store; readers do not wait. The lock of the process protects its memory, and is not held
-during input and output. Acknowledged writes survive a killed process, not a power failure. A collection in the
+One thread at a time writes a store; readers do not wait. The process has a lock for its memory, which is not held
+during I/O. Acknowledged writes survive a killed process, not a power failure. A collection in the
 settings is a read-only store for every key.
 """
 
@@ -29,7 +29,7 @@ from search.index import IndexKind, VectorIndex
 from shared.search import SearchError, refuse
 from shared.settings.limits import LimitSettings
 
-#: Open indexes.
+#: Maximum number of open indexes.
 MAX_OPEN = 64
 #: Interval of `Stores.sweep`.
 SWEEP_S = 60.0
@@ -86,10 +86,10 @@ class Stores:
         limits: LimitSettings,
         collections: Sequence[Path] = (),
     ) -> None:
-        """`indexes` None: only collections. Raises: BadCollection."""
+        """`indexes`: None if only collections are served. Raises: BadCollection."""
         self._catalog = catalog
         self._indexes = indexes
-        #: Whether no other process writes, so that what is unfinished at the start is left over.
+        #: Whether no other process writes. Unfinished work at the start is then from a killed process.
         self._owns_all = indexes is not None and not catalog.is_shared
         self._limits = limits
         self._open: OrderedDict[str, OpenStore] = OrderedDict()
@@ -165,7 +165,7 @@ class Stores:
         for tenant, record in self._catalog.all_stores():
             if record.expires_at is not None and record.expires_at <= _now():
                 logger.info("store %s has expired", record.id)
-                with suppress(SearchError):  # another process was first
+                with suppress(SearchError):  # another process has deleted it
                     self._drop_store(
                         wire.DropStore(tenant=tenant, store=record.id), only_expired=True
                     )
@@ -514,7 +514,7 @@ class Stores:
         return self._indexes
 
     def _store(self, record: wire.StoreRecord) -> OpenStore:
-        """The store; its index opens at its first use, and the least recently used one is closed."""
+        """The store. Its index opens at its first use; the least recently used index is closed."""
         if record.id in self._collections:
             return self._collections[record.id][1]
         with self._lock:
@@ -594,7 +594,7 @@ class Stores:
         if digest and record.digest and digest != record.digest:
             raise refuse(
                 "conflict",
-                "The model that is served under this name is not the one that embedded the items of "
+                "The served model of this name is not the one that embedded the items of "
                 "this store: create a new store.",
                 "embedding_model",
             )

@@ -93,7 +93,7 @@ def test_models_that_do_not_chat_or_have_no_worker_are_not_asked(fake):
     ]
     assert first_model(fake.url, "") == "chats"
     fake.models.pop()
-    with pytest.raises(AnswerError, match="no model that chats"):
+    with pytest.raises(AnswerError, match="no chat model"):
         first_model(fake.url, "")
 
 

@@ -131,7 +131,7 @@ def test_client_that_has_no_time_left_says_so(monkeypatch, capsys, ratio, warns)
     monkeypatch.setattr("loadtest.run.make_load", lambda wanted: made)
     wanted = Wanted("", "mock", "", "", 1.0, Workload(), Plan(), Objective())
     assert run(wanted, 0.0) == 0
-    assert ("it may be what was measured" in capsys.readouterr().err) == warns
+    assert ("it may be the bottleneck" in capsys.readouterr().err) == warns
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_file_that_is_no_image_is_named(tmp_path):
         "embed", tmp_path / "a.png", "--output", tmp_path / "out", "--engine", "mock_pooling"
     )
     assert done.exit_code == 1
-    assert "a.png: it is none of PNG" in done.stderr
+    assert "a.png: use an image in PNG" in done.stderr
 
 
 def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
@@ -221,14 +221,14 @@ def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
     (tmp_path / "empty").mkdir()
     found = run("search", tmp_path / "empty", "a word", *engine)
     assert found.exit_code == 1
-    assert "holds no image" in found.output
+    assert "has no images" in found.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "reported"),
     [
         (("embed", "nobody.txt", "--output", "out"), "nobody.txt cannot be read"),
-        (("embed", "inputs.txt", "empty", "--output", "out"), "empty holds no image"),
+        (("embed", "inputs.txt", "empty", "--output", "out"), "empty has no images"),
         (("embed", "inputs.txt", "--output", "inputs.txt"), "--output"),
         (("embed", "inputs.txt", "--output", "inputs.txt/deep"), "--output"),
         (("embed", "inputs.txt", "--output", "."), "not empty"),
@@ -236,7 +236,7 @@ def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
         (("search", "cut", "x"), "run it again"),
         (("search", "folder", "--image", "nobody.png"), "nobody.png"),
         (("search", "nolib", "x"), "there is no directory nolib"),
-        (("search", "made", "x"), "name the model that made it with --model: mock-embeddings"),
+        (("search", "made", "x"), "name the collection's model with --model: mock-embeddings"),
         (("search", "made", "x", "--engine", "needs"), "--model: mock-embeddings"),
     ],
 )
