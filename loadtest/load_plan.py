@@ -76,7 +76,7 @@ def phases(plan: Plan) -> list[Phase]:
 def arrivals(plan: Plan, draw: random.Random) -> Iterator[float]:
     """The instants of a Poisson process with the plan's rate.
 
-    Source: thinning (Lewis and Shedler, 1979): candidates at the highest rate, each accepted with the ratio of the current to the highest rate.
+    Source: thinning (Lewis and Shedler, 1979): candidates at the highest rate, accepted with the probability rate / highest.
     """
     highest = max(plan.levels)
     at_s = -plan.warmup_s

@@ -25,7 +25,7 @@ SEARCH: SettingOptions = {
 def search_node(settings: "Settings") -> None:
     """Run the search process, which has the vector stores of all gateways."""
     _require("the search process")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # parallel requests instead of parallel matrix products
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # requests run in parallel instead
     from search.server import run_search
 
     sys.exit(run_search(settings))

@@ -93,7 +93,7 @@ class SearchApp:
             request = self._decoder.decode(body)
         except msgspec.MsgspecError:
             logger.exception("a request cannot be read")
-            return 422, _fault("unavailable", "Gateway and search process have different versions: update both.")
+            return 422, _fault("unavailable", "The versions differ: update gateway and search.")
         del body
         loop = asyncio.get_running_loop()
         try:

@@ -1,4 +1,4 @@
-// The page of the admin: the fleet, keys, usage and changes, asked for again and again.
+// The admin page: fleet, keys, usage and audit log, refreshed periodically.
 
 import { ApiError, read } from "./api.js";
 import { fillRows, toTime } from "./elements.js";

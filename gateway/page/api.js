@@ -1,4 +1,4 @@
-// The gateway's API as the pages use it. The key lives in this module's memory; some pages remember it in the tab.
+// Client of the gateway's API. The key is kept in memory; some pages also keep it in sessionStorage.
 
 import { readEvents } from "./events.js";
 
@@ -8,7 +8,7 @@ export function setKey(key) {
   apiKey = key;
 }
 
-/** What the gateway refused, or that it could not be reached (status 0). `message` is for people. */
+/** An error of the gateway; status 0: it could not be reached. `message` is shown to the user. */
 export class ApiError extends Error {
   constructor(message, { status = 0, retryAfter = null, param = null } = {}) {
     super(message);
@@ -35,7 +35,7 @@ export async function read(path) {
   return (await call(path)).json();
 }
 
-/** The new key, with the key itself. Throws ApiError. */
+/** Create a key. The answer has the key itself. Throws ApiError. */
 export async function createKey(body) {
   return (await post("v1/admin/keys", body)).json();
 }
@@ -50,7 +50,7 @@ export async function revokeKey(name) {
   return (await call(`v1/admin/keys/${encodeURIComponent(name)}`, { method: "DELETE" })).json();
 }
 
-/** `{count, max_model_len, frames}` of messages. Throws ApiError. */
+/** Tokenize messages: `{count, max_model_len, frames}`. Throws ApiError. */
 export async function countTokens(body) {
   return (await post("tokenize", body)).json();
 }
@@ -60,7 +60,7 @@ export async function readDocument() {
   return (await call("openapi.json")).json();
 }
 
-/** A vector of length 1 for each input, in order. Throws ApiError, or AbortError when `signal` says stop. */
+/** A normalized vector for each input, in order. Throws ApiError, or AbortError when `signal` is aborted. */
 export async function embed(body, signal) {
   const response = await post("v1/embeddings", { ...body, encoding_format: "base64" }, signal);
   try {
@@ -76,7 +76,7 @@ function toVector(base64) {
   return new Float32Array(bytes.buffer);
 }
 
-/** The chunks of a streamed answer. Throws ApiError, or AbortError when `signal` says stop. */
+/** The chunks of a streamed answer. Throws ApiError, or AbortError when `signal` is aborted. */
 export async function* streamAnswer(body, signal) {
   const wanted = { stream: true, stream_options: { include_usage: true }, timings: true };
   const response = await post("v1/chat/completions", { ...body, ...wanted }, signal);
@@ -86,7 +86,7 @@ export async function* streamAnswer(body, signal) {
     if (chunk.error) throw new ApiError(chunk.error.message);
     yield chunk;
   }
-  throw new ApiError("The connection ended before the answer did.");
+  throw new ApiError("The connection ended before the answer was complete.");
 }
 
 async function* readChunks(response, signal) {

@@ -1,4 +1,4 @@
-// What is deployed: versions, instances, rates and events, asked for again and again.
+// The deployments: versions, instances, rates and events, refreshed periodically.
 
 import { ApiError, listApplications } from "./api.js";
 import { element, fillRows, toTime } from "./elements.js";
@@ -81,7 +81,7 @@ function fill(article, app) {
   );
 }
 
-/** Answers a second since this was last asked. */
+/** Requests finished per second since the last call. */
 function rate(name, { digest, num_finished, num_failed }) {
   const key = `${name}@${digest}`;
   const now = { count: num_finished + num_failed, at: performance.now() / 1000 };

@@ -1,4 +1,4 @@
-// Stacked bars, a stack for each day.
+// A chart of stacked bars, one bar per day.
 
 const HEIGHT = 220;
 const MARGIN = { left: 44, right: 14, top: 12, bottom: 26 };
@@ -6,7 +6,7 @@ const LABEL_WIDTH = 48; // of a day
 const SPACE = "http://www.w3.org/2000/svg";
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
-/** Draw `{name, values, className}` of each series over the days into an SVG of the page. */
+/** Draw series (`{name, values, className}`, one value per day) into an SVG element. */
 export function drawBars(svg, { days, series }) {
   const width = svg.clientWidth;
   if (!width) return; // not shown
@@ -41,7 +41,7 @@ export function drawBars(svg, { days, series }) {
   svg.replaceChildren(...marks, ...names, ...bars);
 }
 
-/** The next of 1, 2, 4, 6, 8, 10, 20 ... */
+/** Round up to one of 1, 2, 4, 6, 8, 10, 20 ... */
 function roundUp(value) {
   if (value <= 0) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

@@ -1,20 +1,20 @@
-// What has been said, and the request that it makes. Knows no HTTP and no page.
+// The messages of a conversation, and the request body made of them. No HTTP, no DOM.
 
 import { kindOf } from "./images.js";
 
-/** Questions with their answers; one without an answer (failed, stopped at once) is not told to the model again. */
+/** Questions with their answers. Questions without an answer (failed, or stopped at once) are not sent again. */
 export class Conversation {
   constructor({ id = toId(), exchanges = [] } = {}) {
     this.id = id;
     this.exchanges = exchanges;
   }
 
-  /** The exchanges before one, or all of them. */
+  /** The exchanges before `exchange`; all without it. */
   before(exchange) {
     return exchange ? this.exchanges.slice(0, this.exchanges.indexOf(exchange)) : this.exchanges;
   }
 
-  /** Take a question in place of `instead` and all that came after it, or at the end; returns its exchange. */
+  /** Append a question; with `instead`, replace this exchange and all later ones. Returns the new exchange. */
   add(question, { instead = null, isJson = false } = {}) {
     if (instead) this.exchanges.length = this.exchanges.indexOf(instead);
     const exchange = { question, answer: "", thought: "", calls: [], isJson, note: "", isError: false, measured: null };
@@ -22,7 +22,7 @@ export class Conversation {
     return exchange;
   }
 
-  /** The messages that ask the last question, after all that was answered before. */
+  /** The messages of the request for the last question, with all answered exchanges before it. */
   toMessages(system) {
     const answered = this.exchanges.slice(0, -1).filter(isAnswered);
     const turns = answered.flatMap(({ question, answer, calls }) => [
@@ -38,7 +38,7 @@ export function isAnswered({ answer, calls }) {
   return Boolean(answer || calls.length);
 }
 
-/** Add what a chunk brings of calls of functions: their parts come piece by piece. */
+/** Add the deltas of function calls in a chunk to `calls`. */
 export function addCalls(calls, pieces) {
   for (const { index, id, function: { name = "", arguments: text = "" } } of pieces) {
     calls[index] ??= { id, type: "function", function: { name: "", arguments: "" } };
@@ -47,17 +47,17 @@ export function addCalls(calls, pieces) {
   }
 }
 
-/** Unlike any other; `crypto.randomUUID` is there on https and localhost alone. */
+/** A random id. `crypto.randomUUID` exists only on https and localhost. */
 function toId() {
   return [...crypto.getRandomValues(new Uint32Array(4))].map((word) => word.toString(36)).join("-");
 }
 
-/** All that a question says, but its images. */
+/** The text of a question or of tool results. */
 export function textOf({ text, results = [] }) {
   return [text, ...results.map(({ content }) => content)].join("");
 }
 
-/** `{text, images}` as a user's turn, images first, as models were trained; or `{results}` of the calls before. */
+/** A question as messages: `{text, images}` as a user message with images first, as in training; `{results}` as tool messages. */
 function toMessages({ text, images, results }) {
   if (results) return results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
   const parts = images.map((image) => {
@@ -67,7 +67,7 @@ function toMessages({ text, images, results }) {
   return [{ role: "user", content: [...parts, { type: "text", text }] }];
 }
 
-/** The conversation as Markdown, with its images in it. */
+/** The conversation as Markdown, with embedded images. */
 export function toMarkdown(exchanges) {
   const parts = exchanges.flatMap(({ question, answer, calls }) => [
     "## Question",

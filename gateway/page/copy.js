@@ -1,8 +1,8 @@
-// Buttons that copy text.
+// Copy buttons.
 
 const SHOWN_MS = 2000;
 
-/** A button that copies what `getText` returns, and says that it did in `announcer`. */
+/** A button that copies the result of `getText`, and announces this in `announcer`. */
 export function toCopyButton(label, getText, announcer = document.querySelector("#announcer")) {
   const button = document.createElement("button");
   button.type = "button";

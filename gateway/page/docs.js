@@ -64,7 +64,7 @@ function toSchema(name, schema) {
   return details;
 }
 
-/** A schema in a line: words, and links to schemas by name. */
+/** A schema in one line: text, and links to named schemas. */
 function typeOf(schema = {}) {
   if (schema.$ref) {
     const name = schema.$ref.split("/").at(-1);
@@ -94,7 +94,7 @@ function toDetails(summary, parts) {
   return element("details", element("summary", ...summary), ...parts);
 }
 
-/** Open the schema that the address names. */
+/** Open the schema in the URL's fragment. */
 function openTarget() {
   const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (!target) return;

@@ -1,4 +1,4 @@
-// Elements made of text and other elements.
+// Helpers that create elements.
 
 export function element(name, ...content) {
   const made = document.createElement(name);

@@ -1,6 +1,6 @@
-// Server-sent events out of a response's body. Knows nothing of what they hold.
+// Parses server-sent events of a response's body.
 
-/** The data of each event, as it comes. Comments (`: keep-alive`) are skipped. */
+/** The data of each event, as it arrives. Comments (`: keep-alive`) are skipped. */
 export async function* readEvents(body) {
   let rest = "";
   for await (const text of readText(body)) {
@@ -12,7 +12,7 @@ export async function* readEvents(body) {
   }
 }
 
-/** The body's text; drops the connection when the reader stops early. */
+/** The body's text; closes the connection if the reader stops early. */
 async function* readText(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   try {

@@ -1,4 +1,4 @@
-// Images with their vectors, and which are nearest to another vector. Knows the API and no page.
+// Images with their embeddings, and search for the nearest ones. No DOM.
 
 import { ApiError, embed } from "./api.js";
 import { makeThumbnail, readImage } from "./images.js";
@@ -10,7 +10,7 @@ const BATCH = 8;
 const MAX_REFUSALS = 5; // of an overloaded gateway, in a row
 
 export class Gallery {
-  /** `onChange` is called whenever there is more to show. */
+  /** `onChange`: called when images or vectors were added. */
   constructor(onChange) {
     this.onChange = onChange;
     this.empty();
@@ -26,7 +26,7 @@ export class Gallery {
     return this.images.filter(({ vector }) => vector).length;
   }
 
-  /** Take files that are not there yet; returns how many were too many. */
+  /** Add new images. Returns how many were over the limit. */
   add(files) {
     const known = new Set(this.images.map(({ file }) => nameOf(file)));
     const found = files.filter((file) => file.type.startsWith("image/") && !known.has(nameOf(file)));
@@ -35,12 +35,12 @@ export class Gallery {
     return found.length - taken.length;
   }
 
-  /** Vectors of another model do not compare. */
+  /** Use another model: vectors of different models cannot be compared. */
   forgetVectors() {
     for (const image of this.images) image.vector = null;
   }
 
-  /** Make the vectors that are missing. Throws ApiError, or AbortError when `signal` says stop. */
+  /** Compute the missing vectors. Throws ApiError, or AbortError when `signal` is aborted. */
   async embedAll(model, signal) {
     let size = BATCH;
     let refusals = 0;
@@ -71,7 +71,7 @@ export class Gallery {
     }
   }
 
-  /** The next images without a vector, read: `{image, url}`. */
+  /** Read the next images without a vector: `{image, url}`. */
   async nextBatch(size) {
     const batch = [];
     for (const image of this.images.filter(({ vector }) => !vector)) {
@@ -103,14 +103,14 @@ export class Gallery {
   }
 }
 
-/** The vector of a file by a model; not kept. Throws ApiError, AbortError, or Error with words for people. */
+/** Embed a file with a model. Throws ApiError, AbortError, or Error with a message for the user. */
 export async function embedImage(file, model, signal) {
   const { url } = await readImage(file, file.name || "image", SENT_SIZE);
   const [vector] = await embed({ model, input: [{ image: url }] }, signal);
   return { vector, thumbnail: await makeThumbnail(url, THUMBNAIL_SIDE) };
 }
 
-/** The vector of words by a model. Throws ApiError or AbortError. */
+/** Embed a text with a model. Throws ApiError or AbortError. */
 export async function embedWords(text, model, prompts, signal) {
   const prompt = ["query", "search_query"].find((name) => prompts.includes(name));
   const [vector] = await embed({ model, input: [text], truncate: true, ...(prompt && { prompt_name: prompt }) }, signal);

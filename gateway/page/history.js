@@ -1,4 +1,4 @@
-// Conversations that this browser keeps: where they lie, and the list that opens and removes them.
+// Conversations stored in this browser, and the dialog that opens and removes them.
 
 import { isAnswered, textOf, toMarkdown } from "./conversation.js";
 import { toButton } from "./elements.js";
@@ -8,7 +8,7 @@ const MAX_CHARS = 64_000_000; // of all together; images are most of it
 const MAX_TITLE_CHARS = 120;
 const DOWNLOAD_MS = 60_000; // the browser has read the file by then
 
-/** Conversations in the browser's own database; the oldest go when there are too many. */
+/** Conversations in IndexedDB. The oldest ones are removed when there are too many. */
 export class KeptConversations {
   constructor({ name = "vlm-fleet", maxConversations = MAX_CONVERSATIONS, maxChars = MAX_CHARS } = {}) {
     this.maxConversations = maxConversations;
@@ -17,18 +17,18 @@ export class KeptConversations {
     this.opening.catch(() => {}); // told by each call
   }
 
-  /** `{id, title, changedAt, numChars}` of each, the newest first. */
+  /** `{id, title, changedAt, numChars}` of each conversation, newest first. */
   async list() {
     const entries = await this.change("readonly", ({ entries }) => entries.getAll());
     return entries.sort((one, other) => other.changedAt - one.changedAt);
   }
 
-  /** The exchanges of one; undefined where it is gone. */
+  /** The exchanges of a conversation; undefined if it was removed. */
   async get(id) {
     return (await this.change("readonly", ({ conversations }) => conversations.get(id)))?.exchanges;
   }
 
-  /** Keep what has been answered; whatever is oldest makes room. */
+  /** Store the answered exchanges, and remove the oldest conversations over the limit. */
   async put({ id, exchanges }) {
     const answered = exchanges.filter(isAnswered);
     if (!answered.length) return;
@@ -67,7 +67,7 @@ export class KeptConversations {
     });
   }
 
-  /** What the request that `act` returns has found, once all of it is on disk. */
+  /** Run `act` in a transaction. Returns the result of its request once the transaction has completed. */
   async change(mode, act) {
     const transaction = (await this.opening).transaction(["entries", "conversations"], mode);
     const [entries, conversations] = ["entries", "conversations"].map((name) => transaction.objectStore(name));
@@ -94,7 +94,7 @@ function countChars({ question, answer }) {
   return question.images.reduce((sum, { url }) => sum + url.length, textOf(question).length + answer.length);
 }
 
-/** The dialog with the list. `onOpen` gets `{id, exchanges}`; `onRemove` is called when what is shown was removed. */
+/** The dialog with the list. `onOpen` gets `{id, exchanges}`; `onRemove`: called when the open conversation was removed. */
 export class HistoryView {
   constructor(dialog, { onOpen, onRemove }) {
     this.dialog = dialog;
@@ -108,7 +108,7 @@ export class HistoryView {
     this.openId = history.state?.conversation ?? null; // of this tab: it survives a reload
   }
 
-  /** Open again what this tab showed before it was loaded anew. */
+  /** Open the conversation that this tab showed before it was reloaded. */
   async restore() {
     const exchanges = this.openId && (await this.kept.get(this.openId).catch(() => null));
     if (exchanges) this.onOpen({ id: this.openId, exchanges });
@@ -120,7 +120,7 @@ export class HistoryView {
     history.replaceState({ conversation: id }, "");
   }
 
-  /** Keep a conversation as it is now. Returns what is to be said where that fails. */
+  /** Store a conversation. Returns a message for the user if this fails. */
   async save(conversation) {
     this.setOpen(conversation.id);
     try {
@@ -190,7 +190,7 @@ export class HistoryView {
     if (id === this.openId) this.onRemove();
   }
 
-  /** Asks once more before it removes anything. */
+  /** Ask for confirmation, then remove all. */
   async clearAll() {
     const question = `Remove all ${this.numShown} for good?`;
     if (this.clear.textContent !== question) {

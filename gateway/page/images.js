@@ -1,10 +1,10 @@
-// Images, videos and audio on their way into a message: reading, shrinking, and the tray that shows what will be sent.
+// Images, videos and audio of a message: read, shrink, and the tray of files to send.
 
 const ACCEPTED = ["image/png", "image/jpeg", "image/webp"];
 const CHAT_SIZE = { maxBytes: 2 * 1024 * 1024, maxSide: 2048 }; // every follow-up sends the image again
 const QUALITY = 0.9;
 
-/** A file as `{name, url}` with a data URL that the gateway takes. Throws Error with words for people. */
+/** A file as `{name, url}` with a data URL that the gateway accepts. Throws Error with a message for the user. */
 export async function readImage(blob, name, { maxBytes, maxSide, maxPixels = Infinity } = CHAT_SIZE) {
   const image = await decode(blob, name);
   const { width, height } = image;
@@ -15,7 +15,7 @@ export async function readImage(blob, name, { maxBytes, maxSide, maxPixels = Inf
   return { name, url };
 }
 
-/** A file's image, upright. Throws Error with words for people. */
+/** Decode a file's image, with its EXIF rotation. Throws Error with a message for the user. */
 async function decode(blob, name) {
   try {
     return await (blob.type === "image/svg+xml" ? decodeDrawing(blob) : createImageBitmap(blob));
@@ -31,14 +31,14 @@ async function decodeDrawing(blob) {
   return image;
 }
 
-/** JPEG stays JPEG; what may be see-through becomes PNG, or WebP where that would be too large. */
+/** JPEG stays JPEG. Images that may be transparent become PNG, or WebP if PNG is too large. */
 function encode(canvas, type, maxBytes) {
   if (type === "image/jpeg") return canvas.toDataURL("image/jpeg", QUALITY);
   const url = canvas.toDataURL("image/png");
   return (url.length * 3) / 4 <= maxBytes ? url : canvas.toDataURL("image/webp", QUALITY);
 }
 
-/** The data URL of a small copy, for showing. */
+/** The data URL of a thumbnail. */
 export async function makeThumbnail(url, maxSide) {
   const image = new Image();
   image.src = url;
@@ -64,7 +64,7 @@ function toDataUrl(blob) {
   });
 }
 
-/** What `{url}` is: "image", "video" or "audio". */
+/** The kind of `{url}`: "image", "video" or "audio". */
 export function kindOf({ url }) {
   return /^data:(video|audio)\//.exec(url)?.[1] ?? "image";
 }
@@ -80,7 +80,7 @@ export function toImage(image) {
   return element;
 }
 
-/** An image as a button that shows it large, or its name where there is nothing to see. */
+/** A button that enlarges an image; for media without a picture, its name. */
 export function toZoomable(image) {
   const isAudio = kindOf(image) === "audio";
   const button = document.createElement("button");
@@ -109,7 +109,7 @@ function zoom(image) {
   dialog.showModal();
 }
 
-/** The files of a drop, those within folders too. Call it while the event lasts. */
+/** The dropped files, also of folders. Must be called during the event. */
 export async function filesIn(dataTransfer) {
   const entries = [...dataTransfer.items].map((item) => item.webkitGetAsEntry());
   if (!entries.every(Boolean)) return [...dataTransfer.files]; // made by a script
@@ -135,7 +135,7 @@ export class ImageTray {
     this.onChange = onChange;
   }
 
-  /** `maxPixels` is of one image. Returns what was added. */
+  /** Add files. `maxPixels`: of one image. Returns the added items. */
   async add(blob, name, maxPixels) {
     const [kind] = blob.type.split("/");
     const added = kind === "video" || kind === "audio"
@@ -146,7 +146,7 @@ export class ImageTray {
     return added;
   }
 
-  /** Empty the tray; returns what was in it. */
+  /** Empty the tray. Returns its items. */
   take() {
     const taken = this.images;
     this.images = [];

@@ -1,4 +1,4 @@
-// Asks for the API key, once at a time.
+// The dialog that asks for the API key.
 
 import { setKey } from "./api.js";
 
@@ -10,7 +10,7 @@ let asking = null;
 let slot = null; // where this tab keeps the key, if it does
 let storage = null;
 
-/** Use the key that was given to this page in this tab before, and keep the next one. The keys of other pages have other roles. */
+/** Use the key that was last entered on this page in this tab, and store the next one. Keys of other pages have other roles. */
 export function rememberKey(page) {
   slot = `vlm-key-${page}`;
   try {
@@ -25,7 +25,7 @@ export function forgetKey() {
   storage?.removeItem(slot);
 }
 
-/** Resolves when the user has given a key. Whoever asks again has been refused with the last one. */
+/** Resolves when the user has entered a key. With a key already set, the gateway has refused it. */
 export function askForKey() {
   asking ??= new Promise((resolve) => {
     dialog.addEventListener("submit", () => resolve(input.value.trim()), { once: true });
@@ -44,5 +44,5 @@ function useKey(key) {
   if (key) problem.textContent = "The gateway did not take that key.";
 }
 
-// Without a key there is nothing to see: Escape does not help.
+// Escape does not close the dialog, as the page is empty without a key.
 dialog.addEventListener("close", () => asking && dialog.showModal());

@@ -13,7 +13,7 @@ const ACTIONS = {
 const find = (selector) => document.querySelector(selector);
 
 export class KeysView {
-  /** `onChanged`: a key was created, rotated or revoked. */
+  /** `onChanged`: called when a key was created, rotated or revoked. */
   constructor(list, onChanged) {
     this.list = list;
     this.onChanged = onChanged;
@@ -36,7 +36,7 @@ export class KeysView {
     }
   }
 
-  /** Do what a dialog is for; it stays open with the reason if the gateway refuses. */
+  /** Run a dialog's action. If the gateway refuses it, the dialog stays open and shows the reason. */
   async send(dialog, act) {
     const form = dialog.querySelector("form");
     const button = form.querySelector(".primary");
@@ -110,7 +110,7 @@ function toText(field, value) {
   return typeof value === "number" ? value.toLocaleString("en") : String(value);
 }
 
-/** The form as a body; empty fields are left out. */
+/** The form as a request body, without empty fields. */
 function toBody(form) {
   const fields = [...form.elements].filter((field) => field.name && field.type !== "checkbox" && field.value.trim());
   const body = Object.fromEntries(fields.map((field) => [field.name, field.type === "number" ? field.valueAsNumber : field.value.trim()]));

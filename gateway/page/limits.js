@@ -1,11 +1,11 @@
-// What a model takes, said before anything is sent. The gateway holds to it in any case.
+// Checks a model's limits before a request is sent. The gateway enforces them in any case.
 
 import { isAnswered, textOf } from "./conversation.js";
 import { kindOf } from "./images.js";
 
 const NAMES = { image: ["image", "images"], video: ["video", "videos"], audio: ["audio clip", "audio clips"] };
 
-/** Why `question` after `earlier` exchanges would be refused, in words for people; "" where it would not. */
+/** Why the gateway would refuse `question` after the `earlier` exchanges, as a message for the user; "" if it would not. */
 export function findProblem(model, earlier, question, system = "") {
   const limits = model?.limits ?? {};
   const { max_text_chars: maxChars } = limits;

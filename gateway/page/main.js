@@ -1,4 +1,4 @@
-// The page's life: who is asked, what is sent, what comes back. The parts know nothing of each other.
+// Connects the parts of the page: sends questions, and shows answers. The parts don't depend on each other.
 
 import { ApiError, countTokens, listModels, streamAnswer } from "./api.js";
 import { addCalls, Conversation } from "./conversation.js";
@@ -35,7 +35,7 @@ let running = null; // the AbortController of the answer that is coming
 
 // --- asking ---------------------------------------------------------------------------------------------------------
 
-/** Ask; `instead` is the turn that is asked anew, with all after it. Returns whether it was asked. */
+/** Send a question. `instead`: the turn to replace, with all later ones. Returns whether it was sent. */
 function ask(question, instead = null) {
   if (running) return false;
   const chosen = readSettings(settings);
@@ -67,16 +67,16 @@ function addTurn(exchange) {
   return turn;
 }
 
-/** Show an answer as it comes, and whatever ends it. */
+/** Show an answer as it streams, and how it ended. */
 async function answer(turn, body) {
   const { exchange } = turn;
   const talk = conversation;
   setRunning(new AbortController());
   try {
     exchange.measured = await follow(turn, body, running.signal);
-    if (exchange.measured.reason === "length") exchange.note = "Cut at the longest length that is allowed.";
+    if (exchange.measured.reason === "length") exchange.note = "Cut at the maximum length.";
     const names = exchange.calls.map((call) => call.function.name);
-    if (names.length) exchange.note = "The page makes no calls: write what they give, or ask on.";
+    if (names.length) exchange.note = "This page does not run functions: enter their results, or ask again.";
     announce(exchange.answer || (names.length ? `The model calls ${names.join(", ")}.` : "The answer is empty."));
   } catch (error) {
     if (error.name === "AbortError") exchange.note = "Stopped.";
@@ -88,7 +88,7 @@ async function answer(turn, body) {
   }
 }
 
-/** Add the stream's text to the exchange; returns its usage and times. */
+/** Add the stream's text to the exchange. Returns usage and timings. */
 async function follow(turn, body, signal) {
   const measured = { timings: null, usage: null, reason: null };
   for await (const chunk of streamAnswer(body, signal)) {
@@ -110,11 +110,11 @@ function fail(exchange, error) {
   if (!(error instanceof ApiError)) throw error;
   const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
   Object.assign(exchange, { note: error.message + wait, isError: true });
-  announce(`It did not work: ${error.message}`);
+  announce(`Failed: ${error.message}`);
   if (error.status === 401 || error.status === 0) refreshModels();
 }
 
-/** Change the log; whoever reads at its end stays there. */
+/** Change the log. If it was scrolled to the end, it stays there. */
 function keepAtEnd(change) {
   const isAtEnd = main.scrollHeight - main.scrollTop - main.clientHeight < 60;
   change();
@@ -139,7 +139,7 @@ function showHint(message) {
   hint.textContent = message;
 }
 
-/** Say at once what would be refused of the images that are chosen. */
+/** Show at once why the gateway would refuse the chosen images. */
 function showProblem() {
   showHint(findProblem(chosenModel(), conversation.before(), { text: "", images: tray.images }));
 }
@@ -177,7 +177,7 @@ async function addFiles(files) {
   question.focus();
 }
 
-/** Say how much of the model's context a video or audio takes, or that the model refuses it. */
+/** Show how much of the model's context a video or audio uses, or that the model refuses it. */
 async function showTokens(added) {
   const { id: model, tasks } = chosenModel() ?? {};
   if (!tasks?.includes("tokenize")) return;
@@ -254,7 +254,7 @@ function startAnew() {
   question.focus();
 }
 
-/** Show a conversation that was kept, or an empty one. */
+/** Show a stored conversation, or an empty one. */
 function showConversation({ id, exchanges = [] }) {
   if (running) return;
   conversation = new Conversation({ id, exchanges });
@@ -270,7 +270,7 @@ function fitQuestion() {
   question.style.height = `${question.scrollHeight}px`;
 }
 
-// --- what the user does ---------------------------------------------------------------------------------------------
+// --- events of the user ---------------------------------------------------------------------------------------------
 
 const carriesFiles = (event) => event.dataTransfer?.types.includes("Files");
 

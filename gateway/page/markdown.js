@@ -1,4 +1,4 @@
-// Markdown of answers as elements: marked makes the tokens, this file the nodes. Text only ever becomes text nodes;
+// Renders the Markdown of answers: marked makes tokens, this file makes nodes. Text only becomes text nodes;
 // markup, images and addresses other than http(s) stay text. Everything beyond a bound is shown as text.
 
 import { toCopyButton } from "./copy.js";
@@ -12,7 +12,7 @@ const MAX_INLINE = 5000; // characters of one paragraph, heading or cell: marked
 const MAX_LINE = 5000; // marked recurses for each mark of a line
 const MAX_LINES = 5000;
 
-/** Shows a text that grows in `element`; blocks that are complete are left alone. */
+/** Shows a growing text in `element`. Complete blocks are not rendered again. */
 export class MarkdownView {
   constructor(element) {
     this.element = element;
@@ -31,7 +31,7 @@ export class MarkdownView {
   }
 }
 
-/** Code in a frame with its language and a button that copies it. */
+/** A code block with its language and a copy button. */
 export function toCodeBlock(text, language = "") {
   const pre = create("pre", create("code", text));
   const head = create("div", create("span", language));
@@ -158,7 +158,7 @@ class NodeMaker {
   }
 }
 
-/** A link that opens elsewhere and tells nothing of this page; none where it leads nowhere safe. */
+/** A link that opens a new tab without referrer; only text if the URL is not safe. */
 function toLink(href, inner) {
   const url = URL.parse(href);
   if (!url || !["http:", "https:"].includes(url.protocol)) return undefined;

@@ -1,6 +1,6 @@
-// A recording of the microphone, as a file like one that is dropped.
+// Records the microphone to a file.
 
-/** `button` starts and ends a recording; its file goes to `onFile`, words for people to `onProblem`. */
+/** `button` starts and ends a recording; its file goes to `onFile`, messages for the user to `onProblem`. */
 export class Microphone {
   constructor(button, { onFile, onProblem }) {
     this.button = button;
@@ -10,7 +10,7 @@ export class Microphone {
     button.addEventListener("click", () => (this.recorder ? this.recorder.stop() : this.record()));
   }
 
-  /** Browsers have a microphone on https and localhost alone. */
+  /** Browsers allow the microphone only on https and localhost. */
   show(isWanted) {
     this.button.hidden = !(isWanted && navigator.mediaDevices);
   }

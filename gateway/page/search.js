@@ -1,4 +1,4 @@
-// The search view: images come in, words or an image are asked, hits are shown. What it holds stays in this page.
+// The search view: add images, search by text or image, see results. Images are stored only in this page.
 
 import { ApiError } from "./api.js";
 import { embedImage, embedWords, Gallery, MAX_IMAGES } from "./gallery.js";
@@ -18,7 +18,7 @@ const SAMPLES = [
 const find = (selector) => document.querySelector(selector);
 
 export class SearchView {
-  /** `onKeyRefused` asks for another key; it resolves when there is one. */
+  /** `onKeyRefused`: asks for another key, and resolves when the user has entered one. */
   constructor(onKeyRefused) {
     this.onKeyRefused = onKeyRefused;
     this.gallery = new Gallery(() => this.show());
@@ -55,7 +55,7 @@ export class SearchView {
     });
   }
 
-  /** The gateway's models have come: those that put images and words into one space are offered. */
+  /** Offer the gateway's models that embed images and texts in one space. */
   showModels(models) {
     this.models = models.filter(({ tasks, supports_images: sees }) => tasks?.includes("embed") && sees);
     showModels(find("#search-model"), this.models);
@@ -66,7 +66,7 @@ export class SearchView {
     return this.models.find(({ id }) => id === find("#search-model").value);
   }
 
-  /** Another model was chosen or is served under the name: everything is embedded anew. */
+  /** Embed all images again, with another model or a new version of the model. */
   follow() {
     const key = this.model ? `${this.model.id}@${this.model.digest}` : "";
     find("#search-fleet").textContent = this.model ? describeModel(this.model) : "";
@@ -129,7 +129,7 @@ export class SearchView {
     if (file) this.ask({ file, label: file.name || "the pasted image" });
   }
 
-  /** Show what is near to a text or an image. */
+  /** Search by a text or an image. */
   async ask(query) {
     this.asking?.abort();
     if (!this.model) return;
@@ -152,7 +152,7 @@ export class SearchView {
     this.show();
   }
 
-  /** Do it; a refused key is asked for and tried once more; other errors are told. */
+  /** Run `act`. If the key is refused, ask for another key and retry once; show other errors. */
   async try(action, signal) {
     try {
       await action(signal).catch(async (error) => {
@@ -217,7 +217,7 @@ export class SearchView {
     if (answer) tell(find("#announcer"), answer);
   }
 
-  /** The image, its name and its score; the image asks for what is like it. */
+  /** A result: image, name and score. A click on the image searches for similar ones. */
   toHit({ image, score }) {
     image.element ??= toItem(
       toButton(toImage(image.thumbnail, image.name), `More like ${image.name}`, () => this.askByImage(image.file)),
@@ -233,7 +233,7 @@ export class SearchView {
   }
 }
 
-/** Say it once: a live region is read again with each change. */
+/** Announce a message once, as a live region is read again with each change. */
 function tell(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

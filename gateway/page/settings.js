@@ -1,4 +1,4 @@
-// The settings form as fields of a request; empty ones are left to the gateway.
+// The settings form as fields of a request. Empty fields are omitted.
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 
@@ -30,7 +30,7 @@ function readJson(field) {
   }
 }
 
-/** Fill the list of models, keeping the chosen one while it is there. */
+/** Fill the list of models, and keep the chosen model if it still exists. */
 export function showModels(select, models) {
   const chosen = select.value;
   select.replaceChildren(...models.map((model) => new Option(model.id, model.id)));
@@ -39,7 +39,7 @@ export function showModels(select, models) {
   select.disabled = models.length < 2;
 }
 
-/** One line on a model: who works on it, and whether it sees. */
+/** One line about a model: its workers, and whether it accepts images. */
 export function describeModel(model) {
   if (!model) return "no worker has come yet";
   const workers = `${model.num_workers} worker${model.num_workers === 1 ? "" : "s"}`;

@@ -1,4 +1,4 @@
-// Where an answer's time went: one line, and behind it a bar of the stages, their numbers, and more facts.
+// The timings of an answer: one line, which opens to a bar of the stages, their numbers, and more facts.
 
 const LABELS = {
   ingest: "ingest",
@@ -67,7 +67,7 @@ function toFacts(timings, usage, stages) {
   return { brief, more };
 }
 
-/** Lines break between facts alone. */
+/** Lines break only between facts. */
 function join(facts) {
   return facts.map((fact) => fact.replaceAll(" ", "\u00a0")).join("\u00a0\u00b7 ");
 }

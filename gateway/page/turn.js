@@ -6,7 +6,7 @@ import { MarkdownView, toCodeBlock } from "./markdown.js";
 import { showTimings } from "./timings.js";
 
 export class Turn {
-  /** `onAsk` gets a question to ask in place of this one, `onResults` those of the answer's calls; both return whether it was asked. */
+  /** `onAsk` gets a question that replaces this one, `onResults` the results of function calls. Both return whether it was sent. */
   constructor(template, exchange, { onAsk, onResults }) {
     this.exchange = exchange;
     this.onAsk = onAsk;
@@ -76,7 +76,7 @@ export class Turn {
     this.find(".question").classList.toggle("edited", isEditing);
   }
 
-  /** The answer has grown: show it with the next frame. */
+  /** Show the grown answer in the next frame. */
   update() {
     this.frame ??= requestAnimationFrame(() => this.show());
   }
@@ -93,7 +93,7 @@ export class Turn {
     this.find(".calls").replaceChildren(...blocks);
   }
 
-  /** Below each call a field for what it gives, and a button that sends them all. */
+  /** Show a field for the result of each call, and a button that sends all results. */
   askForResults() {
     const form = this.find(".calls");
     const names = this.exchange.calls.map((call) => call.function.name);
@@ -115,7 +115,7 @@ export class Turn {
     if (!this.onResults(results)) fields[0].focus();
   }
 
-  /** The exchange is complete, stopped or failed. */
+  /** Show that the exchange is complete, stopped or failed. */
   end() {
     const { answer, note, isError, measured } = this.exchange;
     const line = this.answer.querySelector(".note");
@@ -139,7 +139,7 @@ function submitOnEnter(form) {
   });
 }
 
-/** JSON over several lines; what is not complete stays as it is. */
+/** Indented JSON; incomplete JSON is unchanged. */
 function indent(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);

@@ -1,4 +1,4 @@
-// Usage by day: what is asked for, and the numbers as bars and as a table.
+// Usage by day: the form, a chart and a table.
 
 import { drawBars } from "./bars.js";
 import { element, fillRows } from "./elements.js";
@@ -9,7 +9,7 @@ const MAX_SERIES = 6; // by name; the rest is one
 const find = (selector) => document.querySelector(selector);
 
 export class UsageView {
-  /** `onChoice`: other numbers are needed. */
+  /** `onChoice`: called when other numbers are chosen. */
   constructor(form, onChoice) {
     this.form = form;
     this.rows = [];
@@ -82,7 +82,7 @@ export class UsageView {
   }
 }
 
-/** `{name, values, total, className}` of each, the largest first; those beyond the number of colors are one. */
+/** `{name, values, total, className}` of each group, largest first. Groups beyond the number of colors are joined. */
 function toSeries(rows, days, { measure, by }) {
   const places = new Map(days.map((day, place) => [day, place]));
   const found = [...Map.groupBy(rows, (row) => row[by] || "none")].map(([name, own]) => {

@@ -1,4 +1,4 @@
-// Which view is shown, by the address: `#search`, or else the chat.
+// Shows the view of the URL's fragment: `#search`, or else the chat.
 
 const DEFAULT = "chat";
 const links = [...document.querySelectorAll("#views a[href^='#']")];
@@ -7,7 +7,7 @@ export function shownView() {
   return document.body.dataset.view;
 }
 
-/** Show the view that the address names, and tell `onShow` its name each time. */
+/** Show the view of the fragment, and call `onShow` with its name. */
 export function followAddress(onShow) {
   const show = () => {
     const isKnown = links.some(({ hash }) => hash === location.hash);

@@ -1,4 +1,4 @@
-// What an empty page offers: sample images and questions. The built-in model "shapes" was made for them.
+// The sample images and questions of an empty page, for the built-in model "shapes".
 
 const SAMPLES = [
   { path: "page/samples/shapes.png", name: "Sample: star, circle and square on white" },
@@ -7,7 +7,7 @@ const SAMPLES = [
 ];
 const SUGGESTIONS = ["Describe the image.", "How many shapes are there?", "What is in the center?"];
 
-/** Fill the lists; `onImage` gets a blob and its name, `onQuestion` a text, after an image if there was none. */
+/** Fill the lists; `onImage` gets a blob and its name; `onQuestion` a text, after an image was added if there was none. */
 export function showWelcome({ images, questions }, { hasImage, onImage, onQuestion }) {
   const take = async ({ path, name }) => onImage(await (await fetch(path)).blob(), name);
   const ask = async (text) => {

@@ -492,7 +492,7 @@ def test_settings_reach_the_model_and_wrong_ones_are_shown(page: ChatPage):
     longest.send_keys("5")
     page.find("#question").send_keys(Keys.ENTER)
     assert len(page.wait_for(lambda: page.find_all(".answer")) and page.wait_for_end().split()) == 5
-    assert page.note == "Cut at the longest length that is allowed."
+    assert page.note == "Cut at the maximum length."
 
 
 def test_json_is_set_out_and_calls_of_functions_are_shown(page: ChatPage):
