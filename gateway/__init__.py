@@ -1,1 +1,1 @@
-"""The HTTP side of the fleet. It handles images as bytes and prompts as text."""
+"""The gateway: HTTP APIs over a queue of calls. Images stay encoded, and prompts stay text."""

@@ -18,7 +18,7 @@ from PIL import Image
 
 DATA_URL = "data:image/jpeg;base64,"
 PNG_URL = "data:image/png;base64,"
-PNG_HEAD_BYTES = 33  # signature and IHDR, before which no other chunk may stand
+PNG_HEAD_BYTES = 33  # signature and IHDR, which must come first
 START_OF_IMAGE = b"\xff\xd8"
 COMMENT = b"\xff\xfe"
 COMMENT_BYTES = 14  # with its length: the head has 18 bytes, whole base64 groups
@@ -128,7 +128,7 @@ class Group:
 
 
 class Album:
-    """A source of images. `run`: a number that makes this run's new images new to every cache."""
+    """A source of images. `run`: a number of this run, so that no cache has seen its new images."""
 
     def __init__(self, run: int) -> None:
         self._numbers = count(run % NUM_RUNS * NUMBERS_OF_A_RUN)

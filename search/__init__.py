@@ -1,1 +1,1 @@
-"""Search: indexes of vectors, the process that keeps them, and the commands around it."""
+"""Vector search: indexes, the search process and its commands."""

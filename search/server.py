@@ -1,6 +1,6 @@
 """The search process: serves gateways over HTTP.
 
-A fleet has one; a lock on the data directory prevents a second. Acknowledged writes survive a kill.
+Without PostgreSQL there is only one: a lock on the data directory prevents a second. Acknowledged writes survive a kill.
 """
 
 import asyncio

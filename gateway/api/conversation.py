@@ -90,7 +90,7 @@ def check_text_chars(num_chars: int, param: str, limits: LimitSettings) -> None:
 def find_template_options(
     card: ModelCard, given: Mapping[str, TemplateOption] | None, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """Variables of the chat template that a client gives by name; unknown ones are ignored.
+    """Variables of the chat template that a client sends by name; unknown names are ignored.
 
     Raises: InvalidRequest.
     """

@@ -230,7 +230,7 @@ def timings_of(totals: Totals) -> Timings:
 
 
 def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
-    """The error for a field, `problem` says what to send instead."""
+    """The error for a field. `problem` says what to send instead."""
     return InvalidRequest(f"Invalid value for {param}: {problem}.", param=param, code=code)
 
 

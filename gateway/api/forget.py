@@ -1,4 +1,4 @@
-"""Deletes what is stored of a tenant: kept answers and images, sessions, batches, files, vector stores."""
+"""Deletes the stored data of a tenant: answers and images, sessions, batches, files, vector stores."""
 
 import asyncio
 import time

@@ -51,7 +51,7 @@ class WorkerStatus(Struct):
 
 
 class FleetStatus(Struct):
-    """The fleet, as this gateway sees it."""
+    """Queues and workers, as this gateway sees them."""
 
     version: str
     state: str  #: `ready`, or why not, as in `/readyz`
@@ -118,7 +118,7 @@ class Probes(Resource):
 
     @operation("GET", "/v1/admin/status", access="admin")
     async def fleet_status(self, caller: Caller) -> FleetStatus:
-        """Show the queues and workers of the fleet."""
+        """Show the queues and the workers."""
         models = self._models
         queues = []
         for name in sorted(models.cards):

@@ -345,7 +345,7 @@ def _find_pause(answer: LineAnswer) -> float | None:
 
 
 def _was_taken(answer: LineAnswer) -> bool:
-    """Whether the fleet accepted the request before it failed."""
+    """Whether the request was accepted before it failed."""
     if answer.status == 429:
         return False
     try:

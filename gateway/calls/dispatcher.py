@@ -1,7 +1,7 @@
 """Queues calls and delivers events from this gateway's mailbox to open requests.
 
 One task reads the mailbox for all requests of the process, so ten thousand streams use one Redis connection. Other
-tasks enforce deadlines, look up requests that had no event for long, and send cancellations in bounded batches.
+tasks enforce deadlines, look up requests without recent events, and send cancellations in bounded batches.
 """
 
 import asyncio
@@ -167,7 +167,7 @@ class Dispatcher:
         return call
 
     async def _enqueue(self, first: Call, submission: Submission) -> Submitted:
-        """Queue calls. If Redis does not know what the tenant has spent, tell it first."""
+        """Queue calls. If Redis has lost the tenant's budget, restore it first."""
         try:
             return await self.queue.submit(submission)
         except UnknownBudget:

@@ -1,1 +1,1 @@
-"""The HTTP server and what every API shares."""
+"""The HTTP server, and the code that all APIs share."""

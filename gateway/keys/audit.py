@@ -1,4 +1,4 @@
-"""The audit log: who asked to change keys, deployments, nodes and adapters, and when."""
+"""The audit log: requests to change keys, deployments, nodes and adapters, with caller and time."""
 
 import asyncio
 import time

@@ -47,7 +47,7 @@ _V4_COMPATIBLE = ipaddress.ip_network("::/96")
 _CLOUD_SERVICES = tuple(
     ipaddress.ip_network(network)
     for network in (
-        "192.0.0.0/24",  # Oracle Cloud; Python 3.11 takes parts of it for global
+        "192.0.0.0/24",  # Oracle Cloud; global in part for Python 3.11
         "168.63.129.16/32",  # Azure
         "161.26.0.0/16",  # IBM Cloud
         "166.8.0.0/14",  # IBM Cloud

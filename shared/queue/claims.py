@@ -194,7 +194,7 @@ class RedisWorkerQueue:
                 if is_released and len(live) < free:
                     live += await self._reclaim(free - len(live))
             except RedisError as error:  # the claims must not get lost
-                logger.warning("could not look at released requests: %s", error)
+                logger.warning("could not reclaim released requests: %s", error)
         return live
 
     def _note_wakeup(self, kind: bytes) -> bool:

@@ -1,7 +1,7 @@
 """A gateway's mailbox: one stream per model, to which workers post events, and one reader for all streams.
 
-If events may be missing, the caller is told, and reads the logs of the requests: the stream was trimmed, Redis lost
-the mailbox, or an entry cannot be read.
+`on_gap` is called if events may be missing: the stream was trimmed, Redis lost the mailbox, or an entry cannot be
+read.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class RedisMailbox:
                 if was_lost:
                     await self._restore()
                     was_lost = False
-                keys = list(self._last_ids)  # with those that were opened meanwhile
+                keys = list(self._last_ids)  # also mailboxes that were opened meanwhile
                 if not keys:
                     continue
                 reply = await self._read(keys)
@@ -123,7 +123,7 @@ class RedisMailbox:
         reply = await self._reader.execute(*command, *keys, *ids)
         for key, entries in reply or ():
             # Streams are trimmed from their oldest end. As long as the entry read last is still there,
-            # none after it is gone; only a reader that is far behind has to look.
+            # none after it is gone; only a reader that is far behind has to check.
             if len(entries) == MAX_ENTRIES_PER_READ and (name := key.decode()) in self._last_ids:
                 model, last_id = self._models[name], self._last_ids[name]
                 if not await self._reader.execute("XRANGE", name, last_id, last_id):

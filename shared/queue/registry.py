@@ -66,7 +66,7 @@ def decode_record(data: bytes) -> WorkerRecord:
 
 
 class Registry(RedisStore):
-    """The workers and models of the fleet. All methods raise RedisError."""
+    """The registered workers and models. All methods raise RedisError."""
 
     def __init__(self, redis: Redis, prefix: str) -> None:
         super().__init__(redis, prefix)

@@ -83,7 +83,7 @@ class StoreVectors:
     async def rerank(
         self, model: str, texts: Sequence[str], hits: Sequence[Hit], caller: Caller
     ) -> list[Hit]:
-        """The hits by a model's scores for the first text; those without text are last."""
+        """Sort hits by a reranker's scores for the first query text. Hits without text come last."""
         try:
             card = await self._lifecycle.models.find(
                 model, task="rerank", tenant=caller.context.tenant

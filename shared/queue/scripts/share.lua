@@ -1,6 +1,6 @@
 -- Return reserved calls that are not claimed to the end of the queue, for any worker.
 -- KEYS: queue, then the call of each item    args: group, ids (of the calls)
--- Returns how many there were. Claimed calls and those without a reservation stay as they are.
+-- Returns how many were returned. Claimed calls and those without a reservation stay as they are.
 local queue = KEYS[1]
 local args = cmsgpack.unpack(ARGV[1])
 local shared = 0

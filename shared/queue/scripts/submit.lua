@@ -36,7 +36,7 @@ local lives_ms = args.timeout_ms + args.keep_ms
 local forgotten_at_ms = digits(now_ms + lives_ms)
 
 local function num_waiting()
-  -- Running calls are in the stream too; only those nobody has read yet wait.
+  -- Running calls are in the stream too; only calls that no worker has read are waiting.
   local pending = redis.pcall('XPENDING', queue, args.group)
   return redis.call('XLEN', queue) - (pending.err and 0 or pending[1])
 end
@@ -108,7 +108,7 @@ if quota then
   local sums = redis.call('HMGET', usage, 'tokens', own_tokens, own_calls)
   local all, own, open = tonumber(sums[1] or 0), tonumber(sums[2] or 0), tonumber(sums[3] or 0)
 
-  -- A call counts until its end or its expiry. Those since the last submit are subtracted here, in one place, so that
+  -- A call counts until its end or its expiry. Calls that ended since the last submit are subtracted only here, so that
   -- the end of a call needs no sums.
   local ended = redis.call('ZRANGEBYSCORE', reservations, '-inf', digits(now_ms))
   local others = {} -- subtracted from the sums of other tenants, by field
@@ -137,7 +137,7 @@ if quota then
     if #ended > 0 then redis.call('ZREMRANGEBYSCORE', reservations, '-inf', digits(now_ms)) end
   end
 
-  -- Refusal if so many more tokens exceed the limit of all, or a tenant's share once half of all are reserved.
+  -- Refusal if `tokens` more exceed the limit of all tenants, or a tenant's equal share once half of it is reserved.
   local function find_excess(tokens, max_tokens, max_calls)
     if max_tokens > 0 and all > 0 and all + tokens > max_tokens then return {'open_tokens', 0} end
     if max_calls > 0 and open > 0 and open + #ids > max_calls then return {'key_open', 0} end

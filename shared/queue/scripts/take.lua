@@ -1,7 +1,7 @@
 -- Read waiting requests for a worker that has room, then batch requests from the backlog. The oldest batch request joins
 -- the queue once it has waited long enough, so that it is not overtaken for ever.
 -- KEYS: queue, backlog    args: requests (prefix of the keys of calls), group, worker, count,
---   age_ms (the oldest batch request joins the queue after so long; absent: never)
+--   age_ms (the oldest batch request joins the queue after this time; absent: never)
 -- Returns {entries, number of batch calls that are left}.
 local queue, backlog = KEYS[1], KEYS[2]
 local args = cmsgpack.unpack(ARGV[1])
