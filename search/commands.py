@@ -279,9 +279,7 @@ def _find_model(directory: Path, model: str, url: str | None, engine: str) -> st
         if (directory / PLAN).exists():
             read_manifest(directory)  # which raises
         if not list_images(directory):
-            raise EmbedError(
-                f"{directory} is no collection (no {MANIFEST}) and has no images"
-            )
+            raise EmbedError(f"{directory} is no collection (no {MANIFEST}) and has no images")
         return model
     kind = find_kind(engine)
     if model or (url is None and (kind is None or not kind.needs_checkpoint)):

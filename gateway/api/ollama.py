@@ -85,7 +85,8 @@ class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
         default=None, name="repeat_penalty"
     )
     num_predict: Annotated[
-        Annotated[int, Meta(ge=-2)] | None, doc("Maximum tokens; below 1: up to the end of the context.")
+        Annotated[int, Meta(ge=-2)] | None,
+        doc("Maximum tokens; below 1: up to the end of the context."),
     ] = None
 
 

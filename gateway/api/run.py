@@ -28,9 +28,7 @@ _lines = msgspec.json.Decoder(RunOutput)
 
 class RunRequest(RequestStruct, frozen=True, kw_only=True):
     input: Annotated[Raw, doc("Any JSON, in the application's own format.")]
-    stream: Annotated[
-        bool | None, doc("Send each item when the application yields it.")
-    ] = None
+    stream: Annotated[bool | None, doc("Send each item when the application yields it.")] = None
     user: User = None
     service_tier: ServiceTier | None = None
     timings: bool | None = None

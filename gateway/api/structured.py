@@ -207,9 +207,7 @@ class _SchemaCheck:
         if depth > limits.max_schema_depth:
             raise _invalid_schema(param, f"send at most {limits.max_schema_depth} levels")
         if self._num_values > limits.max_schema_values:
-            raise _invalid_schema(
-                self._param, f"send at most {limits.max_schema_values} values"
-            )
+            raise _invalid_schema(self._param, f"send at most {limits.max_schema_values} values")
         if isinstance(value, dict):
             if len(value) > limits.max_schema_properties:
                 most = limits.max_schema_properties

@@ -231,7 +231,11 @@ class Dispatcher:
         """Fail the open requests of tenants whose keys were revoked or have expired."""
         for call, choice in self._all_routes():
             if call.tenant in tenants:
-                call.fail(choice, ErrorCode.CANCELLED, "The API key of this request was revoked or expired.")
+                call.fail(
+                    choice,
+                    ErrorCode.CANCELLED,
+                    "The API key of this request was revoked or expired.",
+                )
 
     def on_gap(self, model: str) -> None:
         """Read the logs of a model's open requests again, because events may be missing."""
