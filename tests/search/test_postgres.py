@@ -261,11 +261,11 @@ def test_a_database_without_an_encoding_keeps_any_text():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (("host=", "host=/nowhere&x="), "cannot be read"),
+        (("host=", "host=/nowhere&x="), "URL is invalid"),
         (("?host=", "?host=/nowhere/"), "start it, or correct the URL"),
         (("/db", "/no_such_db"), "does not exist"),
-        (("postgres:@", "u:se%cret@"), "cannot be read"),
-        (("postgres:@", "u:se cret@"), "cannot be read"),
+        (("postgres:@", "u:se%cret@"), "URL is invalid"),
+        (("postgres:@", "u:se cret@"), "URL is invalid"),
     ],
 )
 def test_a_database_that_cannot_be_used_is_one_sentence(url, change, says):

@@ -40,7 +40,7 @@ CLIP = {"id": "clip", "num_workers": 1, "tasks": ["embed"]}
 
 
 def test_a_server_whose_models_do_not_chat_says_what_to_start():
-    with make_client(CLIP) as client, pytest.raises(ChatError, match=r"clip .*`vlm serve"):
+    with make_client(CLIP) as client, pytest.raises(ChatError, match=r"it serves clip.*`vlm serve"):
         first_model(client)
 
 

@@ -505,8 +505,8 @@ COMPLETE = {**ISSUER, "VLM_GATEWAY__ROOT_KEY": "root", "VLM_GATEWAY__OIDC__AUDIE
     [
         ({**COMPLETE, "VLM_GATEWAY__ROOT_KEY": ""}, "VLM_GATEWAY__ROOT_KEY"),
         ({**COMPLETE, "VLM_GATEWAY__OIDC__AUDIENCE": ""}, "VLM_GATEWAY__OIDC__AUDIENCE"),
-        ({**COMPLETE, "VLM_GATEWAY__OIDC__ISSUER": "http://id.example.com"}, "OIDC__ISSUER: write"),
-        ({**COMPLETE, "VLM_GATEWAY__OIDC__JWKS_URL": "file:///x"}, "OIDC__JWKS_URL: write"),
+        ({**COMPLETE, "VLM_GATEWAY__OIDC__ISSUER": "http://id.example.com"}, "OIDC__ISSUER: use"),
+        ({**COMPLETE, "VLM_GATEWAY__OIDC__JWKS_URL": "file:///x"}, "OIDC__JWKS_URL: use"),
         (COMPLETE, "pip install 'vlm-fleet[oidc]'"),
     ],
 )
