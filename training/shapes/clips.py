@@ -1,5 +1,6 @@
 """Frames of a clip: what moves, appears, vanishes or changes from frame to frame, and questions about it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -101,7 +102,7 @@ def sample_clip(rng: Random, num_frames: int = 4) -> Clip:
             return clip
 
 
-def _play(scene: Scene, kinds: list[str], num_frames: int, rng: Random) -> Clip | None:
+def _play(scene: Scene, kinds: Sequence[str], num_frames: int, rng: Random) -> Clip | None:
     """The clip in which this happens, each event to another shape; None if shapes would meet."""
     actors = list(scene.shapes)
     rng.shuffle(actors)

@@ -84,10 +84,11 @@ def _ask_about_one(scenes: Scenes, index: int, named: bool, rng: Random, plain: 
 
 
 def _ask_about_pair(scenes: tuple[Scene, ...], rng: Random, plain: bool) -> Question:
-    if not plain and (clip := find_event(*scenes)) and rng.random() < 0.35:
+    first, second = scenes
+    if not plain and (clip := find_event(first, second)) and rng.random() < 0.35:
         return ask_about_clip(clip, rng)
     topic = rng.choices(PAIR_TOPICS, [_PAIR_WEIGHTS[name] for name in PAIR_TOPICS])[0]
-    return ask_about_pair(topic, *scenes, rng, plain)
+    return ask_about_pair(topic, first, second, rng, plain)
 
 
 def sample_conversation(

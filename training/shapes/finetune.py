@@ -252,7 +252,8 @@ class Course:
         self.optimizer.zero_grad()
         with torch.no_grad():
             decay = min(AVERAGE_DECAY, (1 + self.step) / (10 + self.step))
-            torch._foreach_lerp_(list(self.average.values()), [each.detach() for each in self.parameters.values()], 1 - decay)  # fmt: skip
+            foreach_lerp: Any = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
+            foreach_lerp(list(self.average.values()), [each.detach() for each in self.parameters.values()], 1 - decay)  # fmt: skip
         self.step += 1
         return answer_loss.detach(), eye_loss.detach()
 

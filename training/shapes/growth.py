@@ -51,13 +51,14 @@ def grow_model(
     tokenizer: PreTrainedTokenizerFast,
 ) -> LlavaForConditionalGeneration:
     """A model of today's size that says what the old one says."""
-    if old.config.text_config.vocab_size == VOCAB_SIZE:
+    text: Any = old.config.text_config
+    if text.vocab_size == VOCAB_SIZE:
         return old
     torch.manual_seed(0)
     new = LlavaForConditionalGeneration._from_config(make_config(), dtype=torch.float32)
     with torch.no_grad():
         state = dict(new.state_dict())
-        places = _places(old.config.text_config.num_hidden_layers)
+        places = _places(text.num_hidden_layers)
         for name, tensor in old.state_dict().items():
             head, mark, rest = name.partition("language_model.layers.")
             if mark:

@@ -226,7 +226,7 @@ def _count_special(asker: Asker) -> Question:
             selector = Selector() if rng.random() < 0.7 else asker.pick_selector("kind")
             picked = [shape for shape in selector.pick(asker.scene) if shape.size == size]
             slots = {"size": _size_word(size, rng), "nouns": selector.nouns}
-            return asker.put("count special", phrasings.COUNT_SIZE, str(len(picked)), **slots)
+            return asker.put("count special", phrasings.COUNT_SIZE, str(len(picked)), None, **slots)
         case "different":
             what = rng.choice(("color", "kind"))
             things = "colors" if what == "color" else rng.choice(("kinds of shapes", "kinds"))
