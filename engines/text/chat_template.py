@@ -151,6 +151,22 @@ class ChatTemplate:
         return (num_images, text.count(_PROBE)) == (1, 1) and not is_list_printed
 
 
+def with_videos(source: str, for_videos: str) -> str:
+    """A template that renders conversations with a video by `for_videos`, and others by `source`."""
+    return "".join(
+        [
+            "{% set videos = namespace(are_there=false) %}{% for message in messages %}"
+            "{% if message['content'] is not string %}"
+            "{% for part in message['content'] if part['type'] == 'video' %}"
+            "{% set videos.are_there = true %}{% endfor %}{% endif %}{% endfor %}{% if videos.are_there %}",
+            for_videos,
+            "{% else %}",
+            source.removesuffix("\n"),
+            "{% endif %}",
+        ]
+    )
+
+
 def read_chat_template(directory: Path) -> str | None:
     """The template of a checkpoint, searched in the order of transformers.
 

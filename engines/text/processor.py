@@ -29,6 +29,7 @@ from engines.text.chat_template import (
     ChatTemplate,
     UnusableTemplate,
     read_chat_template,
+    with_videos,
 )
 from engines.text.prompt import Item, PromptBuilder
 from engines.text.reasoning import Reasoning, find_reasoning
@@ -59,6 +60,8 @@ class MultimodalProcessor:
     placeholder: str = ""
     video_placeholder: str = ""
     audio_placeholder: str = ""
+    #: For conversations with a video, if the checkpoint's template writes none; empty: there is none.
+    video_template: str = ""
     max_audio_s: float = 0.0  #: longest audio file; 0: audio is not supported
     #: The instruction that the model was trained to transcribe with; empty: any.
     transcription_prompt: str = ""
@@ -264,6 +267,9 @@ def create_processor(
             tokenizer.surround(multimodal.around)
         placeholder = multimodal.placeholder or tokenizer.image_token
         template = ChatTemplate(source, placeholder, tokenizer.special_variables)
+        if multimodal.video_template and not template.takes("video", multimodal.video_placeholder):
+            both = with_videos(source, multimodal.video_template)
+            template = ChatTemplate(both, placeholder, tokenizer.special_variables)
     except UnusableTemplate as error:
         raise UnsupportedCheckpoint(str(error)) from None
     found = find_reasoning(reasoning, source, tokenizer.control_tokens)

@@ -19,7 +19,13 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers import (
+    AutoProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+    SmolVLMProcessor,
+)
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.processing_utils import OmniModalProcessorMixin
 from transformers.video_utils import VideoMetadata
@@ -65,6 +71,7 @@ TAKES_VIDEO = frozenset(
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
         "VideoLlama3ForConditionalGeneration",
     }
 )
@@ -94,6 +101,8 @@ _OF_POSITIONS = frozenset({"feature_attention_mask", "second_per_grid_ts", "vide
 #: Processors that add start and end tokens around each frame of a video. The chat template adds a pair around the
 #: placeholder too, and transformers 5.23 keeps both; models were trained without the outer pair.
 _WRITES_AROUND = frozenset({"Qwen3VLProcessor"})
+#: Video processors that sample at a rate, up to a number of frames; others take either.
+_SAMPLES_AT_RATE = frozenset({"SmolVLMVideoProcessor"})
 #: Models trained with text after a video at its largest position + 1. Transformers 5.23 puts the text at its first
 #: position plus the height or width of the grid (huggingface/transformers #45381).
 _BEHIND_VIDEOS = frozenset(
@@ -233,6 +242,10 @@ class TransformersImages(MultimodalProcessor):
         if type(processor).__name__ in _WRITES_AROUND:
             self._around_videos = processor.vision_start_token, processor.vision_end_token
         self.video_placeholder = "" if self._videos is None else self._videos.placeholder
+        if self.video_placeholder and isinstance(processor, SmolVLMProcessor):
+            self.video_template = processing_smolvlm.DEFAULT_CHAT_TEMPLATE.replace(
+                processor.video_token, self.video_placeholder
+            )
         has_tower = getattr(config, "audio_config", None) is not None
         self._audios = find_audio(processor, model_class) if has_tower else None
         self.audio_placeholder = "" if self._audios is None else self._audios.placeholder
@@ -245,10 +258,13 @@ class TransformersImages(MultimodalProcessor):
         processor: Any = self._processor
         spelled = (getattr(processor, n, "") for n in ("video_placeholder_token", "video_token"))
         placeholder: str = next(filter(None, spelled), "")
+        if isinstance(processor, SmolVLMProcessor) and not _is_token(placeholder, tokenizer):
+            # published tokenizers lack the token; no template writes this one
+            placeholder = processor.global_image_token
         if (
             model_class.__name__ not in TAKES_VIDEO
             or getattr(processor, "video_processor", None) is None
-            or placeholder not in tokenizer.get_added_vocab()
+            or not _is_token(placeholder, tokenizer)
         ):
             return None
         # models without video slots use image slots
@@ -454,7 +470,7 @@ class _Videos:
         except Exception as error:  # of any type
             raise _unfit_video(error) from error
         made, text = dict(made), str(text)
-        if not self._has_encoder:
+        if not self._has_encoder and "pixel_values_videos" in made:
             made["pixel_values"] = made.pop("pixel_values_videos").flatten(0, 1)
         found: MediaKind | None = next(
             (kind for kind, (slot, _) in self._slots.items() if slot in text), None
@@ -489,7 +505,7 @@ class _Videos:
         indices = [] if wants else self._sample(video, self._own_sampling(options, named, info))
         if wants or len(indices) > video.max_frames:
             if "num_frames" in named:
-                wanted = self._wanted_sampling(video)
+                wanted = self._at_rate(self._wanted_sampling(video), info)
                 indices = self._sample(video, {**options, **wanted})
             else:  # the processor has no option for the number of frames
                 indices = sample_evenly(video, video.max_frames)
@@ -508,7 +524,16 @@ class _Videos:
             return {**options, "fps": None, "num_frames": fewer}
         if options.get("fps") is not None or not {"fps", "num_frames"} & {*named}:
             return options
-        return {**options, "num_frames": min(DEFAULT_NUM_FRAMES, info.num_frames)}
+        fewer = {**options, "num_frames": min(DEFAULT_NUM_FRAMES, info.num_frames)}
+        return self._at_rate(fewer, info)
+
+    def _at_rate(self, options: dict[str, Any], info: VideoInfo) -> dict[str, Any]:
+        """Options under which a processor that samples at a rate takes the number of frames."""
+        processor = self._processor.video_processor
+        if type(processor).__name__ not in _SAMPLES_AT_RATE:
+            return options
+        rate = options["num_frames"] / info.length_s
+        return {**options, "fps": max(processor.fps or 0.0, rate)}
 
     def _wanted_sampling(self, video: OpenVideo) -> dict[str, Any]:
         """The request's rate or number of frames; the largest number if it has neither."""
@@ -537,6 +562,10 @@ class _Videos:
         except Exception as error:  # of any type
             raise _unfit_video(error) from error
         return [min(int(i), info.num_frames - 1) for i in np.asarray(indices).tolist()]
+
+
+def _is_token(text: str, tokenizer: Any) -> bool:
+    return text in tokenizer.get_added_vocab()
 
 
 def _unfit_video(error: Exception) -> InvalidImage:
@@ -634,9 +663,31 @@ def _spell(processor: Any) -> None:
         processor.replace_image_token = lambda *_, **__: text
 
 
+_UNITS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+def in_words(number: int) -> str:
+    """A number below a million in English words, as num2words spells it."""
+    if number < 20:
+        return _UNITS[number]
+    if number < 100:
+        ten, unit = divmod(number, 10)
+        return _TENS[ten - 2] + (f"-{_UNITS[unit]}" if unit else "")
+    size, name = (100, "hundred") if number < 1000 else (1000, "thousand")
+    count, rest = divmod(number, size)
+    joint = " and " if rest < 100 else ", "
+    return f"{in_words(count)} {name}" + (f"{joint}{in_words(rest)}" if rest else "")
+
+
+_of_smolvlm: Any = processing_smolvlm
+_of_smolvlm.num2words = _of_smolvlm.num2words or in_words  # an optional package
+
+
 def _load_processor(directory: Path) -> ProcessorMixin:
-    smolvlm: Any = processing_smolvlm
-    smolvlm.num2words = smolvlm.num2words or str  # required at the start, used for videos only
     try:
         processor = AutoProcessor.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False

@@ -19,7 +19,11 @@ from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import Prompt
 from engines.text.processor import ChatProcessor
-from engines.torch_backend.multimodal.transformers_images import _BEHIND_VIDEOS, TAKES_VIDEO
+from engines.torch_backend.multimodal.transformers_images import (
+    _BEHIND_VIDEOS,
+    TAKES_VIDEO,
+    in_words,
+)
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ChatMessage, ImagePart, ImageRef, TextPart, VideoOptions
@@ -94,6 +98,19 @@ def _llama(processor: Any) -> None:
     video.size = {"shortest_edge": 784, "longest_edge": 784 * 6}
 
 
+def _smolvlm(processor: Any) -> None:
+    """One that leaves out the first and the last second of the longest clip."""
+    video = processor.video_processor
+    video.size, video.max_image_size = {"longest_edge": 56}, {"longest_edge": 28}
+    video.num_frames, video.fps = 3, 1
+
+
+def _smolvlm_processor(*more: str) -> Any:
+    made: Any = named("SmolVLM").create_processor()  # type: ignore[misc]
+    made.tokenizer.add_special_tokens({"additional_special_tokens": list(more)})
+    return made
+
+
 def _next(processor: Any) -> None:
     video = processor.video_processor
     video.size, video.crop_size, video.num_frames = (
@@ -163,6 +180,7 @@ VIDEO_FAMILIES = [
     row("MiniCPM-V 4.6", "<video_pad>", _minicpm),
     row("VideoLLaMA 3", "<|video_pad|>", _llama),
     row("LLaVA-NeXT-Video", "<video>", _next, create=_next_config),
+    row("SmolVLM", "<video>", _smolvlm, create_processor=lambda: _smolvlm_processor("<video>")),
 ]
 #: Prompts that transformers itself cannot take.
 FAIL = {
@@ -170,6 +188,7 @@ FAIL = {
     ("GLM-4.5V", "both"),
     ("GLM-4.6V", "both"),
     ("LLaVA-NeXT-Video", "both"),
+    ("SmolVLM", "both"),
 }
 RUN = [family for family in VIDEO_FAMILIES if IS_LONG or family.name in QUICK]
 
@@ -345,6 +364,64 @@ def test_start_and_end_around_a_video_are_those_of_its_frames(
         prompts.append(ask(pool, processor, QUESTIONS["video"]))
     assert prompts[0].token_ids == prompts[1].token_ids
     assert prompts[0].positions == prompts[1].positions
+
+
+#: of HuggingFaceTB/SmolVLM2-500M-Video-Instruct: it writes nothing for a video, and its tokenizer has no `<video>`
+SMOLVLM_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "intro"),
+    [("mp4", "two frames from a 0:00:02 [H:"), ("variable", "three frames from a 0:00:05 [H:")],
+)
+def test_a_published_smolvlm_takes_videos(
+    pool: VideoPool, tmp_path: Path, name: str, intro: str
+) -> None:
+    family = row(
+        "SmolVLM", "", _smolvlm, create_processor=lambda: _smolvlm_processor("<|im_start|>")
+    )
+    family_table.write_checkpoint(family, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(SMOLVLM_TEMPLATE)
+    _, processor = load(tmp_path)
+    assert processor.takes_video
+    theirs: Any = AutoProcessor.from_pretrained(tmp_path)
+    spoken = "What moves, <video> or <global-img>?"
+    frames, about = whole(name)
+
+    def render(*content: dict[str, str]) -> str:
+        messages = [{"role": "user", "content": list(content)}]
+        return theirs.apply_chat_template(messages, add_generation_prompt=True)
+
+    asked = render({"type": "video"}, {"type": "text", "text": "What moves?"})
+    made = theirs(
+        text=[asked], videos=[frames], video_metadata=[about], do_sample_frames=True, return_tensors="pt"
+    )  # fmt: skip
+    prompt = ask(pool, processor, [name, "What moves?"])
+    assert made["input_ids"][0].tolist() == prompt.token_ids
+    assert f"User: You are provided the following series of {intro}" in theirs.decode(
+        prompt.token_ids
+    )
+    prompt = ask(pool, processor, [spoken])
+    assert theirs.decode(prompt.token_ids) == "<s>" + render({"type": "text", "text": spoken})
+    assert theirs.tokenizer.convert_tokens_to_ids("<global-img>") not in prompt.token_ids
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"), (8, "eight"), (13, "thirteen"), (20, "twenty"), (64, "sixty-four"), (100, "one hundred"),
+        (101, "one hundred and one"), (256, "two hundred and fifty-six"), (1000, "one thousand"),
+        (1001, "one thousand and one"), (12345, "twelve thousand, three hundred and forty-five"),
+    ],
+)  # fmt: skip
+def test_numbers_are_spelled_as_num2words_does(number: int, words: str) -> None:
+    assert in_words(number) == words
 
 
 def test_a_stream_goes_on_beside_a_video_of_64_frames(pool: VideoPool, tmp_path: Path) -> None:
