@@ -334,7 +334,7 @@ async def test_no_more_adapters_are_held_than_the_limits_say(
         await until_known(gateway, lambda: len(gateway.services.models.adapters) == most)
         refused = await load(gateway, "more", "poet")
         assert refused.status_code == 400
-        assert f"{most} adapters are loaded" in refused.json()["error"]["message"]
+        assert f"at most {most} adapters; unload one" in refused.json()["error"]["message"]
         await registry.put_adapter(MODEL, "more", AdapterSource("poet", "1"))
         [error] = await told(gateway)
         assert "VLM_LIMITS__MAX_LORAS" in error
