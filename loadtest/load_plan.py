@@ -76,7 +76,7 @@ def phases(plan: Plan) -> list[Phase]:
 def arrivals(plan: Plan, draw: random.Random) -> Iterator[float]:
     """The instants of a Poisson process with the plan's rate.
 
-    Source: thinning (Lewis and Shedler, 1979): candidates at the highest rate, accepted with the probability rate / highest.
+    Source: thinning (Lewis and Shedler, 1979): candidates at the highest rate, each kept with probability rate / highest.
     """
     highest = max(plan.levels)
     at_s = -plan.warmup_s

@@ -293,7 +293,7 @@ class PostgresIndex:
         return IndexStats(num_items, num_bytes + num_items * 4 * self._dimensions)
 
     def compact(self) -> None:
-        """Build the HNSW index of a large store without blocking writes and searches, unless another process builds it."""
+        """Build the HNSW index of a large store, unless another process does. Does not block writes and searches."""
         if self._dimensions > MAX_INDEXED_DIMENSIONS or self.stats().num_items < SCAN_ROWS:
             return
         index = f"{self._name}_hnsw"

@@ -130,7 +130,7 @@ class Completions(Surface):
     answer_type = chunk_type = Completion
     traced = ("stream", "n", "max_tokens", "temperature", "top_p", "top_k", "seed")
     unsupported = UNSUPPORTED["/v1/completions"]
-    commas = "max_input_commas"  # of token ids
+    commas = "max_input_commas"  # of lists of token ids
 
     def read(self, body: bytes, context: RequestContext) -> CompletionRequest:
         request: CompletionRequest = super().read(body, context)

@@ -71,7 +71,7 @@ def create_openapi(endpoints: Iterable[Endpoint], limits: LimitSettings) -> dict
     schemas: dict[str, Any] = {}
     for endpoint in endpoints:
         if endpoint.is_documented:
-            _, path, _ = compile_path(endpoint.path)  # without converters
+            _, path, _ = compile_path(endpoint.path)  # the path without its converters
             paths.setdefault(path, {})[endpoint.method.lower()] = describe(endpoint, path, limits)
             schemas |= schemas_of(endpoint, limits)
     meanings = (f"`{name}` ({status}): {text}" for name, (status, text) in ERROR_CODES.items())

@@ -352,7 +352,7 @@ class Lifecycle:
             if not may_run:
                 release()
             raise
-        if resumable_id:  # a worker may need them after the client has disconnected
+        if resumable_id:  # a worker may need the images after the client has disconnected
             self.resume.when_ended(call, release)
         else:
             call.when_closed(lambda _: release())

@@ -49,7 +49,7 @@ _ANSWER_ID = re.compile(r"(?:[a-z]{1,16}[-_])?([0-9a-f]{32})")
 
 
 class StreamRecord(msgspec.Struct, frozen=True):
-    """What another gateway needs to continue the answer."""
+    """The data with which another gateway continues the answer."""
 
     surface: str
     model: str
@@ -420,7 +420,7 @@ class Resume:
         gateway_id = self.dispatcher.mailbox.gateway_id
         state = await self.queue.listen(model, call_id, gateway_id)
         if state is None and await self.records.recall(_to_request_id(call_id)) is None:
-            return _FORGOTTEN  # it was refused: no events follow
+            return _FORGOTTEN  # the request was refused: no events follow
         return state
 
     def _forget_lost(self, call: OpenCall) -> None:

@@ -53,11 +53,11 @@ class Endpoint:
     tag: str = ""
     #: Role of the keys that may call it.
     access: Access = "use"
-    #: Whether it is for orchestrators and Prometheus: any host name may be used, and calls are not logged.
+    #: Whether the endpoint is for orchestrators and Prometheus: any host name may be used, and calls are not logged.
     is_probe: bool = False
     #: Whether it records its requests itself.
     is_recorded: bool = False
-    #: Whether the error for an unknown path may suggest it.
+    #: Whether the error for an unknown path may suggest this one.
     is_suggested: bool = False
     #: Whether the OpenAPI document includes it.
     is_documented: bool = True

@@ -36,7 +36,7 @@ class Rate(Struct, frozen=True):
     name: str  #: `requests` or `tokens`
     limit: int
     remaining: int
-    full_in_s: float  #: until all of it is available again
+    full_in_s: float  #: until the full limit is available again
 
 
 class RequestContext(Struct):

@@ -108,7 +108,7 @@ class ImageFetcher:
     ) -> None:
         """Write the bytes of a URL to a file. `reserve` is called with a number of bytes before they are written.
 
-        `more_s`: seconds that are added to the timeout. Raises: ImageRefused, always with the same message; what `reserve` raises.
+        `more_s`: seconds added to the timeout. Raises: ImageRefused, always with the same message; what `reserve` raises.
         """
         with suppress(*_FAILURES):
             async with asyncio.timeout(self.timeout_s + more_s):

@@ -87,7 +87,7 @@ def find_container(data: bytes) -> str | None:
 
 
 def find_kind(data: bytes) -> MediaKind:
-    """What an uploaded file is; a container with video and audio is a video."""
+    """The kind of an uploaded file. A container with video and audio is a video."""
     is_m4a = data[4:8] == b"ftyp" and data[8:12] in _M4A_BRANDS
     if find_container(data) and not is_m4a:
         return "video"

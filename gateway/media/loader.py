@@ -95,8 +95,8 @@ class ImageLoader:
     ) -> list[LoadedImage]:
         """Load images in order. `reserve` is called with a number of fetched bytes before they are stored.
 
-        Stored images are not read. Raises: InvalidRequest that names the refused image; what `reserve` raises. The
-        others are cancelled.
+        Stored images are not read. Raises: InvalidRequest that names the refused image; what `reserve` raises. Other
+        loads are cancelled.
         """
         if all(_is_data(source.url) for source in sources):
             return [await self._load(source, reserve) for source in sources]

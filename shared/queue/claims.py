@@ -160,7 +160,7 @@ class RedisWorkerQueue:
 
     @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
-        """See `WorkerQueue.reconcile`. Consumers without entries are deleted now and then."""
+        """See `WorkerQueue.reconcile`. Consumers without entries are deleted every `REAP_EVERY_S`."""
         await self.entries.refresh()
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()

@@ -1,4 +1,4 @@
--- Settle ended calls: refund the tokens per minute that were reserved and not used, or charge tokens beyond the reservation.
+-- Settle ended calls: refund reserved tokens per minute that were not used, or charge tokens beyond them.
 -- KEYS: rates of the tenant (`submit.lua`), then each call
 -- args: tokens_per_minute, num_tokens (reserved for each answer)
 -- Returns 1, or 0 if a call is still open and this is to be called again. Each call is settled once.
