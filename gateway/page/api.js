@@ -1,4 +1,4 @@
-// Client of the gateway's API. The key is kept in memory; some pages also keep it in sessionStorage.
+// Client of the gateway's API. The key is kept in memory, and by some pages for the tab.
 
 import { readEvents } from "./events.js";
 
