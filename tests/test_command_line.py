@@ -235,11 +235,11 @@ def cpu_s(code: str, *arguments: str) -> float:
 @pytest.mark.parametrize(
     ("code", "libraries", "most"),
     [
-        ("import sys, vlm; sys.argv = ['vlm', '--help']; vlm.main()", "typer, rich.console", 4.0),
+        ("import sys, vlm; sys.argv = ['vlm', '--help']; vlm.main()", "typer, rich.console", 5.0),
         (
             "import gateway.main",
             "httpcore, msgspec, prometheus_client, pydantic_settings, redis.asyncio, starlette.responses, uvicorn",
-            2.0,
+            3.0,
         ),
     ],
     ids=["vlm --help", "gateway"],
