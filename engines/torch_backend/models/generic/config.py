@@ -26,6 +26,8 @@ _NEVER_READ = frozenset({
     "distributed_config", "custom_pipelines", "dtype", "torch_dtype", "torchscript", "output_attentions",
     "output_hidden_states", "return_dict", "name_or_path", "use_cache", "gradient_checkpointing", "quantization_config",
 })  # fmt: skip
+#: Names of timm's models, which may have a source before a colon.
+_TIMM_NAMES = frozenset({"architecture", "backbone"})
 _FLOAT = "__float__"
 #: The section of the part that generates text, by model type.
 _GENERATING = {"qwen2_5_omni": "thinker_config"}
@@ -110,9 +112,22 @@ def _believed(section: Fields) -> dict[str, Any]:
     for name, value in section.values.items():
         if name.startswith("_") or name in _NEVER_READ:
             continue
+        if name in _TIMM_NAMES and ":" in str(value):
+            raise section.refuse(
+                name, f"is {shown(value)}, which timm would fetch or read elsewhere"
+            )
+        if name == "model_args" and not _are_sizes(value):
+            raise section.refuse(name, f"is {shown(value)}, but only numbers by name are read")
         is_section = isinstance(value, Mapping) and value.keys() != {_FLOAT}
         values[name] = _believed(section.section(name)) if is_section else _number(value)
     return values
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether timm's arguments are numbers: others name files, or what to fetch."""
+    if value is None:
+        return True
+    return isinstance(value, Mapping) and all(isinstance(x, int | float) for x in value.values())
 
 
 def _number(value: Any) -> Any:

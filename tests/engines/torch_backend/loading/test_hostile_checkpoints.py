@@ -16,6 +16,7 @@ from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
+from tests.engines.torch_backend.models.family_table import named, write_checkpoint
 
 WITHIN_S = 5.0
 MAX_BYTES = 64 * 1024 * 1024
@@ -144,6 +145,20 @@ def test_a_field_that_cannot_be(
     sentence = refusal(checkpoint)
     assert "tokenizer" in sentence if file == "tokenizer.json" else file in sentence
     assert words in sentence
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architecture", "hf-hub:timm/resnet18"), ("architecture", "local-dir:/tmp"),
+        ("model_args", {"checkpoint_path": "/tmp/weights.pth"}), ("model_args", {"pretrained_cfg": {"url": "http://x"}}),
+        ("model_args", "x"),
+    ],
+)  # fmt: skip
+def test_a_timm_tower_from_elsewhere(field: str, value: Any, tmp_path: Path) -> None:
+    write_checkpoint(named("Gemma 3"), tmp_path)
+    change(tmp_path / "config.json", f"vision_config.{field}", value)
+    assert f"config.json: vision_config.{field} is " in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
