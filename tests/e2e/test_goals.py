@@ -50,7 +50,7 @@ def ask(client: OpenAI, trial: Trial) -> Reply:
 
 @pytest.fixture(scope="module")
 def wrong(shapes_fleet) -> dict[str, list[str]]:
-    """For each goal one line per trial: empty, or what was wrong."""
+    """By goal, a line for each trial: empty if the answer is right, otherwise the mistake."""
     trials: dict[str, list[Trial]] = defaultdict(list)
     for trial in (trial for make in ALL for trial in make()):
         trials[trial.goal.partition(":")[0]].append(trial)
