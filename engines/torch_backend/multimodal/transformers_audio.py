@@ -20,6 +20,7 @@ from engines.torch_backend.multimodal.processed import ProcessedImage
 TAKES_AUDIO = frozenset(
     {
         "AudioFlamingo3ForConditionalGeneration",
+        "Gemma3nForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
         "GlmAsrForConditionalGeneration",
         "Qwen2AudioForConditionalGeneration",
@@ -97,13 +98,14 @@ class Audios:
             ) from error
         text = str(text)
         num_slots = text.count(self.placeholder)
-        if num_slots == 0:
-            raise InvalidImage("The audio is too short: it results in no tokens.")
         inputs = {
             name: torch.as_tensor(np.asarray(x)) if not isinstance(x, Tensor) else x
             for name, x in dict(made).items()
             if name in self._wanted
         }
+        # Gemma 3n has the same number of slots for audio of any length
+        if num_slots == 0 or any(x.numel() == 0 for x in inputs.values()):
+            raise InvalidImage("The audio is too short: it results in no tokens.")
         return ProcessedImage(
             inputs, text, num_slots, kind="audio", slots_of="audio", slot_id=self._slot_id
         )
@@ -147,7 +149,11 @@ def _longest_s(processor: Any) -> float:
     """Length in seconds beyond which the processor would truncate audio."""
     if (ms := getattr(processor, "audio_ms_per_token", None)) is not None:
         return processor.audio_seq_length * ms / 1000
-    window: int = processor.feature_extractor.chunk_length
+    extractor = processor.feature_extractor
+    if not hasattr(extractor, "chunk_length"):
+        most: int = inspect.signature(type(extractor).__call__).parameters["max_length"].default
+        return most / extractor.sampling_rate
+    window: int = extractor.chunk_length
     longest: int = getattr(processor, "max_audio_len", window)
     return float(longest // window * window)
 

@@ -34,7 +34,10 @@ class ImageForm:
     def output(self, rows: Tensor) -> ModelOutput:
         """The encoder's output for these rows. Shapes: (slots, levels * C)."""
         features, *levels = rows.chunk(1 + len(self.levels_are_tensors), dim=1)
-        made: dict[str, Any] = {self.field: _shaped(features, self.is_tensor)}
+        made: dict[str, Any] = {
+            "last_hidden_state": None,  # required by some classes
+            self.field: _shaped(features, self.is_tensor),
+        }
         if levels:
             pairs = zip(levels, self.levels_are_tensors, strict=True)
             made[_LEVELS] = [_shaped(level, is_tensor) for level, is_tensor in pairs]

@@ -20,6 +20,7 @@ TESTED = frozenset(
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration/gemma3_text",
         "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration/gemma3n_text",
         "Gemma4ForConditionalGeneration/gemma4_text",
         "GemmaForCausalLM",
         "Glm46VForConditionalGeneration/glm4v_text",

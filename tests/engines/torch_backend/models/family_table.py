@@ -40,6 +40,11 @@ DELTA: dict[str, Any] = {
 SPACES: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8,
 }  # fmt: skip
+GEMMA3N_TEXT: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 6, "vocab_size_per_layer_input": 320,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,11 +113,7 @@ FAMILIES = [
         query_pre_attn_scalar=24, **MIXED,
     ),
     text("Gemma 3, text", "Gemma3Text", head_dim=16, sliding_window=6, query_pre_attn_scalar=24, **MIXED),
-    text(
-        "Gemma 3n, text", "Gemma3nText", num_hidden_layers=4, head_dim=16, sliding_window=6,
-        layer_types=["sliding_attention", "full_attention"] * 2, vocab_size_per_layer_input=320,
-        hidden_size_per_layer_input=8, num_kv_shared_layers=2, laurel_rank=8, activation_sparsity_pattern=[0.0] * 4,
-    ),
+    text("Gemma 3n, text", "Gemma3nText", **GEMMA3N_TEXT),
     text("Phi", "Phi"),
     text("Phi-3", "Phi3", num_key_value_heads=4),
     text("StableLM", "StableLm"),
@@ -553,6 +554,24 @@ FAMILIES += [
         attention_k_eq_v=True, num_global_key_value_heads=1,
     ),
     visual(
+        "Gemma 3n", "<image_soft_token>", lambda: _gemma3n(), "Gemma3n",
+        # Tokens of images and audio have embeddings of their own.
+        lambda: {
+            "text_config": {**TEXT, **GEMMA3N_TEXT, "vocab_size_per_layer_input": 304}, "boi_token_id": 302,
+            "boa_token_id": 303, "eoi_token_id": 304, "image_token_id": 305, "eoa_token_id": 306,
+            "audio_token_id": 307, "vision_soft_tokens_per_image": 4,
+            "vision_config": {
+                "model_args": {"channel_multiplier": 0.02, "msfa_output_resolution": 2}, "vocab_offset": 304,
+                "vocab_size": 2,
+            },
+            "audio_config": {
+                "hidden_size": 32, "conf_num_hidden_layers": 2, "conf_num_attention_heads": 2,
+                "sscp_conv_channel_size": [8, 4], "vocab_offset": 306, "vocab_size": 14,
+            },
+        },
+        embedding_std=0.1,
+    ),
+    visual(
         "Kimi K2.5", "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
         lambda: transformers.Kimi_K25Processor(
             transformers.Kimi_K25ImageProcessor(
@@ -677,6 +696,18 @@ FAMILIES += [
         shares_prefixes=False, opening="<s>",
     ),
 ]  # fmt: skip
+
+
+def _gemma3n() -> Any:
+    names = {
+        "boi_token": "<start_of_image>", "boa_token": "<start_of_audio>", "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>", "eoa_token": "<end_of_audio>", "audio_token": "<audio_soft_token>",
+    }  # fmt: skip
+    return transformers.Gemma3nProcessor(
+        transformers.Gemma3nAudioFeatureExtractor(),
+        transformers.SiglipImageProcessor(size={"height": 64, "width": 64}),
+        tokenizer(*names.values(), **names), image_seq_length=4,
+    )  # fmt: skip
 
 
 def _smolvlm() -> Any:

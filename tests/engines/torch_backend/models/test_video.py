@@ -410,6 +410,10 @@ def test_a_published_smolvlm_takes_videos(
     prompt = ask(pool, processor, [spoken])
     assert theirs.decode(prompt.token_ids) == "<s>" + render({"type": "text", "text": spoken})
     assert theirs.tokenizer.convert_tokens_to_ids("<global-img>") not in prompt.token_ids
+    # Transformers pads the shorter of two videos with blank frames, and counts them.
+    counts = theirs.decode(ask(pool, processor, ["mp4", "or ", "variable"]).token_ids)
+    assert "series of two frames" in counts
+    assert "series of three frames" in counts
 
 
 @pytest.mark.parametrize(
