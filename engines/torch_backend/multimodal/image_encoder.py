@@ -6,7 +6,7 @@ over several steps. On a GPU, all missing images of a step are encoded together.
 
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Set
+from collections.abc import Generator, Iterable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,7 @@ class EncoderCache:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[ImageKey, _Entry] = OrderedDict()
         self._pinned: dict[str, set[ImageKey]] = {}  # by request
+        self._bytes_per_row = 0  # of the widest features so far
         self.num_bytes = 0
         self.num_queries = 0
         self.num_hits = 0
@@ -66,11 +67,18 @@ class EncoderCache:
         self.num_queries += 1
         self.num_hits += hit
 
-    def put(self, key: ImageKey, features: Tensor) -> None:
-        """Store features. The caller must pin the entry before the next eviction."""
+    def put(self, key: ImageKey, features: Tensor, readers: Iterable[str] = ()) -> None:
+        """Store features, pinned for the requests that read them."""
         assert key not in self._entries
         self._entries[key] = _Entry(features)
+        for request_id in readers:
+            self.pin(request_id, key)
         self.num_bytes += features.nbytes
+        self._bytes_per_row = max(self._bytes_per_row, features.nbytes // max(1, len(features)))
+
+    def reserve(self, num_rows: int) -> bool:
+        """Evict entries to make room for new features. False if the pinned entries leave too little."""
+        return self._evict(num_rows * self._bytes_per_row)
 
     def pin(self, request_id: str, key: ImageKey) -> Tensor:
         """The features of an image, pinned for a request. Raises: KeyError if they are not in the cache."""
@@ -108,14 +116,13 @@ class EncoderCache:
         assert readers == self._pinned, "pins and readers disagree"
         assert self.num_bytes == sum(entry.features.nbytes for entry in self._entries.values())
 
-    def _evict(self) -> None:
-        """Evict entries that are not pinned, the least recently used first, until the cache is within its limit."""
-        if self.num_bytes <= self._max_bytes:
-            return
-        for key in [key for key, entry in self._entries.items() if not entry.readers]:
+    def _evict(self, num_new_bytes: int = 0) -> bool:
+        """Evict entries that are not pinned, the least recently used first, until the new bytes fit the limit."""
+        limit = self._max_bytes - num_new_bytes
+        unpinned = iter([key for key, entry in self._entries.items() if not entry.readers])
+        while self.num_bytes > limit and (key := next(unpinned, None)) is not None:
             self.num_bytes -= self._entries.pop(key).features.nbytes
-            if self.num_bytes <= self._max_bytes:
-                return
+        return self.num_bytes <= limit
 
 
 class EncodingRun:
@@ -137,6 +144,14 @@ class EncodingRun:
             next(self._parts)
         except StopIteration as stop:
             self.features, self.is_done = stop.value, True
+
+
+@dataclass(slots=True)
+class _Missing:
+    """An image that is not in the cache, with the requests of the step that read it."""
+
+    image: ImageInput
+    readers: list[str] = field(default_factory=list)
 
 
 class ImageEncoder:
@@ -181,18 +196,21 @@ class ImageEncoder:
         this step's time, and those of them whose images are still incomplete. Encoded images are pinned for their
         requests. Raises: SequenceFailure.
         """
-        missing: dict[ImageKey, ImageInput] = {}
-        wanted: list[tuple[str, ImageKey, bool]] = []
+        missing: dict[ImageKey, _Missing] = {}
         for item in items:
+            request_id = item.sequence.request_id
             for image in item.images:
                 key = _key(item.sequence, image)
-                if self.cache.is_pinned_by(item.sequence.request_id, key):
+                if self.cache.is_pinned_by(request_id, key):
                     continue
-                is_known = key in self.cache or key in missing
-                wanted.append((item.sequence.request_id, key, is_known))
-                if not is_known:
+                if key in self.cache:
+                    self.cache.count_query(hit=True)
+                    self.cache.pin(request_id, key)
+                    continue
+                if key not in missing:
                     self._check(item.sequence, image)
-                    missing[key] = image
+                    missing[key] = _Missing(image)
+                missing[key].readers.append(request_id)
         started = time.perf_counter()
         has_streams = any(map(_is_stream, items))
         if max_vision_s is None:
@@ -201,16 +219,18 @@ class ImageEncoder:
             over_budget = missing.keys() - {self._work_on_one(missing, max_vision_s)}
         else:
             over_budget = self._work_on_all(missing)
-        self._note_wanted(wanted)
+        if self._begun is not None and self._begun[0] in missing:
+            self._wanted_by.update(missing[self._begun[0]].readers)
         vision_s = time.perf_counter() - started if missing else 0.0
-        for request_id, key, is_known in wanted:
-            if key not in over_budget:
-                if key not in self.cache:
-                    raise SequenceFailure(request_id, NOT_FINITE)
-                self.cache.count_query(hit=is_known)
-                self.cache.pin(request_id, key)
+        for key, each in missing.items():
+            if key in over_budget:
+                continue
+            if key not in self.cache:
+                raise SequenceFailure(each.readers[0], NOT_FINITE)
+            for position in range(len(each.readers)):
+                self.cache.count_query(hit=position > 0)
         deferred, still_missing = (
-            frozenset(request_id for request_id, key, _ in wanted if key in keys)
+            frozenset(request_id for key in keys for request_id in missing[key].readers)
             for keys in (missing, over_budget)
         )
         return vision_s, deferred if has_streams else still_missing, still_missing
@@ -248,26 +268,24 @@ class ImageEncoder:
         if self._model.num_features(image) != image.num_slots:
             raise SequenceFailure(sequence.request_id, "An image was not prepared for this model.")
 
-    def _note_wanted(self, wanted: list[tuple[str, ImageKey, bool]]) -> None:
-        if self._begun is not None:
-            self._wanted_by.update(name for name, key, _ in wanted if key == self._begun[0])
-
-    def _encode(self, missing: dict[ImageKey, ImageInput]) -> Set[ImageKey]:
-        """Encode all missing images, in batches. Returns no keys, because none is still missing."""
-        encoded_images = list(missing.items())
-        for start in range(0, len(encoded_images), self._max_batch):
-            part = encoded_images[start : start + self._max_batch]
-            images = [image for _, image in part]
+    def _encode(self, missing: dict[ImageKey, _Missing]) -> Set[ImageKey]:
+        """Encode missing images in batches. Returns the keys of those for which the cache has no room in this step."""
+        waiting = list(missing.items())
+        for start in range(0, len(waiting), self._max_batch):
+            part = waiting[start : start + self._max_batch]
+            images = [each.image for _, each in part]
+            if not self.cache.reserve(sum(image.num_slots for image in images)) and start > 0:
+                return {key for key, _ in waiting[start:]}
             features = self._model.encode(images, self._device, self._dtype)
             # also waits for the GPU, because its time would otherwise count as prefill
             are_finite = torch.stack([rows.isfinite().all() for rows in features]).tolist()
-            for (key, _), rows, is_finite in zip(part, features, are_finite, strict=True):
+            for (key, each), rows, is_finite in zip(part, features, are_finite, strict=True):
                 if is_finite:
                     # a copy of its own, so that evicting one image frees its memory
-                    self.cache.put(key, rows.clone())
+                    self.cache.put(key, rows.clone(), each.readers)
         return frozenset()
 
-    def _work_on_all(self, missing: dict[ImageKey, ImageInput]) -> Set[ImageKey]:
+    def _work_on_all(self, missing: dict[ImageKey, _Missing]) -> Set[ImageKey]:
         """Encode images one by one for `SECONDS_ALONE`; returns the keys that are still missing."""
         left = dict(missing)
         until = time.perf_counter() + SECONDS_ALONE
@@ -277,14 +295,16 @@ class ImageEncoder:
                 break
         return left.keys()
 
-    def _work_on_one(self, missing: dict[ImageKey, ImageInput], seconds: float) -> ImageKey | None:
+    def _work_on_one(self, missing: dict[ImageKey, _Missing], seconds: float) -> ImageKey | None:
         """Continue the image that was begun, else begin one; returns its key once it is done."""
         if not missing:
             return None
         if self._begun is None or self._begun[0] not in missing:
             self.close()
             self._wanted_by = set()
-            key, image = next(iter(missing.items()))
+            key = next(iter(missing))
+            image = missing[key].image
+            self.cache.reserve(image.num_slots)
             parts = self._model.encode_in_parts(image, TOKENS_PER_PART, self._device, self._dtype)
             self._begun = key, EncodingRun(parts)
         key, run = self._begun
@@ -299,7 +319,7 @@ class ImageEncoder:
             self._begun = key, run
             return None
         if run.features.isfinite().all():
-            self.cache.put(key, run.features)
+            self.cache.put(key, run.features, missing[key].readers)
         return key
 
 

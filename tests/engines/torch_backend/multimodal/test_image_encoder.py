@@ -109,6 +109,53 @@ def test_features_that_are_no_numbers_fail_their_request_and_are_not_kept(beside
     assert encoder.cache.pin("c", ("", "bad")).isfinite().all()
 
 
+class Noting(Patches):
+    """Notes the bytes in the cache whenever it encodes."""
+
+    def __init__(self, cache: EncoderCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.log: list[int] = []
+
+    def encode(
+        self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
+    ) -> list[Tensor]:
+        self.log.append(self.cache.num_bytes)
+        return super().encode(images, device, dtype)
+
+
+@pytest.mark.parametrize("max_vision_s", [None, 1.0], ids=["GPU", "CPU"])
+def test_room_for_features_is_made_before_they_are_computed(max_vision_s: float | None):
+    cache = EncoderCache(100)  # six rows of 16 bytes
+    model = Noting(cache)
+    encoder = ImageEncoder(model, cache, 8, CPU, torch.float32)
+
+    for name in ("first", "second"):
+        items = [make_share(name, make_image(name, (4, 4)))]
+        encoder.encode_missing(items, max_vision_s)
+        encoder.unpin_done(items)
+
+    assert model.log == [0, 0]
+    assert ("", "second") in cache
+
+
+def test_images_without_room_wait_until_the_others_were_read():
+    cache = EncoderCache(100)
+    encoder = ImageEncoder(Noting(cache), cache, 1, CPU, torch.float32)
+    seen = make_share("seen", make_image("seen", (4, 4)))
+    encoder.encode_missing([seen])
+    encoder.unpin_done([seen])
+    waiting = [make_share(name, make_image(name, (4, 4))) for name in ("a", "b")]
+
+    over_budget = encoder.encode_missing([*waiting, seen])[2]
+
+    assert over_budget == {"b"}
+    assert cache.is_pinned_by("seen", ("", "seen")), "what the step reads stays"
+    encoder.unpin_done([waiting[0], seen])
+    assert encoder.encode_missing(waiting[1:])[2] == frozenset()
+    cache.check_integrity()
+
+
 class Slow(Patches):
     """Takes ten parts of an image, and notes where it stands."""
 
