@@ -32,7 +32,7 @@ from gateway.media.fetch import ImageFetcher
 from gateway.media.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.blobs.api import BlobStore
-from shared.blobs.object_store import ObjectBlobStore
+from shared.blobs.object_store import ObjectBlobStore, UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
 from shared.blobs.sharded import ShardedBlobs
 from shared.packages.deployment_state import DeploymentState
@@ -82,6 +82,7 @@ class Services:
         self.usage = UsageLog(self.queue, self._durable)
         self.records = ResumableCalls(self._redis, prefix)
         self.blobs = self._open_blobs(small)
+        self.blob_reader = UrlBlobReader(self.blobs)
         self.answers = RecordStore(
             self._redis,
             prefix,
@@ -209,7 +210,9 @@ class Services:
             refunds=self.refunds,
             fallbacks=Fallbacks(names, self.models, self.metrics) if names else None,
             hooks=self._create_hooks(),
-            kept=KeptAnswers(self.answers, self.blobs, self.settings.gateway.response_ttl_s),
+            kept=KeptAnswers(
+                self.answers, self.blobs, self.blob_reader, self.settings.gateway.response_ttl_s
+            ),
             metrics=self.metrics,
             tracer=self.tracer,
         )
@@ -285,7 +288,7 @@ class Services:
             self.records,
             self.answers,
             self.sessions,
-            self.blobs,
+            self.blob_reader,
             self.registry,
             self.deployments,
             self.leases,

@@ -4,7 +4,7 @@ Source: OpenAI API reference, "Files".
 """
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -267,11 +267,16 @@ class Files(Resource):
             return StreamingResponse(chain([first], pieces), media_type=media_type, headers=length)
         if name.startswith(IMAGE_ID):
             [image] = (await self._find_image(caller.context.tenant, name)).images
-            caller.held.add(image.num_bytes)
-            data = await self._images.read(image)
-            if data is None:
+            image = await self._images.locate(image)
+            if not image.url:
+                caller.held.add(image.num_bytes)
+            stored = await self._images.open(image)
+            if stored is None:
                 raise _no_file()
-            return Response(data, media_type=image.media_type)
+            length = {"content-length": str(image.num_bytes)}
+            return StreamingResponse(
+                _read(stored), media_type=image.media_type, headers=length
+            )
         asked = ReadFile(tenant=caller.tenant, file=name, with_data=True)
         self._check_searched()
         record = await self._search.ask(asked, FileRecord)
@@ -312,6 +317,11 @@ class Files(Resource):
         if file is None:
             raise _no_file()
         return file
+
+
+def _read(file: IO[bytes]) -> Iterator[bytes]:
+    with file:
+        yield from iter(partial(file.read, _MAX_MEMORY_BYTES), b"")
 
 
 def _no_file() -> NotFound:

@@ -7,12 +7,13 @@ conversation.
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from typing import IO
 
 from msgspec.structs import replace
 
 from gateway.http.errors import InvalidRequest
 from gateway.media.loader import ImageSource, LoadedImage
-from shared.blobs.api import BlobStore
+from shared.blobs.api import BlobReader, BlobStore
 from shared.protocol import ImageRef
 from shared.records.store import Record, RecordStore
 
@@ -21,14 +22,18 @@ IMAGE_ID = "file-image-"
 _BY_SHA256 = "sha256:"
 _BY_NAME = (IMAGE_ID, _BY_SHA256)
 _MAX_NAME_CHARS = 64
+_READ_S = 60.0  # in which reading a stored image must begin
 
 
 class KeptAnswers:
     """Stores answers and images. All methods raise RecordsUnavailable, BlobsUnavailable."""
 
-    def __init__(self, records: RecordStore, blobs: BlobStore, ttl_s: float) -> None:
+    def __init__(
+        self, records: RecordStore, blobs: BlobStore, reader: BlobReader, ttl_s: float
+    ) -> None:
         self._records = records
         self._blobs = blobs
+        self._reader = reader
         self._ttl_s = ttl_s
 
     async def put(self, tenant: str, name: str, data: bytes, images: tuple[ImageRef, ...]) -> None:
@@ -55,9 +60,13 @@ class KeptAnswers:
         await self._blobs.put(image.data, _holder(name), ttl_s=self._ttl_s, ref=image.ref)
         return await self._put(tenant, name, Record(data, (image.ref,)), anew=True)
 
-    async def read(self, image: ImageRef) -> bytes | None:
-        """The bytes of a stored image; None if they do not exist."""
-        return await self._blobs.get(image)
+    async def locate(self, image: ImageRef) -> ImageRef:
+        """The reference to read a stored image by; without a URL, it is read into memory."""
+        return await self._blobs.locate(image, _READ_S)
+
+    async def open(self, image: ImageRef) -> IO[bytes] | None:
+        """A stored image; None if it does not exist."""
+        return await self._reader.open(image)
 
     async def _put(self, tenant: str, name: str, record: Record, *, anew: bool = False) -> bool:
         """Store a record and retain its images. Returns whether it was stored."""

@@ -41,7 +41,10 @@ class BlobStore(Protocol):
         ...
 
     async def get(self, ref: BlobRef) -> bytes | None:
-        """The bytes; None if they do not exist or do not match the hash. Raises: BlobsUnavailable."""
+        """The bytes of a blob that has no URL (`locate`); None if they do not exist or do not match the hash.
+
+        Raises: BlobsUnavailable.
+        """
         ...
 
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
@@ -49,7 +52,7 @@ class BlobStore(Protocol):
         ...
 
     async def locate(self, ref: Ref, ttl_s: float) -> Ref:
-        """The reference to send to a worker. If the blob is not in Redis, it has a URL that is valid for `ttl_s`.
+        """The reference for a `BlobReader`. If the blob is not in Redis, it has a URL that is valid for `ttl_s`.
 
         Raises: BlobsUnavailable.
         """

@@ -91,14 +91,7 @@ class ObjectBlobStore:
         return ref
 
     async def get(self, ref: BlobRef) -> bytes | None:
-        if ref.num_bytes <= MAX_REDIS_BYTES:
-            return await self._small.get(ref)
-        try:
-            found = await self._try(self._obstore.get_async(self._store, ref.sha256))
-        except FileNotFoundError:
-            self._written.pop(ref.sha256, None)
-            return None
-        return await _checked(bytes(await self._try(found.bytes_async())), ref)
+        return await self._small.get(ref)
 
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
         if ref.num_bytes <= MAX_REDIS_BYTES:
@@ -135,15 +128,15 @@ class ObjectBlobStore:
 
 
 class UrlBlobReader:
-    """A `BlobReader` that reads a blob from the URL in its reference, or from Redis if it has none."""
+    """A `BlobReader` that reads a blob from the URL in its reference, or from `store` if it has none."""
 
-    def __init__(self, redis: BlobStore) -> None:
-        self._redis = redis
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
         self._client: httpx.AsyncClient | None = None
 
     async def get(self, ref: BlobRef) -> bytes | None:
         if not ref.url:
-            return await self._redis.get(ref)
+            return await self._store.get(ref)
         file = await self.open(ref)
         if file is None:
             return None
@@ -152,7 +145,7 @@ class UrlBlobReader:
 
     async def open(self, ref: BlobRef) -> IO[bytes] | None:
         if not ref.url:
-            data = await self._redis.get(ref)
+            data = await self._store.get(ref)
             return None if data is None else io.BytesIO(data)
         if ref.url.startswith("file://"):
             file = await asyncio.to_thread(_open_file, ref)
@@ -185,7 +178,7 @@ class UrlBlobReader:
     async def close(self) -> None:
         if self._client is not None:
             await self._client.aclose()
-        await self._redis.close()
+        await self._store.close()
 
 
 def _open_file(ref: BlobRef) -> IO[bytes] | None:
@@ -197,10 +190,6 @@ def _open_file(ref: BlobRef) -> IO[bytes] | None:
         return None
     except OSError as error:
         raise BlobsUnavailable(f"{path.parent}: {error.strerror}") from None
-
-
-async def _checked(data: bytes, ref: BlobRef) -> bytes | None:
-    return data if await hash_of(data) == ref.sha256 else None
 
 
 def _wrong(problem: str) -> SettingsError:

@@ -72,6 +72,8 @@ def test_a_large_video_is_in_no_memory(fleet: Served, large: Path, tmp_path: Pat
         assert file["bytes"] == NUM_BYTES, file
         for count in (3, 4):
             assert num_frames(chat(client, video(file["id"], num_frames=count))) == count
+        with client.stream("GET", f"/v1/files/{file['id']}/content") as response:
+            assert sum(map(len, response.iter_bytes())) == NUM_BYTES
     after = most_memory(gateway), most_memory(worker)
     assert after[0] - before[0] <= 32 * MIB
     assert after[1] - before[1] <= 32 * MIB
