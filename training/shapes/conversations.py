@@ -22,8 +22,8 @@ OUTSIDE_SHARE = 0.06  #: of questions that have nothing to do with the image wor
 
 _SINGLE_WEIGHTS = {
     "describe": 5, "count": 3, "color": 4, "kind": 4, "place": 3, "size": 3, "content": 3,
-    "exists": 3, "is at": 2, "is color": 1, "background": 1.5, "count special": 2, "in band": 1.5, "is beside": 2.5, "what is beside": 2.5,
-    "all same": 1.5, "colors": 1.5, "more": 1, "anything": 1.5, "of size": 1.5, "color at": 1.5, "is so": 2,
+    "exists": 3, "is at": 2, "is color": 1, "background": 1.5, "count special": 3.5, "in band": 1.5, "is beside": 2.5, "what is beside": 2.5,
+    "all same": 3, "colors": 3, "more": 1, "anything": 1.5, "of size": 3.5, "color at": 1.5, "is so": 2,
 }  # fmt: skip
 _PAIR_WEIGHTS = {"which has": 5, "which has background": 2, "same": 5, "describe all": 3}
 
@@ -54,7 +54,7 @@ def sample_question(
     """A question about the images seen so far; one that names no image means the latest."""
     if not plain and rng.random() < OUTSIDE_SHARE:
         return Question("outside", sample_small_talk(rng), OUTSIDE)
-    if before and before.subject and rng.random() < 0.25:
+    if before and before.subject and rng.random() < 0.4:
         return follow_up(before.subject, rng, plain)
     if None in scenes:
         index = rng.randrange(len(scenes)) if rng.random() < 0.5 else len(scenes) - 1

@@ -460,8 +460,33 @@ def _object(rng: Random) -> Image.Image:
     return image.filter(ImageFilter.GaussianBlur(rng.uniform(0.3, 1.5)))
 
 
+def _flakes(rng: Random) -> Image.Image:
+    """Snow, rain, confetti or bubbles, maybe before a hill or with something round behind them."""
+    ground, color = _color(rng), _color(rng)
+    while sum(abs(a - b) for a, b in zip(ground, color, strict=True)) < 240:
+        ground, color = _color(rng), _color(rng)
+    image, pen, width, height = _canvas(rng, ground)
+    if rng.random() < 0.4:
+        x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(10, 30)
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=_color(rng))
+    if rng.random() < 0.4:
+        top = rng.uniform(0.5, 0.9) * height
+        ridge = [(x, top + rng.uniform(-12, 12)) for x in range(0, width + 20, 20)]
+        pen.polygon([(0, height), *ridge, (width, height)], fill=_color(rng))
+    is_colored = rng.random() < 0.4
+    size, length = rng.choice((1, 2, 4)), rng.choice((0, 0, 4, 12))
+    for _ in range(rng.randint(90, 250)):
+        x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.5, 1.2) * size
+        fill = _color(rng) if is_colored else color
+        if length:
+            pen.line((x, y, x + length / 3, y + length), fill=fill, width=max(1, round(r)))
+        else:
+            pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
+    return image
+
+
 PICTURES: tuple[Callable[[Random], Image.Image], ...] = (
     _clouds, _colored_noise, _grain, _gradient, _gradient, _stripes, _dead_leaves, _dead_leaves, _dead_leaves, _landscape,
     _landscape, _portrait, _document, _document, _screenshot, _screenshot, _screenshot, _bars, _bars, _curves, _curves, _pie,
-    _scatter, _table, _city_map, _drawing, _object, _object,
+    _scatter, _table, _city_map, _drawing, _object, _object, _flakes, _flakes,
 )  # fmt: skip

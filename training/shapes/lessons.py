@@ -254,13 +254,13 @@ def as_conversation(album: Album, packer: Packer) -> Lesson:
 LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
     (lambda album, packer: about_pictures(album, packer, album.any()[:1]), 0.20),
     (lambda album, packer: about_pictures(album, packer, album.any(alike=0.5, foreign=0.12)), 0.20),
-    (lambda album, packer: about_pictures(album, packer, [album.rng.choice(album.foreign)]), 0.07),
+    (lambda album, packer: about_pictures(album, packer, [album.rng.choice(album.foreign)]), 0.08),
     (in_text, 0.06),
-    (in_json, 0.12),
-    (with_tools, 0.09),
-    (about_clip, 0.16),
-    (in_pairs, 0.06),
-    (as_conversation, 0.06),
+    (in_json, 0.16),
+    (with_tools, 0.06),
+    (about_clip, 0.11),
+    (in_pairs, 0.05),
+    (as_conversation, 0.08),
 )
 
 
