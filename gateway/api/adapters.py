@@ -139,7 +139,6 @@ class FleetAdapters:
             if time.monotonic() > until:
                 raise ServerError(
                     "Not all workers finished in time: see the workers' logs.",
-                    status=504,
                     code="deadline_exceeded",
                 )
             await asyncio.sleep(_POLL_S)

@@ -231,7 +231,8 @@ def timings_of(totals: Totals) -> Timings:
 
 def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
     """The error for a field. `problem` says what to send instead."""
-    return InvalidRequest(f"Invalid value for {param}: {problem}.", param=param, code=code)
+    message = f"Invalid value for {param}: {problem}."
+    return InvalidRequest(message, param=param, code=code, status=400)
 
 
 def missing(param: str) -> InvalidRequest:

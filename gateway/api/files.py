@@ -131,7 +131,6 @@ class Files(Resource):
             raise InvalidRequest(
                 f"The file is too large: send at most {most} bytes.",
                 param="file",
-                status=413,
                 code="text_too_long",
             )
         filename = "".join(c for c in file.filename or "" if c.isprintable())
@@ -151,7 +150,7 @@ class Files(Resource):
         file = FileObject(name, image.ref.num_bytes, now, filename, IMAGES)
         if not await self._images.put_image(tenant, image, msgspec.json.encode(file)):
             message = "The image cannot be stored here: send it as a data: URL."
-            raise InvalidRequest(message, param="file", status=413, code="store_full")
+            raise InvalidRequest(message, param="file", code="store_full")
         return file
 
     async def _find_image(self, tenant: str, name: str) -> Record:
@@ -170,7 +169,6 @@ class Files(Resource):
                     f"This key has batch files of {num_bytes} bytes: delete some. At most {most} "
                     f"bytes and {MAX_BATCH_FILES} files are stored.",
                     param="file",
-                    status=413,
                     code="store_full",
                 )
 

@@ -81,7 +81,6 @@ def check_chars(num_chars: int, param: str, limits: LimitSettings) -> None:
         raise InvalidRequest(
             f"The texts are too long: send at most {limits.max_input_chars} characters.",
             param=param,
-            status=413,
             code="text_too_long",
         )
 

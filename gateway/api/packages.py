@@ -154,7 +154,7 @@ class _Body:
 
 
 def _cut(problem: str) -> ApiError:
-    return InvalidRequest(f"The upload was cut: {problem}.", status=408, code="timeout")
+    return InvalidRequest(f"The upload was cut: {problem}.", code="timeout")
 
 
 class Uploads:

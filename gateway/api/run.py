@@ -147,7 +147,6 @@ def compact(value: Raw, param: str, max_bytes: int) -> Raw:
         raise InvalidRequest(
             f"{param} is too large: send at most {max_bytes} bytes.",
             param=param,
-            status=413,
             code="task_too_large",
         )
     try:

@@ -146,9 +146,7 @@ class Hooks:
                 )  # fmt: skip
                 if not self._is_open:
                     failed = "A hook of this server failed; retry."
-                    raise ServerError(
-                        failed, status=503, code="hook_failed", retry_after_s=1
-                    ) from None
+                    raise ServerError(failed, code="hook_failed", retry_after_s=1) from None
                 for message, text in zip(call.messages, texts, strict=True):
                     message.text = text
 

@@ -509,7 +509,6 @@ class Lifecycle:
         if data is None:
             raise ServerError(
                 "The result of the request is no longer stored; retry.",
-                status=503,
                 code="result_unavailable",
                 retry_after_s=1,
             )

@@ -159,7 +159,6 @@ def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
             "This Idempotency-Key belongs to another request: send a new key.",
             code="idempotency_key_reused",
             param="Idempotency-Key",
-            status=422,
         )
     return record
 

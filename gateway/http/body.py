@@ -195,7 +195,7 @@ class BodyTooSlow(Exception):
 
     def error(self) -> ApiError:
         message = f"The body was sent too slowly: {self.problem}."
-        return InvalidRequest(message, status=408, code="timeout")
+        return InvalidRequest(message, code="timeout")
 
 
 class PacedBody:
@@ -270,7 +270,6 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
 def _too_large(limit: str) -> ApiError:
     return InvalidRequest(
         f"The request body is too large: send at most {limit}.",
-        status=413,
         code="request_too_large",
     )
 

@@ -107,7 +107,6 @@ def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
                 f"The text is too long: send at most {limits.max_item_chars} characters, "
                 "or a file, which is cut into chunks.",
                 param=f"{place}.text",
-                status=413,
                 code="text_too_long",
             )
         check_attributes(item.attributes, f"{place}.attributes")
