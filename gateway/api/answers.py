@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import msgspec
@@ -465,19 +466,20 @@ class BlockStream:
         return b"" if block is None else self.closed(block, totals)
 
 
+@dataclass
 class WholeAnswer:
     """An answer that is never streamed."""
+
+    _to_body: Callable[[Sequence[ChoiceEvent], Totals], msgspec.Struct]
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        return encode(self._to_body(events, totals))
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         return []
 
 
-class TokenizedAnswer(WholeAnswer):
-    """An answer of the worker's tokenizer."""
-
-    def __init__(self, to_body: Callable[[Tokenized], msgspec.Struct]) -> None:
-        self._to_body = to_body
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        [made] = [event for _, event in events if isinstance(event, Tokenized)]
-        return encode(self._to_body(made))
+def find_tokenized(events: Sequence[ChoiceEvent]) -> Tokenized:
+    """The result of the worker's tokenizer."""
+    [made] = [event for _, event in events if isinstance(event, Tokenized)]
+    return made

@@ -7,12 +7,13 @@ Source: OpenAI API reference, "Create embeddings"; Jina, "Embeddings API"; vLLM,
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.answers import WholeAnswer, encode
+from gateway.api.answers import WholeAnswer
 from gateway.api.chat.schemas import ImageContent, TextContent
 from gateway.api.fields import (
     RequestStruct,
@@ -32,7 +33,7 @@ from gateway.api.inputs import (
     to_truncate,
 )
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import AnswerHead, Plan, Surface, Totals
+from gateway.calls.surface import Answer, AnswerHead, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
@@ -168,8 +169,8 @@ class Embeddings(Surface):
         options = EmbeddingOptions(request.encoding_format == "base64")
         return to_plan(request, context, tasks, options, inputs.images)
 
-    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> "EmbeddingAnswer":
-        return EmbeddingAnswer(options, head)
+    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> Answer:
+        return WholeAnswer(partial(_to_list, options, head))
 
     def describe(self, request: EmbeddingRequest) -> dict[str, Any]:
         return {
@@ -260,18 +261,14 @@ class Inputs:
             )
 
 
-class EmbeddingAnswer(WholeAnswer):
-    def __init__(self, options: EmbeddingOptions, head: AnswerHead) -> None:
-        self._options = options
-        self.head = head
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        data = [
-            Embedding(index, row if self._options.is_base64 else row.cast("f").tolist())
-            for index, row in enumerate(rows_of(events))
-        ]
-        usage, timings = InputUsage.of(totals), timings_of(totals)
-        return encode(EmbeddingList(self.head.model, data, usage, timings=timings))
+def _to_list(
+    options: EmbeddingOptions, head: AnswerHead, events: Sequence[ChoiceEvent], totals: Totals
+) -> EmbeddingList:
+    data = [
+        Embedding(index, row if options.is_base64 else row.cast("f").tolist())
+        for index, row in enumerate(rows_of(events))
+    ]
+    return EmbeddingList(head.model, data, InputUsage.of(totals), timings=timings_of(totals))
 
 
 def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:

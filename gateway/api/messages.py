@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.answers import Addition, Block, BlockStream, TokenizedAnswer, encode
+from gateway.api.answers import Addition, Block, BlockStream, WholeAnswer, encode, find_tokenized
 from gateway.api.chat.schemas import ReasoningEffort
 from gateway.api.conversation import Conversation, Part, Role, switch_thinking
 from gateway.api.fields import (
@@ -490,7 +490,7 @@ class CountTokens(_Anthropic):
         return Plan([task], NoOptions(), conversation.sources)
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
-        return TokenizedAnswer(lambda made: TokenCount(made.num_tokens))
+        return WholeAnswer(lambda events, _: TokenCount(find_tokenized(events).num_tokens))
 
 
 def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:

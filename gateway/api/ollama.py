@@ -7,22 +7,17 @@ Source: Ollama, "API", of 2026-08-21.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.answers import Block, Blocks, encode
+from gateway.api.answers import Block, Blocks, WholeAnswer, encode
 from gateway.api.chat import to_logprobs
 from gateway.api.chat.schemas import ChatLogprob
 from gateway.api.conversation import Conversation, Part, Role, find_effort, switch_thinking
-from gateway.api.embeddings import (
-    EmbeddingAnswer,
-    EmbeddingOptions,
-    EmbeddingRequest,
-    Embeddings,
-    rows_of,
-)
+from gateway.api.embeddings import EmbeddingOptions, EmbeddingRequest, Embeddings, rows_of
 from gateway.api.fields import (
     UNSUPPORTED,
     CallName,
@@ -484,8 +479,8 @@ class OllamaEmbed(Embeddings):
     def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
         return msgspec.structs.replace(super().plan(request, context, card), shows_timings=True)
 
-    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> EmbeddingAnswer:
-        return _Vectors(options, head)
+    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> Answer:
+        return WholeAnswer(partial(_to_vectors, head))
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         if (error.param or "").startswith("input"):
@@ -509,27 +504,23 @@ class OllamaEmbeddings(OllamaEmbed):
         request = _without_tag(self._body.decode(body, context))
         return self._to_request(request, request.prompt, dimensions=None, truncate=None)
 
-    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> EmbeddingAnswer:
-        return _Vector(options, head)
+    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> Answer:
+        return WholeAnswer(_to_vector)
 
 
-class _Vectors(EmbeddingAnswer):
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        return encode(
-            OllamaVectors(
-                model=self.head.model,
-                embeddings=[row.cast("f").tolist() for row in rows_of(events)],
-                total_duration=_ns((totals.timings or {}).get("e2e_s", 0.0)),
-                load_duration=0,
-                prompt_eval_count=totals.prompt.num_prompt_tokens,
-            )
-        )
+def _to_vectors(head: AnswerHead, events: Sequence[ChoiceEvent], totals: Totals) -> OllamaVectors:
+    return OllamaVectors(
+        model=head.model,
+        embeddings=[row.cast("f").tolist() for row in rows_of(events)],
+        total_duration=_ns((totals.timings or {}).get("e2e_s", 0.0)),
+        load_duration=0,
+        prompt_eval_count=totals.prompt.num_prompt_tokens,
+    )
 
 
-class _Vector(EmbeddingAnswer):
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        [row] = rows_of(events)
-        return encode(OllamaVectors(embedding=row.cast("f").tolist()))
+def _to_vector(events: Sequence[ChoiceEvent], totals: Totals) -> OllamaVectors:
+    [row] = rows_of(events)
+    return OllamaVectors(embedding=row.cast("f").tolist())
 
 
 class OllamaAnswer:

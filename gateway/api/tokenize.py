@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from gateway.api.answers import TokenizedAnswer
+from gateway.api.answers import WholeAnswer, find_tokenized
 from gateway.api.chat import translate
 from gateway.api.chat.schemas import ChatCompletionRequest, ChatMessageParam
 from gateway.api.conversation import check_text_chars
@@ -25,7 +25,8 @@ from gateway.api.fields import (
     invalid,
 )
 from gateway.api.tools import ToolField
-from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from shared.protocol import (
@@ -35,7 +36,6 @@ from shared.protocol import (
     TemplateOption,
     TextPart,
     Tokenize,
-    Tokenized,
 )
 
 
@@ -147,14 +147,15 @@ class Tokenization(Surface):
         )
 
     def answer(self, options: TokenizeOptions, head: AnswerHead) -> Answer:
-        def to_list(made: Tokenized) -> TokenList:
+        def to_list(events: Sequence[ChoiceEvent], _: Totals) -> TokenList:
+            made = find_tokenized(events)
             strings = made.strings if options.with_strings else None
             frames = [VideoFrames(*counts) for counts in made.frames] or msgspec.UNSET
             return TokenList(
                 made.num_tokens, options.max_model_len, made.token_ids, strings, frames
             )
 
-        return TokenizedAnswer(to_list)
+        return WholeAnswer(to_list)
 
 
 class Detokenization(Surface):
@@ -175,4 +176,4 @@ class Detokenization(Surface):
         return Plan([Tokenize(token_ids=tuple(request.tokens))], NoOptions())
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
-        return TokenizedAnswer(lambda made: DetokenizedPrompt(made.text))
+        return WholeAnswer(lambda events, _: DetokenizedPrompt(find_tokenized(events).text))

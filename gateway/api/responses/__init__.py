@@ -6,7 +6,7 @@ from typing import ClassVar
 import msgspec
 from starlette.responses import Response
 
-from gateway.api.answers import TokenizedAnswer
+from gateway.api.answers import WholeAnswer, find_tokenized
 from gateway.api.fields import UNSUPPORTED, Listing
 from gateway.api.responses.answer import ResponseAnswer
 from gateway.api.responses.schemas import (
@@ -255,4 +255,4 @@ class ResponseInputTokens(_Input):
         return Plan([Tokenize(of, with_ids=False)], NoOptions(), conversation.sources)
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
-        return TokenizedAnswer(lambda made: InputTokens(made.num_tokens))
+        return WholeAnswer(lambda events, _: InputTokens(find_tokenized(events).num_tokens))
