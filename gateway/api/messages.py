@@ -33,7 +33,7 @@ from gateway.api.tools import FunctionField, Offer, find_tools
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import ApiError
-from gateway.http.exchange import RequestContext, sse_event, with_sse_id_last
+from gateway.http.exchange import RequestContext, sse_event
 from gateway.media.loader import ImageSource
 from shared.protocol import (
     THINKING_SWITCHES,
@@ -461,9 +461,6 @@ class Messages(_Anthropic):
 
     def answer(self, options: MessageOptions, head: AnswerHead) -> Answer:
         return MessageAnswer(options, head)
-
-    def numbered(self, frame: bytes, position: int) -> bytes:
-        return with_sse_id_last(frame, position)
 
 
 class CountTokens(_Anthropic):

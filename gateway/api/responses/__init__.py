@@ -33,7 +33,7 @@ from gateway.calls.kept import IMAGE_ID, KeptAnswers
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, NotFound
-from gateway.http.exchange import RequestContext, with_sse_id_last
+from gateway.http.exchange import RequestContext
 from shared.protocol import (
     ChatMessage,
     Generate,
@@ -97,9 +97,6 @@ class Responses(_Input):
 
     def answer(self, options: ResponseOptions, head: AnswerHead) -> Answer:
         return ResponseAnswer(options, head)
-
-    def numbered(self, frame: bytes, position: int) -> bytes:
-        return with_sse_id_last(frame, position)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
         assert isinstance(answer, ResponseAnswer)
