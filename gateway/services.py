@@ -69,7 +69,7 @@ class Services:
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
-        self._durable = self._open_store()
+        self._durable = _open_store("VLM_DEPLOY__STORE", settings.deploy.store)
         self.keys, self.audit = self._create_keys()
         self.tokens = self._create_tokens()
         self.key_limits = KeyLimits(
@@ -102,11 +102,17 @@ class Services:
             restore_budget=self.usage.restore_budget,
         )
         self.refunds = Refunds(self.queue)
-        self.fetcher = create_fetcher(settings)
+        gateway = settings.gateway
+        self.fetcher = None
+        if gateway.remote_images:
+            self.fetcher = ImageFetcher(
+                hosts=gateway.remote_images, timeout_s=gateway.image_fetch_timeout_s
+            )
         self.loader = ImageLoader(settings.limits, self.fetcher, uses_disk=self.blobs.takes_files)
         self.lifecycle = self._create_lifecycle()
         self.search = SearchClient(settings.search)
-        self.batches = create_batches(settings.gateway.files)
+        files = _open_store("VLM_GATEWAY__FILES", settings.gateway.files)
+        self.batches = None if files is None else Batches(files, BatchFiles(files))
         self.leases = Leases(self._redis, prefix)
         self.runner: BatchRunner | None = None
 
@@ -155,12 +161,6 @@ class Services:
                     f"VLM_LIMITS__{name.upper()}: above {_MAX_REDIS_BYTES} bytes, set VLM_BLOBS__STORE too"
                 )
         return small
-
-    def _open_store(self) -> PackageStore | None:
-        try:
-            return open_store(url) if (url := self.settings.deploy.store) else None
-        except StoreError as error:
-            raise SettingsError(f"VLM_DEPLOY__STORE: {error}") from None
 
     def _create_keys(self) -> tuple[KeyDirectory | None, AuditLog | None]:
         if self.settings.gateway.root_key is None:
@@ -305,21 +305,9 @@ class Services:
             await asyncio.to_thread(self.tracer.close)
 
 
-def create_batches(url: str) -> Batches | None:
-    """The batches of a store, if there is one. Raises: SettingsError."""
-    if not url:
-        return None
+def _open_store(variable: str, url: str) -> PackageStore | None:
+    """The store of a setting. Raises: SettingsError."""
     try:
-        store = open_store(url)
+        return open_store(url) if url else None
     except StoreError as error:
-        raise SettingsError(f"VLM_GATEWAY__FILES: {error}") from None
-    return Batches(store, BatchFiles(store))
-
-
-def create_fetcher(settings: Settings) -> ImageFetcher | None:
-    if not settings.gateway.remote_images:
-        return None
-    return ImageFetcher(
-        hosts=settings.gateway.remote_images,
-        timeout_s=settings.gateway.image_fetch_timeout_s,
-    )
+        raise SettingsError(f"{variable}: {error}") from None
