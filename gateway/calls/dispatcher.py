@@ -342,18 +342,14 @@ class Dispatcher:
         for event in events:
             is_news = False
             for call, choice in self._routes.get(event.request_id, ()):
-                is_news |= self._deliver_one(call, choice, event)
+                try:
+                    is_news |= call.deliver(choice, event)
+                except Exception:
+                    logger.exception("cannot deliver an event of request %s", event.request_id)
+                    call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
             num_dropped += not is_news
         if num_dropped:
             self.metrics.record_dropped_events(num_dropped)
-
-    def _deliver_one(self, call: OpenCall, choice: int, event: CallEvent) -> bool:
-        try:
-            return call.deliver(choice, event)
-        except Exception:
-            logger.exception("cannot deliver an event of request %s", event.request_id)
-            call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
-            return False
 
     # Deadlines
 
@@ -381,9 +377,10 @@ class Dispatcher:
         now = time.monotonic()
         by_shard: dict[str, list[Route]] = {}
         for call, choice in self._all_routes():
-            if self._is_silent(call, choice, now):
-                shard = shard_of(call.choices[choice].request_id)
-                by_shard.setdefault(shard, []).append((call, choice))
+            progress = call.choices[choice]
+            is_silent = progress.has_gap or now - progress.heard_at > self.silence_timeout_s
+            if is_silent and not progress.is_finished:
+                by_shard.setdefault(shard_of(progress.request_id), []).append((call, choice))
         failure: QueueUnavailable | None = None
         for routes in by_shard.values():
             try:
@@ -393,12 +390,6 @@ class Dispatcher:
                 failure = error
         if failure is not None:
             raise failure
-
-    def _is_silent(self, call: OpenCall, choice: int, now: float) -> bool:
-        progress = call.choices[choice]
-        if progress.is_finished:
-            return False
-        return progress.has_gap or now - progress.heard_at > self.silence_timeout_s
 
     async def _look_up(self, routes: Sequence[Route]) -> None:
         """Read the logs of requests again, and fail those that no worker runs.
