@@ -79,11 +79,6 @@ class ApiError(Exception):
         """Whether the same request may succeed later."""
         return self.retry_after_s is not None
 
-    def rename(self, param: str, name: str) -> None:
-        """Use the name of a field in the client's API, if the error names this field."""
-        if self.param == param:
-            self.param, self.message = name, self.message.replace(param, name, 1)
-
     def body(self) -> bytes:
         return self._encode(ErrorFields(self.message, self.type, self.param, self.code))
 
