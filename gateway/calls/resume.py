@@ -60,15 +60,10 @@ class StreamRecord(msgspec.Struct, frozen=True):
     shows_timings: bool
     #: The surface's `Plan.options`.
     options: msgspec.Raw
-    queue: str = ""  #: model whose queue has the calls; empty: the request's model
+    queue: str  #: model whose queue has the calls
     package: str = ""  #: package of a deployed model
     images: tuple[ImageRef, ...] = ()  #: of a request whose answer may be stored
     shard: str = ""  #: suffix of the call's id
-
-    @property
-    def queue_model(self) -> str:
-        """The model whose queue has the call."""
-        return self.queue or self.model
 
 
 _decoder = msgspec.json.Decoder(StreamRecord)
@@ -117,14 +112,6 @@ def _last_event_id(context: RequestContext) -> int:
             "Invalid Last-Event-ID: send a number.", param="Last-Event-ID", code="invalid_value"
         )
     return int(value)
-
-
-def _call_id(answer_id: str) -> str:
-    """The request id of an answer. Raises: NotFound."""
-    found = _ANSWER_ID.fullmatch(answer_id)
-    if found is None:
-        raise _unknown()
-    return found[1]
 
 
 def _unknown() -> NotFound:
@@ -185,7 +172,12 @@ class NumberedAnswer:
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         """The frames that the client does not have. Old and new tokens never share a frame."""
-        num_seen = self._num_seen(events)
+        seen = [
+            place
+            for place, (_, event) in enumerate(events, 1)
+            if isinstance(event, Tokens) and event.index + event.num_tokens <= self._last_id
+        ]
+        num_seen = seen[-1] if seen else 0
         frames = self.answer.frames(events[:num_seen], None) if num_seen else []
         frames += self.answer.frames(events[num_seen:], totals)
         return [
@@ -193,14 +185,6 @@ class NumberedAnswer:
             for position, data in frames
             if position > self._last_id
         ]
-
-    def _num_seen(self, events: Sequence[ChoiceEvent]) -> int:
-        seen = [
-            place
-            for place, (_, event) in enumerate(events, 1)
-            if isinstance(event, Tokens) and event.index + event.num_tokens <= self._last_id
-        ]
-        return seen[-1] if seen else 0
 
 
 @dataclass
@@ -253,8 +237,8 @@ class Resume:
             call_id = _to_call_id(context.id, (known or record).shard)
             if known is not None:
                 head = msgspec.structs.replace(head, created=known.created)
-                if await self._has_answer(known.queue_model, call_id):
-                    call = await self._follow(call_id, known.queue_model)
+                if await self._has_answer(known.queue, call_id):
+                    call = await self._follow(call_id, known.queue)
                 if call is not None:
                     if known.model != head.model and not context.fallback_from:
                         context.fallback_from = head.model
@@ -281,13 +265,17 @@ class Resume:
 
         Raises: InvalidRequest, NotFound, QueueUnavailable.
         """
-        request_id = _call_id(answer_id)
-        last_id = _last_event_id(context)
-        record = await self._find(request_id, context.tenant)
+        found = _ANSWER_ID.fullmatch(answer_id)
+        if found is None:
+            raise _unknown()
+        request_id, last_id = found[1], _last_event_id(context)
+        record = await self._recall(request_id)
+        if record is None or not hmac.compare_digest(record.tenant, context.tenant):
+            raise _unknown()
         surface = surfaces.get(record.surface)
         if surface is None:
             raise _unknown()
-        call = await self._follow(_to_call_id(request_id, record.shard), record.queue_model)
+        call = await self._follow(_to_call_id(request_id, record.shard), record.queue)
         call.tenant = context.tenant
         head = AnswerHead(
             surface.id_prefix + request_id, record.created, record.model, record.package
@@ -367,13 +355,6 @@ class Resume:
         with suppress(QueueUnavailable):
             await self.records.forget(request_id)
 
-    async def _find(self, request_id: str, tenant: str) -> StreamRecord:
-        """The record of a tenant's own request. Raises: NotFound, QueueUnavailable."""
-        record = await self._recall(request_id)
-        if record is None or not hmac.compare_digest(record.tenant, tenant):
-            raise _unknown()
-        return record
-
     async def _recall(self, request_id: str) -> StreamRecord | None:
         data = await self.records.recall(request_id)
         return None if data is None else _decode(data)
@@ -395,7 +376,7 @@ class Resume:
                 return _same(record, wanted)
             # Only a gateway of the record's version can compare the requests: refuse while the call runs.
             call_id = _to_call_id(request_id, wanted.shard)
-            if await self.queue.state(wanted.queue_model, call_id) is not None:
+            if await self.queue.state(wanted.queue, call_id) is not None:
                 break
             await self.records.forget(request_id)
         raise unavailable()
