@@ -28,7 +28,7 @@ from gateway.api.responses.translate import (
     translate,
     translate_input,
 )
-from gateway.api.vector_stores import ListQuery
+from gateway.api.vector_stores import Deleted, ListQuery
 from gateway.calls.kept import IMAGE_ID, KeptAnswers
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface
 from gateway.http.endpoint import Caller, Resource, operation
@@ -137,12 +137,6 @@ class ResponseItemList(Listing[ShownItem | CallItem | CallOutputItem]):
     """A page of the input of an answer, which includes earlier answers of the conversation."""
 
 
-class DeletedResponse(msgspec.Struct):
-    id: str
-    object: str = "response"
-    deleted: bool = True
-
-
 def read_kept(record: Record) -> KeptConversation:
     """Raises: NotFound if another version of vlm-fleet stored the record."""
     try:
@@ -172,12 +166,12 @@ class StoredResponses(Resource):
         return Response(bytes(kept.response), media_type="application/json")
 
     @operation("DELETE", _PATH)
-    async def delete_response(self, caller: Caller) -> DeletedResponse:
+    async def delete_response(self, caller: Caller) -> Deleted:
         """Delete a stored response."""
         name = caller.path["response_id"]
         if name.startswith(IMAGE_ID) or not await self._kept.delete(caller.context.tenant, name):
             raise _not_kept()
-        return DeletedResponse(name)
+        return Deleted(name, "response")
 
     @operation("GET", _PATH + "/input_items")
     async def list_input_items(self, caller: Caller, query: ResponseItemsQuery) -> ResponseItemList:
@@ -186,7 +180,7 @@ class StoredResponses(Resource):
         digits = caller.path["response_id"].removeprefix("resp_")
         items = [
             item
-            for index, message in enumerate(kept.input)
+            for index, message in enumerate(kept.messages[:-1])
             for item in _show_message(message, f"{digits}_{index}")
         ]
         if query.order == "desc":

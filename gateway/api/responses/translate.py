@@ -66,11 +66,6 @@ class KeptConversation(msgspec.Struct, frozen=True):
     messages: tuple[ChatMessage, ...]  #: without instructions; the last message is the answer
     response: msgspec.Raw
 
-    @property
-    def input(self) -> tuple[ChatMessage, ...]:
-        """The messages before the answer."""
-        return self.messages[:-1]
-
 
 @dataclass(frozen=True, slots=True)
 class Continued:
