@@ -6,6 +6,7 @@ For the root key and keys with the role `admin`.
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -122,24 +123,17 @@ class Audit(Resource):
         return AuditList(await self._log.read(query.limit))
 
 
+@dataclass
 class Keys(Resource):
     """API keys."""
 
     tag = "keys"
     access = "admin"
 
-    def __init__(
-        self,
-        keys: KeyDirectory | None,
-        data: TenantData,
-        has_prices: bool,
-        raise_budgets: Callable[[], Awaitable[object]],
-    ) -> None:
-        """`raise_budgets`: count usage from before the key had a budget."""
-        self._keys = keys
-        self._data = data
-        self._has_prices = has_prices
-        self._raise_budgets = raise_budgets
+    _keys: KeyDirectory | None
+    _data: TenantData
+    _has_prices: bool
+    _raise_budgets: Callable[[], Awaitable[object]]  #: counts usage from before a key had a budget
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):

@@ -1,6 +1,7 @@
 """Fallbacks: another model answers while a model's queue is full or no worker serves it."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from gateway.calls.models import ModelDirectory
 from gateway.calls.recorder import Recorder
@@ -15,15 +16,13 @@ _FULL = ("queue_full", "open_tokens")  #: reasons for which a model's queue refu
 Ask = Callable[[str], Awaitable[Reply | None]]
 
 
+@dataclass
 class Fallbacks:
     """The fallback model of each model. Fallbacks are not chained."""
 
-    def __init__(
-        self, names: Mapping[str, str], models: ModelDirectory, metrics: GatewayMetrics
-    ) -> None:
-        self._names = names
-        self._models = models
-        self._metrics = metrics
+    _names: Mapping[str, str]
+    _models: ModelDirectory
+    _metrics: GatewayMetrics
 
     async def ask(
         self, ask: Ask, asked: str, surface: Surface, context: RequestContext, recorder: Recorder
