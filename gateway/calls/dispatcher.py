@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 
 import msgspec
@@ -51,27 +52,20 @@ logger = logging.getLogger(__name__)
 
 Route = tuple[OpenCall, int]  #: the receiver of a request's events, and its choice
 
-RestoreBudget = Callable[[Call, Budget], Awaitable[None]]
 
-
+@dataclass(eq=False)
 class Dispatcher:
     """Queues requests as `OpenCall`s and delivers their events."""
 
-    def __init__(
-        self,
-        queue: GatewayQueue,
-        mailbox: Mailbox,
-        metrics: GatewayMetrics,
-        *,
-        silence_timeout_s: float,
-        restore_budget: RestoreBudget,
-    ) -> None:
-        """`restore_budget` tells the queue what the tenant of a call has spent."""
-        self.queue = queue
-        self.mailbox = mailbox
-        self.metrics = metrics
-        self.silence_timeout_s = silence_timeout_s
-        self._restore_budget = restore_budget
+    queue: GatewayQueue
+    mailbox: Mailbox
+    metrics: GatewayMetrics
+    _: KW_ONLY
+    silence_timeout_s: float
+    #: Tells the queue what the tenant of a call has spent.
+    restore_budget: Callable[[Call, Budget], Awaitable[None]]
+
+    def __post_init__(self) -> None:
         self._routes: dict[str, list[Route]] = {}  # several if clients resume the request
         #: Requests to cancel, and until when to try; by model, shard, and whether the request was resubmitted.
         self._cancels: dict[tuple[str, str, bool], dict[str, float]] = {}
@@ -174,7 +168,7 @@ class Dispatcher:
             charge = submission.charge
             if charge is None or charge.budget is None:
                 raise
-            await self._restore_budget(first, charge.budget)
+            await self.restore_budget(first, charge.budget)
             return await self.queue.submit(submission)
 
     def _end_grace(self, call: OpenCall) -> None:
