@@ -4,7 +4,6 @@ Source: OpenAI API reference, "The request input object", "The request output ob
 """
 
 import hashlib
-from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -159,21 +158,9 @@ def result_id(batch_id: str, number: int) -> str:
     return "batch_req_" + hashlib.sha256(f"{batch_id} {number}".encode()).hexdigest()[:32]
 
 
-# Parts: groups of results, which are stored until the batch ends
-
-
 class LineResult(msgspec.Struct, frozen=True):
-    """The result of a line. `data`: a line of one of the output files."""
+    """The result of a line. `data`: a line of one of the output files. Parts are groups of results."""
 
     number: int
     is_completed: bool
     data: bytes
-
-
-def encode_part(results: list[LineResult]) -> bytes:
-    return msgspec.msgpack.encode(results)
-
-
-def decode_part(data: bytes) -> Iterator[LineResult]:
-    """Decode the results of a part."""
-    return iter(msgspec.msgpack.decode(data, type=list[LineResult]))
