@@ -98,7 +98,7 @@ class Lifecycle:
         error, is_answered, reply = None, False, None
         try:
             with self.admission:
-                reply = await self._open(surface, exchange, context, recorder)
+                reply = await self._open(exchange, recorder)
                 if reply is not None:
                     await self._answer(exchange, reply, recorder)
             is_answered = True
@@ -150,12 +150,7 @@ class Lifecycle:
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
             check_images(plan.images, surface.task, card, self.limits)
-            call = await self._submit(plan, card, context, recorder.clock, held)
-            try:
-                recorder.begin(call, is_streamed=False)
-                events = await self._collect(call, recorder)
-            finally:
-                call.close()
+            events = await self._run(plan, card, recorder, held)
             is_answered = True
         except Exception as raised:
             error = to_api_error(raised)
@@ -169,36 +164,39 @@ class Lifecycle:
             error = None  # the exception references this frame
         return events
 
+    async def _run(
+        self, plan: Plan, card: ModelCard, recorder: Recorder, held: HeldBody
+    ) -> list[ChoiceEvent]:
+        """Queue a plan and wait for all of its events. Raises: ApiError, Gone."""
+        call = await self._submit(plan, card, recorder, held)
+        try:
+            recorder.begin(call, is_streamed=False)
+            return await self._collect(call, recorder)
+        finally:
+            call.close()
+
     # In
 
-    async def _open(
-        self, surface: Surface, exchange: Exchange, context: RequestContext, recorder: Recorder
-    ) -> Reply | None:
+    async def _open(self, exchange: Exchange, recorder: Recorder) -> Reply | None:
         """Read and queue the request. Returns None if it is already answered.
 
         The body is freed before the answer begins.
         """
         with self.admission.hold_body() as held:
-            request = await self._read(surface, exchange, context, held)
+            request = await self._read(exchange, recorder.surface, held)
             recorder.user = request.user
             if recorder.is_traced:
-                recorder.describe(surface.describe(request))
-            ask = partial(self._ask, surface, request, exchange, recorder, held)
+                recorder.describe(recorder.surface.describe(request))
+            ask = partial(self._ask, request, exchange, recorder, held)
             if self.fallbacks is None:
                 return await ask(request.model)
-            return await self.fallbacks.ask(ask, request.model, surface, context, recorder)
+            return await self.fallbacks.ask(ask, request.model, recorder)
 
     async def _ask(
-        self,
-        surface: Surface,
-        request: Request,
-        exchange: Exchange,
-        recorder: Recorder,
-        held: HeldBody,
-        model: str,
+        self, request: Request, exchange: Exchange, recorder: Recorder, held: HeldBody, model: str
     ) -> Reply | None:
         """Queue a request to a model. Returns None if it is already answered."""
-        context = exchange.context
+        surface, context = recorder.surface, recorder.context
         card = await self.models.find(
             model, request.user or context.id, surface.task, context.tenant
         )
@@ -219,14 +217,13 @@ class Lifecycle:
             self.key_limits.check(card.queue, context.tenant)
             plan = await self.hooks.before(plan, surface, card.name, context)
         if surface.cuts_audio:
-            cutting = self._cut_audio(surface, plan, card, context, recorder.clock, held)
-            plan = await while_connected(cutting, exchange)
+            plan = await while_connected(self._cut_audio(plan, card, recorder, held), exchange)
         recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
         may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
         resumes = may_resume and is_resumable(context, plan)
         if resumes:  # an Idempotency-Key identifies the answer
             head = replace(head, id=surface.id_prefix + context.id)
-        submit = partial(self._submit, plan, card, context, recorder.clock, held)
+        submit = partial(self._submit, plan, card, recorder, held)
         if resumes:
             limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
@@ -242,30 +239,20 @@ class Lifecycle:
         return Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head)
 
     async def _cut_audio(
-        self,
-        surface: Surface,
-        plan: Plan,
-        card: ModelCard,
-        context: RequestContext,
-        clock: StageClock,
-        held: HeldBody,
+        self, plan: Plan, card: ModelCard, asking: Recorder, held: HeldBody
     ) -> Plan:
         """Ask a worker for the audio's segments. Returns the plan with a task per segment. Raises: ApiError, Gone."""
         began_at = time.perf_counter()
-        recorder = Recorder(surface, replace(context, id=secrets.token_hex(16)), self.metrics)
+        context, surface = replace(asking.context, id=secrets.token_hex(16)), asking.surface
+        recorder = Recorder(surface, context, self.metrics)
         sources = await self.kept.find_images(context.tenant, plan.images)
         loaded = await self._load_images(sources, recorder.clock, held)
         plan = replace(plan, images=sources, loaded=loaded)
         [of] = plan.tasks
         assert isinstance(of, Generate)
         finding = replace(plan, tasks=[Tokenize(of, finds_segments=True)], is_streamed=False)
-        call = await self._submit(finding, card, recorder.context, recorder.clock, held)
-        try:
-            recorder.begin(call, is_streamed=False)
-            events = await self._collect(call, recorder)
-        finally:
-            call.close()
-        clock.image_decode_s = time.perf_counter() - began_at
+        events = await self._run(finding, card, recorder, held)
+        asking.clock.image_decode_s = time.perf_counter() - began_at
         [found] = [event for _, event in events if isinstance(event, Tokenized)]
         return surface.cut(plan, found.segment_ends)
 
@@ -293,9 +280,8 @@ class Lifecycle:
             images = await self.resume.images(reply.head.id.removeprefix(reply.surface.id_prefix))
         await self.kept.put(context.tenant, reply.head.id, data, images)
 
-    async def _read(
-        self, surface: Surface, exchange: Exchange, context: RequestContext, held: HeldBody
-    ) -> Request:
+    async def _read(self, exchange: Exchange, surface: Surface, held: HeldBody) -> Request:
+        context = exchange.context
         body = await read_body(
             exchange.receive,
             context,
@@ -312,29 +298,24 @@ class Lifecycle:
             raise
 
     async def _submit(
-        self,
-        plan: Plan,
-        card: ModelCard,
-        context: RequestContext,
-        clock: StageClock,
-        held: HeldBody,
-        resumable_id: str = "",
+        self, plan: Plan, card: ModelCard, recorder: Recorder, held: HeldBody, call_id: str = ""
     ) -> OpenCall:
-        """Queue one call per task. `resumable_id`: the id of the only call, if it is resumable.
+        """Queue one call per task. `call_id`: the id of the only call, if it is resumable.
 
         Raises: InvalidRequest, Overloaded, BlobsUnavailable, RecordsUnavailable, QueueUnavailable.
         """
-        self.key_limits.check(card.queue, context.tenant)
+        tenant = recorder.context.tenant
+        self.key_limits.check(card.queue, tenant)
         if not plan.images:
-            return await self._queue(plan, plan.tasks, card, context, clock, resumable_id)
-        sources = await self.kept.find_images(context.tenant, plan.images)
+            return await self._queue(plan, plan.tasks, card, recorder, call_id)
+        sources = await self.kept.find_images(tenant, plan.images)
         task = type(plan.tasks[0]).__struct_config__.tag
         check_images(sources, str(task), card, self.limits)  # a file's id may be of a video
         lives_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         release = partial(self.blobs.release, holder, [each.ref for each in sources if each.ref])
         try:
-            images = plan.loaded or await self._load_images(sources, clock, held)
+            images = plan.loaded or await self._load_images(sources, recorder.clock, held)
             await self._put_images(images, holder, lives_s)
             await self._hold_images(images, sources, holder, lives_s)
             refs = tuple(image.ref for image in images)
@@ -345,14 +326,14 @@ class Lifecycle:
             for place, (start_s, end_s) in enumerate(plan.audio_parts):
                 part = [replace(ref, start_s=start_s, end_s=end_s) for ref in scaled]
                 tasks[place] = tasks[place].with_images(part)
-            call = await self._queue(plan, tasks, card, context, clock, resumable_id)
+            call = await self._queue(plan, tasks, card, recorder, call_id)
             call.images = refs
         except BaseException as error:
-            may_run = resumable_id and isinstance(error, QueueUnavailable)
+            may_run = call_id and isinstance(error, QueueUnavailable)
             if not may_run:
                 release()
             raise
-        if resumable_id:  # a worker may need the images after the client has disconnected
+        if call_id:  # a worker may need the images after the client has disconnected
             self.resume.when_ended(call, release)
         else:
             call.when_closed(lambda _: release())
@@ -390,10 +371,7 @@ class Lifecycle:
                 )
 
     async def _load_images(
-        self,
-        sources: Sequence[ImageSource],
-        clock: StageClock,
-        held: HeldBody,
+        self, sources: Sequence[ImageSource], clock: StageClock, held: HeldBody
     ) -> list[LoadedImage]:
         began_at = time.perf_counter()
         try:
@@ -408,17 +386,12 @@ class Lifecycle:
         return images
 
     async def _queue(
-        self,
-        plan: Plan,
-        tasks: Sequence[Task],
-        card: ModelCard,
-        context: RequestContext,
-        clock: StageClock,
-        resumable_id: str,
+        self, plan: Plan, tasks: Sequence[Task], card: ModelCard, recorder: Recorder, call_id: str
     ) -> OpenCall:
+        context, clock = recorder.context, recorder.clock
         calls = [
             Call(
-                id=resumable_id or f"{context.id}-{choice}",
+                id=call_id or f"{context.id}-{choice}",
                 reply_to=self.gateway_id,
                 model=card.queue,
                 task=task,
@@ -426,13 +399,13 @@ class Lifecycle:
                 priority=plan.priority,
                 trace_parent=context.trace_parent,
                 wants_stream=plan.is_streamed,
-                is_resumable=bool(resumable_id),
+                is_resumable=bool(call_id),
                 adapter=card.adapter,
             )
             for choice, task in enumerate(tasks)
         ]
         affinity = self.affinities.find(calls[0])
-        if not resumable_id:
+        if not call_id:
             limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, affinity)
             calls = [replace(call, id=call.id + shard) for call in calls] if shard else calls
