@@ -459,20 +459,14 @@ class OllamaEmbed(Embeddings):
 
     def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
         request = _without_tag(self._body.decode(body, context))
-        return self._to_request(
-            request, request.input, dimensions=request.dimensions, truncate=request.truncate
-        )
-
-    def _to_request(
-        self, request: Any, given: str | list[str], *, dimensions: int | None, truncate: bool | None
-    ) -> EmbeddingRequest:
+        given: str | list[str] = getattr(request, self.input_field)
         if not given:
             raise invalid(self.input_field, "send text that is not empty")
         return EmbeddingRequest(
             model=request.model,
             input=given if isinstance(given, str) else [*given],
-            dimensions=dimensions,
-            truncate=truncate is not False,
+            dimensions=getattr(request, "dimensions", None),
+            truncate=getattr(request, "truncate", None) is not False,
             user=request.user,
         )
 
@@ -499,10 +493,6 @@ class OllamaEmbeddings(OllamaEmbed):
     path = "/api/embeddings"
     input_field = "prompt"
     request_type = OllamaEmbeddingsRequest
-
-    def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
-        request = _without_tag(self._body.decode(body, context))
-        return self._to_request(request, request.prompt, dimensions=None, truncate=None)
 
     def answer(self, options: EmbeddingOptions, head: AnswerHead) -> Answer:
         return WholeAnswer(_to_vector)
@@ -685,15 +675,12 @@ class OllamaModelList(Resource):
     @operation("GET", "/api/ps")
     async def ollama_ps(self, caller: Caller) -> OllamaModels:
         """List models that have workers (Ollama's API)."""
-        running = [
-            card
-            for card in self._cards(caller.context.tenant)
-            if self._models.num_workers[card.queue]
-        ]
-        found = [OllamaModel.of(card) for card in running]
-        for model, card in zip(found, running, strict=True):
-            model.expires_at, model.size_vram = _time(2**32), 0  # it does not expire
-            model.context_length = card.max_model_len
+        found = []
+        for card in self._cards(caller.context.tenant):
+            if self._models.num_workers[card.queue]:
+                found.append(model := OllamaModel.of(card))
+                model.expires_at, model.size_vram = _time(2**32), 0  # it does not expire
+                model.context_length = card.max_model_len
         return OllamaModels(found)
 
     @operation("POST", "/api/show")
