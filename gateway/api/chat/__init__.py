@@ -156,7 +156,27 @@ class ChatCompletions(Surface):
         return {**super().describe(request), "max_tokens": max_tokens}
 
     def describe_fields(self, properties: dict[str, Any]) -> None:
-        _describe_fields(properties, self.limits)
+        limits = self.limits
+        properties["messages"]["description"] = (
+            f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
+            f"together. An image: {MEDIA['image'].formats} of at most {limits.max_image_bytes} bytes, "
+            f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
+            f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {MEDIA['video'].formats} "
+            f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds, "
+            f"{limits.max_frame_pixels} pixels a frame and {limits.max_video_frames} chosen frames. "
+            f"At most {limits.max_audios} audio files: {MEDIA['audio'].formats} of at most {limits.max_audio_bytes} bytes "
+            f"and {limits.max_audio_s:g} seconds."
+        )
+        for name in StructuredFields.__annotations__:
+            properties[name]["description"] = (
+                "Constrains the answer. Send one such field. A schema: at most "
+                f"{limits.max_schema_bytes} bytes, {limits.max_schema_depth} levels and "
+                f"{limits.max_schema_values} values; a pattern: {limits.max_pattern_chars} characters; "
+                f"choices: {limits.max_choice_texts}; a grammar: {limits.max_grammar_bytes} bytes."
+            )
+        for name in IGNORED_FIELDS:
+            if name in properties:
+                properties[name]["description"] = "Accepted, and has no effect."
 
 
 def translate(
@@ -490,37 +510,13 @@ class _GatheredChoice:
 
 
 def to_logprobs(logprobs: Sequence[OutputLogprob]) -> list[ChatLogprob]:
-    return [_to_logprob(entry) for entry in logprobs]
-
-
-def _to_logprob(entry: OutputLogprob) -> ChatLogprob:
-    chosen = entry.chosen
-    top = [TopLogprob(rival.token, rival.logprob, _bytes(rival)) for rival in entry.top]
-    return ChatLogprob(chosen.token, chosen.logprob, _bytes(chosen), top)
-
-
-def _bytes(entry: TokenLogprob) -> tuple[int, ...]:
-    return tuple(entry.token_bytes)
-
-
-def _describe_fields(properties: dict[str, Any], limits: LimitSettings) -> None:
-    properties["messages"]["description"] = (
-        f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
-        f"together. An image: {MEDIA['image'].formats} of at most {limits.max_image_bytes} bytes, "
-        f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
-        f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {MEDIA['video'].formats} "
-        f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds, "
-        f"{limits.max_frame_pixels} pixels a frame and {limits.max_video_frames} chosen frames. "
-        f"At most {limits.max_audios} audio files: {MEDIA['audio'].formats} of at most {limits.max_audio_bytes} bytes "
-        f"and {limits.max_audio_s:g} seconds."
-    )
-    for name in StructuredFields.__annotations__:
-        properties[name]["description"] = (
-            "Constrains the answer. Send one such field. A schema: at most "
-            f"{limits.max_schema_bytes} bytes, {limits.max_schema_depth} levels and "
-            f"{limits.max_schema_values} values; a pattern: {limits.max_pattern_chars} characters; "
-            f"choices: {limits.max_choice_texts}; a grammar: {limits.max_grammar_bytes} bytes."
+    return [
+        ChatLogprob(
+            *_to_fields(entry.chosen), [TopLogprob(*_to_fields(rival)) for rival in entry.top]
         )
-    for name in IGNORED_FIELDS:
-        if name in properties:
-            properties[name]["description"] = "Accepted, and has no effect."
+        for entry in logprobs
+    ]
+
+
+def _to_fields(entry: TokenLogprob) -> tuple[str, float, tuple[int, ...]]:
+    return entry.token, entry.logprob, tuple(entry.token_bytes)
