@@ -275,9 +275,10 @@ class Sessions(Resource):
         session = (await self._find(caller)).session
         await self._store.close_session(session)
         found = await self._find(caller, self._limits.max_session_tasks)
-        stands = await self._look_at_open([found])
-        await self._cancel(session.id, [t for t, state in stands if state == "pending"])
-        if session.common is not None and all(state != "running" for _, state in stands):
+        [states] = await self._look_at_open([found])
+        waiting = [t for t, s in zip(found.open_tasks, states, strict=True) if s == "pending"]
+        await self._cancel(session.id, waiting)
+        if session.common is not None and "running" not in states:
             self._lifecycle.blobs.release(session.id, [session.common])  # otherwise it expires
         return await self.retrieve_session(caller)
 
@@ -295,29 +296,22 @@ class Sessions(Resource):
 
     async def _describe(self, found: Sequence[SessionState]) -> list[SessionObject]:
         """Sessions with the numbers of their tasks. Open tasks that were not looked up count as pending."""
-        stands = await self._look_at_open(found)
-        at, shown = 0, []
-        for each in found:
-            now = Counter(state for _, state in stands[at : at + len(each.open_tasks)])
-            at += len(each.open_tasks)
+        shown = []
+        for each, states in zip(found, await self._look_at_open(found), strict=True):
+            now = Counter(states)
             now["pending"] += each.num_open - len(each.open_tasks)
             shown.append(self._show(each, now + Counter(each.ended)))
         return shown
 
-    async def _look_at_open(
-        self, found: Sequence[SessionState]
-    ) -> list[tuple[TaskRecord, TaskState]]:
-        """States of the sessions' open tasks in order. Tasks that have ended are marked as such in the store."""
-        tasks = [task for each in found for task in each.open_tasks]
-        states = await self._look(tasks)
-        stands = list(zip(tasks, states, strict=True))
-        at = 0
-        for each in found:
-            own = stands[at : at + len(each.open_tasks)]
-            at += len(own)
-            ended = {task.id: state for task, state in own if state in ENDED}
+    async def _look_at_open(self, found: Sequence[SessionState]) -> list[list[TaskState]]:
+        """States of each session's open tasks. Tasks that have ended are marked as such in the store."""
+        looked = iter(await self._look([task for each in found for task in each.open_tasks]))
+        all_states = [[next(looked) for _ in each.open_tasks] for each in found]
+        for each, states in zip(found, all_states, strict=True):
+            stands = zip(each.open_tasks, states, strict=True)
+            ended = {task.id: state for task, state in stands if state in ENDED}
             await self._store.settle(each.session.id, ended)
-        return stands
+        return all_states
 
     # Tasks
 
@@ -454,8 +448,7 @@ class Sessions(Resource):
     @operation("GET", _TASK)
     async def retrieve_task(self, caller: Caller, query: TaskQuery) -> TaskObject:
         """Show a task, once it has ended or `wait` is over."""
-        session = (await self._find(caller)).session
-        task, noted = await self._find_task(session, caller.path["task_id"])
+        session, task, noted = await self._find_task(caller)
         [state] = await self._stand(session, [(task, noted)])
         if query.wait and state not in ENDED:
             await self._wait(task, query.wait)
@@ -470,8 +463,7 @@ class Sessions(Resource):
     @operation("POST", _TASK + ":cancel")
     async def cancel_task(self, caller: Caller, body: Empty) -> TaskObject:
         """Cancel a task."""
-        session = (await self._find(caller)).session
-        task, noted = await self._find_task(session, caller.path["task_id"])
+        session, task, noted = await self._find_task(caller)
         [state] = await self._stand(session, [(task, noted)])
         if state not in ENDED:
             await self._cancel(session.id, [task])
@@ -481,8 +473,7 @@ class Sessions(Resource):
     @operation("GET", _TASK + "/events")
     async def stream_task(self, caller: Caller) -> Response:
         """Stream a task from its first item."""
-        session = (await self._find(caller)).session
-        task, _ = await self._find_task(session, caller.path["task_id"])
+        session, task, _ = await self._find_task(caller)
         call = await self._follow(task, session.timeout_s)
         call.tenant = caller.context.tenant
         head = AnswerHead(task.id, int(task.created_at), session.application, task.package)
@@ -510,12 +501,13 @@ class Sessions(Resource):
 
     # How tasks stand
 
-    async def _find_task(self, session: Session, task_id: str) -> tuple[TaskRecord, str]:
+    async def _find_task(self, caller: Caller) -> tuple[Session, TaskRecord, str]:
         """Raises: NotFound, QueueUnavailable."""
-        found = await self._store.task(session.id, task_id)
+        session = (await self._find(caller)).session
+        found = await self._store.task(session.id, caller.path["task_id"])
         if found is None:
             raise NotFound("The session has no such task.", param="task", code="task_not_found")
-        return found
+        return session, *found
 
     async def _stand(
         self, session: Session, noted: Sequence[tuple[TaskRecord, str]]
