@@ -247,7 +247,7 @@ class Applications(Resource):
     async def _get(self, name: str) -> Application:
         history, app = await asyncio.gather(self._history(name), self._find(name))
         if history is None:
-            raise _unknown(name)
+            raise _unknown()
         if app is None and name in self._deployments.unreadable:
             found = self._to_unreadable(name, history.last.number)
         else:
@@ -263,7 +263,7 @@ class Applications(Resource):
         name = _check_name(caller)
         lines = await self._deployments.log(name, MAX_LOG_LINES)
         if not lines and await self._history(name) is None:
-            raise _unknown(name)
+            raise _unknown()
         chosen = [line for line in lines if query.slot in (None, line.slot)]
         return Log(chosen[-query.limit :])
 
@@ -327,8 +327,7 @@ class Applications(Resource):
     @operation("POST", _PATH + ":rollback", status=202)
     async def rollback_application(self, caller: Caller, body: Rollback) -> Application:
         """Stop the rollout of a new version. Without a rollout, serve the previous version again."""
-        name = _check_name(caller)
-        history = await self._known(name)
+        name, history = await self._known(caller)
         candidate = history.candidate
         if candidate is not None and body.generation is None:
             await self._settle(name, candidate.number, Outcome("rolled_back", "asked for"))
@@ -348,8 +347,7 @@ class Applications(Resource):
     @operation("POST", _PATH + ":promote", status=202)
     async def promote_application(self, caller: Caller, body: Nothing) -> Application:
         """Send all requests to the canary."""
-        name = _check_name(caller)
-        history = await self._known(name)
+        name, history = await self._known(caller)
         app = await self._find(name)
         candidate = history.candidate
         is_ready = app is not None and candidate and app.of(candidate.version, "ready")
@@ -362,8 +360,7 @@ class Applications(Resource):
     @operation("POST", _PATH + ":scale", status=202)
     async def scale_application(self, caller: Caller, body: Scale) -> Application:
         """Change the minimum and maximum number of instances."""
-        name = _check_name(caller)
-        history = await self._known(name)
+        name, history = await self._known(caller)
         active = history.active
         if active is None or history.candidate is not None:
             raise conflict("A new version is being rolled out: scale it when it is active.")
@@ -383,11 +380,9 @@ class Applications(Resource):
     @operation("DELETE", _PATH, status=202)
     async def undeploy_application(self, caller: Caller) -> Application:
         """Stop serving a name. Queued requests are still answered."""
-        name = _check_name(caller)
-        history = await self._known(name)
-        if history.last.digest:
-            last = history.last
-            await self._add(Generation(name, last.number + 1, "", last.spec, "undeploy"), history)
+        name, history = await self._known(caller)
+        last = history.last
+        await self._add(Generation(name, last.number + 1, "", last.spec, "undeploy"), history)
         return await self._get(name)
 
     @operation("POST", _PATH + ":route")
@@ -397,7 +392,7 @@ class Applications(Resource):
         history, before = await self._history(name), await self._route(name)
         await self._models.refresh()
         if not (body.weights or before.versions):
-            raise _unknown(name, "route")
+            raise _unknown("route")
         if body.weights and history is not None and history.candidate is not None:
             raise conflict("A new version is being rolled out: set the route when it is active.")
         if body.weights and name in self._models.cards:
@@ -512,11 +507,12 @@ class Applications(Resource):
     async def _history(self, name: str) -> History | None:
         return await asyncio.to_thread(read_history, await self._store.open(), name)
 
-    async def _known(self, name: str) -> History:
+    async def _known(self, caller: Caller) -> tuple[str, History]:
+        name = _check_name(caller)
         history = await self._history(name)
         if history is None or not history.last.digest:
-            raise _unknown(name)
-        return history
+            raise _unknown()
+        return name, history
 
     async def _find(self, name: str) -> App | None:
         return (await self._deployments.apps()).get(name)
@@ -536,10 +532,8 @@ class Applications(Resource):
             await asyncio.to_thread(settle, store, name, history.candidate.number, outcome)
         if not generation.digest or (active is not None and active.version == generation.version):
             await asyncio.to_thread(settle, store, name, number, Outcome("active"))
-        if history is not None and history.last.digest:
-            await self._change(name, lambda app, now: _admitted(app, generation, now))
-        else:
-            await self._change(name, lambda app, now: _admitted(app, generation, now), App(name))
+        new = None if history is not None and history.last.digest else App(name)
+        await self._change(name, lambda app, now: _admitted(app, generation, now), new)
 
     async def _settle(self, name: str, number: int, wanted: Outcome) -> None:
         store = await self._store.open()
@@ -608,7 +602,7 @@ def _to_generation(generation: Generation, history: History) -> GenerationObject
     )  # fmt: skip
 
 
-def _unknown(name: str, what: str = "deployment") -> NotFound:
+def _unknown(what: str = "deployment") -> NotFound:
     return NotFound(
         f"There is no {what} of this name: GET /v1/applications lists them.",
         param="name",
