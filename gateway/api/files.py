@@ -4,8 +4,7 @@ Source: OpenAI API reference, "Files".
 """
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -84,9 +83,9 @@ class Files(Resource):
     _limits: LimitSettings
     _body_timeout_s: float
 
-    @asynccontextmanager
-    async def _reading(self, caller: Caller) -> AsyncIterator[list[FormPart]]:
-        """The parts of the uploaded form, whose files are closed at the end of the block."""
+    @operation("POST", "/v1/files", request_type=UploadForm, media_type=_FORM, is_upload=True)
+    async def create_file(self, caller: Caller) -> FileObject:
+        """Upload a file."""
         most, type_ = self._limits.max_body_bytes, caller.context.headers.get(b"content-type", b"")
         open_file: Callable[[], IO[bytes]] = BytesIO
         if self._loader.uses_disk:
@@ -99,13 +98,7 @@ class Files(Resource):
         with FormReader(type_, open_file) as form:
             async for piece in pieces:
                 form.feed(piece)
-            yield form.close()
-
-    @operation("POST", "/v1/files", request_type=UploadForm, media_type=_FORM, is_upload=True)
-    async def create_file(self, caller: Caller) -> FileObject:
-        """Upload a file."""
-        async with self._reading(caller) as form:
-            return await self._create(caller, form)
+            return await self._create(caller, form.close())
 
     async def _create(self, caller: Caller, form: list[FormPart]) -> FileObject:
         fields = {part.name: part for part in form}
