@@ -20,12 +20,12 @@ from gateway.api.answers import (
     merge_tokens,
     to_usage,
 )
-from gateway.api.conversation import check_text_chars
 from gateway.api.fields import (
     UNSUPPORTED,
     ModelName,
     Timings,
     TokenId,
+    check_chars,
     check_max_tokens,
     check_model,
     check_stream,
@@ -195,11 +195,8 @@ class Completions(Surface):
         limits = self.limits
         if len(prompts) * count > limits.max_prompts:
             raise invalid("prompt", f"send at most {limits.max_prompts} prompts, times n")
-        check_text_chars(
-            sum(len(prompt.text) for prompt in prompts if isinstance(prompt, TextPart)),
-            "prompt",
-            limits,
-        )
+        num_chars = sum(len(prompt.text) for prompt in prompts if isinstance(prompt, TextPart))
+        check_chars(num_chars, limits.max_text_chars, "prompt", "context_length_exceeded")
         if (request.logprobs or 0) > limits.max_top_logprobs:
             raise invalid("logprobs", f"send at most {limits.max_top_logprobs}")
 

@@ -5,8 +5,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from gateway.api.fields import invalid
-from gateway.http.errors import InvalidRequest
+from gateway.api.fields import check_chars, invalid
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
 from shared.media import MEDIA
@@ -65,7 +64,7 @@ class Conversation(Struct):
 
         `last`: name of the last message's field in errors.
         """
-        check_text_chars(self.num_chars, param, limits)
+        check_chars(self.num_chars, limits.max_text_chars, param, "context_length_exceeded")
         final = self.messages[-1]
         if final.role != "assistant":
             return
@@ -75,16 +74,6 @@ class Conversation(Struct):
             self.ending = "message"
         elif len(self.messages) > 1:
             self.messages.pop()
-
-
-def check_text_chars(num_chars: int, param: str, limits: LimitSettings) -> None:
-    """Raises: InvalidRequest if the texts of a prompt are too long."""
-    if num_chars > limits.max_text_chars:
-        raise InvalidRequest(
-            f"The texts are too long: send at most {limits.max_text_chars} characters.",
-            param=param,
-            code="context_length_exceeded",
-        )
 
 
 def find_template_options(

@@ -18,20 +18,14 @@ from gateway.api.chat.schemas import ImageContent, TextContent
 from gateway.api.fields import (
     RequestStruct,
     TokenId,
+    check_chars,
     doc,
     invalid,
     missing,
     timings_of,
     too_many,
 )
-from gateway.api.inputs import (
-    InputFields,
-    InputUsage,
-    check_chars,
-    split_inputs,
-    to_plan,
-    to_truncate,
-)
+from gateway.api.inputs import InputFields, InputUsage, split_inputs, to_plan, to_truncate
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
@@ -251,7 +245,7 @@ class Inputs:
         if len(self.images) > limits.max_input_images:
             raise too_many("images", limits.max_input_images, "input")
         texts = [part.text for part in self.parts if isinstance(part, TextPart)]
-        check_chars(sum(map(len, texts)), "input", limits)
+        check_chars(sum(map(len, texts)), limits.max_input_chars, "input")
         ids = sum(len(part.token_ids) for part in self.parts if isinstance(part, TokensPart))
         if ids > limits.max_input_tokens:
             raise InvalidRequest(

@@ -247,6 +247,13 @@ def too_many(what: str, most: int, param: str) -> InvalidRequest:
     )
 
 
+def check_chars(num_chars: int, most: int, param: str, code: str = "text_too_long") -> None:
+    """Raises: InvalidRequest if all texts together are too long."""
+    if num_chars > most:
+        message = f"The texts are too long: send at most {most} characters."
+        raise InvalidRequest(message, param=param, code=code)
+
+
 # Sampling fields, which are checked against `LimitSettings` and translated to `SamplingParams`.
 
 Bias = Annotated[float, Meta(ge=-100, le=100)]

@@ -19,7 +19,6 @@ from gateway.api.fields import (
 from gateway.calls.key_limits import CHARS_PER_TOKEN, TOKENS_PER_IMAGE
 from gateway.calls.resume import KEY_HEADER
 from gateway.calls.surface import Plan, Totals
-from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
 from shared.protocol import (
@@ -32,7 +31,6 @@ from shared.protocol import (
     TokensPart,
     Truncate,
 )
-from shared.settings.limits import LimitSettings
 
 #: The end at which long inputs are truncated, as in TEI. true: END. false and NONE: long inputs are refused.
 Truncation = bool | Literal["NONE", "START", "END"]
@@ -73,16 +71,6 @@ class InputUsage(msgspec.Struct):
 def to_truncate(value: bool | str | None) -> Truncate:
     names: dict[object, Truncate] = {"START": "start", "END": "end", True: "end"}
     return names.get(value, "none")
-
-
-def check_chars(num_chars: int, param: str, limits: LimitSettings) -> None:
-    """Raises: InvalidRequest if all texts together are too long."""
-    if num_chars > limits.max_input_chars:
-        raise InvalidRequest(
-            f"The texts are too long: send at most {limits.max_input_chars} characters.",
-            param=param,
-            code="text_too_long",
-        )
 
 
 def to_plan(

@@ -14,15 +14,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import WholeAnswer
-from gateway.api.fields import RequestStruct, doc, invalid, timings_of, too_many
-from gateway.api.inputs import (
-    InputFields,
-    InputUsage,
-    check_chars,
-    split_documents,
-    to_plan,
-    to_truncate,
-)
+from gateway.api.fields import RequestStruct, check_chars, doc, invalid, timings_of, too_many
+from gateway.api.inputs import InputFields, InputUsage, split_documents, to_plan, to_truncate
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
@@ -116,7 +109,8 @@ class _Pairs(Surface):
         limits = self.limits
         if len(documents) > limits.max_documents:
             raise too_many("documents", limits.max_documents, task.name)
-        check_chars(sum(map(len, task.queries)) + sum(map(len, documents)), task.name, limits)
+        num_chars = sum(map(len, (*task.queries, *documents)))
+        check_chars(num_chars, limits.max_input_chars, task.name)
         return split_documents(task, documents, context.headers)
 
 

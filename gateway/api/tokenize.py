@@ -14,13 +14,13 @@ from msgspec import Meta
 from gateway.api.answers import WholeAnswer, find_tokenized
 from gateway.api.chat import translate
 from gateway.api.chat.schemas import ChatCompletionRequest, ChatMessageParam
-from gateway.api.conversation import check_text_chars
 from gateway.api.fields import (
     UNSUPPORTED,
     ModelName,
     RequestStruct,
     TokenId,
     UserName,
+    check_chars,
     doc,
     invalid,
 )
@@ -115,7 +115,8 @@ class Tokenization(Surface):
     def plan(self, request: TokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
         images = ()
         if request.prompt is not None:
-            check_text_chars(len(request.prompt), "prompt", self.limits)
+            num_chars, most = len(request.prompt), self.limits.max_text_chars
+            check_chars(num_chars, most, "prompt", "context_length_exceeded")
             of = Generate(
                 (),
                 SamplingParams(),

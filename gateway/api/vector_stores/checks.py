@@ -7,8 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.api.fields import invalid, too_many
-from gateway.api.inputs import check_chars
+from gateway.api.fields import check_chars, invalid, too_many
 from gateway.api.vector_stores.schemas import ItemInput, QueryInput, SearchRequest, Vector
 from gateway.http.errors import InvalidRequest
 from gateway.http.unknown_fields import unsupported
@@ -110,7 +109,7 @@ def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
                 code="text_too_long",
             )
         check_attributes(item.attributes, f"{place}.attributes")
-    check_chars(sum(len(item.text or "") for item in items), "items", limits)
+    check_chars(sum(len(item.text or "") for item in items), limits.max_input_chars, "items")
 
 
 def check_search(request: SearchRequest, limits: LimitSettings) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.api.embeddings import Embeddings, rows_of
-from gateway.api.inputs import check_chars, split_documents, split_inputs
+from gateway.api.fields import check_chars
+from gateway.api.inputs import split_documents, split_inputs
 from gateway.api.rerank import Reranking, scores_of
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Plan
@@ -41,7 +42,7 @@ class StoreVectors:
             return []
         if truncate == "none":
             num_chars = sum(len(part) for part in parts if isinstance(part, str))
-            check_chars(num_chars, names[0].partition(".")[0], self._limits)
+            check_chars(num_chars, self._limits.max_input_chars, names[0].partition(".")[0])
         card = await self._find_card(store, caller.context.tenant)
         dimensions = store.dimensions if store.dimensions != card.dimensions else None
         task = Embed((), prompt_name=prompt, dimensions=dimensions, truncate=truncate)
