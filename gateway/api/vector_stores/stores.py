@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from gateway.api.embeddings import check_dimensions
-from gateway.api.fields import UNSUPPORTED, invalid, too_many
+from gateway.api.embeddings import Embeddings, check_dimensions, rows_of
+from gateway.api.fields import UNSUPPORTED, check_chars, invalid, too_many
+from gateway.api.inputs import split_documents, split_inputs
+from gateway.api.rerank import Reranking, scores_of
 from gateway.api.vector_stores.checks import (
     check_attributes,
     check_filter,
@@ -54,13 +56,13 @@ from gateway.api.vector_stores.schemas import (
     to_hit,
     to_stored,
 )
-from gateway.api.vector_stores.vectors import StoreVectors
 from gateway.calls.lifecycle import Lifecycle
+from gateway.calls.surface import NoOptions, Plan
 from gateway.http.endpoint import Caller, Resource, operation
-from gateway.http.errors import ApiError, InvalidRequest, NotFound
+from gateway.http.errors import ApiError, InvalidRequest, NotFound, conflict
 from gateway.media.loader import ImageSource
 from gateway.search import SearchClient
-from shared.protocol import ModelCard
+from shared.protocol import Embed, ImagePart, ModelCard, Priority, Rerank, TextPart, Truncate
 from shared.search import (
     STORE_ID,
     AttachFile,
@@ -124,7 +126,8 @@ class VectorStores(Resource):
         self._search = search
         self._limits = limits
         self._default_store = default_store
-        self._vectors = StoreVectors(lifecycle, limits)
+        self._embeddings = Embeddings(limits)
+        self._reranking = Reranking(limits)
 
     # Stores
 
@@ -261,7 +264,7 @@ class VectorStores(Resource):
             f"items.[{index}]" + ("" if isinstance(part, ImageSource) else ".text")
             for index, part in parts.items()
         ]
-        made = await self._vectors.embed(list(parts.values()), names, store, store.prompt, caller)
+        made = await self._embed(list(parts.values()), names, store, store.prompt, caller)
         vectors |= dict(zip(parts, made, strict=True))
         put = PutItems(
             tenant=caller.tenant,
@@ -348,7 +351,7 @@ class VectorStores(Resource):
         texts, parts, vectors = read_query(body.query)
         many = isinstance(body.query, list)
         names = [f"query.[{index}]" if many else "query" for index in range(len(parts))]
-        made = await self._vectors.embed(parts, names, store, store.query_prompt, caller)
+        made = await self._embed(parts, names, store, store.query_prompt, caller)
         options = body.ranking_options or RankingOptions()
         wanted = body.max_num_results or 10
         ranker = None if options.ranker in (None, *_NO_RANKERS) else options.ranker
@@ -365,7 +368,7 @@ class VectorStores(Resource):
         name = "query.embedding" if vectors else "query"
         hits = await self._search.ask(query, list[Hit], lambda p: name if p.isdigit() else p)
         if ranker:
-            hits = (await self._vectors.rerank(ranker, texts, hits, caller))[:wanted]
+            hits = (await self._rerank(ranker, texts, hits, caller))[:wanted]
         least = options.score_threshold
         kept = [hit for hit in hits if least is None or hit.score >= least]
         return SearchPage(texts, [to_hit(hit) for hit in kept])
@@ -383,7 +386,7 @@ class VectorStores(Resource):
                 code="search_not_served",
             )
         store = await self._find(caller, self._default_store)
-        made = await self._vectors.embed([text], ["text"], store, store.query_prompt, caller)
+        made = await self._embed([text], ["text"], store, store.query_prompt, caller)
         query = Query(
             tenant=caller.tenant,
             store=store.id,
@@ -424,7 +427,7 @@ class VectorStores(Resource):
                 code="too_many_inputs",
             )
         # If a chunk has more tokens than estimated, only the first ones are embedded. Its text is complete.
-        vectors = await self._vectors.embed(
+        vectors = await self._embed(
             chunks, ["file_id"] * len(chunks), store, store.prompt, caller, truncate="end"
         )
         attributes = dict(request.attributes or {})
@@ -581,3 +584,91 @@ class VectorStores(Resource):
         detach = DetachFile(tenant=caller.tenant, store=caller.path["vector_store_id"], file=name)
         await self._search.ask(detach, bool)
         return Deleted(name, "vector_store.file.deleted")
+
+    # Vectors and scores, by calls to workers
+
+    async def _embed(
+        self,
+        parts: Sequence[str | ImageSource],
+        names: Sequence[str],
+        store: StoreRecord,
+        prompt: str,
+        caller: Caller,
+        truncate: Truncate = "none",
+    ) -> list[bytes]:
+        """Embed texts and images with the store's model. `names`: field names of the inputs, for errors.
+
+        Raises: ApiError.
+        """
+        if not parts:
+            return []
+        if truncate == "none":
+            num_chars = sum(len(part) for part in parts if isinstance(part, str))
+            check_chars(num_chars, self._limits.max_input_chars, names[0].partition(".")[0])
+        card = await self._lifecycle.models.find(store.model, tenant=caller.context.tenant)
+        if card.digest != store.digest:
+            raise conflict(
+                "The served model of this name is not the one that embedded the items of this "
+                "store: create a new store.",
+                code="model_changed",
+                param="embedding_model",
+            )
+        dimensions = store.dimensions if store.dimensions != card.dimensions else None
+        task = Embed((), prompt_name=prompt, dimensions=dimensions, truncate=truncate)
+        images = [part for part in parts if isinstance(part, ImageSource)]
+        places = {id(image): place for place, image in enumerate(images)}
+        inputs = [
+            TextPart(part) if isinstance(part, str) else ImagePart(places[id(part)])
+            for part in parts
+        ]
+        tasks = split_inputs(task, inputs, card, {})
+        is_large = len(parts) > self._limits.max_search_queries
+        priority = Priority.BATCH if is_large else Priority.INTERACTIVE
+        plan = Plan(tasks, NoOptions(), images, num_prompts=len(tasks), priority=priority)
+        try:
+            events = await self._lifecycle.compute(
+                self._embeddings, plan, card, caller.context, caller.held
+            )
+        except ApiError as error:
+            error.param = _rename(error.param, names)
+            raise
+        return [bytes(row) for row in rows_of(events)]
+
+    async def _rerank(
+        self, model: str, texts: Sequence[str], hits: Sequence[Hit], caller: Caller
+    ) -> list[Hit]:
+        """Sort hits by a reranker's scores for the first query text. Hits without text come last."""
+        try:
+            card = await self._lifecycle.models.find(
+                model, task="rerank", tenant=caller.context.tenant
+            )
+        except NotFound as error:
+            param = "ranking_options.ranker"
+            raise NotFound(error.message, param=param, code=error.code) from None
+        scored = [hit for hit in hits if hit.item.text]
+        if not scored:
+            return list(hits)
+        documents = [hit.item.text for hit in scored]
+        tasks = split_documents(Rerank((texts[0],), (), truncate="end"), documents, {})
+        plan = Plan(tasks, NoOptions(), num_prompts=len(tasks))
+        try:
+            events = await self._lifecycle.compute(
+                self._reranking, plan, card, caller.context, caller.held
+            )
+        except InvalidRequest as error:
+            error.param = "ranking_options.ranker" if error.param == "model" else "query"
+            raise
+        ranked = [
+            Hit(item=hit.item, score=score)
+            for hit, score in zip(scored, scores_of(events), strict=True)
+        ]
+        ranked.sort(key=lambda hit: (-hit.score, hit.item.id))
+        return ranked + [Hit(item=hit.item, score=0.0) for hit in hits if not hit.item.text]
+
+
+def _rename(param: str | None, names: Sequence[str]) -> str | None:
+    """The client's field name for a worker's, such as `input.[3].image`."""
+    if param is None or not param.startswith("input.["):
+        return param
+    index, _, rest = param.removeprefix("input.[").partition("]")
+    return names[int(index)] + rest
