@@ -17,13 +17,15 @@ from gateway.api.vector_stores.checks import (
     check_metadata,
     check_search,
     check_text,
+    chunk_sizes,
+    cut_chunks,
+    decode_text,
     find_prompt,
     name_of_image,
     pack_vector,
     read_query,
     to_image,
 )
-from gateway.api.vector_stores.chunks import chunk_sizes, cut_chunks, decode_text
 from gateway.api.vector_stores.schemas import (
     AttachFileRequest,
     ChangeFileRequest,
