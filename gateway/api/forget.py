@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.api.sessions import session_owner
 from gateway.batches.records import Batches
 from gateway.calls.kept import KeptAnswers
 from gateway.http.endpoint import owner_of
@@ -53,7 +52,7 @@ class TenantData:
     async def forget(self, tenant: str) -> Forgotten:
         """Delete all data of a tenant. Idempotent. Raises: ApiError, QueueUnavailable, StoreError."""
         found = Forgotten(await self._kept.delete_all(tenant))
-        found.sessions = await self._forget_sessions(session_owner(tenant))
+        found.sessions = await self._forget_sessions(owner_of(tenant, "session"))
         owner = owner_of(tenant)
         if self._batches is not None:
             found.batches = await self._forget_batches(self._batches, owner)
@@ -79,7 +78,7 @@ class TenantData:
 
     async def end_sessions(self, tenant: str) -> None:
         """Close a tenant's sessions and cancel their tasks. Idempotent. Raises: QueueUnavailable."""
-        owner, after, has_more = session_owner(tenant), "", True
+        owner, after, has_more = owner_of(tenant, "session"), "", True
         while has_more and (page := await self._sessions.page(owner, after, _PAGE, 0)) is not None:
             found, has_more = page
             for session in [each.session for each in found]:

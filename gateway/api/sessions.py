@@ -22,7 +22,7 @@ from gateway.api.run import TaskAnswer, compact, output_of
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.open_call import Gone, OpenCall
 from gateway.calls.surface import AnswerHead, Totals
-from gateway.http.endpoint import Caller, Resource, operation
+from gateway.http.endpoint import Caller, Resource, operation, owner_of
 from gateway.http.errors import (
     ApiError,
     ErrorFields,
@@ -630,12 +630,7 @@ def _state_of(task: TaskRecord, found: RequestState | None) -> TaskState:
 
 
 def _owner(caller: Caller) -> str:
-    return session_owner(caller.context.tenant)
-
-
-def session_owner(tenant: str) -> str:
-    """The owner of a tenant's sessions; not a secret."""
-    return hashlib.sha256(b"session " + tenant.encode()).hexdigest()[:32]
+    return owner_of(caller.context.tenant, "session")
 
 
 def _show_task(session: Session, task: TaskRecord, state: TaskState) -> TaskObject:

@@ -104,9 +104,9 @@ class OperationServices:
     audit: Callable[[str, str, RequestContext], Awaitable[None]] | None
 
 
-def owner_of(tenant: str) -> str:
-    """The owner of a tenant's files and vector stores; not a secret."""
-    return hashlib.sha256(b"search " + tenant.encode()).hexdigest()[:32]
+def owner_of(tenant: str, kind: str = "search") -> str:
+    """The owner of a tenant's objects of a kind, by default files and vector stores; not a secret."""
+    return hashlib.sha256(f"{kind} {tenant}".encode()).hexdigest()[:32]
 
 
 class Caller(Struct, frozen=True):
