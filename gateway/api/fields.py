@@ -1,6 +1,7 @@
 """Shared by requests of all APIs: field types, the priority, errors that name a field, and sampling parameters."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
@@ -264,7 +265,7 @@ N = TypeVar("N")
 
 _GREEDY_BELOW = 1e-5  #: lower temperatures are greedy: dividing by them would overflow
 _LEAST_TOP_P = 1e-9  #: 0 is valid in requests and selects the most probable token
-_MAX_TOKEN_ID_DIGITS = 10
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 _SEED_MASK = 2**64 - 1  #: negative seeds become large unsigned ones
 
 
@@ -354,7 +355,10 @@ def translate_sampling(
     top_p = _first(fields.top_p, defaults.top_p, 1.0)
     most = _most_tokens(limits, context)
     max_tokens = None if max_tokens is None else min(max_tokens, most)
-    min_tokens = _min_tokens(fields, most if max_tokens is None else max_tokens)
+    min_tokens, longest = fields.min_tokens or 0, most if max_tokens is None else max_tokens
+    if min_tokens > longest:
+        problem = f"send at most {longest}, the maximum of the answer's tokens"
+        raise invalid("min_tokens", problem)
     default = defaults.max_tokens or (most if context.max_output_tokens else None)
     if max_tokens is None and default is not None:
         max_tokens = min(max(default, min_tokens), most)
@@ -423,13 +427,6 @@ def _most_tokens(limits: LimitSettings, context: RequestContext) -> int:
     return min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
 
 
-def _min_tokens(fields: SamplingFields, most: int) -> int:
-    value = fields.min_tokens or 0
-    if value > most:
-        raise invalid("min_tokens", f"send at most {most}, the maximum of the answer's tokens")
-    return value
-
-
 def _prompt_logprobs(fields: OpenAiSampling, limits: LimitSettings) -> int | None:
     if (fields.prompt_logprobs or 0) > limits.max_top_logprobs:
         raise invalid("prompt_logprobs", f"send at most {limits.max_top_logprobs}")
@@ -474,13 +471,9 @@ def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, floa
     bias = fields.logit_bias or {}
     if len(bias) > limits.max_logit_bias:
         raise invalid("logit_bias", f"send at most {limits.max_logit_bias} entries")
-    if not all(map(_is_token_id, bias)):
+    if not all(map(_TOKEN_ID.fullmatch, bias)):
         raise invalid("logit_bias", "send token ids in decimal digits as keys")
     return {int(key): value for key, value in bias.items()}
-
-
-def _is_token_id(key: str) -> bool:
-    return len(key) <= _MAX_TOKEN_ID_DIGITS and key.isascii() and key.isdigit()
 
 
 def num_choices(fields: OpenAiSampling, limits: LimitSettings) -> int:
