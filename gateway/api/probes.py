@@ -114,7 +114,7 @@ class Probes(Resource):
             return "draining"
         if not self._models.is_fresh:
             return "no redis"
-        return "no worker" if self._models.num_live_workers < num_workers else "ready"
+        return "no worker" if self._models.num_workers.total() < num_workers else "ready"
 
     @operation("GET", "/v1/admin/status", access="admin")
     async def fleet_status(self, caller: Caller) -> FleetStatus:

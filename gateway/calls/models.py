@@ -176,11 +176,6 @@ class ModelDirectory:
         self._looking: asyncio.Task[None] | None = None  #: for unknown names
 
     @property
-    def num_live_workers(self) -> int:
-        """Live workers of all models."""
-        return self.num_workers.total()
-
-    @property
     def is_fresh(self) -> bool:
         return time.monotonic() - self._refreshed_at < _STALE_AFTER_S
 

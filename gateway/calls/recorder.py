@@ -26,7 +26,6 @@ from shared.protocol import (
     Finished,
     FinishReason,
     Priority,
-    StageTimings,
     Tokens,
 )
 from shared.telemetry.metrics import GatewayMetrics, RequestRecord
@@ -165,8 +164,19 @@ class Recorder:
     def stages(self, e2e_s: float) -> dict[str, float]:
         """The stages of the slowest choice of a complete answer."""
         timings = [event.timings for event in self.totals.finished]
-        slowest = max(timings, key=lambda each: each.total_s) if len(timings) > 1 else timings[0]
-        return _stages_of(self.clock, slowest, e2e_s)
+        worker = max(timings, key=lambda each: each.total_s) if len(timings) > 1 else timings[0]
+        stages = {
+            "ingest": self.clock.ingest_s,
+            "image_decode": self.clock.image_decode_s,
+            "queue": worker.queue_s,
+            "media_decode": worker.media_decode_s,
+            "preprocess": worker.preprocess_s,
+            "vision": worker.vision_s,
+            "prefill": worker.prefill_s,
+            "decode": worker.decode_s,
+        }
+        stages["relay"] = max(0.0, e2e_s - sum(stages.values()))
+        return stages
 
     def known_timing(self) -> Headers:
         clock = self.clock
@@ -334,21 +344,6 @@ def _check(event: Finished) -> None:
     if event.finish_reason is FinishReason.ABORT:
         message = "The request was cancelled."
         raise from_failed(Failed(event.request_id, event.attempt, ErrorCode.CANCELLED, message))
-
-
-def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str, float]:
-    stages = {
-        "ingest": clock.ingest_s,
-        "image_decode": clock.image_decode_s,
-        "queue": worker.queue_s,
-        "media_decode": worker.media_decode_s,
-        "preprocess": worker.preprocess_s,
-        "vision": worker.vision_s,
-        "prefill": worker.prefill_s,
-        "decode": worker.decode_s,
-    }
-    stages["relay"] = max(0.0, e2e_s - sum(stages.values()))
-    return stages
 
 
 def timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool) -> Headers:
