@@ -198,13 +198,6 @@ def unknown_path(path: str, known: Collection[str]) -> ApiError:
     return NotFound(message, code="not_found")
 
 
-def unexpected() -> ApiError:
-    """The error for an unexpected exception, whose text is only logged."""
-    return ServerError(
-        "The server had an error while processing the request.", code="internal_error"
-    )
-
-
 def unsupported_media_type(message: str) -> InvalidRequest:
     return InvalidRequest(message, code="unsupported_media_type")
 
@@ -253,6 +246,7 @@ def to_api_error(error: Exception) -> ApiError | None:
             answered = unavailable()
         case _:
             logger.error("a request failed", exc_info=error)
-            answered = unexpected()
+            message = "The server had an error while processing the request."
+            answered = ServerError(message, code="internal_error")
     answered.__traceback__ = answered.__context__ = answered.__cause__ = None
     return answered
