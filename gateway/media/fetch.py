@@ -55,7 +55,6 @@ _CLOUD_SERVICES = tuple(
     )
 )
 _FAILURES = (
-    TimeoutError,
     OSError,
     ValueError,
     KeyError,
@@ -290,9 +289,7 @@ def parse_url(url: str) -> SplitResult:
 def _network_of(address: Address) -> str:
     """The network that has one owner: an IPv4 address, or an IPv6 network of 64 bits."""
     bits = 64 if address.version == 6 else 32
-    return str(
-        ipaddress.ip_network((int(address) >> 64 << 64 if bits == 64 else int(address), bits))
-    )
+    return str(ipaddress.ip_network(f"{address}/{bits}", strict=False))
 
 
 def is_public(address: Address) -> bool:
