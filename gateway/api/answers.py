@@ -21,7 +21,6 @@ from shared.protocol import (
     Started,
     Tokenized,
     Tokens,
-    ToolCall,
     Usage,
     join_calls,
 )
@@ -285,10 +284,6 @@ class Blocks:
     @property
     def calls(self) -> list[Block]:
         return [block for block in self.all if block.kind == "call"]
-
-    def to_calls(self) -> tuple[ToolCall, ...]:
-        """The calls, in the format of a request's history."""
-        return tuple(ToolCall(call.call_id, call.name, call.text) for call in self.calls)
 
     def _join(self, kind: str) -> str:
         return "".join(block.text for block in self.all if block.kind == kind)

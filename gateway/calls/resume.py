@@ -129,15 +129,6 @@ def _decode(data: bytes) -> StreamRecord | None:
         return None
 
 
-def _is_retryable(log: Sequence[bytes]) -> bool:
-    """Whether the call's failure tells the client to send the request again."""
-    try:
-        events = decode_log(log)
-    except msgspec.MsgspecError:  # clients that read it get an error
-        return False
-    return bool(events) and isinstance(events[-1], Failed) and from_failed(events[-1]).should_retry
-
-
 def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
     """The record, if it is of the same request. Raises: InvalidRequest."""
     found = (record.tenant, record.surface, record.fingerprint)
@@ -306,7 +297,12 @@ class Resume:
         state = await self.queue.state(model, choice_id)
         if state is None or state.state != "failed":
             return state is not None
-        if not _is_retryable(await self.queue.events(model, choice_id)):
+        try:
+            events = decode_log(await self.queue.events(model, choice_id))
+        except msgspec.MsgspecError:  # clients that read it get an error
+            return True
+        last = events[-1] if events else None
+        if not isinstance(last, Failed) or not from_failed(last).should_retry:
             return True
         await self.queue.forget(model, choice_id, failed_only=True)
         return False

@@ -46,6 +46,7 @@ from shared.protocol import (
     OutputLogprob,
     TextPart,
     Tokens,
+    ToolCall,
     Usage,
 )
 
@@ -83,7 +84,8 @@ class ResponseAnswer(BlockStream):
             return None
         blocks = self._blocks
         parts = (TextPart(blocks.text),)
-        answer = ChatMessage("assistant", parts, blocks.thought, blocks.to_calls())
+        calls = tuple(ToolCall(call.call_id, call.name, call.text) for call in blocks.calls)
+        answer = ChatMessage("assistant", parts, blocks.thought, calls)
         messages = (*self.options.messages, answer)
         return encode(KeptConversation(messages, msgspec.Raw(encode(self._final))))
 
