@@ -96,20 +96,10 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     batches, root = services.batches, settings.gateway.root_key
     find_guest = services.keys.guest if services.keys is not None else lambda _: ""
     batchable = [surface.path for surface in surfaces if surface.batchable]
-    data = TenantData(
-        lifecycle.kept, services.sessions, services.queue, services.blobs, services.batches, services.look_for_batches,
-        services.search,
-    )  # fmt: skip
+    data = TenantData(lifecycle, services.sessions, batches, services.look_for_batches, search)
     return [
         Models(models, limits),
-        Files(
-            search,
-            batches and batches.files,
-            lifecycle.kept,
-            lifecycle.loader,
-            limits,
-            settings.gateway.body_timeout_s,
-        ),
+        Files(lifecycle, search, batches and batches.files),
         BatchResource(batches, services.look_for_batches, limits, batchable, find_guest),
         StoredResponses(lifecycle.kept),
         VectorStores(lifecycle, search, limits, settings.search.default_store),
@@ -127,10 +117,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         ),
         Packages(deploy.store, settings.gateway.body_timeout_s),
         Probes(
-            services.admission,
-            models,
-            services.queue,
-            services.metrics,
+            lifecycle,
             "adapters" if settings.gateway.admin_keys or settings.gateway.root_key else "use",
             settings.redis.shards,
             services.keys,

@@ -20,16 +20,16 @@ from gateway.api.batches import PURPOSE, blocking, not_served
 from gateway.api.fields import Listing, invalid, missing
 from gateway.api.vector_stores import Deleted, ListQuery
 from gateway.batches.files import FILE_ID, BatchFile, BatchFiles
-from gateway.calls.kept import IMAGE_ID, KeptAnswers, image_name
+from gateway.calls.kept import IMAGE_ID, image_name
+from gateway.calls.lifecycle import Lifecycle
 from gateway.http.body import read_pieces
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import InvalidRequest, NotFound
 from gateway.http.multipart import FormPart, FormReader
-from gateway.media.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.records.store import Record
 from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile
-from shared.settings.limits import MAX_BATCH_FILES, MAX_FILENAME_CHARS, LimitSettings
+from shared.settings.limits import MAX_BATCH_FILES, MAX_FILENAME_CHARS
 
 #: Purpose of images, which later requests refer to by id.
 IMAGES = "vision"
@@ -76,24 +76,23 @@ class FilesQuery(ListQuery, frozen=True, kw_only=True):
 class Files(Resource):
     tag = "files"
 
+    _lifecycle: Lifecycle
     _search: SearchClient
     _batch_files: BatchFiles | None
-    _images: KeptAnswers
-    _loader: ImageLoader
-    _limits: LimitSettings
-    _body_timeout_s: float
 
     @operation("POST", "/v1/files", request_type=UploadForm, media_type=_FORM, is_upload=True)
     async def create_file(self, caller: Caller) -> FileObject:
         """Upload a file."""
-        most, type_ = self._limits.max_body_bytes, caller.context.headers.get(b"content-type", b"")
+        lifecycle, type_ = self._lifecycle, caller.context.headers.get(b"content-type", b"")
+        limits, timeout_s = lifecycle.limits, lifecycle.settings.body_timeout_s
+        most = limits.max_body_bytes
         open_file: Callable[[], IO[bytes]] = BytesIO
-        if self._loader.uses_disk:
-            medium = max(self._limits.max_video_bytes, self._limits.max_audio_bytes)
+        if lifecycle.loader.uses_disk:
+            medium = max(limits.max_video_bytes, limits.max_audio_bytes)
             most = max(most, medium + _MAX_FORM_BYTES)
             open_file = partial(SpooledTemporaryFile, max_size=_MAX_MEMORY_BYTES)
         pieces = read_pieces(
-            caller.receive, caller.context, caller.held, most, self._body_timeout_s, _FORM.encode()
+            caller.receive, caller.context, caller.held, most, timeout_s, _FORM.encode()
         )
         with FormReader(type_, open_file) as form:
             async for piece in pieces:
@@ -119,7 +118,8 @@ class Files(Resource):
             raise invalid("purpose", f"send {', '.join(PURPOSES)}, {IMAGES} or {PURPOSE}")
         file = fields["file"]
         num_bytes = file.file.tell()
-        most = self._limits.max_file_bytes if purpose in PURPOSES else self._limits.max_body_bytes
+        limits = self._lifecycle.limits
+        most = limits.max_file_bytes if purpose in PURPOSES else limits.max_body_bytes
         if num_bytes > most and purpose != IMAGES:
             raise InvalidRequest(
                 f"The file is too large: send at most {most} bytes.",
@@ -138,22 +138,22 @@ class Files(Resource):
 
     async def _create_image(self, tenant: str, filename: str, content: IO[bytes]) -> FileObject:
         """Store an image, or renew it: equal images have the same id."""
-        image = await self._loader.check(content, "file")
+        image = await self._lifecycle.loader.check(content, "file")
         name, now = image_name(tenant, image.ref.sha256), int(time.time())  # noqa: TID251
         file = FileObject(name, image.ref.num_bytes, now, filename, IMAGES)
-        if not await self._images.put_image(tenant, image, msgspec.json.encode(file)):
+        if not await self._lifecycle.kept.put_image(tenant, image, msgspec.json.encode(file)):
             message = "The image cannot be stored here: send it as a data: URL."
             raise InvalidRequest(message, param="file", code="store_full")
         return file
 
     async def _find_image(self, tenant: str, name: str) -> Record:
-        record = await self._images.get(tenant, name)
+        record = await self._lifecycle.kept.get(tenant, name)
         if record is None:
             raise _no_file()
         return record
 
     async def _create_for_batch(self, owner: str, filename: str, data: bytes) -> BatchFile:
-        files, most = self._files, self._limits.max_key_batch_bytes
+        files, most = self._files, self._lifecycle.limits.max_key_batch_bytes
 
         def check(num_more: int, num_more_bytes: int) -> None:
             num_files, num_bytes = files.usage(owner)
@@ -258,10 +258,10 @@ class Files(Resource):
             return StreamingResponse(chain([first], pieces), media_type=media_type, headers=length)
         if name.startswith(IMAGE_ID):
             [image] = (await self._find_image(caller.context.tenant, name)).images
-            image = await self._images.locate(image)
+            image = await self._lifecycle.kept.locate(image)
             if not image.url:
                 caller.held.add(image.num_bytes)
-            stored = await self._images.open(image)
+            stored = await self._lifecycle.kept.open(image)
             if stored is None:
                 raise _no_file()
             length = {"content-length": str(image.num_bytes)}
@@ -284,7 +284,7 @@ class Files(Resource):
             files, file = self._files, await self._find(caller.tenant, name)
             await blocking(lambda: files.delete(caller.tenant, file))
         elif name.startswith(IMAGE_ID):
-            if not await self._images.delete(caller.context.tenant, name):
+            if not await self._lifecycle.kept.delete(caller.context.tenant, name):
                 raise _no_file()
         else:
             self._check_searched()

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import msgspec
 
 from gateway.batches.records import Batches
-from gateway.calls.kept import KeptAnswers
+from gateway.calls.lifecycle import Lifecycle
 from gateway.http.endpoint import owner_of
 from gateway.http.errors import unavailable
 from gateway.search import SearchClient
-from shared.blobs.api import BlobStore
-from shared.queue.api import GatewayQueue
 from shared.search import DropFile, DropStore, FileRecord, ListFiles, ListStores, Page, StoreRecord
 from shared.sessions.store import SessionStore
 
@@ -41,17 +39,15 @@ class Forgotten(msgspec.Struct):
 class TenantData:
     """The stores that have data of tenants."""
 
-    _kept: KeptAnswers
+    _lifecycle: Lifecycle
     _sessions: SessionStore
-    _queue: GatewayQueue
-    _blobs: BlobStore
     _batches: Batches | None
     _look_for_batches: Callable[[], None]
     _search: SearchClient
 
     async def forget(self, tenant: str) -> Forgotten:
         """Delete all data of a tenant. Idempotent. Raises: ApiError, QueueUnavailable, StoreError."""
-        found = Forgotten(await self._kept.delete_all(tenant))
+        found = Forgotten(await self._lifecycle.kept.delete_all(tenant))
         found.sessions = await self._forget_sessions(owner_of(tenant, "session"))
         owner = owner_of(tenant)
         if self._batches is not None:
@@ -78,13 +74,14 @@ class TenantData:
 
     async def end_sessions(self, tenant: str) -> None:
         """Close a tenant's sessions and cancel their tasks. Idempotent. Raises: QueueUnavailable."""
+        queue = self._lifecycle.dispatcher.queue
         owner, after, has_more = owner_of(tenant, "session"), "", True
         while has_more and (page := await self._sessions.page(owner, after, _PAGE, 0)) is not None:
             found, has_more = page
             for session in [each.session for each in found]:
                 await self._sessions.close_session(session)
                 for task, _ in await self._sessions.tasks(session.id):
-                    await self._queue.cancel(task.model, [task.request_id])
+                    await queue.cancel(task.model, [task.request_id])
                 after = session.id
 
     async def _forget_batches(self, batches: Batches, owner: str) -> int:
@@ -98,20 +95,18 @@ class TenantData:
         return await asyncio.to_thread(batches.forget, owner)
 
     async def _forget_sessions(self, owner: str) -> int:
-        num_forgotten = 0
+        queue, num_forgotten = self._lifecycle.dispatcher.queue, 0
         while (page := await self._sessions.page(owner, "", _PAGE, 0)) is not None and page[0]:
             for state in page[0]:
                 session = state.session
                 for task, _ in await self._sessions.tasks(session.id):
-                    await self._queue.cancel(task.model, [task.request_id])
-                    known = await self._queue.state(task.model, task.request_id)
+                    await queue.cancel(task.model, [task.request_id])
+                    known = await queue.state(task.model, task.request_id)
                     if known is not None and known.attempt:
-                        await self._queue.result(
-                            task.model, task.request_id, known.attempt, is_last=True
-                        )
-                    await self._queue.forget(task.model, task.request_id, failed_only=False)
+                        await queue.result(task.model, task.request_id, known.attempt, is_last=True)
+                    await queue.forget(task.model, task.request_id, failed_only=False)
                 if session.common is not None:
-                    self._blobs.release(session.id, [session.common])
+                    self._lifecycle.blobs.release(session.id, [session.common])
                 await self._sessions.forget(session)
             num_forgotten += len(page[0])
         return num_forgotten
