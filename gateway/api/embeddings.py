@@ -6,27 +6,35 @@ vLLM's `messages`: one user message, whose text or image becomes one vector.
 Source: OpenAI API reference, "Create embeddings"; Jina, "Embeddings API"; vLLM, "Embeddings API with chat messages".
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from gateway.api.answers import WholeAnswer
 from gateway.api.chat.schemas import ImageContent, TextContent
 from gateway.api.fields import (
+    ModelName,
     RequestStruct,
+    ServiceTier,
+    ShowsTimings,
     TokenId,
+    User,
     check_chars,
     doc,
+    find_priority,
     invalid,
     missing,
     timings_of,
     too_many,
+    wants_timings,
 )
-from gateway.api.inputs import InputFields, InputUsage, split_inputs, to_plan, to_truncate
+from gateway.calls.key_limits import CHARS_PER_TOKEN, TOKENS_PER_IMAGE
 from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.resume import KEY_HEADER
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
@@ -35,6 +43,8 @@ from shared.protocol import (
     Embed,
     ImagePart,
     ModelCard,
+    Rerank,
+    Task,
     TextPart,
     TokensPart,
     Truncate,
@@ -57,6 +67,41 @@ _PROMPTS_OF_TYPE = {
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
+
+#: The end at which long inputs are truncated, as in TEI. true: END. false and NONE: long inputs are refused.
+Truncation = bool | Literal["NONE", "START", "END"]
+Item = TypeVar("Item")
+
+#: Maximum of a call, in estimated tokens and in inputs. Larger requests are split, so that workers share the work.
+MAX_CALL_TOKENS = 8192
+MAX_CALL_INPUTS = 256
+
+
+class InputFields(RequestStruct, frozen=True, kw_only=True):
+    model: ModelName
+    truncate: Annotated[
+        Truncation | None, doc("The end at which inputs that are too long are cut.")
+    ] = None
+    user: User = None
+    service_tier: ServiceTier | None = None
+    timings: ShowsTimings = None
+
+
+class InputUsage(msgspec.Struct):
+    """Token counts with OpenAI's names, without output tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+    @classmethod
+    def of(cls, totals: Totals) -> "InputUsage":
+        prompt = totals.prompt
+        details = {
+            "cached_tokens": prompt.num_cached_tokens,
+            "image_tokens": prompt.num_image_tokens,
+        }
+        return cls(prompt.num_prompt_tokens, prompt.num_prompt_tokens, details)
 
 
 class TextInput(RequestStruct, frozen=True, kw_only=True):
@@ -339,3 +384,89 @@ def _find_max_tokens(request: EmbeddingRequest) -> int | None:
         raise invalid("truncate_prompt_tokens", "send at least 1, or -1 for the model's maximum")
     most = request.truncate_prompt_tokens
     return None if most == -1 else most
+
+
+# Shared with reranking and vector stores
+
+
+def to_truncate(value: bool | str | None) -> Truncate:
+    names: dict[object, Truncate] = {"START": "start", "END": "end", True: "end"}
+    return names.get(value, "none")
+
+
+def to_plan(
+    request: InputFields,
+    context: RequestContext,
+    tasks: Sequence[Task],
+    options: msgspec.Struct,
+    images: Sequence[ImageSource] = (),
+) -> Plan:
+    return Plan(
+        tasks,
+        options,
+        images,
+        num_prompts=len(tasks),
+        shows_timings=wants_timings(request.timings, context.headers),
+        priority=find_priority(request.service_tier, context),
+    )
+
+
+def split_inputs(
+    task: Embed,
+    parts: Sequence[TextPart | TokensPart | ImagePart],
+    card: ModelCard,
+    headers: Mapping[bytes, bytes],
+) -> list[Embed]:
+    """Split the inputs into tasks of limited size."""
+
+    def num_tokens(part: TextPart | TokensPart | ImagePart) -> int:
+        if isinstance(part, TextPart):
+            return len(part.text) // CHARS_PER_TOKEN + 1
+        if isinstance(part, TokensPart):
+            return len(part.token_ids)
+        return card.image_tokens or TOKENS_PER_IMAGE
+
+    return [
+        replace(task, inputs=tuple(some), first=None if task.first is None else first)
+        for first, some in _split(parts, num_tokens, headers)
+    ]
+
+
+def split_documents(
+    task: Rerank, documents: Sequence[str], headers: Mapping[bytes, bytes]
+) -> list[Rerank]:
+    """Split the documents into tasks of limited size, each with the only query or with its documents' queries."""
+    many, longest = len(task.queries) > 1, max(map(len, task.queries))
+    return [
+        replace(
+            task,
+            queries=task.queries[first : first + len(part)] if many else task.queries,
+            documents=tuple(part),
+            first=None if task.first is None else first,
+        )
+        for first, part in _split(
+            documents, lambda text: (longest + len(text)) // CHARS_PER_TOKEN, headers
+        )
+    ]
+
+
+def _split(
+    items: Sequence[Item],
+    num_tokens: Callable[[Item], int],
+    headers: Mapping[bytes, bytes],
+) -> Iterator[tuple[int, Sequence[Item]]]:
+    """The items of each call, with the index of the first one.
+
+    A request with an idempotency key is not split, as the key identifies one call.
+    """
+    if KEY_HEADER in headers:
+        yield 0, items
+        return
+    begin, total = 0, 0
+    for index, item in enumerate(items):
+        count = num_tokens(item)
+        if index > begin and (total + count > MAX_CALL_TOKENS or index - begin >= MAX_CALL_INPUTS):
+            yield begin, items[begin:index]
+            begin, total = index, 0
+        total += count
+    yield begin, items[begin:]

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import WholeAnswer
+from gateway.api.embeddings import InputFields, InputUsage, split_documents, to_plan, to_truncate
 from gateway.api.fields import RequestStruct, check_chars, doc, invalid, timings_of, too_many
-from gateway.api.inputs import InputFields, InputUsage, split_documents, to_plan, to_truncate
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext

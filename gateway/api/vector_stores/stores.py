@@ -6,9 +6,14 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from gateway.api.embeddings import Embeddings, check_dimensions, rows_of
+from gateway.api.embeddings import (
+    Embeddings,
+    check_dimensions,
+    rows_of,
+    split_documents,
+    split_inputs,
+)
 from gateway.api.fields import UNSUPPORTED, check_chars, invalid, too_many
-from gateway.api.inputs import split_documents, split_inputs
 from gateway.api.rerank import Reranking, scores_of
 from gateway.api.vector_stores.checks import (
     check_attributes,
