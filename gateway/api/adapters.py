@@ -102,11 +102,7 @@ class Adapters(Resource):
     async def _base_model(self, name: str | None, tenant: str) -> str:
         """The model of the request. Raises: Forbidden, InvalidRequest, and as `ModelDirectory.find`."""
         if name is not None:
-            try:
-                model = (await self._models.find(name)).queue
-            except NotFound as error:
-                error.param = "base_model_name"
-                raise
+            model = (await self._models.find(name, param="base_model_name")).queue
         else:
             names = [card.queue for card in self._models.served() if "generate" in card.tasks]
             if len(names) != 1:

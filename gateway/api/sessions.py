@@ -605,11 +605,7 @@ class Sessions(Resource):
 
     async def _find_card(self, name: str, side: str, tenant: str) -> ModelCard:
         """The version that serves. Raises: ApiError, QueueUnavailable."""
-        try:
-            card = await self._lifecycle.models.find(name, side, "run", tenant)
-        except NotFound as error:
-            error.param = "name"
-            raise
+        card = await self._lifecycle.models.find(name, side, "run", tenant, "name")
         if "run" not in card.tasks:
             raise InvalidRequest(
                 "This is a model, not an application: ask it by the APIs of models.",

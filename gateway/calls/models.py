@@ -306,8 +306,10 @@ class ModelDirectory:
                 self._outage.succeeded()
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
-    async def find(self, name: str, side: str = "", task: str = "", tenant: str = "") -> ModelCard:
-        """A model's card. `side`: client or request, which decides on the canary. `task`: for the error.
+    async def find(
+        self, name: str, side: str = "", task: str = "", tenant: str = "", param: str = "model"
+    ) -> ModelCard:
+        """A model's card. `side`: client or request, which decides on the canary. `task`, `param`: for the error.
 
         Raises: NotFound; Forbidden if the tenant may not use the model; Overloaded if its workers have another protocol
         version; QueueUnavailable, RedisError, OSError.
@@ -321,7 +323,9 @@ class ModelDirectory:
                 await self._look_again()
             card = self._known(name, side)
         if card is None:
-            raise self.missing(name, task, tenant)
+            error = self.missing(name, task, tenant)
+            error.param = error.param and param
+            raise error
         return card
 
     def check_use(self, tenant: str, name: str) -> None:

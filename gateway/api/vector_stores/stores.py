@@ -187,10 +187,7 @@ class VectorStores(Resource):
                 return cards[0]
             names = ", ".join(sorted(card.name for card in cards)) or "none"
             raise invalid("embedding_model", f"name an embedding model: {names}")
-        try:
-            card = await models.find(name, task="embed", tenant=tenant)
-        except NotFound as error:
-            raise NotFound(error.message, param="embedding_model", code=error.code) from None
+        card = await models.find(name, task="embed", tenant=tenant, param="embedding_model")
         if "embed" not in card.tasks:
             offered = ", ".join(card.tasks)
             raise InvalidRequest(
@@ -645,13 +642,8 @@ class VectorStores(Resource):
         self, model: str, texts: Sequence[str], hits: Sequence[Hit], caller: Caller
     ) -> list[Hit]:
         """Sort hits by a reranker's scores for the first query text. Hits without text come last."""
-        try:
-            card = await self._lifecycle.models.find(
-                model, task="rerank", tenant=caller.context.tenant
-            )
-        except NotFound as error:
-            param = "ranking_options.ranker"
-            raise NotFound(error.message, param=param, code=error.code) from None
+        param, tenant = "ranking_options.ranker", caller.context.tenant
+        card = await self._lifecycle.models.find(model, task="rerank", tenant=tenant, param=param)
         scored = [hit for hit in hits if hit.item.text]
         if not scored:
             return list(hits)
@@ -663,7 +655,7 @@ class VectorStores(Resource):
                 self._reranking, plan, card, caller.context, caller.held
             )
         except InvalidRequest as error:
-            error.param = "ranking_options.ranker" if error.param == "model" else "query"
+            error.param = param if error.param == "model" else "query"
             raise
         ranked = [
             Hit(item=hit.item, score=score)
