@@ -182,7 +182,7 @@ class Lifecycle:
 
         The body is freed before the answer begins.
         """
-        with self.admission.hold_body() as held:
+        with HeldBody(self.admission) as held:
             request = await self._read(exchange, recorder.surface, held)
             recorder.user = request.user
             if recorder.is_traced:
@@ -435,15 +435,27 @@ class Lifecycle:
     async def _answer(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         """Send the answer. Raises: ApiError, Gone, before or after the status line."""
         recorder.begin(reply.call, is_streamed=reply.is_streamed)
-        watch = _Watch(exchange, reply.call)
+        call, watching = reply.call, list[asyncio.Task[None]]()
+
+        async def close_when_gone() -> None:
+            await exchange.wait_until_gone()
+            call.close()
+
+        def watch() -> None:
+            watching.append(asyncio.create_task(close_when_gone()))
+
+        # After a delay, to cost nothing for quick answers.
+        timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, watch)
         try:
             if reply.is_streamed:
                 await self._send_stream(exchange, reply, recorder)
             else:
                 await self._send_whole(exchange, reply, recorder)
         finally:
-            reply.call.close()
-            watch.end()
+            call.close()
+            timer.cancel()
+            for task in watching:
+                task.cancel()
 
     async def _send_whole(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         events = await self._collect(reply.call, recorder)
@@ -515,28 +527,6 @@ class Lifecycle:
         if surface.keeps_answers:
             await self._keep(reply, exchange.context)
         await exchange.write(b"".join([data for _, data in frames]), is_last=True)
-
-
-class _Watch:
-    """Closes a call when its client disconnects. Starts after a delay, to cost nothing for quick answers."""
-
-    def __init__(self, exchange: Exchange, call: OpenCall) -> None:
-        self._exchange = exchange
-        self._call = call
-        self._task: asyncio.Task[None] | None = None
-        self._timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._begin)
-
-    def _begin(self) -> None:
-        self._task = asyncio.create_task(self._wait())
-
-    async def _wait(self) -> None:
-        await self._exchange.wait_until_gone()
-        self._call.close()
-
-    def end(self) -> None:
-        self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
 
 
 def check_images(

@@ -63,10 +63,6 @@ class Admission:
         self.num_open -= 1
         self._ended_at.append(time.monotonic())
 
-    def hold_body(self) -> "HeldBody":
-        """A counter of a body's memory, to be used as a context manager."""
-        return HeldBody(self)
-
     def overloaded(self, reason: str) -> Overloaded:
         """The error for a request beyond a limit."""
         return Overloaded(

@@ -207,7 +207,7 @@ class Operation(Endpoint):
         """Raises: ApiError, ClientGone, and exceptions that `to_api_error` converts."""
         admission = self._services.admission
         is_admitted = self.access == "use" and not self.is_probe  # operators are not limited
-        with admission if is_admitted else nullcontext(), admission.hold_body() as held:
+        with admission if is_admitted else nullcontext(), HeldBody(admission) as held:
             try:
                 answer = await self._answer(exchange, held)
             except Exception as error:
