@@ -69,7 +69,7 @@ class Services:
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
-        self._durable = _open_store("VLM_DEPLOY__STORE", settings.deploy.store)
+        self.durable = _open_store("VLM_DEPLOY__STORE", settings.deploy.store)
         self.keys, self.audit = self._create_keys()
         self.tokens = self._create_tokens()
         self.key_limits = KeyLimits(
@@ -79,7 +79,7 @@ class Services:
             prices=settings.gateway.prices,
         )
         self.queue, self.mailbox, small = self._connect()
-        self.usage = UsageLog(self.queue, self._durable)
+        self.usage = UsageLog(self.queue, self.durable)
         self.records = ResumableCalls(self._redis, prefix)
         self.blobs = self._open_blobs(small)
         self.blob_reader = UrlBlobReader(self.blobs)
@@ -125,7 +125,7 @@ class Services:
             settings.redis.address,
             self.deployments if settings.deploy.store else None,
             self.metrics.deployments.observe,
-            settings.deploy.store,
+            self.durable,
             self.keys and self.keys.may_use,
             settings.gateway.aliases,
             settings.gateway.model_defaults,
@@ -166,11 +166,11 @@ class Services:
         if self.settings.gateway.root_key is None:
             return None, None
         prefix = self.settings.redis.key_prefix
-        store = KeyStore(self._redis, prefix, self._durable)
+        store = KeyStore(self._redis, prefix, self.durable)
         keys = KeyDirectory(
             store, self.settings.redis.address, lambda ended: self.dispatcher.fail_tenants(ended)
         )
-        return keys, AuditLog(self._redis, prefix, self._durable, keys.name_of)
+        return keys, AuditLog(self._redis, prefix, self.durable, keys.name_of)
 
     def _create_tokens(self) -> "TokenKeys | None":
         """Authentication by OIDC tokens. None: no issuer is set. Raises: SettingsError."""

@@ -106,7 +106,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         OllamaModelList(models),
         Sessions(lifecycle, services.sessions, limits),
         Adapters(models, limits.max_loras),
-        Applications(deploy, services.deployments, models),
+        Applications(services.durable, deploy, services.deployments, models),
         Keys(services.keys, data, bool(settings.gateway.prices), services.usage.raise_budgets),
         *([] if services.audit is None else [Audit(services.audit)]),
         UsageReport(
@@ -115,7 +115,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
             None if root is None else tenant_of(root),
             bool(settings.gateway.prices),
         ),
-        Packages(deploy.store, settings.gateway.body_timeout_s),
+        Packages(services.durable, settings.gateway.body_timeout_s),
         Probes(
             lifecycle,
             "adapters" if settings.gateway.admin_keys or settings.gateway.root_key else "use",

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import IO, cast
 
 import msgspec
@@ -36,40 +37,37 @@ from shared.packages.manifest import (
     is_digest,
 )
 from shared.packages.resumable_file import PIECE_BYTES
-from shared.packages.store import BadBlob, PackageStore, StoreError, WrongStart, open_store
+from shared.packages.store import BadBlob, PackageStore, StoreError, WrongStart
 from shared.settings.limits import LimitSettings
 
 logger = logging.getLogger(__name__)
 
 
-class ConfiguredStore:
-    """A package store that is opened on first use."""
+@dataclass
+class DeployResource(Resource):
+    """A resource of the package store, for deploy keys."""
 
-    def __init__(self, url: str) -> None:
-        """`url` empty: no store."""
-        self.url = url
-        self._store: PackageStore | None = None
+    tag = "applications"
+    access = "deploy"
 
-    async def open(self) -> PackageStore:
-        """Raises: NotFound, StoreError."""
-        if not self.url:
+    _configured: PackageStore | None
+
+    @property
+    def _store(self) -> PackageStore:
+        """Raises: NotFound."""
+        if self._configured is None:
             raise NotFound(
                 "Deployments are off: set VLM_DEPLOY__STORE for gateways and nodes.",
                 code="deployments_off",
             )
-        if self._store is None:
-            self._store = await asyncio.to_thread(open_store, self.url)
-        return self._store
+        return self._configured
 
-
-def store_error(error: Exception) -> Exception:
-    """The error for the client if the store fails; the cause is only logged."""
-    if not isinstance(error, Unreadable | StoreError):
-        return error
-    logger.error("%s", error)
-    if isinstance(error, Unreadable):
-        return record_unreadable()
-    return store_unavailable()
+    def to_error(self, error: Exception) -> Exception:
+        """The error for the client if the store fails; the cause is only logged."""
+        if not isinstance(error, Unreadable | StoreError):
+            return error
+        logger.error("%s", error)
+        return record_unreadable() if isinstance(error, Unreadable) else store_unavailable()
 
 
 _MAX_UPLOADS = 4  #: concurrent uploads at full speed
@@ -157,24 +155,18 @@ def _cut(problem: str) -> ApiError:
     return InvalidRequest(f"The upload was cut: {problem}.", code="timeout")
 
 
-class Packages(Resource):
-    tag = "applications"
-    access = "deploy"
-
-    def __init__(self, store_url: str, timeout_s: float) -> None:
-        self._store = ConfiguredStore(store_url)
+class Packages(DeployResource):
+    def __init__(self, store: PackageStore | None, timeout_s: float) -> None:
+        super().__init__(store)
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(_MAX_UPLOADS)
         self._slow: Counter[str] = Counter()  # by API key: number of slow uploads
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "upload")
 
-    def to_error(self, error: Exception) -> Exception:
-        return store_error(error)
-
     @operation("POST", "/v1/packages", media_type=MANIFEST_TYPE)
     async def plan_upload(self, caller: Caller) -> Plan:
         """List the files of a package that the store lacks, and protect the package from deletion for a day."""
-        store = await self._store.open()
+        store = self._store
         try:
             package = decode_manifest(caller.body)
         except BadPackage as error:
@@ -192,8 +184,7 @@ class Packages(Resource):
     @operation("HEAD", "/v1/blobs/{digest}")
     async def has_blob(self, caller: Caller) -> Response:
         """Show whether the store has a complete file. If not, `upload-offset` is the number of stored bytes."""
-        digest = _check_digest(caller)
-        store = await self._store.open()
+        digest, store = _check_digest(caller), self._store
         size = await asyncio.to_thread(store.size, digest)
         if size is not None:
             return Response(status_code=200, headers={"content-length": str(size)})
@@ -205,7 +196,7 @@ class Packages(Resource):
         """Store a file, or with `Content-Range` the rest of an interrupted upload."""
         digest, key = _check_digest(caller), caller.context.tenant
         start, size = _extent(caller.context.headers)
-        store = await self._store.open()
+        store = self._store
         body = _Body(caller.receive, size, self._timeout_s)
         try:
             async with self._places:

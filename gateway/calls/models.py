@@ -30,7 +30,7 @@ from shared.packages.deployment_state import DeploymentState
 from shared.packages.deployments import in_full
 from shared.packages.rollout import App
 from shared.packages.routes import RouteRecord, read_routes
-from shared.packages.store import StoreError, open_store
+from shared.packages.store import PackageStore, StoreError
 from shared.protocol import (
     PROTOCOL_VERSION,
     AdapterCard,
@@ -55,10 +55,10 @@ logger = logging.getLogger(__name__)
 class RouteTable:
     """Routes by name. The store is read at intervals, in a task of its own: the registry does not wait for it."""
 
-    def __init__(self, store_url: str) -> None:
-        """`store_url` empty: there are no routes."""
-        self._url = store_url
-        self.is_known = not store_url  #: whether the store was ever read
+    def __init__(self, store: PackageStore | None) -> None:
+        """Without a `store` there are no routes."""
+        self._store = store
+        self.is_known = store is None  #: whether the store was ever read
         self.records: Mapping[str, RouteRecord] = {}
         self._reading: asyncio.Task[None] | None = None
         self._read_at = float("-inf")
@@ -70,15 +70,15 @@ class RouteTable:
     async def refresh(self) -> None:
         """Start to read the store if it is due. Waits only for the first read."""
         is_due = time.monotonic() - self._read_at >= READ_PAUSE_S
-        if self._url and is_due and (self._reading is None or self._reading.done()):
+        is_idle = self._reading is None or self._reading.done()
+        if self._store is not None and is_due and is_idle:
             self._read_at = time.monotonic()
-            self._reading = asyncio.create_task(self._read(), context=Context())
+            self._reading = asyncio.create_task(self._read(self._store), context=Context())
         if self._reading is not None and not self.is_known:
             await asyncio.wait({self._reading}, timeout=_FIRST_READ_S)
 
-    async def _read(self) -> None:
+    async def _read(self, store: PackageStore) -> None:
         try:
-            store = await asyncio.to_thread(open_store, self._url)
             found = await asyncio.to_thread(read_routes, store, self.records)
         except StoreError as error:
             logger.warning("cannot read the routes: %s", error)
@@ -132,7 +132,7 @@ class ModelDirectory:
     """The model cards of the served models.
 
     `on_models`: called before requests to a new model are accepted. `deployments`: None if there are none.
-    `on_deployments`: called with every refresh. `store_url`: the package store. `aliases`: other names of models;
+    `on_deployments`: called with every refresh. `store`: the package store. `aliases`: other names of models;
     served models of the same name take precedence. `defaults`: defaults of sampling fields, by model name.
     """
 
@@ -143,7 +143,7 @@ class ModelDirectory:
         redis_address: str,
         deployments: DeploymentState | None = None,
         on_deployments: OnDeployments | None = None,
-        store_url: str = "",
+        store: PackageStore | None = None,
         may_use: Callable[[str, str], bool] | None = None,
         aliases: Mapping[str, str] = {},
         defaults: Mapping[str, ModelDefaults] = {},
@@ -160,7 +160,7 @@ class ModelDirectory:
         self.aliases: dict[str, str] = {}  #: only of known models
         self._routes_seen_at = float("-inf")
         self._apps: Mapping[str, App] = {}
-        self.table = RouteTable(store_url)
+        self.table = RouteTable(store)
         self._outage = OutageLog(redis_address)
         self.cards: dict[str, ModelCard] = {}
         self.adapters: dict[str, ModelCard] = {}  #: by `model:adapter`
