@@ -19,7 +19,7 @@ from gateway.calls.hooks import Hooks, load_hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.lifecycle import Lifecycle
-from gateway.calls.models import ModelDirectory, PrefixAffinity
+from gateway.calls.models import ModelDirectory
 from gateway.calls.resume import Resume
 from gateway.calls.surface import Surface
 from gateway.http.body import Admission
@@ -202,7 +202,6 @@ class Services:
             admission=self.admission,
             key_limits=self.key_limits,
             models=self.models,
-            affinities=PrefixAffinity(self.models, self.settings.gateway.home_grace_s),
             loader=self.loader,
             blobs=self.blobs,
             dispatcher=self.dispatcher,

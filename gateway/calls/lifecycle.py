@@ -23,7 +23,7 @@ from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds, to_rates
-from gateway.calls.models import ModelDirectory, PrefixAffinity
+from gateway.calls.models import ModelDirectory, find_affinity
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
 from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
@@ -75,7 +75,6 @@ class Lifecycle:
     admission: Admission
     key_limits: KeyLimits
     models: ModelDirectory
-    affinities: PrefixAffinity
     loader: ImageLoader
     blobs: BlobStore
     dispatcher: Dispatcher
@@ -404,7 +403,7 @@ class Lifecycle:
             )
             for choice, task in enumerate(tasks)
         ]
-        affinity = self.affinities.find(calls[0])
+        affinity = find_affinity(self.models, self.settings.home_grace_s, calls[0])
         if not call_id:
             limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, affinity)
@@ -420,7 +419,7 @@ class Lifecycle:
                 reservation=reservation,
                 affinity=affinity,
                 charge=self.key_limits.charge(calls, card, plan.num_prompts),
-                grace_s=self.affinities.grace_s,
+                grace_s=self.settings.home_grace_s,
             )
         except QueueRefused as refused:
             raise self.key_limits.to_error(refused, card.queue, context.tenant) from None

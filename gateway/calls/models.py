@@ -483,26 +483,22 @@ def _is_spoken(card: ModelCard) -> bool:
 PREFIX_CHARS = 4000
 
 
-class PrefixAffinity:
-    """Finds affinity keys. `grace_s`: how long a request is reserved for its preferred worker; 0 disables affinity."""
+def find_affinity(models: ModelDirectory, grace_s: float, call: Call) -> Affinity | None:
+    """The affinity of a call. None for a short prompt without images, or with a single worker.
 
-    def __init__(self, models: ModelDirectory, grace_s: float) -> None:
-        self._models = models
-        self.grace_s = grace_s
-
-    def find(self, call: Call) -> Affinity | None:
-        """The affinity of a call. None for a short prompt without images, or with a single worker."""
-        if self.grace_s <= 0 or call.priority is Priority.BATCH:
-            return None
-        num_workers = self._models.num_workers[call.model]
-        if num_workers < 2 or not isinstance(call.task, Generate):
-            return None
-        shared = call.task.images[0].sha256 if call.task.images else _prefix(call.task)
-        if not shared:
-            return None
-        name = "\0".join((call.tenant, call.adapter, shared)).encode(errors="surrogatepass")
-        digest = hashlib.blake2b(name, digest_size=16).hexdigest()
-        return Affinity(digest, num_workers, self._models.num_seats[call.model])
+    `grace_s`: how long a request is reserved for its preferred worker; 0 disables affinity.
+    """
+    if grace_s <= 0 or call.priority is Priority.BATCH:
+        return None
+    num_workers = models.num_workers[call.model]
+    if num_workers < 2 or not isinstance(call.task, Generate):
+        return None
+    shared = call.task.images[0].sha256 if call.task.images else _prefix(call.task)
+    if not shared:
+        return None
+    name = "\0".join((call.tenant, call.adapter, shared)).encode(errors="surrogatepass")
+    digest = hashlib.blake2b(name, digest_size=16).hexdigest()
+    return Affinity(digest, num_workers, models.num_seats[call.model])
 
 
 def _prefix(task: Generate) -> str:
