@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp
 
 from gateway.batches.files import BatchFiles
 from gateway.batches.records import Batches
-from gateway.batches.runner import BatchRunner, LineAsker
+from gateway.batches.runner import BatchRunner, ask_endpoint
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks, load_hooks
@@ -240,7 +241,7 @@ class Services:
         self.runner = BatchRunner(
             self.batches,
             self.leases,
-            LineAsker(lifecycle, surfaces).ask,
+            partial(ask_endpoint, lifecycle, surfaces),
             may_ask,
             max_lines=limits.max_batch_lines,
             keep_s=settings.file_ttl_s,
