@@ -484,7 +484,7 @@ class Sessions(Resource):
     async def _frames(self, call: OpenCall, head: AnswerHead) -> AsyncIterator[bytes]:
         answer = TaskAnswer(head)
         try:
-            while not call.choices[0].is_finished or call.has_pending:
+            while not call.choices[0].is_finished or call.pending:
                 events = await call.receive(self._lifecycle.settings.keep_alive_s)
                 if not events:
                     yield SSE_KEEP_ALIVE

@@ -184,8 +184,7 @@ class Lifecycle:
         with HeldBody(self.admission) as held:
             request = await self._read(exchange, recorder.surface, held)
             recorder.user = request.user
-            if recorder.is_traced:
-                recorder.describe(recorder.surface.describe(request))
+            recorder.describe(request)
             ask = partial(self._ask, request, exchange, recorder, held)
             if self.fallbacks is None:
                 return await ask(request.model)

@@ -10,7 +10,7 @@ The worker's stages are children of the same span.
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -104,9 +104,10 @@ class Recorder:
         self._span = tracer.begin(name, "server", self.context.trace_parent, begin_ns)
         self.context.trace_parent = self._span.trace_parent
 
-    def describe(self, numbers: Mapping[str, Any]) -> None:
+    def describe(self, request: Any) -> None:
         """Add the request's parameters to the span."""
         if self._span is not None:
+            numbers = self.surface.describe(request)
             self._span.add(
                 {
                     f"gen_ai.request.{name}": number
@@ -114,10 +115,6 @@ class Recorder:
                     if number is not None and abs(number) <= _LARGEST_INT
                 }
             )
-
-    @property
-    def is_traced(self) -> bool:
-        return self._span is not None
 
     def begin(self, call: OpenCall, *, is_streamed: bool) -> None:
         """Note that the call was queued, or that it reads the answer of an earlier request."""

@@ -78,7 +78,6 @@ class Router:
     ) -> None:
         self._lifespan = lifespan
         self._keys = keys
-        self._is_open = keys.is_open
         self._wrong_keys = wrong_keys
         self._log = AccessLog(metrics)
         self._origins = frozenset(origin.encode() for origin in origins)
@@ -142,7 +141,7 @@ class Router:
     ) -> None:
         """Raises: AuthenticationError, RateLimited, Forbidden."""
         access = "use" if endpoint is None else endpoint.access
-        if self._is_open:
+        if self._keys.is_open:
             if endpoint is None or not endpoint.is_probe:
                 self._check_host(scope["headers"])
             self._check_origin(context)
