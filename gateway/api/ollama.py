@@ -50,7 +50,6 @@ from shared.protocol import (
     Generate,
     Grammar,
     ModelCard,
-    SamplingParams,
     TemplateOption,
     TextPart,
     Tokens,
@@ -248,7 +247,16 @@ class _Ollama(Surface):
     ) -> Plan:
         last = f"messages.[{len(conversation.messages) - 1}].role"
         conversation.check("messages", self.limits, last)
-        sampling = self._sampling(request, context, card)
+        options = request.options or OllamaOptions()
+        most = options.num_predict if (options.num_predict or 0) > 0 else None
+        sampling = translate_sampling(
+            options,
+            self.limits,
+            context,
+            card.sampling,
+            max_tokens=check_max_tokens(most, "options.num_predict", self.limits, context),
+            num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, self.limits),
+        )
         messages, prompt = tuple(conversation.messages), None
         if is_raw:
             [prompt], messages = messages[-1].parts, ()
@@ -269,22 +277,6 @@ class _Ollama(Surface):
             is_streamed=request.stream is not False,
             shows_timings=True,
             priority=find_priority(None, context),
-        )
-
-    def _sampling(
-        self, request: OllamaRequest, context: RequestContext, card: ModelCard
-    ) -> SamplingParams:
-        """Raises: InvalidRequest."""
-        options = request.options or OllamaOptions()
-        most = options.num_predict if (options.num_predict or 0) > 0 else None
-        max_tokens = check_max_tokens(most, "options.num_predict", self.limits, context)
-        return translate_sampling(
-            options,
-            self.limits,
-            context,
-            card.sampling,
-            max_tokens=max_tokens,
-            num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, self.limits),
         )
 
     def without_worker(self, request: OllamaRequest, head: AnswerHead) -> bytes | None:
