@@ -26,7 +26,6 @@ from gateway.api.fields import (
     Timings,
     TokenId,
     check_chars,
-    check_max_tokens,
     check_model,
     check_stream,
     doc,
@@ -143,13 +142,14 @@ class Completions(Surface):
         prompts = _prompts(request)
         count = num_choices(request, self.limits)
         self._check(prompts, count, request)
-        max_tokens = check_max_tokens(request.max_tokens, "max_tokens", self.limits, context)
+        most = context.max_output_tokens or DEFAULT_MAX_TOKENS
+        default = min(DEFAULT_MAX_TOKENS, most, self.limits.max_output_tokens)
         sampling = translate_sampling(
             request,
             self.limits,
             context,
             card.sampling,
-            max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+            default if request.max_tokens is None else request.max_tokens,
             num_logprobs=request.logprobs,
         )
         sampling = _with_echo(sampling, request, prompts)

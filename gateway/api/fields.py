@@ -342,19 +342,24 @@ def translate_sampling(
     limits: LimitSettings,
     context: RequestContext,
     defaults: SamplingDefaults,
+    max_tokens: int | None = None,
+    name: str = "max_tokens",
     *,
-    max_tokens: int | None,
     num_logprobs: int | None = None,
 ) -> SamplingParams:
     """The sampling parameters. `defaults` and the key's output limit apply to fields that the request omits.
 
+    `name`: of the field of `max_tokens`. The engine limits it to the model's context.
+
     Raises: InvalidRequest.
     """
+    most = min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
+    if max_tokens is not None and max_tokens > most:
+        whose = "" if most == limits.max_output_tokens else ", the limit of this key"
+        raise invalid(name, f"send at most {most}{whose}")
     openai = fields if isinstance(fields, OpenAiSampling) else OpenAiSampling()
     temperature = _first(fields.temperature, defaults.temperature, 1.0)
     top_p = _first(fields.top_p, defaults.top_p, 1.0)
-    most = _most_tokens(limits, context)
-    max_tokens = None if max_tokens is None else min(max_tokens, most)
     min_tokens, longest = fields.min_tokens or 0, most if max_tokens is None else max_tokens
     if min_tokens > longest:
         problem = f"send at most {longest}, the maximum of the answer's tokens"
@@ -398,20 +403,6 @@ def _first(asked: Number | None, default: Number | None, no_op: N) -> Number | N
     return no_op if default is None else default
 
 
-def check_max_tokens(
-    value: int | None, name: str, limits: LimitSettings, context: RequestContext
-) -> int | None:
-    """The requested number; the engine limits it to the model's context.
-
-    Raises: InvalidRequest.
-    """
-    most = _most_tokens(limits, context)
-    if value is not None and value > most:
-        whose = "" if most == limits.max_output_tokens else ", the limit of this key"
-        raise invalid(name, f"send at most {most}{whose}")
-    return value
-
-
 def find_num_logprobs(wanted: bool | None, top: int | None, limits: LimitSettings) -> int | None:
     """The number of alternatives of each token. None: no logprobs. Raises: InvalidRequest."""
     if not wanted:
@@ -421,10 +412,6 @@ def find_num_logprobs(wanted: bool | None, top: int | None, limits: LimitSetting
     if (top or 0) > limits.max_top_logprobs:
         raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
     return top or 0
-
-
-def _most_tokens(limits: LimitSettings, context: RequestContext) -> int:
-    return min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
 
 
 def _prompt_logprobs(fields: OpenAiSampling, limits: LimitSettings) -> int | None:

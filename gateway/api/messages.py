@@ -20,7 +20,6 @@ from gateway.api.fields import (
     ModelName,
     SamplingFields,
     UserName,
-    check_max_tokens,
     doc,
     find_priority,
     invalid,
@@ -436,11 +435,7 @@ class Messages(_Anthropic):
     def plan(self, request: MessageRequest, context: RequestContext, card: ModelCard) -> Plan:
         conversation = _translate(request, self.limits)
         sampling = translate_sampling(
-            request,
-            self.limits,
-            context,
-            card.sampling,
-            max_tokens=check_max_tokens(request.max_tokens, "max_tokens", self.limits, context),
+            request, self.limits, context, card.sampling, request.max_tokens
         )
         task = Generate(
             tuple(conversation.messages),

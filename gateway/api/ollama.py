@@ -29,7 +29,6 @@ from gateway.api.fields import (
     SamplingFields,
     User,
     UserName,
-    check_max_tokens,
     doc,
     find_num_logprobs,
     find_priority,
@@ -254,7 +253,8 @@ class _Ollama(Surface):
             self.limits,
             context,
             card.sampling,
-            max_tokens=check_max_tokens(most, "options.num_predict", self.limits, context),
+            most,
+            "options.num_predict",
             num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, self.limits),
         )
         messages, prompt = tuple(conversation.messages), None

@@ -58,7 +58,6 @@ from gateway.api.conversation import (
 )
 from gateway.api.fields import (
     UNSUPPORTED,
-    check_max_tokens,
     check_model,
     check_stream,
     find_num_logprobs,
@@ -190,7 +189,7 @@ def translate(
         limits,
         context,
         card.sampling,
-        max_tokens=_max_tokens(request, limits, context),
+        *_max_tokens(request),
         num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, limits),
     )
     conversation = translate_messages(request, limits)
@@ -397,15 +396,12 @@ def _template_options(
     return options | find_effort(card, request.reasoning_effort, "reasoning_effort", context)
 
 
-def _max_tokens(
-    request: ChatCompletionRequest, limits: LimitSettings, context: RequestContext
-) -> int | None:
-    """The requested maximum; the engine limits it to the rest of the context."""
+def _max_tokens(request: ChatCompletionRequest) -> tuple[int | None, str]:
+    """The requested maximum, and its field. Raises: InvalidRequest."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise invalid("max_tokens", "send it or max_completion_tokens; they differ")
-    value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
-    return check_max_tokens(value, name, limits, context)
+    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
 class ChatAnswer(ChunkStream):

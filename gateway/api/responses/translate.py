@@ -9,7 +9,6 @@ import msgspec
 from gateway.api.chat.schemas import RefusalContent
 from gateway.api.conversation import Conversation, Part, Role, find_effort
 from gateway.api.fields import (
-    check_max_tokens,
     find_priority,
     find_service_tier,
     invalid,
@@ -185,9 +184,8 @@ def _sampling(
         limits,
         context,
         card.sampling,
-        max_tokens=check_max_tokens(
-            request.max_output_tokens, "max_output_tokens", limits, context
-        ),
+        request.max_output_tokens,
+        "max_output_tokens",
         num_logprobs=num_logprobs,
     )
 
