@@ -6,6 +6,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from gateway.api.fields import check_chars, invalid
+from gateway.calls.surface import NoOptions, Plan
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
 from shared.media import MEDIA
@@ -13,11 +14,15 @@ from shared.protocol import (
     THINKING_SWITCHES,
     ChatMessage,
     Ending,
+    Generate,
     ImagePart,
     ModelCard,
+    SamplingParams,
     TemplateOption,
     TextPart,
+    Tokenize,
     ToolCall,
+    Tools,
 )
 from shared.settings.limits import LimitSettings
 
@@ -74,6 +79,14 @@ class Conversation(Struct):
             self.ending = "message"
         elif len(self.messages) > 1:
             self.messages.pop()
+
+    def count(self, options: dict[str, TemplateOption], tools: Tools | None) -> Plan:
+        """A plan that counts the tokens. `options`: variables of the chat template."""
+        messages, ending = tuple(self.messages), self.ending
+        of = Generate(
+            messages, SamplingParams(), template_options=options, ending=ending, tools=tools
+        )
+        return Plan([Tokenize(of, with_ids=False)], NoOptions(), self.sources)
 
 
 def find_template_options(

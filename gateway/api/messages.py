@@ -41,9 +41,7 @@ from shared.protocol import (
     Generate,
     Grammar,
     ModelCard,
-    SamplingParams,
     TemplateOption,
-    Tokenize,
     Tokens,
     ToolCall,
     Tools,
@@ -471,15 +469,8 @@ class CountTokens(_Anthropic):
 
     def plan(self, request: CountTokensRequest, context: RequestContext, card: ModelCard) -> Plan:
         conversation = _translate(request, self.limits)
-        of = Generate(
-            tuple(conversation.messages),
-            SamplingParams(),
-            template_options=_thinking(request, card, context),
-            ending=conversation.ending,
-            tools=_tools(request, card, self.limits),
-        )
-        task = Tokenize(of, with_ids=False)
-        return Plan([task], NoOptions(), conversation.sources)
+        options, tools = _thinking(request, card, context), _tools(request, card, self.limits)
+        return conversation.count(options, tools)
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
         return WholeAnswer(lambda events, _: TokenCount(find_tokenized(events).num_tokens))

@@ -34,15 +34,7 @@ from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, NotFound
 from gateway.http.exchange import RequestContext
-from shared.protocol import (
-    ChatMessage,
-    Generate,
-    ImagePart,
-    ModelCard,
-    SamplingParams,
-    TextPart,
-    Tokenize,
-)
+from shared.protocol import ChatMessage, ImagePart, ModelCard, TextPart
 from shared.records.store import Record
 
 
@@ -236,14 +228,8 @@ class ResponseInputTokens(_Input):
         kept = request if isinstance(request, Continued) else None
         asked = request.request if isinstance(request, Continued) else request
         conversation = translate_input(asked, self.limits, kept)
-        of = Generate(
-            tuple(conversation.messages),
-            SamplingParams(),
-            template_options=template_options(asked, card, context),
-            ending=conversation.ending,
-            tools=tools_of(asked, card, self.limits),
-        )
-        return Plan([Tokenize(of, with_ids=False)], NoOptions(), conversation.sources)
+        options = template_options(asked, card, context)
+        return conversation.count(options, tools_of(asked, card, self.limits))
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
         return WholeAnswer(lambda events, _: InputTokens(find_tokenized(events).num_tokens))
