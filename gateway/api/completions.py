@@ -27,6 +27,7 @@ from gateway.api.fields import (
     TokenId,
     check_chars,
     check_model,
+    check_most,
     check_stream,
     doc,
     find_priority,
@@ -193,12 +194,10 @@ class Completions(Surface):
         self, prompts: Sequence[TextPart | TokensPart], count: int, request: CompletionRequest
     ) -> None:
         limits = self.limits
-        if len(prompts) * count > limits.max_prompts:
-            raise invalid("prompt", f"send at most {limits.max_prompts} prompts, times n")
+        check_most("prompt", len(prompts) * count, limits.max_prompts, "prompts, times n")
         num_chars = sum(len(prompt.text) for prompt in prompts if isinstance(prompt, TextPart))
         check_chars(num_chars, limits.max_text_chars, "prompt", "context_length_exceeded")
-        if (request.logprobs or 0) > limits.max_top_logprobs:
-            raise invalid("logprobs", f"send at most {limits.max_top_logprobs}")
+        check_most("logprobs", request.logprobs or 0, limits.max_top_logprobs)
 
     def answer(self, options: CompletionOptions, head: AnswerHead) -> Answer:
         return CompletionAnswer(options, head)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from gateway.api.fields import check_chars, invalid
+from gateway.api.fields import check_chars, check_most, invalid
 from gateway.calls.surface import NoOptions, Plan
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
@@ -99,8 +99,7 @@ def find_template_options(
     if not given:
         return {}
     param = "chat_template_kwargs"
-    if len(given) > _MAX_TEMPLATE_OPTIONS:
-        raise invalid(param, f"send at most {_MAX_TEMPLATE_OPTIONS} entries")
+    check_most(param, len(given), _MAX_TEMPLATE_OPTIONS, "entries")
     if any(isinstance(v, str) and len(v) > _MAX_OPTION_CHARS for v in given.values()):
         raise invalid(param, f"send strings of at most {_MAX_OPTION_CHARS} characters")
     options = {name: value for name, value in given.items() if name in card.template_options}

@@ -147,8 +147,7 @@ class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
             given, param = default, "media_io_kwargs.video"
         if given.fps is not None and given.num_frames is not None:
             raise invalid(f"{param}.fps", "send fps or num_frames, not both")
-        if (given.num_frames or 0) > limits.max_video_frames:
-            raise invalid(f"{param}.num_frames", f"send at most {limits.max_video_frames}")
+        check_most(f"{param}.num_frames", given.num_frames or 0, limits.max_video_frames)
         if self.end_s is not None and self.end_s <= self.start_s:
             raise invalid(f"{param}.end_s", f"send more than start_s, which is {self.start_s:g}")
         return VideoOptions(given.fps, given.num_frames, self.start_s, self.end_s or 0.0)
@@ -238,6 +237,12 @@ def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidReq
 
 def missing(param: str) -> InvalidRequest:
     return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")
+
+
+def check_most(param: str, count: int, most: int, unit: str = "") -> None:
+    """Raises: InvalidRequest if a field exceeds its limit."""
+    if count > most:
+        raise invalid(param, f"send at most {most} {unit}".rstrip())
 
 
 def too_many(what: str, most: int, param: str) -> InvalidRequest:
@@ -368,6 +373,7 @@ def translate_sampling(
     if max_tokens is None and default is not None:
         max_tokens = min(max(default, min_tokens), most)
     seed = int(context.id[:16], 16) if fields.seed is None else fields.seed
+    check_most("prompt_logprobs", openai.prompt_logprobs or 0, limits.max_top_logprobs)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -389,7 +395,7 @@ def translate_sampling(
         ),
         logit_bias=_logit_bias(fields, limits),
         num_logprobs=num_logprobs,
-        num_prompt_logprobs=_prompt_logprobs(openai, limits),
+        num_prompt_logprobs=openai.prompt_logprobs,
         ignore_eos=bool(fields.ignore_eos),
         skip_special_tokens=fields.skip_special_tokens is not False,
         returns_prompt_ids=bool(openai.return_token_ids),
@@ -409,15 +415,8 @@ def find_num_logprobs(wanted: bool | None, top: int | None, limits: LimitSetting
         if top:
             raise invalid("top_logprobs", "send logprobs: true as well")
         return None
-    if (top or 0) > limits.max_top_logprobs:
-        raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
+    check_most("top_logprobs", top or 0, limits.max_top_logprobs)
     return top or 0
-
-
-def _prompt_logprobs(fields: OpenAiSampling, limits: LimitSettings) -> int | None:
-    if (fields.prompt_logprobs or 0) > limits.max_top_logprobs:
-        raise invalid("prompt_logprobs", f"send at most {limits.max_top_logprobs}")
-    return fields.prompt_logprobs
 
 
 def check_stream(fields: OpenAiSampling) -> None:
@@ -434,8 +433,7 @@ def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
         given = given.Single if given.Single is not None else given.Multiple or ()
     stop = (given,) if isinstance(given, str) else tuple(given)
     name = fields.__struct_encode_fields__[fields.__struct_fields__.index("stop")]
-    if len(stop) > limits.max_stop_strings:
-        raise invalid(name, f"send at most {limits.max_stop_strings} strings")
+    check_most(name, len(stop), limits.max_stop_strings, "strings")
     if any(not 1 <= len(text) <= limits.max_stop_chars for text in stop):
         raise invalid(name, f"send strings of 1 to {limits.max_stop_chars} characters")
     return stop
@@ -443,8 +441,7 @@ def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
 
 def _token_ids(fields: SamplingFields, name: str, most: int) -> tuple[int, ...]:
     token_ids: list[int] = getattr(fields, name) or []
-    if len(token_ids) > most:
-        raise invalid(name, f"send at most {most} token ids")
+    check_most(name, len(token_ids), most, "token ids")
     return tuple(dict.fromkeys(token_ids))
 
 
@@ -456,8 +453,7 @@ def _allowed_token_ids(fields: SamplingFields, limits: LimitSettings) -> tuple[i
 
 def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, float]:
     bias = fields.logit_bias or {}
-    if len(bias) > limits.max_logit_bias:
-        raise invalid("logit_bias", f"send at most {limits.max_logit_bias} entries")
+    check_most("logit_bias", len(bias), limits.max_logit_bias, "entries")
     if not all(map(_TOKEN_ID.fullmatch, bias)):
         raise invalid("logit_bias", "send token ids in decimal digits as keys")
     return {int(key): value for key, value in bias.items()}
@@ -466,8 +462,7 @@ def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, floa
 def num_choices(fields: OpenAiSampling, limits: LimitSettings) -> int:
     """Number of choices. Raises: InvalidRequest."""
     count = fields.n or 1
-    if count > limits.max_choices:
-        raise invalid("n", f"send at most {limits.max_choices}")
+    check_most("n", count, limits.max_choices)
     return count
 
 

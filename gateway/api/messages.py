@@ -20,6 +20,7 @@ from gateway.api.fields import (
     ModelName,
     SamplingFields,
     UserName,
+    check_most,
     doc,
     find_priority,
     invalid,
@@ -478,8 +479,7 @@ class CountTokens(_Anthropic):
 
 def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:
     """System prompt and messages. Raises: InvalidRequest."""
-    if len(request.messages) > limits.max_messages:
-        raise invalid("messages", f"send at most {limits.max_messages} messages")
+    check_most("messages", len(request.messages), limits.max_messages, "messages")
     conversation = Conversation()
     if request.system:
         texts = request.system

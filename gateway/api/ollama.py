@@ -29,6 +29,7 @@ from gateway.api.fields import (
     SamplingFields,
     User,
     UserName,
+    check_most,
     doc,
     find_num_logprobs,
     find_priority,
@@ -388,8 +389,7 @@ class OllamaChat(_Ollama):
 
     def plan(self, request: OllamaChatRequest, context: RequestContext, card: ModelCard) -> Plan:
         messages = request.messages
-        if len(messages) > self.limits.max_messages:
-            raise invalid("messages", f"send at most {self.limits.max_messages} messages")
+        check_most("messages", len(messages), self.limits.max_messages, "messages")
         conversation = Conversation()
         called: list[ToolCall] = []  # calls without a result
         for index, message in enumerate(messages):

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 from starlette.responses import Response, StreamingResponse
 
-from gateway.api.fields import Data, RequestStruct, invalid
+from gateway.api.fields import Data, RequestStruct, check_most, invalid
 from gateway.api.run import TaskAnswer, compact, output_of
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.open_call import Gone, OpenCall
@@ -326,8 +326,7 @@ class Sessions(Resource):
             tasks = [TaskInput(input=body.input, id=body.id)]
         elif body.id is not None:
             raise invalid("id", "it excludes tasks; give each of tasks an id of its own")
-        if len(tasks) > self._limits.max_tasks:
-            raise invalid("tasks", f"send at most {self._limits.max_tasks} at a time")
+        check_most("tasks", len(tasks), self._limits.max_tasks, "at a time")
         session = (await self._find(caller)).session
         card = await self._find_card(session.application, session.id, caller.context.tenant)
         self._check_resources(session)

@@ -21,6 +21,7 @@ from gateway.api.fields import (
     TokenId,
     UserName,
     check_chars,
+    check_most,
     doc,
     invalid,
 )
@@ -172,8 +173,7 @@ class Detokenization(Surface):
     commas = "max_input_commas"
 
     def plan(self, request: DetokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
-        if len(request.tokens) > self.limits.max_input_tokens:
-            raise invalid("tokens", f"send at most {self.limits.max_input_tokens}")
+        check_most("tokens", len(request.tokens), self.limits.max_input_tokens)
         return Plan([Tokenize(token_ids=tuple(request.tokens))], NoOptions())
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:

@@ -59,6 +59,7 @@ from gateway.api.conversation import (
 from gateway.api.fields import (
     UNSUPPORTED,
     check_model,
+    check_most,
     check_stream,
     find_num_logprobs,
     find_priority,
@@ -228,8 +229,7 @@ def translate(
 def translate_messages(request: ChatCompletionRequest, limits: LimitSettings) -> Conversation:
     """The conversation, with its media in `sources`. Raises: InvalidRequest."""
     messages, conversation = request.messages, Conversation()
-    if len(messages) > limits.max_messages:
-        raise invalid("messages", f"send at most {limits.max_messages} messages")
+    check_most("messages", len(messages), limits.max_messages, "messages")
     translated = _Messages(request, limits, conversation)
     for index, message in enumerate(messages):
         translated.add(message, f"messages.[{index}]")

@@ -9,6 +9,7 @@ import msgspec
 from gateway.api.chat.schemas import RefusalContent
 from gateway.api.conversation import Conversation, Part, Role, find_effort
 from gateway.api.fields import (
+    check_most,
     find_priority,
     find_service_tier,
     invalid,
@@ -177,8 +178,7 @@ def _sampling(
     num_logprobs = None
     if request.top_logprobs or WITH_LOGPROBS in (request.include or ()):
         num_logprobs = request.top_logprobs or 0
-        if num_logprobs > limits.max_top_logprobs:
-            raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
+        check_most("top_logprobs", num_logprobs, limits.max_top_logprobs)
     return translate_sampling(
         request,
         limits,
@@ -298,8 +298,7 @@ class _Items:
 
     def add(self, items: Sequence[InputItem]) -> None:
         """Add all items. Raises: InvalidRequest."""
-        if len(items) > self._limits.max_messages:
-            raise invalid("input", f"send at most {self._limits.max_messages} items")
+        check_most("input", len(items), self._limits.max_messages, "items")
         for index, item in enumerate(items):
             self._add(item, f"input.[{index}]")
         self._end_turn()

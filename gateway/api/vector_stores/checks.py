@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.api.fields import check_chars, invalid, too_many
+from gateway.api.fields import check_chars, check_most, invalid, too_many
 from gateway.api.vector_stores.schemas import (
     ChunkingStrategy,
     ItemInput,
@@ -164,8 +164,7 @@ def _check_comparison(part: Filter, param: str) -> None:
     values = part.value if isinstance(part.value, list) else [part.value]
     if isinstance(part.value, list) != (part.type in ("in", "nin")) or part.value is None:
         raise invalid(f"{param}.value", "send a list with in and nin, one value with the others")
-    if len(values) > MAX_FILTER_VALUES:
-        raise invalid(f"{param}.value", f"send at most {MAX_FILTER_VALUES} values")
+    check_most(f"{param}.value", len(values), MAX_FILTER_VALUES, "values")
     for value in values:
         if isinstance(value, str) and len(value) > MAX_METADATA_VALUE_CHARS:
             raise invalid(
