@@ -24,12 +24,12 @@ from gateway.api.fields import (
     TokenId,
     User,
     check_chars,
+    check_num,
     doc,
     find_priority,
     invalid,
     missing,
     timings_of,
-    too_many,
     wants_timings,
 )
 from gateway.calls.key_limits import CHARS_PER_TOKEN, TOKENS_PER_IMAGE
@@ -285,10 +285,8 @@ class Inputs:
         return ImagePart(len(self.images) - 1)
 
     def _check(self, limits: LimitSettings) -> None:
-        if len(self.parts) > limits.max_inputs:
-            raise too_many("inputs", limits.max_inputs, "input")
-        if len(self.images) > limits.max_input_images:
-            raise too_many("images", limits.max_input_images, "input")
+        check_num("inputs", len(self.parts), limits.max_inputs, "input")
+        check_num("images", len(self.images), limits.max_input_images, "input")
         texts = [part.text for part in self.parts if isinstance(part, TextPart)]
         check_chars(sum(map(len, texts)), limits.max_input_chars, "input")
         ids = sum(len(part.token_ids) for part in self.parts if isinstance(part, TokensPart))

@@ -245,12 +245,11 @@ def check_most(param: str, count: int, most: int, unit: str = "") -> None:
         raise invalid(param, f"send at most {most} {unit}".rstrip())
 
 
-def too_many(what: str, most: int, param: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"Too many {what}: send at most {most}.",
-        param=param,
-        code=f"too_many_{'images' if what == 'images' else 'inputs'}",
-    )
+def check_num(what: str, num: int, most: int, param: str) -> None:
+    """Raises: InvalidRequest if there are too many inputs or images."""
+    if num > most:
+        code = f"too_many_{'images' if what == 'images' else 'inputs'}"
+        raise InvalidRequest(f"Too many {what}: send at most {most}.", param=param, code=code)
 
 
 def check_chars(num_chars: int, most: int, param: str, code: str = "text_too_long") -> None:

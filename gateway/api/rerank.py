@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import WholeAnswer
 from gateway.api.embeddings import InputFields, InputUsage, split_documents, to_plan, to_truncate
-from gateway.api.fields import RequestStruct, check_chars, doc, invalid, timings_of, too_many
+from gateway.api.fields import RequestStruct, check_chars, check_num, doc, invalid, timings_of
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
@@ -107,8 +107,7 @@ class _Pairs(Surface):
     ) -> list[Rerank]:
         """Split the documents into tasks, each with the query. Raises: InvalidRequest."""
         limits = self.limits
-        if len(documents) > limits.max_documents:
-            raise too_many("documents", limits.max_documents, task.name)
+        check_num("documents", len(documents), limits.max_documents, task.name)
         num_chars = sum(map(len, (*task.queries, *documents)))
         check_chars(num_chars, limits.max_input_chars, task.name)
         return split_documents(task, documents, context.headers)

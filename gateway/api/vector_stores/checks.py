@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.api.fields import check_chars, check_most, invalid, too_many
+from gateway.api.fields import check_chars, check_most, check_num, invalid
 from gateway.api.vector_stores.schemas import (
     ChunkingStrategy,
     ItemInput,
@@ -103,8 +103,7 @@ def check_attributes(attributes: Mapping[str, Any] | None, param: str) -> None:
 
 def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
     """Raises: InvalidRequest."""
-    if len(items) > limits.max_inputs:
-        raise too_many("items", limits.max_inputs, "items")
+    check_num("items", len(items), limits.max_inputs, "items")
     places: dict[str, int] = {}
     for index, item in enumerate(items):
         place = f"items.[{index}]"
@@ -132,8 +131,8 @@ def check_search(request: SearchRequest, limits: LimitSettings) -> None:
         raise unsupported("rewrite_query")
     if request.filters is not None:
         check_filter(request.filters, limits)
-    if isinstance(request.query, list) and len(request.query) > limits.max_search_queries:
-        raise too_many("queries", limits.max_search_queries, "query")
+    num = len(request.query) if isinstance(request.query, list) else 1
+    check_num("queries", num, limits.max_search_queries, "query")
 
 
 def check_filter(where: Filter, limits: LimitSettings) -> None:

@@ -13,7 +13,7 @@ from gateway.api.embeddings import (
     split_documents,
     split_inputs,
 )
-from gateway.api.fields import UNSUPPORTED, check_chars, invalid, too_many
+from gateway.api.fields import UNSUPPORTED, check_chars, check_num, invalid
 from gateway.api.rerank import Reranking, scores_of
 from gateway.api.vector_stores.checks import (
     check_attributes,
@@ -332,8 +332,7 @@ class VectorStores(Resource):
         """Delete items by ids or filter."""
         if (body.ids is None) == (body.filters is None):
             raise invalid("ids", "send either ids or filters")
-        if len(body.ids or ()) > self._limits.max_inputs:
-            raise too_many("ids", self._limits.max_inputs, "ids")
+        check_num("ids", len(body.ids or ()), self._limits.max_inputs, "ids")
         if body.filters is not None:
             check_filter(body.filters, self._limits)
         store = await self._find(caller)
