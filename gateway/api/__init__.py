@@ -15,8 +15,7 @@ from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
-from gateway.api.forget import TenantData
-from gateway.api.keys import Audit, Keys
+from gateway.api.keys import Audit, Keys, TenantData
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
 from gateway.api.ollama import (
