@@ -128,10 +128,6 @@ class Forgotten(msgspec.Struct):
     files: int = 0  #: for vector stores
     object: str = "key.forgotten"
 
-    def add(self, other: "Forgotten") -> None:
-        for name in ("answers", "sessions", "batches", "vector_stores", "files"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
 
 @dataclass(frozen=True, slots=True)
 class TenantData:
@@ -143,13 +139,13 @@ class TenantData:
     _look_for_batches: Callable[[], None]
     _search: SearchClient
 
-    async def forget(self, tenant: str) -> Forgotten:
-        """Delete all data of a tenant. Idempotent. Raises: ApiError, QueueUnavailable, StoreError."""
-        found = Forgotten(await self._lifecycle.kept.delete_all(tenant))
-        found.sessions = await self._forget_sessions(owner_of(tenant, "session"))
+    async def forget(self, tenant: str, found: Forgotten) -> None:
+        """Delete and count all data of a tenant. Idempotent. Raises: ApiError, QueueUnavailable, StoreError."""
+        found.answers += await self._lifecycle.kept.delete_all(tenant)
+        found.sessions += await self._forget_sessions(owner_of(tenant, "session"))
         owner = owner_of(tenant)
         if self._batches is not None:
-            found.batches = await self._forget_batches(self._batches, owner)
+            found.batches += await self._forget_batches(self._batches, owner)
         if self._search.is_on:
             page = Page(limit=_PAGE)
             while stores := [
@@ -168,7 +164,6 @@ class TenantData:
                 for file in files:
                     await self._search.ask(DropFile(tenant=owner, file=file.id), bool)
                 found.files += len(files)
-        return found
 
     async def end_sessions(self, tenant: str) -> None:
         """Close a tenant's sessions and cancel their tasks. Idempotent. Raises: QueueUnavailable."""
@@ -318,7 +313,7 @@ class Keys(Resource):
             raise NotFound(message, param="name", code="key_not_found")
         total = Forgotten()
         for tenant in tenants:
-            total.add(await self._data.forget(tenant))
+            await self._data.forget(tenant, total)
         return total
 
     def _check_budget(self, body: UpdateKey) -> None:
