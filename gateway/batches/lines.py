@@ -4,6 +4,7 @@ Source: OpenAI API reference, "The request input object", "The request output ob
 """
 
 import hashlib
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -90,15 +91,9 @@ def check_lines(data: bytes, endpoint: str, max_lines: int) -> tuple[int, list[L
     if len(lines) > max_lines:
         message = f"The file has {len(lines)} requests: send at most {max_lines} in a batch."
         return len(lines), [LineError("too_many_requests", message)]
-    errors: list[LineError] = []
     seen: set[str] = set()
-    for number, line in enumerate(lines, 1):
-        error = _check_line(line, number, endpoint, seen)
-        if error is not None:
-            errors.append(error)
-            if len(errors) == MAX_ERRORS:
-                break
-    return len(lines), errors
+    found = (_check_line(line, number, endpoint, seen) for number, line in enumerate(lines, 1))
+    return len(lines), list(islice(filter(None, found), MAX_ERRORS))
 
 
 def _check_line(line: memoryview, number: int, endpoint: str, seen: set[str]) -> LineError | None:

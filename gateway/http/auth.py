@@ -71,17 +71,17 @@ class KeyRing:
     ) -> None:
         """`admin_keys` and `deploy_keys` also have the rights of `api_keys`."""
         roots = () if root_key is None else (root_key,)
-        self._roles: dict[str, frozenset[str]] = {  # tenants
-            role: frozenset(tenant_of(key) for key in keys)
-            for role, keys in (
-                ("any", (*api_keys, *admin_keys, *deploy_keys, *roots)),
-                ("use", (*api_keys, *admin_keys, *deploy_keys)),
-                ("adapters", admin_keys),
-                ("deploy", deploy_keys),
-                ("admin", roots),
-            )
+        users = (*api_keys, *admin_keys, *deploy_keys)
+        keys = (*users, *roots)
+        roles = {
+            "any": keys,
+            "use": users,
+            "adapters": admin_keys,
+            "deploy": deploy_keys,
+            "admin": roots,
         }
-        keys = [*api_keys, *admin_keys, *deploy_keys, *roots]
+        # tenants
+        self._roles = {role: frozenset(map(tenant_of, held)) for role, held in roles.items()}
         self._salts = {_digest(_bytes(key)): tenant_of(key) for key in keys}
         self.is_open = not api_keys and root_key is None  #: whether requests need no key
         self._stored = stored

@@ -369,13 +369,9 @@ class ResponseAnswer(BlockStream):
         return self._event(f"response.{status}", response=self._final) + SSE_DONE
 
     def _item_id(self, block: Block) -> str:
-        match block.kind:
-            case "thought":
-                return f"rs_{self._id}"
-            case "text":
-                return f"msg_{self._id}"
-            case _:
-                return f"fc_{self._id}_{block.index}"
+        if block.kind == "call":
+            return f"fc_{self._id}_{block.index}"
+        return f"{'rs' if block.kind == 'thought' else 'msg'}_{self._id}"
 
     def _place(self, block: Block) -> dict[str, object]:
         """The fields of events that identify the block."""

@@ -224,16 +224,13 @@ class VectorStores(Resource):
     async def modify_vector_store(self, caller: Caller, body: ChangeStoreRequest) -> VectorStore:
         """Modify a vector store."""
         check_metadata(body.metadata)
+        days = body.expires_after.days if body.expires_after else 0
         change = ChangeStore(
             tenant=caller.tenant,
             store=caller.path["vector_store_id"],
             name=None if body.name is None else check_text("name", body.name),
             metadata=body.metadata,
-            expires_after_days=None
-            if body.expires_after is UNSET
-            else body.expires_after.days
-            if body.expires_after
-            else 0,
+            expires_after_days=None if body.expires_after is UNSET else days,
         )
         return VectorStore.of(await self._search.ask(change, StoreRecord))
 
