@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -354,7 +354,7 @@ class JsonBody(Generic[T]):
                 break
             name = part if isinstance(part, str) else f"[{part}]"
             names.append(name if isinstance(part, int) else join("", name))
-            types = [m for type_ in types for t in _inside(type_, name) for m in members_of(t)]
+            types = [*_inside(types, name)]
         return names
 
     @cached_property
@@ -424,12 +424,7 @@ def _values_at(info: inspect.Type, path: str) -> list[str]:
     """The closed set of strings at a path of a body. Empty if there is none."""
     types = [*members_of(info)]
     for name in filter(None, path.split(".")):
-        types = [
-            member
-            for type_ in types
-            for inner in _inside(type_, name)
-            for member in members_of(inner)
-        ]
+        types = [*_inside(types, name)]
     sets = (type_.values for type_ in types if isinstance(type_, inspect.LiteralType))
     enums = (
         [item.value for item in type_.cls] for type_ in types if isinstance(type_, inspect.EnumType)
@@ -437,8 +432,12 @@ def _values_at(info: inspect.Type, path: str) -> list[str]:
     return [value for values in (*sets, *enums) for value in values if isinstance(value, str)]
 
 
-def _inside(type_: inspect.Type, name: str) -> Iterator[inspect.Type]:
-    if isinstance(type_, inspect.StructType):
-        yield from (field.type for field in type_.fields if field.encode_name == name)
-    elif name.startswith("[") and isinstance(type_, _LISTS):
-        yield type_.item_type
+def _inside(types: Iterable[inspect.Type], name: str) -> Iterator[inspect.Type]:
+    """The types of a field, or of the items of a list."""
+    for type_ in types:
+        if isinstance(type_, inspect.StructType):
+            for field in type_.fields:
+                if field.encode_name == name:
+                    yield from members_of(field.type)
+        elif name.startswith("[") and isinstance(type_, _LISTS):
+            yield from members_of(type_.item_type)
