@@ -245,9 +245,9 @@ class Resume:
                     call.is_resumable = False  # no client can resume it: `close` cancels it
                 call.close()
                 raise
-        return _numbered_reply(
-            surface, call, plan.options, head, last_id, plan.is_streamed, plan.shows_timings
-        )
+        answer = surface.answer(plan.options, head)
+        reply = Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head)
+        return _numbered(reply, last_id)
 
     async def reopen(
         self, answer_id: str, context: RequestContext, surfaces: Mapping[str, Surface]
@@ -275,7 +275,8 @@ class Resume:
             options = msgspec.json.decode(record.options, type=surface.options)
         except msgspec.MsgspecError:  # written by a gateway of another version
             raise _unknown() from None
-        return _numbered_reply(surface, call, options, head, last_id, True, record.shows_timings)
+        answer = surface.answer(options, head)
+        return _numbered(Reply(surface, call, answer, True, record.shows_timings, head), last_id)
 
     async def images(self, request_id: str) -> tuple[ImageRef, ...]:
         """The images of a request whose answer may be stored. Raises: QueueUnavailable."""
@@ -408,15 +409,7 @@ class Resume:
             self.dispatcher.spawn(self._forget(_to_request_id(choice.request_id)))
 
 
-def _numbered_reply(
-    surface: Surface,
-    call: OpenCall,
-    options: msgspec.Struct,
-    head: AnswerHead,
-    last_id: int,
-    is_streamed: bool,
-    shows_timings: bool,
-) -> Reply:
-    answer = NumberedAnswer(surface, surface.answer(options, head), last_id)
-    where = [(b"x-vlm-stream", (STREAM_PATH + head.id).encode())]
-    return Reply(surface, call, answer, is_streamed, shows_timings, head, where)
+def _numbered(reply: Reply, last_id: int) -> Reply:
+    answer = NumberedAnswer(reply.surface, reply.answer, last_id)
+    where = [(b"x-vlm-stream", (STREAM_PATH + reply.head.id).encode())]
+    return msgspec.structs.replace(reply, answer=answer, headers=where)
