@@ -378,7 +378,7 @@ class Sessions(Resource):
         if state == "new" or (state == "open" and now < task.deadline_at):
             run = Run(data, session.id, common, keep_s=session.idle_s, id=task_id)
             try:
-                await self._queue(caller, session, card, task, run, task.deadline_at - now)
+                await self._queue(caller, session, card, task, run)
             except BaseException:
                 # Redis may have the call although the reply was lost.
                 queue = self._lifecycle.dispatcher.queue
@@ -396,13 +396,7 @@ class Sessions(Resource):
         return _show_task(session, task, state)
 
     async def _queue(
-        self,
-        caller: Caller,
-        session: Session,
-        card: ModelCard,
-        task: TaskRecord,
-        run: Run,
-        timeout_s: float,
+        self, caller: Caller, session: Session, card: ModelCard, task: TaskRecord, run: Run
     ) -> None:
         """Raises: Overloaded, QueueUnavailable."""
         lifecycle, tenant = self._lifecycle, caller.context.tenant
@@ -415,7 +409,7 @@ class Sessions(Resource):
         try:
             submitted = await lifecycle.dispatcher.submit(
                 [call],
-                timeout_s=timeout_s,
+                timeout_s=task.deadline_at - time.time(),  # noqa: TID251
                 max_waiting=lifecycle.key_limits.max_waiting(session.priority),
                 reservation=lifecycle.key_limits.reservation([call], card),
                 charge=lifecycle.key_limits.charge([call], card),
