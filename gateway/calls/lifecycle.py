@@ -314,8 +314,8 @@ class Lifecycle:
         release = partial(self.blobs.release, holder, [each.ref for each in sources if each.ref])
         try:
             images = plan.loaded or await self._load_images(sources, recorder.clock, held)
-            await self._put_images(images, holder, lives_s)
-            await self._hold_images(images, sources, holder, lives_s)
+            params = [source.param for source in sources]
+            await self._store_images(images, params, holder, lives_s)
             refs = tuple(image.ref for image in images)
             located = [await self.blobs.locate(ref, lives_s) for ref in refs]
             # The request carries the pixel limit, so that every worker builds the same prompt.
@@ -337,7 +337,13 @@ class Lifecycle:
             call.when_closed(lambda _: release())
         return call
 
-    async def _put_images(self, images: Sequence[LoadedImage], holder: str, ttl_s: float) -> None:
+    async def _store_images(
+        self, images: Sequence[LoadedImage], params: Sequence[str], holder: str, ttl_s: float
+    ) -> None:
+        """Store new images, and hold the others. Raises: InvalidRequest if one of those no longer exists.
+
+        `params`: the fields of the images in the request.
+        """
         distinct = {image.ref.sha256: image for image in images}
         puts = [
             self.blobs.put(image.data, holder, ttl_s=ttl_s, ref=image.ref)
@@ -351,20 +357,11 @@ class Lifecycle:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-
-    async def _hold_images(
-        self,
-        images: Sequence[LoadedImage],
-        sources: Sequence[ImageSource],
-        holder: str,
-        ttl_s: float,
-    ) -> None:
-        """Hold the images that are stored already. Raises: InvalidRequest if one no longer exists."""
-        for image, source in zip(images, sources, strict=True):
+        for image, param in zip(images, params, strict=True):
             if image.data is None and not await self.blobs.hold(image.ref, holder, ttl_s=ttl_s):
                 raise InvalidRequest(
                     "An image, video or audio of the conversation is no longer kept: send it again.",
-                    param=source.param,
+                    param=param,
                     code="invalid_image",
                 )
 
