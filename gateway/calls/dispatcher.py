@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 
@@ -359,31 +360,20 @@ class Dispatcher:
     # Silence
 
     async def _look_after(self) -> None:
+        """Look up silent requests, shard by shard."""
         while True:
             await asyncio.sleep(_LOOK_PAUSE_S)
-            try:
-                await self._look_up_silent()
-            except QueueUnavailable:
-                continue  # the next iteration looks again
-
-    async def _look_up_silent(self) -> None:
-        """Look up silent requests, shard by shard. Raises: QueueUnavailable, if one does not answer."""
-        now = time.monotonic()
-        by_shard: dict[str, list[Route]] = {}
-        for call, choice in self._all_routes():
-            progress = call.choices[choice]
-            is_silent = progress.has_gap or now - progress.heard_at > self.silence_timeout_s
-            if is_silent and not progress.is_finished:
-                by_shard.setdefault(shard_of(progress.request_id), []).append((call, choice))
-        failure: QueueUnavailable | None = None
-        for routes in by_shard.values():
-            try:
-                for start in range(0, len(routes), MAX_LOOKS):
-                    await self._look_up(routes[start : start + MAX_LOOKS])
-            except QueueUnavailable as error:
-                failure = error
-        if failure is not None:
-            raise failure
+            now = time.monotonic()
+            by_shard: dict[str, list[Route]] = {}
+            for call, choice in self._all_routes():
+                progress = call.choices[choice]
+                is_silent = progress.has_gap or now - progress.heard_at > self.silence_timeout_s
+                if is_silent and not progress.is_finished:
+                    by_shard.setdefault(shard_of(progress.request_id), []).append((call, choice))
+            for routes in by_shard.values():
+                with suppress(QueueUnavailable):  # the next iteration looks again
+                    for start in range(0, len(routes), MAX_LOOKS):
+                        await self._look_up(routes[start : start + MAX_LOOKS])
 
     async def _look_up(self, routes: Sequence[Route]) -> None:
         """Read the logs of requests again, and fail those that no worker runs.
