@@ -187,18 +187,15 @@ class Services:
             raise SettingsError(f"VLM_GATEWAY__OIDC__ISSUER: {problem}") from None
         return TokenKeys(settings, self.keys)
 
-    def _create_hooks(self) -> Hooks | None:
-        settings = self.settings.gateway
-        is_open = settings.hook_failure == "open"
-        found = load_hooks(settings.hooks)
-        return Hooks(found, settings.hook_timeout_s, is_open, self.metrics) if found else None
-
     def _create_lifecycle(self) -> Lifecycle:
-        timeout_s = self.settings.gateway.request_timeout_s
-        names = self.settings.gateway.fallbacks
+        settings, hooks = self.settings.gateway, None
+        if found := load_hooks(settings.hooks):
+            is_open = settings.hook_failure == "open"
+            hooks = Hooks(found, settings.hook_timeout_s, is_open, self.metrics)
+        names = settings.fallbacks
         return Lifecycle(
             gateway_id=self.gateway_id,
-            settings=self.settings.gateway,
+            settings=settings,
             limits=self.settings.limits,
             admission=self.admission,
             key_limits=self.key_limits,
@@ -206,13 +203,11 @@ class Services:
             loader=self.loader,
             blobs=self.blobs,
             dispatcher=self.dispatcher,
-            resume=Resume(self.queue, self.records, self.dispatcher, timeout_s),
+            resume=Resume(self.queue, self.records, self.dispatcher, settings.request_timeout_s),
             refunds=self.refunds,
             fallbacks=Fallbacks(names, self.models, self.metrics) if names else None,
-            hooks=self._create_hooks(),
-            kept=KeptAnswers(
-                self.answers, self.blobs, self.blob_reader, self.settings.gateway.response_ttl_s
-            ),
+            hooks=hooks,
+            kept=KeptAnswers(self.answers, self.blobs, self.blob_reader, settings.response_ttl_s),
             metrics=self.metrics,
             tracer=self.tracer,
         )

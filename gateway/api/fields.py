@@ -372,6 +372,8 @@ def translate_sampling(
     if max_tokens is None and default is not None:
         max_tokens = min(max(default, min_tokens), most)
     seed = int(context.id[:16], 16) if fields.seed is None else fields.seed
+    if fields.allowed_token_ids == []:
+        raise invalid("allowed_token_ids", "send at least one token id, or leave it out")
     check_most("prompt_logprobs", openai.prompt_logprobs or 0, limits.max_top_logprobs)
     return SamplingParams(
         max_tokens=max_tokens,
@@ -384,7 +386,7 @@ def translate_sampling(
         stop=_stop(fields, limits),
         stop_token_ids=_token_ids(fields, "stop_token_ids", limits.max_stop_token_ids),
         keeps_stop=bool(fields.include_stop_str_in_output),
-        allowed_token_ids=_allowed_token_ids(fields, limits),
+        allowed_token_ids=_token_ids(fields, "allowed_token_ids", limits.max_allowed_token_ids),
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         repetition_penalty=_first(
@@ -444,12 +446,6 @@ def _token_ids(fields: SamplingFields, name: str, most: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token_ids))
 
 
-def _allowed_token_ids(fields: SamplingFields, limits: LimitSettings) -> tuple[int, ...]:
-    if fields.allowed_token_ids == []:
-        raise invalid("allowed_token_ids", "send at least one token id, or leave it out")
-    return _token_ids(fields, "allowed_token_ids", limits.max_allowed_token_ids)
-
-
 def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, float]:
     bias = fields.logit_bias or {}
     check_most("logit_bias", len(bias), limits.max_logit_bias, "entries")
@@ -472,18 +468,11 @@ def check_model(sampling: SamplingParams, card: ModelCard) -> None:
             raise invalid(name, f"send token ids below {card.vocab_size}")
 
 
-def _choice_seed(seed: int, choice: int) -> int:
-    """An independent seed for each choice; the first choice has the request's seed."""
-    if choice == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") & _SEED_MASK
-
-
 def split_choices(task: Generate, count: int) -> list[Generate]:
-    """One task per choice. The tasks differ only in their seeds."""
-    sampling = task.sampling
-    return [task] + [
-        replace(task, sampling=replace(sampling, seed=_choice_seed(sampling.seed, choice)))
-        for choice in range(1, count)
-    ]
+    """One task per choice, with independent seeds; the first choice has the request's seed."""
+    sampling, tasks = task.sampling, [task]
+    for choice in range(1, count):
+        digest = hashlib.blake2b(f"{sampling.seed}:{choice}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big")
+        tasks.append(replace(task, sampling=replace(sampling, seed=seed)))
+    return tasks
