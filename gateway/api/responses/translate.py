@@ -75,14 +75,6 @@ class Continued:
     messages: tuple[ChatMessage, ...]
     images: tuple[ImageRef, ...]
 
-    @property
-    def model(self) -> str:
-        return self.request.model
-
-    @property
-    def user(self) -> str | None:
-        return self.request.user
-
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     response: ResponseObject  #: with the fields that repeat the request
