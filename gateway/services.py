@@ -168,8 +168,11 @@ class Services:
             return None, None
         prefix = self.settings.redis.key_prefix
         store = KeyStore(self._redis, prefix, self.durable)
+        ended = "The API key of this request was revoked or expired."
         keys = KeyDirectory(
-            store, self.settings.redis.address, lambda ended: self.dispatcher.fail_tenants(ended)
+            store,
+            self.settings.redis.address,
+            lambda tenants: self.dispatcher.fail_all(ended, tenants),
         )
         return keys, AuditLog(self._redis, prefix, self.durable, keys.name_of)
 

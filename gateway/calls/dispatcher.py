@@ -218,19 +218,11 @@ class Dispatcher:
             raise
         return call
 
-    def fail_all(self, message: str) -> None:
+    def fail_all(self, message: str, tenants: Collection[str] | None = None) -> None:
+        """Fail the open requests of all tenants, or of some."""
         for call, choice in self._all_routes():
-            call.fail(choice, ErrorCode.CANCELLED, message)
-
-    def fail_tenants(self, tenants: Collection[str]) -> None:
-        """Fail the open requests of tenants whose keys were revoked or have expired."""
-        for call, choice in self._all_routes():
-            if call.tenant in tenants:
-                call.fail(
-                    choice,
-                    ErrorCode.CANCELLED,
-                    "The API key of this request was revoked or expired.",
-                )
+            if tenants is None or call.tenant in tenants:
+                call.fail(choice, ErrorCode.CANCELLED, message)
 
     def on_gap(self, model: str) -> None:
         """Read the logs of a model's open requests again, because events may be missing."""
