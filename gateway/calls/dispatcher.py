@@ -145,11 +145,9 @@ class Dispatcher:
             choices = [seal(each) for each in calls]
             submission = Submission(choices, timeout_s, max_waiting, reservation, affinity, charge)
             submitted = await self._enqueue(calls[0], submission)
-        except QueueRefused:
-            call.settle()
-            call.close()
-            raise
-        except BaseException:
+        except BaseException as error:
+            for choice in call.choices:
+                choice.is_settled |= isinstance(error, QueueRefused)  # nothing to cancel
             call.close()
             raise
         call.begins_by = 0.0

@@ -190,11 +190,6 @@ class OpenCall:
             and min(progress.token_ids, default=0) >= 0
         )
 
-    def settle(self) -> None:
-        """Mark all choices as ended, so that nothing is cancelled."""
-        for choice in self.choices:
-            choice.is_settled = True
-
     def deliver(self, choice: int, event: CallEvent) -> bool:
         """Accept an event from a worker. Returns whether it was new."""
         progress = self.choices[choice]
