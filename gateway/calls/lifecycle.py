@@ -430,7 +430,8 @@ class Lifecycle:
     async def _answer(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         """Send the answer. Raises: ApiError, Gone, before or after the status line."""
         recorder.begin(reply.call, is_streamed=reply.is_streamed)
-        call, watching = reply.call, list[asyncio.Task[None]]()
+        call = reply.call
+        watching: list[asyncio.Task[None]] = []
 
         async def close_when_gone() -> None:
             await exchange.wait_until_gone()
