@@ -84,16 +84,18 @@ class ChangeStoreRequest(RequestStruct, frozen=True, kw_only=True):
     expires_after: ExpiresAfter | UnsetType | None = UNSET  #: null: the store does not expire
 
 
-class ItemInput(RequestStruct, frozen=True, kw_only=True):
-    """An item: its content, or its vector.
+class QueryInput(RequestStruct, frozen=True, kw_only=True):
+    """A query that is not plain text. `embedding`: numbers, or little-endian float32 in base64."""
 
-    `embedding`: numbers, or little-endian float32 in base64.
-    """
-
-    id: ItemId
     text: str | None = None
     image: str | None = None
     embedding: Vector | None = None
+
+
+class ItemInput(QueryInput, frozen=True, kw_only=True):
+    """An item: its content, or its vector."""
+
+    id: ItemId
     attributes: ItemAttributes | None = None
 
 
@@ -106,14 +108,6 @@ class DeleteItemsRequest(RequestStruct, frozen=True, kw_only=True):
 
     ids: Annotated[list[ItemId], Meta(min_length=1)] | None = None
     filters: Filter | None = None
-
-
-class QueryInput(RequestStruct, frozen=True, kw_only=True):
-    """A query that is not plain text."""
-
-    text: str | None = None
-    image: str | None = None
-    embedding: Vector | None = None
 
 
 class RankingOptions(RequestStruct, frozen=True, kw_only=True):
