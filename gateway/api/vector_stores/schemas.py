@@ -161,10 +161,13 @@ class FileBatchRequest(RequestStruct, frozen=True, kw_only=True):
     chunking_strategy: ChunkingStrategy | None = None
 
 
-class ListQuery(RequestStruct, frozen=True, kw_only=True):
+class PageQuery(RequestStruct, frozen=True, kw_only=True):
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
-    order: Literal["asc", "desc"] = "desc"
     after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
+
+
+class ListQuery(PageQuery, frozen=True, kw_only=True):
+    order: Literal["asc", "desc"] = "desc"
     before: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
 
     @property
@@ -202,11 +205,9 @@ class FilesQuery(ListQuery, frozen=True, kw_only=True):
         return chosen[: self.limit], len(chosen) > self.limit
 
 
-class ItemsQuery(RequestStruct, frozen=True, kw_only=True):
+class ItemsQuery(PageQuery, frozen=True, kw_only=True):
     """Page of the items, by id. `include`: `embedding`."""
 
-    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
-    after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
     include: Literal["", "embedding"] = ""
 
 
