@@ -176,6 +176,10 @@ class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
     )
 
 
+class NewestQuery(msgspec.Struct):
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+
 Entry = TypeVar("Entry")
 
 

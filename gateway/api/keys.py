@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.fields import Data, invalid
+from gateway.api.fields import Data, NewestQuery, invalid
 from gateway.batches.records import Batches
 from gateway.calls.lifecycle import Lifecycle
 from gateway.http.endpoint import Caller, Resource, operation, owner_of
@@ -114,10 +114,6 @@ class AuditList(Data[AuditEntry]):
     """Entries, newest first."""
 
 
-class AuditQuery(msgspec.Struct, frozen=True):
-    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
-
-
 class Forgotten(msgspec.Struct):
     """Numbers of deleted objects."""
 
@@ -213,7 +209,7 @@ class Audit(Resource):
         self._log = log
 
     @operation("GET", "/v1/admin/audit")
-    async def list_audit_entries(self, caller: Caller, query: AuditQuery) -> AuditList:
+    async def list_audit_entries(self, caller: Caller, query: NewestQuery) -> AuditList:
         """List requests that change keys, deployments, nodes and adapters, with their callers, newest first."""
         return AuditList(await self._log.read(query.limit))
 

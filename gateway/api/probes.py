@@ -4,14 +4,13 @@ import re
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.fields import Data, invalid
+from gateway.api.fields import Data, NewestQuery, invalid
 from gateway.calls.lifecycle import Lifecycle
 from gateway.http.endpoint import Access, Caller, Operation, OperationServices, Resource, operation
 from gateway.http.exchange import short_hash
@@ -60,10 +59,6 @@ class FleetStatus(Struct):
 
 class LiveRequests(Data[OpenRequest]):
     """Requests, newest first."""
-
-
-class LiveRequestsQuery(Struct):
-    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 
 @dataclass
@@ -137,7 +132,7 @@ class Probes(Resource):
         )
 
     @operation("GET", "/v1/admin/requests", access="admin")
-    async def live_requests(self, caller: Caller, query: LiveRequestsQuery) -> LiveRequests:
+    async def live_requests(self, caller: Caller, query: NewestQuery) -> LiveRequests:
         """List the newest waiting and running requests of all gateways."""
         queue, models = self._lifecycle.dispatcher.queue, self._lifecycle.models
         found = await queue.open_requests(models.cards, query.limit)
