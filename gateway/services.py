@@ -94,16 +94,26 @@ class Services:
         self.sessions = SessionStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
         self.deployments = DeploymentState(self._redis, prefix)
-        self.models = self._create_models()
+        gateway = settings.gateway
+        self.models = ModelDirectory(
+            self.registry,
+            self.mailbox.open,
+            settings.redis.address,
+            self.deployments if settings.deploy.store else None,
+            self.metrics.deployments.observe,
+            self.durable,
+            self.keys and self.keys.may_use,
+            gateway.aliases,
+            gateway.model_defaults,
+        )
         self.dispatcher = Dispatcher(
             self.queue,
             self.mailbox,
             self.metrics,
-            silence_timeout_s=settings.gateway.silence_timeout_s,
+            silence_timeout_s=gateway.silence_timeout_s,
             restore_budget=self.usage.restore_budget,
         )
         self.refunds = Refunds(self.queue)
-        gateway = settings.gateway
         self.fetcher = None
         if gateway.remote_images:
             self.fetcher = ImageFetcher(
@@ -112,25 +122,10 @@ class Services:
         self.loader = ImageLoader(settings.limits, self.fetcher, uses_disk=self.blobs.takes_files)
         self.lifecycle = self._create_lifecycle()
         self.search = SearchClient(settings.search)
-        files = _open_store("VLM_GATEWAY__FILES", settings.gateway.files)
+        files = _open_store("VLM_GATEWAY__FILES", gateway.files)
         self.batches = None if files is None else Batches(files, BatchFiles(files))
         self.leases = Leases(self._redis, prefix)
         self.runner: BatchRunner | None = None
-
-    def _create_models(self) -> ModelDirectory:
-        """The models that workers register, and deployed models."""
-        settings = self.settings
-        return ModelDirectory(
-            self.registry,
-            self.mailbox.open,
-            settings.redis.address,
-            self.deployments if settings.deploy.store else None,
-            self.metrics.deployments.observe,
-            self.durable,
-            self.keys and self.keys.may_use,
-            settings.gateway.aliases,
-            settings.gateway.model_defaults,
-        )
 
     def _connect(self) -> tuple[GatewayQueue, Mailbox, BlobStore]:
         """The queue, mailbox and blobs of one Redis, or of several shards."""
