@@ -135,12 +135,14 @@ class Recorder:
             if isinstance(event, Tokens):
                 self._note_tokens(index, event, now)
             elif isinstance(event, Finished):
-                _check(event)
                 self._note_end(index, event)
             elif isinstance(event, Failed):
                 raise from_failed(event)
 
     def _note_end(self, index: int, event: Finished) -> None:
+        if event.finish_reason is FinishReason.ABORT:
+            message = "The request was cancelled."
+            raise from_failed(Failed(event.request_id, event.attempt, ErrorCode.CANCELLED, message))
         totals = self.totals
         if self.num_prompts == 1:
             if not totals.finished:
@@ -334,13 +336,6 @@ class Recorder:
             relay_s = self.stages(e2e_s)["relay"]
             stages.append(Stage("relay", e2e_s - relay_s, relay_s))
         return stages
-
-
-def _check(event: Finished) -> None:
-    """Refuse an aborted answer. Raises: ApiError."""
-    if event.finish_reason is FinishReason.ABORT:
-        message = "The request was cancelled."
-        raise from_failed(Failed(event.request_id, event.attempt, ErrorCode.CANCELLED, message))
 
 
 def timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool) -> Headers:
