@@ -232,7 +232,8 @@ class ModelDirectory:
                 if (card := cards.get(worker.card.name)) is not None:
                     cards[card.name] = _common_card(card, worker.card)
             if new := cards.keys() - self.cards.keys():
-                await self._open(sorted(new))
+                # In a new context, as its tasks outlive the current request.
+                await asyncio.create_task(self._on_models(sorted(new)), context=Context())
             self.cards = cards
             self._deployed = deployed
             routes = deployed | dict(_weighted(routed, cards))
@@ -288,11 +289,6 @@ class ModelDirectory:
                 routes[name] = kept
         revisions = [revision for app in apps.values() for revision in app.revisions]
         return routes, [each.card for each in revisions if each.card is not None]
-
-    async def _open(self, names: list[str]) -> None:
-        """Call `on_models` in a new context, as its tasks outlive the current request."""
-        loop = asyncio.get_running_loop()
-        await loop.create_task(self._on_models(names), context=Context())
 
     async def keep_fresh(self) -> None:
         while True:
