@@ -487,7 +487,9 @@ class OllamaEmbeddings(OllamaEmbed):
     request_type = OllamaEmbeddingsRequest
 
     def answer(self, options: EmbeddingOptions, head: AnswerHead) -> Answer:
-        return WholeAnswer(_to_vector)
+        return WholeAnswer(
+            lambda events, _: OllamaVectors(embedding=next(rows_of(events)).cast("f").tolist())
+        )
 
 
 def _to_vectors(head: AnswerHead, events: Sequence[ChoiceEvent], totals: Totals) -> OllamaVectors:
@@ -498,11 +500,6 @@ def _to_vectors(head: AnswerHead, events: Sequence[ChoiceEvent], totals: Totals)
         load_duration=0,
         prompt_eval_count=totals.prompt.num_prompt_tokens,
     )
-
-
-def _to_vector(events: Sequence[ChoiceEvent], totals: Totals) -> OllamaVectors:
-    [row] = rows_of(events)
-    return OllamaVectors(embedding=row.cast("f").tolist())
 
 
 class OllamaAnswer:
