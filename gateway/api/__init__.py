@@ -101,7 +101,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         Files(lifecycle, search, batches and batches.files),
         BatchResource(batches, services.look_for_batches, limits, batchable, find_guest),
         StoredResponses(lifecycle.kept),
-        VectorStores(lifecycle, search, limits, settings.search.default_store),
+        VectorStores(lifecycle, search, settings.search.default_store),
         OllamaModelList(models),
         Sessions(lifecycle, services.sessions, limits),
         Adapters(models, limits.max_loras),

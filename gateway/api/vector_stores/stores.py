@@ -97,7 +97,7 @@ from shared.search import (
     StoreFile,
     StoreRecord,
 )
-from shared.settings.limits import MIB, LimitSettings
+from shared.settings.limits import MIB
 
 #: Number of hits that a reranker gets, per requested hit.
 _RERANK_FACTOR = 4
@@ -126,15 +126,13 @@ _BATCH = _BATCHES + "/{batch_id}"
 class VectorStores(Resource):
     tag = "vector stores"
 
-    def __init__(
-        self, lifecycle: Lifecycle, search: SearchClient, limits: LimitSettings, default_store: str
-    ) -> None:
+    def __init__(self, lifecycle: Lifecycle, search: SearchClient, default_store: str) -> None:
         self._lifecycle = lifecycle
         self._search = search
-        self._limits = limits
+        self._limits = lifecycle.limits
         self._default_store = default_store
-        self._embeddings = Embeddings(limits)
-        self._reranking = Reranking(limits)
+        self._embeddings = Embeddings(self._limits)
+        self._reranking = Reranking(self._limits)
 
     # Stores
 
