@@ -68,7 +68,7 @@ def create_app(
 
     pages = (PageEndpoint(path, file) for path, file in load_page().items())
     router = Router(
-        [*create_endpoints(services, served), *((page, page.serve) for page in pages)],
+        endpoints=[*create_endpoints(services, served), *((page, page.serve) for page in pages)],
         lifespan=LifespanRouter(lifespan=lifespan).lifespan,
         keys=keys,
         wrong_keys=WrongKeys(limits.max_wrong_keys_per_minute),

@@ -82,9 +82,9 @@ def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> A
         case "read_only":
             return conflict(fault.message, code="store_read_only")
         case "full":
-            return InvalidRequest(fault.message, param=param, status=413, code="store_full")
+            return InvalidRequest(fault.message, param=param, code="store_full")
         case "too_large":
-            return InvalidRequest(fault.message, status=413, code="request_too_large")
+            return InvalidRequest(fault.message, code="request_too_large")
         case "invalid":
             return InvalidRequest(fault.message, param=param, code="invalid_value")
         case _:

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
@@ -12,14 +13,14 @@ from starlette.types import ASGIApp
 
 from gateway.batches.files import BatchFiles
 from gateway.batches.records import Batches
-from gateway.batches.runner import BatchRunner, LineAsker
+from gateway.batches.runner import BatchRunner, ask_endpoint
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks, load_hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
 from gateway.calls.lifecycle import Lifecycle
-from gateway.calls.models import ModelDirectory, PrefixAffinity
+from gateway.calls.models import ModelDirectory
 from gateway.calls.resume import Resume
 from gateway.calls.surface import Surface
 from gateway.http.body import Admission
@@ -69,7 +70,7 @@ class Services:
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
-        self._durable = self._open_store()
+        self.durable = _open_store("VLM_DEPLOY__STORE", settings.deploy.store)
         self.keys, self.audit = self._create_keys()
         self.tokens = self._create_tokens()
         self.key_limits = KeyLimits(
@@ -79,7 +80,7 @@ class Services:
             prices=settings.gateway.prices,
         )
         self.queue, self.mailbox, small = self._connect()
-        self.usage = UsageLog(self.queue, self._durable)
+        self.usage = UsageLog(self.queue, self.durable)
         self.records = ResumableCalls(self._redis, prefix)
         self.blobs = self._open_blobs(small)
         self.blob_reader = UrlBlobReader(self.blobs)
@@ -93,37 +94,38 @@ class Services:
         self.sessions = SessionStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
         self.deployments = DeploymentState(self._redis, prefix)
-        self.models = self._create_models()
-        self.dispatcher = Dispatcher(
-            self.queue,
-            self.mailbox,
-            self.metrics,
-            silence_timeout_s=settings.gateway.silence_timeout_s,
-            restore_budget=self.usage.restore_budget,
-        )
-        self.refunds = Refunds(self.queue)
-        self.fetcher = create_fetcher(settings)
-        self.loader = ImageLoader(settings.limits, self.fetcher, uses_disk=self.blobs.takes_files)
-        self.lifecycle = self._create_lifecycle()
-        self.search = SearchClient(settings.search)
-        self.batches = create_batches(settings.gateway.files)
-        self.leases = Leases(self._redis, prefix)
-        self.runner: BatchRunner | None = None
-
-    def _create_models(self) -> ModelDirectory:
-        """The models that workers register, and deployed models."""
-        settings = self.settings
-        return ModelDirectory(
+        gateway = settings.gateway
+        self.models = ModelDirectory(
             self.registry,
             self.mailbox.open,
             settings.redis.address,
             self.deployments if settings.deploy.store else None,
             self.metrics.deployments.observe,
-            settings.deploy.store,
+            self.durable,
             self.keys and self.keys.may_use,
-            settings.gateway.aliases,
-            settings.gateway.model_defaults,
+            gateway.aliases,
+            gateway.model_defaults,
         )
+        self.dispatcher = Dispatcher(
+            self.queue,
+            self.mailbox,
+            self.metrics,
+            silence_timeout_s=gateway.silence_timeout_s,
+            restore_budget=self.usage.restore_budget,
+        )
+        self.refunds = Refunds(self.queue)
+        self.fetcher = None
+        if gateway.remote_images:
+            self.fetcher = ImageFetcher(
+                hosts=gateway.remote_images, timeout_s=gateway.image_fetch_timeout_s
+            )
+        self.loader = ImageLoader(settings.limits, self.fetcher, uses_disk=self.blobs.takes_files)
+        self.lifecycle = self._create_lifecycle()
+        self.search = SearchClient(settings.search)
+        files = _open_store("VLM_GATEWAY__FILES", gateway.files)
+        self.batches = None if files is None else Batches(files, BatchFiles(files))
+        self.leases = Leases(self._redis, prefix)
+        self.runner: BatchRunner | None = None
 
     def _connect(self) -> tuple[GatewayQueue, Mailbox, BlobStore]:
         """The queue, mailbox and blobs of one Redis, or of several shards."""
@@ -156,21 +158,18 @@ class Services:
                 )
         return small
 
-    def _open_store(self) -> PackageStore | None:
-        try:
-            return open_store(url) if (url := self.settings.deploy.store) else None
-        except StoreError as error:
-            raise SettingsError(f"VLM_DEPLOY__STORE: {error}") from None
-
     def _create_keys(self) -> tuple[KeyDirectory | None, AuditLog | None]:
         if self.settings.gateway.root_key is None:
             return None, None
         prefix = self.settings.redis.key_prefix
-        store = KeyStore(self._redis, prefix, self._durable)
+        store = KeyStore(self._redis, prefix, self.durable)
+        ended = "The API key of this request was revoked or expired."
         keys = KeyDirectory(
-            store, self.settings.redis.address, lambda ended: self.dispatcher.fail_tenants(ended)
+            store,
+            self.settings.redis.address,
+            lambda tenants: self.dispatcher.fail_all(ended, tenants),
         )
-        return keys, AuditLog(self._redis, prefix, self._durable, keys.name_of)
+        return keys, AuditLog(self._redis, prefix, self.durable, keys.name_of)
 
     def _create_tokens(self) -> "TokenKeys | None":
         """Authentication by OIDC tokens. None: no issuer is set. Raises: SettingsError."""
@@ -186,33 +185,27 @@ class Services:
             raise SettingsError(f"VLM_GATEWAY__OIDC__ISSUER: {problem}") from None
         return TokenKeys(settings, self.keys)
 
-    def _create_hooks(self) -> Hooks | None:
-        settings = self.settings.gateway
-        is_open = settings.hook_failure == "open"
-        found = load_hooks(settings.hooks)
-        return Hooks(found, settings.hook_timeout_s, is_open, self.metrics) if found else None
-
     def _create_lifecycle(self) -> Lifecycle:
-        timeout_s = self.settings.gateway.request_timeout_s
-        names = self.settings.gateway.fallbacks
+        settings, hooks = self.settings.gateway, None
+        if found := load_hooks(settings.hooks):
+            is_open = settings.hook_failure == "open"
+            hooks = Hooks(found, settings.hook_timeout_s, is_open, self.metrics)
+        names = settings.fallbacks
         return Lifecycle(
             gateway_id=self.gateway_id,
-            settings=self.settings.gateway,
+            settings=settings,
             limits=self.settings.limits,
             admission=self.admission,
             key_limits=self.key_limits,
             models=self.models,
-            affinities=PrefixAffinity(self.models, self.settings.gateway.home_grace_s),
             loader=self.loader,
             blobs=self.blobs,
             dispatcher=self.dispatcher,
-            resume=Resume(self.queue, self.records, self.dispatcher, timeout_s),
+            resume=Resume(self.queue, self.records, self.dispatcher, settings.request_timeout_s),
             refunds=self.refunds,
             fallbacks=Fallbacks(names, self.models, self.metrics) if names else None,
-            hooks=self._create_hooks(),
-            kept=KeptAnswers(
-                self.answers, self.blobs, self.blob_reader, self.settings.gateway.response_ttl_s
-            ),
+            hooks=hooks,
+            kept=KeptAnswers(self.answers, self.blobs, self.blob_reader, settings.response_ttl_s),
             metrics=self.metrics,
             tracer=self.tracer,
         )
@@ -241,7 +234,7 @@ class Services:
         self.runner = BatchRunner(
             self.batches,
             self.leases,
-            LineAsker(lifecycle, surfaces).ask,
+            partial(ask_endpoint, lifecycle, surfaces),
             may_ask,
             max_lines=limits.max_batch_lines,
             keep_s=settings.file_ttl_s,
@@ -305,21 +298,9 @@ class Services:
             await asyncio.to_thread(self.tracer.close)
 
 
-def create_batches(url: str) -> Batches | None:
-    """The batches of a store, if there is one. Raises: SettingsError."""
-    if not url:
-        return None
+def _open_store(variable: str, url: str) -> PackageStore | None:
+    """The store of a setting. Raises: SettingsError."""
     try:
-        store = open_store(url)
+        return open_store(url) if url else None
     except StoreError as error:
-        raise SettingsError(f"VLM_GATEWAY__FILES: {error}") from None
-    return Batches(store, BatchFiles(store))
-
-
-def create_fetcher(settings: Settings) -> ImageFetcher | None:
-    if not settings.gateway.remote_images:
-        return None
-    return ImageFetcher(
-        hosts=settings.gateway.remote_images,
-        timeout_s=settings.gateway.image_fetch_timeout_s,
-    )
+        raise SettingsError(f"{variable}: {error}") from None

@@ -15,8 +15,7 @@ from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
-from gateway.api.forget import TenantData
-from gateway.api.keys import Audit, Keys
+from gateway.api.keys import Audit, Keys, TenantData
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
 from gateway.api.ollama import (
@@ -96,27 +95,17 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
     batches, root = services.batches, settings.gateway.root_key
     find_guest = services.keys.guest if services.keys is not None else lambda _: ""
     batchable = [surface.path for surface in surfaces if surface.batchable]
-    data = TenantData(
-        lifecycle.kept, services.sessions, services.queue, services.blobs, services.batches, services.look_for_batches,
-        services.search,
-    )  # fmt: skip
+    data = TenantData(lifecycle, services.sessions, batches, services.look_for_batches, search)
     return [
         Models(models, limits),
-        Files(
-            search,
-            batches and batches.files,
-            lifecycle.kept,
-            lifecycle.loader,
-            limits,
-            settings.gateway.body_timeout_s,
-        ),
+        Files(lifecycle, search, batches and batches.files),
         BatchResource(batches, services.look_for_batches, limits, batchable, find_guest),
         StoredResponses(lifecycle.kept),
-        VectorStores(lifecycle, search, limits, settings.search.default_store),
+        VectorStores(lifecycle, search, settings.search.default_store),
         OllamaModelList(models),
         Sessions(lifecycle, services.sessions, limits),
         Adapters(models, limits.max_loras),
-        Applications(deploy, services.deployments, models),
+        Applications(services.durable, deploy, services.deployments, models),
         Keys(services.keys, data, bool(settings.gateway.prices), services.usage.raise_budgets),
         *([] if services.audit is None else [Audit(services.audit)]),
         UsageReport(
@@ -125,12 +114,9 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
             None if root is None else tenant_of(root),
             bool(settings.gateway.prices),
         ),
-        Packages(deploy.store, settings.gateway.body_timeout_s),
+        Packages(services.durable, settings.gateway.body_timeout_s),
         Probes(
-            services.admission,
-            models,
-            services.queue,
-            services.metrics,
+            lifecycle,
             "adapters" if settings.gateway.admin_keys or settings.gateway.root_key else "use",
             settings.redis.shards,
             services.keys,

@@ -45,43 +45,49 @@ class LoadAdapter(UnloadAdapter, frozen=True, forbid_unknown_fields=True, kw_onl
     load_inplace: bool = False  #: whether to replace an adapter with this name
 
 
-class FleetAdapters:
-    """Changes the adapters of a model's workers and waits for the result."""
+class Adapters(Resource):
+    """Changes of the adapters of a model's workers."""
 
-    def __init__(
-        self, models: ModelDirectory, max_loras: int, timeout_s: float = _MAX_LOAD_S
-    ) -> None:
+    tag = "models"
+    access = "adapters"
+
+    def __init__(self, models: ModelDirectory, max_loras: int) -> None:
         self._models = models
         self._registry = models.registry
         self._max_loras = max_loras
-        self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
 
-    async def load(self, wanted: LoadAdapter, tenant: str) -> None:
-        """Raises: ApiError, RedisError."""
-        name = wanted.lora_name
+    @operation("POST", "/v1/load_lora_adapter")
+    async def load_lora_adapter(self, caller: Caller, body: LoadAdapter) -> Response:
+        """Load a LoRA adapter on every worker of a model; it is served as `model:lora_name`."""
+        name = body.lora_name
         async with self._lock:
-            model = await self._base_model(wanted.base_model_name, tenant)
+            model = await self._base_model(body.base_model_name, caller.context.tenant)
             listed = await self._listed(model, name)
             before = listed.get(name)
-            if before is not None and not wanted.load_inplace:
+            if before is not None and not body.load_inplace:
                 raise invalid("lora_name", "already loaded; unload it, or send load_inplace: true")
             if before is None and len(listed) >= self._max_loras:
                 raise invalid("lora_name", f"at most {self._max_loras} adapters; unload one")
-            source = AdapterSource(wanted.lora_path, token_hex(8))
+            source = AdapterSource(body.lora_path, token_hex(8))
             await self._registry.put_adapter(model, name, source)
             try:
                 await self._wait(model, lambda held: _is_loaded(held.get(name), source))
             except BaseException:
-                await self._undo(model, name, before)
+                if before is None:
+                    await self._registry.remove_adapter(model, name)
+                else:
+                    await self._registry.put_adapter(model, name, before)
                 raise
         logger.info("the adapter %s:%s is loaded", model, name)
+        return _confirm(name, "added")
 
-    async def unload(self, wanted: UnloadAdapter, tenant: str) -> None:
-        """Raises: ApiError, RedisError."""
-        name = wanted.lora_name
+    @operation("POST", "/v1/unload_lora_adapter")
+    async def unload_lora_adapter(self, caller: Caller, body: UnloadAdapter) -> Response:
+        """Unload a LoRA adapter. Running requests finish with the adapter."""
+        name = body.lora_name
         async with self._lock:
-            model = await self._base_model(wanted.base_model_name, tenant)
+            model = await self._base_model(body.base_model_name, caller.context.tenant)
             if name not in await self._listed(model, name):
                 raise NotFound(
                     "No adapter of this name is loaded: GET /v1/models lists adapters.",
@@ -91,24 +97,19 @@ class FleetAdapters:
             await self._registry.remove_adapter(model, name)
             await self._wait(model, lambda held: name not in held)
         logger.info("the adapter %s:%s is unloaded", model, name)
+        return _confirm(name, "removed")
 
     async def _base_model(self, name: str | None, tenant: str) -> str:
         """The model of the request. Raises: Forbidden, InvalidRequest, and as `ModelDirectory.find`."""
-        model = await self._find_model(name)
+        if name is not None:
+            model = (await self._models.find(name, param="base_model_name")).queue
+        else:
+            names = [card.queue for card in self._models.served() if "generate" in card.tasks]
+            if len(names) != 1:
+                raise invalid("base_model_name", "required unless exactly one model is served")
+            [model] = names
         self._models.check_use(tenant, model)
         return model
-
-    async def _find_model(self, name: str | None) -> str:
-        if name is not None:
-            try:
-                return (await self._models.find(name)).queue
-            except NotFound as error:
-                error.param = "base_model_name"
-                raise
-        names = [card.queue for card in self._models.served() if "generate" in card.tasks]
-        if len(names) != 1:
-            raise invalid("base_model_name", "required unless exactly one model is served")
-        return names[0]
 
     async def _listed(self, model: str, name: str) -> dict[str, AdapterSource]:
         """The adapters that were loaded by request. Raises: InvalidRequest if the workers' settings define `name`."""
@@ -129,7 +130,7 @@ class FleetAdapters:
 
     async def _wait(self, model: str, is_done: Callable[[dict[str, AdapterCard]], bool]) -> None:
         """Wait until all workers are done. Raises: ApiError."""
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + _MAX_LOAD_S
         while True:
             cards = await self._workers(model)
             states = [is_done({each.name: each for each in card.adapters}) for card in cards]
@@ -139,16 +140,9 @@ class FleetAdapters:
             if time.monotonic() > until:
                 raise ServerError(
                     "Not all workers finished in time: see the workers' logs.",
-                    status=504,
                     code="deadline_exceeded",
                 )
             await asyncio.sleep(_POLL_S)
-
-    async def _undo(self, model: str, name: str, before: AdapterSource | None) -> None:
-        if before is None:
-            await self._registry.remove_adapter(model, name)
-        else:
-            await self._registry.put_adapter(model, name, before)
 
 
 def _is_loaded(card: AdapterCard | None, source: AdapterSource) -> bool:
@@ -162,26 +156,6 @@ def _is_loaded(card: AdapterCard | None, source: AdapterSource) -> bool:
             code="invalid_value",
         )
     return True
-
-
-class Adapters(Resource):
-    tag = "models"
-    access = "adapters"
-
-    def __init__(self, models: ModelDirectory, max_loras: int) -> None:
-        self._adapters = FleetAdapters(models, max_loras)
-
-    @operation("POST", "/v1/load_lora_adapter")
-    async def load_lora_adapter(self, caller: Caller, body: LoadAdapter) -> Response:
-        """Load a LoRA adapter on every worker of a model; it is served as `model:lora_name`."""
-        await self._adapters.load(body, caller.context.tenant)
-        return _confirm(body.lora_name, "added")
-
-    @operation("POST", "/v1/unload_lora_adapter")
-    async def unload_lora_adapter(self, caller: Caller, body: UnloadAdapter) -> Response:
-        """Unload a LoRA adapter. Running requests finish with the adapter."""
-        await self._adapters.unload(body, caller.context.tenant)
-        return _confirm(body.lora_name, "removed")
 
 
 def _confirm(name: str, what: str) -> Response:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import msgspec
@@ -20,7 +21,6 @@ from shared.protocol import (
     Started,
     Tokenized,
     Tokens,
-    ToolCall,
     Usage,
     join_calls,
 )
@@ -285,10 +285,6 @@ class Blocks:
     def calls(self) -> list[Block]:
         return [block for block in self.all if block.kind == "call"]
 
-    def to_calls(self) -> tuple[ToolCall, ...]:
-        """The calls, in the format of a request's history."""
-        return tuple(ToolCall(call.call_id, call.name, call.text) for call in self.calls)
-
     def _join(self, kind: str) -> str:
         return "".join(block.text for block in self.all if block.kind == kind)
 
@@ -465,19 +461,20 @@ class BlockStream:
         return b"" if block is None else self.closed(block, totals)
 
 
+@dataclass
 class WholeAnswer:
     """An answer that is never streamed."""
+
+    _to_body: Callable[[Sequence[ChoiceEvent], Totals], msgspec.Struct]
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        return encode(self._to_body(events, totals))
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         return []
 
 
-class TokenizedAnswer(WholeAnswer):
-    """An answer of the worker's tokenizer."""
-
-    def __init__(self, to_body: Callable[[Tokenized], msgspec.Struct]) -> None:
-        self._to_body = to_body
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        [made] = [event for _, event in events if isinstance(event, Tokenized)]
-        return encode(self._to_body(made))
+def find_tokenized(events: Sequence[ChoiceEvent]) -> Tokenized:
+    """The result of the worker's tokenizer."""
+    [made] = [event for _, event in events if isinstance(event, Tokenized)]
+    return made

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,9 +20,9 @@ from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from gateway.api.fields import Data, invalid
-from gateway.api.packages import ConfiguredStore, store_error
+from gateway.api.packages import DeployResource
 from gateway.calls.models import ModelDirectory
-from gateway.http.endpoint import Caller, Resource, operation
+from gateway.http.endpoint import Caller, operation
 from gateway.http.errors import (
     InvalidRequest,
     NotFound,
@@ -211,33 +212,27 @@ class NodeList(Data[NodeObject]):
     pass
 
 
-class Applications(Resource):
-    tag = "applications"
-    access = "deploy"
-
-    def __init__(
-        self, deploy: DeploySettings, deployments: DeploymentState, models: ModelDirectory
-    ) -> None:
-        self._store = ConfiguredStore(deploy.store)
-        self._signers = deploy.signers
-        self._deployments = deployments
-        self._models = models
+@dataclass
+class Applications(DeployResource):
+    _deploy: DeploySettings
+    _deployments: DeploymentState
+    _models: ModelDirectory
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):
             return conflict(f"{error}.")
-        return unavailable() if isinstance(error, OSError) else store_error(error)
+        return unavailable() if isinstance(error, OSError) else super().to_error(error)
 
     @operation("GET", "/v1/applications")
     async def list_applications(self, caller: Caller) -> ApplicationList:
         """List deployments."""
         apps = await self._deployments.apps()
-        routes = await asyncio.to_thread(read_routes, await self._store.open())
+        routes = await asyncio.to_thread(read_routes, self._store)
         found = [self._to_object(app) for app in apps.values()]
         found += [self._to_unreadable(name) for name in self._deployments.unreadable]
         found.sort(key=lambda each: each.name)
         weights = {name: routes[name].weights for name in sorted(routes) if routes[name].versions}
-        return ApplicationList(found, routes=weights, store=self._store.url)
+        return ApplicationList(found, routes=weights, store=self._deploy.store)
 
     @operation("GET", _PATH)
     async def retrieve_application(self, caller: Caller) -> Application:
@@ -247,7 +242,7 @@ class Applications(Resource):
     async def _get(self, name: str) -> Application:
         history, app = await asyncio.gather(self._history(name), self._find(name))
         if history is None:
-            raise _unknown(name)
+            raise _unknown()
         if app is None and name in self._deployments.unreadable:
             found = self._to_unreadable(name, history.last.number)
         else:
@@ -263,7 +258,7 @@ class Applications(Resource):
         name = _check_name(caller)
         lines = await self._deployments.log(name, MAX_LOG_LINES)
         if not lines and await self._history(name) is None:
-            raise _unknown(name)
+            raise _unknown()
         chosen = [line for line in lines if query.slot in (None, line.slot)]
         return Log(chosen[-query.limit :])
 
@@ -327,8 +322,7 @@ class Applications(Resource):
     @operation("POST", _PATH + ":rollback", status=202)
     async def rollback_application(self, caller: Caller, body: Rollback) -> Application:
         """Stop the rollout of a new version. Without a rollout, serve the previous version again."""
-        name = _check_name(caller)
-        history = await self._known(name)
+        name, history = await self._known(caller)
         candidate = history.candidate
         if candidate is not None and body.generation is None:
             await self._settle(name, candidate.number, Outcome("rolled_back", "asked for"))
@@ -348,8 +342,7 @@ class Applications(Resource):
     @operation("POST", _PATH + ":promote", status=202)
     async def promote_application(self, caller: Caller, body: Nothing) -> Application:
         """Send all requests to the canary."""
-        name = _check_name(caller)
-        history = await self._known(name)
+        name, history = await self._known(caller)
         app = await self._find(name)
         candidate = history.candidate
         is_ready = app is not None and candidate and app.of(candidate.version, "ready")
@@ -362,8 +355,7 @@ class Applications(Resource):
     @operation("POST", _PATH + ":scale", status=202)
     async def scale_application(self, caller: Caller, body: Scale) -> Application:
         """Change the minimum and maximum number of instances."""
-        name = _check_name(caller)
-        history = await self._known(name)
+        name, history = await self._known(caller)
         active = history.active
         if active is None or history.candidate is not None:
             raise conflict("A new version is being rolled out: scale it when it is active.")
@@ -383,21 +375,19 @@ class Applications(Resource):
     @operation("DELETE", _PATH, status=202)
     async def undeploy_application(self, caller: Caller) -> Application:
         """Stop serving a name. Queued requests are still answered."""
-        name = _check_name(caller)
-        history = await self._known(name)
-        if history.last.digest:
-            last = history.last
-            await self._add(Generation(name, last.number + 1, "", last.spec, "undeploy"), history)
+        name, history = await self._known(caller)
+        last = history.last
+        await self._add(Generation(name, last.number + 1, "", last.spec, "undeploy"), history)
         return await self._get(name)
 
     @operation("POST", _PATH + ":route")
     async def route_application(self, caller: Caller, body: Weights) -> Weights:
         """Route a name's requests to versions by weight, instead of by the deployment's own weights."""
-        name, store = _check_name(caller), await self._store.open()
+        name, store = _check_name(caller), self._store
         history, before = await self._history(name), await self._route(name)
         await self._models.refresh()
         if not (body.weights or before.versions):
-            raise _unknown(name, "route")
+            raise _unknown("route")
         if body.weights and history is not None and history.candidate is not None:
             raise conflict("A new version is being rolled out: set the route when it is active.")
         if body.weights and name in self._models.cards:
@@ -446,7 +436,7 @@ class Applications(Resource):
             )
 
     async def _route(self, name: str) -> RouteRecord:
-        found = await asyncio.to_thread(read_routes, await self._store.open())
+        found = await asyncio.to_thread(read_routes, self._store)
         return found.get(name, RouteRecord(name, 0))
 
     @operation("GET", "/v1/nodes")
@@ -500,31 +490,31 @@ class Applications(Resource):
     @asynccontextmanager
     async def _held(self, digest: str, signature: str | None = None) -> AsyncIterator[Manifest]:
         """A complete, signed package, protected from deletion inside the block. Raises: ApiError, StoreError."""
-        store = await self._store.open()
+        store, signers = self._store, self._deploy.signers
         key = await asyncio.to_thread(write_hold, store, package=digest)
         try:
             manifest = await asyncio.to_thread(_check_package, store, digest)
-            await asyncio.to_thread(_check_signature, store, digest, signature, self._signers)
+            await asyncio.to_thread(_check_signature, store, digest, signature, signers)
             yield manifest
         finally:
             await asyncio.to_thread(store.delete, key)
 
     async def _history(self, name: str) -> History | None:
-        return await asyncio.to_thread(read_history, await self._store.open(), name)
+        return await asyncio.to_thread(read_history, self._store, name)
 
-    async def _known(self, name: str) -> History:
+    async def _known(self, caller: Caller) -> tuple[str, History]:
+        name = _check_name(caller)
         history = await self._history(name)
         if history is None or not history.last.digest:
-            raise _unknown(name)
-        return history
+            raise _unknown()
+        return name, history
 
     async def _find(self, name: str) -> App | None:
         return (await self._deployments.apps()).get(name)
 
     async def _add(self, generation: Generation, history: History | None) -> None:
         """Record a generation and the outcome of the previous one. Raises: ApiError, StoreError."""
-        store = await self._store.open()
-        name, number = generation.name, generation.number
+        store, name, number = self._store, generation.name, generation.number
         active = history.active if history else None
         if active is not None and active.version != generation.version:
             await self._check_retired(name, active)
@@ -536,14 +526,11 @@ class Applications(Resource):
             await asyncio.to_thread(settle, store, name, history.candidate.number, outcome)
         if not generation.digest or (active is not None and active.version == generation.version):
             await asyncio.to_thread(settle, store, name, number, Outcome("active"))
-        if history is not None and history.last.digest:
-            await self._change(name, lambda app, now: _admitted(app, generation, now))
-        else:
-            await self._change(name, lambda app, now: _admitted(app, generation, now), App(name))
+        new = None if history is not None and history.last.digest else App(name)
+        await self._change(name, lambda app, now: _admitted(app, generation, now), new)
 
     async def _settle(self, name: str, number: int, wanted: Outcome) -> None:
-        store = await self._store.open()
-        outcome = await asyncio.to_thread(settle, store, name, number, wanted)
+        outcome = await asyncio.to_thread(settle, self._store, name, number, wanted)
         await self._change(name, lambda app, now: rollout.conclude(app, number, outcome, now))
         if outcome.verdict != wanted.verdict:
             raise conflict(f"The rollout has just ended: {outcome.verdict}.")
@@ -608,7 +595,7 @@ def _to_generation(generation: Generation, history: History) -> GenerationObject
     )  # fmt: skip
 
 
-def _unknown(name: str, what: str = "deployment") -> NotFound:
+def _unknown(what: str = "deployment") -> NotFound:
     return NotFound(
         f"There is no {what} of this name: GET /v1/applications lists them.",
         param="name",

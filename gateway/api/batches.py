@@ -12,17 +12,13 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.fields import Data, Listing, RequestStruct, invalid
-from gateway.api.vector_stores import Metadata
+from gateway.api.vector_stores import Metadata, PageQuery
 from gateway.batches.lines import LineError
 from gateway.batches.records import Batches, BatchView
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import NotFound, RateLimited, unavailable
 from shared.packages.store import StoreError
-from shared.settings.limits import (
-    MAX_ITEM_ID_CHARS,
-    MAX_PAGE,
-    LimitSettings,
-)
+from shared.settings.limits import MAX_ITEM_ID_CHARS, LimitSettings
 
 PURPOSE = "batch"
 T = TypeVar("T")
@@ -33,13 +29,6 @@ class CreateBatch(RequestStruct, frozen=True, kw_only=True):
     endpoint: str
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
-
-
-class BatchQuery(RequestStruct, frozen=True, kw_only=True):
-    """Range of the list, newest first."""
-
-    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
-    after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
 
 
 class RequestCounts(msgspec.Struct):
@@ -166,7 +155,7 @@ class BatchResource(Resource):
         return BatchObject.of(_found(view))
 
     @operation("GET", "/v1/batches")
-    async def list_batches(self, caller: Caller, query: BatchQuery) -> BatchList:
+    async def list_batches(self, caller: Caller, query: PageQuery) -> BatchList:
         """List batches."""
         batches = self._all
 

@@ -20,14 +20,14 @@ from gateway.api.answers import (
     merge_tokens,
     to_usage,
 )
-from gateway.api.conversation import check_text_chars
 from gateway.api.fields import (
     UNSUPPORTED,
     ModelName,
     Timings,
     TokenId,
-    check_max_tokens,
+    check_chars,
     check_model,
+    check_most,
     check_stream,
     doc,
     find_priority,
@@ -143,13 +143,14 @@ class Completions(Surface):
         prompts = _prompts(request)
         count = num_choices(request, self.limits)
         self._check(prompts, count, request)
-        max_tokens = check_max_tokens(request.max_tokens, "max_tokens", self.limits, context)
+        most = context.max_output_tokens or DEFAULT_MAX_TOKENS
+        default = min(DEFAULT_MAX_TOKENS, most, self.limits.max_output_tokens)
         sampling = translate_sampling(
             request,
             self.limits,
             context,
             card.sampling,
-            max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+            default if request.max_tokens is None else request.max_tokens,
             num_logprobs=request.logprobs,
         )
         sampling = _with_echo(sampling, request, prompts)
@@ -193,15 +194,10 @@ class Completions(Surface):
         self, prompts: Sequence[TextPart | TokensPart], count: int, request: CompletionRequest
     ) -> None:
         limits = self.limits
-        if len(prompts) * count > limits.max_prompts:
-            raise invalid("prompt", f"send at most {limits.max_prompts} prompts, times n")
-        check_text_chars(
-            sum(len(prompt.text) for prompt in prompts if isinstance(prompt, TextPart)),
-            "prompt",
-            limits,
-        )
-        if (request.logprobs or 0) > limits.max_top_logprobs:
-            raise invalid("logprobs", f"send at most {limits.max_top_logprobs}")
+        check_most("prompt", len(prompts) * count, limits.max_prompts, "prompts, times n")
+        num_chars = sum(len(prompt.text) for prompt in prompts if isinstance(prompt, TextPart))
+        check_chars(num_chars, limits.max_text_chars, "prompt", "context_length_exceeded")
+        check_most("logprobs", request.logprobs or 0, limits.max_top_logprobs)
 
     def answer(self, options: CompletionOptions, head: AnswerHead) -> Answer:
         return CompletionAnswer(options, head)

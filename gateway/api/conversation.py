@@ -5,8 +5,8 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from gateway.api.fields import invalid
-from gateway.http.errors import InvalidRequest
+from gateway.api.fields import check_chars, check_most, invalid
+from gateway.calls.surface import NoOptions, Plan
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
 from shared.media import MEDIA
@@ -14,11 +14,15 @@ from shared.protocol import (
     THINKING_SWITCHES,
     ChatMessage,
     Ending,
+    Generate,
     ImagePart,
     ModelCard,
+    SamplingParams,
     TemplateOption,
     TextPart,
+    Tokenize,
     ToolCall,
+    Tools,
 )
 from shared.settings.limits import LimitSettings
 
@@ -65,7 +69,7 @@ class Conversation(Struct):
 
         `last`: name of the last message's field in errors.
         """
-        check_text_chars(self.num_chars, param, limits)
+        check_chars(self.num_chars, limits.max_text_chars, param, "context_length_exceeded")
         final = self.messages[-1]
         if final.role != "assistant":
             return
@@ -76,15 +80,13 @@ class Conversation(Struct):
         elif len(self.messages) > 1:
             self.messages.pop()
 
-
-def check_text_chars(num_chars: int, param: str, limits: LimitSettings) -> None:
-    """Raises: InvalidRequest if the texts of a prompt are too long."""
-    if num_chars > limits.max_text_chars:
-        raise InvalidRequest(
-            f"The texts are too long: send at most {limits.max_text_chars} characters.",
-            param=param,
-            code="context_length_exceeded",
+    def count(self, options: dict[str, TemplateOption], tools: Tools | None) -> Plan:
+        """A plan that counts the tokens. `options`: variables of the chat template."""
+        messages, ending = tuple(self.messages), self.ending
+        of = Generate(
+            messages, SamplingParams(), template_options=options, ending=ending, tools=tools
         )
+        return Plan([Tokenize(of, with_ids=False)], NoOptions(), self.sources)
 
 
 def find_template_options(
@@ -97,8 +99,7 @@ def find_template_options(
     if not given:
         return {}
     param = "chat_template_kwargs"
-    if len(given) > _MAX_TEMPLATE_OPTIONS:
-        raise invalid(param, f"send at most {_MAX_TEMPLATE_OPTIONS} entries")
+    check_most(param, len(given), _MAX_TEMPLATE_OPTIONS, "entries")
     if any(isinstance(v, str) and len(v) > _MAX_OPTION_CHARS for v in given.values()):
         raise invalid(param, f"send strings of at most {_MAX_OPTION_CHARS} characters")
     options = {name: value for name, value in given.items() if name in card.template_options}

@@ -6,33 +6,36 @@ vLLM's `messages`: one user message, whose text or image becomes one vector.
 Source: OpenAI API reference, "Create embeddings"; Jina, "Embeddings API"; vLLM, "Embeddings API with chat messages".
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
-from gateway.api.answers import WholeAnswer, encode
+from gateway.api.answers import WholeAnswer
 from gateway.api.chat.schemas import ImageContent, TextContent
 from gateway.api.fields import (
+    ModelName,
     RequestStruct,
+    ServiceTier,
+    ShowsTimings,
     TokenId,
+    User,
+    check_chars,
+    check_num,
     doc,
+    find_priority,
     invalid,
     missing,
     timings_of,
-    too_many,
+    wants_timings,
 )
-from gateway.api.inputs import (
-    InputFields,
-    InputUsage,
-    check_chars,
-    split_inputs,
-    to_plan,
-    to_truncate,
-)
+from gateway.calls.key_limits import CHARS_PER_TOKEN, TOKENS_PER_IMAGE
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import AnswerHead, Plan, Surface, Totals
+from gateway.calls.resume import KEY_HEADER
+from gateway.calls.surface import Answer, AnswerHead, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
@@ -40,6 +43,8 @@ from shared.protocol import (
     Embed,
     ImagePart,
     ModelCard,
+    Rerank,
+    Task,
     TextPart,
     TokensPart,
     Truncate,
@@ -62,6 +67,41 @@ _PROMPTS_OF_TYPE = {
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
+
+#: The end at which long inputs are truncated, as in TEI. true: END. false and NONE: long inputs are refused.
+Truncation = bool | Literal["NONE", "START", "END"]
+Item = TypeVar("Item")
+
+#: Maximum of a call, in estimated tokens and in inputs. Larger requests are split, so that workers share the work.
+MAX_CALL_TOKENS = 8192
+MAX_CALL_INPUTS = 256
+
+
+class InputFields(RequestStruct, frozen=True, kw_only=True):
+    model: ModelName
+    truncate: Annotated[
+        Truncation | None, doc("The end at which inputs that are too long are cut.")
+    ] = None
+    user: User = None
+    service_tier: ServiceTier | None = None
+    timings: ShowsTimings = None
+
+
+class InputUsage(msgspec.Struct):
+    """Token counts with OpenAI's names, without output tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+    @classmethod
+    def of(cls, totals: Totals) -> "InputUsage":
+        prompt = totals.prompt
+        details = {
+            "cached_tokens": prompt.num_cached_tokens,
+            "image_tokens": prompt.num_image_tokens,
+        }
+        return cls(prompt.num_prompt_tokens, prompt.num_prompt_tokens, details)
 
 
 class TextInput(RequestStruct, frozen=True, kw_only=True):
@@ -168,8 +208,8 @@ class Embeddings(Surface):
         options = EmbeddingOptions(request.encoding_format == "base64")
         return to_plan(request, context, tasks, options, inputs.images)
 
-    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> "EmbeddingAnswer":
-        return EmbeddingAnswer(options, head)
+    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> Answer:
+        return WholeAnswer(partial(_to_list, options, head))
 
     def describe(self, request: EmbeddingRequest) -> dict[str, Any]:
         return {
@@ -245,12 +285,10 @@ class Inputs:
         return ImagePart(len(self.images) - 1)
 
     def _check(self, limits: LimitSettings) -> None:
-        if len(self.parts) > limits.max_inputs:
-            raise too_many("inputs", limits.max_inputs, "input")
-        if len(self.images) > limits.max_input_images:
-            raise too_many("images", limits.max_input_images, "input")
+        check_num("inputs", len(self.parts), limits.max_inputs, "input")
+        check_num("images", len(self.images), limits.max_input_images, "input")
         texts = [part.text for part in self.parts if isinstance(part, TextPart)]
-        check_chars(sum(map(len, texts)), "input", limits)
+        check_chars(sum(map(len, texts)), limits.max_input_chars, "input")
         ids = sum(len(part.token_ids) for part in self.parts if isinstance(part, TokensPart))
         if ids > limits.max_input_tokens:
             raise InvalidRequest(
@@ -260,18 +298,14 @@ class Inputs:
             )
 
 
-class EmbeddingAnswer(WholeAnswer):
-    def __init__(self, options: EmbeddingOptions, head: AnswerHead) -> None:
-        self._options = options
-        self.head = head
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        data = [
-            Embedding(index, row if self._options.is_base64 else row.cast("f").tolist())
-            for index, row in enumerate(rows_of(events))
-        ]
-        usage, timings = InputUsage.of(totals), timings_of(totals)
-        return encode(EmbeddingList(self.head.model, data, usage, timings=timings))
+def _to_list(
+    options: EmbeddingOptions, head: AnswerHead, events: Sequence[ChoiceEvent], totals: Totals
+) -> EmbeddingList:
+    data = [
+        Embedding(index, row if options.is_base64 else row.cast("f").tolist())
+        for index, row in enumerate(rows_of(events))
+    ]
+    return EmbeddingList(head.model, data, InputUsage.of(totals), timings=timings_of(totals))
 
 
 def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:
@@ -348,3 +382,89 @@ def _find_max_tokens(request: EmbeddingRequest) -> int | None:
         raise invalid("truncate_prompt_tokens", "send at least 1, or -1 for the model's maximum")
     most = request.truncate_prompt_tokens
     return None if most == -1 else most
+
+
+# Shared with reranking and vector stores
+
+
+def to_truncate(value: bool | str | None) -> Truncate:
+    names: dict[object, Truncate] = {"START": "start", "END": "end", True: "end"}
+    return names.get(value, "none")
+
+
+def to_plan(
+    request: InputFields,
+    context: RequestContext,
+    tasks: Sequence[Task],
+    options: msgspec.Struct,
+    images: Sequence[ImageSource] = (),
+) -> Plan:
+    return Plan(
+        tasks,
+        options,
+        images,
+        num_prompts=len(tasks),
+        shows_timings=wants_timings(request.timings, context.headers),
+        priority=find_priority(request.service_tier, context),
+    )
+
+
+def split_inputs(
+    task: Embed,
+    parts: Sequence[TextPart | TokensPart | ImagePart],
+    card: ModelCard,
+    headers: Mapping[bytes, bytes],
+) -> list[Embed]:
+    """Split the inputs into tasks of limited size."""
+
+    def num_tokens(part: TextPart | TokensPart | ImagePart) -> int:
+        if isinstance(part, TextPart):
+            return len(part.text) // CHARS_PER_TOKEN + 1
+        if isinstance(part, TokensPart):
+            return len(part.token_ids)
+        return card.image_tokens or TOKENS_PER_IMAGE
+
+    return [
+        replace(task, inputs=tuple(some), first=None if task.first is None else first)
+        for first, some in _split(parts, num_tokens, headers)
+    ]
+
+
+def split_documents(
+    task: Rerank, documents: Sequence[str], headers: Mapping[bytes, bytes]
+) -> list[Rerank]:
+    """Split the documents into tasks of limited size, each with the only query or with its documents' queries."""
+    many, longest = len(task.queries) > 1, max(map(len, task.queries))
+    return [
+        replace(
+            task,
+            queries=task.queries[first : first + len(part)] if many else task.queries,
+            documents=tuple(part),
+            first=None if task.first is None else first,
+        )
+        for first, part in _split(
+            documents, lambda text: (longest + len(text)) // CHARS_PER_TOKEN, headers
+        )
+    ]
+
+
+def _split(
+    items: Sequence[Item],
+    num_tokens: Callable[[Item], int],
+    headers: Mapping[bytes, bytes],
+) -> Iterator[tuple[int, Sequence[Item]]]:
+    """The items of each call, with the index of the first one.
+
+    A request with an idempotency key is not split, as the key identifies one call.
+    """
+    if KEY_HEADER in headers:
+        yield 0, items
+        return
+    begin, total = 0, 0
+    for index, item in enumerate(items):
+        count = num_tokens(item)
+        if index > begin and (total + count > MAX_CALL_TOKENS or index - begin >= MAX_CALL_INPUTS):
+            yield begin, items[begin:index]
+            begin, total = index, 0
+        total += count
+    yield begin, items[begin:]

@@ -1,6 +1,7 @@
 """Shared by requests of all APIs: field types, the priority, errors that name a field, and sampling parameters."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
@@ -146,8 +147,7 @@ class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
             given, param = default, "media_io_kwargs.video"
         if given.fps is not None and given.num_frames is not None:
             raise invalid(f"{param}.fps", "send fps or num_frames, not both")
-        if (given.num_frames or 0) > limits.max_video_frames:
-            raise invalid(f"{param}.num_frames", f"send at most {limits.max_video_frames}")
+        check_most(f"{param}.num_frames", given.num_frames or 0, limits.max_video_frames)
         if self.end_s is not None and self.end_s <= self.start_s:
             raise invalid(f"{param}.end_s", f"send more than start_s, which is {self.start_s:g}")
         return VideoOptions(given.fps, given.num_frames, self.start_s, self.end_s or 0.0)
@@ -174,6 +174,10 @@ class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
     continuous_usage_stats: Annotated[bool, doc("Send the token counts so far in every chunk.")] = (
         False
     )
+
+
+class NewestQuery(msgspec.Struct):
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 
 Entry = TypeVar("Entry")
@@ -231,19 +235,32 @@ def timings_of(totals: Totals) -> Timings:
 
 def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
     """The error for a field. `problem` says what to send instead."""
-    return InvalidRequest(f"Invalid value for {param}: {problem}.", param=param, code=code)
+    message = f"Invalid value for {param}: {problem}."
+    return InvalidRequest(message, param=param, code=code, status=400)
 
 
 def missing(param: str) -> InvalidRequest:
     return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")
 
 
-def too_many(what: str, most: int, param: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"Too many {what}: send at most {most}.",
-        param=param,
-        code=f"too_many_{'images' if what == 'images' else 'inputs'}",
-    )
+def check_most(param: str, count: int, most: int, unit: str = "") -> None:
+    """Raises: InvalidRequest if a field exceeds its limit."""
+    if count > most:
+        raise invalid(param, f"send at most {most} {unit}".rstrip())
+
+
+def check_num(what: str, num: int, most: int, param: str) -> None:
+    """Raises: InvalidRequest if there are too many inputs or images."""
+    if num > most:
+        code = f"too_many_{'images' if what == 'images' else 'inputs'}"
+        raise InvalidRequest(f"Too many {what}: send at most {most}.", param=param, code=code)
+
+
+def check_chars(num_chars: int, most: int, param: str, code: str = "text_too_long") -> None:
+    """Raises: InvalidRequest if all texts together are too long."""
+    if num_chars > most:
+        message = f"The texts are too long: send at most {most} characters."
+        raise InvalidRequest(message, param=param, code=code)
 
 
 # Sampling fields, which are checked against `LimitSettings` and translated to `SamplingParams`.
@@ -256,7 +273,7 @@ N = TypeVar("N")
 
 _GREEDY_BELOW = 1e-5  #: lower temperatures are greedy: dividing by them would overflow
 _LEAST_TOP_P = 1e-9  #: 0 is valid in requests and selects the most probable token
-_MAX_TOKEN_ID_DIGITS = 10
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 _SEED_MASK = 2**64 - 1  #: negative seeds become large unsigned ones
 
 
@@ -333,24 +350,35 @@ def translate_sampling(
     limits: LimitSettings,
     context: RequestContext,
     defaults: SamplingDefaults,
+    max_tokens: int | None = None,
+    name: str = "max_tokens",
     *,
-    max_tokens: int | None,
     num_logprobs: int | None = None,
 ) -> SamplingParams:
     """The sampling parameters. `defaults` and the key's output limit apply to fields that the request omits.
 
+    `name`: of the field of `max_tokens`. The engine limits it to the model's context.
+
     Raises: InvalidRequest.
     """
+    most = min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
+    if max_tokens is not None and max_tokens > most:
+        whose = "" if most == limits.max_output_tokens else ", the limit of this key"
+        raise invalid(name, f"send at most {most}{whose}")
     openai = fields if isinstance(fields, OpenAiSampling) else OpenAiSampling()
     temperature = _first(fields.temperature, defaults.temperature, 1.0)
     top_p = _first(fields.top_p, defaults.top_p, 1.0)
-    most = _most_tokens(limits, context)
-    max_tokens = None if max_tokens is None else min(max_tokens, most)
-    min_tokens = _min_tokens(fields, most if max_tokens is None else max_tokens)
+    min_tokens, longest = fields.min_tokens or 0, most if max_tokens is None else max_tokens
+    if min_tokens > longest:
+        problem = f"send at most {longest}, the maximum of the answer's tokens"
+        raise invalid("min_tokens", problem)
     default = defaults.max_tokens or (most if context.max_output_tokens else None)
     if max_tokens is None and default is not None:
         max_tokens = min(max(default, min_tokens), most)
     seed = int(context.id[:16], 16) if fields.seed is None else fields.seed
+    if fields.allowed_token_ids == []:
+        raise invalid("allowed_token_ids", "send at least one token id, or leave it out")
+    check_most("prompt_logprobs", openai.prompt_logprobs or 0, limits.max_top_logprobs)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -362,7 +390,7 @@ def translate_sampling(
         stop=_stop(fields, limits),
         stop_token_ids=_token_ids(fields, "stop_token_ids", limits.max_stop_token_ids),
         keeps_stop=bool(fields.include_stop_str_in_output),
-        allowed_token_ids=_allowed_token_ids(fields, limits),
+        allowed_token_ids=_token_ids(fields, "allowed_token_ids", limits.max_allowed_token_ids),
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         repetition_penalty=_first(
@@ -372,7 +400,7 @@ def translate_sampling(
         ),
         logit_bias=_logit_bias(fields, limits),
         num_logprobs=num_logprobs,
-        num_prompt_logprobs=_prompt_logprobs(openai, limits),
+        num_prompt_logprobs=openai.prompt_logprobs,
         ignore_eos=bool(fields.ignore_eos),
         skip_special_tokens=fields.skip_special_tokens is not False,
         returns_prompt_ids=bool(openai.return_token_ids),
@@ -386,46 +414,14 @@ def _first(asked: Number | None, default: Number | None, no_op: N) -> Number | N
     return no_op if default is None else default
 
 
-def check_max_tokens(
-    value: int | None, name: str, limits: LimitSettings, context: RequestContext
-) -> int | None:
-    """The requested number; the engine limits it to the model's context.
-
-    Raises: InvalidRequest.
-    """
-    most = _most_tokens(limits, context)
-    if value is not None and value > most:
-        whose = "" if most == limits.max_output_tokens else ", the limit of this key"
-        raise invalid(name, f"send at most {most}{whose}")
-    return value
-
-
 def find_num_logprobs(wanted: bool | None, top: int | None, limits: LimitSettings) -> int | None:
     """The number of alternatives of each token. None: no logprobs. Raises: InvalidRequest."""
     if not wanted:
         if top:
             raise invalid("top_logprobs", "send logprobs: true as well")
         return None
-    if (top or 0) > limits.max_top_logprobs:
-        raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
+    check_most("top_logprobs", top or 0, limits.max_top_logprobs)
     return top or 0
-
-
-def _most_tokens(limits: LimitSettings, context: RequestContext) -> int:
-    return min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
-
-
-def _min_tokens(fields: SamplingFields, most: int) -> int:
-    value = fields.min_tokens or 0
-    if value > most:
-        raise invalid("min_tokens", f"send at most {most}, the maximum of the answer's tokens")
-    return value
-
-
-def _prompt_logprobs(fields: OpenAiSampling, limits: LimitSettings) -> int | None:
-    if (fields.prompt_logprobs or 0) > limits.max_top_logprobs:
-        raise invalid("prompt_logprobs", f"send at most {limits.max_top_logprobs}")
-    return fields.prompt_logprobs
 
 
 def check_stream(fields: OpenAiSampling) -> None:
@@ -442,8 +438,7 @@ def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
         given = given.Single if given.Single is not None else given.Multiple or ()
     stop = (given,) if isinstance(given, str) else tuple(given)
     name = fields.__struct_encode_fields__[fields.__struct_fields__.index("stop")]
-    if len(stop) > limits.max_stop_strings:
-        raise invalid(name, f"send at most {limits.max_stop_strings} strings")
+    check_most(name, len(stop), limits.max_stop_strings, "strings")
     if any(not 1 <= len(text) <= limits.max_stop_chars for text in stop):
         raise invalid(name, f"send strings of 1 to {limits.max_stop_chars} characters")
     return stop
@@ -451,35 +446,22 @@ def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
 
 def _token_ids(fields: SamplingFields, name: str, most: int) -> tuple[int, ...]:
     token_ids: list[int] = getattr(fields, name) or []
-    if len(token_ids) > most:
-        raise invalid(name, f"send at most {most} token ids")
+    check_most(name, len(token_ids), most, "token ids")
     return tuple(dict.fromkeys(token_ids))
-
-
-def _allowed_token_ids(fields: SamplingFields, limits: LimitSettings) -> tuple[int, ...]:
-    if fields.allowed_token_ids == []:
-        raise invalid("allowed_token_ids", "send at least one token id, or leave it out")
-    return _token_ids(fields, "allowed_token_ids", limits.max_allowed_token_ids)
 
 
 def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, float]:
     bias = fields.logit_bias or {}
-    if len(bias) > limits.max_logit_bias:
-        raise invalid("logit_bias", f"send at most {limits.max_logit_bias} entries")
-    if not all(map(_is_token_id, bias)):
+    check_most("logit_bias", len(bias), limits.max_logit_bias, "entries")
+    if not all(map(_TOKEN_ID.fullmatch, bias)):
         raise invalid("logit_bias", "send token ids in decimal digits as keys")
     return {int(key): value for key, value in bias.items()}
-
-
-def _is_token_id(key: str) -> bool:
-    return len(key) <= _MAX_TOKEN_ID_DIGITS and key.isascii() and key.isdigit()
 
 
 def num_choices(fields: OpenAiSampling, limits: LimitSettings) -> int:
     """Number of choices. Raises: InvalidRequest."""
     count = fields.n or 1
-    if count > limits.max_choices:
-        raise invalid("n", f"send at most {limits.max_choices}")
+    check_most("n", count, limits.max_choices)
     return count
 
 
@@ -490,18 +472,11 @@ def check_model(sampling: SamplingParams, card: ModelCard) -> None:
             raise invalid(name, f"send token ids below {card.vocab_size}")
 
 
-def _choice_seed(seed: int, choice: int) -> int:
-    """An independent seed for each choice; the first choice has the request's seed."""
-    if choice == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") & _SEED_MASK
-
-
 def split_choices(task: Generate, count: int) -> list[Generate]:
-    """One task per choice. The tasks differ only in their seeds."""
-    sampling = task.sampling
-    return [task] + [
-        replace(task, sampling=replace(sampling, seed=_choice_seed(sampling.seed, choice)))
-        for choice in range(1, count)
-    ]
+    """One task per choice, with independent seeds; the first choice has the request's seed."""
+    sampling, tasks = task.sampling, [task]
+    for choice in range(1, count):
+        digest = hashlib.blake2b(f"{sampling.seed}:{choice}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big")
+        tasks.append(replace(task, sampling=replace(sampling, seed=seed)))
+    return tasks

@@ -4,8 +4,7 @@ Source: OpenAI API reference, "Files".
 """
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -21,16 +20,16 @@ from gateway.api.batches import PURPOSE, blocking, not_served
 from gateway.api.fields import Listing, invalid, missing
 from gateway.api.vector_stores import Deleted, ListQuery
 from gateway.batches.files import FILE_ID, BatchFile, BatchFiles
-from gateway.calls.kept import IMAGE_ID, KeptAnswers, image_name
+from gateway.calls.kept import IMAGE_ID, image_name
+from gateway.calls.lifecycle import Lifecycle
 from gateway.http.body import read_pieces
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import InvalidRequest, NotFound
 from gateway.http.multipart import FormPart, FormReader
-from gateway.media.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.records.store import Record
 from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile
-from shared.settings.limits import MAX_BATCH_FILES, MAX_FILENAME_CHARS, LimitSettings
+from shared.settings.limits import MAX_BATCH_FILES, MAX_FILENAME_CHARS
 
 #: Purpose of images, which later requests refer to by id.
 IMAGES = "vision"
@@ -77,35 +76,28 @@ class FilesQuery(ListQuery, frozen=True, kw_only=True):
 class Files(Resource):
     tag = "files"
 
+    _lifecycle: Lifecycle
     _search: SearchClient
     _batch_files: BatchFiles | None
-    _images: KeptAnswers
-    _loader: ImageLoader
-    _limits: LimitSettings
-    _body_timeout_s: float
-
-    @asynccontextmanager
-    async def _reading(self, caller: Caller) -> AsyncIterator[list[FormPart]]:
-        """The parts of the uploaded form, whose files are closed at the end of the block."""
-        most, type_ = self._limits.max_body_bytes, caller.context.headers.get(b"content-type", b"")
-        open_file: Callable[[], IO[bytes]] = BytesIO
-        if self._loader.uses_disk:
-            medium = max(self._limits.max_video_bytes, self._limits.max_audio_bytes)
-            most = max(most, medium + _MAX_FORM_BYTES)
-            open_file = partial(SpooledTemporaryFile, max_size=_MAX_MEMORY_BYTES)
-        pieces = read_pieces(
-            caller.receive, caller.context, caller.held, most, self._body_timeout_s, _FORM.encode()
-        )
-        with FormReader(type_, open_file) as form:
-            async for piece in pieces:
-                form.feed(piece)
-            yield form.close()
 
     @operation("POST", "/v1/files", request_type=UploadForm, media_type=_FORM, is_upload=True)
     async def create_file(self, caller: Caller) -> FileObject:
         """Upload a file."""
-        async with self._reading(caller) as form:
-            return await self._create(caller, form)
+        lifecycle, type_ = self._lifecycle, caller.context.headers.get(b"content-type", b"")
+        limits, timeout_s = lifecycle.limits, lifecycle.settings.body_timeout_s
+        most = limits.max_body_bytes
+        open_file: Callable[[], IO[bytes]] = BytesIO
+        if lifecycle.loader.uses_disk:
+            medium = max(limits.max_video_bytes, limits.max_audio_bytes)
+            most = max(most, medium + _MAX_FORM_BYTES)
+            open_file = partial(SpooledTemporaryFile, max_size=_MAX_MEMORY_BYTES)
+        pieces = read_pieces(
+            caller.receive, caller.context, caller.held, most, timeout_s, _FORM.encode()
+        )
+        with FormReader(type_, open_file) as form:
+            async for piece in pieces:
+                form.feed(piece)
+            return await self._create(caller, form.close())
 
     async def _create(self, caller: Caller, form: list[FormPart]) -> FileObject:
         fields = {part.name: part for part in form}
@@ -126,12 +118,12 @@ class Files(Resource):
             raise invalid("purpose", f"send {', '.join(PURPOSES)}, {IMAGES} or {PURPOSE}")
         file = fields["file"]
         num_bytes = file.file.tell()
-        most = self._limits.max_file_bytes if purpose in PURPOSES else self._limits.max_body_bytes
+        limits = self._lifecycle.limits
+        most = limits.max_file_bytes if purpose in PURPOSES else limits.max_body_bytes
         if num_bytes > most and purpose != IMAGES:
             raise InvalidRequest(
                 f"The file is too large: send at most {most} bytes.",
                 param="file",
-                status=413,
                 code="text_too_long",
             )
         filename = "".join(c for c in file.filename or "" if c.isprintable())
@@ -146,22 +138,22 @@ class Files(Resource):
 
     async def _create_image(self, tenant: str, filename: str, content: IO[bytes]) -> FileObject:
         """Store an image, or renew it: equal images have the same id."""
-        image = await self._loader.check(content, "file")
+        image = await self._lifecycle.loader.check(content, "file")
         name, now = image_name(tenant, image.ref.sha256), int(time.time())  # noqa: TID251
         file = FileObject(name, image.ref.num_bytes, now, filename, IMAGES)
-        if not await self._images.put_image(tenant, image, msgspec.json.encode(file)):
+        if not await self._lifecycle.kept.put_image(tenant, image, msgspec.json.encode(file)):
             message = "The image cannot be stored here: send it as a data: URL."
-            raise InvalidRequest(message, param="file", status=413, code="store_full")
+            raise InvalidRequest(message, param="file", code="store_full")
         return file
 
     async def _find_image(self, tenant: str, name: str) -> Record:
-        record = await self._images.get(tenant, name)
+        record = await self._lifecycle.kept.get(tenant, name)
         if record is None:
             raise _no_file()
         return record
 
     async def _create_for_batch(self, owner: str, filename: str, data: bytes) -> BatchFile:
-        files, most = self._files, self._limits.max_key_batch_bytes
+        files, most = self._files, self._lifecycle.limits.max_key_batch_bytes
 
         def check(num_more: int, num_more_bytes: int) -> None:
             num_files, num_bytes = files.usage(owner)
@@ -170,7 +162,6 @@ class Files(Resource):
                     f"This key has batch files of {num_bytes} bytes: delete some. At most {most} "
                     f"bytes and {MAX_BATCH_FILES} files are stored.",
                     param="file",
-                    status=413,
                     code="store_full",
                 )
 
@@ -267,10 +258,10 @@ class Files(Resource):
             return StreamingResponse(chain([first], pieces), media_type=media_type, headers=length)
         if name.startswith(IMAGE_ID):
             [image] = (await self._find_image(caller.context.tenant, name)).images
-            image = await self._images.locate(image)
+            image = await self._lifecycle.kept.locate(image)
             if not image.url:
                 caller.held.add(image.num_bytes)
-            stored = await self._images.open(image)
+            stored = await self._lifecycle.kept.open(image)
             if stored is None:
                 raise _no_file()
             length = {"content-length": str(image.num_bytes)}
@@ -293,7 +284,7 @@ class Files(Resource):
             files, file = self._files, await self._find(caller.tenant, name)
             await blocking(lambda: files.delete(caller.tenant, file))
         elif name.startswith(IMAGE_ID):
-            if not await self._images.delete(caller.context.tenant, name):
+            if not await self._lifecycle.kept.delete(caller.context.tenant, name):
                 raise _no_file()
         else:
             self._check_searched()

@@ -3,26 +3,35 @@
 For the root key and keys with the role `admin`.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.fields import Data, invalid
-from gateway.api.forget import Forgotten, TenantData
-from gateway.http.endpoint import Caller, Resource, operation
+from gateway.api.fields import Data, NewestQuery, invalid
+from gateway.batches.records import Batches
+from gateway.calls.lifecycle import Lifecycle
+from gateway.http.endpoint import Caller, Resource, operation, owner_of
 from gateway.http.errors import InvalidRequest, NotFound, conflict, unavailable
 from gateway.keys.audit import AuditEntry, AuditLog
 from gateway.keys.directory import MAX_KEYS, KeyDirectory, new_key, next_version
 from gateway.keys.records import Conflict, KeyRecord, Period, Role
+from gateway.search import SearchClient
 from shared.packages.store import StoreError
 from shared.protocol import Priority
+from shared.search import DropFile, DropStore, FileRecord, ListFiles, ListStores, Page, StoreRecord
+from shared.sessions.store import SessionStore
 
 _PATH = "/v1/admin/keys"
 _MAX = 2**31
+_PAGE = 100
+_ENDS_WITHIN_S = 20.0  #: until cancelled batches have ended
+_POLL_S = 0.2
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
 
 _NAME_HINT = (
@@ -105,8 +114,91 @@ class AuditList(Data[AuditEntry]):
     """Entries, newest first."""
 
 
-class AuditQuery(msgspec.Struct, frozen=True):
-    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+class Forgotten(msgspec.Struct):
+    """Numbers of deleted objects."""
+
+    answers: int = 0  #: of `/v1/responses`, and uploaded images
+    sessions: int = 0
+    batches: int = 0  #: with their files
+    vector_stores: int = 0
+    files: int = 0  #: for vector stores
+    object: str = "key.forgotten"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantData:
+    """The stores that have data of tenants."""
+
+    _lifecycle: Lifecycle
+    _sessions: SessionStore
+    _batches: Batches | None
+    _look_for_batches: Callable[[], None]
+    _search: SearchClient
+
+    async def forget(self, tenant: str, found: Forgotten) -> None:
+        """Delete and count all data of a tenant. Idempotent. Raises: ApiError, QueueUnavailable, StoreError."""
+        found.answers += await self._lifecycle.kept.delete_all(tenant)
+        found.sessions += await self._forget_sessions(owner_of(tenant, "session"))
+        owner = owner_of(tenant)
+        if self._batches is not None:
+            found.batches += await self._forget_batches(self._batches, owner)
+        if self._search.is_on:
+            page = Page(limit=_PAGE)
+            while stores := [
+                each
+                for each in await self._search.ask(
+                    ListStores(tenant=owner, page=page), list[StoreRecord]
+                )
+                if not each.is_read_only  # collections are shared by all tenants
+            ]:
+                for store in stores:
+                    await self._search.ask(DropStore(tenant=owner, store=store.id), bool)
+                found.vector_stores += len(stores)
+            while files := await self._search.ask(
+                ListFiles(tenant=owner, page=page), list[FileRecord]
+            ):
+                for file in files:
+                    await self._search.ask(DropFile(tenant=owner, file=file.id), bool)
+                found.files += len(files)
+
+    async def end_sessions(self, tenant: str) -> None:
+        """Close a tenant's sessions and cancel their tasks. Idempotent. Raises: QueueUnavailable."""
+        queue = self._lifecycle.dispatcher.queue
+        owner, after, has_more = owner_of(tenant, "session"), "", True
+        while has_more and (page := await self._sessions.page(owner, after, _PAGE, 0)) is not None:
+            found, has_more = page
+            for session in [each.session for each in found]:
+                await self._sessions.close_session(session)
+                for task, _ in await self._sessions.tasks(session.id):
+                    await queue.cancel(task.model, [task.request_id])
+                after = session.id
+
+    async def _forget_batches(self, batches: Batches, owner: str) -> int:
+        """Raises: Overloaded if a batch does not end in time."""
+        until = time.monotonic() + _ENDS_WITHIN_S
+        while await asyncio.to_thread(batches.cancel_all, owner):
+            if time.monotonic() > until:
+                raise unavailable()
+            self._look_for_batches()
+            await asyncio.sleep(_POLL_S)
+        return await asyncio.to_thread(batches.forget, owner)
+
+    async def _forget_sessions(self, owner: str) -> int:
+        queue, num_forgotten = self._lifecycle.dispatcher.queue, 0
+        while (page := await self._sessions.page(owner, "", _PAGE, 0)) is not None and page[0]:
+            for state in page[0]:
+                session = state.session
+                for task, _ in await self._sessions.tasks(session.id):
+                    await queue.cancel(task.model, [task.request_id])
+                    known = await queue.state(task.model, task.request_id)
+                    if known is not None and known.attempt:
+                        await queue.result(task.model, task.request_id, known.attempt, is_last=True)
+                    await queue.forget(task.model, task.request_id, failed_only=False)
+                if session.common is not None:
+                    self._lifecycle.blobs.release(session.id, [session.common])
+                await self._sessions.forget(session)
+            num_forgotten += len(page[0])
+        return num_forgotten
 
 
 class Audit(Resource):
@@ -117,29 +209,22 @@ class Audit(Resource):
         self._log = log
 
     @operation("GET", "/v1/admin/audit")
-    async def list_audit_entries(self, caller: Caller, query: AuditQuery) -> AuditList:
+    async def list_audit_entries(self, caller: Caller, query: NewestQuery) -> AuditList:
         """List requests that change keys, deployments, nodes and adapters, with their callers, newest first."""
         return AuditList(await self._log.read(query.limit))
 
 
+@dataclass
 class Keys(Resource):
     """API keys."""
 
     tag = "keys"
     access = "admin"
 
-    def __init__(
-        self,
-        keys: KeyDirectory | None,
-        data: TenantData,
-        has_prices: bool,
-        raise_budgets: Callable[[], Awaitable[object]],
-    ) -> None:
-        """`raise_budgets`: count usage from before the key had a budget."""
-        self._keys = keys
-        self._data = data
-        self._has_prices = has_prices
-        self._raise_budgets = raise_budgets
+    _keys: KeyDirectory | None
+    _data: TenantData
+    _has_prices: bool
+    _raise_budgets: Callable[[], Awaitable[object]]  #: counts usage from before a key had a budget
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):
@@ -224,7 +309,7 @@ class Keys(Resource):
             raise NotFound(message, param="name", code="key_not_found")
         total = Forgotten()
         for tenant in tenants:
-            total.add(await self._data.forget(tenant))
+            await self._data.forget(tenant, total)
         return total
 
     def _check_budget(self, body: UpdateKey) -> None:

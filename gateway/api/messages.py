@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.answers import Addition, Block, BlockStream, TokenizedAnswer, encode
+from gateway.api.answers import Addition, Block, BlockStream, WholeAnswer, encode, find_tokenized
 from gateway.api.chat.schemas import ReasoningEffort
 from gateway.api.conversation import Conversation, Part, Role, switch_thinking
 from gateway.api.fields import (
@@ -20,7 +20,7 @@ from gateway.api.fields import (
     ModelName,
     SamplingFields,
     UserName,
-    check_max_tokens,
+    check_most,
     doc,
     find_priority,
     invalid,
@@ -33,7 +33,7 @@ from gateway.api.tools import FunctionField, Offer, find_tools
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import ApiError
-from gateway.http.exchange import RequestContext, sse_event, with_sse_id_last
+from gateway.http.exchange import RequestContext, sse_event
 from gateway.media.loader import ImageSource
 from shared.protocol import (
     THINKING_SWITCHES,
@@ -42,9 +42,7 @@ from shared.protocol import (
     Generate,
     Grammar,
     ModelCard,
-    SamplingParams,
     TemplateOption,
-    Tokenize,
     Tokens,
     ToolCall,
     Tools,
@@ -436,11 +434,7 @@ class Messages(_Anthropic):
     def plan(self, request: MessageRequest, context: RequestContext, card: ModelCard) -> Plan:
         conversation = _translate(request, self.limits)
         sampling = translate_sampling(
-            request,
-            self.limits,
-            context,
-            card.sampling,
-            max_tokens=check_max_tokens(request.max_tokens, "max_tokens", self.limits, context),
+            request, self.limits, context, card.sampling, request.max_tokens
         )
         task = Generate(
             tuple(conversation.messages),
@@ -462,9 +456,6 @@ class Messages(_Anthropic):
     def answer(self, options: MessageOptions, head: AnswerHead) -> Answer:
         return MessageAnswer(options, head)
 
-    def numbered(self, frame: bytes, position: int) -> bytes:
-        return with_sse_id_last(frame, position)
-
 
 class CountTokens(_Anthropic):
     """Count the tokens of a conversation (Anthropic's API)."""
@@ -479,24 +470,16 @@ class CountTokens(_Anthropic):
 
     def plan(self, request: CountTokensRequest, context: RequestContext, card: ModelCard) -> Plan:
         conversation = _translate(request, self.limits)
-        of = Generate(
-            tuple(conversation.messages),
-            SamplingParams(),
-            template_options=_thinking(request, card, context),
-            ending=conversation.ending,
-            tools=_tools(request, card, self.limits),
-        )
-        task = Tokenize(of, with_ids=False)
-        return Plan([task], NoOptions(), conversation.sources)
+        options, tools = _thinking(request, card, context), _tools(request, card, self.limits)
+        return conversation.count(options, tools)
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
-        return TokenizedAnswer(lambda made: TokenCount(made.num_tokens))
+        return WholeAnswer(lambda events, _: TokenCount(find_tokenized(events).num_tokens))
 
 
 def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:
     """System prompt and messages. Raises: InvalidRequest."""
-    if len(request.messages) > limits.max_messages:
-        raise invalid("messages", f"send at most {limits.max_messages} messages")
+    check_most("messages", len(request.messages), limits.max_messages, "messages")
     conversation = Conversation()
     if request.system:
         texts = request.system

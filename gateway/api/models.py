@@ -164,7 +164,7 @@ class Models(Resource):
             supports_images=card.supports_images,
             num_workers=models.num_workers[card.queue],
             tasks=card.tasks,
-            input_modalities=_modalities(card),
+            input_modalities=("text", *(kind for kind, m in MEDIA.items() if m.is_taken(card))),
             output_modalities=tuple(_OUTPUTS[task] for task in card.tasks if task in _OUTPUTS),
             limits=_limits(card, self._limits),
             supports_grammars=card.supports_grammars,
@@ -200,10 +200,6 @@ def _order(card: ModelCard) -> tuple[bool, bool, bool, int, str]:
     """Sort key. Clients use the first model by default, so a deployment must not become the first."""
     is_version = bool(card.package) and not card.parent
     return bool(card.adapter), bool(card.package), is_version, -card.created_at, card.name
-
-
-def _modalities(card: ModelCard) -> tuple[str, ...]:
-    return ("text", *(kind for kind, medium in MEDIA.items() if medium.is_taken(card)))
 
 
 def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:

@@ -7,22 +7,17 @@ Source: Ollama, "API", of 2026-08-21.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.answers import Block, Blocks, encode
+from gateway.api.answers import Block, Blocks, WholeAnswer, encode
 from gateway.api.chat import to_logprobs
 from gateway.api.chat.schemas import ChatLogprob
 from gateway.api.conversation import Conversation, Part, Role, find_effort, switch_thinking
-from gateway.api.embeddings import (
-    EmbeddingAnswer,
-    EmbeddingOptions,
-    EmbeddingRequest,
-    Embeddings,
-    rows_of,
-)
+from gateway.api.embeddings import EmbeddingOptions, EmbeddingRequest, Embeddings, rows_of
 from gateway.api.fields import (
     UNSUPPORTED,
     CallName,
@@ -34,7 +29,7 @@ from gateway.api.fields import (
     SamplingFields,
     User,
     UserName,
-    check_max_tokens,
+    check_most,
     doc,
     find_num_logprobs,
     find_priority,
@@ -55,7 +50,6 @@ from shared.protocol import (
     Generate,
     Grammar,
     ModelCard,
-    SamplingParams,
     TemplateOption,
     TextPart,
     Tokens,
@@ -253,7 +247,17 @@ class _Ollama(Surface):
     ) -> Plan:
         last = f"messages.[{len(conversation.messages) - 1}].role"
         conversation.check("messages", self.limits, last)
-        sampling = self._sampling(request, context, card)
+        options = request.options or OllamaOptions()
+        most = options.num_predict if (options.num_predict or 0) > 0 else None
+        sampling = translate_sampling(
+            options,
+            self.limits,
+            context,
+            card.sampling,
+            most,
+            "options.num_predict",
+            num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, self.limits),
+        )
         messages, prompt = tuple(conversation.messages), None
         if is_raw:
             [prompt], messages = messages[-1].parts, ()
@@ -274,22 +278,6 @@ class _Ollama(Surface):
             is_streamed=request.stream is not False,
             shows_timings=True,
             priority=find_priority(None, context),
-        )
-
-    def _sampling(
-        self, request: OllamaRequest, context: RequestContext, card: ModelCard
-    ) -> SamplingParams:
-        """Raises: InvalidRequest."""
-        options = request.options or OllamaOptions()
-        most = options.num_predict if (options.num_predict or 0) > 0 else None
-        max_tokens = check_max_tokens(most, "options.num_predict", self.limits, context)
-        return translate_sampling(
-            options,
-            self.limits,
-            context,
-            card.sampling,
-            max_tokens=max_tokens,
-            num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, self.limits),
         )
 
     def without_worker(self, request: OllamaRequest, head: AnswerHead) -> bytes | None:
@@ -401,8 +389,7 @@ class OllamaChat(_Ollama):
 
     def plan(self, request: OllamaChatRequest, context: RequestContext, card: ModelCard) -> Plan:
         messages = request.messages
-        if len(messages) > self.limits.max_messages:
-            raise invalid("messages", f"send at most {self.limits.max_messages} messages")
+        check_most("messages", len(messages), self.limits.max_messages, "messages")
         conversation = Conversation()
         called: list[ToolCall] = []  # calls without a result
         for index, message in enumerate(messages):
@@ -464,28 +451,22 @@ class OllamaEmbed(Embeddings):
 
     def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
         request = _without_tag(self._body.decode(body, context))
-        return self._to_request(
-            request, request.input, dimensions=request.dimensions, truncate=request.truncate
-        )
-
-    def _to_request(
-        self, request: Any, given: str | list[str], *, dimensions: int | None, truncate: bool | None
-    ) -> EmbeddingRequest:
+        given: str | list[str] = getattr(request, self.input_field)
         if not given:
             raise invalid(self.input_field, "send text that is not empty")
         return EmbeddingRequest(
             model=request.model,
             input=given if isinstance(given, str) else [*given],
-            dimensions=dimensions,
-            truncate=truncate is not False,
+            dimensions=getattr(request, "dimensions", None),
+            truncate=getattr(request, "truncate", None) is not False,
             user=request.user,
         )
 
     def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
         return msgspec.structs.replace(super().plan(request, context, card), shows_timings=True)
 
-    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> EmbeddingAnswer:
-        return _Vectors(options, head)
+    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> Answer:
+        return WholeAnswer(partial(_to_vectors, head))
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         if (error.param or "").startswith("input"):
@@ -505,31 +486,20 @@ class OllamaEmbeddings(OllamaEmbed):
     input_field = "prompt"
     request_type = OllamaEmbeddingsRequest
 
-    def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
-        request = _without_tag(self._body.decode(body, context))
-        return self._to_request(request, request.prompt, dimensions=None, truncate=None)
-
-    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> EmbeddingAnswer:
-        return _Vector(options, head)
-
-
-class _Vectors(EmbeddingAnswer):
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        return encode(
-            OllamaVectors(
-                model=self.head.model,
-                embeddings=[row.cast("f").tolist() for row in rows_of(events)],
-                total_duration=_ns((totals.timings or {}).get("e2e_s", 0.0)),
-                load_duration=0,
-                prompt_eval_count=totals.prompt.num_prompt_tokens,
-            )
+    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> Answer:
+        return WholeAnswer(
+            lambda events, _: OllamaVectors(embedding=next(rows_of(events)).cast("f").tolist())
         )
 
 
-class _Vector(EmbeddingAnswer):
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        [row] = rows_of(events)
-        return encode(OllamaVectors(embedding=row.cast("f").tolist()))
+def _to_vectors(head: AnswerHead, events: Sequence[ChoiceEvent], totals: Totals) -> OllamaVectors:
+    return OllamaVectors(
+        model=head.model,
+        embeddings=[row.cast("f").tolist() for row in rows_of(events)],
+        total_duration=_ns((totals.timings or {}).get("e2e_s", 0.0)),
+        load_duration=0,
+        prompt_eval_count=totals.prompt.num_prompt_tokens,
+    )
 
 
 class OllamaAnswer:
@@ -694,15 +664,12 @@ class OllamaModelList(Resource):
     @operation("GET", "/api/ps")
     async def ollama_ps(self, caller: Caller) -> OllamaModels:
         """List models that have workers (Ollama's API)."""
-        running = [
-            card
-            for card in self._cards(caller.context.tenant)
-            if self._models.num_workers[card.queue]
-        ]
-        found = [OllamaModel.of(card) for card in running]
-        for model, card in zip(found, running, strict=True):
-            model.expires_at, model.size_vram = _time(2**32), 0  # it does not expire
-            model.context_length = card.max_model_len
+        found = []
+        for card in self._cards(caller.context.tenant):
+            if self._models.num_workers[card.queue]:
+                found.append(model := OllamaModel.of(card))
+                model.expires_at, model.size_vram = _time(2**32), 0  # it does not expire
+                model.context_length = card.max_model_len
         return OllamaModels(found)
 
     @operation("POST", "/api/show")

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import IO, cast
 
 import msgspec
@@ -36,40 +37,37 @@ from shared.packages.manifest import (
     is_digest,
 )
 from shared.packages.resumable_file import PIECE_BYTES
-from shared.packages.store import BadBlob, PackageStore, StoreError, WrongStart, open_store
+from shared.packages.store import BadBlob, PackageStore, StoreError, WrongStart
 from shared.settings.limits import LimitSettings
 
 logger = logging.getLogger(__name__)
 
 
-class ConfiguredStore:
-    """A package store that is opened on first use."""
+@dataclass
+class DeployResource(Resource):
+    """A resource of the package store, for deploy keys."""
 
-    def __init__(self, url: str) -> None:
-        """`url` empty: no store."""
-        self.url = url
-        self._store: PackageStore | None = None
+    tag = "applications"
+    access = "deploy"
 
-    async def open(self) -> PackageStore:
-        """Raises: NotFound, StoreError."""
-        if not self.url:
+    _configured: PackageStore | None
+
+    @property
+    def _store(self) -> PackageStore:
+        """Raises: NotFound."""
+        if self._configured is None:
             raise NotFound(
                 "Deployments are off: set VLM_DEPLOY__STORE for gateways and nodes.",
                 code="deployments_off",
             )
-        if self._store is None:
-            self._store = await asyncio.to_thread(open_store, self.url)
-        return self._store
+        return self._configured
 
-
-def store_error(error: Exception) -> Exception:
-    """The error for the client if the store fails; the cause is only logged."""
-    if not isinstance(error, Unreadable | StoreError):
-        return error
-    logger.error("%s", error)
-    if isinstance(error, Unreadable):
-        return record_unreadable()
-    return store_unavailable()
+    def to_error(self, error: Exception) -> Exception:
+        """The error for the client if the store fails; the cause is only logged."""
+        if not isinstance(error, Unreadable | StoreError):
+            return error
+        logger.error("%s", error)
+        return record_unreadable() if isinstance(error, Unreadable) else store_unavailable()
 
 
 _MAX_UPLOADS = 4  #: concurrent uploads at full speed
@@ -154,24 +152,23 @@ class _Body:
 
 
 def _cut(problem: str) -> ApiError:
-    return InvalidRequest(f"The upload was cut: {problem}.", status=408, code="timeout")
+    return InvalidRequest(f"The upload was cut: {problem}.", code="timeout")
 
 
-class Uploads:
-    """Stores uploaded blobs."""
-
-    def __init__(self, store: ConfiguredStore, body_timeout_s: float) -> None:
-        self._store = store
-        self._timeout_s = body_timeout_s
+class Packages(DeployResource):
+    def __init__(self, store: PackageStore | None, timeout_s: float) -> None:
+        super().__init__(store)
+        self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(_MAX_UPLOADS)
         self._slow: Counter[str] = Counter()  # by API key: number of slow uploads
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "upload")
 
-    async def plan(self, manifest: bytes) -> Plan:
-        """The files of a package that the store lacks. Raises: ApiError, StoreError."""
-        store = await self._store.open()
+    @operation("POST", "/v1/packages", media_type=MANIFEST_TYPE)
+    async def plan_upload(self, caller: Caller) -> Plan:
+        """List the files of a package that the store lacks, and protect the package from deletion for a day."""
+        store = self._store
         try:
-            package = decode_manifest(manifest)
+            package = decode_manifest(caller.body)
         except BadPackage as error:
             raise InvalidRequest(f"{error}.", param="manifest", code="invalid_value") from None
         sizes = {layer.digest: layer.size for layer in package.layers}
@@ -184,10 +181,23 @@ class Uploads:
 
         return Plan(package.digest, await asyncio.to_thread(lambda: list(look())))
 
-    async def put(self, key: str, digest: str, receive: Receive, start: int, size: int) -> None:
-        """Store a blob from offset `start`. Raises: ApiError, StoreError."""
-        store = await self._store.open()
-        body = _Body(receive, size, self._timeout_s)
+    @operation("HEAD", "/v1/blobs/{digest}")
+    async def has_blob(self, caller: Caller) -> Response:
+        """Show whether the store has a complete file. If not, `upload-offset` is the number of stored bytes."""
+        digest, store = _check_digest(caller), self._store
+        size = await asyncio.to_thread(store.size, digest)
+        if size is not None:
+            return Response(status_code=200, headers={"content-length": str(size)})
+        start = await asyncio.to_thread(store.partial, digest)
+        return Response(status_code=404, headers={"upload-offset": str(start)})
+
+    @operation("PUT", "/v1/blobs/{digest}", media_type="application/octet-stream", is_upload=True)
+    async def upload_blob(self, caller: Caller) -> Response:
+        """Store a file, or with `Content-Range` the rest of an interrupted upload."""
+        digest, key = _check_digest(caller), caller.context.tenant
+        start, size = _extent(caller.context.headers)
+        store = self._store
+        body = _Body(caller.receive, size, self._timeout_s)
         try:
             async with self._places:
                 writing = asyncio.get_running_loop().run_in_executor(
@@ -214,41 +224,6 @@ class Uploads:
             if body.error is None:
                 raise
             raise body.error from None
-
-
-class Packages(Resource):
-    tag = "applications"
-    access = "deploy"
-
-    def __init__(self, store_url: str, timeout_s: float) -> None:
-        self._configured = ConfiguredStore(store_url)
-        self._uploads = Uploads(self._configured, timeout_s)
-
-    def to_error(self, error: Exception) -> Exception:
-        return store_error(error)
-
-    @operation("POST", "/v1/packages", media_type=MANIFEST_TYPE)
-    async def plan_upload(self, caller: Caller) -> Plan:
-        """List the files of a package that the store lacks, and protect the package from deletion for a day."""
-        return await self._uploads.plan(caller.body)
-
-    @operation("HEAD", "/v1/blobs/{digest}")
-    async def has_blob(self, caller: Caller) -> Response:
-        """Show whether the store has a complete file. If not, `upload-offset` is the number of stored bytes."""
-        digest = _check_digest(caller)
-        store = await self._configured.open()
-        size = await asyncio.to_thread(store.size, digest)
-        if size is not None:
-            return Response(status_code=200, headers={"content-length": str(size)})
-        start = await asyncio.to_thread(store.partial, digest)
-        return Response(status_code=404, headers={"upload-offset": str(start)})
-
-    @operation("PUT", "/v1/blobs/{digest}", media_type="application/octet-stream", is_upload=True)
-    async def upload_blob(self, caller: Caller) -> Response:
-        """Store a file, or with `Content-Range` the rest of an interrupted upload."""
-        digest, context = _check_digest(caller), caller.context
-        start, size = _extent(context.headers)
-        await self._uploads.put(context.tenant, digest, caller.receive, start, size)
         return Response(status_code=201)
 
 

@@ -4,21 +4,18 @@ import re
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.fields import Data, invalid
-from gateway.calls.models import ModelDirectory
-from gateway.http.body import Admission
+from gateway.api.fields import Data, NewestQuery, invalid
+from gateway.calls.lifecycle import Lifecycle
 from gateway.http.endpoint import Access, Caller, Operation, OperationServices, Resource, operation
 from gateway.http.exchange import short_hash
 from gateway.keys.directory import KeyDirectory
-from shared.queue.api import GatewayQueue, OpenRequest, QueueUnavailable
-from shared.telemetry.metrics import GatewayMetrics
+from shared.queue.api import OpenRequest, QueueUnavailable
 from shared.version import package_version
 
 
@@ -64,20 +61,13 @@ class LiveRequests(Data[OpenRequest]):
     """Requests, newest first."""
 
 
-class LiveRequestsQuery(Struct):
-    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
-
-
 @dataclass
 class Probes(Resource):
     """Operations for orchestrators and Prometheus."""
 
     tag = "operation"
 
-    _admission: Admission
-    _models: ModelDirectory
-    _queue: GatewayQueue
-    _metrics: GatewayMetrics
+    _lifecycle: Lifecycle
     _metrics_access: Access
     _shards: Collection[str]
     _keys: KeyDirectory | None
@@ -110,19 +100,19 @@ class Probes(Resource):
         return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
 
     def _state(self, num_workers: int = 0) -> str:
-        if self._admission.is_draining:
+        if self._lifecycle.admission.is_draining:
             return "draining"
-        if not self._models.is_fresh:
+        if not self._lifecycle.models.is_fresh:
             return "no redis"
-        return "no worker" if self._models.num_live_workers < num_workers else "ready"
+        return "no worker" if self._lifecycle.models.num_workers.total() < num_workers else "ready"
 
     @operation("GET", "/v1/admin/status", access="admin")
     async def fleet_status(self, caller: Caller) -> FleetStatus:
         """Show the queues and the workers."""
-        models = self._models
+        models = self._lifecycle.models
         queues = []
         for name in sorted(models.cards):
-            stats = await self._queue.stats(name)
+            stats = await self._lifecycle.dispatcher.queue.stats(name)
             queues.append(
                 ModelStatus(
                     name, models.num_workers[name],
@@ -138,13 +128,14 @@ class Probes(Resource):
             for each in sorted(models.workers, key=lambda each: (each.card.name, each.worker_id))
         ]  # fmt: skip
         return FleetStatus(
-            package_version(), self._state(), self._admission.num_open, queues, workers
+            package_version(), self._state(), self._lifecycle.admission.num_open, queues, workers
         )
 
     @operation("GET", "/v1/admin/requests", access="admin")
-    async def live_requests(self, caller: Caller, query: LiveRequestsQuery) -> LiveRequests:
+    async def live_requests(self, caller: Caller, query: NewestQuery) -> LiveRequests:
         """List the newest waiting and running requests of all gateways."""
-        found = await self._queue.open_requests(self._models.cards, query.limit)
+        queue, models = self._lifecycle.dispatcher.queue, self._lifecycle.models
+        found = await queue.open_requests(models.cards, query.limit)
         name_of = short_hash
         if self._keys is not None:
             await self._keys.know(each.key for each in found)
@@ -161,13 +152,14 @@ class Probes(Resource):
     @operation("GET", "/metrics", is_probe=True)
     async def metrics(self, caller: Caller) -> Response:
         """Show metrics in Prometheus format. Requires a key if keys are configured; an admin key, if there are any."""
-        metrics = self._metrics
-        metrics.set_open(self._admission.num_open, self._models.num_workers)
+        lifecycle, queue = self._lifecycle, self._lifecycle.dispatcher.queue
+        metrics, models = lifecycle.metrics, lifecycle.models
+        metrics.set_open(lifecycle.admission.num_open, models.num_workers)
         servers: dict[str, dict[str, str]] = {}
         with suppress(QueueUnavailable):
-            servers = await self._queue.servers()
-            for name in self._models.cards:
-                stats = await self._queue.stats(name)
+            servers = await queue.servers()
+            for name in models.cards:
+                stats = await queue.stats(name)
                 metrics.set_queue(name, stats.num_open, stats.num_backlog, stats.age_s)
         metrics.set_redis(self._shards, servers)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

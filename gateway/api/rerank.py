@@ -7,23 +7,17 @@ Source: Cohere and Jina API references, "Rerank"; vLLM, "Score API".
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import WholeAnswer
-from gateway.api.fields import RequestStruct, doc, invalid, timings_of, too_many
-from gateway.api.inputs import (
-    InputFields,
-    InputUsage,
-    check_chars,
-    split_documents,
-    to_plan,
-    to_truncate,
-)
+from gateway.api.embeddings import InputFields, InputUsage, split_documents, to_plan, to_truncate
+from gateway.api.fields import RequestStruct, check_chars, check_num, doc, invalid, timings_of
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import AnswerHead, NoOptions, Plan, Surface, Totals
+from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
 from shared.protocol import ModelCard, Rerank, Scores
 
@@ -113,9 +107,9 @@ class _Pairs(Surface):
     ) -> list[Rerank]:
         """Split the documents into tasks, each with the query. Raises: InvalidRequest."""
         limits = self.limits
-        if len(documents) > limits.max_documents:
-            raise too_many("documents", limits.max_documents, task.name)
-        check_chars(sum(map(len, task.queries)) + sum(map(len, documents)), task.name, limits)
+        check_num("documents", len(documents), limits.max_documents, task.name)
+        num_chars = sum(map(len, (*task.queries, *documents)))
+        check_chars(num_chars, limits.max_input_chars, task.name)
         return split_documents(task, documents, context.headers)
 
 
@@ -145,8 +139,8 @@ class Reranking(_Pairs):
         tasks = self._tasks(task, documents, context)
         return to_plan(request, context, tasks, RerankOptions(request.top_n, wanted))
 
-    def answer(self, options: RerankOptions, head: AnswerHead) -> "RerankWords":
-        return RerankWords(options, head)
+    def answer(self, options: RerankOptions, head: AnswerHead) -> Answer:
+        return WholeAnswer(partial(_rank, options, head))
 
     def describe(self, request: RerankRequest) -> dict[str, Any]:
         return {"input.count": len(request.documents), "top_n": request.top_n}
@@ -183,45 +177,27 @@ class Scoring(_Pairs):
         )
         return to_plan(request, context, self._tasks(task, documents, context), NoOptions())
 
-    def answer(self, options: NoOptions, head: AnswerHead) -> "ScoreWords":
-        return ScoreWords(head)
+    def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
+        return WholeAnswer(partial(_score, head))
 
 
-class RerankWords(WholeAnswer):
-    def __init__(self, options: RerankOptions, head: AnswerHead) -> None:
-        self._options = options
-        self._head = head
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        scores = scores_of(events)
-        best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
-        return msgspec.json.encode(
-            RerankAnswer(
-                self._head.id,
-                self._head.model,
-                [self._result(index, scores[index]) for index in best[: self._options.top_n]],
-                InputUsage.of(totals),
-                {"scorer": "cross_encoder"},
-                timings_of(totals),
-            )
-        )
-
-    def _result(self, index: int, score: float) -> RerankResult:
-        documents = self._options.documents
-        document = ReturnedDocument(documents[index]) if documents else UNSET
-        return RerankResult(index, score, document)
+def _rank(
+    options: RerankOptions, head: AnswerHead, events: Sequence[ChoiceEvent], totals: Totals
+) -> RerankAnswer:
+    scores, texts = scores_of(events), options.documents
+    best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    results = [
+        RerankResult(index, scores[index], ReturnedDocument(texts[index]) if texts else UNSET)
+        for index in best[: options.top_n]
+    ]
+    usage, meta = InputUsage.of(totals), {"scorer": "cross_encoder"}
+    return RerankAnswer(head.id, head.model, results, usage, meta, timings_of(totals))
 
 
-class ScoreWords(WholeAnswer):
-    def __init__(self, head: AnswerHead) -> None:
-        self._head = head
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        data = [PairScore(index, score) for index, score in enumerate(scores_of(events))]
-        head, usage = self._head, InputUsage.of(totals)
-        return msgspec.json.encode(
-            ScoreAnswer(head.id, head.created, head.model, data, usage, timings=timings_of(totals))
-        )
+def _score(head: AnswerHead, events: Sequence[ChoiceEvent], totals: Totals) -> ScoreAnswer:
+    data = [PairScore(index, score) for index, score in enumerate(scores_of(events))]
+    usage, timings = InputUsage.of(totals), timings_of(totals)
+    return ScoreAnswer(head.id, head.created, head.model, data, usage, timings=timings)
 
 
 def scores_of(events: Sequence[ChoiceEvent]) -> list[float]:

@@ -71,16 +71,13 @@ class ApplicationRun(Surface):
         return NamedRequest(context.path["name"], super().read(body, context))
 
     def plan(self, request: NamedRequest, context: RequestContext, card: ModelCard) -> Plan:
-        body, headers = request.body, context.headers
-        is_streamed = bool(body.stream)
-        task = Run(
-            compact(body.input, "input", self.limits.max_task_bytes), is_streamed=is_streamed
-        )
+        body, is_streamed = request.body, bool(request.body.stream)
+        data = compact(body.input, "input", self.limits.max_task_bytes)
         return Plan(
-            [task],
+            [Run(data, is_streamed=is_streamed)],
             NoOptions(),
             is_streamed=is_streamed,
-            shows_timings=wants_timings(body.timings, headers),
+            shows_timings=wants_timings(body.timings, context.headers),
             priority=find_priority(body.service_tier, context),
         )
 
@@ -147,7 +144,6 @@ def compact(value: Raw, param: str, max_bytes: int) -> Raw:
         raise InvalidRequest(
             f"{param} is too large: send at most {max_bytes} bytes.",
             param=param,
-            status=413,
             code="task_too_large",
         )
     try:

@@ -17,12 +17,12 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 from starlette.responses import Response, StreamingResponse
 
-from gateway.api.fields import Data, RequestStruct, invalid
+from gateway.api.fields import Data, RequestStruct, check_most, invalid
 from gateway.api.run import TaskAnswer, compact, output_of
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.open_call import Gone, OpenCall
 from gateway.calls.surface import AnswerHead, Totals
-from gateway.http.endpoint import Caller, Resource, operation
+from gateway.http.endpoint import Caller, Resource, operation, owner_of
 from gateway.http.errors import (
     ApiError,
     ErrorFields,
@@ -275,9 +275,10 @@ class Sessions(Resource):
         session = (await self._find(caller)).session
         await self._store.close_session(session)
         found = await self._find(caller, self._limits.max_session_tasks)
-        stands = await self._look_at_open([found])
-        await self._cancel(session.id, [t for t, state in stands if state == "pending"])
-        if session.common is not None and all(state != "running" for _, state in stands):
+        [states] = await self._look_at_open([found])
+        waiting = [t for t, s in zip(found.open_tasks, states, strict=True) if s == "pending"]
+        await self._cancel(session.id, waiting)
+        if session.common is not None and "running" not in states:
             self._lifecycle.blobs.release(session.id, [session.common])  # otherwise it expires
         return await self.retrieve_session(caller)
 
@@ -295,29 +296,22 @@ class Sessions(Resource):
 
     async def _describe(self, found: Sequence[SessionState]) -> list[SessionObject]:
         """Sessions with the numbers of their tasks. Open tasks that were not looked up count as pending."""
-        stands = await self._look_at_open(found)
-        at, shown = 0, []
-        for each in found:
-            now = Counter(state for _, state in stands[at : at + len(each.open_tasks)])
-            at += len(each.open_tasks)
+        shown = []
+        for each, states in zip(found, await self._look_at_open(found), strict=True):
+            now = Counter(states)
             now["pending"] += each.num_open - len(each.open_tasks)
             shown.append(self._show(each, now + Counter(each.ended)))
         return shown
 
-    async def _look_at_open(
-        self, found: Sequence[SessionState]
-    ) -> list[tuple[TaskRecord, TaskState]]:
-        """States of the sessions' open tasks in order. Tasks that have ended are marked as such in the store."""
-        tasks = [task for each in found for task in each.open_tasks]
-        states = await self._look(tasks)
-        stands = list(zip(tasks, states, strict=True))
-        at = 0
-        for each in found:
-            own = stands[at : at + len(each.open_tasks)]
-            at += len(own)
-            ended = {task.id: state for task, state in own if state in ENDED}
+    async def _look_at_open(self, found: Sequence[SessionState]) -> list[list[TaskState]]:
+        """States of each session's open tasks. Tasks that have ended are marked as such in the store."""
+        looked = iter(await self._look([task for each in found for task in each.open_tasks]))
+        all_states = [[next(looked) for _ in each.open_tasks] for each in found]
+        for each, states in zip(found, all_states, strict=True):
+            stands = zip(each.open_tasks, states, strict=True)
+            ended = {task.id: state for task, state in stands if state in ENDED}
             await self._store.settle(each.session.id, ended)
-        return stands
+        return all_states
 
     # Tasks
 
@@ -332,8 +326,7 @@ class Sessions(Resource):
             tasks = [TaskInput(input=body.input, id=body.id)]
         elif body.id is not None:
             raise invalid("id", "it excludes tasks; give each of tasks an id of its own")
-        if len(tasks) > self._limits.max_tasks:
-            raise invalid("tasks", f"send at most {self._limits.max_tasks} at a time")
+        check_most("tasks", len(tasks), self._limits.max_tasks, "at a time")
         session = (await self._find(caller)).session
         card = await self._find_card(session.application, session.id, caller.context.tenant)
         self._check_resources(session)
@@ -385,7 +378,7 @@ class Sessions(Resource):
         if state == "new" or (state == "open" and now < task.deadline_at):
             run = Run(data, session.id, common, keep_s=session.idle_s, id=task_id)
             try:
-                await self._queue(caller, session, card, task, run, task.deadline_at - now)
+                await self._queue(caller, session, card, task, run)
             except BaseException:
                 # Redis may have the call although the reply was lost.
                 queue = self._lifecycle.dispatcher.queue
@@ -403,13 +396,7 @@ class Sessions(Resource):
         return _show_task(session, task, state)
 
     async def _queue(
-        self,
-        caller: Caller,
-        session: Session,
-        card: ModelCard,
-        task: TaskRecord,
-        run: Run,
-        timeout_s: float,
+        self, caller: Caller, session: Session, card: ModelCard, task: TaskRecord, run: Run
     ) -> None:
         """Raises: Overloaded, QueueUnavailable."""
         lifecycle, tenant = self._lifecycle, caller.context.tenant
@@ -422,7 +409,7 @@ class Sessions(Resource):
         try:
             submitted = await lifecycle.dispatcher.submit(
                 [call],
-                timeout_s=timeout_s,
+                timeout_s=task.deadline_at - time.time(),  # noqa: TID251
                 max_waiting=lifecycle.key_limits.max_waiting(session.priority),
                 reservation=lifecycle.key_limits.reservation([call], card),
                 charge=lifecycle.key_limits.charge([call], card),
@@ -454,8 +441,7 @@ class Sessions(Resource):
     @operation("GET", _TASK)
     async def retrieve_task(self, caller: Caller, query: TaskQuery) -> TaskObject:
         """Show a task, once it has ended or `wait` is over."""
-        session = (await self._find(caller)).session
-        task, noted = await self._find_task(session, caller.path["task_id"])
+        session, task, noted = await self._find_task(caller)
         [state] = await self._stand(session, [(task, noted)])
         if query.wait and state not in ENDED:
             await self._wait(task, query.wait)
@@ -470,8 +456,7 @@ class Sessions(Resource):
     @operation("POST", _TASK + ":cancel")
     async def cancel_task(self, caller: Caller, body: Empty) -> TaskObject:
         """Cancel a task."""
-        session = (await self._find(caller)).session
-        task, noted = await self._find_task(session, caller.path["task_id"])
+        session, task, noted = await self._find_task(caller)
         [state] = await self._stand(session, [(task, noted)])
         if state not in ENDED:
             await self._cancel(session.id, [task])
@@ -481,8 +466,7 @@ class Sessions(Resource):
     @operation("GET", _TASK + "/events")
     async def stream_task(self, caller: Caller) -> Response:
         """Stream a task from its first item."""
-        session = (await self._find(caller)).session
-        task, _ = await self._find_task(session, caller.path["task_id"])
+        session, task, _ = await self._find_task(caller)
         call = await self._follow(task, session.timeout_s)
         call.tenant = caller.context.tenant
         head = AnswerHead(task.id, int(task.created_at), session.application, task.package)
@@ -493,7 +477,7 @@ class Sessions(Resource):
     async def _frames(self, call: OpenCall, head: AnswerHead) -> AsyncIterator[bytes]:
         answer = TaskAnswer(head)
         try:
-            while not call.choices[0].is_finished or call.has_pending:
+            while not call.choices[0].is_finished or call.pending:
                 events = await call.receive(self._lifecycle.settings.keep_alive_s)
                 if not events:
                     yield SSE_KEEP_ALIVE
@@ -510,12 +494,13 @@ class Sessions(Resource):
 
     # How tasks stand
 
-    async def _find_task(self, session: Session, task_id: str) -> tuple[TaskRecord, str]:
+    async def _find_task(self, caller: Caller) -> tuple[Session, TaskRecord, str]:
         """Raises: NotFound, QueueUnavailable."""
-        found = await self._store.task(session.id, task_id)
+        session = (await self._find(caller)).session
+        found = await self._store.task(session.id, caller.path["task_id"])
         if found is None:
             raise NotFound("The session has no such task.", param="task", code="task_not_found")
-        return found
+        return session, *found
 
     async def _stand(
         self, session: Session, noted: Sequence[tuple[TaskRecord, str]]
@@ -613,11 +598,7 @@ class Sessions(Resource):
 
     async def _find_card(self, name: str, side: str, tenant: str) -> ModelCard:
         """The version that serves. Raises: ApiError, QueueUnavailable."""
-        try:
-            card = await self._lifecycle.models.find(name, side, "run", tenant)
-        except NotFound as error:
-            error.param = "name"
-            raise
+        card = await self._lifecycle.models.find(name, side, "run", tenant, "name")
         if "run" not in card.tasks:
             raise InvalidRequest(
                 "This is a model, not an application: ask it by the APIs of models.",
@@ -638,12 +619,7 @@ def _state_of(task: TaskRecord, found: RequestState | None) -> TaskState:
 
 
 def _owner(caller: Caller) -> str:
-    return session_owner(caller.context.tenant)
-
-
-def session_owner(tenant: str) -> str:
-    """The owner of a tenant's sessions; not a secret."""
-    return hashlib.sha256(b"session " + tenant.encode()).hexdigest()[:32]
+    return owner_of(caller.context.tenant, "session")
 
 
 def _show_task(session: Session, task: TaskRecord, state: TaskState) -> TaskObject:

@@ -15,6 +15,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from gateway.api.fields import (
     OpenAiSampling,
     RequestStruct,
+    check_most,
     doc,
     invalid,
 )
@@ -146,8 +147,7 @@ def _choice_grammar(texts: list[str], param: str, limits: LimitSettings) -> Gram
     if not 1 <= len(texts) <= limits.max_choice_texts:
         raise invalid(param, f"send 1 to {limits.max_choice_texts} texts")
     source = msgspec.json.encode(texts)
-    if len(source) > limits.max_schema_bytes:
-        raise invalid(param, f"send at most {limits.max_schema_bytes} bytes")
+    check_most(param, len(source), limits.max_schema_bytes, "bytes")
     return Grammar("choice", source.decode(), param)
 
 
@@ -155,8 +155,7 @@ def _lark_grammar(source: str, param: str, limits: LimitSettings) -> Grammar:
     if not limits.max_grammar_bytes:
         problem = "grammars are disabled here; send a schema, a regex or choices"
         raise invalid(param, problem, code="unsupported_parameter")
-    if len(source.encode()) > limits.max_grammar_bytes:
-        raise invalid(param, f"send at most {limits.max_grammar_bytes} bytes")
+    check_most(param, len(source.encode()), limits.max_grammar_bytes, "bytes")
     return Grammar("lark", source, param)
 
 
@@ -168,8 +167,7 @@ def schema_grammar(
     schema: bytes, param: str, limits: LimitSettings, *, strict: bool | None = None
 ) -> Grammar:
     """A grammar for a JSON schema. Raises: InvalidRequest whose `param` is a path in the schema."""
-    if len(schema) > limits.max_schema_bytes:
-        raise invalid(param, f"send at most {limits.max_schema_bytes} bytes")
+    check_most(param, len(schema), limits.max_schema_bytes, "bytes")
     try:
         content = msgspec.json.decode(schema)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -11,21 +11,23 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from gateway.api.answers import TokenizedAnswer
+from gateway.api.answers import WholeAnswer, find_tokenized
 from gateway.api.chat import translate
 from gateway.api.chat.schemas import ChatCompletionRequest, ChatMessageParam
-from gateway.api.conversation import check_text_chars
 from gateway.api.fields import (
     UNSUPPORTED,
     ModelName,
     RequestStruct,
     TokenId,
     UserName,
+    check_chars,
+    check_most,
     doc,
     invalid,
 )
 from gateway.api.tools import ToolField
-from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from shared.protocol import (
@@ -35,7 +37,6 @@ from shared.protocol import (
     TemplateOption,
     TextPart,
     Tokenize,
-    Tokenized,
 )
 
 
@@ -115,7 +116,8 @@ class Tokenization(Surface):
     def plan(self, request: TokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
         images = ()
         if request.prompt is not None:
-            check_text_chars(len(request.prompt), "prompt", self.limits)
+            num_chars, most = len(request.prompt), self.limits.max_text_chars
+            check_chars(num_chars, most, "prompt", "context_length_exceeded")
             of = Generate(
                 (),
                 SamplingParams(),
@@ -147,14 +149,15 @@ class Tokenization(Surface):
         )
 
     def answer(self, options: TokenizeOptions, head: AnswerHead) -> Answer:
-        def to_list(made: Tokenized) -> TokenList:
+        def to_list(events: Sequence[ChoiceEvent], _: Totals) -> TokenList:
+            made = find_tokenized(events)
             strings = made.strings if options.with_strings else None
             frames = [VideoFrames(*counts) for counts in made.frames] or msgspec.UNSET
             return TokenList(
                 made.num_tokens, options.max_model_len, made.token_ids, strings, frames
             )
 
-        return TokenizedAnswer(to_list)
+        return WholeAnswer(to_list)
 
 
 class Detokenization(Surface):
@@ -170,9 +173,8 @@ class Detokenization(Surface):
     commas = "max_input_commas"
 
     def plan(self, request: DetokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
-        if len(request.tokens) > self.limits.max_input_tokens:
-            raise invalid("tokens", f"send at most {self.limits.max_input_tokens}")
+        check_most("tokens", len(request.tokens), self.limits.max_input_tokens)
         return Plan([Tokenize(token_ids=tuple(request.tokens))], NoOptions())
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
-        return TokenizedAnswer(lambda made: DetokenizedPrompt(made.text))
+        return WholeAnswer(lambda events, _: DetokenizedPrompt(find_tokenized(events).text))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from gateway.api.fields import EchoedStruct, invalid, missing
+from gateway.api.fields import EchoedStruct, check_most, invalid, missing
 from gateway.api.structured import schema_grammar
 from gateway.http.body import is_deeper
 from shared.protocol import Function, ModelCard, ToolCall, Tools
@@ -158,8 +158,7 @@ def _read_choice(choice: ToolChoice | None) -> tuple[frozenset[str] | None, bool
 
 
 def _read_functions(offer: Offer, limits: LimitSettings) -> list[Function]:
-    if len(offer.functions) > limits.max_tools:
-        raise invalid("tools", f"send at most {limits.max_tools}")
+    check_most("tools", len(offer.functions), limits.max_tools)
     functions: dict[str, Function] = {}
     num_bytes = 0
     for param, field in offer.functions:

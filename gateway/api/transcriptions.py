@@ -28,7 +28,6 @@ from gateway.api.fields import (
     OpenAiSampling,
     RequestStruct,
     User,
-    check_max_tokens,
     doc,
     find_priority,
     invalid,
@@ -173,13 +172,8 @@ class Translations(Surface):
         conversation = Conversation()
         audio = conversation.medium(ImageSource(request.file, "file", is_audio=True), "user")
         conversation.add("user", [audio, conversation.text(request.instruction(card))])
-        sampling = translate_sampling(
-            OpenAiSampling(temperature=request.temperature or 0.0),
-            self.limits,
-            context,
-            card.sampling,
-            max_tokens=check_max_tokens(None, "max_tokens", self.limits, context),
-        )
+        asked = OpenAiSampling(temperature=request.temperature or 0.0)
+        sampling = translate_sampling(asked, self.limits, context, card.sampling)
         return Plan(
             [Generate(tuple(conversation.messages), sampling)],
             self.to_options(request),

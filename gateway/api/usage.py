@@ -3,6 +3,7 @@
 import asyncio
 import csv
 import io
+from dataclasses import dataclass
 from datetime import date, timedelta  # noqa: TID251 (people ask for days)
 from typing import Any, Literal
 
@@ -51,20 +52,17 @@ class UsageList(Data[UsageRow]):
     """Rows in the order of `by`."""
 
 
+@dataclass
 class UsageReport(Resource):
     """Usage of all keys if the caller has the root key or the role `admin`, else of the caller's key."""
 
     tag = "keys"
     access = "any"
 
-    def __init__(
-        self, log: UsageLog, keys: KeyDirectory | None, root: str | None, has_prices: bool
-    ) -> None:
-        """`root`: the tenant of the root key."""
-        self._log = log
-        self._keys = keys
-        self._root = root
-        self._has_prices = has_prices
+    _log: UsageLog
+    _keys: KeyDirectory | None
+    _root: str | None  #: tenant of the root key
+    _has_prices: bool
 
     def to_error(self, error: Exception) -> Exception:
         return unavailable() if isinstance(error, StoreError | OSError) else error

@@ -4,6 +4,7 @@ Everything blocks and raises StoreError.
 """
 
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from shared.packages.store import PackageStore
 
 #: Prefix of the ids, which distinguishes these files from those of vector stores.
 FILE_ID = "file-batch-"
+_ID = re.compile(FILE_ID + "[0-9a-f]{32}")
 _FOLDER = "files"
 _TIME_DIGITS = 11
 
@@ -63,7 +65,7 @@ class BatchFiles:
         self._store.put_if_absent(_record(owner, file.id), msgspec.json.encode(file))
 
     def get(self, owner: str, id_: str) -> BatchFile | None:
-        if not _is_id(id_):
+        if not _ID.fullmatch(id_):
             return None
         data = self._store.get(_record(owner, id_))
         return None if data is None else msgspec.json.decode(data, type=BatchFile)
@@ -89,13 +91,6 @@ class BatchFiles:
         for key in self._store.list(_FOLDER):
             if time_of(key.rpartition("/")[2], FILE_ID) < before_s:
                 self._store.delete(key)
-
-
-def _is_id(id_: str) -> bool:
-    tail = id_.removeprefix(FILE_ID)
-    return (
-        id_.startswith(FILE_ID) and len(tail) == 32 and all(c in "0123456789abcdef" for c in tail)
-    )
 
 
 def _record(owner: str, id_: str) -> str:

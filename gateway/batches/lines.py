@@ -4,7 +4,7 @@ Source: OpenAI API reference, "The request input object", "The request output ob
 """
 
 import hashlib
-from collections.abc import Iterator
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -91,15 +91,9 @@ def check_lines(data: bytes, endpoint: str, max_lines: int) -> tuple[int, list[L
     if len(lines) > max_lines:
         message = f"The file has {len(lines)} requests: send at most {max_lines} in a batch."
         return len(lines), [LineError("too_many_requests", message)]
-    errors: list[LineError] = []
     seen: set[str] = set()
-    for number, line in enumerate(lines, 1):
-        error = _check_line(line, number, endpoint, seen)
-        if error is not None:
-            errors.append(error)
-            if len(errors) == MAX_ERRORS:
-                break
-    return len(lines), errors
+    found = (_check_line(line, number, endpoint, seen) for number, line in enumerate(lines, 1))
+    return len(lines), list(islice(filter(None, found), MAX_ERRORS))
 
 
 def _check_line(line: memoryview, number: int, endpoint: str, seen: set[str]) -> LineError | None:
@@ -159,21 +153,9 @@ def result_id(batch_id: str, number: int) -> str:
     return "batch_req_" + hashlib.sha256(f"{batch_id} {number}".encode()).hexdigest()[:32]
 
 
-# Parts: groups of results, which are stored until the batch ends
-
-
 class LineResult(msgspec.Struct, frozen=True):
-    """The result of a line. `data`: a line of one of the output files."""
+    """The result of a line. `data`: a line of one of the output files. Parts are groups of results."""
 
     number: int
     is_completed: bool
     data: bytes
-
-
-def encode_part(results: list[LineResult]) -> bytes:
-    return msgspec.msgpack.encode(results)
-
-
-def decode_part(data: bytes) -> Iterator[LineResult]:
-    """Decode the results of a part."""
-    return iter(msgspec.msgpack.decode(data, type=list[LineResult]))

@@ -20,15 +20,7 @@ from typing import IO, Literal, TypeVar
 import msgspec
 
 from gateway.batches.files import FILE_ID, BatchFile, BatchFiles, make_id, time_of
-from gateway.batches.lines import (
-    LineError,
-    LineResult,
-    decode_part,
-    encode_part,
-    read_line,
-    split_lines,
-    to_failure,
-)
+from gateway.batches.lines import LineError, LineResult, read_line, split_lines, to_failure
 from shared.packages.store import PIECE_BYTES, PackageStore, StoreError
 
 BATCH_ID = "batch_"
@@ -208,7 +200,7 @@ class Batches:
         num_good = sum(result.is_completed for result in results)
         name = f"{writer}-{secrets.token_hex(4)}-{num_good}-{len(results) - num_good}"
         key = f"{_folder(record.owner, record.id)}/parts/{name}"
-        self._store.put_if_absent(key, encode_part(results))
+        self._store.put_if_absent(key, msgspec.msgpack.encode(results))
 
     def results(self, record: BatchRecord, parts: list[str]) -> Iterator[LineResult]:
         """The result of each line, once."""
@@ -217,7 +209,7 @@ class Batches:
             data = self._store.get(f"{_folder(record.owner, record.id)}/parts/{name}")
             if data is None:
                 raise StoreError(f"{self._store.url}: a part of {record.id} is missing")
-            for result in decode_part(data):
+            for result in msgspec.msgpack.decode(data, type=list[LineResult]):
                 if result.number not in seen:
                     seen.add(result.number)
                     yield result

@@ -358,27 +358,22 @@ def _was_taken(answer: LineAnswer) -> bool:
 _HEADERS = {b"content-type": b"application/json", b"x-vlm-priority": b"batch"}
 
 
-class LineAsker:
-    """Calls the endpoints of one gateway."""
-
-    def __init__(self, lifecycle: Lifecycle, surfaces: Mapping[str, Surface]) -> None:
-        self._lifecycle = lifecycle
-        self._surfaces = surfaces
-
-    async def ask(self, tenant: str, path: str, body: bytes) -> LineAnswer:
-        """The response of the endpoint; cancelling the call cancels the request."""
-        context = RequestContext(
-            secrets.token_hex(16),
-            dict(_HEADERS),
-            time.perf_counter(),
-            tenant=tenant,
-            refuses_unknown_fields=self._lifecycle.settings.unknown_fields == "refuse",
-        )
-        request_id.set(context.id)
-        client = _InProcess(body)
-        exchange = Exchange(context, client.receive, client.send)
-        await self._lifecycle.serve(self._surfaces[path], exchange)
-        return LineAnswer(client.status, client.headers, context.shown_id, bytes(client.body))
+async def ask_endpoint(
+    lifecycle: Lifecycle, surfaces: Mapping[str, Surface], tenant: str, path: str, body: bytes
+) -> LineAnswer:
+    """The response of the endpoint; cancelling the call cancels the request."""
+    context = RequestContext(
+        secrets.token_hex(16),
+        dict(_HEADERS),
+        time.perf_counter(),
+        tenant=tenant,
+        refuses_unknown_fields=lifecycle.settings.unknown_fields == "refuse",
+    )
+    request_id.set(context.id)
+    client = _InProcess(body)
+    exchange = Exchange(context, client.receive, client.send)
+    await lifecycle.serve(surfaces[path], exchange)
+    return LineAnswer(client.status, client.headers, context.shown_id, bytes(client.body))
 
 
 class _InProcess:

@@ -9,6 +9,8 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 
 import msgspec
@@ -51,27 +53,20 @@ logger = logging.getLogger(__name__)
 
 Route = tuple[OpenCall, int]  #: the receiver of a request's events, and its choice
 
-RestoreBudget = Callable[[Call, Budget], Awaitable[None]]
 
-
+@dataclass(eq=False)
 class Dispatcher:
     """Queues requests as `OpenCall`s and delivers their events."""
 
-    def __init__(
-        self,
-        queue: GatewayQueue,
-        mailbox: Mailbox,
-        metrics: GatewayMetrics,
-        *,
-        silence_timeout_s: float,
-        restore_budget: RestoreBudget,
-    ) -> None:
-        """`restore_budget` tells the queue what the tenant of a call has spent."""
-        self.queue = queue
-        self.mailbox = mailbox
-        self.metrics = metrics
-        self.silence_timeout_s = silence_timeout_s
-        self._restore_budget = restore_budget
+    queue: GatewayQueue
+    mailbox: Mailbox
+    metrics: GatewayMetrics
+    _: KW_ONLY
+    silence_timeout_s: float
+    #: Tells the queue what the tenant of a call has spent.
+    restore_budget: Callable[[Call, Budget], Awaitable[None]]
+
+    def __post_init__(self) -> None:
         self._routes: dict[str, list[Route]] = {}  # several if clients resume the request
         #: Requests to cancel, and until when to try; by model, shard, and whether the request was resubmitted.
         self._cancels: dict[tuple[str, str, bool], dict[str, float]] = {}
@@ -150,11 +145,9 @@ class Dispatcher:
             choices = [seal(each) for each in calls]
             submission = Submission(choices, timeout_s, max_waiting, reservation, affinity, charge)
             submitted = await self._enqueue(calls[0], submission)
-        except QueueRefused:
-            call.settle()
-            call.close()
-            raise
-        except BaseException:
+        except BaseException as error:
+            for choice in call.choices:
+                choice.is_settled |= isinstance(error, QueueRefused)  # nothing to cancel
             call.close()
             raise
         call.begins_by = 0.0
@@ -174,7 +167,7 @@ class Dispatcher:
             charge = submission.charge
             if charge is None or charge.budget is None:
                 raise
-            await self._restore_budget(first, charge.budget)
+            await self.restore_budget(first, charge.budget)
             return await self.queue.submit(submission)
 
     def _end_grace(self, call: OpenCall) -> None:
@@ -223,19 +216,11 @@ class Dispatcher:
             raise
         return call
 
-    def fail_all(self, message: str) -> None:
+    def fail_all(self, message: str, tenants: Collection[str] | None = None) -> None:
+        """Fail the open requests of all tenants, or of some."""
         for call, choice in self._all_routes():
-            call.fail(choice, ErrorCode.CANCELLED, message)
-
-    def fail_tenants(self, tenants: Collection[str]) -> None:
-        """Fail the open requests of tenants whose keys were revoked or have expired."""
-        for call, choice in self._all_routes():
-            if call.tenant in tenants:
-                call.fail(
-                    choice,
-                    ErrorCode.CANCELLED,
-                    "The API key of this request was revoked or expired.",
-                )
+            if tenants is None or call.tenant in tenants:
+                call.fail(choice, ErrorCode.CANCELLED, message)
 
     def on_gap(self, model: str) -> None:
         """Read the logs of a model's open requests again, because events may be missing."""
@@ -342,18 +327,14 @@ class Dispatcher:
         for event in events:
             is_news = False
             for call, choice in self._routes.get(event.request_id, ()):
-                is_news |= self._deliver_one(call, choice, event)
+                try:
+                    is_news |= call.deliver(choice, event)
+                except Exception:
+                    logger.exception("cannot deliver an event of request %s", event.request_id)
+                    call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
             num_dropped += not is_news
         if num_dropped:
             self.metrics.record_dropped_events(num_dropped)
-
-    def _deliver_one(self, call: OpenCall, choice: int, event: CallEvent) -> bool:
-        try:
-            return call.deliver(choice, event)
-        except Exception:
-            logger.exception("cannot deliver an event of request %s", event.request_id)
-            call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
-            return False
 
     # Deadlines
 
@@ -369,36 +350,20 @@ class Dispatcher:
     # Silence
 
     async def _look_after(self) -> None:
+        """Look up silent requests, shard by shard."""
         while True:
             await asyncio.sleep(_LOOK_PAUSE_S)
-            try:
-                await self._look_up_silent()
-            except QueueUnavailable:
-                continue  # the next iteration looks again
-
-    async def _look_up_silent(self) -> None:
-        """Look up silent requests, shard by shard. Raises: QueueUnavailable, if one does not answer."""
-        now = time.monotonic()
-        by_shard: dict[str, list[Route]] = {}
-        for call, choice in self._all_routes():
-            if self._is_silent(call, choice, now):
-                shard = shard_of(call.choices[choice].request_id)
-                by_shard.setdefault(shard, []).append((call, choice))
-        failure: QueueUnavailable | None = None
-        for routes in by_shard.values():
-            try:
-                for start in range(0, len(routes), MAX_LOOKS):
-                    await self._look_up(routes[start : start + MAX_LOOKS])
-            except QueueUnavailable as error:
-                failure = error
-        if failure is not None:
-            raise failure
-
-    def _is_silent(self, call: OpenCall, choice: int, now: float) -> bool:
-        progress = call.choices[choice]
-        if progress.is_finished:
-            return False
-        return progress.has_gap or now - progress.heard_at > self.silence_timeout_s
+            now = time.monotonic()
+            by_shard: dict[str, list[Route]] = {}
+            for call, choice in self._all_routes():
+                progress = call.choices[choice]
+                is_silent = progress.has_gap or now - progress.heard_at > self.silence_timeout_s
+                if is_silent and not progress.is_finished:
+                    by_shard.setdefault(shard_of(progress.request_id), []).append((call, choice))
+            for routes in by_shard.values():
+                with suppress(QueueUnavailable):  # the next iteration looks again
+                    for start in range(0, len(routes), MAX_LOOKS):
+                        await self._look_up(routes[start : start + MAX_LOOKS])
 
     async def _look_up(self, routes: Sequence[Route]) -> None:
         """Read the logs of requests again, and fail those that no worker runs.

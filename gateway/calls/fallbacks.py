@@ -1,12 +1,12 @@
 """Fallbacks: another model answers while a model's queue is full or no worker serves it."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from gateway.calls.models import ModelDirectory
 from gateway.calls.recorder import Recorder
-from gateway.calls.surface import Reply, Surface
+from gateway.calls.surface import Reply
 from gateway.http.errors import ApiError, Overloaded
-from gateway.http.exchange import RequestContext
 from shared.telemetry.metrics import GatewayMetrics
 
 _FULL = ("queue_full", "open_tokens")  #: reasons for which a model's queue refuses a request
@@ -15,37 +15,33 @@ _FULL = ("queue_full", "open_tokens")  #: reasons for which a model's queue refu
 Ask = Callable[[str], Awaitable[Reply | None]]
 
 
+@dataclass
 class Fallbacks:
     """The fallback model of each model. Fallbacks are not chained."""
 
-    def __init__(
-        self, names: Mapping[str, str], models: ModelDirectory, metrics: GatewayMetrics
-    ) -> None:
-        self._names = names
-        self._models = models
-        self._metrics = metrics
+    _names: Mapping[str, str]
+    _models: ModelDirectory
+    _metrics: GatewayMetrics
 
-    async def ask(
-        self, ask: Ask, asked: str, surface: Surface, context: RequestContext, recorder: Recorder
-    ) -> Reply | None:
+    async def ask(self, ask: Ask, asked: str, recorder: Recorder) -> Reply | None:
         """Queue a request to a model, or to its fallback.
 
         Only generated text falls back, as vectors, scores and token counts of another model would be wrong. If the
         fallback refuses the request, this error is ignored, and the request is the model's again. Raises: as `ask`.
         """
-        models, tenant = self._models, context.tenant
+        models, context = self._models, recorder.context
         name = asked if asked in self._names else models.target(asked)
         other = self._names.get(name, "")
         is_possible = (
             other
-            and surface.task == "generate"
+            and recorder.surface.task == "generate"
             and context.route  # lines of a batch wait
-            and models.may_use(tenant, other)
+            and models.may_use(context.tenant, other)
             and models.num_ready(other) > 0
         )
         if not is_possible:
             return await ask(asked)
-        models.check_use(tenant, asked)
+        models.check_use(context.tenant, asked)
         refused = None
         if models.num_ready(asked) or models.is_at_rest(asked):
             try:

@@ -9,6 +9,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
@@ -56,15 +57,12 @@ class HookCall(Struct):
         return InvalidRequest(message, code=code, status=status)
 
 
+@dataclass
 class Hooks:
-    def __init__(
-        self, hooks: Mapping[str, Any], timeout_s: float, is_open: bool, metrics: GatewayMetrics
-    ) -> None:
-        """`is_open`: if a hook fails, continue without it instead of answering 503."""
-        self._hooks = hooks
-        self._timeout_s = timeout_s
-        self._is_open = is_open
-        self._metrics = metrics
+    _hooks: Mapping[str, Any]
+    _timeout_s: float
+    _is_open: bool  #: if a hook fails, continue without it instead of answering 503
+    _metrics: GatewayMetrics
 
     async def before(
         self, plan: Plan, surface: Surface, model: str, context: RequestContext
@@ -146,9 +144,7 @@ class Hooks:
                 )  # fmt: skip
                 if not self._is_open:
                     failed = "A hook of this server failed; retry."
-                    raise ServerError(
-                        failed, status=503, code="hook_failed", retry_after_s=1
-                    ) from None
+                    raise ServerError(failed, code="hook_failed", retry_after_s=1) from None
                 for message, text in zip(call.messages, texts, strict=True):
                     message.text = text
 

@@ -11,6 +11,7 @@ from typing import IO
 
 from msgspec.structs import replace
 
+from gateway.http.endpoint import owner_of
 from gateway.http.errors import InvalidRequest
 from gateway.media.loader import ImageSource, LoadedImage
 from shared.blobs.api import BlobReader, BlobStore
@@ -70,7 +71,7 @@ class KeptAnswers:
 
     async def _put(self, tenant: str, name: str, record: Record, *, anew: bool = False) -> bool:
         """Store a record and retain its images. Returns whether it was stored."""
-        made_room = await self._records.put(_owner(tenant), name, record, anew=anew)
+        made_room = await self._records.put(owner_of(tenant, "records"), name, record, anew=anew)
         if made_room is None:
             self._blobs.release(_holder(name), record.images)
             return False
@@ -106,16 +107,16 @@ class KeptAnswers:
         return replace(source, url="", ref=ref)
 
     async def get(self, tenant: str, name: str) -> Record | None:
-        return await self._records.get(_owner(tenant), name)
+        return await self._records.get(owner_of(tenant, "records"), name)
 
     async def delete_all(self, tenant: str) -> int:
         """Delete a tenant's answers and images; returns how many."""
-        names = await self._records.names(_owner(tenant))
+        names = await self._records.names(owner_of(tenant, "records"))
         return sum([await self.delete(tenant, name) for name in names])
 
     async def delete(self, tenant: str, name: str) -> bool:
         """Delete an answer. Returns whether it existed."""
-        record = await self._records.delete(_owner(tenant), name)
+        record = await self._records.delete(owner_of(tenant, "records"), name)
         if record is not None:
             self._blobs.release(_holder(name), record.images)
         return record is not None
@@ -124,11 +125,6 @@ class KeptAnswers:
 def image_name(tenant: str, sha256: str) -> str:
     """The file id of a tenant's image."""
     return IMAGE_ID + hashlib.sha256(f"image {tenant} {sha256}".encode()).hexdigest()[:32]
-
-
-def _owner(tenant: str) -> str:
-    """The owner of a tenant's records: a hash, which is not secret."""
-    return hashlib.sha256(b"records " + tenant.encode()).hexdigest()[:32]
 
 
 def _holder(name: str) -> str:

@@ -268,18 +268,15 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     per_image = card.image_tokens or TOKENS_PER_IMAGE
     num_prompt = num_chars // CHARS_PER_TOKEN + per_image * len(task.images)
     if not isinstance(task, Generate):
-        return PossibleTokens(max(1, num_prompt + _num_token_ids(task)), 0)
+        inputs = task.inputs if isinstance(task, Embed) else ()
+        num_prompt += sum(len(part.token_ids) for part in inputs if isinstance(part, TokensPart))
+        return PossibleTokens(max(1, num_prompt), 0)
     if isinstance(task.prompt, TokensPart):
         num_prompt = len(task.prompt.token_ids)
     max_tokens = task.sampling.max_tokens
     answer = OPEN_ANSWER_TOKENS if max_tokens is None else max_tokens
     num_prompt = min(num_prompt, card.max_model_len - 1)
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
-
-
-def _num_token_ids(task: Embed | Rerank | Run) -> int:
-    inputs = task.inputs if isinstance(task, Embed) else ()
-    return sum(len(part.token_ids) for part in inputs if isinstance(part, TokensPart))
 
 
 def most_nano_dollars(

@@ -23,7 +23,7 @@ from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds, to_rates
-from gateway.calls.models import ModelDirectory, PrefixAffinity
+from gateway.calls.models import ModelDirectory, find_affinity
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
 from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
@@ -75,7 +75,6 @@ class Lifecycle:
     admission: Admission
     key_limits: KeyLimits
     models: ModelDirectory
-    affinities: PrefixAffinity
     loader: ImageLoader
     blobs: BlobStore
     dispatcher: Dispatcher
@@ -98,7 +97,7 @@ class Lifecycle:
         error, is_answered, reply = None, False, None
         try:
             with self.admission:
-                reply = await self._open(surface, exchange, context, recorder)
+                reply = await self._open(exchange, recorder)
                 if reply is not None:
                     await self._answer(exchange, reply, recorder)
             is_answered = True
@@ -150,12 +149,7 @@ class Lifecycle:
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
             check_images(plan.images, surface.task, card, self.limits)
-            call = await self._submit(plan, card, context, recorder.clock, held)
-            try:
-                recorder.begin(call, is_streamed=False)
-                events = await self._collect(call, recorder)
-            finally:
-                call.close()
+            events = await self._run(plan, card, recorder, held)
             is_answered = True
         except Exception as raised:
             error = to_api_error(raised)
@@ -169,36 +163,38 @@ class Lifecycle:
             error = None  # the exception references this frame
         return events
 
+    async def _run(
+        self, plan: Plan, card: ModelCard, recorder: Recorder, held: HeldBody
+    ) -> list[ChoiceEvent]:
+        """Queue a plan and wait for all of its events. Raises: ApiError, Gone."""
+        call = await self._submit(plan, card, recorder, held)
+        try:
+            recorder.begin(call, is_streamed=False)
+            return await self._collect(call, recorder)
+        finally:
+            call.close()
+
     # In
 
-    async def _open(
-        self, surface: Surface, exchange: Exchange, context: RequestContext, recorder: Recorder
-    ) -> Reply | None:
+    async def _open(self, exchange: Exchange, recorder: Recorder) -> Reply | None:
         """Read and queue the request. Returns None if it is already answered.
 
         The body is freed before the answer begins.
         """
-        with self.admission.hold_body() as held:
-            request = await self._read(surface, exchange, context, held)
+        with HeldBody(self.admission) as held:
+            request = await self._read(exchange, recorder.surface, held)
             recorder.user = request.user
-            if recorder.is_traced:
-                recorder.describe(surface.describe(request))
-            ask = partial(self._ask, surface, request, exchange, recorder, held)
+            recorder.describe(request)
+            ask = partial(self._ask, request, exchange, recorder, held)
             if self.fallbacks is None:
                 return await ask(request.model)
-            return await self.fallbacks.ask(ask, request.model, surface, context, recorder)
+            return await self.fallbacks.ask(ask, request.model, recorder)
 
     async def _ask(
-        self,
-        surface: Surface,
-        request: Request,
-        exchange: Exchange,
-        recorder: Recorder,
-        held: HeldBody,
-        model: str,
+        self, request: Request, exchange: Exchange, recorder: Recorder, held: HeldBody, model: str
     ) -> Reply | None:
         """Queue a request to a model. Returns None if it is already answered."""
-        context = exchange.context
+        surface, context = recorder.surface, recorder.context
         card = await self.models.find(
             model, request.user or context.id, surface.task, context.tenant
         )
@@ -219,14 +215,13 @@ class Lifecycle:
             self.key_limits.check(card.queue, context.tenant)
             plan = await self.hooks.before(plan, surface, card.name, context)
         if surface.cuts_audio:
-            cutting = self._cut_audio(surface, plan, card, context, recorder.clock, held)
-            plan = await while_connected(cutting, exchange)
+            plan = await while_connected(self._cut_audio(plan, card, recorder, held), exchange)
         recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
         may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
         resumes = may_resume and is_resumable(context, plan)
         if resumes:  # an Idempotency-Key identifies the answer
             head = replace(head, id=surface.id_prefix + context.id)
-        submit = partial(self._submit, plan, card, context, recorder.clock, held)
+        submit = partial(self._submit, plan, card, recorder, held)
         if resumes:
             limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
@@ -242,30 +237,20 @@ class Lifecycle:
         return Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head)
 
     async def _cut_audio(
-        self,
-        surface: Surface,
-        plan: Plan,
-        card: ModelCard,
-        context: RequestContext,
-        clock: StageClock,
-        held: HeldBody,
+        self, plan: Plan, card: ModelCard, asking: Recorder, held: HeldBody
     ) -> Plan:
         """Ask a worker for the audio's segments. Returns the plan with a task per segment. Raises: ApiError, Gone."""
         began_at = time.perf_counter()
-        recorder = Recorder(surface, replace(context, id=secrets.token_hex(16)), self.metrics)
+        context, surface = replace(asking.context, id=secrets.token_hex(16)), asking.surface
+        recorder = Recorder(surface, context, self.metrics)
         sources = await self.kept.find_images(context.tenant, plan.images)
         loaded = await self._load_images(sources, recorder.clock, held)
         plan = replace(plan, images=sources, loaded=loaded)
         [of] = plan.tasks
         assert isinstance(of, Generate)
         finding = replace(plan, tasks=[Tokenize(of, finds_segments=True)], is_streamed=False)
-        call = await self._submit(finding, card, recorder.context, recorder.clock, held)
-        try:
-            recorder.begin(call, is_streamed=False)
-            events = await self._collect(call, recorder)
-        finally:
-            call.close()
-        clock.image_decode_s = time.perf_counter() - began_at
+        events = await self._run(finding, card, recorder, held)
+        asking.clock.image_decode_s = time.perf_counter() - began_at
         [found] = [event for _, event in events if isinstance(event, Tokenized)]
         return surface.cut(plan, found.segment_ends)
 
@@ -293,9 +278,8 @@ class Lifecycle:
             images = await self.resume.images(reply.head.id.removeprefix(reply.surface.id_prefix))
         await self.kept.put(context.tenant, reply.head.id, data, images)
 
-    async def _read(
-        self, surface: Surface, exchange: Exchange, context: RequestContext, held: HeldBody
-    ) -> Request:
+    async def _read(self, exchange: Exchange, surface: Surface, held: HeldBody) -> Request:
+        context = exchange.context
         body = await read_body(
             exchange.receive,
             context,
@@ -312,31 +296,26 @@ class Lifecycle:
             raise
 
     async def _submit(
-        self,
-        plan: Plan,
-        card: ModelCard,
-        context: RequestContext,
-        clock: StageClock,
-        held: HeldBody,
-        resumable_id: str = "",
+        self, plan: Plan, card: ModelCard, recorder: Recorder, held: HeldBody, call_id: str = ""
     ) -> OpenCall:
-        """Queue one call per task. `resumable_id`: the id of the only call, if it is resumable.
+        """Queue one call per task. `call_id`: the id of the only call, if it is resumable.
 
         Raises: InvalidRequest, Overloaded, BlobsUnavailable, RecordsUnavailable, QueueUnavailable.
         """
-        self.key_limits.check(card.queue, context.tenant)
+        tenant = recorder.context.tenant
+        self.key_limits.check(card.queue, tenant)
         if not plan.images:
-            return await self._queue(plan, plan.tasks, card, context, clock, resumable_id)
-        sources = await self.kept.find_images(context.tenant, plan.images)
+            return await self._queue(plan, plan.tasks, card, recorder, call_id)
+        sources = await self.kept.find_images(tenant, plan.images)
         task = type(plan.tasks[0]).__struct_config__.tag
         check_images(sources, str(task), card, self.limits)  # a file's id may be of a video
         lives_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         release = partial(self.blobs.release, holder, [each.ref for each in sources if each.ref])
         try:
-            images = plan.loaded or await self._load_images(sources, clock, held)
-            await self._put_images(images, holder, lives_s)
-            await self._hold_images(images, sources, holder, lives_s)
+            images = plan.loaded or await self._load_images(sources, recorder.clock, held)
+            params = [source.param for source in sources]
+            await self._store_images(images, params, holder, lives_s)
             refs = tuple(image.ref for image in images)
             located = [await self.blobs.locate(ref, lives_s) for ref in refs]
             # The request carries the pixel limit, so that every worker builds the same prompt.
@@ -345,20 +324,26 @@ class Lifecycle:
             for place, (start_s, end_s) in enumerate(plan.audio_parts):
                 part = [replace(ref, start_s=start_s, end_s=end_s) for ref in scaled]
                 tasks[place] = tasks[place].with_images(part)
-            call = await self._queue(plan, tasks, card, context, clock, resumable_id)
+            call = await self._queue(plan, tasks, card, recorder, call_id)
             call.images = refs
         except BaseException as error:
-            may_run = resumable_id and isinstance(error, QueueUnavailable)
+            may_run = call_id and isinstance(error, QueueUnavailable)
             if not may_run:
                 release()
             raise
-        if resumable_id:  # a worker may need the images after the client has disconnected
+        if call_id:  # a worker may need the images after the client has disconnected
             self.resume.when_ended(call, release)
         else:
             call.when_closed(lambda _: release())
         return call
 
-    async def _put_images(self, images: Sequence[LoadedImage], holder: str, ttl_s: float) -> None:
+    async def _store_images(
+        self, images: Sequence[LoadedImage], params: Sequence[str], holder: str, ttl_s: float
+    ) -> None:
+        """Store new images, and hold the others. Raises: InvalidRequest if one of those no longer exists.
+
+        `params`: the fields of the images in the request.
+        """
         distinct = {image.ref.sha256: image for image in images}
         puts = [
             self.blobs.put(image.data, holder, ttl_s=ttl_s, ref=image.ref)
@@ -372,28 +357,16 @@ class Lifecycle:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-
-    async def _hold_images(
-        self,
-        images: Sequence[LoadedImage],
-        sources: Sequence[ImageSource],
-        holder: str,
-        ttl_s: float,
-    ) -> None:
-        """Hold the images that are stored already. Raises: InvalidRequest if one no longer exists."""
-        for image, source in zip(images, sources, strict=True):
+        for image, param in zip(images, params, strict=True):
             if image.data is None and not await self.blobs.hold(image.ref, holder, ttl_s=ttl_s):
                 raise InvalidRequest(
                     "An image, video or audio of the conversation is no longer kept: send it again.",
-                    param=source.param,
+                    param=param,
                     code="invalid_image",
                 )
 
     async def _load_images(
-        self,
-        sources: Sequence[ImageSource],
-        clock: StageClock,
-        held: HeldBody,
+        self, sources: Sequence[ImageSource], clock: StageClock, held: HeldBody
     ) -> list[LoadedImage]:
         began_at = time.perf_counter()
         try:
@@ -408,17 +381,12 @@ class Lifecycle:
         return images
 
     async def _queue(
-        self,
-        plan: Plan,
-        tasks: Sequence[Task],
-        card: ModelCard,
-        context: RequestContext,
-        clock: StageClock,
-        resumable_id: str,
+        self, plan: Plan, tasks: Sequence[Task], card: ModelCard, recorder: Recorder, call_id: str
     ) -> OpenCall:
+        context, clock = recorder.context, recorder.clock
         calls = [
             Call(
-                id=resumable_id or f"{context.id}-{choice}",
+                id=call_id or f"{context.id}-{choice}",
                 reply_to=self.gateway_id,
                 model=card.queue,
                 task=task,
@@ -426,13 +394,13 @@ class Lifecycle:
                 priority=plan.priority,
                 trace_parent=context.trace_parent,
                 wants_stream=plan.is_streamed,
-                is_resumable=bool(resumable_id),
+                is_resumable=bool(call_id),
                 adapter=card.adapter,
             )
             for choice, task in enumerate(tasks)
         ]
-        affinity = self.affinities.find(calls[0])
-        if not resumable_id:
+        affinity = find_affinity(self.models, self.settings.home_grace_s, calls[0])
+        if not call_id:
             limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, affinity)
             calls = [replace(call, id=call.id + shard) for call in calls] if shard else calls
@@ -447,7 +415,7 @@ class Lifecycle:
                 reservation=reservation,
                 affinity=affinity,
                 charge=self.key_limits.charge(calls, card, plan.num_prompts),
-                grace_s=self.affinities.grace_s,
+                grace_s=self.settings.home_grace_s,
             )
         except QueueRefused as refused:
             raise self.key_limits.to_error(refused, card.queue, context.tenant) from None
@@ -462,15 +430,28 @@ class Lifecycle:
     async def _answer(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         """Send the answer. Raises: ApiError, Gone, before or after the status line."""
         recorder.begin(reply.call, is_streamed=reply.is_streamed)
-        watch = _Watch(exchange, reply.call)
+        call = reply.call
+        watching: list[asyncio.Task[None]] = []
+
+        async def close_when_gone() -> None:
+            await exchange.wait_until_gone()
+            call.close()
+
+        def watch() -> None:
+            watching.append(asyncio.create_task(close_when_gone()))
+
+        # After a delay, to cost nothing for quick answers.
+        timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, watch)
         try:
             if reply.is_streamed:
                 await self._send_stream(exchange, reply, recorder)
             else:
                 await self._send_whole(exchange, reply, recorder)
         finally:
-            reply.call.close()
-            watch.end()
+            call.close()
+            timer.cancel()
+            for task in watching:
+                task.cancel()
 
     async def _send_whole(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         events = await self._collect(reply.call, recorder)
@@ -509,7 +490,6 @@ class Lifecycle:
         if data is None:
             raise ServerError(
                 "The result of the request is no longer stored; retry.",
-                status=503,
                 code="result_unavailable",
                 retry_after_s=1,
             )
@@ -543,28 +523,6 @@ class Lifecycle:
         if surface.keeps_answers:
             await self._keep(reply, exchange.context)
         await exchange.write(b"".join([data for _, data in frames]), is_last=True)
-
-
-class _Watch:
-    """Closes a call when its client disconnects. Starts after a delay, to cost nothing for quick answers."""
-
-    def __init__(self, exchange: Exchange, call: OpenCall) -> None:
-        self._exchange = exchange
-        self._call = call
-        self._task: asyncio.Task[None] | None = None
-        self._timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._begin)
-
-    def _begin(self) -> None:
-        self._task = asyncio.create_task(self._wait())
-
-    async def _wait(self) -> None:
-        await self._exchange.wait_until_gone()
-        self._call.close()
-
-    def end(self) -> None:
-        self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
 
 
 def check_images(

@@ -30,7 +30,7 @@ from shared.packages.deployment_state import DeploymentState
 from shared.packages.deployments import in_full
 from shared.packages.rollout import App
 from shared.packages.routes import RouteRecord, read_routes
-from shared.packages.store import StoreError, open_store
+from shared.packages.store import PackageStore, StoreError
 from shared.protocol import (
     PROTOCOL_VERSION,
     AdapterCard,
@@ -55,10 +55,10 @@ logger = logging.getLogger(__name__)
 class RouteTable:
     """Routes by name. The store is read at intervals, in a task of its own: the registry does not wait for it."""
 
-    def __init__(self, store_url: str) -> None:
-        """`store_url` empty: there are no routes."""
-        self._url = store_url
-        self.is_known = not store_url  #: whether the store was ever read
+    def __init__(self, store: PackageStore | None) -> None:
+        """Without a `store` there are no routes."""
+        self._store = store
+        self.is_known = store is None  #: whether the store was ever read
         self.records: Mapping[str, RouteRecord] = {}
         self._reading: asyncio.Task[None] | None = None
         self._read_at = float("-inf")
@@ -70,15 +70,15 @@ class RouteTable:
     async def refresh(self) -> None:
         """Start to read the store if it is due. Waits only for the first read."""
         is_due = time.monotonic() - self._read_at >= READ_PAUSE_S
-        if self._url and is_due and (self._reading is None or self._reading.done()):
+        is_idle = self._reading is None or self._reading.done()
+        if self._store is not None and is_due and is_idle:
             self._read_at = time.monotonic()
-            self._reading = asyncio.create_task(self._read(), context=Context())
+            self._reading = asyncio.create_task(self._read(self._store), context=Context())
         if self._reading is not None and not self.is_known:
             await asyncio.wait({self._reading}, timeout=_FIRST_READ_S)
 
-    async def _read(self) -> None:
+    async def _read(self, store: PackageStore) -> None:
         try:
-            store = await asyncio.to_thread(open_store, self._url)
             found = await asyncio.to_thread(read_routes, store, self.records)
         except StoreError as error:
             logger.warning("cannot read the routes: %s", error)
@@ -132,7 +132,7 @@ class ModelDirectory:
     """The model cards of the served models.
 
     `on_models`: called before requests to a new model are accepted. `deployments`: None if there are none.
-    `on_deployments`: called with every refresh. `store_url`: the package store. `aliases`: other names of models;
+    `on_deployments`: called with every refresh. `store`: the package store. `aliases`: other names of models;
     served models of the same name take precedence. `defaults`: defaults of sampling fields, by model name.
     """
 
@@ -143,7 +143,7 @@ class ModelDirectory:
         redis_address: str,
         deployments: DeploymentState | None = None,
         on_deployments: OnDeployments | None = None,
-        store_url: str = "",
+        store: PackageStore | None = None,
         may_use: Callable[[str, str], bool] | None = None,
         aliases: Mapping[str, str] = {},
         defaults: Mapping[str, ModelDefaults] = {},
@@ -160,7 +160,7 @@ class ModelDirectory:
         self.aliases: dict[str, str] = {}  #: only of known models
         self._routes_seen_at = float("-inf")
         self._apps: Mapping[str, App] = {}
-        self.table = RouteTable(store_url)
+        self.table = RouteTable(store)
         self._outage = OutageLog(redis_address)
         self.cards: dict[str, ModelCard] = {}
         self.adapters: dict[str, ModelCard] = {}  #: by `model:adapter`
@@ -174,11 +174,6 @@ class ModelDirectory:
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None  #: for unknown names
-
-    @property
-    def num_live_workers(self) -> int:
-        """Live workers of all models."""
-        return self.num_workers.total()
 
     @property
     def is_fresh(self) -> bool:
@@ -237,7 +232,8 @@ class ModelDirectory:
                 if (card := cards.get(worker.card.name)) is not None:
                     cards[card.name] = _common_card(card, worker.card)
             if new := cards.keys() - self.cards.keys():
-                await self._open(sorted(new))
+                # In a new context, as its tasks outlive the current request.
+                await asyncio.create_task(self._on_models(sorted(new)), context=Context())
             self.cards = cards
             self._deployed = deployed
             routes = deployed | dict(_weighted(routed, cards))
@@ -294,11 +290,6 @@ class ModelDirectory:
         revisions = [revision for app in apps.values() for revision in app.revisions]
         return routes, [each.card for each in revisions if each.card is not None]
 
-    async def _open(self, names: list[str]) -> None:
-        """Call `on_models` in a new context, as its tasks outlive the current request."""
-        loop = asyncio.get_running_loop()
-        await loop.create_task(self._on_models(names), context=Context())
-
     async def keep_fresh(self) -> None:
         while True:
             try:
@@ -311,8 +302,10 @@ class ModelDirectory:
                 self._outage.succeeded()
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
-    async def find(self, name: str, side: str = "", task: str = "", tenant: str = "") -> ModelCard:
-        """A model's card. `side`: client or request, which decides on the canary. `task`: for the error.
+    async def find(
+        self, name: str, side: str = "", task: str = "", tenant: str = "", param: str = "model"
+    ) -> ModelCard:
+        """A model's card. `side`: client or request, which decides on the canary. `task`, `param`: for the error.
 
         Raises: NotFound; Forbidden if the tenant may not use the model; Overloaded if its workers have another protocol
         version; QueueUnavailable, RedisError, OSError.
@@ -326,7 +319,9 @@ class ModelDirectory:
                 await self._look_again()
             card = self._known(name, side)
         if card is None:
-            raise self.missing(name, task, tenant)
+            error = self.missing(name, task, tenant)
+            error.param = error.param and param
+            raise error
         return card
 
     def check_use(self, tenant: str, name: str) -> None:
@@ -484,26 +479,22 @@ def _is_spoken(card: ModelCard) -> bool:
 PREFIX_CHARS = 4000
 
 
-class PrefixAffinity:
-    """Finds affinity keys. `grace_s`: how long a request is reserved for its preferred worker; 0 disables affinity."""
+def find_affinity(models: ModelDirectory, grace_s: float, call: Call) -> Affinity | None:
+    """The affinity of a call. None for a short prompt without images, or with a single worker.
 
-    def __init__(self, models: ModelDirectory, grace_s: float) -> None:
-        self._models = models
-        self.grace_s = grace_s
-
-    def find(self, call: Call) -> Affinity | None:
-        """The affinity of a call. None for a short prompt without images, or with a single worker."""
-        if self.grace_s <= 0 or call.priority is Priority.BATCH:
-            return None
-        num_workers = self._models.num_workers[call.model]
-        if num_workers < 2 or not isinstance(call.task, Generate):
-            return None
-        shared = call.task.images[0].sha256 if call.task.images else _prefix(call.task)
-        if not shared:
-            return None
-        name = "\0".join((call.tenant, call.adapter, shared)).encode(errors="surrogatepass")
-        digest = hashlib.blake2b(name, digest_size=16).hexdigest()
-        return Affinity(digest, num_workers, self._models.num_seats[call.model])
+    `grace_s`: how long a request is reserved for its preferred worker; 0 disables affinity.
+    """
+    if grace_s <= 0 or call.priority is Priority.BATCH:
+        return None
+    num_workers = models.num_workers[call.model]
+    if num_workers < 2 or not isinstance(call.task, Generate):
+        return None
+    shared = call.task.images[0].sha256 if call.task.images else _prefix(call.task)
+    if not shared:
+        return None
+    name = "\0".join((call.tenant, call.adapter, shared)).encode(errors="surrogatepass")
+    digest = hashlib.blake2b(name, digest_size=16).hexdigest()
+    return Affinity(digest, num_workers, models.num_seats[call.model])
 
 
 def _prefix(task: Generate) -> str:

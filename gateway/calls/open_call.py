@@ -165,17 +165,13 @@ class OpenCall:
         self.full_in_s: tuple[float, float] | None = None  #: as in `Submitted`
         self.begins_by = 0.0  #: until then Redis may not know the request
         self._on_close: list[Callable[[OpenCall], object]] = [on_close]
-        self._pending: list[ChoiceEvent] = []
+        self.pending: list[ChoiceEvent] = []  #: not received yet
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_follower(self) -> bool:
         """Whether another call submitted the request. Metrics count followers apart."""
         return self.listen is not None
-
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._pending)
 
     @property
     def unsettled_ids(self) -> list[str]:
@@ -193,11 +189,6 @@ class OpenCall:
             and self.num_resubmits < MAX_RESUBMITS * len(self.choices)
             and min(progress.token_ids, default=0) >= 0
         )
-
-    def settle(self) -> None:
-        """Mark all choices as ended, so that nothing is cancelled."""
-        for choice in self.choices:
-            choice.is_settled = True
 
     def deliver(self, choice: int, event: CallEvent) -> bool:
         """Accept an event from a worker. Returns whether it was new."""
@@ -220,7 +211,7 @@ class OpenCall:
             self._put(choice, self.choices[choice].fail(code, message))
 
     def _put(self, choice: int, event: CallEvent) -> None:
-        self._pending.append((choice, event))
+        self.pending.append((choice, event))
         self._wake()
 
     def _wake(self) -> None:
@@ -229,11 +220,11 @@ class OpenCall:
 
     async def receive(self, timeout_s: float | None = None) -> list[ChoiceEvent]:
         """All events since the last call; none after a time-out. Raises: Gone."""
-        if not self._pending and not self.is_closed:
+        if not self.pending and not self.is_closed:
             await self._wait(timeout_s)
         if self.is_closed:
             raise Gone
-        events, self._pending = self._pending, []
+        events, self.pending = self.pending, []
         return events
 
     async def _wait(self, timeout_s: float | None) -> None:
@@ -252,7 +243,7 @@ class OpenCall:
         if self.is_closed:
             return
         self.is_closed = True
-        self._pending.clear()
+        self.pending.clear()
         self._wake()
         for callback in self._on_close:
             callback(self)

@@ -10,7 +10,7 @@ The worker's stages are children of the same span.
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -26,7 +26,6 @@ from shared.protocol import (
     Finished,
     FinishReason,
     Priority,
-    StageTimings,
     Tokens,
 )
 from shared.telemetry.metrics import GatewayMetrics, RequestRecord
@@ -105,9 +104,10 @@ class Recorder:
         self._span = tracer.begin(name, "server", self.context.trace_parent, begin_ns)
         self.context.trace_parent = self._span.trace_parent
 
-    def describe(self, numbers: Mapping[str, Any]) -> None:
+    def describe(self, request: Any) -> None:
         """Add the request's parameters to the span."""
         if self._span is not None:
+            numbers = self.surface.describe(request)
             self._span.add(
                 {
                     f"gen_ai.request.{name}": number
@@ -115,10 +115,6 @@ class Recorder:
                     if number is not None and abs(number) <= _LARGEST_INT
                 }
             )
-
-    @property
-    def is_traced(self) -> bool:
-        return self._span is not None
 
     def begin(self, call: OpenCall, *, is_streamed: bool) -> None:
         """Note that the call was queued, or that it reads the answer of an earlier request."""
@@ -139,12 +135,14 @@ class Recorder:
             if isinstance(event, Tokens):
                 self._note_tokens(index, event, now)
             elif isinstance(event, Finished):
-                _check(event)
                 self._note_end(index, event)
             elif isinstance(event, Failed):
                 raise from_failed(event)
 
     def _note_end(self, index: int, event: Finished) -> None:
+        if event.finish_reason is FinishReason.ABORT:
+            message = "The request was cancelled."
+            raise from_failed(Failed(event.request_id, event.attempt, ErrorCode.CANCELLED, message))
         totals = self.totals
         if self.num_prompts == 1:
             if not totals.finished:
@@ -165,8 +163,19 @@ class Recorder:
     def stages(self, e2e_s: float) -> dict[str, float]:
         """The stages of the slowest choice of a complete answer."""
         timings = [event.timings for event in self.totals.finished]
-        slowest = max(timings, key=lambda each: each.total_s) if len(timings) > 1 else timings[0]
-        return _stages_of(self.clock, slowest, e2e_s)
+        worker = max(timings, key=lambda each: each.total_s) if len(timings) > 1 else timings[0]
+        stages = {
+            "ingest": self.clock.ingest_s,
+            "image_decode": self.clock.image_decode_s,
+            "queue": worker.queue_s,
+            "media_decode": worker.media_decode_s,
+            "preprocess": worker.preprocess_s,
+            "vision": worker.vision_s,
+            "prefill": worker.prefill_s,
+            "decode": worker.decode_s,
+        }
+        stages["relay"] = max(0.0, e2e_s - sum(stages.values()))
+        return stages
 
     def known_timing(self) -> Headers:
         clock = self.clock
@@ -327,28 +336,6 @@ class Recorder:
             relay_s = self.stages(e2e_s)["relay"]
             stages.append(Stage("relay", e2e_s - relay_s, relay_s))
         return stages
-
-
-def _check(event: Finished) -> None:
-    """Refuse an aborted answer. Raises: ApiError."""
-    if event.finish_reason is FinishReason.ABORT:
-        message = "The request was cancelled."
-        raise from_failed(Failed(event.request_id, event.attempt, ErrorCode.CANCELLED, message))
-
-
-def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str, float]:
-    stages = {
-        "ingest": clock.ingest_s,
-        "image_decode": clock.image_decode_s,
-        "queue": worker.queue_s,
-        "media_decode": worker.media_decode_s,
-        "preprocess": worker.preprocess_s,
-        "vision": worker.vision_s,
-        "prefill": worker.prefill_s,
-        "decode": worker.decode_s,
-    }
-    stages["relay"] = max(0.0, e2e_s - sum(stages.values()))
-    return stages
 
 
 def timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool) -> Headers:

@@ -60,15 +60,10 @@ class StreamRecord(msgspec.Struct, frozen=True):
     shows_timings: bool
     #: The surface's `Plan.options`.
     options: msgspec.Raw
-    queue: str = ""  #: model whose queue has the calls; empty: the request's model
+    queue: str  #: model whose queue has the calls
     package: str = ""  #: package of a deployed model
     images: tuple[ImageRef, ...] = ()  #: of a request whose answer may be stored
     shard: str = ""  #: suffix of the call's id
-
-    @property
-    def queue_model(self) -> str:
-        """The model whose queue has the call."""
-        return self.queue or self.model
 
 
 _decoder = msgspec.json.Decoder(StreamRecord)
@@ -119,14 +114,6 @@ def _last_event_id(context: RequestContext) -> int:
     return int(value)
 
 
-def _call_id(answer_id: str) -> str:
-    """The request id of an answer. Raises: NotFound."""
-    found = _ANSWER_ID.fullmatch(answer_id)
-    if found is None:
-        raise _unknown()
-    return found[1]
-
-
 def _unknown() -> NotFound:
     return NotFound(
         "The stream does not exist, or ended more than a minute ago: send the request again.",
@@ -142,15 +129,6 @@ def _decode(data: bytes) -> StreamRecord | None:
         return None
 
 
-def _is_retryable(log: Sequence[bytes]) -> bool:
-    """Whether the call's failure tells the client to send the request again."""
-    try:
-        events = decode_log(log)
-    except msgspec.MsgspecError:  # clients that read it get an error
-        return False
-    return bool(events) and isinstance(events[-1], Failed) and from_failed(events[-1]).should_retry
-
-
 def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
     """The record, if it is of the same request. Raises: InvalidRequest."""
     found = (record.tenant, record.surface, record.fingerprint)
@@ -159,7 +137,6 @@ def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
             "This Idempotency-Key belongs to another request: send a new key.",
             code="idempotency_key_reused",
             param="Idempotency-Key",
-            status=422,
         )
     return record
 
@@ -186,7 +163,12 @@ class NumberedAnswer:
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         """The frames that the client does not have. Old and new tokens never share a frame."""
-        num_seen = self._num_seen(events)
+        seen = [
+            place
+            for place, (_, event) in enumerate(events, 1)
+            if isinstance(event, Tokens) and event.index + event.num_tokens <= self._last_id
+        ]
+        num_seen = seen[-1] if seen else 0
         frames = self.answer.frames(events[:num_seen], None) if num_seen else []
         frames += self.answer.frames(events[num_seen:], totals)
         return [
@@ -194,14 +176,6 @@ class NumberedAnswer:
             for position, data in frames
             if position > self._last_id
         ]
-
-    def _num_seen(self, events: Sequence[ChoiceEvent]) -> int:
-        seen = [
-            place
-            for place, (_, event) in enumerate(events, 1)
-            if isinstance(event, Tokens) and event.index + event.num_tokens <= self._last_id
-        ]
-        return seen[-1] if seen else 0
 
 
 @dataclass
@@ -254,8 +228,8 @@ class Resume:
             call_id = _to_call_id(context.id, (known or record).shard)
             if known is not None:
                 head = msgspec.structs.replace(head, created=known.created)
-                if await self._has_answer(known.queue_model, call_id):
-                    call = await self._follow(call_id, known.queue_model)
+                if await self._has_answer(known.queue, call_id):
+                    call = await self._follow(call_id, known.queue)
                 if call is not None:
                     if known.model != head.model and not context.fallback_from:
                         context.fallback_from = head.model
@@ -271,9 +245,9 @@ class Resume:
                     call.is_resumable = False  # no client can resume it: `close` cancels it
                 call.close()
                 raise
-        return _numbered_reply(
-            surface, call, plan.options, head, last_id, plan.is_streamed, plan.shows_timings
-        )
+        answer = surface.answer(plan.options, head)
+        reply = Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head)
+        return _numbered(reply, last_id)
 
     async def reopen(
         self, answer_id: str, context: RequestContext, surfaces: Mapping[str, Surface]
@@ -282,13 +256,17 @@ class Resume:
 
         Raises: InvalidRequest, NotFound, QueueUnavailable.
         """
-        request_id = _call_id(answer_id)
-        last_id = _last_event_id(context)
-        record = await self._find(request_id, context.tenant)
+        found = _ANSWER_ID.fullmatch(answer_id)
+        if found is None:
+            raise _unknown()
+        request_id, last_id = found[1], _last_event_id(context)
+        record = await self._recall(request_id)
+        if record is None or not hmac.compare_digest(record.tenant, context.tenant):
+            raise _unknown()
         surface = surfaces.get(record.surface)
         if surface is None:
             raise _unknown()
-        call = await self._follow(_to_call_id(request_id, record.shard), record.queue_model)
+        call = await self._follow(_to_call_id(request_id, record.shard), record.queue)
         call.tenant = context.tenant
         head = AnswerHead(
             surface.id_prefix + request_id, record.created, record.model, record.package
@@ -297,7 +275,8 @@ class Resume:
             options = msgspec.json.decode(record.options, type=surface.options)
         except msgspec.MsgspecError:  # written by a gateway of another version
             raise _unknown() from None
-        return _numbered_reply(surface, call, options, head, last_id, True, record.shows_timings)
+        answer = surface.answer(options, head)
+        return _numbered(Reply(surface, call, answer, True, record.shows_timings, head), last_id)
 
     async def images(self, request_id: str) -> tuple[ImageRef, ...]:
         """The images of a request whose answer may be stored. Raises: QueueUnavailable."""
@@ -319,7 +298,12 @@ class Resume:
         state = await self.queue.state(model, choice_id)
         if state is None or state.state != "failed":
             return state is not None
-        if not _is_retryable(await self.queue.events(model, choice_id)):
+        try:
+            events = decode_log(await self.queue.events(model, choice_id))
+        except msgspec.MsgspecError:  # clients that read it get an error
+            return True
+        last = events[-1] if events else None
+        if not isinstance(last, Failed) or not from_failed(last).should_retry:
             return True
         await self.queue.forget(model, choice_id, failed_only=True)
         return False
@@ -368,13 +352,6 @@ class Resume:
         with suppress(QueueUnavailable):
             await self.records.forget(request_id)
 
-    async def _find(self, request_id: str, tenant: str) -> StreamRecord:
-        """The record of a tenant's own request. Raises: NotFound, QueueUnavailable."""
-        record = await self._recall(request_id)
-        if record is None or not hmac.compare_digest(record.tenant, tenant):
-            raise _unknown()
-        return record
-
     async def _recall(self, request_id: str) -> StreamRecord | None:
         data = await self.records.recall(request_id)
         return None if data is None else _decode(data)
@@ -396,7 +373,7 @@ class Resume:
                 return _same(record, wanted)
             # Only a gateway of the record's version can compare the requests: refuse while the call runs.
             call_id = _to_call_id(request_id, wanted.shard)
-            if await self.queue.state(wanted.queue_model, call_id) is not None:
+            if await self.queue.state(wanted.queue, call_id) is not None:
                 break
             await self.records.forget(request_id)
         raise unavailable()
@@ -432,15 +409,7 @@ class Resume:
             self.dispatcher.spawn(self._forget(_to_request_id(choice.request_id)))
 
 
-def _numbered_reply(
-    surface: Surface,
-    call: OpenCall,
-    options: msgspec.Struct,
-    head: AnswerHead,
-    last_id: int,
-    is_streamed: bool,
-    shows_timings: bool,
-) -> Reply:
-    answer = NumberedAnswer(surface, surface.answer(options, head), last_id)
-    where = [(b"x-vlm-stream", (STREAM_PATH + head.id).encode())]
-    return Reply(surface, call, answer, is_streamed, shows_timings, head, where)
+def _numbered(reply: Reply, last_id: int) -> Reply:
+    answer = NumberedAnswer(reply.surface, reply.answer, last_id)
+    where = [(b"x-vlm-stream", (STREAM_PATH + reply.head.id).encode())]
+    return msgspec.structs.replace(reply, answer=answer, headers=where)

@@ -168,8 +168,8 @@ class Surface(Endpoint):
         """The answer to a request that needs no worker, else None."""
         return None
 
-    def go_on(self, request: Any, kept: Record) -> Request:
-        """The request with the stored answer that it continues."""
+    def go_on(self, request: Any, kept: Record) -> Any:
+        """The request with the stored answer that it continues, for `plan`."""
         return request
 
     def record(self, answer: Answer) -> bytes | None:

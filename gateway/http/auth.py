@@ -71,29 +71,24 @@ class KeyRing:
     ) -> None:
         """`admin_keys` and `deploy_keys` also have the rights of `api_keys`."""
         roots = () if root_key is None else (root_key,)
-        self._roles: dict[str, frozenset[str]] = {  # tenants
-            role: frozenset(tenant_of(key) for key in keys)
-            for role, keys in (
-                ("any", (*api_keys, *admin_keys, *deploy_keys, *roots)),
-                ("use", (*api_keys, *admin_keys, *deploy_keys)),
-                ("adapters", admin_keys),
-                ("deploy", deploy_keys),
-                ("admin", roots),
-            )
+        users = (*api_keys, *admin_keys, *deploy_keys)
+        keys = (*users, *roots)
+        roles = {
+            "any": keys,
+            "use": users,
+            "adapters": admin_keys,
+            "deploy": deploy_keys,
+            "admin": roots,
         }
-        keys = [*api_keys, *admin_keys, *deploy_keys, *roots]
+        # tenants
+        self._roles = {role: frozenset(map(tenant_of, held)) for role, held in roles.items()}
         self._salts = {_digest(_bytes(key)): tenant_of(key) for key in keys}
-        self._is_open = not api_keys and root_key is None
+        self.is_open = not api_keys and root_key is None  #: whether requests need no key
         self._stored = stored
-
-    @property
-    def is_open(self) -> bool:
-        """Whether requests need no key."""
-        return self._is_open
 
     def knows(self, salt: str, guest: str = "") -> bool:
         """Whether the tenant with this cache salt still has a key. `guest`: see `KeyDirectory`."""
-        if self._is_open or salt in self._salts.values():
+        if self.is_open or salt in self._salts.values():
             return True
         return self._stored is not None and self._stored.is_active(salt, guest)
 
@@ -103,12 +98,12 @@ class KeyRing:
         Raises: AuthenticationError without a key, WrongKey for an unknown one, Forbidden without the role,
         Overloaded while stored keys cannot be read.
         """
-        if role in ("any", "use") and self._is_open:
+        if role in ("any", "use") and self.is_open:
             return ""
         setting = _SETTINGS[role]
         nobody_may = self._stored is None and not self._roles[role]
         salt, has_role = (
-            ("", False) if self._is_open and nobody_may else await self._identify(headers, role)
+            ("", False) if self.is_open and nobody_may else await self._identify(headers, role)
         )
         if nobody_may:
             raise Forbidden(f"No key may do this: set {setting}.", code="insufficient_permissions")

@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -62,10 +62,6 @@ class Admission:
     def __exit__(self, *_: object) -> None:
         self.num_open -= 1
         self._ended_at.append(time.monotonic())
-
-    def hold_body(self) -> "HeldBody":
-        """A counter of a body's memory, to be used as a context manager."""
-        return HeldBody(self)
 
     def overloaded(self, reason: str) -> Overloaded:
         """The error for a request beyond a limit."""
@@ -195,7 +191,7 @@ class BodyTooSlow(Exception):
 
     def error(self) -> ApiError:
         message = f"The body was sent too slowly: {self.problem}."
-        return InvalidRequest(message, status=408, code="timeout")
+        return InvalidRequest(message, code="timeout")
 
 
 class PacedBody:
@@ -270,7 +266,6 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
 def _too_large(limit: str) -> ApiError:
     return InvalidRequest(
         f"The request body is too large: send at most {limit}.",
-        status=413,
         code="request_too_large",
     )
 
@@ -359,7 +354,7 @@ class JsonBody(Generic[T]):
                 break
             name = part if isinstance(part, str) else f"[{part}]"
             names.append(name if isinstance(part, int) else join("", name))
-            types = [m for type_ in types for t in _inside(type_, name) for m in members_of(t)]
+            types = [*_inside(types, name)]
         return names
 
     @cached_property
@@ -429,12 +424,7 @@ def _values_at(info: inspect.Type, path: str) -> list[str]:
     """The closed set of strings at a path of a body. Empty if there is none."""
     types = [*members_of(info)]
     for name in filter(None, path.split(".")):
-        types = [
-            member
-            for type_ in types
-            for inner in _inside(type_, name)
-            for member in members_of(inner)
-        ]
+        types = [*_inside(types, name)]
     sets = (type_.values for type_ in types if isinstance(type_, inspect.LiteralType))
     enums = (
         [item.value for item in type_.cls] for type_ in types if isinstance(type_, inspect.EnumType)
@@ -442,8 +432,12 @@ def _values_at(info: inspect.Type, path: str) -> list[str]:
     return [value for values in (*sets, *enums) for value in values if isinstance(value, str)]
 
 
-def _inside(type_: inspect.Type, name: str) -> Iterator[inspect.Type]:
-    if isinstance(type_, inspect.StructType):
-        yield from (field.type for field in type_.fields if field.encode_name == name)
-    elif name.startswith("[") and isinstance(type_, _LISTS):
-        yield type_.item_type
+def _inside(types: Iterable[inspect.Type], name: str) -> Iterator[inspect.Type]:
+    """The types of a field, or of the items of a list."""
+    for type_ in types:
+        if isinstance(type_, inspect.StructType):
+            for field in type_.fields:
+                if field.encode_name == name:
+                    yield from members_of(field.type)
+        elif name.startswith("[") and isinstance(type_, _LISTS):
+            yield from members_of(type_.item_type)

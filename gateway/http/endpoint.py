@@ -104,9 +104,9 @@ class OperationServices:
     audit: Callable[[str, str, RequestContext], Awaitable[None]] | None
 
 
-def owner_of(tenant: str) -> str:
-    """The owner of a tenant's files and vector stores; not a secret."""
-    return hashlib.sha256(b"search " + tenant.encode()).hexdigest()[:32]
+def owner_of(tenant: str, kind: str = "search") -> str:
+    """The owner of a tenant's objects of a kind, by default files and vector stores; not a secret."""
+    return hashlib.sha256(f"{kind} {tenant}".encode()).hexdigest()[:32]
 
 
 class Caller(Struct, frozen=True):
@@ -207,7 +207,7 @@ class Operation(Endpoint):
         """Raises: ApiError, ClientGone, and exceptions that `to_api_error` converts."""
         admission = self._services.admission
         is_admitted = self.access == "use" and not self.is_probe  # operators are not limited
-        with admission if is_admitted else nullcontext(), admission.hold_body() as held:
+        with admission if is_admitted else nullcontext(), HeldBody(admission) as held:
             try:
                 answer = await self._answer(exchange, held)
             except Exception as error:
@@ -234,7 +234,11 @@ class Operation(Endpoint):
             is_strict = self.access != "use"  # operators get an error for a typo
             arguments["body"] = self._body.decode(body, None if is_strict else context)
         if self.query_type is not None:
-            arguments["query"] = _read_query(context.query, self.query_type)
+            values = dict(parse_qsl(context.query.decode("latin-1"), keep_blank_values=True))
+            try:
+                arguments["query"] = msgspec.convert(values, self.query_type, strict=False)
+            except msgspec.ValidationError as error:
+                raise locate(str(error), _QUERY_HINTS) from None
         if self._is_audited and services.audit is not None:
             given = arguments.get("body")
             name = "/".join(context.path.values()) or getattr(given, "name", "")
@@ -242,15 +246,6 @@ class Operation(Endpoint):
             await services.audit(self.name, name, context)
         work = self._handler(Caller(context, held, body, exchange.receive), **arguments)
         return await (work if self._is_upload else while_connected(work, exchange))
-
-
-def _read_query(query: bytes, type_: type[Struct]) -> Struct:
-    """Raises: InvalidRequest that names the parameter."""
-    values = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
-    try:
-        return msgspec.convert(values, type_, strict=False)
-    except msgspec.ValidationError as error:
-        raise locate(str(error), _QUERY_HINTS) from None
 
 
 async def while_connected(work: Awaitable[Result], exchange: Exchange) -> Result:

@@ -17,6 +17,7 @@ from difflib import get_close_matches
 import msgspec
 from redis.exceptions import RedisError
 
+from gateway.http.error_codes import ERROR_CODES
 from shared.blobs.api import BlobsUnavailable
 from shared.protocol import ErrorCode, Failed
 from shared.queue.api import QueueUnavailable
@@ -48,7 +49,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """An error and its status. `retry_after_s` tells clients when to retry."""
+    """An error. Its code determines its status by default. `retry_after_s` tells clients when to retry."""
 
     status = 500
     type = "server_error"
@@ -69,18 +70,14 @@ class ApiError(Exception):
         self.message = message
         self.code = code
         self.param = param
-        self.status = status or self.status
+        known, _ = ERROR_CODES.get(code or "", (self.status, ""))
+        self.status = status or known
         self.retry_after_s = retry_after_s
 
     @property
     def should_retry(self) -> bool:
         """Whether the same request may succeed later."""
         return self.retry_after_s is not None
-
-    def rename(self, param: str, name: str) -> None:
-        """Use the name of a field in the client's API, if the error names this field."""
-        if self.param == param:
-            self.param, self.message = name, self.message.replace(param, name, 1)
 
     def body(self) -> bytes:
         return self._encode(ErrorFields(self.message, self.type, self.param, self.code))
@@ -167,43 +164,22 @@ class ServerError(ApiError):
     """A failure of a worker or of the gateway."""
 
 
-#: Failures of accepted requests: class, status, and retry-after in seconds.
-FAILURES: dict[ErrorCode, tuple[type[ApiError], int, int | None]] = {
-    ErrorCode.INVALID_IMAGE: (InvalidRequest, 400, None),
-    ErrorCode.CONTEXT_LENGTH_EXCEEDED: (InvalidRequest, 400, None),
-    ErrorCode.INVALID_REQUEST: (InvalidRequest, 400, None),
-    ErrorCode.INVALID_GRAMMAR: (InvalidRequest, 400, None),
-    ErrorCode.GRAMMAR_TOO_COMPLEX: (InvalidRequest, 400, None),
-    ErrorCode.UNSUPPORTED_VERSION: (ServerError, 503, 1),
-    ErrorCode.IMAGE_UNAVAILABLE: (ServerError, 503, 1),
-    ErrorCode.ADAPTER_UNAVAILABLE: (InvalidRequest, 409, 1),
-    ErrorCode.CANCELLED: (ServerError, 503, 1),
-    ErrorCode.WORKER_LOST: (ServerError, 503, 1),
-    ErrorCode.DEADLINE_EXCEEDED: (ServerError, 504, None),
-    ErrorCode.TOO_MANY_ATTEMPTS: (ServerError, 503, 1),
-    ErrorCode.REQUEST_KILLS_WORKERS: (ServerError, 500, None),
-    ErrorCode.TASK_FAILED: (InvalidRequest, 422, None),
-    ErrorCode.ENGINE_FAILURE: (ServerError, 500, None),
-}
-
-
 def from_failed(event: Failed) -> ApiError:
     """The error for a worker's terminal event."""
-    error, status, retry_after_s = FAILURES[event.code]
+    status, _ = ERROR_CODES[event.code.value]
+    error = ServerError if status >= 500 else InvalidRequest
+    may_pass = status == 503 or event.code is ErrorCode.ADAPTER_UNAVAILABLE
     return error(
         event.message[:1000],
         code=event.code.value,
         param=event.param,
-        status=status,
-        retry_after_s=retry_after_s,
+        retry_after_s=1 if may_pass else None,
     )
 
 
 def method_not_allowed(methods: Collection[str]) -> NotFound:
     """The error for a method that a path does not have."""
-    error = NotFound(
-        f"Method Not Allowed: send {', '.join(methods)}.", status=405, code="method_not_allowed"
-    )
+    error = NotFound(f"Method Not Allowed: send {', '.join(methods)}.", code="method_not_allowed")
     error.allow = ", ".join(methods)
     return error
 
@@ -222,19 +198,12 @@ def unknown_path(path: str, known: Collection[str]) -> ApiError:
     return NotFound(message, code="not_found")
 
 
-def unexpected() -> ApiError:
-    """The error for an unexpected exception, whose text is only logged."""
-    return ServerError(
-        "The server had an error while processing the request.", code="internal_error"
-    )
-
-
 def unsupported_media_type(message: str) -> InvalidRequest:
-    return InvalidRequest(message, status=415, code="unsupported_media_type")
+    return InvalidRequest(message, code="unsupported_media_type")
 
 
 def conflict(message: str, code: str = "conflict", param: str | None = None) -> InvalidRequest:
-    return InvalidRequest(message, status=409, code=code, param=param)
+    return InvalidRequest(message, code=code, param=param)
 
 
 def unavailable(
@@ -250,7 +219,6 @@ def record_unreadable() -> ApiError:
     return ServerError(
         "A newer version of vlm-fleet wrote the record of this deployment: update this gateway, "
         "whose log names the field that it cannot read.",
-        status=503,
         code="record_unreadable",
     )
 
@@ -259,7 +227,6 @@ def store_unavailable() -> ApiError:
     """The error while the store of packages does not answer."""
     return ServerError(
         "The store of packages does not answer; the gateway's log says why.",
-        status=503,
         code="store_unavailable",
         retry_after_s=5,
     )
@@ -279,6 +246,7 @@ def to_api_error(error: Exception) -> ApiError | None:
             answered = unavailable()
         case _:
             logger.error("a request failed", exc_info=error)
-            answered = unexpected()
+            message = "The server had an error while processing the request."
+            answered = ServerError(message, code="internal_error")
     answered.__traceback__ = answered.__context__ = answered.__cause__ = None
     return answered

@@ -161,13 +161,11 @@ def sse_event(data: bytes, event: bytes = b"") -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def with_sse_id(event: bytes, id_: int) -> bytes:
-    """The event with an id, which a reconnecting client sends as `Last-Event-ID`."""
-    return b"id: %d\n" % id_ + event
+def with_sse_id(events: bytes, id_: int) -> bytes:
+    """A frame with an id, which a reconnecting client sends as `Last-Event-ID`.
 
-
-def with_sse_id_last(events: bytes, id_: int) -> bytes:
-    """Add an id to a frame's last event only: a client that is cut off inside the frame gets all of the frame again."""
+    The id is that of the last event: a client that is cut off inside the frame gets all of the frame again.
+    """
     begin = events.rfind(b"\n\nevent: ")
     begin = 0 if begin < 0 else begin + 2
-    return events[:begin] + with_sse_id(events[begin:], id_)
+    return events[:begin] + b"id: %d\n" % id_ + events[begin:]

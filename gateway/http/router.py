@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -56,35 +56,27 @@ class Route:
         return next(iter(self.endpoints.values()))[0]
 
 
+@dataclass(kw_only=True, eq=False)
 class Router:
-    """Routes requests. Without API keys it checks host and origin instead.
+    """Routes requests. Without API keys it checks host and origin instead."""
 
-    `origins`: of pages that may send POST requests. `hosts`: names of this gateway besides localhost, for clients
-    without keys. `find_render`: error format by path and headers, for paths that are no surface's.
-    """
+    endpoints: InitVar[Iterable[tuple[Endpoint, Serve]]]
+    lifespan: ASGIApp
+    keys: KeyRing
+    wrong_keys: WrongKeys
+    metrics: InitVar[GatewayMetrics]
+    origins: Collection[str]  #: of pages that may send POST requests
+    hosts: Collection[str]  #: names of this gateway besides localhost, for clients without keys
+    #: Error format by path and headers, for paths that are no surface's.
+    find_render: Callable[[str, Mapping[bytes, bytes]], Render | None]
+    refuses_unknown_fields: bool
 
-    def __init__(
-        self,
-        endpoints: Iterable[tuple[Endpoint, Serve]],
-        *,
-        lifespan: ASGIApp,
-        keys: KeyRing,
-        wrong_keys: WrongKeys,
-        metrics: GatewayMetrics,
-        origins: Collection[str] = (),
-        hosts: Collection[str] = (),
-        find_render: Callable[[str, Mapping[bytes, bytes]], Render | None],
-        refuses_unknown_fields: bool = False,
+    def __post_init__(
+        self, endpoints: Iterable[tuple[Endpoint, Serve]], metrics: GatewayMetrics
     ) -> None:
-        self._lifespan = lifespan
-        self._keys = keys
-        self._is_open = keys.is_open
-        self._wrong_keys = wrong_keys
         self._log = AccessLog(metrics)
-        self._origins = frozenset(origin.encode() for origin in origins)
-        self._hosts = {"localhost", *hosts}
-        self._find_render = find_render
-        self._refuses_unknown_fields = refuses_unknown_fields
+        self._origins = frozenset(origin.encode() for origin in self.origins)
+        self._hosts = {"localhost", *self.hosts}
         self._routes: dict[str, Route] = {}
         for endpoint, serve in endpoints:
             for path in (endpoint.path, *endpoint.aliases):
@@ -99,10 +91,10 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._lifespan(scope, receive, send)
+            await self.lifespan(scope, receive, send)
             return
         context = _note(scope)
-        context.refuses_unknown_fields = self._refuses_unknown_fields
+        context.refuses_unknown_fields = self.refuses_unknown_fields
         exchange = Exchange(context, receive, send)
         endpoint, is_noted = None, True
         try:
@@ -115,7 +107,7 @@ class Router:
         except Exception as raised:
             error = to_api_error(raised)
             if error is not None and exchange.status is None:
-                render = self._find_render(scope["path"], context.headers)
+                render = self.find_render(scope["path"], context.headers)
                 if endpoint is not None and endpoint.is_recorded:
                     render = endpoint.error
                 await exchange.fail(error, render)
@@ -142,16 +134,16 @@ class Router:
     ) -> None:
         """Raises: AuthenticationError, RateLimited, Forbidden."""
         access = "use" if endpoint is None else endpoint.access
-        if self._is_open:
+        if self.keys.is_open:
             if endpoint is None or not endpoint.is_probe:
                 self._check_host(scope["headers"])
             self._check_origin(context)
         try:
             if access != "public":
-                context.tenant = await self._keys.authenticate(scope["headers"], access)
+                context.tenant = await self.keys.authenticate(scope["headers"], access)
         except WrongKey:
             host, _ = scope.get("client") or ("", 0)
-            self._wrong_keys.count(host)
+            self.wrong_keys.count(host)
             raise
 
     def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:

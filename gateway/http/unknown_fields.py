@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -31,15 +32,13 @@ _NULL = b"null"
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class Cleaner:
     """Removes unknown and null fields from one body."""
 
-    def __init__(
-        self, context: RequestContext, unsupported: Unsupported, hints: Mapping[str, str]
-    ) -> None:
-        self._context = context
-        self._unsupported = unsupported
-        self._hints = hints
+    _context: RequestContext
+    _unsupported: Unsupported
+    _hints: Mapping[str, str]
 
     def clean(self, body: bytes, type_: inspect.Type) -> Raw:
         """The body without unknown fields, and without null where a field has a default.

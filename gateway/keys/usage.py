@@ -50,20 +50,20 @@ class UsageLog:
 
     async def read(self, first: date, last: date) -> list[Used]:
         """The usage of some days, the last one included. Raises: QueueUnavailable, StoreError."""
-        async with self._reading:
-            sums = await self._sums(_days(first, last))
+        sums = await self._sums(first, last)
         return [used for path, each in sums.items() for used in _split(path, each)]
 
-    async def _sums(self, days: list[date]) -> dict[str, dict[str, int]]:
-        found = await asyncio.gather(*map(self._of_day, days))
-        sums = {
-            _path(day, each): each for day, all_ in zip(days, found, strict=True) for each in all_
-        }
-        if self._durable is not None:
-            paths = await asyncio.to_thread(self._durable.list, "usage")
-            saved = [path for path in paths if _day_of(path) in days]
-            for path, data in zip(saved, await asyncio.gather(*map(self._get, saved)), strict=True):
-                sums[path] = _join(sums.get(path, {}), data)
+    async def _sums(self, first: date, last: date) -> dict[str, dict[str, int]]:
+        days = [first + timedelta(n) for n in range((last - first).days + 1)]
+        async with self._reading:
+            found = await asyncio.gather(*map(self._of_day, days))
+            sums = {_path(day, e): e for day, all_ in zip(days, found, strict=True) for e in all_}
+            if self._durable is not None:
+                paths = await asyncio.to_thread(self._durable.list, "usage")
+                paths = [path for path in paths if _day_of(path) in days]
+                saved = await asyncio.gather(*map(self._get, paths))
+                for path, data in zip(paths, saved, strict=True):
+                    sums[path] = _join(sums.get(path, {}), data)
         return sums
 
     async def _of_day(self, day: date) -> list[dict[str, int]]:
@@ -80,8 +80,7 @@ class UsageLog:
         first = date.fromisoformat(f"{budget.period}-01"[:10])
         last = max(first, today()) if len(budget.period) == 7 else first
         try:
-            async with self._reading:
-                sums = await self._sums(_days(first, last))
+            sums = await self._sums(first, last)
         except StoreError as error:
             raise QueueUnavailable(str(error)) from None
         spent = _costs(sums.values()).get(call.tenant, 0)
@@ -116,8 +115,7 @@ class UsageLog:
     async def raise_budgets(self) -> dict[str, dict[str, int]]:
         """Raise the spending of budgets to the counted costs. Returns the sums of this month."""
         now = today()
-        async with self._reading:
-            sums = await self._sums(_days(min(now.replace(day=1), now - timedelta(1)), now))
+        sums = await self._sums(min(now.replace(day=1), now - timedelta(1)), now)
         for period in (now.isoformat()[:7], now.isoformat()):
             of_period = [each for path, each in sums.items() if path.startswith(f"usage/{period}")]
             spent = await asyncio.to_thread(_costs, of_period)
@@ -144,10 +142,6 @@ def period_of(period: Period, now: float) -> tuple[str, float]:
         return at.date().isoformat(), (at + timedelta(1)).timestamp()
     end = (at.replace(day=1) + timedelta(32)).replace(day=1)
     return at.strftime("%Y-%m"), end.timestamp()
-
-
-def _days(first: date, last: date) -> list[date]:
-    return [first + timedelta(n) for n in range((last - first).days + 1)]
 
 
 def _day_of(path: str) -> date:

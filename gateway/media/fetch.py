@@ -55,7 +55,6 @@ _CLOUD_SERVICES = tuple(
     )
 )
 _FAILURES = (
-    TimeoutError,
     OSError,
     ValueError,
     KeyError,
@@ -110,16 +109,21 @@ class ImageFetcher:
 
         `more_s`: seconds added to the timeout. Raises: ImageRefused, always with the same message; what `reserve` raises.
         """
+
+        def write(piece: bytes) -> None:
+            if file.tell() + len(piece) > max_bytes:
+                raise ValueError("too many bytes")
+            reserve(len(piece))
+            file.write(piece)
+
         with suppress(*_FAILURES):
             async with asyncio.timeout(self.timeout_s + more_s):
-                return await self._follow(parse_url(url), file, reserve, max_bytes)
+                return await self._follow(parse_url(url), write)
         raise ImageRefused(CANNOT_FETCH, code="invalid_image_url")
 
-    async def _follow(
-        self, url: SplitResult, file: IO[bytes], reserve: Callable[[int], None], max_bytes: int
-    ) -> None:
+    async def _follow(self, url: SplitResult, write: Callable[[bytes], None]) -> None:
         for _ in range(1 + _MAX_REDIRECTS):
-            location = await self._fetch(url, file, reserve, max_bytes)
+            location = await self._fetch(url, write)
             if location is None:
                 return
             target = parse_url(urljoin(url.geturl(), location))
@@ -128,9 +132,7 @@ class ImageFetcher:
             url = target
         raise ValueError("too many redirects")
 
-    async def _fetch(
-        self, url: SplitResult, file: IO[bytes], reserve: Callable[[int], None], max_bytes: int
-    ) -> str | None:
+    async def _fetch(self, url: SplitResult, write: Callable[[bytes], None]) -> str | None:
         """Write the file. Returns the URL of a redirect instead, if the server sends one."""
         host, port = (url.hostname or "").rstrip("."), url.port or _PORTS[url.scheme]
         self._check_host(host, port)
@@ -139,7 +141,7 @@ class ImageFetcher:
             with _share(self._num_by_address, _network_of(address), _MAX_PER_ADDRESS):
                 async with self._slots:
                     with self._network.pinned(host, address):
-                        return await self._get(url, host, port, file, reserve, max_bytes)
+                        return await self._get(url, host, port, write)
 
     def _check_host(self, host: str, port: int) -> None:
         if f"{host}:{port}" in self.hosts:
@@ -148,13 +150,7 @@ class ImageFetcher:
             raise ValueError("not an allowed host and port")
 
     async def _get(
-        self,
-        url: SplitResult,
-        host: str,
-        port: int,
-        file: IO[bytes],
-        reserve: Callable[[int], None],
-        max_bytes: int,
+        self, url: SplitResult, host: str, port: int, write: Callable[[bytes], None]
     ) -> str | None:
         target = (url.path or "/") + (f"?{url.query}" if url.query else "")
         headers = [
@@ -170,10 +166,7 @@ class ImageFetcher:
             if response.status != 200 or b"content-encoding" in answered:
                 raise ValueError("not a plain answer")
             async for piece in response.aiter_stream():
-                if file.tell() + len(piece) > max_bytes:
-                    raise ValueError("too many bytes")
-                reserve(len(piece))
-                file.write(piece)
+                write(piece)
             return None
 
     async def close(self) -> None:
@@ -290,9 +283,7 @@ def parse_url(url: str) -> SplitResult:
 def _network_of(address: Address) -> str:
     """The network that has one owner: an IPv4 address, or an IPv6 network of 64 bits."""
     bits = 64 if address.version == 6 else 32
-    return str(
-        ipaddress.ip_network((int(address) >> 64 << 64 if bits == 64 else int(address), bits))
-    )
+    return str(ipaddress.ip_network(f"{address}/{bits}", strict=False))
 
 
 def is_public(address: Address) -> bool:

@@ -43,11 +43,6 @@ class PageFile:
     content_type: bytes
     tag: bytes
 
-    def matches(self, if_none_match: bytes) -> bool:
-        """Whether the browser has this version of the file."""
-        known = {tag.strip().removeprefix(b"W/") for tag in if_none_match.split(b",")}
-        return self.tag in known or b"*" in known
-
 
 class PageEndpoint(Endpoint):
     """A file of the pages."""
@@ -64,7 +59,8 @@ class PageEndpoint(Endpoint):
         """Send the file, or 304. The server drops the body of an answer to HEAD."""
         file = self._file
         headers = [(b"etag", file.tag), (b"cache-control", b"no-cache"), *_SECURITY]
-        if file.matches(exchange.context.headers.get(b"if-none-match", b"")):
+        known = exchange.context.headers.get(b"if-none-match", b"").split(b",")
+        if {file.tag, b"*"} & {tag.strip().removeprefix(b"W/") for tag in known}:
             await exchange.start(304, headers)
             await exchange.write(b"", is_last=True)
         else:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.http.errors import FAILURES
+from gateway.http.error_codes import ERROR_CODES
 from shared.protocol import ErrorCode
 from shared.telemetry.metrics import METRICS
 
@@ -38,7 +38,7 @@ def test_queries_name_series_and_labels_that_are_there(query):
 
 def test_errors_that_are_ours_are_all_named():
     """A client that left is not an error of ours, whatever its status would be."""
-    ours = {code for code, (_, status, _) in FAILURES.items() if status >= 500}
+    ours = {code for code in ErrorCode if ERROR_CODES[code.value][0] >= 500}
     codes = {code.value for code in ours - {ErrorCode.CANCELLED}} | {"internal_error"}
     found = re.findall(r'outcome=~\\?"([a-z_|]+)\\?"', "\n".join(QUERIES))
     named = [set(outcomes.split("|")) - {"ok"} for outcomes in found]

@@ -58,8 +58,8 @@ from gateway.api.conversation import (
 )
 from gateway.api.fields import (
     UNSUPPORTED,
-    check_max_tokens,
     check_model,
+    check_most,
     check_stream,
     find_num_logprobs,
     find_priority,
@@ -156,7 +156,27 @@ class ChatCompletions(Surface):
         return {**super().describe(request), "max_tokens": max_tokens}
 
     def describe_fields(self, properties: dict[str, Any]) -> None:
-        _describe_fields(properties, self.limits)
+        limits = self.limits
+        properties["messages"]["description"] = (
+            f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
+            f"together. An image: {MEDIA['image'].formats} of at most {limits.max_image_bytes} bytes, "
+            f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
+            f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {MEDIA['video'].formats} "
+            f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds, "
+            f"{limits.max_frame_pixels} pixels a frame and {limits.max_video_frames} chosen frames. "
+            f"At most {limits.max_audios} audio files: {MEDIA['audio'].formats} of at most {limits.max_audio_bytes} bytes "
+            f"and {limits.max_audio_s:g} seconds."
+        )
+        for name in StructuredFields.__annotations__:
+            properties[name]["description"] = (
+                "Constrains the answer. Send one such field. A schema: at most "
+                f"{limits.max_schema_bytes} bytes, {limits.max_schema_depth} levels and "
+                f"{limits.max_schema_values} values; a pattern: {limits.max_pattern_chars} characters; "
+                f"choices: {limits.max_choice_texts}; a grammar: {limits.max_grammar_bytes} bytes."
+            )
+        for name in IGNORED_FIELDS:
+            if name in properties:
+                properties[name]["description"] = "Accepted, and has no effect."
 
 
 def translate(
@@ -170,7 +190,7 @@ def translate(
         limits,
         context,
         card.sampling,
-        max_tokens=_max_tokens(request, limits, context),
+        *_max_tokens(request),
         num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, limits),
     )
     conversation = translate_messages(request, limits)
@@ -209,8 +229,7 @@ def translate(
 def translate_messages(request: ChatCompletionRequest, limits: LimitSettings) -> Conversation:
     """The conversation, with its media in `sources`. Raises: InvalidRequest."""
     messages, conversation = request.messages, Conversation()
-    if len(messages) > limits.max_messages:
-        raise invalid("messages", f"send at most {limits.max_messages} messages")
+    check_most("messages", len(messages), limits.max_messages, "messages")
     translated = _Messages(request, limits, conversation)
     for index, message in enumerate(messages):
         translated.add(message, f"messages.[{index}]")
@@ -377,15 +396,12 @@ def _template_options(
     return options | find_effort(card, request.reasoning_effort, "reasoning_effort", context)
 
 
-def _max_tokens(
-    request: ChatCompletionRequest, limits: LimitSettings, context: RequestContext
-) -> int | None:
-    """The requested maximum; the engine limits it to the rest of the context."""
+def _max_tokens(request: ChatCompletionRequest) -> tuple[int | None, str]:
+    """The requested maximum, and its field. Raises: InvalidRequest."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise invalid("max_tokens", "send it or max_completion_tokens; they differ")
-    value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
-    return check_max_tokens(value, name, limits, context)
+    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
 class ChatAnswer(ChunkStream):
@@ -490,37 +506,13 @@ class _GatheredChoice:
 
 
 def to_logprobs(logprobs: Sequence[OutputLogprob]) -> list[ChatLogprob]:
-    return [_to_logprob(entry) for entry in logprobs]
-
-
-def _to_logprob(entry: OutputLogprob) -> ChatLogprob:
-    chosen = entry.chosen
-    top = [TopLogprob(rival.token, rival.logprob, _bytes(rival)) for rival in entry.top]
-    return ChatLogprob(chosen.token, chosen.logprob, _bytes(chosen), top)
-
-
-def _bytes(entry: TokenLogprob) -> tuple[int, ...]:
-    return tuple(entry.token_bytes)
-
-
-def _describe_fields(properties: dict[str, Any], limits: LimitSettings) -> None:
-    properties["messages"]["description"] = (
-        f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
-        f"together. An image: {MEDIA['image'].formats} of at most {limits.max_image_bytes} bytes, "
-        f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
-        f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {MEDIA['video'].formats} "
-        f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds, "
-        f"{limits.max_frame_pixels} pixels a frame and {limits.max_video_frames} chosen frames. "
-        f"At most {limits.max_audios} audio files: {MEDIA['audio'].formats} of at most {limits.max_audio_bytes} bytes "
-        f"and {limits.max_audio_s:g} seconds."
-    )
-    for name in StructuredFields.__annotations__:
-        properties[name]["description"] = (
-            "Constrains the answer. Send one such field. A schema: at most "
-            f"{limits.max_schema_bytes} bytes, {limits.max_schema_depth} levels and "
-            f"{limits.max_schema_values} values; a pattern: {limits.max_pattern_chars} characters; "
-            f"choices: {limits.max_choice_texts}; a grammar: {limits.max_grammar_bytes} bytes."
+    return [
+        ChatLogprob(
+            *_to_fields(entry.chosen), [TopLogprob(*_to_fields(rival)) for rival in entry.top]
         )
-    for name in IGNORED_FIELDS:
-        if name in properties:
-            properties[name]["description"] = "Accepted, and has no effect."
+        for entry in logprobs
+    ]
+
+
+def _to_fields(entry: TokenLogprob) -> tuple[str, float, tuple[int, ...]]:
+    return entry.token, entry.logprob, tuple(entry.token_bytes)

@@ -201,6 +201,7 @@ class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
 
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
 MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
+RequestMetadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)]
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -215,9 +216,7 @@ class ThinkingType(EchoedStruct, frozen=True, kw_only=True):
 class IgnoredFields(StructuredFields, frozen=True, kw_only=True):
     """Fields without effect on answers, logs and metrics."""
 
-    metadata: (
-        Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
-    ) = None
+    metadata: RequestMetadata | None = None
     store: Ignored = UNSET
     safety_identifier: Ignored = UNSET
     prompt_cache_key: Ignored = UNSET

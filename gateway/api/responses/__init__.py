@@ -1,23 +1,42 @@
 """`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API."""
 
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.responses import Response
 
-from gateway.api.answers import TokenizedAnswer
-from gateway.api.fields import UNSUPPORTED, Listing
-from gateway.api.responses.answer import ResponseAnswer
+from gateway.api.answers import (
+    Addition,
+    Block,
+    BlockStream,
+    WholeAnswer,
+    encode,
+    find_tokenized,
+    num_reasoning_tokens,
+)
+from gateway.api.chat import to_logprobs
+from gateway.api.chat.schemas import ChatLogprob
+from gateway.api.fields import UNSUPPORTED, Listing, timings_of
 from gateway.api.responses.schemas import (
     CallItem,
     CountRequest,
+    IncompleteDetails,
     InputTokens,
+    InputTokensDetails,
+    MessageItem,
+    OutputItem,
+    OutputTokensDetails,
+    ReasoningContent,
+    ReasoningItem,
+    ResponseError,
     ResponseEvent,
     ResponseFields,
     ResponseObject,
     ResponseRequest,
     ResponseText,
+    ResponseUsage,
 )
 from gateway.api.responses.translate import (
     Continued,
@@ -28,22 +47,33 @@ from gateway.api.responses.translate import (
     translate,
     translate_input,
 )
-from gateway.api.vector_stores import ListQuery
+from gateway.api.vector_stores import Deleted, ListQuery
 from gateway.calls.kept import IMAGE_ID, KeptAnswers
-from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, NotFound
-from gateway.http.exchange import RequestContext, with_sse_id_last
+from gateway.http.exchange import SSE_DONE, RequestContext, sse_event
 from shared.protocol import (
     ChatMessage,
-    Generate,
+    FinishReason,
     ImagePart,
     ModelCard,
-    SamplingParams,
+    OutputLogprob,
     TextPart,
-    Tokenize,
+    Tokens,
+    ToolCall,
+    Usage,
 )
 from shared.records.store import Record
+
+_SERVER_ERROR = "server_error"
+#: Names of a block's text in events.
+_KINDS = {
+    "thought": "reasoning_text",
+    "text": "output_text",
+    "call": "function_call_arguments",
+}
 
 
 class _Input(Surface):
@@ -98,9 +128,6 @@ class Responses(_Input):
     def answer(self, options: ResponseOptions, head: AnswerHead) -> Answer:
         return ResponseAnswer(options, head)
 
-    def numbered(self, frame: bytes, position: int) -> bytes:
-        return with_sse_id_last(frame, position)
-
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
         assert isinstance(answer, ResponseAnswer)
         return answer.failed(error)
@@ -140,12 +167,6 @@ class ResponseItemList(Listing[ShownItem | CallItem | CallOutputItem]):
     """A page of the input of an answer, which includes earlier answers of the conversation."""
 
 
-class DeletedResponse(msgspec.Struct):
-    id: str
-    object: str = "response"
-    deleted: bool = True
-
-
 def read_kept(record: Record) -> KeptConversation:
     """Raises: NotFound if another version of vlm-fleet stored the record."""
     try:
@@ -175,12 +196,12 @@ class StoredResponses(Resource):
         return Response(bytes(kept.response), media_type="application/json")
 
     @operation("DELETE", _PATH)
-    async def delete_response(self, caller: Caller) -> DeletedResponse:
+    async def delete_response(self, caller: Caller) -> Deleted:
         """Delete a stored response."""
         name = caller.path["response_id"]
         if name.startswith(IMAGE_ID) or not await self._kept.delete(caller.context.tenant, name):
             raise _not_kept()
-        return DeletedResponse(name)
+        return Deleted(name, "response")
 
     @operation("GET", _PATH + "/input_items")
     async def list_input_items(self, caller: Caller, query: ResponseItemsQuery) -> ResponseItemList:
@@ -189,7 +210,7 @@ class StoredResponses(Resource):
         digits = caller.path["response_id"].removeprefix("resp_")
         items = [
             item
-            for index, message in enumerate(kept.input)
+            for index, message in enumerate(kept.messages[:-1])
             for item in _show_message(message, f"{digits}_{index}")
         ]
         if query.order == "desc":
@@ -245,14 +266,177 @@ class ResponseInputTokens(_Input):
         kept = request if isinstance(request, Continued) else None
         asked = request.request if isinstance(request, Continued) else request
         conversation = translate_input(asked, self.limits, kept)
-        of = Generate(
-            tuple(conversation.messages),
-            SamplingParams(),
-            template_options=template_options(asked, card, context),
-            ending=conversation.ending,
-            tools=tools_of(asked, card, self.limits),
-        )
-        return Plan([Tokenize(of, with_ids=False)], NoOptions(), conversation.sources)
+        options = template_options(asked, card, context)
+        return conversation.count(options, tools_of(asked, card, self.limits))
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
-        return TokenizedAnswer(lambda made: InputTokens(made.num_tokens))
+        return WholeAnswer(lambda events, _: InputTokens(find_tokenized(events).num_tokens))
+
+
+class ResponseAnswer(BlockStream):
+    """Encodes the events of a call as a `ResponseObject`, or as the events of a stream.
+
+    Order of a stream: `created`, `in_progress`; for each item `output_item.added`, `content_part.added`, deltas, `done` of
+    the text and of the part, `output_item.done`; then `completed` or `incomplete`. Reasoning is an item before the message.
+    Each function call is an item after the message, whose deltas are parts of the arguments.
+
+    Each token takes one sequence number, also if tokens are sent together. So a resumed stream, which groups tokens
+    differently, continues with the same numbers.
+
+    Source: OpenAI API reference, "Streaming events" of Responses.
+    """
+
+    def __init__(self, options: ResponseOptions, head: AnswerHead) -> None:
+        super().__init__(head)
+        self.options = options
+        self._id = head.id.removeprefix("resp_")
+        self._sequence = 0
+        self._done: list[OutputItem] = []
+        self._final: ResponseObject | None = None
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        self._blocks.add_all(events)
+        status, last = _status(totals), self._blocks.complete()
+        self._done = [
+            self._item(block, status if block is last else "completed")
+            for block in self._blocks.all
+        ]
+        self._final = self._response(status, totals)
+        return encode(self._final)
+
+    def record(self) -> bytes | None:
+        """The conversation with the complete answer, to be stored. None: it is not stored."""
+        if self._final is None or not self.options.messages:
+            return None
+        blocks = self._blocks
+        parts = (TextPart(blocks.text),)
+        calls = tuple(ToolCall(call.call_id, call.name, call.text) for call in blocks.calls)
+        answer = ChatMessage("assistant", parts, blocks.thought, calls)
+        messages = (*self.options.messages, answer)
+        return encode(KeptConversation(messages, msgspec.Raw(encode(self._final))))
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that fails."""
+        response = self._response("failed", None)
+        response.error = ResponseError(_SERVER_ERROR, error.message)
+        failed = self._event("response.failed", response=response)
+        return failed + self._event(
+            "error", code=error.code or _SERVER_ERROR, message=error.message, param=error.param
+        )
+
+    def begun(self, prompt: Usage) -> bytes:
+        response = self._response("in_progress", None)
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
+
+    def grown(self, event: Tokens, added: Sequence[Addition]) -> bytes:
+        data, num_deltas = b"", 0
+        for block, text, logprobs in added:
+            data += self.grow(block)
+            if text or logprobs:
+                num_deltas += 1
+                shown = self._logprobs(logprobs) if block.kind == "text" else None
+                type_ = f"response.{_KINDS[block.kind]}.delta"
+                data += self._event(type_, **self._place(block), delta=text, logprobs=shown)
+        self._sequence += max(0, event.num_tokens - num_deltas)
+        return data
+
+    def opened(self, block: Block) -> bytes:
+        item = self._item(block, "in_progress", is_empty=True)
+        data = self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind == "call":
+            return data
+        part = self._part(block, is_empty=True)
+        return data + self._event("response.content_part.added", **self._place(block), part=part)
+
+    def closed(self, block: Block, totals: Totals | None) -> bytes:
+        item = self._item(block, "completed" if totals is None else _status(totals))
+        place, type_ = self._place(block), f"response.{_KINDS[block.kind]}.done"
+        if isinstance(item, CallItem):
+            data = self._event(type_, **place, name=item.name, arguments=item.arguments)
+        else:
+            part = self._part(block)
+            logprobs = part.logprobs if isinstance(part, ResponseText) else None
+            data = self._event(type_, **place, text=part.text, logprobs=logprobs)
+            data += self._event("response.content_part.done", **place, part=part)
+        data += self._event("response.output_item.done", output_index=block.index, item=item)
+        self._done.append(item)
+        return data
+
+    def ended(self, totals: Totals) -> bytes:
+        status = _status(totals)
+        self._final = self._response(status, totals)
+        return self._event(f"response.{status}", response=self._final) + SSE_DONE
+
+    def _item_id(self, block: Block) -> str:
+        if block.kind == "call":
+            return f"fc_{self._id}_{block.index}"
+        return f"{'rs' if block.kind == 'thought' else 'msg'}_{self._id}"
+
+    def _place(self, block: Block) -> dict[str, object]:
+        """The fields of events that identify the block."""
+        place: dict[str, object] = {
+            "item_id": self._item_id(block),
+            "output_index": block.index,
+        }
+        return place if block.kind == "call" else place | {"content_index": 0}
+
+    def _event(self, type_: str, **fields: object) -> bytes:
+        event = ResponseEvent(type=type_, sequence_number=self._sequence, **fields)  # type: ignore[arg-type]
+        self._sequence += 1
+        return sse_event(encode(event), type_.encode())
+
+    def _item(self, block: Block, status: str, *, is_empty: bool = False) -> OutputItem:
+        """A block as an item. `is_empty`: without content, as when the item is added."""
+        name = self._item_id(block)
+        if block.kind == "call":
+            arguments = "" if is_empty else block.text
+            return CallItem(name, status, block.call_id, block.name, arguments)
+        content: list[Any] = [] if is_empty else [self._part(block)]
+        kind = MessageItem if block.kind == "text" else ReasoningItem
+        return kind(name, status, content)
+
+    def _part(self, block: Block, *, is_empty: bool = False) -> ResponseText | ReasoningContent:
+        text = "" if is_empty else block.text
+        if block.kind == "thought":
+            return ReasoningContent(text)
+        return ResponseText(text, () if is_empty else self._logprobs(block.logprobs))
+
+    def _logprobs(self, logprobs: Sequence[OutputLogprob]) -> list[ChatLogprob]:
+        return to_logprobs(logprobs) if self.options.with_logprobs else []
+
+    def _response(self, status: str, totals: Totals | None) -> ResponseObject:
+        response = replace(
+            self.options.response,
+            id=self.head.id,
+            created_at=self.head.created,
+            status=status,
+            model=self.head.model,
+            output=tuple(self._done),
+        )
+        if totals is not None:
+            worked_s = max([event.timings.total_s for event in totals.finished], default=0.0)
+            response.completed_at = self.head.created + round(worked_s)
+            response.usage = to_usage(totals)
+            response.timings = timings_of(totals)
+            if status == "incomplete":
+                response.incomplete_details = IncompleteDetails("max_output_tokens")
+        return response
+
+
+def _status(totals: Totals) -> str:
+    is_cut = any(event.finish_reason is FinishReason.LENGTH for event in totals.finished)
+    return "incomplete" if is_cut else "completed"
+
+
+def to_usage(totals: Totals) -> ResponseUsage:
+    prompt, num_output = totals.prompt, totals.num_output_tokens
+    return ResponseUsage(
+        prompt.num_prompt_tokens,
+        InputTokensDetails(
+            prompt.num_cached_tokens, prompt.num_image_tokens, prompt.num_audio_tokens
+        ),
+        num_output,
+        OutputTokensDetails(num_reasoning_tokens(totals)),
+        prompt.num_prompt_tokens + num_output,
+    )

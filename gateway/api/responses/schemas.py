@@ -14,10 +14,9 @@ from msgspec import UNSET, Meta, UnsetType
 from gateway.api.chat.schemas import (
     ChatLogprob,
     Detail,
-    MetadataKey,
-    MetadataValue,
     ReasoningEffort,
     RefusalContent,
+    RequestMetadata,
 )
 from gateway.api.fields import (
     AudioData,
@@ -40,7 +39,6 @@ from gateway.api.tools import Arguments
 from shared.settings.limits import (
     MAX_FORMAT_DESCRIPTION_CHARS,
     MAX_FORMAT_NAME_CHARS,
-    MAX_METADATA_ENTRIES,
     MAX_RESPONSE_ID_CHARS,
     MAX_TOOL_NAME_CHARS,
 )
@@ -231,9 +229,7 @@ class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
     store: Annotated[
         bool | None, doc("false: the answer is not stored, so no request can continue it.")
     ] = None
-    metadata: (
-        Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
-    ) = None
+    metadata: RequestMetadata | None = None
     service_tier: ServiceTier | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None

@@ -9,7 +9,7 @@ import msgspec
 from gateway.api.chat.schemas import RefusalContent
 from gateway.api.conversation import Conversation, Part, Role, find_effort
 from gateway.api.fields import (
-    check_max_tokens,
+    check_most,
     find_priority,
     find_service_tier,
     invalid,
@@ -66,11 +66,6 @@ class KeptConversation(msgspec.Struct, frozen=True):
     messages: tuple[ChatMessage, ...]  #: without instructions; the last message is the answer
     response: msgspec.Raw
 
-    @property
-    def input(self) -> tuple[ChatMessage, ...]:
-        """The messages before the answer."""
-        return self.messages[:-1]
-
 
 @dataclass(frozen=True, slots=True)
 class Continued:
@@ -79,14 +74,6 @@ class Continued:
     request: Any  #: a `ResponseRequest` or a `CountRequest`
     messages: tuple[ChatMessage, ...]
     images: tuple[ImageRef, ...]
-
-    @property
-    def model(self) -> str:
-        return self.request.model
-
-    @property
-    def user(self) -> str | None:
-        return self.request.user
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,16 +170,14 @@ def _sampling(
     num_logprobs = None
     if request.top_logprobs or WITH_LOGPROBS in (request.include or ()):
         num_logprobs = request.top_logprobs or 0
-        if num_logprobs > limits.max_top_logprobs:
-            raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
+        check_most("top_logprobs", num_logprobs, limits.max_top_logprobs)
     return translate_sampling(
         request,
         limits,
         context,
         card.sampling,
-        max_tokens=check_max_tokens(
-            request.max_output_tokens, "max_output_tokens", limits, context
-        ),
+        request.max_output_tokens,
+        "max_output_tokens",
         num_logprobs=num_logprobs,
     )
 
@@ -305,8 +290,7 @@ class _Items:
 
     def add(self, items: Sequence[InputItem]) -> None:
         """Add all items. Raises: InvalidRequest."""
-        if len(items) > self._limits.max_messages:
-            raise invalid("input", f"send at most {self._limits.max_messages} items")
+        check_most("input", len(items), self._limits.max_messages, "items")
         for index, item in enumerate(items):
             self._add(item, f"input.[{index}]")
         self._end_turn()

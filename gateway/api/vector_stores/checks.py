@@ -1,4 +1,4 @@
-"""Validates requests to vector stores: vectors, images, filters and queries."""
+"""Validates requests to vector stores, and splits files into chunks."""
 
 import base64
 import binascii
@@ -7,14 +7,20 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.api.fields import invalid, too_many
-from gateway.api.inputs import check_chars
-from gateway.api.vector_stores.schemas import ItemInput, QueryInput, SearchRequest, Vector
+from gateway.api.fields import check_chars, check_most, check_num, invalid
+from gateway.api.vector_stores.schemas import (
+    ChunkingStrategy,
+    ItemInput,
+    QueryInput,
+    SearchRequest,
+    Vector,
+)
+from gateway.calls.key_limits import CHARS_PER_TOKEN
 from gateway.http.errors import InvalidRequest
 from gateway.http.unknown_fields import unsupported
 from gateway.media.loader import ImageSource
 from shared.protocol import ModelCard
-from shared.search import Filter
+from shared.search import FileRecord, Filter
 from shared.settings.limits import (
     MAX_FILTER_VALUES,
     MAX_IMAGE_URL_CHARS,
@@ -22,6 +28,13 @@ from shared.settings.limits import (
     MAX_METADATA_VALUE_CHARS,
     LimitSettings,
 )
+
+#: OpenAI's defaults, in tokens.
+CHUNK_TOKENS, OVERLAP_TOKENS = 800, 400
+#: Maximum size of a chunk relative to the model's context, as token counts are estimates.
+_CHUNK_SHARE = 0.75
+#: Preferred ends of a chunk, the best first, in its last quarter.
+_ENDS = ("\n\n", "\n", ". ", " ")
 
 
 def check_text(param: str, value: str) -> str:
@@ -90,8 +103,7 @@ def check_attributes(attributes: Mapping[str, Any] | None, param: str) -> None:
 
 def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
     """Raises: InvalidRequest."""
-    if len(items) > limits.max_inputs:
-        raise too_many("items", limits.max_inputs, "items")
+    check_num("items", len(items), limits.max_inputs, "items")
     places: dict[str, int] = {}
     for index, item in enumerate(items):
         place = f"items.[{index}]"
@@ -107,11 +119,10 @@ def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
                 f"The text is too long: send at most {limits.max_item_chars} characters, "
                 "or a file, which is cut into chunks.",
                 param=f"{place}.text",
-                status=413,
                 code="text_too_long",
             )
         check_attributes(item.attributes, f"{place}.attributes")
-    check_chars(sum(len(item.text or "") for item in items), "items", limits)
+    check_chars(sum(len(item.text or "") for item in items), limits.max_input_chars, "items")
 
 
 def check_search(request: SearchRequest, limits: LimitSettings) -> None:
@@ -120,8 +131,8 @@ def check_search(request: SearchRequest, limits: LimitSettings) -> None:
         raise unsupported("rewrite_query")
     if request.filters is not None:
         check_filter(request.filters, limits)
-    if isinstance(request.query, list) and len(request.query) > limits.max_search_queries:
-        raise too_many("queries", limits.max_search_queries, "query")
+    num = len(request.query) if isinstance(request.query, list) else 1
+    check_num("queries", num, limits.max_search_queries, "query")
 
 
 def check_filter(where: Filter, limits: LimitSettings) -> None:
@@ -152,8 +163,7 @@ def _check_comparison(part: Filter, param: str) -> None:
     values = part.value if isinstance(part.value, list) else [part.value]
     if isinstance(part.value, list) != (part.type in ("in", "nin")) or part.value is None:
         raise invalid(f"{param}.value", "send a list with in and nin, one value with the others")
-    if len(values) > MAX_FILTER_VALUES:
-        raise invalid(f"{param}.value", f"send at most {MAX_FILTER_VALUES} values")
+    check_most(f"{param}.value", len(values), MAX_FILTER_VALUES, "values")
     for value in values:
         if isinstance(value, str) and len(value) > MAX_METADATA_VALUE_CHARS:
             raise invalid(
@@ -182,3 +192,59 @@ def read_query(
     if not all(texts):
         raise invalid("query", "send text that is not empty")
     return texts, list(texts), []
+
+
+def chunk_sizes(strategy: ChunkingStrategy | None, card: ModelCard) -> tuple[int, int]:
+    """Tokens of a chunk, and of its overlap with the previous one. Raises: InvalidRequest."""
+    if strategy is None or strategy.type == "auto":
+        size = min(CHUNK_TOKENS, max(1, int(card.max_model_len * _CHUNK_SHARE)))
+        return size, min(OVERLAP_TOKENS, size // 2)
+    if strategy.static is None:
+        raise invalid("chunking_strategy.static", "send the sizes of static chunks")
+    size, overlap = strategy.static.max_chunk_size_tokens, strategy.static.chunk_overlap_tokens
+    if overlap > size // 2:
+        param = "chunking_strategy.static.chunk_overlap_tokens"
+        raise invalid(param, f"send at most half of the chunk's size: {size // 2}")
+    return size, overlap
+
+
+def decode_text(file: FileRecord) -> str:
+    """Raises: InvalidRequest."""
+    try:
+        text = file.data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise InvalidRequest(
+            "The file is not UTF-8 text: convert it before you upload it.",
+            param="file_id",
+            code="unsupported_file",
+        )
+    if not text.strip():
+        raise invalid("file_id", "the file is empty")
+    return text
+
+
+def cut_chunks(text: str, num_tokens: int, overlap: int) -> list[str]:
+    """Chunks of at most `num_tokens` tokens, estimated as four characters each.
+
+    A chunk ends after a paragraph, line, sentence or word, if one ends in its last quarter.
+    """
+    most, shared = num_tokens * CHARS_PER_TOKEN, overlap * CHARS_PER_TOKEN
+    chunks, begin = [], 0
+    while begin < len(text):
+        end = min(begin + most, len(text))
+        if end < len(text):
+            end = _find_end(text, begin + most - most // 4, end)
+        if chunk := text[begin:end].strip():
+            chunks.append(chunk)
+        begin = end if end == len(text) else max(begin + 1, end - shared)
+    return chunks
+
+
+def _find_end(text: str, first: int, last: int) -> int:
+    for mark in _ENDS:
+        found = text.rfind(mark, first, last)
+        if found >= 0:
+            return found + len(mark)
+    return last

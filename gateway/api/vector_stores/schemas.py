@@ -84,16 +84,18 @@ class ChangeStoreRequest(RequestStruct, frozen=True, kw_only=True):
     expires_after: ExpiresAfter | UnsetType | None = UNSET  #: null: the store does not expire
 
 
-class ItemInput(RequestStruct, frozen=True, kw_only=True):
-    """An item: its content, or its vector.
+class QueryInput(RequestStruct, frozen=True, kw_only=True):
+    """A query that is not plain text. `embedding`: numbers, or little-endian float32 in base64."""
 
-    `embedding`: numbers, or little-endian float32 in base64.
-    """
-
-    id: ItemId
     text: str | None = None
     image: str | None = None
     embedding: Vector | None = None
+
+
+class ItemInput(QueryInput, frozen=True, kw_only=True):
+    """An item: its content, or its vector."""
+
+    id: ItemId
     attributes: ItemAttributes | None = None
 
 
@@ -106,14 +108,6 @@ class DeleteItemsRequest(RequestStruct, frozen=True, kw_only=True):
 
     ids: Annotated[list[ItemId], Meta(min_length=1)] | None = None
     filters: Filter | None = None
-
-
-class QueryInput(RequestStruct, frozen=True, kw_only=True):
-    """A query that is not plain text."""
-
-    text: str | None = None
-    image: str | None = None
-    embedding: Vector | None = None
 
 
 class RankingOptions(RequestStruct, frozen=True, kw_only=True):
@@ -167,10 +161,13 @@ class FileBatchRequest(RequestStruct, frozen=True, kw_only=True):
     chunking_strategy: ChunkingStrategy | None = None
 
 
-class ListQuery(RequestStruct, frozen=True, kw_only=True):
+class PageQuery(RequestStruct, frozen=True, kw_only=True):
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
-    order: Literal["asc", "desc"] = "desc"
     after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
+
+
+class ListQuery(PageQuery, frozen=True, kw_only=True):
+    order: Literal["asc", "desc"] = "desc"
     before: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
 
     @property
@@ -208,11 +205,9 @@ class FilesQuery(ListQuery, frozen=True, kw_only=True):
         return chosen[: self.limit], len(chosen) > self.limit
 
 
-class ItemsQuery(RequestStruct, frozen=True, kw_only=True):
+class ItemsQuery(PageQuery, frozen=True, kw_only=True):
     """Page of the items, by id. `include`: `embedding`."""
 
-    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
-    after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
     include: Literal["", "embedding"] = ""
 
 

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from gateway.api.embeddings import check_dimensions
-from gateway.api.fields import UNSUPPORTED, invalid, too_many
+from gateway.api.embeddings import (
+    Embeddings,
+    check_dimensions,
+    rows_of,
+    split_documents,
+    split_inputs,
+)
+from gateway.api.fields import UNSUPPORTED, check_chars, check_num, invalid
+from gateway.api.rerank import Reranking, scores_of
 from gateway.api.vector_stores.checks import (
     check_attributes,
     check_filter,
@@ -15,13 +22,15 @@ from gateway.api.vector_stores.checks import (
     check_metadata,
     check_search,
     check_text,
+    chunk_sizes,
+    cut_chunks,
+    decode_text,
     find_prompt,
     name_of_image,
     pack_vector,
     read_query,
     to_image,
 )
-from gateway.api.vector_stores.chunks import chunk_sizes, cut_chunks, decode_text
 from gateway.api.vector_stores.schemas import (
     AttachFileRequest,
     ChangeFileRequest,
@@ -54,13 +63,13 @@ from gateway.api.vector_stores.schemas import (
     to_hit,
     to_stored,
 )
-from gateway.api.vector_stores.vectors import StoreVectors
 from gateway.calls.lifecycle import Lifecycle
+from gateway.calls.surface import NoOptions, Plan
 from gateway.http.endpoint import Caller, Resource, operation
-from gateway.http.errors import ApiError, InvalidRequest, NotFound
+from gateway.http.errors import ApiError, InvalidRequest, NotFound, conflict
 from gateway.media.loader import ImageSource
 from gateway.search import SearchClient
-from shared.protocol import ModelCard
+from shared.protocol import Embed, ImagePart, ModelCard, Priority, Rerank, TextPart, Truncate
 from shared.search import (
     STORE_ID,
     AttachFile,
@@ -88,7 +97,7 @@ from shared.search import (
     StoreFile,
     StoreRecord,
 )
-from shared.settings.limits import MIB, LimitSettings
+from shared.settings.limits import MIB
 
 #: Number of hits that a reranker gets, per requested hit.
 _RERANK_FACTOR = 4
@@ -117,14 +126,13 @@ _BATCH = _BATCHES + "/{batch_id}"
 class VectorStores(Resource):
     tag = "vector stores"
 
-    def __init__(
-        self, lifecycle: Lifecycle, search: SearchClient, limits: LimitSettings, default_store: str
-    ) -> None:
+    def __init__(self, lifecycle: Lifecycle, search: SearchClient, default_store: str) -> None:
         self._lifecycle = lifecycle
         self._search = search
-        self._limits = limits
+        self._limits = lifecycle.limits
         self._default_store = default_store
-        self._vectors = StoreVectors(lifecycle, limits)
+        self._embeddings = Embeddings(self._limits)
+        self._reranking = Reranking(self._limits)
 
     # Stores
 
@@ -177,10 +185,7 @@ class VectorStores(Resource):
                 return cards[0]
             names = ", ".join(sorted(card.name for card in cards)) or "none"
             raise invalid("embedding_model", f"name an embedding model: {names}")
-        try:
-            card = await models.find(name, task="embed", tenant=tenant)
-        except NotFound as error:
-            raise NotFound(error.message, param="embedding_model", code=error.code) from None
+        card = await models.find(name, task="embed", tenant=tenant, param="embedding_model")
         if "embed" not in card.tasks:
             offered = ", ".join(card.tasks)
             raise InvalidRequest(
@@ -217,16 +222,13 @@ class VectorStores(Resource):
     async def modify_vector_store(self, caller: Caller, body: ChangeStoreRequest) -> VectorStore:
         """Modify a vector store."""
         check_metadata(body.metadata)
+        days = body.expires_after.days if body.expires_after else 0
         change = ChangeStore(
             tenant=caller.tenant,
             store=caller.path["vector_store_id"],
             name=None if body.name is None else check_text("name", body.name),
             metadata=body.metadata,
-            expires_after_days=None
-            if body.expires_after is UNSET
-            else body.expires_after.days
-            if body.expires_after
-            else 0,
+            expires_after_days=None if body.expires_after is UNSET else days,
         )
         return VectorStore.of(await self._search.ask(change, StoreRecord))
 
@@ -261,7 +263,7 @@ class VectorStores(Resource):
             f"items.[{index}]" + ("" if isinstance(part, ImageSource) else ".text")
             for index, part in parts.items()
         ]
-        made = await self._vectors.embed(list(parts.values()), names, store, store.prompt, caller)
+        made = await self._embed(list(parts.values()), names, store, store.prompt, caller)
         vectors |= dict(zip(parts, made, strict=True))
         put = PutItems(
             tenant=caller.tenant,
@@ -325,8 +327,7 @@ class VectorStores(Resource):
         """Delete items by ids or filter."""
         if (body.ids is None) == (body.filters is None):
             raise invalid("ids", "send either ids or filters")
-        if len(body.ids or ()) > self._limits.max_inputs:
-            raise too_many("ids", self._limits.max_inputs, "ids")
+        check_num("ids", len(body.ids or ()), self._limits.max_inputs, "ids")
         if body.filters is not None:
             check_filter(body.filters, self._limits)
         store = await self._find(caller)
@@ -348,7 +349,7 @@ class VectorStores(Resource):
         texts, parts, vectors = read_query(body.query)
         many = isinstance(body.query, list)
         names = [f"query.[{index}]" if many else "query" for index in range(len(parts))]
-        made = await self._vectors.embed(parts, names, store, store.query_prompt, caller)
+        made = await self._embed(parts, names, store, store.query_prompt, caller)
         options = body.ranking_options or RankingOptions()
         wanted = body.max_num_results or 10
         ranker = None if options.ranker in (None, *_NO_RANKERS) else options.ranker
@@ -365,7 +366,7 @@ class VectorStores(Resource):
         name = "query.embedding" if vectors else "query"
         hits = await self._search.ask(query, list[Hit], lambda p: name if p.isdigit() else p)
         if ranker:
-            hits = (await self._vectors.rerank(ranker, texts, hits, caller))[:wanted]
+            hits = (await self._rerank(ranker, texts, hits, caller))[:wanted]
         least = options.score_threshold
         kept = [hit for hit in hits if least is None or hit.score >= least]
         return SearchPage(texts, [to_hit(hit) for hit in kept])
@@ -383,7 +384,7 @@ class VectorStores(Resource):
                 code="search_not_served",
             )
         store = await self._find(caller, self._default_store)
-        made = await self._vectors.embed([text], ["text"], store, store.query_prompt, caller)
+        made = await self._embed([text], ["text"], store, store.query_prompt, caller)
         query = Query(
             tenant=caller.tenant,
             store=store.id,
@@ -424,7 +425,7 @@ class VectorStores(Resource):
                 code="too_many_inputs",
             )
         # If a chunk has more tokens than estimated, only the first ones are embedded. Its text is complete.
-        vectors = await self._vectors.embed(
+        vectors = await self._embed(
             chunks, ["file_id"] * len(chunks), store, store.prompt, caller, truncate="end"
         )
         attributes = dict(request.attributes or {})
@@ -581,3 +582,86 @@ class VectorStores(Resource):
         detach = DetachFile(tenant=caller.tenant, store=caller.path["vector_store_id"], file=name)
         await self._search.ask(detach, bool)
         return Deleted(name, "vector_store.file.deleted")
+
+    # Vectors and scores, by calls to workers
+
+    async def _embed(
+        self,
+        parts: Sequence[str | ImageSource],
+        names: Sequence[str],
+        store: StoreRecord,
+        prompt: str,
+        caller: Caller,
+        truncate: Truncate = "none",
+    ) -> list[bytes]:
+        """Embed texts and images with the store's model. `names`: field names of the inputs, for errors.
+
+        Raises: ApiError.
+        """
+        if not parts:
+            return []
+        if truncate == "none":
+            num_chars = sum(len(part) for part in parts if isinstance(part, str))
+            check_chars(num_chars, self._limits.max_input_chars, names[0].partition(".")[0])
+        card = await self._lifecycle.models.find(store.model, tenant=caller.context.tenant)
+        if card.digest != store.digest:
+            raise conflict(
+                "The served model of this name is not the one that embedded the items of this "
+                "store: create a new store.",
+                code="model_changed",
+                param="embedding_model",
+            )
+        dimensions = store.dimensions if store.dimensions != card.dimensions else None
+        task = Embed((), prompt_name=prompt, dimensions=dimensions, truncate=truncate)
+        images = [part for part in parts if isinstance(part, ImageSource)]
+        places = {id(image): place for place, image in enumerate(images)}
+        inputs = [
+            TextPart(part) if isinstance(part, str) else ImagePart(places[id(part)])
+            for part in parts
+        ]
+        tasks = split_inputs(task, inputs, card, {})
+        is_large = len(parts) > self._limits.max_search_queries
+        priority = Priority.BATCH if is_large else Priority.INTERACTIVE
+        plan = Plan(tasks, NoOptions(), images, num_prompts=len(tasks), priority=priority)
+        try:
+            events = await self._lifecycle.compute(
+                self._embeddings, plan, card, caller.context, caller.held
+            )
+        except ApiError as error:
+            error.param = _rename(error.param, names)
+            raise
+        return [bytes(row) for row in rows_of(events)]
+
+    async def _rerank(
+        self, model: str, texts: Sequence[str], hits: Sequence[Hit], caller: Caller
+    ) -> list[Hit]:
+        """Sort hits by a reranker's scores for the first query text. Hits without text come last."""
+        param, tenant = "ranking_options.ranker", caller.context.tenant
+        card = await self._lifecycle.models.find(model, task="rerank", tenant=tenant, param=param)
+        scored = [hit for hit in hits if hit.item.text]
+        if not scored:
+            return list(hits)
+        documents = [hit.item.text for hit in scored]
+        tasks = split_documents(Rerank((texts[0],), (), truncate="end"), documents, {})
+        plan = Plan(tasks, NoOptions(), num_prompts=len(tasks))
+        try:
+            events = await self._lifecycle.compute(
+                self._reranking, plan, card, caller.context, caller.held
+            )
+        except InvalidRequest as error:
+            error.param = param if error.param == "model" else "query"
+            raise
+        ranked = [
+            Hit(item=hit.item, score=score)
+            for hit, score in zip(scored, scores_of(events), strict=True)
+        ]
+        ranked.sort(key=lambda hit: (-hit.score, hit.item.id))
+        return ranked + [Hit(item=hit.item, score=0.0) for hit in hits if not hit.item.text]
+
+
+def _rename(param: str | None, names: Sequence[str]) -> str | None:
+    """The client's field name for a worker's, such as `input.[3].image`."""
+    if param is None or not param.startswith("input.["):
+        return param
+    index, _, rest = param.removeprefix("input.[").partition("]")
+    return names[int(index)] + rest

@@ -1,14 +1,16 @@
 """What shares a affinity, and what comes of a request whose affinity does not come for it."""
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from gateway.calls.models import PREFIX_CHARS, ModelDirectory, PrefixAffinity
-from shared.protocol import ChatMessage, Priority, TextPart, Tokenize
+from gateway.calls.models import PREFIX_CHARS, ModelDirectory, find_affinity
+from shared.protocol import Call, ChatMessage, Priority, TextPart, Tokenize
+from shared.queue.api import Affinity
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import WorkerRecord
@@ -19,13 +21,13 @@ from tests.factories_queue import MODEL, make_image, make_request
 LONG = "word " * PREFIX_CHARS
 
 
-def affinities(num_workers: int = 2, grace_s: float = 0.1) -> PrefixAffinity:
+def affinities(num_workers: int = 2, grace_s: float = 0.1) -> Callable[[Call], Affinity | None]:
     models = SimpleNamespace(num_workers=Counter({MODEL: num_workers}), num_seats={MODEL: 8})
-    return PrefixAffinity(cast(ModelDirectory, models), grace_s)
+    return partial(find_affinity, cast(ModelDirectory, models), grace_s)
 
 
 def name(*args: Any, **changes: Any) -> str | None:
-    affinity = affinities().find(make_request(*args, **changes))
+    affinity = affinities()(make_request(*args, **changes))
     return None if affinity is None else affinity.name
 
 
@@ -62,7 +64,7 @@ def test_tenants_and_adapters_share_nothing():
     ],
 )
 def test_others_have_none(affinities, changes):
-    assert affinities.find(make_request(**changes)) is None
+    assert affinities(make_request(**changes)) is None
 
 
 # On a fleet

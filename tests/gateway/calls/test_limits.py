@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.api.chat import translate
 from gateway.api.chat.schemas import ChatCompletionRequest
 from gateway.calls.lifecycle import check_images
-from gateway.http.body import Admission, JsonBody, read_body
+from gateway.http.body import Admission, HeldBody, JsonBody, read_body
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.media.header import ImageHeader, ImageRefused, check_header
@@ -178,7 +178,7 @@ async def read(
         piece = next(messages)
         return {"type": "http.request", "body": piece, "more_body": piece is not pieces[-1]}
 
-    with Admission(1, 10**9).hold_body() as held:
+    with HeldBody(Admission(1, 10**9)) as held:
         return await read_body(
             receive, RequestContext("id", headers, 0.0), held, limits, timeout_s=5
         )
