@@ -300,7 +300,7 @@ class GenericModel(FamilyModel):
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         self._ops = ops
         self._is_rounded |= has_quantized(self.inner)
-        siblings = self.fused.siblings if self.fused else ()
+        siblings = self.fused.found.siblings if self.fused else ()
         use_operators(self.inner, self._linear_names, siblings, ops, dtype)
         if self.fused:
             self.fused.bind(ops, dtype)
