@@ -131,7 +131,7 @@ def find_norm(module: nn.Module) -> RMSNorm | None:
         for gain in (weight, (1 + weight.float()).to(weight.dtype)):
             norm = RMSNorm(len(weight), eps).requires_grad_(False)
             norm.weight.data = gain
-            inputs = [size * _random(1, 2, len(weight)) for size in _SIZES]
+            inputs = [size * _random(1, 2, len(weight)).to(weight.device) for size in _SIZES]
             if all(_gives(lambda x=x: [module(x)], [norm(x)]) for x in inputs):
                 return norm
     return None

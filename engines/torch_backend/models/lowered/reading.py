@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
 from engines.torch_backend.models.config import BeyondOurProgram, TextConfig
 from engines.torch_backend.models.generic.attention import LayerSpec
+from engines.torch_backend.models.generic.fused import find_norm
 from engines.torch_backend.models.llama import Llama
 
 
@@ -278,22 +278,11 @@ def _parted(name: str, x: Tensor, qkv: list[int]) -> dict[str, Tensor]:
 @torch.no_grad()
 def _read_norm(norm: Any) -> tuple[Tensor, float]:
     """Gain and epsilon of an RMS norm. Raises: BeyondOurProgram for other norms."""
-    weight = getattr(norm, "weight", None)
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+    found = find_norm(deepcopy(norm).float())
+    if found is None:
         raise BeyondOurProgram(f"{type(norm).__name__} is not an RMS norm")
-    same = deepcopy(norm).float()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, len(weight), generator=generator) * torch.tensor(
-        [[3.0], [1.0], [0.1], [0.01]]
-    )
-    x = x.to(weight.device)
-    theirs = same(x)
-    for gain in (weight, weight.float() + 1):
-        ours = F.rms_norm(x, gain.shape, gain.float(), eps)
-        if torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
-            return gain, eps
-    raise BeyondOurProgram(f"{type(norm).__name__} is not an RMS norm")
+    is_stored = torch.equal(found.weight, norm.weight.float())
+    return norm.weight if is_stored else found.weight, found.eps
 
 
 @torch.inference_mode()
