@@ -145,15 +145,6 @@ class Ops:
         found = self.chosen[name]
         return found != REFERENCE if candidate is None else found == candidate
 
-    def without(self, *names: str) -> "Ops":
-        """A copy with references for some operators."""
-        references = {name: self.registered[name].reference for name in names}
-        return replace(
-            self,
-            chosen={**self.chosen, **dict.fromkeys(names, REFERENCE)},
-            functions={**self.functions, **references},
-        )
-
 
 @cache
 def discover() -> tuple[Op, ...]:
