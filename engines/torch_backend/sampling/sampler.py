@@ -10,6 +10,9 @@ before all of these, as OpenAI reports them.
 Shape letters: B rows, V vocabulary.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -58,24 +61,11 @@ def _check_finite(best: Tensor, sequences: list[Sequence]) -> None:
 def _adjust(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
     """Scores with bias and penalties; `logits` itself if no request has any. Shapes: (B, V), kept."""
     scores = logits
-    biased = [row for row, sequence in enumerate(sequences) if sequence.sampling.logit_bias]
-    if biased:
-        scores = _add_bias(scores.clone(), sequences, biased)
-    penalised = [row for row, sequence in enumerate(sequences) if has_penalty(sequence.sampling)]
-    if penalised:
-        scores = _penalise(scores.clone(), sequences, penalised)
-    early = [
-        row
-        for row, sequence in enumerate(sequences)
-        if positions[row] < sequence.sampling.min_tokens
-    ]
-    if early:
-        scores = _forbid_end(scores.clone(), sequences, early)
-    limited = [row for row, sequence in enumerate(sequences) if sequence.sampling.allowed_token_ids]
-    if limited:
-        scores = _allow_only(scores.clone(), sequences, limited)
-    held = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
-    return apply_masks(scores, sequences, held) if held else scores
+    for is_asked, adjust in _ADJUSTMENTS:
+        rows = [row for row, each in enumerate(sequences) if is_asked(each, positions[row])]
+        if rows:
+            scores = adjust(scores if scores is not logits else logits.clone(), sequences, rows)
+    return scores
 
 
 def _allow_only(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
@@ -106,7 +96,7 @@ _FORBIDDEN = ~torch.from_numpy(
 )
 
 
-def apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
+def _apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
     """Mask the tokens that the rows' grammars exclude. Shapes: (B, V), kept.
 
     Raises: SequenceFailure.
@@ -116,8 +106,7 @@ def apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> T
     forbidden = _FORBIDDEN.to(scores.device)[values.long()].view(len(rows), -1)
     forbidden = forbidden[:, : scores.shape[1]]
     if len(rows) == len(scores):
-        return scores.masked_fill(forbidden, -torch.inf)
-    scores = scores.clone()
+        return scores.masked_fill_(forbidden, -torch.inf)
     scores[rows] = scores[rows].masked_fill(forbidden, -torch.inf)
     return scores
 
@@ -132,18 +121,11 @@ def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
 
 def needs_host(sequence: Sequence) -> bool:
     """Whether sampling needs the host: for earlier tokens, or for log probabilities."""
-    sampling = sequence.sampling
-    return (
-        sequence.constraint is not None
-        or has_penalty(sampling)
-        or bool(sampling.logit_bias)
-        or bool(sampling.allowed_token_ids)
-        or sampling.num_logprobs is not None
-        or sampling.min_tokens > 0
-    )
+    is_adjusted = any(is_asked(sequence, 0) for is_asked, _ in _ADJUSTMENTS)
+    return is_adjusted or sequence.sampling.num_logprobs is not None
 
 
-def has_penalty(sampling: SamplingParams) -> bool:
+def _has_penalty(sampling: SamplingParams) -> bool:
     """Whether earlier tokens change the scores."""
     return (
         sampling.repetition_penalty != 1.0
@@ -167,6 +149,16 @@ def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
     old = scores[row_ids, token_ids]
     scores[row_ids, token_ids] = torch.where(old < 0, old * factors, old / factors) - amounts
     return scores
+
+
+#: In order: whether a sequence asks for it at an output position, and the function, which changes scores in place.
+_ADJUSTMENTS: tuple[tuple[Callable[[Sequence, int], Any], Callable[..., Tensor]], ...] = (
+    (lambda sequence, _: sequence.sampling.logit_bias, _add_bias),
+    (lambda sequence, _: _has_penalty(sequence.sampling), _penalise),
+    (lambda sequence, position: position < sequence.sampling.min_tokens, _forbid_end),
+    (lambda sequence, _: sequence.sampling.allowed_token_ids, _allow_only),
+    (lambda sequence, _: sequence.constraint is not None, _apply_masks),
+)
 
 
 def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
