@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.core.sequence import ScheduledSequence
-from engines.torch_backend.sampling.choose import (
-    LEAST_TEMPERATURE,
-    SampleParams,
-    signed,
-    stream_key,
-)
+from engines.torch_backend.sampling.choose import SampleParams, row_of
 from engines.torch_backend.step import StepInputs
 
 
@@ -79,19 +74,19 @@ class DecodeBuffers:
             sequence, sampling = item.sequence, item.sequence.sampling
             index = item.start
             block, offset = divmod(index, self._block_size)
+            key, top_k, *chosen = row_of(sampling, item.output_position, self._vocab_size)
             integers[:8, row] = (
                 sequence.token_ids[index] if item.in_flight_index is None else 0,
                 sequence.block_ids[block] * self._block_size + offset,
                 index,
                 index + 1,
                 sampling.temperature > 0,
-                signed(stream_key(sampling.seed, item.output_position)),
-                min(sampling.top_k, self._vocab_size) if sampling.top_k > 0 else self._vocab_size,
+                key,
+                top_k,
                 -1 if item.in_flight_index is None else item.in_flight_index,
             )
             integers[8:, row] = [one for [one] in sequence.positions(index, index + 1)]
-            temperature = max(sampling.temperature, LEAST_TEMPERATURE)
-            numbers[:, row] = temperature, min(sampling.top_p, 1.0), sampling.min_p
+            numbers[:, row] = chosen
             tables[row, : block + 1] = sequence.block_ids[: block + 1]
         for host, device in zip(described, self._device, strict=True):
             device.copy_(host, non_blocking=True)
