@@ -11,12 +11,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
@@ -31,13 +30,14 @@ from transformers.integrations.gguf.reader import (
 
 from engines.packages.checkpoint_json import shown
 from engines.text.chat_template import LLAVA_TEMPLATE
+from engines.torch_backend.layers.rotary import llama3_frequencies
 from engines.torch_backend.loading.formats.gguf import DTYPE, FLOATS, GgufTensor
 from engines.torch_backend.loading.stored_tensors import (
     StoredTensor,
     list_tensors,
     new_directory,
 )
-from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.config import RopeScaling, UnsupportedCheckpoint
 
 #: File names in the directory of a checkpoint.
 TEXT_FILE, TOWER_FILE = "model.gguf", "mmproj.gguf"
@@ -82,9 +82,6 @@ _PROJECTOR = {"mm.0": "linear_1", "mm.2": "linear_2"}
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TOWER_LAYER = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROTARY = "rope_freqs.weight"
-#: Llama.cpp stores the factors of Llama 3.1's scaling, not its parameters.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_ORIGINAL_POSITIONS = 8192
 
 
 def open_checkpoint(path: Path, cache: Path | None = None) -> Path:
@@ -258,21 +255,14 @@ class GgufModel:
 
     @property
     def image_settings(self) -> dict[str, Any] | None:
-        """The `preprocessor_config.json` of CLIP; None without a tower."""
+        """The `preprocessor_config.json` of CLIP, with its defaults; None without a tower."""
         if self._tower is None:
             return None
         size = self._tower.whole("clip.vision.image_size")
         return {
             "image_processor_type": "CLIPImageProcessor",
-            "do_convert_rgb": True,
-            "do_resize": True,
             "size": {"shortest_edge": size},
-            "resample": 3,
-            "do_center_crop": True,
             "crop_size": {"height": size, "width": size},
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
             "image_mean": self._tower.get("clip.vision.image_mean"),
             "image_std": self._tower.get("clip.vision.image_std"),
         }
@@ -343,21 +333,14 @@ class GgufModel:
         info = text.infos.get(_ROTARY)
         if info is None:
             return {}
+        # llama.cpp stores the factors of Llama 3.1's scaling, not its parameters
         factors = text.tensor(info, _ROTARY).map().float()
-        parameters = {"factor": round(float(factors.max()), 3), **_LLAMA3}
-        if not torch.allclose(factors, _llama3_factors(head_dim, theta, parameters), rtol=1e-3):
+        scaling = RopeScaling("llama3", round(float(factors.max()), 3))
+        plain = theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+        if not torch.allclose(factors, plain / llama3_frequencies(plain, scaling), rtol=1e-3):
             raise text.refuse(f"{_ROTARY} is not the scaling of Llama 3.1, the only supported one")
-        positions = {"original_max_position_embeddings": _ORIGINAL_POSITIONS}
-        return {"rope_scaling": {"rope_type": "llama3", **parameters, **positions}}
-
-
-def _llama3_factors(head_dim: int, theta: float, parameters: Mapping[str, float]) -> Tensor:
-    """The divisors of the frequencies. Shapes: returns (head_dim / 2,). Source: Llama 3.1's reference code."""
-    factor, low, high = (parameters[n] for n in ("factor", "low_freq_factor", "high_freq_factor"))
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    turns = _ORIGINAL_POSITIONS * theta**-exponents / (2 * torch.pi)
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - share) / factor + share)).float()
+        parameters = {name: x for name, x in asdict(scaling).items() if name != "kind"}
+        return {"rope_scaling": {"rope_type": "llama3", **parameters}}
 
 
 def _text_name(file: _File, name: str) -> str:
