@@ -133,10 +133,6 @@ class QuantizedMethod(LinearMethod):
         """Give a layer undefined tensors, with scales of `dtype`."""
 
     @abstractmethod
-    def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Memory of a quantized weight of this shape."""
-
-    @abstractmethod
     def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor: ...
 
     @abstractmethod
@@ -150,6 +146,14 @@ class QuantizedMethod(LinearMethod):
     def group_size_of(self, layer: Linear) -> int:
         """Inputs per scale; 0 for all."""
         return 0
+
+    def num_bytes(
+        self, shape: tuple[int, ...], dtype: torch.dtype, group_size: int | None = None
+    ) -> int:
+        """Memory of a quantized weight of this shape."""
+        layer = empty_linear(shape[1], shape[0])
+        self.create(layer, dtype, group_size)
+        return sum(x.nbytes for x in layer.buffers())
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Quantize a weight; returns tensors by their names in the layer. Shapes: weight (N, K)."""
@@ -188,9 +192,6 @@ class Int8Method(QuantizedMethod):
         scale = torch.empty(shape[0], dtype=dtype, device="meta")
         layer.hold(self, {"integers": integers, "scale": scale})
 
-    def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return shape[0] * shape[1] + shape[0] * dtype.itemsize
-
     def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor:
         rows = layer.integers[start:stop].to(layer.scale.dtype)
         return rows.mul_(layer.scale[start:stop, None])
@@ -221,10 +222,6 @@ class Int4Method(QuantizedMethod):
 
     def group_size_of(self, layer: Linear) -> int:
         return choose_group_size(layer.in_features) or layer.in_features
-
-    def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        num_groups = shape[1] // (choose_group_size(shape[1]) or shape[1])
-        return shape[0] * shape[1] // 2 + 2 * num_groups * shape[0] * dtype.itemsize
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         return choose_group_size(shape[1]) is not None

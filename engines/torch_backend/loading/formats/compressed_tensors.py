@@ -150,7 +150,7 @@ def _read_scheme(group: Fields) -> _Scheme:
 
 def _layout(linear: StoredLinear, scheme: _Scheme) -> Layout:
     if scheme.kind == "float":
-        return scaled_layout(linear, "weight_scale", scheme.block, "F8_E4M3")
+        return scaled_layout(linear, "weight_scale", scheme.block)
     if "weight_packed" in linear.parts:
         num_outputs, num_words = linear.expect_matrix("weight_packed", "I32")
         linear.expect("weight_shape", (2,), "I64", "I32")
