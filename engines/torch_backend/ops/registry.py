@@ -196,19 +196,13 @@ def check_disabled(names: Collection[str]) -> None:
         )
 
 
-def references(site: Site) -> Ops:
-    registered = {op.name: op for op in discover()}
-    functions = {name: op.reference for name, op in registered.items()}
-    return Ops(site, dict.fromkeys(registered, REFERENCE), functions, registered)
-
-
 @cache
 def cpu_ops(
     mode: CpuKernels, level: CpuLevel | None = None, disabled: frozenset[str] = frozenset()
 ) -> Ops:
     """Operators for a CPU level, by default this machine's; tested once per process."""
     site = Site(torch.device("cpu"), cpu_kernels=mode, level=level or choose_level())
-    ops = references(site) if mode == "off" else choose(site, disabled)
+    ops = choose(site, disabled)
     if mode != "off" and "cpu" not in disabled and not ops.is_native:
         reasons = {
             c.lacks(site)
