@@ -15,7 +15,7 @@ import torch
 
 from engines.core.budget import Trial
 from engines.core.runner import ModelRunner
-from engines.torch_backend.ops.cpu_level import cpu_model
+from engines.torch_backend.ops.cpu_level import read_cpuinfo
 from engines.torch_backend.ops.native.library import Library
 
 #: Seconds of a step of one token and of a prompt, by number of threads.
@@ -99,7 +99,7 @@ def _recall(
     One process of a machine measures at a time, because workers that start together would slow each other down.
     `parse` reads the JSON of the result of `measure`, and raises for other content.
     """
-    key = f"{library.file.name} {torch.__version__} {cpu_model()} {key}"
+    key = f"{library.file.name} {torch.__version__} {read_cpuinfo('model name')} {key}"
     file = library.file.with_name(f"times-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")
     found = _read_fresh(file, parse)
     if found is not None:

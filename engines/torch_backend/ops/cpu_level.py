@@ -106,25 +106,14 @@ def choose_level() -> CpuLevel:
 
 
 @cache
-def cpu_model() -> str:
-    """The name of the processor in Linux; empty elsewhere."""
+def cpu_flags() -> frozenset[str]:
+    return frozenset(read_cpuinfo("flags", "Features").split())
+
+
+def read_cpuinfo(*names: str) -> str:
+    """The first value of one of these fields, such as `model name`, in Linux; empty elsewhere."""
     try:
-        text = CPUINFO.read_text(encoding="utf-8")
+        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    found = (
-        line.partition(":")[2].strip()
-        for line in text.splitlines()
-        if line.startswith("model name")
-    )
-    return next(found, "")
-
-
-@cache
-def cpu_flags() -> frozenset[str]:
-    try:
-        text = CPUINFO.read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
-    return frozenset(next(lines, "").split())
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
