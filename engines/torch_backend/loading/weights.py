@@ -96,9 +96,14 @@ class WeightReader:
         self.quantize_s += time.perf_counter() - started
         return {prefix + part: tensor for part, tensor in parts.items()}
 
-    def num_bytes(self, stored: StoredTensor) -> int:
-        """Bytes of the tensor in memory after loading."""
-        return self._num_bytes(stored, stored.float_dtype)
+    def num_bytes(self, stored: StoredTensor, stored_dtype: torch.dtype | None = None) -> int:
+        """Bytes of the tensor in memory after loading. `stored_dtype`: of the checkpoint's floats, if not its own."""
+        layer, name = self._find(stored.name)
+        dtype = self._dtype_in(layer, stored.shape, stored_dtype or stored.float_dtype)
+        assert dtype is not None
+        if self._scheme is not None and _is_quantized(layer, name):
+            return self._scheme.num_bytes(stored.shape, dtype)
+        return stored.num_bytes(dtype)
 
     def num_linear_bytes(self, linear: StoredLinear, published: PublishedLinears) -> int:
         """Bytes of a linear layer in a published format in memory after loading."""
@@ -108,15 +113,7 @@ class WeightReader:
             return layout.num_bytes(self.dtype_of_scales(published))
         part = next(iter(linear.parts.values()))
         numbers = StoredTensor(f"{linear.name}.weight", part.file, layout.shape, "F32")
-        return self._num_bytes(numbers, published.dtype)
-
-    def _num_bytes(self, stored: StoredTensor, stored_dtype: torch.dtype | None) -> int:
-        layer, name = self._find(stored.name)
-        dtype = self._dtype_in(layer, stored.shape, stored_dtype)
-        assert dtype is not None
-        if self._scheme is not None and _is_quantized(layer, name):
-            return self._scheme.num_bytes(stored.shape, dtype)
-        return stored.num_bytes(dtype)
+        return self.num_bytes(numbers, published.dtype)
 
     def _find(self, stored_name: str) -> tuple[nn.Module | None, str]:
         """The layer that a stored tensor is for, and its name there."""
@@ -168,7 +165,8 @@ def load_model(
     published, stored = find_published(directory, list_weights(directory), device, rename)
     form = choose_form(scheme, published)
     model = build_empty(family, config, form, dtype)
-    kept = stored_dtypes(ops)
+    # matrices of these types are read by operators as they are stored
+    kept = frozenset(FLOAT_KINDS if ops is not None and ops.uses("linear_float", "cpu") else ())
     reader = narrow = WeightReader(model, rename, form, device, dtype, kept)
     wide = WeightReader(model, rename, form, device, dtype)
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
@@ -178,11 +176,19 @@ def load_model(
             published.use_stand_ins()
 
     def check_size(reader: WeightReader, kept_names: Collection[str] = ()) -> None:
+        """Raises: ModelTooLarge, before anything is read."""
         needed = sum(
             (narrow if tensor.name in kept_names else reader).num_bytes(tensor) for tensor in stored
         )
         needed += published.count_bytes(reader.num_linear_bytes) if published else 0
-        check_memory(needed, device, dtype, scheme)
+        available = free_bytes(device)
+        if needed > available:
+            kind = f"{str(dtype).removeprefix('torch.')}{f' and {scheme.name}' if scheme else ''}"
+            raise ModelTooLarge(
+                f"the weights need {needed / 2**30:.1f} GiB in {kind}, but {device} has "
+                f"{available / 2**30:.1f} GiB available; try bfloat16, --quantization int8 or "
+                "int4, or a smaller model"
+            )
 
     scales = torch.float32 if kept else dtype
 
@@ -239,12 +245,6 @@ def build_empty(
     return model
 
 
-def stored_dtypes(ops: Ops | None) -> frozenset[torch.dtype]:
-    """Types of matrices that operators read as they are stored."""
-    is_native = ops is not None and ops.uses("linear_float", "cpu")
-    return frozenset(FLOAT_KINDS) if is_native else frozenset()
-
-
 def choose_form(
     scheme: QuantizedMethod | None, published: PublishedLinears | None
 ) -> QuantizedMethod | None:
@@ -257,20 +257,6 @@ def choose_form(
         f"the checkpoint is already quantized to {published.name}; for {scheme.name} use the "
         "checkpoint that it was quantized from"
     )
-
-
-def check_memory(
-    needed: int, device: torch.device, dtype: torch.dtype, scheme: QuantizedMethod | None
-) -> None:
-    """`needed` in bytes. Raises: ModelTooLarge, before anything is read."""
-    available = free_bytes(device)
-    if needed > available:
-        kind = f"{str(dtype).removeprefix('torch.')}{f' and {scheme.name}' if scheme else ''}"
-        raise ModelTooLarge(
-            f"the weights need {needed / 2**30:.1f} GiB in {kind}, but {device} has "
-            f"{available / 2**30:.1f} GiB available; try bfloat16, --quantization int8 or int4, "
-            "or a smaller model"
-        )
 
 
 def _read_all(
