@@ -19,13 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import (
-    AutoProcessor,
-    PreTrainedConfig,
-    PreTrainedModel,
-    ProcessorMixin,
-    SmolVLMProcessor,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, SmolVLMProcessor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.processing_utils import OmniModalProcessorMixin
 from transformers.video_utils import VideoMetadata
@@ -48,7 +42,7 @@ from engines.text.processor import MultimodalProcessor
 from engines.text.prompt import Item
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
-from engines.torch_backend.multimodal.transformers_audio import find_audio
+from engines.torch_backend.multimodal.transformers_audio import find_audio, load_processor
 from shared.protocol import MediaKind
 
 logger = logging.getLogger(__name__)
@@ -216,7 +210,8 @@ class TransformersImages(MultimodalProcessor):
     def __init__(self, directory: Path, model_class: type[PreTrainedModel], config: Any) -> None:
         """Raises: UnsupportedCheckpoint."""
         self.slot_id = config.image_token_id
-        self._processor = _load_processor(directory)
+        self._processor = load_processor(directory, "image", "image_processor")
+        _spell(self._processor)
         tokenizer: Any = self._processor.tokenizer  # pyright: ignore
         self._slot: str = tokenizer.convert_ids_to_tokens(self.slot_id)
         ids = getattr(config, "visual_indicator_token_ids", ())
@@ -685,19 +680,3 @@ def in_words(number: int) -> str:
 
 _of_smolvlm: Any = processing_smolvlm
 _of_smolvlm.num2words = _of_smolvlm.num2words or in_words  # an optional package
-
-
-def _load_processor(directory: Path) -> ProcessorMixin:
-    try:
-        processor = AutoProcessor.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # of any type
-        reason = " ".join(str(error).split())[:300]
-        raise UnsupportedCheckpoint(
-            f"transformers cannot load the checkpoint's image processor: {reason}"
-        ) from error
-    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
-        raise UnsupportedCheckpoint("the checkpoint has a tokenizer, but no image processor")
-    _spell(processor)
-    return processor
