@@ -242,11 +242,6 @@ def find_family(directory: Path) -> tuple[ModelFamily, Any]:
     return check_config(read_fields(directory))
 
 
-def read_config(directory: Path) -> Any:
-    """The checked configuration of a checkpoint. Raises: UnsupportedCheckpoint."""
-    return find_family(directory)[1]
-
-
 def check_config(config: Fields) -> tuple[ModelFamily, Any]:
     """`find_family` for the fields of a `config.json`."""
     families = [*_registered, *_built_in()]
