@@ -202,11 +202,6 @@ class Child:
                 return f"it was ended by {signal.Signals(number).name}" + self._log.last_words()
         return f"it ended with exit code {code}" + self._log.last_words()
 
-    @property
-    def last_words(self) -> str:
-        """Its last log line, to append to a message."""
-        return self._log.last_words()
-
     def close(self, grace_s: float = 0.0) -> None:
         """Kill all its processes after `grace_s`. Idempotent."""
         with suppress(OSError):
