@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.sequence import ImageInput, Prompt
-from engines.packages.checkpoint_json import Fields, shown
+from engines.packages.checkpoint_json import Fields, name_some, shown
 from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear import QuantizedMethod
@@ -224,7 +224,6 @@ class ModelFamily(Protocol):
         ...
 
 
-_MAX_NAMES = 5  # in error messages
 _registered: list[ModelFamily] = []
 
 
@@ -311,6 +310,4 @@ def check_names(missing: list[str], unexpected: list[str]) -> None:
     """Raises: UnsupportedCheckpoint for missing and unexpected weights."""
     for problem, names in (("lacks", missing), ("has unknown", unexpected)):
         if names:
-            shown = ", ".join(names[:_MAX_NAMES])
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            raise UnsupportedCheckpoint(f"the checkpoint {problem} weights: {shown}{more}")
+            raise UnsupportedCheckpoint(f"the checkpoint {problem} weights: {name_some(names, 5)}")
