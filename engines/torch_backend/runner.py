@@ -255,11 +255,6 @@ class TorchRunner:
         sequences = _to_rows(items)
         return self._logits(items, sequences, [own.stop - 1 for own in sequences])
 
-    @torch.inference_mode()
-    def plain_logits(self, token_ids: Tensor) -> Tensor:
-        """Logits of every token of one text, without the KV cache. Shapes: (N,); returns (N, vocabulary)."""
-        return self.model.plain_logits(token_ids.to(self.device))
-
     def _logits(
         self, items: list[ScheduledSequence], sequences: list[SequenceRows], rows: list[int]
     ) -> Tensor:

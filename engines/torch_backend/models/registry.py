@@ -79,13 +79,6 @@ class FamilyModel(nn.Module):
         """Logits of a step, for models without a `language_model`. Shapes: returns (sampled rows, vocabulary)."""
         raise NotImplementedError
 
-    def plain_logits(self, token_ids: Tensor) -> Tensor:
-        """Logits of all tokens of a text by transformers' own attention, if the model has it.
-
-        Shapes: (N,); returns (N, vocabulary).
-        """
-        raise NotImplementedError
-
     def release(self, request_id: str) -> None:
         """Free the state of a request outside the KV cache. Idempotent."""
 

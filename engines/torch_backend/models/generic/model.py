@@ -538,7 +538,7 @@ class GenericModel(FamilyModel):
             return
         if not self.binds_prompts:  # only the check with an image marks where the prompt ends
             plain = sorted({*range(self.config.text.vocab_size)} - control_ids(self.inner.config))
-            self._check(largest_difference(runner, plain), "")
+            self._check(largest_difference(runner, self, plain), "")
         example = make_example() if make_example else None
         if example is None:
             return
@@ -561,12 +561,6 @@ class GenericModel(FamilyModel):
                 f"{name} cannot use paged attention: its logits {of}differ from transformers' by "
                 f"{difference:.1e} standard deviations, and {limit:.1e} is allowed"
             )
-
-    def plain_logits(self, token_ids: Tensor) -> Tensor:
-        """Logits by transformers' own attention. Shapes: (N,); returns (N, V)."""
-        ids, positions = token_ids[None], torch.arange(len(token_ids), device=token_ids.device)
-        with self.as_transformers_does() as plain:
-            return plain(input_ids=ids, position_ids=positions[None], use_cache=False).logits[0]
 
     @contextmanager
     def as_transformers_does(self) -> Iterator[PreTrainedModel]:
