@@ -5,7 +5,6 @@ Shape letters: D head width.
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,18 +51,39 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
     weights["model.norm.weight"] = gain.to(dtype)  # the hidden states have this dtype too
     all_eps, activations = {eps}, set()
     for number, (layer, spec) in enumerate(zip(stack.layers, specs, strict=True)):
-        parts = _read_layer(layer, spec)
-        all_eps |= parts.eps
-        activations.add(parts.activation)
+        tensors, layer_eps, activation = _read_layer(layer, spec)
+        all_eps |= layer_eps
+        activations.add(activation)
         weights |= {
             f"model.layers.{number}.{name}": _in_order(name, x, order, spec.key_dim)
-            for name, x in parts.weights.items()
+            for name, x in tensors.items()
         }
     if len(all_eps) > 1 or len(activations) > 1:
         raise BeyondOurProgram("its layers use several epsilons or activations")
-    limit = front.config.text.max_position_embeddings
-    text = _describe(weights, specs, eps, activations.pop(), is_tied, limit)
-    return _fill(replace(text, embedding_scale=scale), weights, dtype)
+    spec = specs[0]
+    names = {name.split(".", 3)[-1] for name in weights}  # names within a layer
+    vocab_size, width = weights["model.embed_tokens.weight"].shape
+    text = TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=weights["model.layers.0.mlp.up_proj.weight"].shape[0],
+        num_layers=len(specs),
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.key_dim,
+        max_position_embeddings=front.config.text.max_position_embeddings,
+        rms_norm_eps=eps,
+        attention_bias=any(f"self_attn.{x}_proj.bias" in names for x in "qkv"),
+        attention_output_bias="self_attn.o_proj.bias" in names,
+        mlp_bias=any(f"mlp.{x}_proj.bias" in names for x in ("gate", "up", "down")),
+        tie_word_embeddings=is_tied,
+        hidden_act=activations.pop(),
+        has_head_norms="self_attn.q_norm.weight" in names,
+        has_output_norms="self_attn.out_norm.weight" in names,
+        embedding_scale=scale,
+        windows=tuple(one.window for one in specs) if any(one.window for one in specs) else (),
+    )
+    return _fill(text, weights, dtype)
 
 
 def _read_ends(head: Any, stack: Any) -> tuple[dict[str, Tensor], bool]:
@@ -89,39 +109,6 @@ def _read_scale(embeddings: Any) -> float:
         if torch.equal(embeddings(ids), table[ids] * factor):
             return factor
     raise BeyondOurProgram(f"its embeddings are computed by {type(embeddings).__name__}")
-
-
-def _describe(
-    weights: dict[str, Tensor],
-    specs: list[LayerSpec],
-    eps: float,
-    activation: str,
-    is_tied: bool,
-    max_positions: int,
-) -> TextConfig:
-    """The configuration of layers with these weights and specs."""
-    spec = specs[0]
-    names = {name.split(".", 3)[-1] for name in weights}  # names within a layer
-    vocab_size, width = weights["model.embed_tokens.weight"].shape
-    return TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=width,
-        intermediate_size=weights["model.layers.0.mlp.up_proj.weight"].shape[0],
-        num_layers=len(specs),
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.key_dim,
-        max_position_embeddings=max_positions,
-        rms_norm_eps=eps,
-        attention_bias=any(f"self_attn.{x}_proj.bias" in names for x in "qkv"),
-        attention_output_bias="self_attn.o_proj.bias" in names,
-        mlp_bias=any(f"mlp.{x}_proj.bias" in names for x in ("gate", "up", "down")),
-        tie_word_embeddings=is_tied,
-        hidden_act=activation,
-        has_head_norms="self_attn.q_norm.weight" in names,
-        has_output_norms="self_attn.out_norm.weight" in names,
-        windows=tuple(one.window for one in specs) if any(one.window for one in specs) else (),
-    )
 
 
 def _fill(text: TextConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> Llama:
@@ -167,15 +154,6 @@ def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
         if names := [name for name, is_there in odd.items() if is_there]:
             raise BeyondOurProgram(f"layer {number} has {', '.join(names)}")
     return [spec.within(limit) for spec in read]
-
-
-@dataclass
-class _LayerParts:
-    """A layer's weights by this project's names."""
-
-    weights: dict[str, Tensor]
-    eps: set[float]
-    activation: str
 
 
 def stored_rows(name: str, text: TextConfig, order: Tensor | None) -> dict[str, Tensor | None]:
@@ -224,7 +202,8 @@ _FOUR_NORMS = {
 }
 
 
-def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
+def _read_layer(layer: nn.Module, spec: LayerSpec) -> tuple[dict[str, Tensor], set[float], str]:
+    """A layer's weights by this project's names, the epsilons of its norms, and its activation."""
     modules: dict[str, Any] = {
         name: module
         for name, module in layer.named_modules()
@@ -256,7 +235,7 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
         norms["self_attn.q_norm"] = gain.float() * scale, eps
     tensors |= {f"{of_stream.get(name, name)}.weight": gain for name, (gain, _) in norms.items()}
     mlp: Any = layer.get_submodule("mlp")
-    return _LayerParts(tensors, {eps for _, eps in norms.values()}, _read_activation(mlp))
+    return tensors, {eps for _, eps in norms.values()}, _read_activation(mlp)
 
 
 def _qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
