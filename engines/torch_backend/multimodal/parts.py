@@ -31,12 +31,18 @@ _Arguments = Any  #: positional arguments of an operation
 def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
     """Call `compute`, yielding before each part. Closing the generator cancels the call."""
     mode = _Parts()
-    call = greenlet.greenlet(mode.run)
+
+    def run() -> T:
+        with mode:
+            return compute()
+
+    call = greenlet.greenlet(run)
     try:
         while True:
             yield
             call.parent = greenlet.getcurrent()
-            result = mode.resume(call, compute)
+            mode.began_at = time.perf_counter()
+            result = call.switch()
             if call.dead:
                 return result
     finally:
@@ -60,17 +66,8 @@ class _Parts(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._began_at = 0.0
+        self.began_at = 0.0  #: of the part
         self._piece_flops = PIECE_FLOPS_PER_THREAD * torch.get_num_threads()
-
-    def run(self, compute: Callable[[], T]) -> T:
-        with self:
-            return compute()
-
-    def resume(self, call: greenlet.greenlet, compute: Callable[[], Any]) -> Any:
-        """Compute the next part. Returns the result after the last one."""
-        self._began_at = time.perf_counter()
-        return call.switch() if call else call.switch(compute)
 
     def __torch_function__(
         self, func: Any, types: Any, args: _Arguments = (), kwargs: dict[str, Any] | None = None
@@ -84,7 +81,7 @@ class _Parts(TorchFunctionMode):
         cut = find_cut(func, args, kwargs) if find_cut and "out" not in kwargs else None
         if cut is None or cut.flops <= self._piece_flops:
             result = func(*args, **kwargs)
-            is_late = time.perf_counter() - self._began_at >= PART_S
+            is_late = time.perf_counter() - self.began_at >= PART_S
             # Within vmap, which builds masks, torch would vectorize the other code too.
             if is_late and peek_interpreter_stack() is None:
                 parent = greenlet.getcurrent().parent
