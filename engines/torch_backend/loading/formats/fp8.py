@@ -27,7 +27,6 @@ class Fp8Reader(Reader):
         self.name = "FP8" if self._block is None else "FP8 in blocks of {}x{}".format(*self._block)
 
     def layout(self, linear: StoredLinear) -> Layout:
-        """The layout of a layer, from its headers."""
         return scaled_layout(linear, self._scale_name(linear), self._block)
 
     def read(self, linear: StoredLinear) -> Tensor:
