@@ -162,11 +162,11 @@ def to_weights(layer: nn.Module) -> Weights | None:
     if isinstance(layer, Linear) and isinstance(method, PackedMethod):
         shape = layer.out_features, layer.in_features
         scale = layer.scale if method is PACKED_INT8 else None
-        return Weights(method.kind, *shape, layer.blocks, layer.group_size, scale, layer.bias)
+        return Weights(method.kind, layer.group_size, *shape, layer.blocks, scale, layer.bias)
     weight, bias = layer.weight, layer.bias
     if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_KINDS:
         return None
     bias = bias.float() if isinstance(bias, Tensor) else None
     num_outputs, num_inputs = weight.shape
     kind = FLOAT_KINDS[weight.dtype]
-    return Weights(kind, num_outputs, num_inputs, weight.contiguous(), bias=bias)
+    return Weights(kind, 0, num_outputs, num_inputs, weight.contiguous(), None, bias)
