@@ -398,8 +398,10 @@ class TransformersImages(MultimodalProcessor):
     def image_tokens(self) -> int:
         """Slots of a large image. Raises: UnsupportedCheckpoint if the processor cannot process a single image."""
         name = type(self._processor).__name__
-        area = self.max_pixels or _own_area(self._processor) or _SAMPLE_PIXELS
-        most = _most_slots(self._processor, area)
+        images: Any = self._processor.image_processor  # pyright: ignore
+        own = _own_area(images)
+        area = self.max_pixels or own or _SAMPLE_PIXELS
+        most = min(area, own) // (images.patch_size * images.merge_size) ** 2 if own else 0
         # Large images have the most tiles; one just above the limit is rounded up.
         areas = min(4 * area, max(area, _LARGEST_SAMPLE)), 1.3 * area
         # Wide and tall images have more tiles, or more rows with a token of their own.
@@ -614,18 +616,10 @@ def _has_areas(images: Any, size: Mapping[str, int]) -> bool:
     return size.keys() == {"shortest_edge", "longest_edge"} and hasattr(images, "merge_size")
 
 
-def _own_area(processor: Any) -> int:
+def _own_area(images: Any) -> int:
     """Pixels of the largest image that a processor makes, if it has that limit; else 0."""
-    images: Any = processor.image_processor
     size = {name: side for name, side in dict(images.size or {}).items() if side is not None}
     return size["longest_edge"] if _has_areas(images, size) else 0
-
-
-def _most_slots(processor: Any, area: int) -> int:
-    """Patches in an area, for processors of images of any size; else 0."""
-    images: Any = processor.image_processor
-    own = _own_area(processor)
-    return min(area, own) // (images.patch_size * images.merge_size) ** 2 if own else 0
 
 
 def _scale(image: Image.Image, most: int) -> Image.Image:
