@@ -40,22 +40,20 @@ def sample(
     logits = logits.float()
     scores = _adjust(logits, sequences, positions)
     best, token_ids = scores.max(dim=-1)
-    _check_finite(best, sequences)
+    for is_finite, sequence in zip(best.isfinite().tolist(), sequences, strict=True):
+        if not is_finite:
+            raise SequenceFailure(sequence.request_id, NOT_FINITE)
     sampled = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
     if sampled:
         rows = torch.tensor(sampled, device=logits.device)
         params = [sequences[row].sampling for row in sampled]
-        token_ids[rows] = _sample_random(scores[rows], params, [positions[row] for row in sampled])
+        places = [positions[row] for row in sampled]
+        how = SampleParams.create(params, places, scores.shape[1], scores.device)
+        is_any_truncated = any(map(is_truncated, params))
+        token_ids[rows] = sample_random(scores[rows], how, truncated=is_any_truncated)
     choices = [TokenChoice(token_id) for token_id in token_ids.tolist()]
     _add_logprobs(choices, logits, sequences)
     return choices
-
-
-def _check_finite(best: Tensor, sequences: list[Sequence]) -> None:
-    """Raises: SequenceFailure for a row whose best score is not finite."""
-    for is_finite, sequence in zip(best.isfinite().tolist(), sequences, strict=True):
-        if not is_finite:
-            raise SequenceFailure(sequence.request_id, NOT_FINITE)
 
 
 def _adjust(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
@@ -167,12 +165,6 @@ def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if counts is None:
         counts = sequence.token_counts = TokenCounts(sequence)
     return counts.follow(sequence)
-
-
-def _sample_random(scores: Tensor, params: list[SamplingParams], positions: list[int]) -> Tensor:
-    """Sample a token per row. Shapes: (B, V); returns (B,)."""
-    how = SampleParams.create(params, positions, scores.shape[1], scores.device)
-    return sample_random(scores, how, truncated=any(map(is_truncated, params)))
 
 
 def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Sequence]) -> None:
