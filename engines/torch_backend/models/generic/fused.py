@@ -10,7 +10,7 @@ Shape letters: N tokens, C width, H query heads, K key/value heads, D head width
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,17 +110,6 @@ class Watched:
 
 
 # -- norms
-class Norm:
-    """Replaces the forward pass of an RMS norm."""
-
-    def __init__(self, norm: RMSNorm) -> None:
-        self.norm = norm
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Shapes: (..., C), kept."""
-        return self.norm(hidden_states)
-
-
 def find_norm(module: nn.Module) -> RMSNorm | None:
     """The RMS norm that a module computes, with `weight` or `1 + weight` as its gain; None for other modules."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -334,11 +323,9 @@ def _first_equal(
 
 
 # -- whole layers
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A module that reads the residual stream and adds to it, and the norms before and after it, if any."""
+class Block(NamedTuple):
+    """The norms before and behind a module that reads the residual stream and adds to it."""
 
-    module: nn.Module
     before: RMSNorm | None
     behind: RMSNorm | None
 
@@ -515,7 +502,7 @@ def find_layer(
     if attention is None or mlp is None:
         return None
     blocks = [_find_block(each, children, watched) for each in (attention, mlp)]
-    norms = [norm for each in blocks for norm in (each.before, each.behind) if norm is not None]
+    norms = [norm for block in blocks for norm in block if norm is not None]
     mixing = watched.call(attention)
     if len(norms) + len(blocks) != len(children) or mixing is None:
         return None
@@ -530,12 +517,12 @@ def find_layer(
 def _find_block(
     module: nn.Module, children: list[tuple[str, nn.Module, Call]], watched: Watched
 ) -> Block:
-    """A child of a layer, with the norm before it and the norm behind it, if any."""
+    """The norms before and behind a child of a layer, if any."""
     call = watched.calls(module)[0]
     before = [norm for _, norm, each in children if each.output is call.input]
     behind = [norm for _, norm, each in children if each.input is first_of(call.output)]
     norms = [find_norm(found[0]) if found else None for found in (before, behind)]
-    return Block(module, *norms)
+    return Block(*norms)
 
 
 # -- whole models
@@ -608,7 +595,7 @@ class Fused:
         self._forwards.clear()
         if not ops.is_native:
             return
-        self._forwards |= {module: Norm(norm) for module, norm in self.found.norms.items()}
+        self._forwards |= {module: norm.forward for module, norm in self.found.norms.items()}
         for module, forward in self.found.forwards().items():
             self._forwards[module] = forward
             forward.dtype = torch.float32  # of the kernels' inputs
