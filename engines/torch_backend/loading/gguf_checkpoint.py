@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,10 @@ def open_checkpoint(path: Path, cache: Path | None = None) -> Path:
 
     Raises: UnsupportedCheckpoint.
     """
-    return path if path.is_dir() else _open(path, find_files(path), make_directory, cache)
+    if path.is_dir():
+        return path
+    files = find_files(path)
+    return _open(path, files, partial(make_directory, files), cache)
 
 
 def open_tokenizer(path: Path, cache: Path | None = None) -> Path:
@@ -97,27 +101,25 @@ def open_tokenizer(path: Path, cache: Path | None = None) -> Path:
 
     Raises: UnsupportedCheckpoint.
     """
-
-    def make(files: Sequence[Path], target: Path) -> None:
-        write_tokenizer(files[0], target)
-
-    return _open(path, [path.resolve()], make, cache, "tokenizer-")
+    file = path.resolve()
+    return _open(path, [file], partial(write_tokenizer, file), cache, "tokenizer-")
 
 
 def _open(
     path: Path,
     files: Sequence[Path],
-    make: Callable[[Sequence[Path], Path], None],
+    make: Callable[[Path], None],
     cache: Path | None,
     prefix: str = "",
 ) -> Path:
     try:
         states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         name = prefix + hashlib.sha256(json.dumps(states).encode()).hexdigest()[:32]
-        target = (cache or _cache_folder()) / name
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        target = (cache or base / "vlm-fleet" / "gguf") / name
         if not target.is_dir():
             with contextlib.suppress(FileExistsError), new_directory(target) as made:
-                make(files, made)
+                make(made)
     except (OSError, RuntimeError) as error:
         raise UnsupportedCheckpoint(
             f"the configuration and tokenizer of {path.name} cannot be written to the cache; set "
@@ -126,16 +128,20 @@ def _open(
     return target
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vlm-fleet" / "gguf"
-
-
 def make_directory(files: Sequence[Path], target: Path) -> None:
-    """Write configuration, tokenizer, and links to the files. Raises: UnsupportedCheckpoint, OSError."""
+    """Write links to the files, tokenizer, and `config.json` last. Raises: UnsupportedCheckpoint, OSError."""
     for file, name in zip(files, (TEXT_FILE, TOWER_FILE), strict=False):
         (target / name).symlink_to(file)
-    _write_text_files(target, GgufModel(target))
+    model = GgufModel(target)
+    write_tokenizer(model.file, target)
+    settings = model.image_settings
+    if settings is not None:
+        _write_json(target / "preprocessor_config.json", settings)
+        template = target / "chat_template.jinja"
+        if not template.is_file():
+            text = LLAVA_TEMPLATE.replace("<image>", model.slot[1])
+            template.write_text(text, encoding="utf-8")
+    _write_json(target / "config.json", model.config)
 
 
 def list_weights(directory: Path) -> list[StoredTensor]:
@@ -420,19 +426,6 @@ def _tower_name(file: _File, name: str, is_swapped: bool) -> str:
     if in_layer is None or part not in _IN_TOWER:
         raise file.refuse(f"the tensor {name:.80} does not belong to CLIP's tower")
     return f"{prefix}encoder.layers.{in_layer[1]}.{_IN_TOWER[part]}.{in_layer[3]}"
-
-
-def _write_text_files(target: Path, model: GgufModel) -> None:
-    """Write all files but the weights, `config.json` last. Raises: UnsupportedCheckpoint, OSError."""
-    write_tokenizer(model.file, target)
-    settings = model.image_settings
-    if settings is not None:
-        _write_json(target / "preprocessor_config.json", settings)
-        template = target / "chat_template.jinja"
-        if not template.is_file():
-            text = LLAVA_TEMPLATE.replace("<image>", model.slot[1])
-            template.write_text(text, encoding="utf-8")
-    _write_json(target / "config.json", model.config)
 
 
 def write_tokenizer(file: Path, target: Path) -> None:
