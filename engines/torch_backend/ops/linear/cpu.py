@@ -3,7 +3,7 @@
 Shape letters: M tokens, K inputs, N outputs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from engines.torch_backend.ops.native.packing import (
     unpack_int4,
     unpack_int8,
 )
-from engines.torch_backend.ops.registry import Candidate, Ops, Site
+from engines.torch_backend.ops.registry import Ops, Site
 
 
 class PackedMethod(LinearMethod):
@@ -106,15 +106,8 @@ def pack_int8_beside(model: nn.Module, ops: Ops) -> None:
             pack(layer)
 
 
-def native_candidate(
-    tolerance: Callable[[Site], float],
-    variants: Callable[[Site], Iterable[Site]] = lambda site: (site,),
-) -> Candidate:
-    """The C++ kernel of a linear operator."""
-    return Candidate("cpu", _build, native.lacks, tolerance, variants)
-
-
-def _build(site: Site) -> Bind:
+def build(site: Site) -> Bind:
+    """The C++ kernel, for layers that it supports."""
     library = native.load(site.level)
 
     def bind(
