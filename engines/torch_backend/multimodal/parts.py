@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
+from math import prod
 from typing import Any, TypeVar
 
 import greenlet
@@ -168,7 +170,10 @@ def _cut_convolution(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cu
     spatial = weight.ndim - 2
     if x.ndim != weight.ndim or x.shape[1] != weight.shape[1]:  # no batch, or grouped channels
         return None
-    made = _made_by_convolution(x, weight, args, kwargs)
+    stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
+    steps = cycle((stride,) if isinstance(stride, int) else stride)
+    # about as many output positions of one image
+    made = prod(max(1, n // step) for n, step in zip(x.shape[2:], steps, strict=False))
     flops = 2 * x.shape[0] * made * weight.numel()
     if x.shape[0] > 1:
         return _Cut({0: -x.ndim}, -x.ndim, x.shape[0], flops)
@@ -176,17 +181,6 @@ def _cut_convolution(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cu
         return None
     narrowed = {1: -weight.ndim} | ({2: -1} if len(args) > 2 and args[2] is not None else {})
     return _Cut(narrowed, -spatial - 1, weight.shape[0], flops)
-
-
-def _made_by_convolution(x: Tensor, weight: Tensor, args: _Arguments, kwargs: Any) -> int:
-    """Approximate number of output positions of one image."""
-    stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
-    count = 1
-    for place, length in enumerate(x.shape[2:]):
-        count *= max(
-            1, length // (stride if isinstance(stride, int) else stride[place % len(stride)])
-        )
-    return count
 
 
 def _cut_attention(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
