@@ -38,20 +38,11 @@ _BUILT_IN = (
 _FALLBACK = "engines.torch_backend.models.generic.family"
 
 
-class NoTower(nn.Module):
-    """Replaces tower and projector in models without images."""
-
-    blocks = ()
-
-    def bind(self, *_: Any) -> None:
-        """No-op."""
-
-
 class FamilyModel(nn.Module):
     """A model for the runner: a decoder, and image features that replace some of its embeddings."""
 
     config: Any  #: of its family; `text` describes the decoder
-    vision_tower: Any  #: for fixed-size images, which are encoded in batches or in parts
+    vision_tower: Any  #: for fixed-size images, which are encoded in batches or in parts; else None
     multi_modal_projector: Any
     #: The decoder, if the runner runs a `Llama` over one KV cache pool.
     language_model: Any
@@ -65,7 +56,7 @@ class FamilyModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.vision_tower = self.multi_modal_projector = NoTower()
+        self.vision_tower = self.multi_modal_projector = None
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
@@ -149,7 +140,8 @@ class FamilyModel(nn.Module):
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         for part in (self.vision_tower, self.multi_modal_projector, self.language_model):
-            part.bind(ops, dtype)
+            if part is not None:
+                part.bind(ops, dtype)
 
     def num_features(self, image: ImageInput) -> int | None:
         """Number of feature rows of an image. None if the model cannot encode it."""
@@ -170,7 +162,7 @@ class FamilyModel(nn.Module):
         self, image: ImageInput, tokens_per_part: int, device: torch.device, dtype: torch.dtype
     ) -> Generator[None, None, Tensor]:
         """`encode` of one image; yields before each part, so that steps of other requests run in between."""
-        if isinstance(self.vision_tower, NoTower):
+        if self.vision_tower is None:
             return (yield from in_parts(lambda: self.encode([image], device, dtype)[0]))
         pixels = _tiles(image, device, dtype)
         features = yield from self.vision_tower.in_parts(pixels, tokens_per_part)
