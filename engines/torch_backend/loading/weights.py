@@ -249,7 +249,7 @@ def choose_form(
     scheme: QuantizedMethod | None, published: PublishedLinears | None
 ) -> QuantizedMethod | None:
     """The scheme to quantize to; None to load the weights as they are stored. Raises: UnsupportedCheckpoint."""
-    if scheme is None or published is None or not published.has_integers:
+    if scheme is None or published is None or published.forms == {"float"}:
         return scheme
     if scheme.name in published.forms:
         return None
