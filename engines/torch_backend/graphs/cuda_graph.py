@@ -88,7 +88,6 @@ class DecodeGraphs:
         self._create_attention = ops["paged_attention"]
         self._pool = pool
         self._rotary = rotary
-        self._table_width = -(-len(rotary.cos) // pool.block_size)
         self._device = rotary.cos.device
         self._sizes = batch_sizes(max_num_seqs)
         # tokens of the last step, by row; 0 without one, which is a valid id
@@ -140,7 +139,10 @@ class DecodeGraphs:
     ) -> tuple[Tensor, Tensor, DecodeBuffers]:
         """Scores, which only greedy graphs keep, and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
         size = size or next(size for size in self._sizes if size >= len(items))
-        buffers = self._buffers.get(size) or self._create_buffers(size)
+        if size not in self._buffers:
+            vocab_size = self._decoder.text.vocab_size
+            self._buffers[size] = DecodeBuffers(size, vocab_size, self._pool, self._rotary)
+        buffers = self._buffers[size]
         buffers.fill(items)
         if self._device.type != "cuda":
             return *self.step(buffers, kind), buffers
@@ -148,20 +150,6 @@ class DecodeGraphs:
         graph, logits, token_ids = captured
         graph.replay()
         return logits, token_ids, buffers
-
-    def _create_buffers(self, size: int) -> DecodeBuffers:
-        pool = self._pool
-        buffers = DecodeBuffers(
-            size,
-            self._table_width,
-            pool.block_size,
-            self._decoder.text.vocab_size,
-            padding_slot=(pool.num_blocks - 1) * pool.block_size,
-            device=self._device,
-            num_position_rows=self._rotary.num_rows,
-        )
-        self._buffers[size] = buffers
-        return buffers
 
     def step(self, buffers: DecodeBuffers, kind: SamplingKind) -> tuple[Tensor, Tensor]:
         """The captured function, which reads and writes device memory only."""

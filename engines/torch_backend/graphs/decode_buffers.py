@@ -12,23 +12,22 @@ import torch
 from torch import Tensor
 
 from engines.core.sequence import ScheduledSequence
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.sampling.choose import SampleParams, row_of
 from engines.torch_backend.step import StepInputs
 
 
 class DecodeBuffers:
     def __init__(
-        self,
-        num_rows: int,
-        table_width: int,
-        block_size: int,
-        vocab_size: int,
-        padding_slot: int,
-        device: torch.device,
-        num_position_rows: int = 1,
+        self, num_rows: int, vocab_size: int, pool: KVCachePool, rotary: RotaryTable
     ) -> None:
-        self._block_size = block_size
+        """The last block of the pool is for padding rows; `rotary` has an entry for each possible position."""
+        self._block_size = pool.block_size
         self._vocab_size = vocab_size
+        device, num_position_rows = rotary.cos.device, rotary.num_rows
+        table_width = -(-len(rotary.cos) // pool.block_size)
+        padding_slot = (pool.num_blocks - 1) * pool.block_size
         # a padding row, in the order of the views below
         self._idle = np.array(
             [[0, padding_slot, -1, 0, 0, 0, vocab_size, -1] + [0] * num_position_rows]
