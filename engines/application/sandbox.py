@@ -117,7 +117,8 @@ def _sandbox(program: str, settings: ApplicationSettings, package: Path) -> Iter
         yield from ("--ro-bind", path, path)
     for path in seen:
         yield from ("--ro-bind-try", path, path)
-    for device in _devices(settings.uses_gpu):
+    devices = ("/sys", *sorted(str(path) for path in Path("/dev").glob("nvidia*")))
+    for device in devices if settings.uses_gpu else ():
         yield from ("--dev-bind-try", device, device)
     yield from ("--ro-bind", str(package), str(package), "--chdir", str(package))
     # Both are tmpfs mounts without a size limit.
@@ -153,12 +154,6 @@ def _outermost(paths: Sequence[str]) -> list[str]:
         if not any(Path(path).is_relative_to(other) for other in (*found, "/usr")):
             found.append(path)
     return found
-
-
-def _devices(uses_gpu: bool) -> Iterator[str]:
-    if uses_gpu:
-        yield "/sys"
-        yield from sorted(str(path) for path in Path("/dev").glob("nvidia*"))
 
 
 def make_environment(
