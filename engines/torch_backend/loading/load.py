@@ -85,7 +85,10 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     with phases.measure("warmup"), _explained(runner):
         runner.warm_up()
         if is_cpu and not settings.num_threads:
-            _settle_num_threads(runner, settings)
+            library = native.load(runner.ops.site.level) if runner.ops.is_native else None
+            weights = runner.memory_bytes()["weights"]
+            form = f"{settings.dtype} {settings.quantization} {settings.cpu_kernels}"
+            settle_num_threads(runner, f"{weights} {form} {config!r}", library)
         example = partial(example_prompt, processor)
         runner.model.verify(runner, settings.self_check, example)
         limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
@@ -155,13 +158,6 @@ def quantization_of(directory: Path, chosen: str) -> str:
         return chosen
     stored = read_fields(directory).section("quantization_config").get("quant_method")
     return stored[:64] if isinstance(stored, str) else ""
-
-
-def _settle_num_threads(runner: TorchRunner, settings: TorchSettings) -> None:
-    library = native.load(runner.ops.site.level) if runner.ops.is_native else None
-    config, weights = runner.model.config, runner.memory_bytes()["weights"]
-    shape = f"{weights} {settings.dtype} {settings.quantization} {settings.cpu_kernels} {config!r}"
-    settle_num_threads(runner, shape, library)
 
 
 def choose_device(name: str) -> torch.device:
