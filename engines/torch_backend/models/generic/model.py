@@ -323,8 +323,7 @@ class GenericModel(FamilyModel):
     def allow_int8_beside(self) -> None:
         """Allow int8 outside the decoder of a model with a tower; in text models, those layers run for every token."""
         if self.config.takes_media:
-            decoder = self._layers_name.rpartition(".")[0]
-            allow_int8(self.inner, decoder, self.inner.get_output_embeddings())
+            allow_int8(self.inner, self._decoder_name, self.inner.get_output_embeddings())
 
     def decoder_layers(self) -> tuple[str, nn.Module]:
         return self._layers_name, self.inner.get_submodule(self._layers_name)
@@ -348,13 +347,19 @@ class GenericModel(FamilyModel):
         """Logits of the next token for some of the new tokens. Shapes: returns (rows, V)."""
         assert self._ops is not None
         self._step.begin(inputs, pools, self._ops)
-        ids, positions = inputs.token_ids[None], inputs.positions.unsqueeze(-2)
-        others = self.inputs(ids, inputs.images, self._in_prompt(inputs))
+        ids = inputs.token_ids[None]
+        arguments = self.inputs(ids, inputs.images, self._in_prompt(inputs))
+        arguments |= {"input_ids": ids, "position_ids": inputs.positions.unsqueeze(-2)}
+        rows = torch.tensor(inputs.sampled_rows, dtype=torch.long, device=ids.device)
+        keeps = "logits_to_keep" in self._arguments  # `**kwargs` would ignore it silently
+        if keeps:
+            arguments["logits_to_keep"] = rows
         with (
             self._states.step(inputs.sequences) if self._mixers else nullcontext(),
             self._placing_audio(inputs.images),
         ):
-            return self._call(ids, positions, inputs.sampled_rows, others)
+            logits = self.inner(**arguments, use_cache=False).logits[0]
+        return logits if keeps else logits[rows]
 
     @contextmanager
     def _placing_audio(self, images: Sequence[ImageSlots]) -> Iterator[None]:
@@ -502,32 +507,18 @@ class GenericModel(FamilyModel):
     def _beside_sampled(self, name: str, features: Tensor, is_feature: Tensor) -> Tensor:
         """Features, and the "no feature" row for slot tokens that the model sampled. Shapes: (slots, levels * C)."""
         if name not in self._no_feature:
-            self._no_feature[name] = self._find_no_feature(name, features[:1])
+            # the decoder's input for a slot token in a prompt without images
+            slot_id: Any = getattr(self.inner.config, f"{name}_token_id")
+            ids = torch.tensor([[slot_id]], device=features.device)
+            zero = {name: self._forms[name].output(torch.zeros_like(features[:1]))}
+            plain = embeddings_of(self.inner, input_ids=ids)
+            filled = embeddings_of(self.inner, input_ids=ids, mm_encoder_outputs=zero)
+            self._no_feature[name] = plain - filled
         nothing = self._no_feature[name]
         rows = features.new_zeros(len(is_feature), features.shape[1])
         rows[:, : nothing.shape[1]] = nothing
         rows[is_feature] = features
         return rows
-
-    def _find_no_feature(self, name: str, like: Tensor) -> Tensor:
-        """The decoder's input for a slot token in a prompt without images. Shapes: returns (1, C)."""
-        slot_id: Any = getattr(self.inner.config, f"{name}_token_id")
-        ids = torch.tensor([[slot_id]], device=like.device)
-        zero = {name: self._forms[name].output(torch.zeros_like(like))}
-        plain = embeddings_of(self.inner, input_ids=ids)
-        return plain - embeddings_of(self.inner, input_ids=ids, mm_encoder_outputs=zero)
-
-    def _call(
-        self, token_ids: Tensor, positions: Tensor, rows: list[int], inputs: dict[str, Any]
-    ) -> Tensor:
-        """Shapes: token_ids (1, N), positions (1, N) or (R, 1, N); returns (rows, V)."""
-        inputs |= {"input_ids": token_ids, "position_ids": positions, "use_cache": False}
-        wanted = torch.tensor(rows, dtype=torch.long, device=token_ids.device)
-        keeps = "logits_to_keep" in self._arguments  # `**kwargs` would ignore it silently
-        if keeps:
-            inputs["logits_to_keep"] = wanted
-        logits = self.inner(**inputs).logits[0]
-        return logits if keeps else logits[wanted]
 
     @torch.inference_mode()
     def verify(
