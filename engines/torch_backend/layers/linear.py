@@ -17,9 +17,8 @@ from torch.nn import functional as F
 #: The output dimension of each tensor of a layer.
 OUTPUT_DIMS = {"weight": 0, "bias": 0, "integers": 0, "scale": 0, "pairs": 0, "scale_zero": 1}
 STRIP_WEIGHTS = 1 << 21  #: weights converted to the inputs' dtype at a time: eight MB in float32
-CHUNK_WEIGHTS = (
-    1 << 19
-)  #: weights dequantized at a time: two MB in float32, which the CPU's cache holds until the product
+#: Weights dequantized at a time: two MB in float32, which the CPU's cache holds until the product.
+CHUNK_WEIGHTS = 1 << 19
 GROUP_SIZES = (64, 32)
 _QUANTIZE_WEIGHTS = 1 << 18  # weights quantized at a time, to bound temporary memory
 

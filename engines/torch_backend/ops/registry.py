@@ -81,9 +81,8 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     name: str
-    build: Callable[
-        [Site], Any
-    ]  #: a function with the reference's signature; may raise any exception
+    #: A function with the reference's signature; may raise any exception.
+    build: Callable[[Site], Any]
     lacks: Callable[[Site], str]  #: why it is not supported; empty if it is
     #: Allowed difference relative to the largest number.
     tolerance: Callable[[Site], float] = lambda site: site.tolerance

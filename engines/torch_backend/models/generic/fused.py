@@ -190,9 +190,8 @@ class AttentionParts:
     spec: LayerSpec
     inputs: tuple[str, ...]
     output: str
-    norms: tuple[
-        tuple[int, nn.Module, bool], ...
-    ]  #: which of (q, k, v), the module, whether per head
+    #: Which of (q, k, v), the module, whether per head.
+    norms: tuple[tuple[int, nn.Module, bool], ...]
     rotated: int
 
 

@@ -161,9 +161,8 @@ def _attend(
     """Shapes: query (S, n, H, D), key and value (S, T, K, D), visible (S, n, T)."""
     num_new, num_kv_heads = query.shape[1], key.shape[2]
     if heads.softcap is None and heads.sinks is None:
-        if (
-            num_new == 1
-        ):  # query heads with a common key become its queries, so that no key is repeated
+        if num_new == 1:
+            # query heads with a common key become its queries, so that no key is repeated
             query = query.view(len(query), num_kv_heads, -1, query.shape[3]).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
