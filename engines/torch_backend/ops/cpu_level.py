@@ -94,11 +94,8 @@ def choose_level() -> CpuLevel:
     capability = torch.backends.cpu.get_cpu_capability()
     allowed: Sequence[CpuLevel] = LEVELS
     if platform.machine() in _X86 and not capability.startswith("AVX512"):
-        allowed = (
-            [x for x in LEVELS if _V4_PARTS[0] not in x.needs]
-            if capability == "AVX2"
-            else LEVELS[-1:]
-        )
+        is_avx2 = capability == "AVX2"
+        allowed = [x for x in LEVELS if _V4_PARTS[0] not in x.needs] if is_avx2 else LEVELS[-1:]
     level = next(level for level in allowed if not level.lacks())
     if level.max_rounded_tokens and "amx_bf16" in cpu_flags():
         return replace(level, max_rounded_tokens=level.max_float_tokens)

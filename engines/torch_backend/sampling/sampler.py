@@ -125,11 +125,8 @@ def needs_host(sequence: Sequence) -> bool:
 
 def _has_penalty(sampling: SamplingParams) -> bool:
     """Whether earlier tokens change the scores."""
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.frequency_penalty != 0.0
-        or sampling.presence_penalty != 0.0
-    )
+    given = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    return given != (1.0, 0.0, 0.0)
 
 
 def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:

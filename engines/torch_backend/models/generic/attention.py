@@ -224,11 +224,9 @@ class Rotation:
     def __call__(self, x: Tensor) -> Tensor:
         """Queries or keys with the rotation applied. Shapes: (N, heads, D); returns the same."""
         turned = rotate(x[..., : self.width], *self.tables(x.dtype))
-        return (
-            turned
-            if self.width == x.shape[-1]
-            else torch.cat([turned, x[..., self.width :]], dim=-1)
-        )
+        if self.width == x.shape[-1]:
+            return turned
+        return torch.cat([turned, x[..., self.width :]], dim=-1)
 
 
 class PagedStep:

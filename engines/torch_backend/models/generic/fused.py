@@ -635,16 +635,10 @@ def first_of(output: Any) -> Any:
 
 def _is_flat(call: Call) -> bool:
     """Whether the input is one sequence of tokens, and no argument is an object, such as a cache."""
-    given = [*call.args, *call.kwargs.values()]
-    is_plain = all(
-        x is None or isinstance(x, Tensor | tuple | bool | int | float | str) for x in given
-    )
-    return (
-        is_plain
-        and isinstance(call.input, Tensor)
-        and call.input.dim() == 3
-        and len(call.input) == 1
-    )
+    given, x = [*call.args, *call.kwargs.values()], call.input
+    if not all(isinstance(each, Tensor | tuple | int | float | str | None) for each in given):
+        return False
+    return isinstance(x, Tensor) and x.dim() == 3 and len(x) == 1
 
 
 def _is_view(x: Any, of: Tensor) -> bool:

@@ -616,7 +616,5 @@ def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _explain(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return (
-        text if isinstance(error, UnsupportedCheckpoint) else f"{type(error).__name__}: {text}"
-    )[:300]
+    kind = "" if isinstance(error, UnsupportedCheckpoint) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())}"[:300]
