@@ -154,25 +154,21 @@ class Loras:
         """The changes of all sites. The first matrices of layers that run as one are joined, for one product."""
         changes: dict[tuple[str, ...], Change] = {}
         for site in sorted(self._sites, key=lambda site: -len(site.names)):
-            downs: list[Tensor] = []
-            parts: list[Part] = []
+            parts: dict[str, Part] = {}
             start = rank = 0
             for name, layer in zip(site.names, site.layers, strict=True):
-                width = layer.out_features
+                stop = start + layer.out_features
                 if name in pairs:
-                    down, up = pairs[name]
-                    parts.append(Part(slice(start, start + width), slice(rank, rank + len(up)), up))
-                    downs.append(down)
+                    up = pairs[name][1]
+                    parts[name] = Part(slice(start, stop), slice(rank, rank + len(up)), up)
                     rank += len(up)
-                start += width
+                start = stop
             if parts:
+                downs = [pairs[name][0] for name in parts]
                 joined = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
-                changes[site.names] = Change(joined, tuple(parts))
-                kept = iter(parts)
-                for name in site.names:  # the parts share the memory of the joined matrices
-                    if name in pairs:
-                        part = next(kept)
-                        pairs[name] = joined[:, part.ranks], part.up
+                changes[site.names] = Change(joined, tuple(parts.values()))
+                # the parts share the memory of the joined matrices
+                pairs |= {name: (joined[:, part.ranks], part.up) for name, part in parts.items()}
         return changes
 
     # -- in steps
