@@ -20,11 +20,7 @@ from engines.core.runner import DeviceOutOfMemory
 from engines.heap import keep_freed_memory
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
-from engines.text.processor import (
-    ChatProcessor,
-    create_processor,
-    example_prompt,
-)
+from engines.text.processor import create_processor, example_prompt
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.check import check_model
 from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
@@ -39,7 +35,7 @@ from engines.torch_backend.ops.registry import check_disabled, cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from engines.torch_backend.threads import settle_num_threads
-from shared.protocol import ModelCard, SamplingDefaults
+from shared.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +90,29 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
-    return LoadedEngine(engine, _describe(settings, directory, engine, processor, sampling, dtype))
+    capabilities = engine.capabilities()
+    card = ModelCard(
+        tasks=capabilities.tasks,
+        name=settings.served_name or default_name(settings.model),
+        created_at=int(time.time()),  # noqa: TID251
+        max_model_len=engine.max_model_len,
+        vocab_size=runner.vocab_size,
+        supports_images=processor.image_tokens > 0,
+        supports_video=processor.takes_video,
+        supports_audio=processor.max_audio_s > 0,
+        transcription_prompt=processor.transcription_prompt,
+        image_tokens=processor.image_tokens,
+        max_image_pixels=processor.max_image_pixels,
+        sampling=sampling,
+        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
+        always_thinks=processor.always_thinks,
+        template_options=tuple(sorted(processor.template_options)),
+        supports_grammars=capabilities.takes_grammars,
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=quantization_of(directory, settings.quantization),
+        format="gguf" if (directory / TEXT_FILE).is_file() else "safetensors",
+    )
+    return LoadedEngine(engine, card)
 
 
 @contextmanager
@@ -118,38 +136,6 @@ def _explained(runner: TorchRunner) -> Iterator[None]:
         raise UnsupportedCheckpoint(
             f"the model cannot be run: its first steps fail with {reason}"
         ) from error
-
-
-def _describe(
-    settings: TorchSettings,
-    directory: Path,
-    engine: BatchingEngine,
-    processor: ChatProcessor,
-    sampling: SamplingDefaults,
-    dtype: torch.dtype,
-) -> ModelCard:
-    """The card that gateways read."""
-    return ModelCard(
-        tasks=engine.capabilities().tasks,
-        name=settings.served_name or default_name(settings.model),
-        created_at=int(time.time()),  # noqa: TID251
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.runner.vocab_size,
-        supports_images=processor.image_tokens > 0,
-        supports_video=processor.takes_video,
-        supports_audio=processor.max_audio_s > 0,
-        transcription_prompt=processor.transcription_prompt,
-        image_tokens=processor.image_tokens,
-        max_image_pixels=processor.max_image_pixels,
-        sampling=sampling,
-        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
-        always_thinks=processor.always_thinks,
-        template_options=tuple(sorted(processor.template_options)),
-        supports_grammars=engine.capabilities().takes_grammars,
-        dtype=str(dtype).removeprefix("torch."),
-        quantization=quantization_of(directory, settings.quantization),
-        format="gguf" if (directory / TEXT_FILE).is_file() else "safetensors",
-    )
 
 
 def quantization_of(directory: Path, chosen: str) -> str:
