@@ -5,16 +5,17 @@ projector), if any. Tensors that do not belong to the architecture are refused b
 and converts the tokenizer.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -33,11 +34,7 @@ from engines.packages.checkpoint_json import shown
 from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.torch_backend.layers.rotary import llama3_frequencies
 from engines.torch_backend.loading.formats.gguf import DTYPE, FLOATS, GgufTensor
-from engines.torch_backend.loading.stored_tensors import (
-    StoredTensor,
-    list_tensors,
-    new_directory,
-)
+from engines.torch_backend.loading.stored_tensors import StoredTensor, list_tensors
 from engines.torch_backend.models.config import RopeScaling, UnsupportedCheckpoint
 
 #: File names in the directory of a checkpoint.
@@ -118,8 +115,16 @@ def _open(
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         target = (cache or base / "vlm-fleet" / "gguf") / name
         if not target.is_dir():
-            with contextlib.suppress(FileExistsError), new_directory(target) as made:
+            made = target.with_name(f".{name}-{uuid4().hex}")
+            made.mkdir(parents=True)
+            try:
                 make(made)
+                made.replace(target)
+            except OSError:
+                if not target.is_dir():  # else another process has made it meanwhile
+                    raise
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
     except (OSError, RuntimeError) as error:
         raise UnsupportedCheckpoint(
             f"the configuration and tokenizer of {path.name} cannot be written to the cache; set "
