@@ -74,11 +74,8 @@ class _Context(NamedTuple):
     visible: Tensor | None
 
 
-class _Contexts(NamedTuple):
-    """Contexts of the sequences with one new token, and of each longer run."""
-
-    decodes: _Context | None
-    runs: list[_Context]
+#: Contexts of the sequences with one new token, and of each longer run.
+_Contexts = tuple[_Context | None, list[_Context]]
 
 
 def create_attention(
@@ -152,7 +149,7 @@ def _find_contexts(inputs: StepInputs, block_size: int, heads: Heads) -> _Contex
         is_causal = heads.is_plain(inputs) and heads.window is None and not sequence.num_computed
         slots = find_slots(slice(number, number + 1), indices[None])
         runs.append(_Context(slots, None if is_causal else visible[None]))
-    return _Contexts(decodes, runs)
+    return decodes, runs
 
 
 def _attend(
