@@ -71,26 +71,21 @@ def resolve_model(
     Downloads missing files, or only those other than weights; `report` is called with the progress, otherwise a
     progress bar is shown. Raises: ModelUnavailable, and errors of `check`.
     """
-    if model in BUILT_IN:
-        return BUILT_IN[model]
     if path := _on_disk(model):
         return path
-    match = _HUB_ID.fullmatch(model)
-    if match is None:
+    if (found := parse_hub_id(model)) is None:
         raise _unknown(model)
-    return _fetch(match["repo"], match["revision"], report, check, needs_weights)
+    return _fetch(*found, report, check, needs_weights)
 
 
 def check_reference(model: str) -> None:
     """Check a model's name without the network. Raises: ModelUnavailable."""
-    if model in BUILT_IN or _HUB_ID.fullmatch(model):
-        return
-    if _on_disk(model) is None:
+    if _on_disk(model) is None and parse_hub_id(model) is None:
         raise _unknown(model)
 
 
 def _on_disk(model: str) -> Path | None:
-    path = Path(model).expanduser()
+    path = BUILT_IN.get(model) or Path(model).expanduser()
     is_there = path.is_dir() or (model.endswith(GGUF) and path.is_file())
     return path if model and is_there else None
 
