@@ -210,9 +210,10 @@ class TransformersImages(MultimodalProcessor):
     def __init__(self, directory: Path, model_class: type[PreTrainedModel], config: Any) -> None:
         """Raises: UnsupportedCheckpoint."""
         self.slot_id = config.image_token_id
-        self._processor = load_processor(directory, "image", "image_processor")
-        _spell(self._processor)
-        tokenizer: Any = self._processor.tokenizer  # pyright: ignore
+        self._processor: Any = load_processor(directory, "image", "image_processor")
+        processor = self._processor
+        _spell(processor)
+        tokenizer = processor.tokenizer
         self._slot: str = tokenizer.convert_ids_to_tokens(self.slot_id)
         ids = getattr(config, "visual_indicator_token_ids", ())
         texts = tokenizer.convert_ids_to_tokens(list(ids))
@@ -221,18 +222,22 @@ class TransformersImages(MultimodalProcessor):
                 f"the tokenizer lacks tokens of visual_indicator_token_ids, {ids} in config.json"
             )
         self._indicators: dict[str, int] = {text: place for place, text in enumerate(texts)}
-        super().__init__(_LAYOUTS.get(type(self._processor).__name__, ""))
+        super().__init__(_LAYOUTS.get(type(processor).__name__, ""))
         self.around = getattr(tokenizer, "backend_tokenizer", None)
-        self._seam = _seam(self._processor)
-        names = ("image_placeholder_token", "image_token")
-        spelled = (getattr(self._processor, name, None) for name in names)
+        self._seam = _seam(processor)
+        spelled = (getattr(processor, n, "") for n in ("image_placeholder_token", "image_token"))
         self.placeholder = next(filter(None, spelled), self._slot)
-        self._options = self._find_options(tokenizer)
+        merged = processor._merge_kwargs(
+            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
+        )
+        named = inspect.signature(processor._process_images).parameters.values()
+        more = {p.name for p in named if p.kind is not p.VAR_KEYWORD} & merged.keys()
+        #: for images, and other required arguments
+        self._options = {name: merged[name] for name in more} | merged["images_kwargs"]
         self._hooks = PositionHooks.create(model_class, config)
         self._wanted = self._hooks.encoder_arguments()
         self._are_whole = self._hooks.lets_images_see_themselves()
-        self._videos = self._find_videos(model_class, config, tokenizer)
-        processor: Any = self._processor
+        self._videos = self._find_videos(model_class, config, merged["videos_kwargs"])
         self._around_videos = ("", "")
         if type(processor).__name__ in _WRITES_AROUND:
             self._around_videos = processor.vision_start_token, processor.vision_end_token
@@ -247,10 +252,10 @@ class TransformersImages(MultimodalProcessor):
         self.max_audio_s = 0.0 if self._audios is None else self._audios.max_s
 
     def _find_videos(
-        self, model_class: type[PreTrainedModel], config: Any, tokenizer: Any
+        self, model_class: type[PreTrainedModel], config: Any, options: dict[str, Any]
     ) -> "_Videos | None":
         """The processor of videos; None if there is none, or the model is not in `TAKES_VIDEO`."""
-        processor: Any = self._processor
+        processor, tokenizer = self._processor, self._processor.tokenizer
         spelled = (getattr(processor, n, "") for n in ("video_placeholder_token", "video_token"))
         placeholder: str = next(filter(None, spelled), "")
         if isinstance(processor, SmolVLMProcessor) and not _is_token(placeholder, tokenizer):
@@ -267,10 +272,6 @@ class TransformersImages(MultimodalProcessor):
         slots: dict[MediaKind, tuple[str, int]] = {"image": (self._slot, config.image_token_id)}
         if isinstance(own, int) and own != self.slot_id:
             slots = {"video": (tokenizer.convert_ids_to_tokens(own), own), **slots}
-        merged = processor._merge_kwargs(
-            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
-        )
-        options = merged["videos_kwargs"]
         if getattr(processor.video_processor, "cap_pixels_per_frame", 0) is None:
             options["cap_pixels_per_frame"] = False  # its default will change
         return _Videos(processor, options, placeholder, slots, self._hooks)
@@ -285,16 +286,6 @@ class TransformersImages(MultimodalProcessor):
 
     def limit(self, max_pixels: int) -> None:
         self.max_pixels = max_pixels
-
-    def _find_options(self, tokenizer: Any) -> dict[str, Any]:
-        """Options of the processor for images, and its other required arguments."""
-        merged = self._processor._merge_kwargs(
-            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
-        )
-        options = merged["images_kwargs"]
-        named = inspect.signature(self._processor._process_images).parameters.values()
-        more = {p.name for p in named if p.kind is not p.VAR_KEYWORD} & merged.keys()
-        return {name: merged[name] for name in more} | options
 
     def process(
         self,
@@ -356,7 +347,7 @@ class TransformersImages(MultimodalProcessor):
                 for name, image in images
             ]
         texts = [image.text for _, image in images]
-        processor: Any = self._processor
+        processor = self._processor
         if getattr(processor, "default_use_image_id", False):  # images and videos are numbered
             for kind, token in (("image", slot), ("video", self.video_placeholder)):
                 places = [i for i, (_, image) in enumerate(images) if image.kind == kind]
@@ -398,7 +389,7 @@ class TransformersImages(MultimodalProcessor):
     def image_tokens(self) -> int:
         """Slots of a large image. Raises: UnsupportedCheckpoint if the processor cannot process a single image."""
         name = type(self._processor).__name__
-        images: Any = self._processor.image_processor  # pyright: ignore
+        images = self._processor.image_processor
         own = _own_area(images)
         area = self.max_pixels or own or _SAMPLE_PIXELS
         most = min(area, own) // (images.patch_size * images.merge_size) ** 2 if own else 0
