@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from engines.core.sequence import ImageInput, Prompt
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.linear import QuantizedMethod
+from engines.torch_backend.layers.linear import FLOAT, Linear, QuantizedMethod
+from engines.torch_backend.layers.linear_group import LinearGroup, LinearSiblings, adopt
 from engines.torch_backend.models.config import BeyondOurProgram, KVShape, UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
     NAME,
@@ -37,13 +38,10 @@ from engines.torch_backend.models.generic.fused import Fused, Recognised, Watche
 from engines.torch_backend.models.generic.image_form import ImageForm
 from engines.torch_backend.models.generic.linears import (
     allow_int8,
-    allow_int8_head,
-    has_quantized,
+    bind_layers,
     keep_stored,
     linears_within,
-    quantize_linears,
     stored_places,
-    use_operators,
 )
 from engines.torch_backend.models.generic.rope import freeze_rope
 from engines.torch_backend.models.generic.self_check import (
@@ -299,15 +297,27 @@ class GenericModel(FamilyModel):
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         self._ops = ops
-        self._is_rounded |= has_quantized(self.inner)
-        siblings = self.fused.found.siblings if self.fused else ()
-        use_operators(self.inner, self._linear_names, siblings, ops, dtype)
+        linears = [module for module in self.inner.modules() if isinstance(module, Linear)]
+        self._is_rounded |= any(linear.method is not FLOAT for linear in linears)
+        for name in self._linear_names:
+            adopt(self.inner, name)
+        bind_layers(self.inner, ops, dtype)
+        for names in self.fused.found.siblings if self.fused and ops.is_native else ():
+            groups = [getattr(self.inner.get_submodule(name), "group", None) for name in names]
+            bound = [each for each in groups if isinstance(each, LinearGroup) and each.is_bound]
+            if len(bound) > 1:
+                LinearSiblings(bound, ops, dtype)
         if self.fused:
             self.fused.bind(ops, dtype)
 
     def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
         """Quantize the linear layers of the decoder; towers and joined experts stay as they are."""
-        num_quantized = quantize_linears(self.inner, self._layers_name, scheme, dtype)
+        num_quantized = 0
+        for name in linears_within(self.inner, self._layers_name):
+            layer = adopt(self.inner, name)
+            if scheme.fits((layer.out_features, layer.in_features)):
+                layer.quantize(scheme, dtype)
+                num_quantized += 1
         if not num_quantized:
             name = self.config.model_class.__name__
             raise UnsupportedCheckpoint(
@@ -317,8 +327,11 @@ class GenericModel(FamilyModel):
         logger.info("%d linear layers are quantized to %s", num_quantized, scheme.name)
 
     def allow_int8_head(self) -> None:
-        if self._calls_head:
-            allow_int8_head(self.inner)
+        head: Any = self.inner.get_output_embeddings()
+        table = self.inner.get_input_embeddings()
+        if self._calls_head and head.weight is not getattr(table, "weight", None):
+            name = next(name for name, module in self.inner.named_modules() if module is head)
+            adopt(self.inner, name).quantizable = "int8"
 
     def allow_int8_beside(self) -> None:
         """Allow int8 outside the decoder of a model with a tower; in text models, those layers run for every token."""
