@@ -35,7 +35,8 @@ class ImageForm:
         """The encoder's output for these rows. Shapes: (slots, levels * C)."""
         parts = zip(rows.chunk(len(self.are_tensors), dim=1), self.are_tensors, strict=True)
         features, *levels = (part[None] if is_tensor else [part] for part, is_tensor in parts)
-        made: dict[str, Any] = {"last_hidden_state": None, self.field: features}  # some classes require it
+        # some classes require the first field
+        made: dict[str, Any] = {"last_hidden_state": None, self.field: features}
         return self.output_class(**made | ({_LEVELS: levels} if levels else {}))
 
 
