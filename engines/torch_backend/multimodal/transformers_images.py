@@ -146,8 +146,11 @@ class PositionHooks:
         given = made.get("position_ids")
         rows = torch.arange(ids.shape[1]) if given is None else given
         rows = rows.reshape(-1, ids.shape[1])
-        if len(rows) == 4 and self._num_sections() == 3:
-            rows = rows[1:]  # the first row counts text only
+        if len(rows) == 4:
+            text: Any = self._model.config.get_text_config(decoder=True)
+            rope = getattr(text, "rope_parameters", None) or {}
+            if len(rope.get("mrope_section") or (0, 0, 0)) == 3:
+                rows = rows[1:]  # the first row counts text only
         if type(self._model).__name__ in _BEHIND_VIDEOS:
             rows = rows.clone()
             for item in items:
@@ -155,12 +158,6 @@ class PositionHooks:
                 if item.pixels.kind == "video" and stop < rows.shape[1]:
                     rows[:, stop:] += rows[:, :stop].max() + 1 - rows[:, stop].min()
         return rows
-
-    def _num_sections(self) -> int:
-        """Rows of positions."""
-        text: Any = self._model.config.get_text_config(decoder=True)
-        rope = getattr(text, "rope_parameters", None) or {}
-        return len(rope.get("mrope_section") or (0, 0, 0))
 
     def video_arguments(self) -> frozenset[str]:
         """Arguments of the model's video encoder, which in some models is the image encoder."""
@@ -324,19 +321,14 @@ class TransformersImages(MultimodalProcessor):
             for name in made
             if name in self._wanted
         }
-        indicators = self._find_indicators(str(text))
-        num_slots = len(indicators) or str(text).count(self._slot)
+        text = str(text)
+        spelled = "|".join(map(re.escape, (self._slot, *self._indicators)))
+        found = re.findall(spelled, text) if self._indicators else ()
+        indicators = tuple(self._indicators.get(each, -1) for each in found)
+        num_slots = len(indicators) or text.count(self._slot)
         if num_slots == 0:
             raise _unfit(image, "the image results in no tokens")
-        return ProcessedImage(
-            inputs, str(text), num_slots, indicators=indicators, slot_id=self.slot_id
-        )
-
-    def _find_indicators(self, text: str) -> tuple[int, ...]:
-        if not self._indicators:
-            return ()
-        spelled = "|".join(map(re.escape, (self._slot, *self._indicators)))
-        return tuple(self._indicators.get(found, -1) for found in re.findall(spelled, text))
+        return ProcessedImage(inputs, text, num_slots, indicators=indicators, slot_id=self.slot_id)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         if sum(image.kind == "image" for _, image in images) > 1:
@@ -375,15 +367,12 @@ class TransformersImages(MultimodalProcessor):
 
     def positions(self, prompt: Prompt) -> Positions:
         """Positions by the model's hooks; () if they are the token indices."""
-        if not prompt.images and self._counts_text:
+        hooks = self._hooks
+        if not prompt.images and bool((hooks.positions([1, 2], ()) == torch.arange(2)).all()):
             return ()
-        rows = self._hooks.positions(prompt.token_ids, prompt.images)
+        rows = hooks.positions(prompt.token_ids, prompt.images)
         counted = torch.arange(rows.shape[1])
         return () if bool((rows == counted).all()) else tuple(map(tuple, rows.tolist()))
-
-    @property
-    def _counts_text(self) -> bool:
-        return bool((self._hooks.positions([1, 2], ()) == torch.arange(2)).all())
 
     @property
     def image_tokens(self) -> int:
