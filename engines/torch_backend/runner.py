@@ -264,7 +264,12 @@ class TorchRunner:
         token_ids: list[int] = []
         positions: list[list[int]] = [[] for _ in range(self._num_rows)]
         for item in items:
-            token_ids += self._tokens_of(item)
+            if item.in_flight_index is None:
+                token_ids += item.token_ids
+            else:
+                choice = self._sampled[item.in_flight_index]
+                assert choice is not None
+                token_ids.append(choice.token_id)
             own = item.sequence.positions(item.start, item.end)
             for place, row in enumerate(positions):
                 row += own[place % len(own)]
@@ -304,13 +309,6 @@ class TorchRunner:
         self.model.release(request_id)
         if self._with_states is not None:
             self._with_states.pop(request_id, None)
-
-    def _tokens_of(self, item: ScheduledSequence) -> list[int]:
-        if item.in_flight_index is None:
-            return item.token_ids
-        choice = self._sampled[item.in_flight_index]
-        assert choice is not None
-        return [choice.token_id]
 
 
 def _are_adapted(items: list[ScheduledSequence]) -> bool:

@@ -160,6 +160,8 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
     if not head_dim and full.hidden_size % num_heads:
         raise section.refuse("hidden_size", f"is not a multiple of {num_heads} num_attention_heads")
     positions = full.max_position_embeddings
+    theta = _rope_parameters(section).number("rope_theta", above=0, at_most=_MAX_THETA)
+    usual = full.rope_parameters["rope_theta"]
     bias = kind == "qwen2" or (kind == "llama" and full.attention_bias)
     return TextConfig(
         vocab_size=full.vocab_size,
@@ -172,7 +174,7 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
         # within a sliding window, attention is full
         max_position_embeddings=min(positions, getattr(full, "sliding_window", None) or positions),
         rms_norm_eps=full.rms_norm_eps,
-        rope_theta=_rope_theta(section, full),
+        rope_theta=theta or section.number("rope_theta", usual, above=0, at_most=_MAX_THETA),
         rope_scaling=_rope_scaling(section, positions),
         attention_bias=bias,
         attention_output_bias=bias and kind == "llama",
@@ -192,12 +194,6 @@ def _rope_parameters(section: Fields) -> Fields:
         with beyond_our_program():
             raise section.refuse("partial_rotary_factor", "is not 1, the only supported value")
     return parameters
-
-
-def _rope_theta(section: Fields, full: Any) -> float:
-    theta = _rope_parameters(section).number("rope_theta", above=0, at_most=_MAX_THETA)
-    usual = full.rope_parameters["rope_theta"]
-    return theta or section.number("rope_theta", usual, above=0, at_most=_MAX_THETA)
 
 
 def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:

@@ -59,7 +59,11 @@ class GgufTensor(StoredTensor):
             raw = raw.view(self.shape[0], -1)
         else:
             raw = finite(self.name, raw.view(FLOATS[self.ggml_type][1]).view(self.shape))
-        return raw if self.num_heads == 0 else _as_halves(raw, self.num_heads)
+        if self.num_heads == 0:
+            return raw
+        # outputs of a head in transformers' order
+        rows = raw.unflatten(0, (self.num_heads, -1, 2)).transpose(1, 2)
+        return rows.reshape(raw.shape)
 
 
 class GgufReader(Reader):
@@ -111,11 +115,6 @@ def _tensor(linear: StoredLinear) -> GgufTensor:
     tensor = linear.parts["weight"]
     assert isinstance(tensor, GgufTensor)
     return tensor
-
-
-def _as_halves(rows: Tensor, num_heads: int) -> Tensor:
-    """Outputs of a head in transformers' order. Shapes: any of N rows, kept."""
-    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
 def _q4(rows: Tensor, kind: int) -> Integers:

@@ -170,7 +170,14 @@ class GenericModel(FamilyModel):
         with self._watched.watching(self.inner):
             self.specs = self._probe(device)
         self._decoder_name = self._layers_name.rpartition(".")[0]
-        self._measure_states()
+        try:
+            for mixer in self._mixers:
+                mixer.measure()
+        except Exception as error:  # of any type
+            name = self.config.model_class.__name__
+            raise UnsupportedCheckpoint(
+                f"{name}: its recurrent states cannot be stored: {_explain(error)}"
+            ) from error
         check_masks(self.inner, list(self.specs.values()))
         head = self.inner.get_output_embeddings()
         self._calls_head = type(head) is nn.Linear and self._watched.call(head) is not None
@@ -181,17 +188,6 @@ class GenericModel(FamilyModel):
                 module: replace(spec, is_bidirectional=kinds is None or spec.kind in kinds)
                 for module, spec in self.specs.items()
             }
-
-    def _measure_states(self) -> None:
-        """Raises: UnsupportedCheckpoint."""
-        try:
-            for mixer in self._mixers:
-                mixer.measure()
-        except Exception as error:  # of any type
-            name = self.config.model_class.__name__
-            raise UnsupportedCheckpoint(
-                f"{name}: its recurrent states cannot be stored: {_explain(error)}"
-            ) from error
 
     @torch.inference_mode()
     def _recognise(self, device: torch.device) -> None:
