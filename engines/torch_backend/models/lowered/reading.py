@@ -45,7 +45,14 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
     Channels of queries and keys are in `order`, if it is given. Raises: BeyondOurProgram.
     """
     specs = _read_specs(front, list(stack.layers))
-    weights, is_tied = _read_ends(front.inner.get_output_embeddings(), stack)
+    head: Any = front.inner.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise BeyondOurProgram("its head is not a linear layer without bias")
+    table = stack.embed_tokens.weight
+    weights = {"model.embed_tokens.weight": table}
+    is_tied = head.weight is table
+    if not is_tied:
+        weights["lm_head.weight"] = head.weight
     scale = _read_scale(stack.embed_tokens)
     gain, eps = _read_norm(stack.norm)
     weights["model.norm.weight"] = gain.to(dtype)  # the hidden states have this dtype too
@@ -84,16 +91,6 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
         windows=tuple(one.window for one in specs) if any(one.window for one in specs) else (),
     )
     return _fill(text, weights, dtype)
-
-
-def _read_ends(head: Any, stack: Any) -> tuple[dict[str, Tensor], bool]:
-    """Embeddings and head, and whether they are tied."""
-    if type(head) is not nn.Linear or head.bias is not None:
-        raise BeyondOurProgram("its head is not a linear layer without bias")
-    table = stack.embed_tokens.weight
-    if head.weight is table:
-        return {"model.embed_tokens.weight": table}, True
-    return {"model.embed_tokens.weight": table, "lm_head.weight": head.weight}, False
 
 
 @torch.inference_mode()
