@@ -107,23 +107,16 @@ def _integer_op(name: str, multiply: Callable[..., Multiply], *makes: Make) -> O
     return Op(name, bind, candidates, partial(_example, makes))
 
 
+_NATIVE_FLOAT = Candidate(
+    "cpu",
+    build,
+    native.lacks,
+    # in bfloat16 the reference rounds its result
+    lambda site: 1e-5 if site.dtype is torch.float32 else 2**-7,
+    _float_variants,
+)
 OPS = (
-    Op(
-        "linear_float",
-        bind,
-        (
-            Candidate(
-                "cpu",
-                build,
-                native.lacks,
-                # in bfloat16 the reference rounds its result
-                lambda site: 1e-5 if site.dtype is torch.float32 else 2**-7,
-                _float_variants,
-            ),
-            JOINED,
-        ),
-        partial(_example, (make_float,)),
-    ),
+    Op("linear_float", bind, (_NATIVE_FLOAT, JOINED), partial(_example, (make_float,))),
     _integer_op(
         "linear_int8", lambda f: lambda x, layer: f(x, layer.integers, layer.scale), _make_int8
     ),
