@@ -160,7 +160,10 @@ class ApplicationEngine(Engine[TaskInput]):
         """Handle the end of the process: fail or retry its task."""
         was, task = self._state, self._current
         logger.warning("the application's process is gone while %s: %s", was, error)
-        self._drop_child()
+        child, self._child, self._state = self._child, None, "starting"
+        self._cancel_until = 0.0
+        if child is not None:
+            child.close()
         if was == "starting" and self._num_starts >= _MAX_STARTS:
             raise EngineLoadFailed(f"setup: {error}")
         if was == "starting" or task is None:
@@ -177,12 +180,6 @@ class ApplicationEngine(Engine[TaskInput]):
         task.lines.clear()
         task.num_bytes = 0
         return []
-
-    def _drop_child(self) -> None:
-        child, self._child, self._state = self._child, None, "starting"
-        self._cancel_until = 0.0
-        if child is not None:
-            child.close()
 
     # A task
 

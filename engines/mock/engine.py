@@ -376,15 +376,12 @@ class MockRunner:
                 self._encoder_cache.move_to_end(image.image_hash)
             else:
                 num_encoded += 1
-                self._cache_image(image)
+                num_bytes = image.num_tokens * FEATURE_BYTES_PER_TOKEN
+                self._encoder_cache[image.image_hash] = num_bytes
+                self._encoder_cache_bytes += num_bytes
+                while self._encoder_cache_bytes > self._encoder_cache_limit:
+                    self._encoder_cache_bytes -= self._encoder_cache.popitem(last=False)[1]
         return num_encoded
-
-    def _cache_image(self, image: ImageInput) -> None:
-        num_bytes = image.num_tokens * FEATURE_BYTES_PER_TOKEN
-        self._encoder_cache[image.image_hash] = num_bytes
-        self._encoder_cache_bytes += num_bytes
-        while self._encoder_cache_bytes > self._encoder_cache_limit:
-            self._encoder_cache_bytes -= self._encoder_cache.popitem(last=False)[1]
 
 
 def _score(sequence: Sequence, positions: range) -> list[PromptScore]:

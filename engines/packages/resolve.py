@@ -158,7 +158,12 @@ def _download(repo: str, revision: str | None, report: Report | None, check: Che
             "transformers' format"
         )
     num_bytes = sum(file.file_size or 0 for file in planned if file.will_download)
-    _check_disk(repo, num_bytes)
+    free = shutil.disk_usage(_cache_folder()).free
+    if num_bytes + RESERVE_BYTES > free:
+        raise ModelUnavailable(
+            f"{repo} needs {num_bytes / 1e9:.1f} GB of disk in {constants.HF_HUB_CACHE}, "
+            f"but {free / 1e9:.1f} GB are free; HF_HOME moves the cache, vlm rm empties it"
+        )
     weights = [file for file in planned if file.filename.endswith(_WEIGHTS)]
     num_left = sum(file.file_size or 0 for file in weights if file.will_download)
     if num_left:
@@ -231,15 +236,6 @@ def _cache_folder() -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
-
-
-def _check_disk(repo: str, num_bytes: int) -> None:
-    free = shutil.disk_usage(_cache_folder()).free
-    if num_bytes + RESERVE_BYTES > free:
-        raise ModelUnavailable(
-            f"{repo} needs {num_bytes / 1e9:.1f} GB of disk in {constants.HF_HUB_CACHE}, "
-            f"but {free / 1e9:.1f} GB are free; HF_HOME moves the cache, vlm rm empties it"
-        )
 
 
 def _silent() -> type[tqdm]:
