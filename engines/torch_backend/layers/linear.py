@@ -8,7 +8,7 @@ Shape letters: M tokens, K inputs, N outputs, G groups of inputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,6 @@ _QUANTIZE_WEIGHTS = 1 << 18  # weights quantized at a time, to bound temporary m
 #: Whether a layer may be quantized: by the model's scheme, or to int8 if a kernel reads it and the model is
 #: quantized.
 Quantizable = Literal["no", "scheme", "int8"]
-
-
-class _Group(Protocol):
-    def forward(self, x: Tensor) -> Tensor: ...
 
 
 class Linear(nn.Linear):
@@ -49,7 +45,7 @@ class Linear(nn.Linear):
         self.method: LinearMethod = FLOAT
         self.group_size = 0  #: inputs per scale of int4 weights
         #: runs this layer by an operator, once it is bound; None: `method` runs it
-        self.group: _Group | None = None
+        self.group: Any = None
         #: the input of each column, if the inputs of a group are not adjacent
         self.register_buffer("order", None, persistent=False)
 
