@@ -6,7 +6,7 @@ Called by the engine registry.
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     with phases.measure("download"):
-        report = phases.reporter("download") if progress else None
+        report = partial(phases.progress, "download") if progress else None
         check = partial(check_model, device=device, quantization=settings.quantization)
         directory = open_checkpoint(resolve_model(settings.model, report, check))
     sampling = read_sampling_defaults(directory, settings.generation_config)
@@ -73,7 +73,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         processor = create_processor(directory, multimodal, max_len, settings.reasoning, max_pixels)
         free = free_bytes(device)
         scheme = None if settings.quantization == "none" else METHODS[settings.quantization]
-        told = phases.reporter("load"), phases.seconds
+        told = partial(phases.progress, "load"), phases.seconds
         model = load_model(directory, family, config, device, dtype, scheme, *told, kernels)
         runner = TorchRunner(model, settings, device, dtype, free, kernels)
     if is_cpu:
@@ -174,18 +174,14 @@ class _Phases:
 
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}
-        self._progress = progress or (lambda phase, share: None)
-
-    def reporter(self, phase: str) -> Callable[[float], None]:
-        """A callback for the completed ratio of one phase."""
-        return lambda share: self._progress(phase, share)
+        self.progress = progress or (lambda phase, share: None)
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Time a phase, without phases that are measured inside it."""
         started, before = time.perf_counter(), sum(self.seconds.values())
-        self._progress(phase, 0.0)
+        self.progress(phase, 0.0)
         yield
         within = sum(self.seconds.values()) - before
         self.seconds[phase] = time.perf_counter() - started - within
-        self._progress(phase, 1.0)
+        self.progress(phase, 1.0)

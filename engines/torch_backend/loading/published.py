@@ -41,6 +41,7 @@ class PublishedLinears:
         """`dtype`: of the checkpoint's floats."""
         self.linears = [x for x in linears if rename(f"{x.name}.weight") is not None]
         self.dtype = dtype
+        self.name = reader.name
         self._reader = reader
         self._rename = rename
         self._layouts = {linear.name: reader.layout(linear) for linear in self.linears}
@@ -49,10 +50,6 @@ class PublishedLinears:
         self._stand_ins: dict[str, Tensor] | None = None  # by stored names
         #: not separate linear layers in transformers' model
         self._lost = {linear.name for linear in self.linears if "embed" in linear.name}
-
-    @property
-    def name(self) -> str:
-        return self._reader.name
 
     @property
     def forms(self) -> set[Form]:
