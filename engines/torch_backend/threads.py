@@ -40,19 +40,14 @@ def set_num_threads(asked: int, device: torch.device, weight_bytes: int) -> None
     share of the processors. Threads beyond the share would be descheduled in the middle of an operation.
     """
     if asked == 0 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        asked = _default(weight_bytes)
+        present, share = torch.get_num_threads(), cpu_share()
+        asked = max(1, int(min(share, present)))
+        if weight_bytes < ONE_THREAD_BYTES:
+            asked = 1
+        elif asked < present:
+            logger.info("%d threads: this container may use %.3g processors", asked, share)
     if asked > 0:
         torch.set_num_threads(asked)
-
-
-def _default(weight_bytes: int) -> int:
-    if weight_bytes < ONE_THREAD_BYTES:
-        return 1
-    present, share = torch.get_num_threads(), cpu_share()
-    allowed = max(1, int(min(share, present)))
-    if allowed < present:
-        logger.info("%d threads: this container may use %.3g processors", allowed, share)
-    return allowed
 
 
 def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None) -> None:
