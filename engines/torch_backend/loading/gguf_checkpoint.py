@@ -138,7 +138,7 @@ def make_directory(files: Sequence[Path], target: Path) -> None:
     for file, name in zip(files, (TEXT_FILE, TOWER_FILE), strict=False):
         (target / name).symlink_to(file)
     model = GgufModel(target)
-    write_tokenizer(model.file, target)
+    write_tokenizer(files[0], target)
     settings = model.image_settings
     if settings is not None:
         _write_json(target / "preprocessor_config.json", settings)
@@ -248,10 +248,6 @@ class GgufModel:
             self.config = _llava_config(self._tower, self.config, self.slot)
         if any(tensor.is_blocks for tensor in self.tensors()):
             self.config["quantization_config"] = {"quant_method": "gguf"}
-
-    @property
-    def file(self) -> Path:
-        return self._text.file
 
     @property
     def slot(self) -> tuple[int, str]:
