@@ -141,24 +141,17 @@ class _Missing:
     readers: list[str] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class ImageEncoder:
-    """Vision tower and projector with a cache. At most `max_batch` images are encoded together."""
+    """Vision tower and projector with a cache."""
 
-    def __init__(
-        self,
-        model: "FamilyModel",
-        cache: EncoderCache,
-        max_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.cache = cache
-        self._model = model
-        self._max_batch = max_batch
-        self._device = device
-        self._dtype = dtype
-        self._begun: tuple[ImageKey, EncodingRun] | None = None
-        self._wanted_by: set[str] = set()  # requests that wait for the image that was begun
+    _model: "FamilyModel"
+    cache: EncoderCache
+    _max_batch: int  #: images that are encoded together
+    _device: torch.device
+    _dtype: torch.dtype
+    _begun: tuple[ImageKey, EncodingRun] | None = None
+    _wanted_by: set[str] = field(default_factory=set)  #: requests that wait for the begun image
 
     def release(self, request_id: str) -> None:
         """The request has ended: stop encoding an image that only it waits for. Idempotent."""
