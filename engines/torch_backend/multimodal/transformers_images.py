@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from threading import Lock
@@ -406,24 +406,15 @@ class TransformersImages(MultimodalProcessor):
         return max(most, *(sample.num_slots for sample in samples))
 
 
+@dataclass(eq=False)
 class _Videos:
     """Videos of a checkpoint's processor."""
 
-    def __init__(
-        self,
-        processor: Any,
-        options: Mapping[str, Any],
-        placeholder: str,
-        slots: Mapping[MediaKind, tuple[str, int]],
-        hooks: PositionHooks,
-    ) -> None:
-        """`slots`: texts and ids of the slot tokens that a video may have."""
-        self._processor = processor
-        self._options = options
-        self.placeholder = placeholder
-        self._slots = slots
-        self._has_encoder = hooks.has_video_encoder
-        self._wanted = hooks.video_arguments() | _OF_POSITIONS
+    _processor: Any
+    _options: Mapping[str, Any]
+    placeholder: str
+    _slots: Mapping[MediaKind, tuple[str, int]]  #: texts and ids of slot tokens that a video may have
+    _hooks: PositionHooks
 
     def process(self, video: OpenVideo) -> ProcessedImage:
         """Raises: InvalidImage."""
@@ -447,17 +438,18 @@ class _Videos:
         except Exception as error:  # of any type
             raise _unfit_video(error) from error
         made, text = dict(made), str(text)
-        if not self._has_encoder and "pixel_values_videos" in made:
+        if not self._hooks.has_video_encoder and "pixel_values_videos" in made:
             made["pixel_values"] = made.pop("pixel_values_videos").flatten(0, 1)
         found: MediaKind | None = next(
             (kind for kind, (slot, _) in self._slots.items() if slot in text), None
         )
         if found is None:
             raise InvalidImage("The model's processor returned no tokens for this video.")
+        wanted = self._hooks.video_arguments() | _OF_POSITIONS
         inputs = {
             name: torch.as_tensor(x) if isinstance(x, list | tuple | np.ndarray) else x
             for name, x in made.items()
-            if name in self._wanted
+            if name in wanted
         }
         slot, slot_id = self._slots[found]
         return ProcessedImage(
