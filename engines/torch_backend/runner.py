@@ -153,7 +153,7 @@ class TorchRunner:
     def memory_bytes(self) -> dict[str, int]:
         return {
             "weights": self._weight_bytes,
-            "kv_cache": sum(pool.num_bytes for pool in self.kv_pools),
+            "kv_cache": sum(pool.data.nbytes for pool in self.kv_pools),
             "encoder_cache": self._encoder_cache.num_bytes,
             **({} if self.shares_prefixes else {"states": self.model.state_bytes}),
         }
