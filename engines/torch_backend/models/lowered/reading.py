@@ -174,7 +174,7 @@ def stored_rows(name: str, text: TextConfig, order: Tensor | None) -> dict[str, 
 
 def _in_order(name: str, x: Tensor, order: Tensor | None, head_dim: int) -> Tensor:
     """A weight with the channels of queries and keys in `order`."""
-    if order is None or name not in _TURNED:
+    if order is None or not name.startswith(("self_attn.q_", "self_attn.k_")):
         return x
     return x.unflatten(0, (-1, head_dim))[:, order.to(x.device)].flatten(0, 1)
 
@@ -183,11 +183,6 @@ _LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
 )  # fmt: skip
-#: Parameters that belong to channels of queries and keys.
-_TURNED = frozenset({
-    "self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias",
-    "self_attn.q_norm.weight", "self_attn.k_norm.weight",
-})  # fmt: skip
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 #: Names of norms in layers that normalize their outputs.
