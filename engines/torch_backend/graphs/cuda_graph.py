@@ -8,6 +8,7 @@ over the same buffers; tests compare it with the plain path.
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -44,25 +45,21 @@ class SamplingKind(Enum):
 NO_TOKEN = -1  #: for scores that are not finite
 
 
+@dataclass(frozen=True)
 class DecodeStep:
     """A launched decode step; the next one may read its tokens on the device before the host has them."""
 
+    request_ids: list[str]
+    token_ids: Tensor  #: on the host, valid after `arrival`. Shape: (B,), with rows for all requests
+    arrival: torch.cuda.Event | None
     can_be_followed = True
-
-    def __init__(
-        self, items: list[ScheduledSequence], token_ids: Tensor, arrival: torch.cuda.Event | None
-    ) -> None:
-        """`token_ids` are on the host, valid after `arrival`. Shapes: (B,), with rows for all items."""
-        self._request_ids = [item.sequence.request_id for item in items]
-        self._token_ids = token_ids
-        self._arrival = arrival
 
     def wait(self) -> StepResult:
         """The tokens. Raises: SequenceFailure for scores that are not finite."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        token_ids = self._token_ids[: len(self._request_ids)].tolist()
-        for request_id, token_id in zip(self._request_ids, token_ids, strict=True):
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        token_ids = self.token_ids[: len(self.request_ids)].tolist()
+        for request_id, token_id in zip(self.request_ids, token_ids, strict=True):
             if token_id == NO_TOKEN:
                 raise SequenceFailure(request_id, NOT_FINITE)
         return StepResult([TokenChoice(token_id) for token_id in token_ids])
@@ -118,7 +115,8 @@ class DecodeGraphs:
             choices = sample(logits[: len(items)], [item.sequence for item in items])
             return ComputedStep(StepResult(list(choices)))
         _, token_ids, buffers = self._compute(items, _sampling_kind(params))
-        return DecodeStep(items, *buffers.fetch(token_ids))
+        request_ids = [item.sequence.request_id for item in items]
+        return DecodeStep(request_ids, *buffers.fetch(token_ids))
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
