@@ -203,11 +203,7 @@ def cpu_ops(
     site = Site(torch.device("cpu"), cpu_kernels=mode, level=level or choose_level())
     ops = choose(site, disabled)
     if mode != "off" and "cpu" not in disabled and not ops.is_native:
-        reasons = {
-            c.lacks(site)
-            for op in ops.registered.values()
-            for c in op.candidates
-            if c.name == "cpu"
-        }
-        logger.warning("no CPU kernels, torch computes instead: %s", "; ".join(sorted(reasons)))
+        native = [c for op in ops.registered.values() for c in op.candidates if c.name == "cpu"]
+        reasons = sorted({candidate.lacks(site) for candidate in native})
+        logger.warning("no CPU kernels, torch computes instead: %s", "; ".join(reasons))
     return ops
