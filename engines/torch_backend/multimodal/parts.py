@@ -202,22 +202,8 @@ _CUTS: dict[Any, Callable[[Any, _Arguments, dict[str, Any]], _Cut | None]] = {
     F.layer_norm: _cut_norm,
     F.rms_norm: _cut_norm,
     F.scaled_dot_product_attention: _cut_attention,
-    **dict.fromkeys(
-        (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d), _cut_convolution
-    ),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _cut_convolution),
     **dict.fromkeys((torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm), _cut_matmul),
-    **dict.fromkeys(
-        (
-            F.gelu,
-            F.silu,
-            F.relu,
-            torch.sigmoid,
-            Tensor.sigmoid,
-            Tensor.add,
-            Tensor.mul,
-            torch.mul,
-            torch.add,
-        ),
-        _cut_elementwise,
-    ),
+    **dict.fromkeys((F.gelu, F.silu, F.relu, torch.sigmoid, Tensor.sigmoid), _cut_elementwise),
+    **dict.fromkeys((torch.add, torch.mul, Tensor.add, Tensor.mul), _cut_elementwise),
 }
