@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 import greenlet
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from engines.torch_backend.layers.linear_group import LinearGroup
 
 #: Work of one piece: about 10 ms, and rows enough for an efficient matrix product. Unit: floating point operations.
 PIECE_FLOPS_PER_THREAD = 500_000_000
@@ -78,8 +80,8 @@ class _Parts(TorchFunctionMode):
 
     def _compute(self, func: Any, args: _Arguments, kwargs: dict[str, Any]) -> Any:
         find_cut = _CUTS.get(func)
-        if find_cut is None and isinstance(getattr(func, "__self__", None), nn.Module):
-            find_cut = _cut_module
+        if isinstance(getattr(func, "__self__", None), LinearGroup):
+            find_cut = _cut_group
         cut = find_cut(func, args, kwargs) if find_cut and "out" not in kwargs else None
         if cut is None or cut.flops <= self._piece_flops:
             result = func(*args, **kwargs)
@@ -129,9 +131,9 @@ def _cut_linear(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | N
     return _cut_rows(x, 2 * x.numel() * weight.shape[0])
 
 
-def _cut_module(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
+def _cut_group(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
     """A linear layer that a kernel computes."""
-    return _cut_rows(args[0], 2 * args[0].numel() * func.__self__.out_features)
+    return _cut_rows(args[0], 2 * args[0].numel() * func.__self__.layers[0].out_features)
 
 
 def _cut_norm(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
