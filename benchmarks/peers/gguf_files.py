@@ -16,7 +16,7 @@ from benchmarks.peers.peer import DECODERS
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import TextConfig, VisionConfig
 from engines.torch_backend.models.llava import VLMConfig
-from engines.torch_backend.models.registry import read_config
+from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.models.vision import num_blocks_needed
 
 _TEXT_NAMES = {
@@ -75,7 +75,7 @@ def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
 
 def read_text(checkpoint: Path) -> tuple[str, TextConfig]:
     """llama.cpp's name of the decoder, and its shape. Raises: UnsupportedCheckpoint."""
-    config = read_config(checkpoint)
+    config = find_family(checkpoint)[1]
     if isinstance(config, VLMConfig):
         return "llama", config.text
     text: Any = config.full.get_text_config(decoder=True)
@@ -98,7 +98,7 @@ def read_text(checkpoint: Path) -> tuple[str, TextConfig]:
 
 def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
     """Tower and projector, their matrices as `kind`. Raises: UnsupportedCheckpoint, OSError."""
-    config = read_config(checkpoint)
+    config = find_family(checkpoint)[1]
     depth = num_blocks_needed(config.vision, config.vision_feature_layers)
     writer = gguf.GGUFWriter(target, "clip")
     _describe_tower(writer, config.vision, depth)

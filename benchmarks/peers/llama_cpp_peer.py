@@ -16,7 +16,7 @@ from llama_cpp import mtmd_cpp  # pyright: ignore[reportMissingImports]
 from benchmarks.peers.gguf_files import write_decoder, write_tower
 from benchmarks.peers.peer import NUM_TEXT_TOKENS
 from engines.torch_backend.models.llava import VLMConfig
-from engines.torch_backend.models.registry import read_config
+from engines.torch_backend.models.registry import find_family
 
 _MAX_STEPS = 128
 _TOWER_KIND = "F16"  # what llama.cpp's own converter writes
@@ -40,7 +40,7 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._log, None)
         mtmd_cpp.mtmd_helper_log_set(self._log, None)
         llama_cpp.llama_backend_init()
-        config = read_config(checkpoint)
+        config = find_family(checkpoint)[1]
         self._vocab_size: int = config.text.vocab_size
         self._num_context = num_context
         self._random = random.Random(0)

@@ -33,7 +33,7 @@ from benchmarks.peers.report import TABLE_WIDTH, show
 from benchmarks.peers.results import Result, Results
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import VLMConfig
-from engines.torch_backend.models.registry import read_config
+from engines.torch_backend.models.registry import find_family
 
 #: Of `--quick`: layers of a random model, and seconds after which no measurement starts.
 _QUICK_LAYERS, _QUICK_S = 6, 270
@@ -87,7 +87,7 @@ class Comparison:
         reason = None
         if self.options.device != "cpu" or not {*self.options.workloads} <= {*CPU_WORKLOADS}:
             reason = "llama.cpp computes on the CPU here, and one image at a time"
-        elif isinstance(config := read_config(self.checkpoint), VLMConfig):
+        elif isinstance(config := find_family(self.checkpoint)[1], VLMConfig):
             return
         elif getattr(config.full.get_text_config(decoder=True), "model_type", "") not in DECODERS:
             reason = f"llama.cpp's decoders are written of {', '.join(DECODERS)} alone here"

@@ -59,10 +59,6 @@ class Variables(msgspec.Struct, frozen=True):
     plain: dict[str, str] = {}
     secrets: dict[str, str] = {}
 
-    @property
-    def all(self) -> dict[str, str]:
-        return self.plain | self.secrets
-
     def concealer(self) -> Callable[[str], str]:
         """A function that masks secrets in a text, multi-line secrets line by line."""
         parts = {line.strip() for value in self.secrets.values() for line in value.splitlines()}
@@ -87,33 +83,28 @@ def read_variables(number: int) -> Variables:
 
 
 class Child:
-    def __init__(
-        self,
-        settings: ApplicationSettings,
-        variables: Variables | None = None,
-    ) -> None:
+    def __init__(self, settings: ApplicationSettings, variables: Variables) -> None:
         """Raises: EngineStartError, ChildFailed."""
-        variables = variables or Variables()
         self._settings = settings
         self._conceal = variables.concealer()
+        given = variables.plain | variables.secrets
         self._scratch = Path(mkdtemp(prefix="vlm-app-"))
         self._is_sandboxed = settings.isolation != "none" and find_bubblewrap() is not None
         try:
             self._process = subprocess.Popen(
                 make_command(settings, self._scratch),
-                env=make_environment(settings, self._scratch, variables.all), cwd=settings.model,
+                env=make_environment(settings, self._scratch, given), cwd=settings.model,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True, bufsize=0,
             )  # fmt: skip
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(self._scratch, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             why = error.strerror
             if error.errno == errno.E2BIG:
                 why = "its environment variables and secrets are too long for the kernel (see ulimit -s)"
             raise ChildFailed(f"it cannot be started: {why}") from None
-        except BaseException:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            raise
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -201,11 +192,6 @@ class Child:
             if number:
                 return f"it was ended by {signal.Signals(number).name}" + self._log.last_words()
         return f"it ended with exit code {code}" + self._log.last_words()
-
-    @property
-    def last_words(self) -> str:
-        """Its last log line, to append to a message."""
-        return self._log.last_words()
 
     def close(self, grace_s: float = 0.0) -> None:
         """Kill all its processes after `grace_s`. Idempotent."""

@@ -81,15 +81,14 @@ class ApplicationEngine(Engine[TaskInput]):
         self._state = "starting"  # or idle, entering, leaving, running
         self._cancel_until = 0.0
         self._ready_by = 0.0
-        self._sessions: OrderedDict[str, None] = (
-            OrderedDict()
-        )  # entered in this process, latest last
+        #: entered in this process, latest last
+        self._sessions: OrderedDict[str, None] = OrderedDict()
         self._num_starts = 0  # since the last success
         self._stats = EngineStats()
         try:
-            self._start()
+            child = self._start()
             while self._state == "starting":
-                self._receive(POLL_S)
+                self._receive(child)
         except ChildFailed as error:
             self.close()
             raise EngineLoadFailed(f"setup: {error}") from None
@@ -136,33 +135,35 @@ class ApplicationEngine(Engine[TaskInput]):
         """Process replies, waiting at most `POLL_S`. Raises: EngineLoadFailed if the application does not start."""
         self._stats.num_steps += 1
         try:
-            if self._child is None:
-                self._start()
+            child = self._child or self._start()
             if self._state == "idle":
-                self._begin()
-            return self._receive(POLL_S)
+                self._begin(child)
+            return self._receive(child)
         except ChildFailed as error:
             return self._put_back(error)
 
     # The process
 
-    def _start(self) -> None:
+    def _start(self) -> Child:
         settings = self._settings
         self._state, self._num_starts = "starting", self._num_starts + 1
         self._ready_by = time.monotonic() + settings.start_s
         self._sessions.clear()
-        self._child = Child(settings, self._variables)
+        self._child = child = Child(settings, self._variables)
         device = "cuda" if settings.uses_gpu else "cpu"
-        self._child.send(
+        child.send(
             _line(type="setup", package=settings.model, name=settings.served_name, device=device)
         )
+        return child
 
     def _put_back(self, error: ChildFailed) -> list[EngineOutput]:
         """Handle the end of the process: fail or retry its task."""
-        assert self._child is not None or self._state == "starting"
         was, task = self._state, self._current
         logger.warning("the application's process is gone while %s: %s", was, error)
-        self._drop_child()
+        child, self._child, self._state = self._child, None, "starting"
+        self._cancel_until = 0.0
+        if child is not None:
+            child.close()
         if was == "starting" and self._num_starts >= _MAX_STARTS:
             raise EngineLoadFailed(f"setup: {error}")
         if was == "starting" or task is None:
@@ -180,15 +181,9 @@ class ApplicationEngine(Engine[TaskInput]):
         task.num_bytes = 0
         return []
 
-    def _drop_child(self) -> None:
-        child, self._child, self._state = self._child, None, "starting"
-        self._cancel_until = 0.0
-        if child is not None:
-            child.close()
-
     # A task
 
-    def _begin(self) -> None:
+    def _begin(self, child: Child) -> None:
         """Enter the session of the next task, or start the task."""
         if self._current is None:
             if not self._waiting:
@@ -196,7 +191,6 @@ class ApplicationEngine(Engine[TaskInput]):
             self._current = self._waiting.popleft()
             self._current.begun_at = time.monotonic()
         task, now = self._current, time.monotonic()
-        assert self._child is not None
         session = task.task.session
         if not session or session in self._sessions:
             if session:
@@ -208,24 +202,23 @@ class ApplicationEngine(Engine[TaskInput]):
             # An attempt at the call is up to MAX_TRIES here: numbers grow, and some are skipped.
             number = MAX_TRIES * (int(attempt or 1) - 1) + task.num_tries
             told = {"task_id": task.task.id or name, "attempt": number}
-            self._child.send(_line(type="run", session=session, **told, input=task.task.input))
+            child.send(_line(type="run", session=session, **told, input=task.task.input))
         elif len(self._sessions) >= self._settings.max_sessions:
             oldest, _ = self._sessions.popitem(last=False)
             self._state = "leaving"
-            self._child.send(_line(type="leave", session=oldest))
+            child.send(_line(type="leave", session=oldest))
         elif now >= task.not_before:
             task.num_enters += 1
             self._state = "entering"
             common_data = msgspec.Raw(task.common_data or b"null")
-            self._child.send(_line(type="enter", session=session, common_data=common_data))
+            child.send(_line(type="enter", session=session, common_data=common_data))
 
-    def _receive(self, timeout_s: float) -> list[EngineOutput]:
+    def _receive(self, child: Child) -> list[EngineOutput]:
         """Process replies. Raises: ChildFailed."""
-        assert self._child is not None
         outputs: list[EngineOutput] = []
-        for reply in self._child.receive(timeout_s):
+        for reply in child.receive(POLL_S):
             outputs += self._take(reply)
-        self._stats.memory_bytes = {"application": self._child.memory_bytes}
+        self._stats.memory_bytes = {"application": child.memory_bytes}
         if self._state == "starting" and time.monotonic() > self._ready_by:
             raise ChildFailed(f"not ready within {self._settings.start_s:g} s")
         if self._cancel_until and time.monotonic() > self._cancel_until:
@@ -233,27 +226,23 @@ class ApplicationEngine(Engine[TaskInput]):
         return outputs
 
     def _take(self, reply: Reply) -> list[EngineOutput]:
-        match self._state, reply.type:
-            case "starting", "ready":
+        match self._state, reply.type, self._current:
+            case "starting", "ready", _:
                 self._state, self._num_starts = "idle", 0
-            case "starting", "error":
-                assert self._child is not None
+            case "starting", "error", _:
                 raise ChildFailed(reply.message)
-            case "leaving", "left" | "error":
+            case "leaving", "left" | "error", _:
                 self._rest()
-            case "entering", "entered":
-                assert self._current is not None
-                self._sessions[self._current.task.session] = None
+            case "entering", "entered", TaskInput() as task:
+                self._sessions[task.task.session] = None
                 self._rest()
-            case "entering", "error":
-                task = self._current
-                assert task is not None
+            case "entering", "error", TaskInput() as task:
                 self._rest()
                 return [] if task.is_cancelled else self._enter_failed(task, reply.message)
-            case "running", "item":
-                return self._on_item(reply)
-            case "running", "result" | "error":
-                return self._end(reply)
+            case "running", "item", TaskInput() as task:
+                return self._on_item(task, reply)
+            case "running", "result" | "error", TaskInput() as task:
+                return self._end(task, reply)
             case _:
                 raise ChildFailed(f"it said {reply.type!r} while it was {self._state}")
         return []
@@ -272,9 +261,7 @@ class ApplicationEngine(Engine[TaskInput]):
         task.not_before = time.monotonic() + _ENTER_PAUSE_S * 2 ** (task.num_enters - 1)
         return []
 
-    def _on_item(self, reply: Reply) -> list[EngineOutput]:
-        task = self._current
-        assert task is not None
+    def _on_item(self, task: TaskInput, reply: Reply) -> list[EngineOutput]:
         task.num_bytes += len(bytes(reply.value))
         if task.num_bytes > self._settings.max_output_bytes:
             most = self._settings.max_output_bytes
@@ -287,9 +274,7 @@ class ApplicationEngine(Engine[TaskInput]):
             return []
         return [self._output(task, [line])]
 
-    def _end(self, reply: Reply) -> list[EngineOutput]:
-        task = self._current
-        assert task is not None
+    def _end(self, task: TaskInput, reply: Reply) -> list[EngineOutput]:
         self._rest()
         if task.is_cancelled:
             return []

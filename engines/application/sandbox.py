@@ -40,19 +40,13 @@ _TMPFS_RATIOS = {"/tmp": 0.5, "/dev/shm": 0.25}
 def find_bubblewrap() -> str | None:
     """The path of bubblewrap, if it is installed and can create namespaces."""
     program = shutil.which("bwrap")
-    if program is None:
-        return None
     # In a container it may create namespaces but not mount /proc.
-    return program if _probe(program) else None
+    return program if program and _runs(program) else None
 
 
 @cache
-def _supports(program: str, *options: str) -> bool:
-    """Whether this version of bubblewrap has the options."""
-    return _probe(program, *options)
-
-
-def _probe(program: str, *options: str) -> bool:
+def _runs(program: str, *options: str) -> bool:
+    """Whether bubblewrap runs here, and its version has the options."""
     view = ("--unshare-net", "--ro-bind", "/", "/", *_OWN)
     probe = [program, *_NAMESPACES, *view, *options, "--", "/bin/true"]
     try:
@@ -108,13 +102,13 @@ def _program(settings: ApplicationSettings, package: Path) -> list[str]:
 def _sandbox(program: str, settings: ApplicationSettings, package: Path) -> Iterator[str]:
     yield from (*_NAMESPACES, "--unshare-cgroup-try", "--die-with-parent", "--new-session")
     yield from ("--cap-drop", "ALL", "--hostname", "application")
-    if _supports(program, "--disable-userns"):  # in a nested one it could mount without a limit
+    if _runs(program, "--disable-userns"):  # in a nested one it could mount without a limit
         yield "--disable-userns"
     if not settings.network:
         yield "--unshare-net"
     seen = [*_SYSTEM, *_SYSTEM_FILES, *(_NETWORK_FILES if settings.network else ())]
     yield from _OWN
-    is_bounded = _supports(program, "--size", "4096", "--tmpfs", "/tmp")
+    is_bounded = _runs(program, "--size", "4096", "--tmpfs", "/tmp")
     for path, ratio in _TMPFS_RATIOS.items():
         size = int(ratio * settings.memory_bytes) or DEFAULT_TMPFS_BYTES
         yield from ("--size", str(size)) if is_bounded else ()
@@ -123,7 +117,8 @@ def _sandbox(program: str, settings: ApplicationSettings, package: Path) -> Iter
         yield from ("--ro-bind", path, path)
     for path in seen:
         yield from ("--ro-bind-try", path, path)
-    for device in _devices(settings.uses_gpu):
+    devices = ("/sys", *sorted(str(path) for path in Path("/dev").glob("nvidia*")))
+    for device in devices if settings.uses_gpu else ():
         yield from ("--dev-bind-try", device, device)
     yield from ("--ro-bind", str(package), str(package), "--chdir", str(package))
     # Both are tmpfs mounts without a size limit.
@@ -159,12 +154,6 @@ def _outermost(paths: Sequence[str]) -> list[str]:
         if not any(Path(path).is_relative_to(other) for other in (*found, "/usr")):
             found.append(path)
     return found
-
-
-def _devices(uses_gpu: bool) -> Iterator[str]:
-    if uses_gpu:
-        yield "/sys"
-        yield from sorted(str(path) for path in Path("/dev").glob("nvidia*"))
 
 
 def make_environment(

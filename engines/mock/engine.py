@@ -313,9 +313,7 @@ class MockRunner:
 
     def _choose(self, sequence: Sequence, position: int) -> TokenChoice:
         sampling = sequence.sampling
-        num_thought, marker_byte = 0, None
-        if self._mock.num_reasoning_tokens:
-            num_thought, marker_byte = self._thought(sequence, position)
+        num_thought, marker_byte = self._thought(sequence, position)
         num_tokens = position + 1
         ends = (
             num_tokens >= num_thought + self._mock.num_output_tokens
@@ -335,17 +333,15 @@ class MockRunner:
         if num_logprobs is None:
             return TokenChoice(token_id)
         rivals = [FIRST_WORD_ID + (value + rank) % len(WORDS) for rank in range(1, num_logprobs)]
-        ranked = [token_id, *rivals][:num_logprobs]
-        return TokenChoice(
-            token_id,
-            _logprob(0),
-            tuple((rival, _logprob(rank)) for rank, rival in enumerate(ranked)),
-        )
+        ranked = enumerate([token_id, *rivals][:num_logprobs])
+        top = tuple((rival, _logprob(rank)) for rank, rival in ranked)
+        return TokenChoice(token_id, _logprob(0), top)
 
     def _thought(self, sequence: Sequence, position: int) -> tuple[int, int | None]:
         """Number of reasoning tokens, and the marker byte at this position, if any."""
         num_words, num_prompt = self._mock.num_reasoning_tokens, sequence.num_prompt_tokens
-        if sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt] == NO_THINKING:
+        before = sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt]
+        if not num_words or before == NO_THINKING:
             return 0, None
         end_at = len(THINK_START) + num_words
         num_thought = end_at + len(THINK_END)
@@ -376,15 +372,12 @@ class MockRunner:
                 self._encoder_cache.move_to_end(image.image_hash)
             else:
                 num_encoded += 1
-                self._cache_image(image)
+                num_bytes = image.num_tokens * FEATURE_BYTES_PER_TOKEN
+                self._encoder_cache[image.image_hash] = num_bytes
+                self._encoder_cache_bytes += num_bytes
+                while self._encoder_cache_bytes > self._encoder_cache_limit:
+                    self._encoder_cache_bytes -= self._encoder_cache.popitem(last=False)[1]
         return num_encoded
-
-    def _cache_image(self, image: ImageInput) -> None:
-        num_bytes = image.num_tokens * FEATURE_BYTES_PER_TOKEN
-        self._encoder_cache[image.image_hash] = num_bytes
-        self._encoder_cache_bytes += num_bytes
-        while self._encoder_cache_bytes > self._encoder_cache_limit:
-            self._encoder_cache_bytes -= self._encoder_cache.popitem(last=False)[1]
 
 
 def _score(sequence: Sequence, positions: range) -> list[PromptScore]:

@@ -25,7 +25,6 @@ class CachedModel:
     name: str
     revision: str  #: names of the revision, else its commit; empty for built-in models
     num_bytes: int
-    format: str
     source: str  #: `hub` or `built in`
     directory: Path
     file_names: frozenset[str] = field(default_factory=frozenset)
@@ -34,6 +33,18 @@ class CachedModel:
     def num_weight_bytes(self) -> int:
         """Bytes of its safetensors files."""
         return sum(file.stat().st_size for file in self.directory.glob("*.safetensors"))
+
+    @property
+    def format(self) -> str:
+        """The type of its weight files, and their quantization."""
+        suffixes = {Path(name).suffix for name in self.file_names}
+        stored = next((suffix[1:] for suffix in _WEIGHTS if suffix in suffixes), "no weights")
+        try:
+            quantization = read_json(self.directory / "config.json").section("quantization_config")
+        except EngineStartError:
+            return stored
+        method = quantization.get("quant_method")
+        return f"{stored}, {method[:32]}" if isinstance(method, str) else stored
 
     def explain(self, find_engine: FindEngine) -> tuple[bool, str]:
         """Whether an engine runs it here, and which one or why not."""
@@ -56,24 +67,24 @@ class NotCached(EngineStartError):
 def list_models() -> list[CachedModel]:
     """Built-in models, then cached ones by name."""
     built_in = [
-        _describe(
+        CachedModel(
             name,
             "",
-            directory,
-            frozenset(file.name for file in directory.iterdir() if file.is_file()),
             sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
             "built in",
+            directory,
+            frozenset(file.name for file in directory.iterdir() if file.is_file()),
         )
         for name, directory in BUILT_IN.items()
     ]
     found = [
-        _describe(
+        CachedModel(
             repo.repo_id,
             ",".join(sorted(revision.refs)) or revision.commit_hash[:12],
-            revision.snapshot_path,
-            frozenset(file.file_name for file in revision.files),
             revision.size_on_disk,
             "hub",
+            revision.snapshot_path,
+            frozenset(file.file_name for file in revision.files),
         )
         for repo in _scan()
         for revision in sorted(repo.revisions, key=lambda revision: -revision.last_modified)
@@ -124,22 +135,3 @@ def _scan() -> list[CachedRepoInfo]:
 
 def _is_called(found: CachedRevisionInfo, revision: str) -> bool:
     return revision in found.refs or (len(revision) >= 7 and found.commit_hash.startswith(revision))
-
-
-def _describe(
-    name: str, revision: str, directory: Path, names: frozenset[str], num_bytes: int, source: str
-) -> CachedModel:
-    return CachedModel(
-        name, revision, num_bytes, _format_of(directory, names), source, directory, names
-    )
-
-
-def _format_of(directory: Path, names: frozenset[str]) -> str:
-    suffixes = {Path(name).suffix for name in names}
-    stored = next((suffix[1:] for suffix in _WEIGHTS if suffix in suffixes), "no weights")
-    try:
-        quantization = read_json(directory / "config.json").section("quantization_config")
-    except EngineStartError:
-        return stored
-    method = quantization.get("quant_method")
-    return f"{stored}, {method[:32]}" if isinstance(method, str) else stored

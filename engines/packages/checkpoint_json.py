@@ -24,6 +24,12 @@ def shown(value: Any) -> str:
     return _repr.repr(value)
 
 
+def name_some(names: list[str], most: int) -> str:
+    """The first names, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def read_json(file: Path) -> "Fields":
     """The object in a file, empty if there is no file. Raises: UnsupportedCheckpoint."""
     name = file.name

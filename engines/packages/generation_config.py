@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+from msgspec.structs import asdict
+
 from engines.base import EngineStartError, UnsupportedCheckpoint
 from engines.packages.checkpoint_json import Fields, read_json
 from shared.protocol import SamplingDefaults
@@ -37,15 +39,11 @@ def read_sampling_defaults(directory: Path, choice: str) -> SamplingDefaults:
         repetition_penalty=_number(fields, "repetition_penalty", 0.1, 10),
         max_tokens=_whole(fields, "max_new_tokens", 1, _MAX_TOKENS),
     )
-    if defaults != SamplingDefaults():
+    if given := [f"{name}={x}" for name, x in asdict(defaults).items() if x is not None]:
         logger.info(
             "%s: defaults of requests are %s (VLM_ENGINE__GENERATION_CONFIG=none for OpenAI's defaults)",
             _FILE,
-            ", ".join(
-                f"{name}={getattr(defaults, name)}"
-                for name in defaults.__struct_fields__
-                if getattr(defaults, name) is not None
-            ),
+            ", ".join(given),
         )
     return defaults
 

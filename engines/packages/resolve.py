@@ -71,26 +71,21 @@ def resolve_model(
     Downloads missing files, or only those other than weights; `report` is called with the progress, otherwise a
     progress bar is shown. Raises: ModelUnavailable, and errors of `check`.
     """
-    if model in BUILT_IN:
-        return BUILT_IN[model]
     if path := _on_disk(model):
         return path
-    match = _HUB_ID.fullmatch(model)
-    if match is None:
+    if (found := parse_hub_id(model)) is None:
         raise _unknown(model)
-    return _fetch(match["repo"], match["revision"], report, check, needs_weights)
+    return _fetch(*found, report, check, needs_weights)
 
 
 def check_reference(model: str) -> None:
     """Check a model's name without the network. Raises: ModelUnavailable."""
-    if model in BUILT_IN or _HUB_ID.fullmatch(model):
-        return
-    if _on_disk(model) is None:
+    if _on_disk(model) is None and parse_hub_id(model) is None:
         raise _unknown(model)
 
 
 def _on_disk(model: str) -> Path | None:
-    path = Path(model).expanduser()
+    path = BUILT_IN.get(model) or Path(model).expanduser()
     is_there = path.is_dir() or (model.endswith(GGUF) and path.is_file())
     return path if model and is_there else None
 
@@ -163,7 +158,12 @@ def _download(repo: str, revision: str | None, report: Report | None, check: Che
             "transformers' format"
         )
     num_bytes = sum(file.file_size or 0 for file in planned if file.will_download)
-    _check_disk(repo, num_bytes)
+    free = shutil.disk_usage(_cache_folder()).free
+    if num_bytes + RESERVE_BYTES > free:
+        raise ModelUnavailable(
+            f"{repo} needs {num_bytes / 1e9:.1f} GB of disk in {constants.HF_HUB_CACHE}, "
+            f"but {free / 1e9:.1f} GB are free; HF_HOME moves the cache, vlm rm empties it"
+        )
     weights = [file for file in planned if file.filename.endswith(_WEIGHTS)]
     num_left = sum(file.file_size or 0 for file in weights if file.will_download)
     if num_left:
@@ -236,15 +236,6 @@ def _cache_folder() -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
-
-
-def _check_disk(repo: str, num_bytes: int) -> None:
-    free = shutil.disk_usage(_cache_folder()).free
-    if num_bytes + RESERVE_BYTES > free:
-        raise ModelUnavailable(
-            f"{repo} needs {num_bytes / 1e9:.1f} GB of disk in {constants.HF_HUB_CACHE}, "
-            f"but {free / 1e9:.1f} GB are free; HF_HOME moves the cache, vlm rm empties it"
-        )
 
 
 def _silent() -> type[tqdm]:

@@ -108,10 +108,6 @@ class KVCachePool:
         """Stored keys and values of a layer. Shapes: two (blocks, block_size, K, D)."""
         return self._blocks[layer]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.data.nbytes
-
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store keys and values of new tokens. Shapes: slots (N,); key, value (N, K, D)."""
         for target, x in zip(self._slots[layer], (key, value), strict=True):

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+import psutil
 import torch
 
-_MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
 _limit = 0
@@ -20,14 +20,8 @@ def free_bytes(device: torch.device) -> int:
     """Free bytes of a device; on the CPU, within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_available_on_host(), _available_in_container(), _available_within_limit())
-
-
-def _available_on_host() -> int:
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{_MEMINFO} has no line MemAvailable")
+    on_host = psutil.virtual_memory().available
+    return min(on_host, _available_in_container(), _available_within_limit())
 
 
 def _available_in_container() -> int:

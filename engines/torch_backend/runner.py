@@ -153,7 +153,7 @@ class TorchRunner:
     def memory_bytes(self) -> dict[str, int]:
         return {
             "weights": self._weight_bytes,
-            "kv_cache": sum(pool.num_bytes for pool in self.kv_pools),
+            "kv_cache": sum(pool.data.nbytes for pool in self.kv_pools),
             "encoder_cache": self._encoder_cache.num_bytes,
             **({} if self.shares_prefixes else {"states": self.model.state_bytes}),
         }
@@ -255,11 +255,6 @@ class TorchRunner:
         sequences = _to_rows(items)
         return self._logits(items, sequences, [own.stop - 1 for own in sequences])
 
-    @torch.inference_mode()
-    def plain_logits(self, token_ids: Tensor) -> Tensor:
-        """Logits of every token of one text, without the KV cache. Shapes: (N,); returns (N, vocabulary)."""
-        return self.model.plain_logits(token_ids.to(self.device))
-
     def _logits(
         self, items: list[ScheduledSequence], sequences: list[SequenceRows], rows: list[int]
     ) -> Tensor:
@@ -269,7 +264,12 @@ class TorchRunner:
         token_ids: list[int] = []
         positions: list[list[int]] = [[] for _ in range(self._num_rows)]
         for item in items:
-            token_ids += self._tokens_of(item)
+            if item.in_flight_index is None:
+                token_ids += item.token_ids
+            else:
+                choice = self._sampled[item.in_flight_index]
+                assert choice is not None
+                token_ids.append(choice.token_id)
             own = item.sequence.positions(item.start, item.end)
             for place, row in enumerate(positions):
                 row += own[place % len(own)]
@@ -309,13 +309,6 @@ class TorchRunner:
         self.model.release(request_id)
         if self._with_states is not None:
             self._with_states.pop(request_id, None)
-
-    def _tokens_of(self, item: ScheduledSequence) -> list[int]:
-        if item.in_flight_index is None:
-            return item.token_ids
-        choice = self._sampled[item.in_flight_index]
-        assert choice is not None
-        return [choice.token_id]
 
 
 def _are_adapted(items: list[ScheduledSequence]) -> bool:

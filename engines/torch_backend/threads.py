@@ -6,16 +6,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from engines.core.budget import Trial
 from engines.core.runner import ModelRunner
-from engines.torch_backend.ops.cpu_level import cpu_model
+from engines.torch_backend.ops.cpu_level import read_cpuinfo
 from engines.torch_backend.ops.native.library import Library
 
 #: Seconds of a step of one token and of a prompt, by number of threads.
@@ -41,19 +40,14 @@ def set_num_threads(asked: int, device: torch.device, weight_bytes: int) -> None
     share of the processors. Threads beyond the share would be descheduled in the middle of an operation.
     """
     if asked == 0 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        asked = _default(weight_bytes)
+        present, share = torch.get_num_threads(), cpu_share()
+        asked = max(1, int(min(share, present)))
+        if weight_bytes < ONE_THREAD_BYTES:
+            asked = 1
+        elif asked < present:
+            logger.info("%d threads: this container may use %.3g processors", asked, share)
     if asked > 0:
         torch.set_num_threads(asked)
-
-
-def _default(weight_bytes: int) -> int:
-    if weight_bytes < ONE_THREAD_BYTES:
-        return 1
-    present, share = torch.get_num_threads(), cpu_share()
-    allowed = max(1, int(min(share, present)))
-    if allowed < present:
-        logger.info("%d threads: this container may use %.3g processors", allowed, share)
-    return allowed
 
 
 def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None) -> None:
@@ -65,11 +59,7 @@ def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None)
     most = torch.get_num_threads()
     if most == 1 or "OMP_NUM_THREADS" in os.environ:
         return
-    measure = partial(_time_steps, runner, most)
-    if library is None:
-        times = measure()
-    else:
-        times = _recall(library, f"{most} threads {shape}", partial(_parse_times, most), measure)
+    times = _recall(runner, most, shape, library) if library else _time_steps(runner, most)
     chosen = decide(times)
     torch.set_num_threads(chosen)
     logger.info(
@@ -91,27 +81,25 @@ def decide(times: StepTimes) -> int:
     return best if _MARGIN * cost(best) < cost(most) else most
 
 
-def _recall(
-    library: Library, key: str, parse: Callable[[str], StepTimes], measure: Callable[[], StepTimes]
-) -> StepTimes:
+def _recall(runner: ModelRunner, most: int, shape: str, library: Library) -> StepTimes:
     """The last day's measurement with this library, torch and processor, or a new one.
 
     One process of a machine measures at a time, because workers that start together would slow each other down.
-    `parse` reads the JSON of the result of `measure`, and raises for other content.
     """
-    key = f"{library.file.name} {torch.__version__} {cpu_model()} {key}"
+    used = f"{library.file.name} {torch.__version__} {read_cpuinfo('model name')}"
+    key = f"{used} {most} threads {shape}"
     file = library.file.with_name(f"times-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")
-    found = _read_fresh(file, parse)
+    found = _read_fresh(file, most)
     if found is not None:
         return found
     with ExitStack() as stack:
         with suppress(OSError):
             lock = stack.enter_context(open(file.with_name("times.lock"), "w", encoding="utf-8"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-            found = _read_fresh(file, parse)  # another process may have measured meanwhile
+            found = _read_fresh(file, most)  # another process may have measured meanwhile
         if found is not None:
             return found
-        found = measure()
+        found = _time_steps(runner, most)
         scratch = file.with_suffix(f".{os.getpid()}")
         with suppress(OSError):  # a result that cannot be stored is used all the same
             scratch.write_text(json.dumps(found), encoding="utf-8")
@@ -119,13 +107,17 @@ def _recall(
     return found
 
 
-def _read_fresh(file: Path, parse: Callable[[str], StepTimes]) -> StepTimes | None:
-    """A stored measurement; None if there is none, or it is damaged or too old."""
+def _read_fresh(file: Path, most: int) -> StepTimes | None:
+    """A stored measurement of up to this many threads; None if there is none, or it is damaged or too old."""
     try:
         age_s = time.time() - file.stat().st_mtime  # noqa: TID251 - of a file
-        return parse(file.read_text(encoding="utf-8")) if age_s < _MAX_AGE_S else None
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        found = {int(count): (float(a), float(b)) for count, (a, b) in stored.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         return None
+    is_whole = most in found and all(0 < count <= most for count in found)
+    are_times = all(a > 0 and b > 0 for a, b in found.values())
+    return found if is_whole and are_times and age_s < _MAX_AGE_S else None
 
 
 def _time_steps(runner: ModelRunner, most: int) -> StepTimes:
@@ -147,15 +139,6 @@ def _time_steps(runner: ModelRunner, most: int) -> StepTimes:
     finally:
         torch.set_num_threads(most)
     return times
-
-
-def _parse_times(most: int, text: str) -> StepTimes:
-    """Raises: ValueError, TypeError, AttributeError, ArithmeticError for text that `_time_steps` does not write."""
-    found = {int(count): (float(a), float(b)) for count, (a, b) in json.loads(text).items()}
-    is_whole = most in found and all(0 < count <= most for count in found)
-    if not is_whole or not all(a > 0 and b > 0 for a, b in found.values()):
-        raise ValueError("no times of this many threads")
-    return found
 
 
 def cpu_share() -> float:

@@ -135,13 +135,6 @@ def test_what_is_switched_off_is_not_even_tried(
     assert "double.first: switched off" in caplog.text or "double.first, " in caplog.text
 
 
-def test_references_take_the_place_of_what_a_caller_does_not_want():
-    ops = choose(Site(CPU), ops=[toy.make(first=toy.by_adding)])
-
-    assert not ops.without("double").uses("double")
-    assert ops.without("double")["double"] is toy.double
-
-
 def test_the_settings_switch_off_by_the_names_of_the_log():
     given = {"disabled_ops": "gate, linear_int8.triton, triton, cuda_graph"}
     new = TorchSettings.read("torch", given)

@@ -8,6 +8,7 @@ over the same buffers; tests compare it with the plain path.
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -44,25 +45,21 @@ class SamplingKind(Enum):
 NO_TOKEN = -1  #: for scores that are not finite
 
 
+@dataclass(frozen=True)
 class DecodeStep:
     """A launched decode step; the next one may read its tokens on the device before the host has them."""
 
+    request_ids: list[str]
+    token_ids: Tensor  #: on the host, valid after `arrival`. Shape: (B,), with rows for all requests
+    arrival: torch.cuda.Event | None
     can_be_followed = True
-
-    def __init__(
-        self, items: list[ScheduledSequence], token_ids: Tensor, arrival: torch.cuda.Event | None
-    ) -> None:
-        """`token_ids` are on the host, valid after `arrival`. Shapes: (B,), with rows for all items."""
-        self._request_ids = [item.sequence.request_id for item in items]
-        self._token_ids = token_ids
-        self._arrival = arrival
 
     def wait(self) -> StepResult:
         """The tokens. Raises: SequenceFailure for scores that are not finite."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        token_ids = self._token_ids[: len(self._request_ids)].tolist()
-        for request_id, token_id in zip(self._request_ids, token_ids, strict=True):
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        token_ids = self.token_ids[: len(self.request_ids)].tolist()
+        for request_id, token_id in zip(self.request_ids, token_ids, strict=True):
             if token_id == NO_TOKEN:
                 raise SequenceFailure(request_id, NOT_FINITE)
         return StepResult([TokenChoice(token_id) for token_id in token_ids])
@@ -88,7 +85,6 @@ class DecodeGraphs:
         self._create_attention = ops["paged_attention"]
         self._pool = pool
         self._rotary = rotary
-        self._table_width = -(-len(rotary.cos) // pool.block_size)
         self._device = rotary.cos.device
         self._sizes = batch_sizes(max_num_seqs)
         # tokens of the last step, by row; 0 without one, which is a valid id
@@ -119,7 +115,8 @@ class DecodeGraphs:
             choices = sample(logits[: len(items)], [item.sequence for item in items])
             return ComputedStep(StepResult(list(choices)))
         _, token_ids, buffers = self._compute(items, _sampling_kind(params))
-        return DecodeStep(items, *buffers.fetch(token_ids))
+        request_ids = [item.sequence.request_id for item in items]
+        return DecodeStep(request_ids, *buffers.fetch(token_ids))
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
@@ -140,7 +137,10 @@ class DecodeGraphs:
     ) -> tuple[Tensor, Tensor, DecodeBuffers]:
         """Scores, which only greedy graphs keep, and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
         size = size or next(size for size in self._sizes if size >= len(items))
-        buffers = self._buffers.get(size) or self._create_buffers(size)
+        if size not in self._buffers:
+            vocab_size = self._decoder.text.vocab_size
+            self._buffers[size] = DecodeBuffers(size, vocab_size, self._pool, self._rotary)
+        buffers = self._buffers[size]
         buffers.fill(items)
         if self._device.type != "cuda":
             return *self.step(buffers, kind), buffers
@@ -148,20 +148,6 @@ class DecodeGraphs:
         graph, logits, token_ids = captured
         graph.replay()
         return logits, token_ids, buffers
-
-    def _create_buffers(self, size: int) -> DecodeBuffers:
-        pool = self._pool
-        buffers = DecodeBuffers(
-            size,
-            self._table_width,
-            pool.block_size,
-            self._decoder.text.vocab_size,
-            padding_slot=(pool.num_blocks - 1) * pool.block_size,
-            device=self._device,
-            num_position_rows=self._rotary.num_rows,
-        )
-        self._buffers[size] = buffers
-        return buffers
 
     def step(self, buffers: DecodeBuffers, kind: SamplingKind) -> tuple[Tensor, Tensor]:
         """The captured function, which reads and writes device memory only."""

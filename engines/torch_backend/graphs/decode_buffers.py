@@ -12,28 +12,22 @@ import torch
 from torch import Tensor
 
 from engines.core.sequence import ScheduledSequence
-from engines.torch_backend.sampling.choose import (
-    LEAST_TEMPERATURE,
-    SampleParams,
-    signed,
-    stream_key,
-)
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.sampling.choose import SampleParams, row_of
 from engines.torch_backend.step import StepInputs
 
 
 class DecodeBuffers:
     def __init__(
-        self,
-        num_rows: int,
-        table_width: int,
-        block_size: int,
-        vocab_size: int,
-        padding_slot: int,
-        device: torch.device,
-        num_position_rows: int = 1,
+        self, num_rows: int, vocab_size: int, pool: KVCachePool, rotary: RotaryTable
     ) -> None:
-        self._block_size = block_size
+        """The last block of the pool is for padding rows; `rotary` has an entry for each possible position."""
+        self._block_size = pool.block_size
         self._vocab_size = vocab_size
+        device, num_position_rows = rotary.cos.device, rotary.num_rows
+        table_width = -(-len(rotary.cos) // pool.block_size)
+        padding_slot = (pool.num_blocks - 1) * pool.block_size
         # a padding row, in the order of the views below
         self._idle = np.array(
             [[0, padding_slot, -1, 0, 0, 0, vocab_size, -1] + [0] * num_position_rows]
@@ -79,19 +73,19 @@ class DecodeBuffers:
             sequence, sampling = item.sequence, item.sequence.sampling
             index = item.start
             block, offset = divmod(index, self._block_size)
+            key, top_k, *chosen = row_of(sampling, item.output_position, self._vocab_size)
             integers[:8, row] = (
                 sequence.token_ids[index] if item.in_flight_index is None else 0,
                 sequence.block_ids[block] * self._block_size + offset,
                 index,
                 index + 1,
                 sampling.temperature > 0,
-                signed(stream_key(sampling.seed, item.output_position)),
-                min(sampling.top_k, self._vocab_size) if sampling.top_k > 0 else self._vocab_size,
+                key,
+                top_k,
                 -1 if item.in_flight_index is None else item.in_flight_index,
             )
             integers[8:, row] = [one for [one] in sequence.positions(index, index + 1)]
-            temperature = max(sampling.temperature, LEAST_TEMPERATURE)
-            numbers[:, row] = temperature, min(sampling.top_p, 1.0), sampling.min_p
+            numbers[:, row] = chosen
             tables[row, : block + 1] = sequence.block_ids[: block + 1]
         for host, device in zip(described, self._device, strict=True):
             device.copy_(host, non_blocking=True)

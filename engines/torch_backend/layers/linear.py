@@ -8,7 +8,7 @@ Shape letters: M tokens, K inputs, N outputs, G groups of inputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,14 @@ from torch.nn import functional as F
 #: The output dimension of each tensor of a layer.
 OUTPUT_DIMS = {"weight": 0, "bias": 0, "integers": 0, "scale": 0, "pairs": 0, "scale_zero": 1}
 STRIP_WEIGHTS = 1 << 21  #: weights converted to the inputs' dtype at a time: eight MB in float32
-CHUNK_WEIGHTS = (
-    1 << 19
-)  #: weights dequantized at a time: two MB in float32, which the CPU's cache holds until the product
+#: Weights dequantized at a time: two MB in float32, which the CPU's cache holds until the product.
+CHUNK_WEIGHTS = 1 << 19
 GROUP_SIZES = (64, 32)
 _QUANTIZE_WEIGHTS = 1 << 18  # weights quantized at a time, to bound temporary memory
 
 #: Whether a layer may be quantized: by the model's scheme, or to int8 if a kernel reads it and the model is
 #: quantized.
 Quantizable = Literal["no", "scheme", "int8"]
-
-
-class _Group(Protocol):
-    def forward(self, x: Tensor) -> Tensor: ...
 
 
 class Linear(nn.Linear):
@@ -50,7 +45,7 @@ class Linear(nn.Linear):
         self.method: LinearMethod = FLOAT
         self.group_size = 0  #: inputs per scale of int4 weights
         #: runs this layer by an operator, once it is bound; None: `method` runs it
-        self.group: _Group | None = None
+        self.group: Any = None
         #: the input of each column, if the inputs of a group are not adjacent
         self.register_buffer("order", None, persistent=False)
 
@@ -133,10 +128,6 @@ class QuantizedMethod(LinearMethod):
         """Give a layer undefined tensors, with scales of `dtype`."""
 
     @abstractmethod
-    def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Memory of a quantized weight of this shape."""
-
-    @abstractmethod
     def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor: ...
 
     @abstractmethod
@@ -150,6 +141,14 @@ class QuantizedMethod(LinearMethod):
     def group_size_of(self, layer: Linear) -> int:
         """Inputs per scale; 0 for all."""
         return 0
+
+    def num_bytes(
+        self, shape: tuple[int, ...], dtype: torch.dtype, group_size: int | None = None
+    ) -> int:
+        """Memory of a quantized weight of this shape."""
+        layer = empty_linear(shape[1], shape[0])
+        self.create(layer, dtype, group_size)
+        return sum(x.nbytes for x in layer.buffers())
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Quantize a weight; returns tensors by their names in the layer. Shapes: weight (N, K)."""
@@ -188,9 +187,6 @@ class Int8Method(QuantizedMethod):
         scale = torch.empty(shape[0], dtype=dtype, device="meta")
         layer.hold(self, {"integers": integers, "scale": scale})
 
-    def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return shape[0] * shape[1] + shape[0] * dtype.itemsize
-
     def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor:
         rows = layer.integers[start:stop].to(layer.scale.dtype)
         return rows.mul_(layer.scale[start:stop, None])
@@ -221,10 +217,6 @@ class Int4Method(QuantizedMethod):
 
     def group_size_of(self, layer: Linear) -> int:
         return choose_group_size(layer.in_features) or layer.in_features
-
-    def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        num_groups = shape[1] // (choose_group_size(shape[1]) or shape[1])
-        return shape[0] * shape[1] // 2 + 2 * num_groups * shape[0] * dtype.itemsize
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         return choose_group_size(shape[1]) is not None

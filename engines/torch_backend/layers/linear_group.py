@@ -128,9 +128,8 @@ class LinearGroup:
             found = self.siblings.compute(self, x)
             if found is not None:
                 return found
-        if has_torch_function(
-            (x,)
-        ):  # a function mode that splits operations and cannot see our kernels
+        # a function mode that splits operations and cannot see our kernels
+        if has_torch_function((x,)):
             return handle_torch_function(self._forward, (x,), x)
         return self._forward(x)
 

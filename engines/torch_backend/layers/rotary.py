@@ -24,10 +24,10 @@ def inverse_frequencies(config: TextConfig) -> Tensor:
         return frequencies
     if config.rope_scaling.kind == "linear":
         return frequencies / config.rope_scaling.factor
-    return _llama3_frequencies(frequencies, config.rope_scaling)
+    return llama3_frequencies(frequencies, config.rope_scaling)
 
 
-def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
     wavelengths = 2 * math.pi / frequencies
     old_length = scaling.original_max_position_embeddings

@@ -5,18 +5,19 @@ projector), if any. Tensors that do not belong to the architecture are refused b
 and converts the tokenizer.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
@@ -31,13 +32,10 @@ from transformers.integrations.gguf.reader import (
 
 from engines.packages.checkpoint_json import shown
 from engines.text.chat_template import LLAVA_TEMPLATE
+from engines.torch_backend.layers.rotary import llama3_frequencies
 from engines.torch_backend.loading.formats.gguf import DTYPE, FLOATS, GgufTensor
-from engines.torch_backend.loading.stored_tensors import (
-    StoredTensor,
-    list_tensors,
-    new_directory,
-)
-from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.loading.stored_tensors import StoredTensor, list_tensors
+from engines.torch_backend.models.config import RopeScaling, UnsupportedCheckpoint
 
 #: File names in the directory of a checkpoint.
 TEXT_FILE, TOWER_FILE = "model.gguf", "mmproj.gguf"
@@ -82,9 +80,6 @@ _PROJECTOR = {"mm.0": "linear_1", "mm.2": "linear_2"}
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TOWER_LAYER = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROTARY = "rope_freqs.weight"
-#: Llama.cpp stores the factors of Llama 3.1's scaling, not its parameters.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_ORIGINAL_POSITIONS = 8192
 
 
 def open_checkpoint(path: Path, cache: Path | None = None) -> Path:
@@ -92,7 +87,10 @@ def open_checkpoint(path: Path, cache: Path | None = None) -> Path:
 
     Raises: UnsupportedCheckpoint.
     """
-    return path if path.is_dir() else _open(path, find_files(path), make_directory, cache)
+    if path.is_dir():
+        return path
+    files = find_files(path)
+    return _open(path, files, partial(make_directory, files), cache)
 
 
 def open_tokenizer(path: Path, cache: Path | None = None) -> Path:
@@ -100,27 +98,33 @@ def open_tokenizer(path: Path, cache: Path | None = None) -> Path:
 
     Raises: UnsupportedCheckpoint.
     """
-
-    def make(files: Sequence[Path], target: Path) -> None:
-        write_tokenizer(files[0], target)
-
-    return _open(path, [path.resolve()], make, cache, "tokenizer-")
+    file = path.resolve()
+    return _open(path, [file], partial(write_tokenizer, file), cache, "tokenizer-")
 
 
 def _open(
     path: Path,
     files: Sequence[Path],
-    make: Callable[[Sequence[Path], Path], None],
+    make: Callable[[Path], None],
     cache: Path | None,
     prefix: str = "",
 ) -> Path:
     try:
         states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         name = prefix + hashlib.sha256(json.dumps(states).encode()).hexdigest()[:32]
-        target = (cache or _cache_folder()) / name
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        target = (cache or base / "vlm-fleet" / "gguf") / name
         if not target.is_dir():
-            with contextlib.suppress(FileExistsError), new_directory(target) as made:
-                make(files, made)
+            made = target.with_name(f".{name}-{uuid4().hex}")
+            made.mkdir(parents=True)
+            try:
+                make(made)
+                made.replace(target)
+            except OSError:
+                if not target.is_dir():  # else another process has made it meanwhile
+                    raise
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
     except (OSError, RuntimeError) as error:
         raise UnsupportedCheckpoint(
             f"the configuration and tokenizer of {path.name} cannot be written to the cache; set "
@@ -129,16 +133,20 @@ def _open(
     return target
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vlm-fleet" / "gguf"
-
-
 def make_directory(files: Sequence[Path], target: Path) -> None:
-    """Write configuration, tokenizer, and links to the files. Raises: UnsupportedCheckpoint, OSError."""
+    """Write links to the files, tokenizer, and `config.json` last. Raises: UnsupportedCheckpoint, OSError."""
     for file, name in zip(files, (TEXT_FILE, TOWER_FILE), strict=False):
         (target / name).symlink_to(file)
-    _write_text_files(target, GgufModel(target))
+    model = GgufModel(target)
+    write_tokenizer(files[0], target)
+    settings = model.image_settings
+    if settings is not None:
+        _write_json(target / "preprocessor_config.json", settings)
+        template = target / "chat_template.jinja"
+        if not template.is_file():
+            text = LLAVA_TEMPLATE.replace("<image>", model.slot[1])
+            template.write_text(text, encoding="utf-8")
+    _write_json(target / "config.json", model.config)
 
 
 def list_weights(directory: Path) -> list[StoredTensor]:
@@ -242,10 +250,6 @@ class GgufModel:
             self.config["quantization_config"] = {"quant_method": "gguf"}
 
     @property
-    def file(self) -> Path:
-        return self._text.file
-
-    @property
     def slot(self) -> tuple[int, str]:
         """The image token: `<image>`, else the unknown token, which no text produces."""
         tokens = self._text.get("tokenizer.ggml.tokens")
@@ -258,21 +262,14 @@ class GgufModel:
 
     @property
     def image_settings(self) -> dict[str, Any] | None:
-        """The `preprocessor_config.json` of CLIP; None without a tower."""
+        """The `preprocessor_config.json` of CLIP, with its defaults; None without a tower."""
         if self._tower is None:
             return None
         size = self._tower.whole("clip.vision.image_size")
         return {
             "image_processor_type": "CLIPImageProcessor",
-            "do_convert_rgb": True,
-            "do_resize": True,
             "size": {"shortest_edge": size},
-            "resample": 3,
-            "do_center_crop": True,
             "crop_size": {"height": size, "width": size},
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
             "image_mean": self._tower.get("clip.vision.image_mean"),
             "image_std": self._tower.get("clip.vision.image_std"),
         }
@@ -343,21 +340,14 @@ class GgufModel:
         info = text.infos.get(_ROTARY)
         if info is None:
             return {}
+        # llama.cpp stores the factors of Llama 3.1's scaling, not its parameters
         factors = text.tensor(info, _ROTARY).map().float()
-        parameters = {"factor": round(float(factors.max()), 3), **_LLAMA3}
-        if not torch.allclose(factors, _llama3_factors(head_dim, theta, parameters), rtol=1e-3):
+        scaling = RopeScaling("llama3", round(float(factors.max()), 3))
+        plain = theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+        if not torch.allclose(factors, plain / llama3_frequencies(plain, scaling), rtol=1e-3):
             raise text.refuse(f"{_ROTARY} is not the scaling of Llama 3.1, the only supported one")
-        positions = {"original_max_position_embeddings": _ORIGINAL_POSITIONS}
-        return {"rope_scaling": {"rope_type": "llama3", **parameters, **positions}}
-
-
-def _llama3_factors(head_dim: int, theta: float, parameters: Mapping[str, float]) -> Tensor:
-    """The divisors of the frequencies. Shapes: returns (head_dim / 2,). Source: Llama 3.1's reference code."""
-    factor, low, high = (parameters[n] for n in ("factor", "low_freq_factor", "high_freq_factor"))
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    turns = _ORIGINAL_POSITIONS * theta**-exponents / (2 * torch.pi)
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - share) / factor + share)).float()
+        parameters = {name: x for name, x in asdict(scaling).items() if name != "kind"}
+        return {"rope_scaling": {"rope_type": "llama3", **parameters}}
 
 
 def _text_name(file: _File, name: str) -> str:
@@ -437,19 +427,6 @@ def _tower_name(file: _File, name: str, is_swapped: bool) -> str:
     if in_layer is None or part not in _IN_TOWER:
         raise file.refuse(f"the tensor {name:.80} does not belong to CLIP's tower")
     return f"{prefix}encoder.layers.{in_layer[1]}.{_IN_TOWER[part]}.{in_layer[3]}"
-
-
-def _write_text_files(target: Path, model: GgufModel) -> None:
-    """Write all files but the weights, `config.json` last. Raises: UnsupportedCheckpoint, OSError."""
-    write_tokenizer(model.file, target)
-    settings = model.image_settings
-    if settings is not None:
-        _write_json(target / "preprocessor_config.json", settings)
-        template = target / "chat_template.jinja"
-        if not template.is_file():
-            text = LLAVA_TEMPLATE.replace("<image>", model.slot[1])
-            template.write_text(text, encoding="utf-8")
-    _write_json(target / "config.json", model.config)
 
 
 def write_tokenizer(file: Path, target: Path) -> None:

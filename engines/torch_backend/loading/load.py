@@ -6,7 +6,7 @@ Called by the engine registry.
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,7 @@ from engines.core.runner import DeviceOutOfMemory
 from engines.heap import keep_freed_memory
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
-from engines.text.processor import (
-    ChatProcessor,
-    create_processor,
-    example_prompt,
-)
+from engines.text.processor import create_processor, example_prompt
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.check import check_model
 from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
@@ -39,7 +35,7 @@ from engines.torch_backend.ops.registry import check_disabled, cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from engines.torch_backend.threads import settle_num_threads
-from shared.protocol import ModelCard, SamplingDefaults
+from shared.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +57,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     with phases.measure("download"):
-        report = phases.reporter("download") if progress else None
+        report = partial(phases.progress, "download") if progress else None
         check = partial(check_model, device=device, quantization=settings.quantization)
         directory = open_checkpoint(resolve_model(settings.model, report, check))
     sampling = read_sampling_defaults(directory, settings.generation_config)
@@ -77,7 +73,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         processor = create_processor(directory, multimodal, max_len, settings.reasoning, max_pixels)
         free = free_bytes(device)
         scheme = None if settings.quantization == "none" else METHODS[settings.quantization]
-        told = phases.reporter("load"), phases.seconds
+        told = partial(phases.progress, "load"), phases.seconds
         model = load_model(directory, family, config, device, dtype, scheme, *told, kernels)
         runner = TorchRunner(model, settings, device, dtype, free, kernels)
     if is_cpu:
@@ -85,13 +81,38 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     with phases.measure("warmup"), _explained(runner):
         runner.warm_up()
         if is_cpu and not settings.num_threads:
-            _settle_num_threads(runner, settings)
+            library = native.load(runner.ops.site.level) if runner.ops.is_native else None
+            weights = runner.memory_bytes()["weights"]
+            form = f"{settings.dtype} {settings.quantization} {settings.cpu_kernels}"
+            settle_num_threads(runner, f"{weights} {form} {config!r}", library)
         example = partial(example_prompt, processor)
         runner.model.verify(runner, settings.self_check, example)
         limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
-    return LoadedEngine(engine, _describe(settings, directory, engine, processor, sampling, dtype))
+    capabilities = engine.capabilities()
+    card = ModelCard(
+        tasks=capabilities.tasks,
+        name=settings.served_name or default_name(settings.model),
+        created_at=int(time.time()),  # noqa: TID251
+        max_model_len=engine.max_model_len,
+        vocab_size=runner.vocab_size,
+        supports_images=processor.image_tokens > 0,
+        supports_video=processor.takes_video,
+        supports_audio=processor.max_audio_s > 0,
+        transcription_prompt=processor.transcription_prompt,
+        image_tokens=processor.image_tokens,
+        max_image_pixels=processor.max_image_pixels,
+        sampling=sampling,
+        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
+        always_thinks=processor.always_thinks,
+        template_options=tuple(sorted(processor.template_options)),
+        supports_grammars=capabilities.takes_grammars,
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=quantization_of(directory, settings.quantization),
+        format="gguf" if (directory / TEXT_FILE).is_file() else "safetensors",
+    )
+    return LoadedEngine(engine, card)
 
 
 @contextmanager
@@ -117,51 +138,12 @@ def _explained(runner: TorchRunner) -> Iterator[None]:
         ) from error
 
 
-def _describe(
-    settings: TorchSettings,
-    directory: Path,
-    engine: BatchingEngine,
-    processor: ChatProcessor,
-    sampling: SamplingDefaults,
-    dtype: torch.dtype,
-) -> ModelCard:
-    """The card that gateways read."""
-    return ModelCard(
-        tasks=engine.capabilities().tasks,
-        name=settings.served_name or default_name(settings.model),
-        created_at=int(time.time()),  # noqa: TID251
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.runner.vocab_size,
-        supports_images=processor.image_tokens > 0,
-        supports_video=processor.takes_video,
-        supports_audio=processor.max_audio_s > 0,
-        transcription_prompt=processor.transcription_prompt,
-        image_tokens=processor.image_tokens,
-        max_image_pixels=processor.max_image_pixels,
-        sampling=sampling,
-        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
-        always_thinks=processor.always_thinks,
-        template_options=tuple(sorted(processor.template_options)),
-        supports_grammars=engine.capabilities().takes_grammars,
-        dtype=str(dtype).removeprefix("torch."),
-        quantization=quantization_of(directory, settings.quantization),
-        format="gguf" if (directory / TEXT_FILE).is_file() else "safetensors",
-    )
-
-
 def quantization_of(directory: Path, chosen: str) -> str:
     """The quantization of the weights: the setting, else the format of the checkpoint."""
     if chosen != "none":
         return chosen
     stored = read_fields(directory).section("quantization_config").get("quant_method")
     return stored[:64] if isinstance(stored, str) else ""
-
-
-def _settle_num_threads(runner: TorchRunner, settings: TorchSettings) -> None:
-    library = native.load(runner.ops.site.level) if runner.ops.is_native else None
-    config, weights = runner.model.config, runner.memory_bytes()["weights"]
-    shape = f"{weights} {settings.dtype} {settings.quantization} {settings.cpu_kernels} {config!r}"
-    settle_num_threads(runner, shape, library)
 
 
 def choose_device(name: str) -> torch.device:
@@ -192,18 +174,14 @@ class _Phases:
 
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}
-        self._progress = progress or (lambda phase, share: None)
-
-    def reporter(self, phase: str) -> Callable[[float], None]:
-        """A callback for the completed ratio of one phase."""
-        return lambda share: self._progress(phase, share)
+        self.progress = progress or (lambda phase, share: None)
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Time a phase, without phases that are measured inside it."""
         started, before = time.perf_counter(), sum(self.seconds.values())
-        self._progress(phase, 0.0)
+        self.progress(phase, 0.0)
         yield
         within = sum(self.seconds.values()) - before
         self.seconds[phase] = time.perf_counter() - started - within
-        self._progress(phase, 1.0)
+        self.progress(phase, 1.0)

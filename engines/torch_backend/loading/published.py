@@ -41,6 +41,7 @@ class PublishedLinears:
         """`dtype`: of the checkpoint's floats."""
         self.linears = [x for x in linears if rename(f"{x.name}.weight") is not None]
         self.dtype = dtype
+        self.name = reader.name
         self._reader = reader
         self._rename = rename
         self._layouts = {linear.name: reader.layout(linear) for linear in self.linears}
@@ -51,17 +52,9 @@ class PublishedLinears:
         self._lost = {linear.name for linear in self.linears if "embed" in linear.name}
 
     @property
-    def name(self) -> str:
-        return self._reader.name
-
-    @property
     def forms(self) -> set[Form]:
         """Forms of the layers, if the model can hold integers."""
         return {layout.form for layout in self._layouts.values()}
-
-    @property
-    def has_integers(self) -> bool:
-        return self.forms != {"float"}
 
     def layout(self, linear: StoredLinear) -> Layout:
         return self._layouts[linear.name]
@@ -88,16 +81,6 @@ class PublishedLinears:
             )
         parts = self._read_integers(linear, layer, dtype)
         return {f"{linear.name}.{part}": tensor for part, tensor in parts.items()}
-
-    def replace(
-        self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
-    ) -> None:
-        """Replace a placeholder by the layer's integers."""
-        layer = adopt(model, path)
-        device = layer.weight.device
-        parts = self._read_integers(linear, layer, dtype)
-        tensors = {name: tensor.to(device) for name, tensor in parts.items()}
-        layer.hold(layer.method, tensors, layer.group_size)
 
     def _read_integers(
         self, linear: StoredLinear, layer: Linear, dtype: torch.dtype
@@ -152,7 +135,11 @@ class PublishedLinears:
             return False
         by_name = {linear.name: linear for linear in self.linears}
         for name, path in places.items():
-            self.replace(by_name[name], model, path, dtype)
+            layer = adopt(model, path)
+            device = layer.weight.device
+            parts = self._read_integers(by_name[name], layer, dtype)
+            tensors = {part: tensor.to(device) for part, tensor in parts.items()}
+            layer.hold(layer.method, tensors, layer.group_size)
         return True
 
     def read_numbers(self, linear: StoredLinear) -> Tensor:

@@ -1,14 +1,7 @@
-"""Reads and writes the safetensors files of a checkpoint, one tensor at a time. Never pickle.
-
-Used by the loader, the quantizer and the checkpoint maker.
-"""
+"""Reads the safetensors files of a checkpoint, one tensor at a time. Never pickle."""
 
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,23 +126,3 @@ def _weight_files(directory: Path) -> list[Path]:
             "safetensors are read: save it again with transformers' save_pretrained"
         )
     raise UnsupportedCheckpoint(f"the checkpoint has no {SINGLE_FILE} and no {INDEX_FILE}")
-
-
-@contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory next to `target`, renamed to `target` on success and removed on failure.
-
-    Raises: FileExistsError if there is something in `target`, OSError.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} is not empty")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield made
-        mask = os.umask(0)
-        os.umask(mask)
-        made.chmod(0o777 & ~mask)  # mkdtemp lets only the owner read
-        made.replace(target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)

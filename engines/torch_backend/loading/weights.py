@@ -7,6 +7,7 @@ mapped file, whose pages all workers of a machine share. A file in use may there
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,33 +42,18 @@ class ModelTooLarge(EngineStartError):
     """The weights do not fit the device's memory; the message names both sizes and what to try."""
 
 
+@dataclass(eq=False)
 class WeightReader:
-    """Reads a checkpoint's tensors to a device, in the dtypes and quantization of the model's layers.
+    """Reads a checkpoint's tensors to a device, in the dtypes and quantization of the model's layers."""
 
-    `quantize_s`: time spent on quantizing.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        rename: Callable[[str], str | None],
-        scheme: QuantizedMethod | None,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        kept: frozenset[torch.dtype] = frozenset(),
-    ) -> None:
-        """`model` needs no weights, but its linear layers must already have the method `scheme`.
-
-        `dtype`: of loaded floats; None keeps each tensor's own. Matrices whose dtype is in `kept` keep it, because C++
-        kernels read it.
-        """
-        self._model = model
-        self._rename = rename
-        self._scheme = scheme
-        self._device = device
-        self._dtype = dtype
-        self._kept = kept
-        self.quantize_s = 0.0
+    model: nn.Module  #: needs no weights, but its linear layers must already have the method `scheme`
+    rename: Callable[[str], str | None]
+    scheme: QuantizedMethod | None
+    device: torch.device
+    dtype: torch.dtype | None = None  #: of loaded floats; None keeps each tensor's own
+    #: Matrices of these types keep them, because C++ kernels read them.
+    kept: frozenset[torch.dtype] = frozenset()
+    quantize_s: float = 0.0  #: time spent on quantizing
 
     def read(self, stored: StoredTensor) -> dict[str, Tensor]:
         """The tensor, or its quantized parts, by stored name."""
@@ -76,9 +62,9 @@ class WeightReader:
 
     def read_linear(self, linear: StoredLinear, published: PublishedLinears) -> dict[str, Tensor]:
         """A layer in a published format: its integers if the model can hold them, else floats. By stored names."""
-        path = published.place(linear, self._model)
+        path = published.place(linear, self.model)
         if path is not None:
-            return published.put(linear, self._model, path, self.dtype_of_scales(published))
+            return published.put(linear, self.model, path, self.dtype_of_scales(published))
         if published.stands_in(linear):
             return {f"{linear.name}.weight": published.stand_in(linear)}
         numbers = published.read_numbers(linear)
@@ -89,42 +75,39 @@ class WeightReader:
         prefix = stored_name.removesuffix(name)
         is_float = value.is_floating_point()
         dtype = (self._dtype_in(layer, value.shape, stored) or stored) if is_float else value.dtype
-        if self._scheme is None or not _is_quantized(layer, name):
-            return {stored_name: value.to(self._device, dtype)}
+        if self.scheme is None or not _is_quantized(layer, name):
+            return {stored_name: value.to(self.device, dtype)}
         started = time.perf_counter()
-        parts = self._scheme.quantize(value.to(self._device), dtype)
+        parts = self.scheme.quantize(value.to(self.device), dtype)
         self.quantize_s += time.perf_counter() - started
         return {prefix + part: tensor for part, tensor in parts.items()}
 
-    def num_bytes(self, stored: StoredTensor) -> int:
-        """Bytes of the tensor in memory after loading."""
-        return self._num_bytes(stored, stored.float_dtype)
+    def num_bytes(self, stored: StoredTensor, stored_dtype: torch.dtype | None = None) -> int:
+        """Bytes of the tensor in memory after loading. `stored_dtype`: of the checkpoint's floats, if not its own."""
+        layer, name = self._find(stored.name)
+        dtype = self._dtype_in(layer, stored.shape, stored_dtype or stored.float_dtype)
+        assert dtype is not None
+        if self.scheme is not None and _is_quantized(layer, name):
+            return self.scheme.num_bytes(stored.shape, dtype)
+        return stored.num_bytes(dtype)
 
     def num_linear_bytes(self, linear: StoredLinear, published: PublishedLinears) -> int:
         """Bytes of a linear layer in a published format in memory after loading."""
         layout = published.layout(linear)
-        is_placed = published.place(linear, self._model) is not None
+        is_placed = published.place(linear, self.model) is not None
         if is_placed or published.stands_in(linear):
             return layout.num_bytes(self.dtype_of_scales(published))
         part = next(iter(linear.parts.values()))
         numbers = StoredTensor(f"{linear.name}.weight", part.file, layout.shape, "F32")
-        return self._num_bytes(numbers, published.dtype)
-
-    def _num_bytes(self, stored: StoredTensor, stored_dtype: torch.dtype | None) -> int:
-        layer, name = self._find(stored.name)
-        dtype = self._dtype_in(layer, stored.shape, stored_dtype)
-        assert dtype is not None
-        if self._scheme is not None and _is_quantized(layer, name):
-            return self._scheme.num_bytes(stored.shape, dtype)
-        return stored.num_bytes(dtype)
+        return self.num_bytes(numbers, published.dtype)
 
     def _find(self, stored_name: str) -> tuple[nn.Module | None, str]:
         """The layer that a stored tensor is for, and its name there."""
-        path, _, name = (self._rename(stored_name) or "").rpartition(".")
+        path, _, name = (self.rename(stored_name) or "").rpartition(".")
         if not stored_name.endswith(name):
             return None, stored_name
         try:
-            return self._model.get_submodule(path), name
+            return self.model.get_submodule(path), name
         except AttributeError:  # an unknown weight, which `take` refuses by name
             return None, name
 
@@ -132,14 +115,14 @@ class WeightReader:
         self, layer: nn.Module | None, shape: tuple[int, ...], stored: torch.dtype | None
     ) -> torch.dtype | None:
         """The dtype of a loaded tensor or its scales. Matrices keep their stored dtype if a kernel reads it."""
-        is_unmade = layer is None and getattr(self._model, "converts_weights", False)
+        is_unmade = layer is None and getattr(self.model, "converts_weights", False)
         is_matrix = is_unmade or isinstance(layer, nn.Linear | nn.Embedding)
-        is_kept = is_matrix and len(shape) == 2 and stored in self._kept
-        return stored if is_kept else self._dtype
+        is_kept = is_matrix and len(shape) == 2 and stored in self.kept
+        return stored if is_kept else self.dtype
 
     def dtype_of_scales(self, published: PublishedLinears) -> torch.dtype:
         """float32 for C++ kernels, which keeps all stored scales exact; else the engine's dtype."""
-        return torch.float32 if self._kept else self._dtype or published.dtype
+        return torch.float32 if self.kept else self.dtype or published.dtype
 
 
 def _is_quantized(layer: nn.Module | None, name: str) -> bool:
@@ -168,7 +151,8 @@ def load_model(
     published, stored = find_published(directory, list_weights(directory), device, rename)
     form = choose_form(scheme, published)
     model = build_empty(family, config, form, dtype)
-    kept = stored_dtypes(ops)
+    # matrices of these types are read by operators as they are stored
+    kept = frozenset(FLOAT_KINDS if ops is not None and ops.uses("linear_float", "cpu") else ())
     reader = narrow = WeightReader(model, rename, form, device, dtype, kept)
     wide = WeightReader(model, rename, form, device, dtype)
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
@@ -178,11 +162,19 @@ def load_model(
             published.use_stand_ins()
 
     def check_size(reader: WeightReader, kept_names: Collection[str] = ()) -> None:
+        """Raises: ModelTooLarge, before anything is read."""
         needed = sum(
             (narrow if tensor.name in kept_names else reader).num_bytes(tensor) for tensor in stored
         )
         needed += published.count_bytes(reader.num_linear_bytes) if published else 0
-        check_memory(needed, device, dtype, scheme)
+        available = free_bytes(device)
+        if needed > available:
+            kind = f"{str(dtype).removeprefix('torch.')}{f' and {scheme.name}' if scheme else ''}"
+            raise ModelTooLarge(
+                f"the weights need {needed / 2**30:.1f} GiB in {kind}, but {device} has "
+                f"{available / 2**30:.1f} GiB available; try bfloat16, --quantization int8 or "
+                "int4, or a smaller model"
+            )
 
     scales = torch.float32 if kept else dtype
 
@@ -239,17 +231,11 @@ def build_empty(
     return model
 
 
-def stored_dtypes(ops: Ops | None) -> frozenset[torch.dtype]:
-    """Types of matrices that operators read as they are stored."""
-    is_native = ops is not None and ops.uses("linear_float", "cpu")
-    return frozenset(FLOAT_KINDS) if is_native else frozenset()
-
-
 def choose_form(
     scheme: QuantizedMethod | None, published: PublishedLinears | None
 ) -> QuantizedMethod | None:
     """The scheme to quantize to; None to load the weights as they are stored. Raises: UnsupportedCheckpoint."""
-    if scheme is None or published is None or not published.has_integers:
+    if scheme is None or published is None or published.forms == {"float"}:
         return scheme
     if scheme.name in published.forms:
         return None
@@ -257,20 +243,6 @@ def choose_form(
         f"the checkpoint is already quantized to {published.name}; for {scheme.name} use the "
         "checkpoint that it was quantized from"
     )
-
-
-def check_memory(
-    needed: int, device: torch.device, dtype: torch.dtype, scheme: QuantizedMethod | None
-) -> None:
-    """`needed` in bytes. Raises: ModelTooLarge, before anything is read."""
-    available = free_bytes(device)
-    if needed > available:
-        kind = f"{str(dtype).removeprefix('torch.')}{f' and {scheme.name}' if scheme else ''}"
-        raise ModelTooLarge(
-            f"the weights need {needed / 2**30:.1f} GiB in {kind}, but {device} has "
-            f"{available / 2**30:.1f} GiB available; try bfloat16, --quantization int8 or int4, "
-            "or a smaller model"
-        )
 
 
 def _read_all(

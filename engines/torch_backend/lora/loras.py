@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from engines.base import Adapter, AdapterLimits, BadAdapter
 from engines.core.runner import SequenceFailure
+from engines.packages.checkpoint_json import name_some
 from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.layers.linear_group import LinearGroup
-from engines.torch_backend.lora.peft import LowRank, name_some, read_peft
+from engines.torch_backend.lora.peft import LowRank, read_peft
 from engines.torch_backend.step import StepInputs
 
 if TYPE_CHECKING:
@@ -87,13 +88,13 @@ class Loras:
     # -- loading
     def load(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
         """Load an adapter from its files. Raises: BadAdapter."""
-        files = read_peft(directory, limits)
-        places = {m: self._stored_rows(self._name(m)) for m in files.changes}
+        digest, deltas = read_peft(directory, limits)
+        places = {m: self._stored_rows(self._name(m)) for m in deltas}
         if unknown := sorted(
             m for m, rows in places.items() if not rows.keys() <= self._shapes.keys()
         ):
             raise BadAdapter(
-                f"the adapter changes {name_some(unknown)}, but only linear layers of the decoder can be "
+                f"the adapter changes {name_some(unknown, 3)}, but only linear layers of the decoder can be "
                 "adapted: train with target_modules that name those, or merge the adapter into the model"
             )
         stored: dict[str, LowRank] = {}
@@ -102,14 +103,14 @@ class Loras:
                 raise BadAdapter(
                     "the adapter changes a linear layer twice, under an old and a new name or as a part of another"
                 )
-            change = files.changes[module]
+            change = deltas[module]
             self._check(module, list(rows), change)
             stored |= {
                 name: change if own is None else replace(change, up=change.up[own])
                 for name, own in rows.items()
             }
         try:
-            return self._create(files.digest, stored)
+            return self._create(digest, stored)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise BadAdapter(f"the adapter does not fit the memory of {self._device}") from error
 
@@ -153,25 +154,21 @@ class Loras:
         """The changes of all sites. The first matrices of layers that run as one are joined, for one product."""
         changes: dict[tuple[str, ...], Change] = {}
         for site in sorted(self._sites, key=lambda site: -len(site.names)):
-            downs: list[Tensor] = []
-            parts: list[Part] = []
+            parts: dict[str, Part] = {}
             start = rank = 0
             for name, layer in zip(site.names, site.layers, strict=True):
-                width = layer.out_features
+                stop = start + layer.out_features
                 if name in pairs:
-                    down, up = pairs[name]
-                    parts.append(Part(slice(start, start + width), slice(rank, rank + len(up)), up))
-                    downs.append(down)
+                    up = pairs[name][1]
+                    parts[name] = Part(slice(start, stop), slice(rank, rank + len(up)), up)
                     rank += len(up)
-                start += width
+                start = stop
             if parts:
+                downs = [pairs[name][0] for name in parts]
                 joined = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
-                changes[site.names] = Change(joined, tuple(parts))
-                kept = iter(parts)
-                for name in site.names:  # the parts share the memory of the joined matrices
-                    if name in pairs:
-                        part = next(kept)
-                        pairs[name] = joined[:, part.ranks], part.up
+                changes[site.names] = Change(joined, tuple(parts.values()))
+                # the parts share the memory of the joined matrices
+                pairs |= {name: (joined[:, part.ranks], part.up) for name, part in parts.items()}
         return changes
 
     # -- in steps

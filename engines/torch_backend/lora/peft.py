@@ -18,7 +18,6 @@ from engines.base import AdapterLimits, BadAdapter, UnsupportedCheckpoint
 from engines.packages.adapter_files import CONFIG_FILE, MAX_ALPHA, WEIGHTS_FILE, read_adapter
 from engines.packages.checkpoint_json import Fields, shown
 
-_MAX_NAMES = 3  # in error messages
 _WEIGHT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 
 
@@ -31,20 +30,12 @@ class LowRank:
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class PeftFiles:
-    """The files of an adapter. `changes`: by the names of transformers' modules."""
-
-    digest: str
-    changes: dict[str, LowRank]
-
-
-def read_peft(directory: Path, limits: AdapterLimits) -> PeftFiles:
-    """Read an adapter's directory. Raises: BadAdapter."""
+def read_peft(directory: Path, limits: AdapterLimits) -> tuple[str, dict[str, LowRank]]:
+    """The digest of an adapter's directory, and its deltas by transformers' modules. Raises: BadAdapter."""
     files = read_adapter(directory, limits)
     try:
         weights = safetensors.torch.load(files.weights)
-        return PeftFiles(files.digest, _pair(weights, files.config, limits))
+        return files.digest, _pair(weights, files.config, limits)
     except UnsupportedCheckpoint as error:  # names the field
         raise BadAdapter(str(error)) from None
     except (SafetensorError, KeyError, ValueError) as error:
@@ -93,9 +84,3 @@ def _pattern(config: Fields, name: str, module: str) -> object:
         if is_meant:
             return value
     return None
-
-
-def name_some(names: list[str]) -> str:
-    """The first names, and the number of the others."""
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more

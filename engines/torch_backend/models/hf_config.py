@@ -159,6 +159,9 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
     head_dim = section.get("head_dim")
     if not head_dim and full.hidden_size % num_heads:
         raise section.refuse("hidden_size", f"is not a multiple of {num_heads} num_attention_heads")
+    positions = full.max_position_embeddings
+    theta = _rope_parameters(section).number("rope_theta", above=0, at_most=_MAX_THETA)
+    usual = full.rope_parameters["rope_theta"]
     bias = kind == "qwen2" or (kind == "llama" and full.attention_bias)
     return TextConfig(
         vocab_size=full.vocab_size,
@@ -168,22 +171,16 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim or full.hidden_size // num_heads,
-        max_position_embeddings=_max_positions(full),
+        # within a sliding window, attention is full
+        max_position_embeddings=min(positions, getattr(full, "sliding_window", None) or positions),
         rms_norm_eps=full.rms_norm_eps,
-        rope_theta=_rope_theta(section, full),
-        rope_scaling=_rope_scaling(section, full.max_position_embeddings),
+        rope_theta=theta or section.number("rope_theta", usual, above=0, at_most=_MAX_THETA),
+        rope_scaling=_rope_scaling(section, positions),
         attention_bias=bias,
         attention_output_bias=bias and kind == "llama",
         mlp_bias=kind == "llama" and full.mlp_bias,
         tie_word_embeddings=tied or full.tie_word_embeddings,
     )
-
-
-def _max_positions(full: Any) -> int:
-    """The context length, shortened to a sliding window: within the window attention is full."""
-    window = getattr(full, "sliding_window", None)
-    positions = full.max_position_embeddings
-    return positions if window is None else min(positions, window)
 
 
 def _rope_parameters(section: Fields) -> Fields:
@@ -197,12 +194,6 @@ def _rope_parameters(section: Fields) -> Fields:
         with beyond_our_program():
             raise section.refuse("partial_rotary_factor", "is not 1, the only supported value")
     return parameters
-
-
-def _rope_theta(section: Fields, full: Any) -> float:
-    theta = _rope_parameters(section).number("rope_theta", above=0, at_most=_MAX_THETA)
-    usual = full.rope_parameters["rope_theta"]
-    return theta or section.number("rope_theta", usual, above=0, at_most=_MAX_THETA)
 
 
 def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.sequence import ImageInput, Prompt
-from engines.packages.checkpoint_json import Fields, shown
+from engines.packages.checkpoint_json import Fields, name_some, shown
 from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear import QuantizedMethod
@@ -38,20 +38,11 @@ _BUILT_IN = (
 _FALLBACK = "engines.torch_backend.models.generic.family"
 
 
-class NoTower(nn.Module):
-    """Replaces tower and projector in models without images."""
-
-    blocks = ()
-
-    def bind(self, *_: Any) -> None:
-        """No-op."""
-
-
 class FamilyModel(nn.Module):
     """A model for the runner: a decoder, and image features that replace some of its embeddings."""
 
     config: Any  #: of its family; `text` describes the decoder
-    vision_tower: Any  #: for fixed-size images, which are encoded in batches or in parts
+    vision_tower: Any  #: for fixed-size images, which are encoded in batches or in parts; else None
     multi_modal_projector: Any
     #: The decoder, if the runner runs a `Llama` over one KV cache pool.
     language_model: Any
@@ -65,7 +56,7 @@ class FamilyModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.vision_tower = self.multi_modal_projector = NoTower()
+        self.vision_tower = self.multi_modal_projector = None
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
@@ -77,13 +68,6 @@ class FamilyModel(nn.Module):
 
     def logits(self, inputs: StepInputs, pools: Sequence[KVCachePool]) -> Tensor:
         """Logits of a step, for models without a `language_model`. Shapes: returns (sampled rows, vocabulary)."""
-        raise NotImplementedError
-
-    def plain_logits(self, token_ids: Tensor) -> Tensor:
-        """Logits of all tokens of a text by transformers' own attention, if the model has it.
-
-        Shapes: (N,); returns (N, vocabulary).
-        """
         raise NotImplementedError
 
     def release(self, request_id: str) -> None:
@@ -156,7 +140,8 @@ class FamilyModel(nn.Module):
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         for part in (self.vision_tower, self.multi_modal_projector, self.language_model):
-            part.bind(ops, dtype)
+            if part is not None:
+                part.bind(ops, dtype)
 
     def num_features(self, image: ImageInput) -> int | None:
         """Number of feature rows of an image. None if the model cannot encode it."""
@@ -177,7 +162,7 @@ class FamilyModel(nn.Module):
         self, image: ImageInput, tokens_per_part: int, device: torch.device, dtype: torch.dtype
     ) -> Generator[None, None, Tensor]:
         """`encode` of one image; yields before each part, so that steps of other requests run in between."""
-        if isinstance(self.vision_tower, NoTower):
+        if self.vision_tower is None:
             return (yield from in_parts(lambda: self.encode([image], device, dtype)[0]))
         pixels = _tiles(image, device, dtype)
         features = yield from self.vision_tower.in_parts(pixels, tokens_per_part)
@@ -224,7 +209,6 @@ class ModelFamily(Protocol):
         ...
 
 
-_MAX_NAMES = 5  # in error messages
 _registered: list[ModelFamily] = []
 
 
@@ -240,11 +224,6 @@ def registered(family: ModelFamily) -> Iterator[None]:
 def find_family(directory: Path) -> tuple[ModelFamily, Any]:
     """The family of a checkpoint, and its checked configuration. Raises: UnsupportedCheckpoint."""
     return check_config(read_fields(directory))
-
-
-def read_config(directory: Path) -> Any:
-    """The checked configuration of a checkpoint. Raises: UnsupportedCheckpoint."""
-    return find_family(directory)[1]
 
 
 def check_config(config: Fields) -> tuple[ModelFamily, Any]:
@@ -316,6 +295,4 @@ def check_names(missing: list[str], unexpected: list[str]) -> None:
     """Raises: UnsupportedCheckpoint for missing and unexpected weights."""
     for problem, names in (("lacks", missing), ("has unknown", unexpected)):
         if names:
-            shown = ", ".join(names[:_MAX_NAMES])
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            raise UnsupportedCheckpoint(f"the checkpoint {problem} weights: {shown}{more}")
+            raise UnsupportedCheckpoint(f"the checkpoint {problem} weights: {name_some(names, 5)}")

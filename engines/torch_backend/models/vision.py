@@ -5,7 +5,7 @@ Only the layers up to the last one that is used are created. Parameter names are
 Shape letters: B images, P patches, T = P + 1 tokens (the class token first), C channels.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 
 import torch
 from torch import Tensor, nn
@@ -90,12 +90,6 @@ class TowerBlock(nn.Module):
         return x + self._narrow(self._widen(self.layer_norm2(x)))
 
 
-def split_heads(projected: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys, values. Shapes: (B, T, 3 C); returns three (B, T, heads, C / heads)."""
-    queries, keys, values = projected.unflatten(-1, (3, num_heads, -1)).unbind(2)
-    return queries, keys, values
-
-
 def num_blocks_needed(config: VisionConfig, feature_layers: tuple[int, ...]) -> int:
     """Number of blocks up to the last one whose output is used.
 
@@ -160,7 +154,8 @@ class VisionTower(nn.Module):
             x = yield from self._feed(block, x, size)
             if number in self.block_numbers:
                 read[number] = x
-        return self.select(read)
+        features = torch.cat([read[number] for number in self.block_numbers], dim=-1)
+        return features if self.with_class_token else features[:, 1:]
 
     def _attend(self, block: TowerBlock, x: Tensor, size: int) -> Generator[None, None, Tensor]:
         """A block's attention. Shapes: (B, T, C), modified."""
@@ -169,7 +164,8 @@ class VisionTower(nn.Module):
         for piece in pieces:
             yield
             projected.append(block.project(piece))
-        queries, keys, values = split_heads(joined(projected), self.num_heads)
+        heads = joined(projected).unflatten(-1, (3, self.num_heads, -1))
+        queries, keys, values = heads.unbind(2)  # (B, T, heads, C / heads)
         outputs = []
         for piece, part in zip(pieces, queries.split(size, dim=1), strict=True):
             yield
@@ -187,11 +183,6 @@ class VisionTower(nn.Module):
     @property
     def blocks(self) -> list[TowerBlock]:
         return [b for b in self.encoder["layers"].children() if isinstance(b, TowerBlock)]
-
-    def select(self, read: Mapping[int, Tensor]) -> Tensor:
-        """The selected tokens of these hidden states. Shapes: (B, T, C) each; returns as `forward`."""
-        features = torch.cat([read[number] for number in self.block_numbers], dim=-1)
-        return features if self.with_class_token else features[:, 1:]
 
 
 def joined(pieces: list[Tensor]) -> Tensor:

@@ -32,12 +32,6 @@ SECONDS_ALONE = 0.25
 ImageKey = tuple[str, str]
 
 
-@dataclass(slots=True)
-class _Entry:
-    features: Tensor
-    readers: set[str] = field(default_factory=set)
-
-
 class EncoderCache:
     """Image features, bounded in bytes: an image seen again is not encoded again.
 
@@ -46,7 +40,7 @@ class EncoderCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[ImageKey, _Entry] = OrderedDict()
+        self._features: OrderedDict[ImageKey, Tensor] = OrderedDict()
         self._pinned: dict[str, set[ImageKey]] = {}  # by request
         self._bytes_per_row = 0  # of the widest features so far
         self.num_bytes = 0
@@ -54,10 +48,10 @@ class EncoderCache:
         self.num_hits = 0
 
     def __contains__(self, key: ImageKey) -> bool:
-        return key in self._entries
+        return key in self._features
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._features)
 
     def is_pinned_by(self, request_id: str, key: ImageKey) -> bool:
         return key in self._pinned.get(request_id, ())
@@ -69,8 +63,8 @@ class EncoderCache:
 
     def put(self, key: ImageKey, features: Tensor, readers: Iterable[str] = ()) -> None:
         """Store features, pinned for the requests that read them."""
-        assert key not in self._entries
-        self._entries[key] = _Entry(features)
+        assert key not in self._features
+        self._features[key] = features
         for request_id in readers:
             self.pin(request_id, key)
         self.num_bytes += features.nbytes
@@ -82,11 +76,9 @@ class EncoderCache:
 
     def pin(self, request_id: str, key: ImageKey) -> Tensor:
         """The features of an image, pinned for a request. Raises: KeyError if they are not in the cache."""
-        entry = self._entries[key]
-        self._entries.move_to_end(key)
-        entry.readers.add(request_id)
+        self._features.move_to_end(key)
         self._pinned.setdefault(request_id, set()).add(key)
-        return entry.features
+        return self._features[key]
 
     def unpin(self, request_id: str, key: ImageKey) -> None:
         """The request has read all of an image. Idempotent."""
@@ -94,8 +86,6 @@ class EncoderCache:
         keys.discard(key)
         if not keys:
             self._pinned.pop(request_id, None)
-        if key in self._entries:
-            self._entries[key].readers.discard(request_id)
         self._evict()
 
     def release(self, request_id: str) -> None:
@@ -108,20 +98,17 @@ class EncoderCache:
         self.__init__(self._max_bytes)
 
     def check_integrity(self) -> None:
-        """Check that pins match readers, and `num_bytes` the tensors. Raises: AssertionError."""
-        readers: dict[str, set[ImageKey]] = {}
-        for key, entry in self._entries.items():
-            for request_id in entry.readers:
-                readers.setdefault(request_id, set()).add(key)
-        assert readers == self._pinned, "pins and readers disagree"
-        assert self.num_bytes == sum(entry.features.nbytes for entry in self._entries.values())
+        """Check that pinned images exist, and `num_bytes`. Raises: AssertionError."""
+        assert all(keys and keys <= self._features.keys() for keys in self._pinned.values())
+        assert self.num_bytes == sum(features.nbytes for features in self._features.values())
 
     def _evict(self, num_new_bytes: int = 0) -> bool:
         """Evict entries that are not pinned, the least recently used first, until the new bytes fit the limit."""
         limit = self._max_bytes - num_new_bytes
-        unpinned = iter([key for key, entry in self._entries.items() if not entry.readers])
+        pinned = {key for keys in self._pinned.values() for key in keys}
+        unpinned = iter([key for key in self._features if key not in pinned])
         while self.num_bytes > limit and (key := next(unpinned, None)) is not None:
-            self.num_bytes -= self._entries.pop(key).features.nbytes
+            self.num_bytes -= self._features.pop(key).nbytes
         return self.num_bytes <= limit
 
 
@@ -154,24 +141,17 @@ class _Missing:
     readers: list[str] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class ImageEncoder:
-    """Vision tower and projector with a cache. At most `max_batch` images are encoded together."""
+    """Vision tower and projector with a cache."""
 
-    def __init__(
-        self,
-        model: "FamilyModel",
-        cache: EncoderCache,
-        max_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.cache = cache
-        self._model = model
-        self._max_batch = max_batch
-        self._device = device
-        self._dtype = dtype
-        self._begun: tuple[ImageKey, EncodingRun] | None = None
-        self._wanted_by: set[str] = set()  # requests that wait for the image that was begun
+    _model: "FamilyModel"
+    cache: EncoderCache
+    _max_batch: int  #: images that are encoded together
+    _device: torch.device
+    _dtype: torch.dtype
+    _begun: tuple[ImageKey, EncodingRun] | None = None
+    _wanted_by: set[str] = field(default_factory=set)  #: requests that wait for the begun image
 
     def release(self, request_id: str) -> None:
         """The request has ended: stop encoding an image that only it waits for. Idempotent."""

@@ -18,12 +18,8 @@ _SAMPLE_WINDOW = 3  #: shorter than an image
 
 def binds_prompts(model: PreTrainedModel) -> bool:
     """Whether prompts are bidirectional, also beyond windows."""
-    hook: Any = getattr(model, "create_masks_for_generate", None)
-    if hook is None:
-        return False
-    types = torch.zeros(1, len(_SAMPLE), dtype=torch.long)
-    masks = _masks_by(hook, model, types).values()
-    return all(mask is not None and bool(mask.bool().all()) for mask in masks)
+    masks = _masks(model, torch.zeros(1, len(_SAMPLE), dtype=torch.long)).values()
+    return bool(masks) and all(mask is not None and bool(mask.bool().all()) for mask in masks)
 
 
 def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None:
@@ -32,9 +28,6 @@ def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None
     Windows apply to earlier tokens inside images too. Raises: UnsupportedCheckpoint for any other mask of a model's
     hook.
     """
-    hook: Any = getattr(model, "create_masks_for_generate", None)
-    if hook is None:
-        return frozenset()
     if binds_prompts(model):
         return None
     runs = torch.tensor(_SAMPLE)
@@ -43,7 +36,7 @@ def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None
     whole = causal | ((runs > 0) & (runs == runs[:, None]))
     window = place > place[:, None] - _SAMPLE_WINDOW
     found: set[str | None] = set()
-    for kind, mask in _masks_by(hook, model, (runs > 0).long()[None]).items():
+    for kind, mask in _masks(model, (runs > 0).long()[None]).items():
         seen = causal if mask is None else mask[0, 0].bool()
         if any(torch.equal(seen, whole & within) for within in (causal | True, window)):
             found.add(kind)
@@ -55,8 +48,11 @@ def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None
     return None if found == {None} else frozenset(found)
 
 
-def _masks_by(hook: Any, model: PreTrainedModel, types: Tensor) -> dict[str | None, Any]:
-    """Masks of a prompt by layer type, for transformers' eager attention."""
+def _masks(model: PreTrainedModel, types: Tensor) -> dict[str | None, Any]:
+    """Masks of a prompt by layer type, for transformers' eager attention; empty without the hook."""
+    hook: Any = getattr(model, "create_masks_for_generate", None)
+    if hook is None:
+        return {}
     text: Any = model.config.get_text_config(decoder=True)
     length = types.shape[1]
     parameters = inspect.signature(hook).parameters

@@ -8,14 +8,18 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
+from math import prod
 from typing import Any, TypeVar
 
 import greenlet
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from engines.torch_backend.layers.linear_group import LinearGroup
 
 #: Work of one piece: about 10 ms, and rows enough for an efficient matrix product. Unit: floating point operations.
 PIECE_FLOPS_PER_THREAD = 500_000_000
@@ -31,12 +35,18 @@ _Arguments = Any  #: positional arguments of an operation
 def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
     """Call `compute`, yielding before each part. Closing the generator cancels the call."""
     mode = _Parts()
-    call = greenlet.greenlet(mode.run)
+
+    def run() -> T:
+        with mode:
+            return compute()
+
+    call = greenlet.greenlet(run)
     try:
         while True:
             yield
             call.parent = greenlet.getcurrent()
-            result = mode.resume(call, compute)
+            mode.began_at = time.perf_counter()
+            result = call.switch()
             if call.dead:
                 return result
     finally:
@@ -60,17 +70,8 @@ class _Parts(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._began_at = 0.0
+        self.began_at = 0.0  #: of the part
         self._piece_flops = PIECE_FLOPS_PER_THREAD * torch.get_num_threads()
-
-    def run(self, compute: Callable[[], T]) -> T:
-        with self:
-            return compute()
-
-    def resume(self, call: greenlet.greenlet, compute: Callable[[], Any]) -> Any:
-        """Compute the next part. Returns the result after the last one."""
-        self._began_at = time.perf_counter()
-        return call.switch() if call else call.switch(compute)
 
     def __torch_function__(
         self, func: Any, types: Any, args: _Arguments = (), kwargs: dict[str, Any] | None = None
@@ -79,12 +80,12 @@ class _Parts(TorchFunctionMode):
 
     def _compute(self, func: Any, args: _Arguments, kwargs: dict[str, Any]) -> Any:
         find_cut = _CUTS.get(func)
-        if find_cut is None and isinstance(getattr(func, "__self__", None), nn.Module):
-            find_cut = _cut_module
+        if isinstance(getattr(func, "__self__", None), LinearGroup):
+            find_cut = _cut_group
         cut = find_cut(func, args, kwargs) if find_cut and "out" not in kwargs else None
         if cut is None or cut.flops <= self._piece_flops:
             result = func(*args, **kwargs)
-            is_late = time.perf_counter() - self._began_at >= PART_S
+            is_late = time.perf_counter() - self.began_at >= PART_S
             # Within vmap, which builds masks, torch would vectorize the other code too.
             if is_late and peek_interpreter_stack() is None:
                 parent = greenlet.getcurrent().parent
@@ -130,9 +131,9 @@ def _cut_linear(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | N
     return _cut_rows(x, 2 * x.numel() * weight.shape[0])
 
 
-def _cut_module(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
+def _cut_group(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
     """A linear layer that a kernel computes."""
-    return _cut_rows(args[0], 2 * args[0].numel() * func.__self__.out_features)
+    return _cut_rows(args[0], 2 * args[0].numel() * func.__self__.layers[0].out_features)
 
 
 def _cut_norm(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
@@ -171,7 +172,10 @@ def _cut_convolution(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cu
     spatial = weight.ndim - 2
     if x.ndim != weight.ndim or x.shape[1] != weight.shape[1]:  # no batch, or grouped channels
         return None
-    made = _made_by_convolution(x, weight, args, kwargs)
+    stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
+    steps = cycle((stride,) if isinstance(stride, int) else stride)
+    # about as many output positions of one image
+    made = prod(max(1, n // step) for n, step in zip(x.shape[2:], steps, strict=False))
     flops = 2 * x.shape[0] * made * weight.numel()
     if x.shape[0] > 1:
         return _Cut({0: -x.ndim}, -x.ndim, x.shape[0], flops)
@@ -179,17 +183,6 @@ def _cut_convolution(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cu
         return None
     narrowed = {1: -weight.ndim} | ({2: -1} if len(args) > 2 and args[2] is not None else {})
     return _Cut(narrowed, -spatial - 1, weight.shape[0], flops)
-
-
-def _made_by_convolution(x: Tensor, weight: Tensor, args: _Arguments, kwargs: Any) -> int:
-    """Approximate number of output positions of one image."""
-    stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
-    count = 1
-    for place, length in enumerate(x.shape[2:]):
-        count *= max(
-            1, length // (stride if isinstance(stride, int) else stride[place % len(stride)])
-        )
-    return count
 
 
 def _cut_attention(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
@@ -211,22 +204,8 @@ _CUTS: dict[Any, Callable[[Any, _Arguments, dict[str, Any]], _Cut | None]] = {
     F.layer_norm: _cut_norm,
     F.rms_norm: _cut_norm,
     F.scaled_dot_product_attention: _cut_attention,
-    **dict.fromkeys(
-        (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d), _cut_convolution
-    ),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _cut_convolution),
     **dict.fromkeys((torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm), _cut_matmul),
-    **dict.fromkeys(
-        (
-            F.gelu,
-            F.silu,
-            F.relu,
-            torch.sigmoid,
-            Tensor.sigmoid,
-            Tensor.add,
-            Tensor.mul,
-            torch.mul,
-            torch.add,
-        ),
-        _cut_elementwise,
-    ),
+    **dict.fromkeys((F.gelu, F.silu, F.relu, torch.sigmoid, Tensor.sigmoid), _cut_elementwise),
+    **dict.fromkeys((torch.add, torch.mul, Tensor.add, Tensor.mul), _cut_elementwise),
 }

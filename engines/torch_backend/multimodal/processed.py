@@ -24,9 +24,8 @@ class ProcessedImage:
     #: For each slot, the index of a visual indicator's feature, or -1 for the image's next row; empty: all -1.
     indicators: tuple[int, ...] = ()
     kind: MediaKind = "image"
-    slots_of: MediaKind = (
-        "image"  #: kind of the slot tokens in its text; in some models, videos use image slots
-    )
+    #: Kind of the slot tokens in its text; in some models, videos use image slots.
+    slots_of: MediaKind = "image"
     slot_id: int | None = None
     num_frames: int = 0  #: of a video
 

@@ -158,24 +158,30 @@ def _longest_s(processor: Any) -> float:
     return float(longest // window * window)
 
 
+def load_processor(directory: Path, kind: str, part: str) -> ProcessorMixin:
+    """A checkpoint's processor with this part. Raises: UnsupportedCheckpoint."""
+    try:
+        processor = AutoProcessor.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of any type
+        reason = " ".join(str(error).split())[:300]
+        raise UnsupportedCheckpoint(
+            f"transformers cannot load the checkpoint's {kind} processor: {reason}"
+        ) from error
+    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, part):
+        raise UnsupportedCheckpoint(f"the checkpoint has a tokenizer, but no {kind} processor")
+    return processor
+
+
 class TransformersAudio(MultimodalProcessor):
     """Models that take audio but no images."""
 
     def __init__(self, directory: Path, model_class: Any) -> None:
         """Raises: UnsupportedCheckpoint."""
-        try:
-            processor: Any = AutoProcessor.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # of any type
-            reason = " ".join(str(error).split())[:300]
-            raise UnsupportedCheckpoint(
-                f"transformers cannot load the checkpoint's audio processor: {reason}"
-            ) from error
+        processor: Any = load_processor(directory, "audio", "feature_extractor")
         _spell(processor)
-        found = (
-            find_audio(processor, model_class) if isinstance(processor, ProcessorMixin) else None
-        )
+        found = find_audio(processor, model_class)
         if found is None:
             raise UnsupportedCheckpoint("the checkpoint has a tokenizer, but no audio processor")
         self._audios = found

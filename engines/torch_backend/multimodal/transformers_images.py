@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from threading import Lock
@@ -19,13 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import (
-    AutoProcessor,
-    PreTrainedConfig,
-    PreTrainedModel,
-    ProcessorMixin,
-    SmolVLMProcessor,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, SmolVLMProcessor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.processing_utils import OmniModalProcessorMixin
 from transformers.video_utils import VideoMetadata
@@ -48,7 +42,7 @@ from engines.text.processor import MultimodalProcessor
 from engines.text.prompt import Item
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
-from engines.torch_backend.multimodal.transformers_audio import find_audio
+from engines.torch_backend.multimodal.transformers_audio import find_audio, load_processor
 from shared.protocol import MediaKind
 
 logger = logging.getLogger(__name__)
@@ -152,8 +146,11 @@ class PositionHooks:
         given = made.get("position_ids")
         rows = torch.arange(ids.shape[1]) if given is None else given
         rows = rows.reshape(-1, ids.shape[1])
-        if len(rows) == 4 and self._num_sections() == 3:
-            rows = rows[1:]  # the first row counts text only
+        if len(rows) == 4:
+            text: Any = self._model.config.get_text_config(decoder=True)
+            rope = getattr(text, "rope_parameters", None) or {}
+            if len(rope.get("mrope_section") or (0, 0, 0)) == 3:
+                rows = rows[1:]  # the first row counts text only
         if type(self._model).__name__ in _BEHIND_VIDEOS:
             rows = rows.clone()
             for item in items:
@@ -161,12 +158,6 @@ class PositionHooks:
                 if item.pixels.kind == "video" and stop < rows.shape[1]:
                     rows[:, stop:] += rows[:, :stop].max() + 1 - rows[:, stop].min()
         return rows
-
-    def _num_sections(self) -> int:
-        """Rows of positions."""
-        text: Any = self._model.config.get_text_config(decoder=True)
-        rope = getattr(text, "rope_parameters", None) or {}
-        return len(rope.get("mrope_section") or (0, 0, 0))
 
     def video_arguments(self) -> frozenset[str]:
         """Arguments of the model's video encoder, which in some models is the image encoder."""
@@ -216,8 +207,10 @@ class TransformersImages(MultimodalProcessor):
     def __init__(self, directory: Path, model_class: type[PreTrainedModel], config: Any) -> None:
         """Raises: UnsupportedCheckpoint."""
         self.slot_id = config.image_token_id
-        self._processor = _load_processor(directory)
-        tokenizer: Any = self._processor.tokenizer  # pyright: ignore
+        self._processor: Any = load_processor(directory, "image", "image_processor")
+        processor = self._processor
+        _spell(processor)
+        tokenizer = processor.tokenizer
         self._slot: str = tokenizer.convert_ids_to_tokens(self.slot_id)
         ids = getattr(config, "visual_indicator_token_ids", ())
         texts = tokenizer.convert_ids_to_tokens(list(ids))
@@ -226,18 +219,22 @@ class TransformersImages(MultimodalProcessor):
                 f"the tokenizer lacks tokens of visual_indicator_token_ids, {ids} in config.json"
             )
         self._indicators: dict[str, int] = {text: place for place, text in enumerate(texts)}
-        super().__init__(_LAYOUTS.get(type(self._processor).__name__, ""))
+        super().__init__(_LAYOUTS.get(type(processor).__name__, ""))
         self.around = getattr(tokenizer, "backend_tokenizer", None)
-        self._seam = _seam(self._processor)
-        names = ("image_placeholder_token", "image_token")
-        spelled = (getattr(self._processor, name, None) for name in names)
+        self._seam = _seam(processor)
+        spelled = (getattr(processor, n, "") for n in ("image_placeholder_token", "image_token"))
         self.placeholder = next(filter(None, spelled), self._slot)
-        self._options = self._find_options(tokenizer)
+        merged = processor._merge_kwargs(
+            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
+        )
+        named = inspect.signature(processor._process_images).parameters.values()
+        more = {p.name for p in named if p.kind is not p.VAR_KEYWORD} & merged.keys()
+        #: for images, and other required arguments
+        self._options = {name: merged[name] for name in more} | merged["images_kwargs"]
         self._hooks = PositionHooks.create(model_class, config)
         self._wanted = self._hooks.encoder_arguments()
         self._are_whole = self._hooks.lets_images_see_themselves()
-        self._videos = self._find_videos(model_class, config, tokenizer)
-        processor: Any = self._processor
+        self._videos = self._find_videos(model_class, config, merged["videos_kwargs"])
         self._around_videos = ("", "")
         if type(processor).__name__ in _WRITES_AROUND:
             self._around_videos = processor.vision_start_token, processor.vision_end_token
@@ -252,10 +249,10 @@ class TransformersImages(MultimodalProcessor):
         self.max_audio_s = 0.0 if self._audios is None else self._audios.max_s
 
     def _find_videos(
-        self, model_class: type[PreTrainedModel], config: Any, tokenizer: Any
+        self, model_class: type[PreTrainedModel], config: Any, options: dict[str, Any]
     ) -> "_Videos | None":
         """The processor of videos; None if there is none, or the model is not in `TAKES_VIDEO`."""
-        processor: Any = self._processor
+        processor, tokenizer = self._processor, self._processor.tokenizer
         spelled = (getattr(processor, n, "") for n in ("video_placeholder_token", "video_token"))
         placeholder: str = next(filter(None, spelled), "")
         if isinstance(processor, SmolVLMProcessor) and not _is_token(placeholder, tokenizer):
@@ -272,10 +269,6 @@ class TransformersImages(MultimodalProcessor):
         slots: dict[MediaKind, tuple[str, int]] = {"image": (self._slot, config.image_token_id)}
         if isinstance(own, int) and own != self.slot_id:
             slots = {"video": (tokenizer.convert_ids_to_tokens(own), own), **slots}
-        merged = processor._merge_kwargs(
-            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
-        )
-        options = merged["videos_kwargs"]
         if getattr(processor.video_processor, "cap_pixels_per_frame", 0) is None:
             options["cap_pixels_per_frame"] = False  # its default will change
         return _Videos(processor, options, placeholder, slots, self._hooks)
@@ -290,16 +283,6 @@ class TransformersImages(MultimodalProcessor):
 
     def limit(self, max_pixels: int) -> None:
         self.max_pixels = max_pixels
-
-    def _find_options(self, tokenizer: Any) -> dict[str, Any]:
-        """Options of the processor for images, and its other required arguments."""
-        merged = self._processor._merge_kwargs(
-            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
-        )
-        options = merged["images_kwargs"]
-        named = inspect.signature(self._processor._process_images).parameters.values()
-        more = {p.name for p in named if p.kind is not p.VAR_KEYWORD} & merged.keys()
-        return {name: merged[name] for name in more} | options
 
     def process(
         self,
@@ -338,19 +321,14 @@ class TransformersImages(MultimodalProcessor):
             for name in made
             if name in self._wanted
         }
-        indicators = self._find_indicators(str(text))
-        num_slots = len(indicators) or str(text).count(self._slot)
+        text = str(text)
+        spelled = "|".join(map(re.escape, (self._slot, *self._indicators)))
+        found = re.findall(spelled, text) if self._indicators else ()
+        indicators = tuple(self._indicators.get(each, -1) for each in found)
+        num_slots = len(indicators) or text.count(self._slot)
         if num_slots == 0:
             raise _unfit(image, "the image results in no tokens")
-        return ProcessedImage(
-            inputs, str(text), num_slots, indicators=indicators, slot_id=self.slot_id
-        )
-
-    def _find_indicators(self, text: str) -> tuple[int, ...]:
-        if not self._indicators:
-            return ()
-        spelled = "|".join(map(re.escape, (self._slot, *self._indicators)))
-        return tuple(self._indicators.get(found, -1) for found in re.findall(spelled, text))
+        return ProcessedImage(inputs, text, num_slots, indicators=indicators, slot_id=self.slot_id)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         if sum(image.kind == "image" for _, image in images) > 1:
@@ -361,7 +339,7 @@ class TransformersImages(MultimodalProcessor):
                 for name, image in images
             ]
         texts = [image.text for _, image in images]
-        processor: Any = self._processor
+        processor = self._processor
         if getattr(processor, "default_use_image_id", False):  # images and videos are numbered
             for kind, token in (("image", slot), ("video", self.video_placeholder)):
                 places = [i for i, (_, image) in enumerate(images) if image.kind == kind]
@@ -389,22 +367,21 @@ class TransformersImages(MultimodalProcessor):
 
     def positions(self, prompt: Prompt) -> Positions:
         """Positions by the model's hooks; () if they are the token indices."""
-        if not prompt.images and self._counts_text:
+        hooks = self._hooks
+        if not prompt.images and bool((hooks.positions([1, 2], ()) == torch.arange(2)).all()):
             return ()
-        rows = self._hooks.positions(prompt.token_ids, prompt.images)
+        rows = hooks.positions(prompt.token_ids, prompt.images)
         counted = torch.arange(rows.shape[1])
         return () if bool((rows == counted).all()) else tuple(map(tuple, rows.tolist()))
-
-    @property
-    def _counts_text(self) -> bool:
-        return bool((self._hooks.positions([1, 2], ()) == torch.arange(2)).all())
 
     @property
     def image_tokens(self) -> int:
         """Slots of a large image. Raises: UnsupportedCheckpoint if the processor cannot process a single image."""
         name = type(self._processor).__name__
-        area = self.max_pixels or _own_area(self._processor) or _SAMPLE_PIXELS
-        most = _most_slots(self._processor, area)
+        images = self._processor.image_processor
+        own = _own_area(images)
+        area = self.max_pixels or own or _SAMPLE_PIXELS
+        most = min(area, own) // (images.patch_size * images.merge_size) ** 2 if own else 0
         # Large images have the most tiles; one just above the limit is rounded up.
         areas = min(4 * area, max(area, _LARGEST_SAMPLE)), 1.3 * area
         # Wide and tall images have more tiles, or more rows with a token of their own.
@@ -429,24 +406,15 @@ class TransformersImages(MultimodalProcessor):
         return max(most, *(sample.num_slots for sample in samples))
 
 
+@dataclass(eq=False)
 class _Videos:
     """Videos of a checkpoint's processor."""
 
-    def __init__(
-        self,
-        processor: Any,
-        options: Mapping[str, Any],
-        placeholder: str,
-        slots: Mapping[MediaKind, tuple[str, int]],
-        hooks: PositionHooks,
-    ) -> None:
-        """`slots`: texts and ids of the slot tokens that a video may have."""
-        self._processor = processor
-        self._options = options
-        self.placeholder = placeholder
-        self._slots = slots
-        self._has_encoder = hooks.has_video_encoder
-        self._wanted = hooks.video_arguments() | _OF_POSITIONS
+    _processor: Any
+    _options: Mapping[str, Any]
+    placeholder: str
+    _slots: Mapping[MediaKind, tuple[str, int]]  #: texts and ids of slot tokens that a video may have
+    _hooks: PositionHooks
 
     def process(self, video: OpenVideo) -> ProcessedImage:
         """Raises: InvalidImage."""
@@ -470,17 +438,18 @@ class _Videos:
         except Exception as error:  # of any type
             raise _unfit_video(error) from error
         made, text = dict(made), str(text)
-        if not self._has_encoder and "pixel_values_videos" in made:
+        if not self._hooks.has_video_encoder and "pixel_values_videos" in made:
             made["pixel_values"] = made.pop("pixel_values_videos").flatten(0, 1)
         found: MediaKind | None = next(
             (kind for kind, (slot, _) in self._slots.items() if slot in text), None
         )
         if found is None:
             raise InvalidImage("The model's processor returned no tokens for this video.")
+        wanted = self._hooks.video_arguments() | _OF_POSITIONS
         inputs = {
             name: torch.as_tensor(x) if isinstance(x, list | tuple | np.ndarray) else x
             for name, x in made.items()
-            if name in self._wanted
+            if name in wanted
         }
         slot, slot_id = self._slots[found]
         return ProcessedImage(
@@ -619,18 +588,10 @@ def _has_areas(images: Any, size: Mapping[str, int]) -> bool:
     return size.keys() == {"shortest_edge", "longest_edge"} and hasattr(images, "merge_size")
 
 
-def _own_area(processor: Any) -> int:
+def _own_area(images: Any) -> int:
     """Pixels of the largest image that a processor makes, if it has that limit; else 0."""
-    images: Any = processor.image_processor
     size = {name: side for name, side in dict(images.size or {}).items() if side is not None}
     return size["longest_edge"] if _has_areas(images, size) else 0
-
-
-def _most_slots(processor: Any, area: int) -> int:
-    """Patches in an area, for processors of images of any size; else 0."""
-    images: Any = processor.image_processor
-    own = _own_area(processor)
-    return min(area, own) // (images.patch_size * images.merge_size) ** 2 if own else 0
 
 
 def _scale(image: Image.Image, most: int) -> Image.Image:
@@ -685,19 +646,3 @@ def in_words(number: int) -> str:
 
 _of_smolvlm: Any = processing_smolvlm
 _of_smolvlm.num2words = _of_smolvlm.num2words or in_words  # an optional package
-
-
-def _load_processor(directory: Path) -> ProcessorMixin:
-    try:
-        processor = AutoProcessor.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # of any type
-        reason = " ".join(str(error).split())[:300]
-        raise UnsupportedCheckpoint(
-            f"transformers cannot load the checkpoint's image processor: {reason}"
-        ) from error
-    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
-        raise UnsupportedCheckpoint("the checkpoint has a tokenizer, but no image processor")
-    _spell(processor)
-    return processor

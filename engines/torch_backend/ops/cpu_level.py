@@ -94,11 +94,8 @@ def choose_level() -> CpuLevel:
     capability = torch.backends.cpu.get_cpu_capability()
     allowed: Sequence[CpuLevel] = LEVELS
     if platform.machine() in _X86 and not capability.startswith("AVX512"):
-        allowed = (
-            [x for x in LEVELS if _V4_PARTS[0] not in x.needs]
-            if capability == "AVX2"
-            else LEVELS[-1:]
-        )
+        is_avx2 = capability == "AVX2"
+        allowed = [x for x in LEVELS if _V4_PARTS[0] not in x.needs] if is_avx2 else LEVELS[-1:]
     level = next(level for level in allowed if not level.lacks())
     if level.max_rounded_tokens and "amx_bf16" in cpu_flags():
         return replace(level, max_rounded_tokens=level.max_float_tokens)
@@ -106,25 +103,14 @@ def choose_level() -> CpuLevel:
 
 
 @cache
-def cpu_model() -> str:
-    """The name of the processor in Linux; empty elsewhere."""
+def cpu_flags() -> frozenset[str]:
+    return frozenset(read_cpuinfo("flags", "Features").split())
+
+
+def read_cpuinfo(*names: str) -> str:
+    """The first value of one of these fields, such as `model name`, in Linux; empty elsewhere."""
     try:
-        text = CPUINFO.read_text(encoding="utf-8")
+        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    found = (
-        line.partition(":")[2].strip()
-        for line in text.splitlines()
-        if line.startswith("model name")
-    )
-    return next(found, "")
-
-
-@cache
-def cpu_flags() -> frozenset[str]:
-    try:
-        text = CPUINFO.read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
-    return frozenset(next(lines, "").split())
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")

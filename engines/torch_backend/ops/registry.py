@@ -81,9 +81,8 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     name: str
-    build: Callable[
-        [Site], Any
-    ]  #: a function with the reference's signature; may raise any exception
+    #: A function with the reference's signature; may raise any exception.
+    build: Callable[[Site], Any]
     lacks: Callable[[Site], str]  #: why it is not supported; empty if it is
     #: Allowed difference relative to the largest number.
     tolerance: Callable[[Site], float] = lambda site: site.tolerance
@@ -145,15 +144,6 @@ class Ops:
         found = self.chosen[name]
         return found != REFERENCE if candidate is None else found == candidate
 
-    def without(self, *names: str) -> "Ops":
-        """A copy with references for some operators."""
-        references = {name: self.registered[name].reference for name in names}
-        return replace(
-            self,
-            chosen={**self.chosen, **dict.fromkeys(names, REFERENCE)},
-            functions={**self.functions, **references},
-        )
-
 
 @cache
 def discover() -> tuple[Op, ...]:
@@ -205,25 +195,15 @@ def check_disabled(names: Collection[str]) -> None:
         )
 
 
-def references(site: Site) -> Ops:
-    registered = {op.name: op for op in discover()}
-    functions = {name: op.reference for name, op in registered.items()}
-    return Ops(site, dict.fromkeys(registered, REFERENCE), functions, registered)
-
-
 @cache
 def cpu_ops(
     mode: CpuKernels, level: CpuLevel | None = None, disabled: frozenset[str] = frozenset()
 ) -> Ops:
     """Operators for a CPU level, by default this machine's; tested once per process."""
     site = Site(torch.device("cpu"), cpu_kernels=mode, level=level or choose_level())
-    ops = references(site) if mode == "off" else choose(site, disabled)
+    ops = choose(site, disabled)
     if mode != "off" and "cpu" not in disabled and not ops.is_native:
-        reasons = {
-            c.lacks(site)
-            for op in ops.registered.values()
-            for c in op.candidates
-            if c.name == "cpu"
-        }
-        logger.warning("no CPU kernels, torch computes instead: %s", "; ".join(sorted(reasons)))
+        native = [c for op in ops.registered.values() for c in op.candidates if c.name == "cpu"]
+        reasons = sorted({candidate.lacks(site) for candidate in native})
+        logger.warning("no CPU kernels, torch computes instead: %s", "; ".join(reasons))
     return ops

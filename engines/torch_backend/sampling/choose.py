@@ -92,18 +92,20 @@ class SampleParams:
         device: torch.device,
     ) -> "SampleParams":
         """`positions`: of the tokens to sample, counted from the first output token."""
-        integers = torch.tensor(
-            [[signed(stream_key(p.seed, i)) for p, i in zip(params, positions, strict=True)],
-             [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]]
-        ).to(device)  # fmt: skip
-        numbers = torch.tensor(
-            [
-                [max(p.temperature, LEAST_TEMPERATURE) for p in params],
-                [min(p.top_p, 1.0) for p in params],
-                [p.min_p for p in params],
-            ]
-        ).to(device)
+        rows = [row_of(p, i, vocab_size) for p, i in zip(params, positions, strict=True)]
+        columns = list(zip(*rows, strict=True))
+        integers, numbers = (torch.tensor(x).to(device) for x in (columns[:2], columns[2:]))
         return cls(*integers, *numbers)
+
+
+def row_of(
+    params: SamplingParams, position: int, vocab_size: int
+) -> tuple[int, int, float, float, float]:
+    """A row of `SampleParams`."""
+    top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+    temperature = max(params.temperature, LEAST_TEMPERATURE)
+    key = signed(stream_key(params.seed, position))
+    return key, top_k, temperature, min(params.top_p, 1.0), params.min_p
 
 
 def is_truncated(params: SamplingParams) -> bool:

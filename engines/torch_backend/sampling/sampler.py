@@ -10,6 +10,9 @@ before all of these, as OpenAI reports them.
 Shape letters: B rows, V vocabulary.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -37,45 +40,30 @@ def sample(
     logits = logits.float()
     scores = _adjust(logits, sequences, positions)
     best, token_ids = scores.max(dim=-1)
-    _check_finite(best, sequences)
+    for is_finite, sequence in zip(best.isfinite().tolist(), sequences, strict=True):
+        if not is_finite:
+            raise SequenceFailure(sequence.request_id, NOT_FINITE)
     sampled = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
     if sampled:
         rows = torch.tensor(sampled, device=logits.device)
         params = [sequences[row].sampling for row in sampled]
-        token_ids[rows] = _sample_random(scores[rows], params, [positions[row] for row in sampled])
+        places = [positions[row] for row in sampled]
+        how = SampleParams.create(params, places, scores.shape[1], scores.device)
+        is_any_truncated = any(map(is_truncated, params))
+        token_ids[rows] = sample_random(scores[rows], how, truncated=is_any_truncated)
     choices = [TokenChoice(token_id) for token_id in token_ids.tolist()]
     _add_logprobs(choices, logits, sequences)
     return choices
 
 
-def _check_finite(best: Tensor, sequences: list[Sequence]) -> None:
-    """Raises: SequenceFailure for a row whose best score is not finite."""
-    for is_finite, sequence in zip(best.isfinite().tolist(), sequences, strict=True):
-        if not is_finite:
-            raise SequenceFailure(sequence.request_id, NOT_FINITE)
-
-
 def _adjust(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
     """Scores with bias and penalties; `logits` itself if no request has any. Shapes: (B, V), kept."""
     scores = logits
-    biased = [row for row, sequence in enumerate(sequences) if sequence.sampling.logit_bias]
-    if biased:
-        scores = _add_bias(scores.clone(), sequences, biased)
-    penalised = [row for row, sequence in enumerate(sequences) if has_penalty(sequence.sampling)]
-    if penalised:
-        scores = _penalise(scores.clone(), sequences, penalised)
-    early = [
-        row
-        for row, sequence in enumerate(sequences)
-        if positions[row] < sequence.sampling.min_tokens
-    ]
-    if early:
-        scores = _forbid_end(scores.clone(), sequences, early)
-    limited = [row for row, sequence in enumerate(sequences) if sequence.sampling.allowed_token_ids]
-    if limited:
-        scores = _allow_only(scores.clone(), sequences, limited)
-    held = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
-    return apply_masks(scores, sequences, held) if held else scores
+    for is_asked, adjust in _ADJUSTMENTS:
+        rows = [row for row, each in enumerate(sequences) if is_asked(each, positions[row])]
+        if rows:
+            scores = adjust(scores if scores is not logits else logits.clone(), sequences, rows)
+    return scores
 
 
 def _allow_only(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
@@ -106,7 +94,7 @@ _FORBIDDEN = ~torch.from_numpy(
 )
 
 
-def apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
+def _apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
     """Mask the tokens that the rows' grammars exclude. Shapes: (B, V), kept.
 
     Raises: SequenceFailure.
@@ -116,8 +104,7 @@ def apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> T
     forbidden = _FORBIDDEN.to(scores.device)[values.long()].view(len(rows), -1)
     forbidden = forbidden[:, : scores.shape[1]]
     if len(rows) == len(scores):
-        return scores.masked_fill(forbidden, -torch.inf)
-    scores = scores.clone()
+        return scores.masked_fill_(forbidden, -torch.inf)
     scores[rows] = scores[rows].masked_fill(forbidden, -torch.inf)
     return scores
 
@@ -132,24 +119,14 @@ def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
 
 def needs_host(sequence: Sequence) -> bool:
     """Whether sampling needs the host: for earlier tokens, or for log probabilities."""
-    sampling = sequence.sampling
-    return (
-        sequence.constraint is not None
-        or has_penalty(sampling)
-        or bool(sampling.logit_bias)
-        or bool(sampling.allowed_token_ids)
-        or sampling.num_logprobs is not None
-        or sampling.min_tokens > 0
-    )
+    is_adjusted = any(is_asked(sequence, 0) for is_asked, _ in _ADJUSTMENTS)
+    return is_adjusted or sequence.sampling.num_logprobs is not None
 
 
-def has_penalty(sampling: SamplingParams) -> bool:
+def _has_penalty(sampling: SamplingParams) -> bool:
     """Whether earlier tokens change the scores."""
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.frequency_penalty != 0.0
-        or sampling.presence_penalty != 0.0
-    )
+    given = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    return given != (1.0, 0.0, 0.0)
 
 
 def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
@@ -169,18 +146,22 @@ def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
     return scores
 
 
+#: In order: whether a sequence asks for it at an output position, and the function, which changes scores in place.
+_ADJUSTMENTS: tuple[tuple[Callable[[Sequence, int], Any], Callable[..., Tensor]], ...] = (
+    (lambda sequence, _: sequence.sampling.logit_bias, _add_bias),
+    (lambda sequence, _: _has_penalty(sequence.sampling), _penalise),
+    (lambda sequence, position: position < sequence.sampling.min_tokens, _forbid_end),
+    (lambda sequence, _: sequence.sampling.allowed_token_ids, _allow_only),
+    (lambda sequence, _: sequence.constraint is not None, _apply_masks),
+)
+
+
 def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Distinct tokens of a sequence, the divisors of their scores, and the amounts to subtract."""
     counts = sequence.token_counts
     if counts is None:
         counts = sequence.token_counts = TokenCounts(sequence)
     return counts.follow(sequence)
-
-
-def _sample_random(scores: Tensor, params: list[SamplingParams], positions: list[int]) -> Tensor:
-    """Sample a token per row. Shapes: (B, V); returns (B,)."""
-    how = SampleParams.create(params, positions, scores.shape[1], scores.device)
-    return sample_random(scores, how, truncated=any(map(is_truncated, params)))
 
 
 def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Sequence]) -> None:

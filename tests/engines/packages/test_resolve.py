@@ -15,7 +15,7 @@ from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import UnsupportedCheckpoint
 from engines.packages import resolve as module
 from engines.packages.resolve import ModelUnavailable, default_name, resolve_model
-from engines.torch_backend.models.registry import read_config
+from engines.torch_backend.models.registry import find_family
 from tests.factories_hub import REPO, Hub, Repository, use_hub
 
 
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_hub_id_is_downloaded_without_what_is_not_needed(hub: Hub) -> None:
     directory = resolve_model(REPO)
 
-    assert read_config(directory).text.hidden_size == 64
+    assert find_family(directory)[1].text.hidden_size == 64
     names = {path.name for path in directory.rglob("*")}
     assert {"model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
     assert not names & {"README.md", "pytorch_model.bin", "onnx"}
@@ -89,9 +89,9 @@ def test_a_revision_is_pinned_by_name_and_by_commit(hub: Hub, tmp_path: Path) ->
     commit = hub.repositories[REPO].commit("v1")
 
     for revision in ("v1", commit):
-        config = read_config(resolve_model(f"{REPO}@{revision}"))
+        config = find_family(resolve_model(f"{REPO}@{revision}"))[1]
         assert config.vision_feature_layers == (-1,)
-    assert read_config(resolve_model(REPO)).vision_feature_layers == (-2,)
+    assert find_family(resolve_model(REPO))[1].vision_feature_layers == (-2,)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_model_that_cannot_be_run_is_refused_before_its_weights_are_downloaded
     seen: list[int] = []
 
     def check(directory: Path, num_weight_bytes: int) -> None:
-        assert read_config(directory).text.hidden_size == 64
+        assert find_family(directory)[1].text.hidden_size == 64
         seen.append(num_weight_bytes)
         raise UnsupportedCheckpoint("not here")
 

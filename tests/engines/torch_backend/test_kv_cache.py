@@ -24,7 +24,7 @@ def plan(free: int = 1 << 40, **changes: int):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_block_is_as_large_as_its_tensors(dtype):
     pool = KVCachePool(TEXT, 10, 16, dtype, torch.device("cpu"))
-    assert pool.num_bytes == 10 * bytes_per_block(TEXT, 16, dtype)
+    assert pool.data.nbytes == 10 * bytes_per_block(TEXT, 16, dtype)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ class AwqReader(Reader):
             raise config.refuse("group_size", "is 0; give -1 for one group of all inputs")
 
     def layout(self, linear: StoredLinear) -> Layout:
-        """The layout of a layer, from its headers."""
         num_inputs, num_words = linear.expect_matrix("qweight", "I32")
         num_outputs = num_words * 8
         size = num_inputs if self._group_size == -1 else self._group_size

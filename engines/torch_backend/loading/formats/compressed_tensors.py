@@ -150,7 +150,7 @@ def _read_scheme(group: Fields) -> _Scheme:
 
 def _layout(linear: StoredLinear, scheme: _Scheme) -> Layout:
     if scheme.kind == "float":
-        return scaled_layout(linear, "weight_scale", scheme.block, "F8_E4M3")
+        return scaled_layout(linear, "weight_scale", scheme.block)
     if "weight_packed" in linear.parts:
         num_outputs, num_words = linear.expect_matrix("weight_packed", "I32")
         linear.expect("weight_shape", (2,), "I64", "I32")
@@ -168,21 +168,14 @@ def _layout(linear: StoredLinear, scheme: _Scheme) -> Layout:
         known += [(num_outputs,), (1,), (), (1, 1)]
     if shape not in known:
         raise linear.refuse("weight_scale", f"is {shape}, but other tensors require {known[0]}")
-    _zeros_shape(linear, scheme, shape)
+    if not scheme.is_symmetric and _has_packed_zeros(linear, scheme):
+        num_words = -(-shape[0] * scheme.bits // 32)
+        linear.expect("weight_zero_point", (num_words, shape[1]), "I32")
+    elif not scheme.is_symmetric:
+        linear.expect("weight_zero_point", shape, "I8")
     if "weight_g_idx" in linear.parts:
         linear.expect("weight_g_idx", (num_inputs,), "I32", "I64")
     return Layout((num_outputs, num_inputs), scheme.bits, size, scheme.is_symmetric)
-
-
-def _zeros_shape(linear: StoredLinear, scheme: _Scheme, scales: tuple[int, ...]) -> None:
-    """Raises: UnsupportedCheckpoint if the zero points do not match the scheme."""
-    if scheme.is_symmetric:
-        return
-    if _has_packed_zeros(linear, scheme):
-        num_words = -(-scales[0] * scheme.bits // 32)
-        linear.expect("weight_zero_point", (num_words, scales[1]), "I32")
-    else:
-        linear.expect("weight_zero_point", scales, "I8")
 
 
 def _has_packed_zeros(linear: StoredLinear, scheme: _Scheme) -> bool:

@@ -27,13 +27,13 @@ class Fp8Reader(Reader):
         self.name = "FP8" if self._block is None else "FP8 in blocks of {}x{}".format(*self._block)
 
     def layout(self, linear: StoredLinear) -> Layout:
-        """The layout of a layer, from its headers."""
-        name = next(name for name in self.marker if name in linear.parts)
-        return scaled_layout(linear, name, self._block, "F8_E4M3")
+        return scaled_layout(linear, self._scale_name(linear), self._block)
 
     def read(self, linear: StoredLinear) -> Tensor:
-        name = next(name for name in self.marker if name in linear.parts)
-        return scaled(linear, name, self._block)
+        return scaled(linear, self._scale_name(linear), self._block)
+
+    def _scale_name(self, linear: StoredLinear) -> str:
+        return next(name for name in self.marker if name in linear.parts)
 
 
 def check_block(config: Fields, name: str) -> tuple[int, int] | None:
@@ -47,11 +47,9 @@ def check_block(config: Fields, name: str) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def scaled_layout(
-    linear: StoredLinear, scale: str, block: tuple[int, int] | None, *kinds: str
-) -> Layout:
+def scaled_layout(linear: StoredLinear, scale: str, block: tuple[int, int] | None) -> Layout:
     """The layout of a layer with scaled weights. Raises: UnsupportedCheckpoint."""
-    num_outputs, num_inputs = linear.expect_matrix("weight", *kinds)
+    num_outputs, num_inputs = linear.expect_matrix("weight", "F8_E4M3")
     shape = linear.expect(scale, None, *FLOATS).shape
     known = [(), (1,), (1, 1), (num_outputs,), (num_outputs, 1)]
     if block is not None:
@@ -62,11 +60,9 @@ def scaled_layout(
     return Layout((num_outputs, num_inputs))
 
 
-def scaled(
-    linear: StoredLinear, name: str, block: tuple[int, int] | None, weights: str = "weight"
-) -> Tensor:
+def scaled(linear: StoredLinear, name: str, block: tuple[int, int] | None) -> Tensor:
     """Weights times their scales. Shapes: returns float32 (N, K)."""
-    weight = linear.read(weights).float()
+    weight = linear.read("weight").float()
     scale = linear.read(name).float()
     if block is None:
         return weight.mul_(scale.view(-1, 1))

@@ -59,7 +59,11 @@ class GgufTensor(StoredTensor):
             raw = raw.view(self.shape[0], -1)
         else:
             raw = finite(self.name, raw.view(FLOATS[self.ggml_type][1]).view(self.shape))
-        return raw if self.num_heads == 0 else _as_halves(raw, self.num_heads)
+        if self.num_heads == 0:
+            return raw
+        # outputs of a head in transformers' order
+        rows = raw.unflatten(0, (self.num_heads, -1, 2)).transpose(1, 2)
+        return rows.reshape(raw.shape)
 
 
 class GgufReader(Reader):
@@ -94,10 +98,8 @@ class GgufReader(Reader):
     def read(self, linear: StoredLinear) -> Integers | Tensor:
         """The weights of a layer: integers, or float16 (N, K)."""
         kind, rows = _tensor(linear).ggml_type, linear.read("weight")
-        if kind == _Q4_0:
-            return _q4_0(rows)
-        if kind == _Q4_1:
-            return _q4_1(rows)
+        if kind in (_Q4_0, _Q4_1):
+            return _q4(rows, kind)
         if kind == _Q4_K:
             return _q4_k(rows)
         num_outputs, num_inputs = self.layout(linear).shape
@@ -115,24 +117,16 @@ def _tensor(linear: StoredLinear) -> GgufTensor:
     return tensor
 
 
-def _as_halves(rows: Tensor, num_heads: int) -> Tensor:
-    """Outputs of a head in transformers' order. Shapes: any of N rows, kept."""
-    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+def _q4(rows: Tensor, kind: int) -> Integers:
+    """Blocks of a scale, in Q4_1 an offset, and 32 integers; a byte has the integers i and i + 16.
 
-
-def _q4_0(rows: Tensor) -> Integers:
-    """Blocks of a scale and 32 integers; a byte has the integers i and i + 16. Shapes: uint8 (N, bytes of a row)."""
-    blocks = rows.unflatten(1, (-1, 18))
-    scale = _halves(blocks, 0, 1)[..., 0].t()
-    return Integers(_nibbles(blocks[..., 2:]), 4, _GROUP, scale.contiguous(), None)
-
-
-def _q4_1(rows: Tensor) -> Integers:
-    """Q4_0 with an offset after the scale. Shapes: uint8 (N, bytes of a row)."""
-    blocks = rows.unflatten(1, (-1, 20))
-    scale, base = _halves(blocks, 0, 2).unbind(-1)
-    values = _nibbles(blocks[..., 4:])
-    return Integers(values, 4, _GROUP, scale.t().contiguous(), None, base=base.t().contiguous())
+    Shapes: uint8 (N, bytes of a row).
+    """
+    num_halves = 1 if kind == _Q4_0 else 2
+    blocks = rows.unflatten(1, (-1, GGML_BLOCK[kind][1]))
+    scale, *base = (x.t().contiguous() for x in _halves(blocks, num_halves).unbind(-1))
+    values = _nibbles(blocks[..., 2 * num_halves :])
+    return Integers(values, 4, _GROUP, scale, None, base=base[0] if base else None)
 
 
 def _q5(rows: Tensor, kind: int) -> Tensor:
@@ -142,7 +136,7 @@ def _q5(rows: Tensor, kind: int) -> Tensor:
     """
     blocks = rows.unflatten(1, (-1, GGML_BLOCK[kind][1]))
     num_halves = 1 if kind == _Q5_0 else 2
-    scale, *rest = _halves(blocks, 0, num_halves).split(1, -1)
+    scale, *rest = _halves(blocks, num_halves).split(1, -1)
     base = rest[0] if rest else -16 * scale
     high, low = blocks[..., 2 * num_halves :].split((4, 16), -1)
     bits = (high[..., None] >> torch.arange(8, dtype=torch.uint8, device=rows.device)) & 1
@@ -156,7 +150,7 @@ def _q4_k(rows: Tensor) -> Integers:
     Shapes: uint8 (N, bytes of a row).
     """
     blocks = rows.unflatten(1, (-1, 144))
-    of_scales, of_bases = _halves(blocks, 0, 2).unbind(-1)
+    of_scales, of_bases = _halves(blocks, 2).unbind(-1)
     low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat([low & 63, (rest & 15) | (low >> 6 << 4)], -1)
     bases = torch.cat([high & 63, (rest >> 4) | (high >> 6 << 4)], -1)
@@ -167,10 +161,9 @@ def _q4_k(rows: Tensor) -> Integers:
     return Integers(values, 4, _GROUP, scale.t().contiguous(), None, base=base.t().contiguous())
 
 
-def _halves(blocks: Tensor, start: int, count: int) -> Tensor:
-    """`count` float16 numbers of every block from index `start`. Shapes: returns float32 (N, blocks, count)."""
-    octets = blocks[..., 2 * start : 2 * (start + count)].contiguous()
-    return octets.view(torch.float16).float()
+def _halves(blocks: Tensor, count: int) -> Tensor:
+    """The first `count` float16 numbers of every block. Shapes: returns float32 (N, blocks, count)."""
+    return blocks[..., : 2 * count].contiguous().view(torch.float16).float()
 
 
 def _nibbles(octets: Tensor) -> Tensor:

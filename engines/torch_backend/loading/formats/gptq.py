@@ -37,7 +37,6 @@ class GptqReader(Reader):
         self.name = f"GPTQ of {self._bits} bits"
 
     def layout(self, linear: StoredLinear) -> Layout:
-        """The layout of a layer, from its headers."""
         per_word = 32 // self._bits
         num_words, num_outputs = linear.expect_matrix("qweight", "I32")
         num_inputs = num_words * per_word

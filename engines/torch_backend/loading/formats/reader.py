@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engines.torch_backend.layers.linear import choose_group_size, pack_pairs
+from engines.torch_backend.layers.linear import METHODS, choose_group_size, pack_pairs
 from engines.torch_backend.loading.stored_tensors import StoredTensor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 
@@ -42,10 +42,7 @@ class Layout:
         num_outputs, num_inputs = self.shape
         if self.form == "float":
             return num_outputs * num_inputs * dtype.itemsize
-        if self.form == "int8":
-            return num_outputs * num_inputs + num_outputs * dtype.itemsize
-        num_groups = num_inputs // (choose_group_size(self.group_size) or num_inputs)
-        return num_outputs * num_inputs // 2 + 2 * num_groups * num_outputs * dtype.itemsize
+        return METHODS[self.form].num_bytes(self.shape, dtype, choose_group_size(self.group_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +147,7 @@ class Reader(ABC):
         candidates: dict[str, dict[str, StoredTensor]] = {}
         others: list[StoredTensor] = []
         for tensor in stored:
-            name, part = self.part_of(tensor.name)
+            name, _, part = tensor.name.rpartition(".")
             if part in self.part_names:
                 candidates.setdefault(name, {})[part] = tensor
             elif part not in self.ignored:
@@ -162,11 +159,6 @@ class Reader(ABC):
             else:
                 others += parts.values()
         return linears, others
-
-    def part_of(self, name: str) -> tuple[str, str]:
-        """The linear layer that a tensor belongs to, and the tensor's name in the layer."""
-        head, _, part = name.rpartition(".")
-        return head, part
 
     @abstractmethod
     def layout(self, linear: StoredLinear) -> Layout:

@@ -44,6 +44,8 @@ _SIZES = ("sliding_window", "attention_chunk_size")
 #: Norms of queries and keys, per head.
 HeadNorms = tuple[RMSNorm | None, RMSNorm | None]
 NO_NORMS: HeadNorms = (None, None)
+#: Queries, keys and values. Shapes: (1, H, N, D), (1, K, N, D), (1, K, N, E).
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,9 @@ def attend(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' interface. Shapes: query (1, H, N, D), key (1, K, N, D), value (1, K, N, E); returns (1, N, H, E)."""
+    """Transformers' interface. Shapes: as `QKV`; returns (1, N, H, E)."""
     pages: Any = module.pages
-    return pages(module, query, key, value, attention_mask, options), None
+    return pages((query, key, value), options, module, attention_mask), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
@@ -115,16 +117,11 @@ class Probe:
         self._keys: list[Tensor] = []  # kept alive, so that addresses are not reused
 
     def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
+        self, qkv: QKV, options: dict[str, Any], module: nn.Module, mask: Tensor | None
     ) -> Tensor:
         """Shapes: as `attend`."""
         self._refuse(module, mask, options)
+        query, key, value = qkv
         kind = layer_type(module)
         config: Any = module.config
         scale = options.get("scaling")
@@ -227,20 +224,9 @@ class Rotation:
     def __call__(self, x: Tensor) -> Tensor:
         """Queries or keys with the rotation applied. Shapes: (N, heads, D); returns the same."""
         turned = rotate(x[..., : self.width], *self.tables(x.dtype))
-        return (
-            turned
-            if self.width == x.shape[-1]
-            else torch.cat([turned, x[..., self.width :]], dim=-1)
-        )
-
-
-def split_rotated(
-    qkv: Tensor, heads: tuple[int, int], rotation: Rotation | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a joined projection. Shapes: (N, (H + 2 K) D); returns (N, H, D), two (N, K, D)."""
-    sizes = [heads[0], heads[1], heads[1]]
-    query, key, value = qkv.view(len(qkv), sum(sizes), -1).split(sizes, dim=1)
-    return (query, key, value) if rotation is None else (rotation(query), rotation(key), value)
+        if self.width == x.shape[-1]:
+            return turned
+        return torch.cat([turned, x[..., self.width :]], dim=-1)
 
 
 class PagedStep:
@@ -275,32 +261,17 @@ class PagedLayer:
         self._pool = pool
         self._place = place
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def __call__(self, qkv: QKV, options: dict[str, Any], *_: Any) -> Tensor:
         """Shapes: as `attend`. A layer that shares another layer's keys and values writes them again."""
-        width, num_heads = self.step.pools[self._pool].head_dim, query.shape[1]
-        parts = [_widened(x[0].transpose(0, 1), width) for x in (query, key, value)]
-        qkv = torch.cat(parts, dim=1).flatten(1)
-        attend = self.step.attend(self._pool, num_heads, None, query.dtype)
+        width, num_heads = self.step.pools[self._pool].head_dim, self.spec.num_heads
+        joined = torch.cat([_widened(x[0].transpose(0, 1), width) for x in qkv], dim=1).flatten(1)
+        attend = self.step.attend(self._pool, num_heads, None, qkv[0].dtype)
         form = replace(self.spec.form(), rotates=False, sinks=options.get("s_aux"))
-        out = attend(self._place, qkv, form).view(1, len(qkv), num_heads, width)
+        out = attend(self._place, joined, form).view(1, len(joined), num_heads, width)
         return out[..., : self.spec.value_dim]
 
     def attend(
-        self,
-        module: nn.Module,
-        qkv: Tensor,
-        heads: tuple[int, int],
-        rotation: Rotation | None,
-        dtype: torch.dtype,
-        norms: HeadNorms = NO_NORMS,
+        self, qkv: Tensor, rotation: Rotation | None, dtype: torch.dtype, norms: HeadNorms
     ) -> Tensor:
         """Like `__call__`, for queries and keys before rotation and `norms`; may modify `qkv`.
 
@@ -309,11 +280,14 @@ class PagedLayer:
         Shapes: (N, (H + 2 K) D); returns (N, H D).
         """
         if self.takes_norms(rotation):
-            attend = self.step.attend(self._pool, heads[0], rotation, dtype)
+            attend = self.step.attend(self._pool, self.spec.num_heads, rotation, dtype)
             return attend(self._place, qkv, self.spec.form(norms, rotation is not None))
-        parts = split_rotated(qkv.to(dtype), heads, rotation)
+        sizes = [self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads]
+        parts = qkv.to(dtype).view(len(qkv), sum(sizes), -1).split(sizes, dim=1)
+        if rotation is not None:
+            parts = rotation(parts[0]), rotation(parts[1]), parts[2]
         query, key, value = (x.transpose(0, 1)[None] for x in parts)
-        return self(module, query, key, value, None, {})[0].flatten(1).to(qkv.dtype)
+        return self((query, key, value), {})[0].flatten(1).to(qkv.dtype)
 
     def takes_norms(self, rotation: Rotation | None) -> bool:
         """Whether the operator accepts the joined projection and applies the head norms."""

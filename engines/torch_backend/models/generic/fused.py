@@ -10,7 +10,7 @@ Shape letters: N tokens, C width, H query heads, K key/value heads, D head width
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,12 @@ from engines.torch_backend.layers.linear_group import LinearGroup, Stream
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.models.generic.attention import (
     NO_NORMS,
+    QKV,
     HeadNorms,
     LayerSpec,
+    PagedLayer,
     Rotation,
     counts_by_cache,
-    split_rotated,
 )
 from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProducts
 from engines.torch_backend.ops.linear.reference import Prologue
@@ -109,17 +110,6 @@ class Watched:
 
 
 # -- norms
-class Norm:
-    """Replaces the forward pass of an RMS norm."""
-
-    def __init__(self, norm: RMSNorm) -> None:
-        self.norm = norm
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Shapes: (..., C), kept."""
-        return self.norm(hidden_states)
-
-
 def find_norm(module: nn.Module) -> RMSNorm | None:
     """The RMS norm that a module computes, with `weight` or `1 + weight` as its gain; None for other modules."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -130,7 +120,7 @@ def find_norm(module: nn.Module) -> RMSNorm | None:
         for gain in (weight, (1 + weight.float()).to(weight.dtype)):
             norm = RMSNorm(len(weight), eps).requires_grad_(False)
             norm.weight.data = gain
-            inputs = [size * _random(1, 2, len(weight)) for size in _SIZES]
+            inputs = [size * _random(1, 2, len(weight)).to(weight.device) for size in _SIZES]
             if all(_gives(lambda x=x: [module(x)], [norm(x)]) for x in inputs):
                 return norm
     return None
@@ -146,15 +136,12 @@ class GatedParts:
     output: str
     gate: Callable[[Tensor], Tensor]
 
-    def build(self) -> "Gated":
-        """For normalised inputs."""
-        return Gated(self)
-
 
 class Gated:
     """Replaces the forward pass of a gated feed-forward."""
 
     def __init__(self, parts: GatedParts, norm: RMSNorm | None = None) -> None:
+        """`norm`: of the inputs; None if they are normalised."""
         self.gate_up = _group(parts.module, parts.inputs, Prologue(norm=norm))
         self.down = _group(parts.module, (parts.output,), Prologue(gate=parts.gate))
         self.linears = (self.gate_up, self.down)
@@ -183,7 +170,7 @@ def find_gated(module: nn.Module, watched: Watched) -> GatedParts | None:
     gate = _known_activation(others[0])
     for order in (names, names[::-1]) if len(names) > 1 else (names,):
         parts = GatedParts(module, tuple(order), output, gate)
-        if _gives(lambda parts=parts: [parts.build()(x)], expected):
+        if _gives(lambda parts=parts: [Gated(parts)(x)], expected):
             return parts
     return None
 
@@ -203,26 +190,20 @@ class AttentionParts:
     spec: LayerSpec
     inputs: tuple[str, ...]
     output: str
-    norms: tuple[
-        tuple[int, nn.Module, bool], ...
-    ]  #: which of (q, k, v), the module, whether per head
+    #: Which of (q, k, v), the module, whether per head.
+    norms: tuple[tuple[int, nn.Module, bool], ...]
     rotated: int
-
-    def build(self) -> "Attention":
-        """For normalised inputs."""
-        return Attention(self)
 
 
 class Attention:
     """Replaces the forward pass of an attention layer."""
 
     def __init__(self, parts: AttentionParts, norm: RMSNorm | None = None) -> None:
+        """`norm`: of the inputs; None if they are normalised."""
         self._parts = parts
         self._module: Any = parts.module
         spec = parts.spec
-        self._norms, self._rotated = parts.norms, parts.rotated
         self.head_norms = _head_norms(parts)
-        self._heads = (spec.num_heads, spec.num_kv_heads)
         self._widths = [n * spec.key_dim for n in (spec.num_heads, *[spec.num_kv_heads] * 2)]
         self.qkv = _group(parts.module, parts.inputs, Prologue(norm=norm))
         self.out = _group(parts.module, (parts.output,))
@@ -238,23 +219,22 @@ class Attention:
     def mix(self, qkv: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
         """Run the attention operator. Shapes: (N, (H + 2 K) D); returns (N, H D)."""
         rotation, norms = self.rotation(options), self.head_norms
-        if self._norms and (norms is None or not self.pages.takes_norms(rotation)):
+        if self._parts.norms and (norms is None or not self.pages.takes_norms(rotation)):
             self._norm(qkv)
             norms = None
-        norms = norms or NO_NORMS
-        return self.pages.attend(self._module, qkv, self._heads, rotation, dtype, norms)
+        return self.pages.attend(qkv, rotation, dtype, norms or NO_NORMS)
 
     def _norm(self, qkv: Tensor) -> None:
-        for place, norm, is_by_head in self._norms:
+        for place, norm, is_by_head in self._parts.norms:
             part = qkv.split(self._widths, dim=1)[place]
             shape = (1, len(qkv), -1, self._parts.spec.key_dim) if is_by_head else (1, *part.shape)
             part.copy_(norm(part.reshape(shape)).view(part.shape))
 
     def rotation(self, options: dict[str, Any]) -> Rotation | None:
-        if not self._rotated:
+        if not self._parts.rotated:
             return None
         cos, sin = options["position_embeddings"]
-        return Rotation(cos, sin, self._rotated)
+        return Rotation(cos, sin, self._parts.rotated)
 
     @property
     def pages(self) -> Any:
@@ -294,50 +274,25 @@ def find_attention(module: nn.Module, spec: LayerSpec, watched: Watched) -> Atte
             return None
         norms.append((places[0], find_norm(child) or child, each.input.dim() == 4))
     angles: Any = call.kwargs.get("position_embeddings")
-    widths, given = [0], {}
-    if _are_angles(angles):
-        widths, given = [angles[0].shape[-1], 0], {"position_embeddings": _random_angles(angles)}
+    widths = [angles[0].shape[-1], 0] if _are_angles(angles) else [0]
+    names = tuple(name for name, _ in inputs)
+    found = [AttentionParts(module, spec, names, outputs[0], tuple(norms), n) for n in widths]
     x = _random(*call.input.shape).to(call.input)
-    recorder: Any = _Recorder(spec)
-    pages, module.pages = module.pages, recorder
-    try:
-        expected = [call.again(module, x, **given), *recorder.take()]
-        names = tuple(name for name, _ in inputs)
-        for width in widths:
-            parts = AttentionParts(module, spec, names, outputs[0], tuple(norms), width)
-            if _gives(lambda p=parts: [p.build()(x, **given)[0], *recorder.take()], expected):
-                return parts
-    finally:
-        module.pages = pages
-    return None
+    return _first_equal(Attention, found, call, x, found[0])
 
 
-class _Recorder:
-    """Replaces the paged layer: records queries, keys and values, and returns random numbers."""
+class _Recorder(PagedLayer):
+    """Records queries, keys and values, and returns random numbers."""
 
     def __init__(self, spec: LayerSpec) -> None:
-        self._spec = spec
+        self.spec = spec
         self._kept: _Tensors = []
 
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Any
-    ) -> Tensor:
-        self._kept = [query, key, value]
-        heads, width = self._spec.num_heads, self._spec.value_dim
-        return _random(1, query.shape[2], heads, width).to(query)
-
-    def attend(
-        self,
-        module: nn.Module,
-        qkv: Tensor,
-        heads: Any,
-        rotation: Rotation | None,
-        dtype: torch.dtype,
-        norms: HeadNorms,
-    ) -> Tensor:
-        parts = split_rotated(qkv.to(dtype), heads, rotation)
-        query, key, value = (x[None].transpose(1, 2) for x in parts)
-        return self(module, query, key, value, None, {})[0].flatten(1).to(qkv.dtype)
+    def __call__(self, qkv: QKV, options: dict[str, Any], *_: Any) -> Tensor:
+        """Shapes: as `PagedLayer`."""
+        self._kept = [*qkv]
+        shape = 1, qkv[0].shape[2], self.spec.num_heads, self.spec.value_dim
+        return _random(*shape).to(qkv[0])
 
     def takes_norms(self, rotation: Rotation | None) -> bool:
         return False
@@ -347,12 +302,29 @@ class _Recorder:
         return kept
 
 
-# -- whole layers
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A module that reads the residual stream and adds to it, and the norms before and after it, if any."""
+def _first_equal(
+    create: type, found: Sequence[Any], call: Call, x: Tensor, attention: AttentionParts
+) -> Any:
+    """The first parts that compute what their module does. `attention` is in the module, or is the module."""
+    angles: Any = call.kwargs.get("position_embeddings")
+    given = {"position_embeddings": _random_angles(angles)} if _are_angles(angles) else {}
+    layer: Any = attention.module
+    record = _Recorder(attention.spec)
+    pages, layer.pages = layer.pages, record
+    try:
+        expected = [call.again(found[0].module, x, **given), *record.take()]
+        for parts in found:
+            if _gives(lambda p=parts: [first_of(create(p)(x, **given)), *record.take()], expected):
+                return parts
+    finally:
+        layer.pages = pages
+    return None
 
-    module: nn.Module
+
+# -- whole layers
+class Block(NamedTuple):
+    """The norms before and behind a module that reads the residual stream and adds to it."""
+
     before: RMSNorm | None
     behind: RMSNorm | None
 
@@ -366,25 +338,21 @@ class LayerParts:
     gated: GatedParts
     blocks: tuple[Block, Block]
 
-    def build(self) -> "Layer":
-        """Norms and residual sums are fused into the linear layers."""
-        return Layer(self)
-
 
 class Layer:
-    """Replaces the forward pass of a layer."""
+    """Replaces the forward pass of a layer. Norms and residual sums are fused into the linear layers."""
 
     def __init__(self, parts: LayerParts) -> None:
         self._blocks = parts.blocks
-        self._attention = Attention(parts.attention, parts.blocks[0].before)
+        self.attention = Attention(parts.attention, parts.blocks[0].before)
         self._gated = Gated(parts.gated, parts.blocks[1].before)
-        self.linears = (*self._attention.linears, *self._gated.linears)
+        self.linears = (*self.attention.linears, *self._gated.linears)
         self.dtype: torch.dtype | None = None
         self.run: Run | None = None
 
     def __call__(self, hidden_states: Tensor, *_: Any, **options: Any) -> Tensor:
         """Shapes: (1, N, C), kept."""
-        x, attention, gated = hidden_states, self._attention, self._gated
+        x, attention, gated = hidden_states, self.attention, self._gated
         if self.run is not None and (found := self.run.compute(self, x, options)) is not None:
             return found
         rows = self.run.rows(self, x) if self.run else x[0].to(self.dtype or x.dtype, copy=True)
@@ -398,13 +366,9 @@ class Layer:
         return y.to(x.dtype)[None]
 
     @property
-    def attention(self) -> Attention:
-        return self._attention
-
-    @property
     def products(self) -> LayerProducts | None:
         """The linear layers for a decoder chain; None if the layer computes more than a chain supports."""
-        attention, norms = self._attention, self._attention.head_norms
+        attention, norms = self.attention, self.attention.head_norms
         is_normed_behind = any(block.behind is not None for block in self._blocks)
         if is_normed_behind or norms is None or not all(each.is_whole for each in self.linears):
             return None
@@ -537,7 +501,7 @@ def find_layer(
     if attention is None or mlp is None:
         return None
     blocks = [_find_block(each, children, watched) for each in (attention, mlp)]
-    norms = [norm for each in blocks for norm in (each.before, each.behind) if norm is not None]
+    norms = [norm for block in blocks for norm in block if norm is not None]
     mixing = watched.call(attention)
     if len(norms) + len(blocks) != len(children) or mixing is None:
         return None
@@ -545,29 +509,19 @@ def find_layer(
     if angles[0] is not angles[1]:
         return None
     parts = LayerParts(module, attentions[attention], gated[mlp], (blocks[0], blocks[1]))
-    given = {"position_embeddings": _random_angles(angles[0])} if _are_angles(angles[0]) else {}
     x = 0.05 * _random(*call.input.shape).to(call.input)  # small relative to what is added
-    pages: Any = attention.pages
-    recorder: Any = _Recorder(attentions[attention].spec)
-    attention.pages = recorder
-    try:
-        expected = [call.again(module, x, **given), *recorder.take()]
-        if _gives(lambda: [parts.build()(x, **given), *recorder.take()], expected):
-            return parts
-    finally:
-        attention.pages = pages
-    return None
+    return _first_equal(Layer, [parts], call, x, parts.attention)
 
 
 def _find_block(
     module: nn.Module, children: list[tuple[str, nn.Module, Call]], watched: Watched
 ) -> Block:
-    """A child of a layer, with the norm before it and the norm behind it, if any."""
+    """The norms before and behind a child of a layer, if any."""
     call = watched.calls(module)[0]
     before = [norm for _, norm, each in children if each.output is call.input]
     behind = [norm for _, norm, each in children if each.input is first_of(call.output)]
     norms = [find_norm(found[0]) if found else None for found in (before, behind)]
-    return Block(module, *norms)
+    return Block(*norms)
 
 
 # -- whole models
@@ -580,6 +534,7 @@ class Recognised:
     attentions: dict[nn.Module, AttentionParts]
     layers: dict[nn.Module, LayerParts]
     runs: list[list[nn.Module]]
+    #: Linear layers that read the same tensor, in modules that are not replaced.
     siblings: list[list[str]]
 
     @classmethod
@@ -606,12 +561,11 @@ class Recognised:
         ]
         return cls(norms, gated, attentions, found, find_runs(found, watched), siblings)
 
-    @property
-    def whole(self) -> dict[nn.Module, Any]:
-        """The largest recognised modules: a layer instead of its attention and feed-forward."""
+    def forwards(self) -> dict[nn.Module, Any]:
+        """Our forward passes of the largest recognised modules: a layer instead of its attention and feed-forward."""
         parts = {p.module for x in self.layers.values() for p in (x.attention, x.gated)}
-        found = {**self.gated, **self.attentions, **self.layers}
-        return {module: each for module, each in found.items() if module not in parts}
+        kinds: Any = ((Gated, self.gated), (Attention, self.attentions), (Layer, self.layers))
+        return {m: create(p) for create, found in kinds for m, p in found.items() if m not in parts}
 
     def counts(self) -> str:
         return ", ".join(
@@ -635,19 +589,14 @@ class Fused:
         self.found = found
         self._forwards: dict[nn.Module, Any] = {}
 
-    @property
-    def siblings(self) -> list[list[str]]:
-        """Names of linear layers that read the same tensor, in modules that are not replaced."""
-        return self.found.siblings
-
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         self.remove()
         self._forwards.clear()
         if not ops.is_native:
             return
-        self._forwards |= {module: Norm(norm) for module, norm in self.found.norms.items()}
-        for module, parts in self.found.whole.items():
-            forward = self._forwards[module] = parts.build()
+        self._forwards |= {module: norm.forward for module, norm in self.found.norms.items()}
+        for module, forward in self.found.forwards().items():
+            self._forwards[module] = forward
             forward.dtype = torch.float32  # of the kernels' inputs
             for linear in forward.linears:
                 linear.bind(ops, dtype)
@@ -686,16 +635,10 @@ def first_of(output: Any) -> Any:
 
 def _is_flat(call: Call) -> bool:
     """Whether the input is one sequence of tokens, and no argument is an object, such as a cache."""
-    given = [*call.args, *call.kwargs.values()]
-    is_plain = all(
-        x is None or isinstance(x, Tensor | tuple | bool | int | float | str) for x in given
-    )
-    return (
-        is_plain
-        and isinstance(call.input, Tensor)
-        and call.input.dim() == 3
-        and len(call.input) == 1
-    )
+    given, x = [*call.args, *call.kwargs.values()], call.input
+    if not all(isinstance(each, Tensor | tuple | int | float | str | None) for each in given):
+        return False
+    return isinstance(x, Tensor) and x.dim() == 3 and len(x) == 1
 
 
 def _is_view(x: Any, of: Tensor) -> bool:

@@ -16,15 +16,15 @@ class ImageForm:
 
     output_class: type[ModelOutput]
     field: str  #: the output's field with the features
-    is_tensor: bool  #: else a list of tensors, one per image
-    #: By level of deepstack features, which are added to hidden states after later decoder layers.
-    levels_are_tensors: tuple[bool, ...]
+    #: Whether the features are a tensor, else a list of one per image; then each level of deepstack features, which are
+    #: added to hidden states after later decoder layers.
+    are_tensors: tuple[bool, ...]
 
     @classmethod
     def of(cls, output: Any) -> Self:
         field = "last_hidden_state" if output.get("pooler_output") is None else "pooler_output"
-        levels = tuple(isinstance(level, Tensor) for level in output.get(_LEVELS) or ())
-        return cls(type(output), field, isinstance(output[field], Tensor), levels)
+        parts = (output[field], *(output.get(_LEVELS) or ()))
+        return cls(type(output), field, tuple(isinstance(part, Tensor) for part in parts))
 
     def rows(self, output: Any) -> Tensor:
         """Shapes: returns (slots, levels * C)."""
@@ -33,20 +33,12 @@ class ImageForm:
 
     def output(self, rows: Tensor) -> ModelOutput:
         """The encoder's output for these rows. Shapes: (slots, levels * C)."""
-        features, *levels = rows.chunk(1 + len(self.levels_are_tensors), dim=1)
-        made: dict[str, Any] = {
-            "last_hidden_state": None,  # required by some classes
-            self.field: _shaped(features, self.is_tensor),
-        }
-        if levels:
-            pairs = zip(levels, self.levels_are_tensors, strict=True)
-            made[_LEVELS] = [_shaped(level, is_tensor) for level, is_tensor in pairs]
-        return self.output_class(**made)
+        parts = zip(rows.chunk(len(self.are_tensors), dim=1), self.are_tensors, strict=True)
+        features, *levels = (part[None] if is_tensor else [part] for part, is_tensor in parts)
+        # some classes require the first field
+        made: dict[str, Any] = {"last_hidden_state": None, self.field: features}
+        return self.output_class(**made | ({_LEVELS: levels} if levels else {}))
 
 
 def _flat(features: Any) -> Tensor:
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in features])
-
-
-def _shaped(rows: Tensor, is_tensor: bool) -> Any:
-    return rows[None] if is_tensor else [rows]

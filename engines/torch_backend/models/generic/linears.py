@@ -1,6 +1,6 @@
 """Linear layers of transformers' decoders that run by our operators, optionally quantized."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,21 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.torch_backend.layers.linear import FLOAT, Linear, QuantizedMethod
-from engines.torch_backend.layers.linear_group import LinearGroup, LinearSiblings, adopt
+from engines.torch_backend.layers.linear import FLOAT, Linear
+from engines.torch_backend.layers.linear_group import LinearGroup, adopt
 from engines.torch_backend.ops.registry import Ops
-
-
-def quantize_linears(
-    model: nn.Module, layers: str, scheme: QuantizedMethod, dtype: torch.dtype
-) -> int:
-    num_quantized = 0
-    for name in linears_within(model, layers):
-        layer = adopt(model, name)
-        if scheme.fits((layer.out_features, layer.in_features)):
-            layer.quantize(scheme, dtype)
-            num_quantized += 1
-    return num_quantized
 
 
 def allow_int8(model: nn.Module, decoder: str, head: nn.Module | None) -> None:
@@ -30,33 +18,6 @@ def allow_int8(model: nn.Module, decoder: str, head: nn.Module | None) -> None:
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer is not head and not name.startswith(f"{decoder}."):
             adopt(model, name).quantizable = "int8"
-
-
-def allow_int8_head(model: Any) -> None:
-    """Allow int8 for the head, if its weight is not tied."""
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if type(head) is nn.Linear and head.weight is not getattr(table, "weight", None):
-        name = next(name for name, module in model.named_modules() if module is head)
-        adopt(model, name).quantizable = "int8"
-
-
-def use_operators(
-    model: nn.Module,
-    names: Sequence[str],
-    siblings: Sequence[Sequence[str]],
-    ops: Ops,
-    dtype: torch.dtype,
-) -> None:
-    """Run these layers by operators if kernels support them, and the layers of a group as one."""
-    for name in names:
-        adopt(model, name)
-    bind_layers(model, ops, dtype)
-    for group in siblings if ops.is_native else ():
-        layers = [model.get_submodule(name) for name in group]
-        groups = [each.group for each in layers if isinstance(each, Linear)]
-        bound = [each for each in groups if isinstance(each, LinearGroup) and each.is_bound]
-        if len(bound) > 1:
-            LinearSiblings(bound, ops, dtype)
 
 
 def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
@@ -105,10 +66,6 @@ def keep_stored(modules: Iterable[nn.Module], weight: Tensor, dtype: torch.dtype
 
 def _widened(linear: Any, input: Tensor) -> Tensor:
     return F.linear(input, linear.weight.to(input.dtype), linear.bias)
-
-
-def has_quantized(model: nn.Module) -> bool:
-    return any(isinstance(m, Linear) and m.method is not FLOAT for m in model.modules())
 
 
 def linears_within(model: nn.Module, layers: str) -> list[str]:

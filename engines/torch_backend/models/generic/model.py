@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from engines.core.sequence import ImageInput, Prompt
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.linear import QuantizedMethod
+from engines.torch_backend.layers.linear import FLOAT, Linear, QuantizedMethod
+from engines.torch_backend.layers.linear_group import LinearGroup, LinearSiblings, adopt
 from engines.torch_backend.models.config import BeyondOurProgram, KVShape, UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
     NAME,
@@ -37,13 +38,10 @@ from engines.torch_backend.models.generic.fused import Fused, Recognised, Watche
 from engines.torch_backend.models.generic.image_form import ImageForm
 from engines.torch_backend.models.generic.linears import (
     allow_int8,
-    allow_int8_head,
-    has_quantized,
+    bind_layers,
     keep_stored,
     linears_within,
-    quantize_linears,
     stored_places,
-    use_operators,
 )
 from engines.torch_backend.models.generic.rope import freeze_rope
 from engines.torch_backend.models.generic.self_check import (
@@ -172,7 +170,14 @@ class GenericModel(FamilyModel):
         with self._watched.watching(self.inner):
             self.specs = self._probe(device)
         self._decoder_name = self._layers_name.rpartition(".")[0]
-        self._measure_states()
+        try:
+            for mixer in self._mixers:
+                mixer.measure()
+        except Exception as error:  # of any type
+            name = self.config.model_class.__name__
+            raise UnsupportedCheckpoint(
+                f"{name}: its recurrent states cannot be stored: {_explain(error)}"
+            ) from error
         check_masks(self.inner, list(self.specs.values()))
         head = self.inner.get_output_embeddings()
         self._calls_head = type(head) is nn.Linear and self._watched.call(head) is not None
@@ -183,17 +188,6 @@ class GenericModel(FamilyModel):
                 module: replace(spec, is_bidirectional=kinds is None or spec.kind in kinds)
                 for module, spec in self.specs.items()
             }
-
-    def _measure_states(self) -> None:
-        """Raises: UnsupportedCheckpoint."""
-        try:
-            for mixer in self._mixers:
-                mixer.measure()
-        except Exception as error:  # of any type
-            name = self.config.model_class.__name__
-            raise UnsupportedCheckpoint(
-                f"{name}: its recurrent states cannot be stored: {_explain(error)}"
-            ) from error
 
     @torch.inference_mode()
     def _recognise(self, device: torch.device) -> None:
@@ -299,15 +293,27 @@ class GenericModel(FamilyModel):
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         self._ops = ops
-        self._is_rounded |= has_quantized(self.inner)
-        siblings = self.fused.siblings if self.fused else ()
-        use_operators(self.inner, self._linear_names, siblings, ops, dtype)
+        linears = [module for module in self.inner.modules() if isinstance(module, Linear)]
+        self._is_rounded |= any(linear.method is not FLOAT for linear in linears)
+        for name in self._linear_names:
+            adopt(self.inner, name)
+        bind_layers(self.inner, ops, dtype)
+        for names in self.fused.found.siblings if self.fused and ops.is_native else ():
+            groups = [getattr(self.inner.get_submodule(name), "group", None) for name in names]
+            bound = [each for each in groups if isinstance(each, LinearGroup) and each.is_bound]
+            if len(bound) > 1:
+                LinearSiblings(bound, ops, dtype)
         if self.fused:
             self.fused.bind(ops, dtype)
 
     def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
         """Quantize the linear layers of the decoder; towers and joined experts stay as they are."""
-        num_quantized = quantize_linears(self.inner, self._layers_name, scheme, dtype)
+        num_quantized = 0
+        for name in linears_within(self.inner, self._layers_name):
+            layer = adopt(self.inner, name)
+            if scheme.fits((layer.out_features, layer.in_features)):
+                layer.quantize(scheme, dtype)
+                num_quantized += 1
         if not num_quantized:
             name = self.config.model_class.__name__
             raise UnsupportedCheckpoint(
@@ -317,14 +323,16 @@ class GenericModel(FamilyModel):
         logger.info("%d linear layers are quantized to %s", num_quantized, scheme.name)
 
     def allow_int8_head(self) -> None:
-        if self._calls_head:
-            allow_int8_head(self.inner)
+        head: Any = self.inner.get_output_embeddings()
+        table = self.inner.get_input_embeddings()
+        if self._calls_head and head.weight is not getattr(table, "weight", None):
+            name = next(name for name, module in self.inner.named_modules() if module is head)
+            adopt(self.inner, name).quantizable = "int8"
 
     def allow_int8_beside(self) -> None:
         """Allow int8 outside the decoder of a model with a tower; in text models, those layers run for every token."""
         if self.config.takes_media:
-            decoder = self._layers_name.rpartition(".")[0]
-            allow_int8(self.inner, decoder, self.inner.get_output_embeddings())
+            allow_int8(self.inner, self._decoder_name, self.inner.get_output_embeddings())
 
     def decoder_layers(self) -> tuple[str, nn.Module]:
         return self._layers_name, self.inner.get_submodule(self._layers_name)
@@ -348,13 +356,19 @@ class GenericModel(FamilyModel):
         """Logits of the next token for some of the new tokens. Shapes: returns (rows, V)."""
         assert self._ops is not None
         self._step.begin(inputs, pools, self._ops)
-        ids, positions = inputs.token_ids[None], inputs.positions.unsqueeze(-2)
-        others = self.inputs(ids, inputs.images, self._in_prompt(inputs))
+        ids = inputs.token_ids[None]
+        arguments = self.inputs(ids, inputs.images, self._in_prompt(inputs))
+        arguments |= {"input_ids": ids, "position_ids": inputs.positions.unsqueeze(-2)}
+        rows = torch.tensor(inputs.sampled_rows, dtype=torch.long, device=ids.device)
+        keeps = "logits_to_keep" in self._arguments  # `**kwargs` would ignore it silently
+        if keeps:
+            arguments["logits_to_keep"] = rows
         with (
             self._states.step(inputs.sequences) if self._mixers else nullcontext(),
             self._placing_audio(inputs.images),
         ):
-            return self._call(ids, positions, inputs.sampled_rows, others)
+            logits = self.inner(**arguments, use_cache=False).logits[0]
+        return logits if keeps else logits[rows]
 
     @contextmanager
     def _placing_audio(self, images: Sequence[ImageSlots]) -> Iterator[None]:
@@ -502,32 +516,18 @@ class GenericModel(FamilyModel):
     def _beside_sampled(self, name: str, features: Tensor, is_feature: Tensor) -> Tensor:
         """Features, and the "no feature" row for slot tokens that the model sampled. Shapes: (slots, levels * C)."""
         if name not in self._no_feature:
-            self._no_feature[name] = self._find_no_feature(name, features[:1])
+            # the decoder's input for a slot token in a prompt without images
+            slot_id: Any = getattr(self.inner.config, f"{name}_token_id")
+            ids = torch.tensor([[slot_id]], device=features.device)
+            zero = {name: self._forms[name].output(torch.zeros_like(features[:1]))}
+            plain = embeddings_of(self.inner, input_ids=ids)
+            filled = embeddings_of(self.inner, input_ids=ids, mm_encoder_outputs=zero)
+            self._no_feature[name] = plain - filled
         nothing = self._no_feature[name]
         rows = features.new_zeros(len(is_feature), features.shape[1])
         rows[:, : nothing.shape[1]] = nothing
         rows[is_feature] = features
         return rows
-
-    def _find_no_feature(self, name: str, like: Tensor) -> Tensor:
-        """The decoder's input for a slot token in a prompt without images. Shapes: returns (1, C)."""
-        slot_id: Any = getattr(self.inner.config, f"{name}_token_id")
-        ids = torch.tensor([[slot_id]], device=like.device)
-        zero = {name: self._forms[name].output(torch.zeros_like(like))}
-        plain = embeddings_of(self.inner, input_ids=ids)
-        return plain - embeddings_of(self.inner, input_ids=ids, mm_encoder_outputs=zero)
-
-    def _call(
-        self, token_ids: Tensor, positions: Tensor, rows: list[int], inputs: dict[str, Any]
-    ) -> Tensor:
-        """Shapes: token_ids (1, N), positions (1, N) or (R, 1, N); returns (rows, V)."""
-        inputs |= {"input_ids": token_ids, "position_ids": positions, "use_cache": False}
-        wanted = torch.tensor(rows, dtype=torch.long, device=token_ids.device)
-        keeps = "logits_to_keep" in self._arguments  # `**kwargs` would ignore it silently
-        if keeps:
-            inputs["logits_to_keep"] = wanted
-        logits = self.inner(**inputs).logits[0]
-        return logits if keeps else logits[wanted]
 
     @torch.inference_mode()
     def verify(
@@ -538,7 +538,7 @@ class GenericModel(FamilyModel):
             return
         if not self.binds_prompts:  # only the check with an image marks where the prompt ends
             plain = sorted({*range(self.config.text.vocab_size)} - control_ids(self.inner.config))
-            self._check(largest_difference(runner, plain), "")
+            self._check(largest_difference(runner, self, plain), "")
         example = make_example() if make_example else None
         if example is None:
             return
@@ -561,12 +561,6 @@ class GenericModel(FamilyModel):
                 f"{name} cannot use paged attention: its logits {of}differ from transformers' by "
                 f"{difference:.1e} standard deviations, and {limit:.1e} is allowed"
             )
-
-    def plain_logits(self, token_ids: Tensor) -> Tensor:
-        """Logits by transformers' own attention. Shapes: (N,); returns (N, V)."""
-        ids, positions = token_ids[None], torch.arange(len(token_ids), device=token_ids.device)
-        with self.as_transformers_does() as plain:
-            return plain(input_ids=ids, position_ids=positions[None], use_cache=False).logits[0]
 
     @contextmanager
     def as_transformers_does(self) -> Iterator[PreTrainedModel]:
@@ -631,7 +625,5 @@ def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _explain(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return (
-        text if isinstance(error, UnsupportedCheckpoint) else f"{type(error).__name__}: {text}"
-    )[:300]
+    kind = "" if isinstance(error, UnsupportedCheckpoint) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())}"[:300]

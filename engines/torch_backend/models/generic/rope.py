@@ -18,15 +18,10 @@ def freeze_rope(model: nn.Module, max_model_len: int) -> None:
     UnsupportedCheckpoint for modules without an `inv_freq` buffer.
     """
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        if isinstance(kinds, dict):
-            changing = [layer for layer, kind in kinds.items() if kind in _CHANGING]
-            for layer in changing:
-                _freeze(module, kinds[layer], max_model_len, layer)
-            module.rope_type = {k: "default" if k in changing else v for k, v in kinds.items()}  # pyright: ignore
-        elif kinds in _CHANGING:
-            _freeze(module, kinds, max_model_len, None)
-            module.rope_type = "default"  # pyright: ignore
+        kinds: Any = getattr(module, "rope_type", None)
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
+            if kind in _CHANGING:
+                _freeze(module, kind, max_model_len, layer)
 
 
 def _freeze(module: Any, kind: str, max_model_len: int, layer: str | None) -> None:
@@ -42,3 +37,4 @@ def _freeze(module: Any, kind: str, max_model_len: int, layer: str | None) -> No
     )
     setattr(module, f"{prefix}inv_freq", frequencies)
     setattr(module, f"{prefix}attention_scaling", scaling)
+    module.rope_type = "default" if layer is None else {**module.rope_type, layer: "default"}

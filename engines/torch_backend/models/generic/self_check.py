@@ -21,14 +21,17 @@ CHUNK = 9
 NUM_SAMPLED = 3
 
 
-def largest_difference(runner: Any, token_ids: list[int]) -> float:
+def largest_difference(runner: Any, model: Any, token_ids: list[int]) -> float:
     """Largest difference of logits relative to their standard deviation, for prompts of these tokens."""
     sequences = _make_sequences(runner, token_ids)
     found = _sample(runner, sequences)
     worst = 0.0
-    for sequence in sequences:
-        scores = runner.plain_logits(torch.tensor(sequence.token_ids[:-1]))
-        worst = max(worst, _worst(sequence, found, scores))
+    with model.as_transformers_does() as plain:
+        for sequence in sequences:
+            ids = torch.tensor([sequence.token_ids[:-1]], device=runner.device)
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            scores = plain(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+            worst = max(worst, _worst(sequence, found, scores))
     return worst
 
 

@@ -28,30 +28,29 @@ class LayerState:
     counts sequences.
     """
 
-    def __init__(self) -> None:
-        self.conv: dict[int, Tensor] = {}
-        self.recurrent: dict[int, Tensor] = {}
-        self.kernels: dict[int, int] = {}  #: tokens that a convolution reads
+    def __init__(self, tensors: Any = (), kernels: Any = ()) -> None:
+        self.tensors: dict[tuple[str, int], Tensor] = dict(tensors)  #: by kind and index
+        self.kernels: dict[int, int] = dict(kernels)  #: tokens that a convolution reads
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The last tokens before a convolution; None at the start of a sequence."""
-        return self.conv.get(state_idx)
+        return self.tensors.get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """None at the start of a sequence."""
-        return self.recurrent.get(state_idx)
+        return self.tensors.get(("recurrent", state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:  # fmt: skip
         """Add new tokens; returns them with those to their left. Shapes: (..., n)."""
         kernel = self.kernels.setdefault(state_idx, conv_kernel_size or conv_states.shape[-1])
-        before = self.conv.get(state_idx)
+        before = self.tensors.get(("conv", state_idx))
         if before is not None:
             seen = torch.cat([before, conv_states], dim=-1)
         else:
             seen = F.pad(conv_states, (max(0, kernel - conv_states.shape[-1]), 0))
-        self.conv[state_idx] = seen[..., -kernel:].clone()
+        self.tensors["conv", state_idx] = seen[..., -kernel:].clone()
         return seen
 
     def update_recurrent_state(
@@ -60,43 +59,34 @@ class LayerState:
         """Shapes: unchanged."""
         is_part = recurrent_states.untyped_storage().nbytes() > recurrent_states.nbytes
         # a view would keep the states of all chunks alive
-        self.recurrent[state_idx] = recurrent_states.clone() if is_part else recurrent_states
+        kept = recurrent_states.clone() if is_part else recurrent_states
+        self.tensors["recurrent", state_idx] = kept
         return recurrent_states
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
         """Whether there were earlier tokens."""
-        return bool(self.conv or self.recurrent)
+        return bool(self.tensors)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def tensors(self) -> list[Tensor]:
-        return [*self.conv.values(), *self.recurrent.values()]
-
     def copy(self) -> "LayerState":
         """A copy that may be updated."""
-        copied = LayerState()
-        copied.conv, copied.recurrent = dict(self.conv), dict(self.recurrent)
-        copied.kernels = dict(self.kernels)
-        return copied
+        return LayerState(self.tensors, self.kernels)
 
     @classmethod
     def join(cls, states: list["LayerState"]) -> "LayerState":
         """States of several sequences, in new memory: mixers may modify their input for one token."""
-        joined = states[0].copy()
-        for name in ("conv", "recurrent"):
-            parts = [getattr(state, name) for state in states]
-            setattr(joined, name, {key: torch.cat([p[key] for p in parts]) for key in parts[0]})
-        return joined
+        first = states[0]
+        joined = {key: torch.cat([state.tensors[key] for state in states]) for key in first.tensors}
+        return cls(joined, first.kernels)
 
     def split(self) -> Iterator["LayerState"]:
-        for row in range(len(next(iter((*self.conv.values(), *self.recurrent.values()))))):
-            state = self.copy()
-            state.conv = {key: x[row : row + 1] for key, x in self.conv.items()}
-            state.recurrent = {key: x[row : row + 1] for key, x in self.recurrent.items()}
-            yield state
+        for row in range(len(next(iter(self.tensors.values())))):
+            own = {key: x[row : row + 1] for key, x in self.tensors.items()}
+            yield LayerState(own, self.kernels)
 
 
 #: by mixer: the state of one sequence after some number of tokens
@@ -141,7 +131,7 @@ class SequenceStates:
             for by_count in self._kept.values()
             for kept in by_count.values()
             for state in kept.values()
-            for x in state.tensors()
+            for x in state.tensors.values()
         }
         return sum(storages.values())
 
@@ -174,7 +164,7 @@ class Mixer:
         if self._seen is not None:
             state = LayerState()
             self._forward(self._seen, **{self._name: state})
-            self.num_bytes, self._seen = sum(x.nbytes for x in state.tensors()), None
+            self.num_bytes, self._seen = sum(x.nbytes for x in state.tensors.values()), None
 
     def __call__(self, hidden_states: Tensor, *others: Any, **options: Any) -> Any:
         """Shapes: (1, N, C), unchanged."""

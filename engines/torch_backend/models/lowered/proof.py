@@ -4,10 +4,11 @@ Shape letters: T tokens of the trial, R rows of positions, C hidden width.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from engines.torch_backend.layers.linear_group import Stream
 from engines.torch_backend.models.config import BeyondOurProgram
 from engines.torch_backend.models.generic.fused import Call, Watched, first_of
 from engines.torch_backend.models.llama import Llama
-from engines.torch_backend.models.lowered.rotary import Rotary
+from engines.torch_backend.models.lowered.rotary import Rotary, batched
 from engines.torch_backend.ops.paged_attention.reference import create_attention
 from engines.torch_backend.step import SequenceRows, StepInputs
 
@@ -53,12 +54,11 @@ def observe(front: Any, stack: Any) -> Observed:
     # a single row of positions has no restarts, which transformers would take for packed prompts
     steps = torch.arange(1, front.num_position_rows + 1)[:, None]
     positions = (steps * torch.arange(ids.shape[1]) + 3).to(ids.device)
-    given = positions if len(positions) == 1 else positions[:, None]
     head = model.get_output_embeddings()
     watched = Watched()
     with watched.watching(model), _wide_scores(head) as scores:
         logits = model(
-            input_ids=ids, position_ids=given, use_cache=False, **front.inputs(ids, [])
+            input_ids=ids, position_ids=batched(positions), use_cache=False, **front.inputs(ids, [])
         ).logits
     for call in watched.calls(stack):
         odd = {name for name, x in call.kwargs.items() if isinstance(x, Tensor)} - _PLAIN_INPUTS
@@ -106,35 +106,19 @@ def check_levels(seen: Observed, stack: Any) -> None:
     x = seen.calls[0].input
     slots = torch.arange(x.shape[1], device=x.device)[None] % 3 == 1
     levels = list(torch.stack([x[slots], 2 * x[slots]]))
-    inputs: list[Tensor] = []
-    outputs: list[Tensor] = []
-    handles = [
-        *[
-            x.register_forward_pre_hook(_noting_stream(inputs), with_kwargs=True)
-            for x in stack.layers
-        ],
-        *[x.register_forward_hook(lambda _, __, y: outputs.append(y)) for x in stack.layers],
-        stack.norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
-    ]
-    positions = seen.positions if len(seen.positions) == 1 else seen.positions[:, None]
-    try:
+    watched = Watched()
+    with watched.watching(stack):
         stack(
-            inputs_embeds=x, position_ids=positions, use_cache=False, visual_pos_masks=slots,
+            inputs_embeds=x, position_ids=batched(seen.positions), use_cache=False, visual_pos_masks=slots,
             deepstack_visual_embeds=levels,
         )  # fmt: skip
-    finally:
-        for handle in handles:
-            handle.remove()
-    for number, (output, following) in enumerate(zip(outputs, inputs[1:], strict=True)):
-        expected = first_of(output).clone()
+    calls = [call for each in (*stack.layers, stack.norm) for call in watched.calls(each)]
+    for number, (call, following) in enumerate(pairwise(calls)):
+        expected: Any = call.copied
         if number < len(levels):
             expected[slots] += levels[number]
-        if not torch.equal(expected, following):
+        if not torch.equal(expected, following.input):
             raise BeyondOurProgram(f"image features are not added after layer {number}")
-
-
-def _noting_stream(inputs: list[Tensor]) -> Callable[..., None]:
-    return lambda module, args, kwargs: inputs.append(_stream((args, kwargs)).clone())
 
 
 @torch.inference_mode()
@@ -164,9 +148,8 @@ def compare(seen: Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
             _set_rotation(ours, *rotations[kind])
             continue
         same = theirs if loaded == torch.float32 else deepcopy(theirs).float()
-        args, kwargs = _widened(call.args), _widened(call.kwargs)
-        output = first_of(same(*args, **kwargs))[0]
-        x = _stream((args, kwargs))[0]
+        output = first_of(same(*_widened(call.args), **_widened(call.kwargs)))[0]
+        x = _widened(call.input)[0]
         found = []
         for way in ways:
             _set_rotation(ours, *way)
@@ -199,12 +182,6 @@ def _kind_of(layer: nn.Module) -> str:
         })
         for name, module in layer.named_modules()
     ])  # fmt: skip
-
-
-def _stream(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
-    """The hidden states of a call. Shapes: returns (1, T, C)."""
-    args, kwargs = call
-    return args[0] if args else kwargs["hidden_states"]
 
 
 def _widened(given: Any) -> Any:

@@ -5,16 +5,15 @@ Shape letters: D head width.
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
 from engines.torch_backend.models.config import BeyondOurProgram, TextConfig
 from engines.torch_backend.models.generic.attention import LayerSpec
+from engines.torch_backend.models.generic.fused import find_norm
 from engines.torch_backend.models.llama import Llama
 
 
@@ -46,34 +45,52 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
     Channels of queries and keys are in `order`, if it is given. Raises: BeyondOurProgram.
     """
     specs = _read_specs(front, list(stack.layers))
-    weights, is_tied = _read_ends(front.inner.get_output_embeddings(), stack)
+    head: Any = front.inner.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise BeyondOurProgram("its head is not a linear layer without bias")
+    table = stack.embed_tokens.weight
+    weights = {"model.embed_tokens.weight": table}
+    is_tied = head.weight is table
+    if not is_tied:
+        weights["lm_head.weight"] = head.weight
     scale = _read_scale(stack.embed_tokens)
     gain, eps = _read_norm(stack.norm)
     weights["model.norm.weight"] = gain.to(dtype)  # the hidden states have this dtype too
     all_eps, activations = {eps}, set()
     for number, (layer, spec) in enumerate(zip(stack.layers, specs, strict=True)):
-        parts = _read_layer(layer, spec)
-        all_eps |= parts.eps
-        activations.add(parts.activation)
+        tensors, layer_eps, activation = _read_layer(layer, spec)
+        all_eps |= layer_eps
+        activations.add(activation)
         weights |= {
             f"model.layers.{number}.{name}": _in_order(name, x, order, spec.key_dim)
-            for name, x in parts.weights.items()
+            for name, x in tensors.items()
         }
     if len(all_eps) > 1 or len(activations) > 1:
         raise BeyondOurProgram("its layers use several epsilons or activations")
-    limit = front.config.text.max_position_embeddings
-    text = _describe(weights, specs, eps, activations.pop(), is_tied, limit)
-    return _fill(replace(text, embedding_scale=scale), weights, dtype)
-
-
-def _read_ends(head: Any, stack: Any) -> tuple[dict[str, Tensor], bool]:
-    """Embeddings and head, and whether they are tied."""
-    if type(head) is not nn.Linear or head.bias is not None:
-        raise BeyondOurProgram("its head is not a linear layer without bias")
-    table = stack.embed_tokens.weight
-    if head.weight is table:
-        return {"model.embed_tokens.weight": table}, True
-    return {"model.embed_tokens.weight": table, "lm_head.weight": head.weight}, False
+    spec = specs[0]
+    names = {name.split(".", 3)[-1] for name in weights}  # names within a layer
+    vocab_size, width = weights["model.embed_tokens.weight"].shape
+    text = TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=weights["model.layers.0.mlp.up_proj.weight"].shape[0],
+        num_layers=len(specs),
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.key_dim,
+        max_position_embeddings=front.config.text.max_position_embeddings,
+        rms_norm_eps=eps,
+        attention_bias=any(f"self_attn.{x}_proj.bias" in names for x in "qkv"),
+        attention_output_bias="self_attn.o_proj.bias" in names,
+        mlp_bias=any(f"mlp.{x}_proj.bias" in names for x in ("gate", "up", "down")),
+        tie_word_embeddings=is_tied,
+        hidden_act=activations.pop(),
+        has_head_norms="self_attn.q_norm.weight" in names,
+        has_output_norms="self_attn.out_norm.weight" in names,
+        embedding_scale=scale,
+        windows=tuple(one.window for one in specs) if any(one.window for one in specs) else (),
+    )
+    return _fill(text, weights, dtype)
 
 
 @torch.inference_mode()
@@ -89,39 +106,6 @@ def _read_scale(embeddings: Any) -> float:
         if torch.equal(embeddings(ids), table[ids] * factor):
             return factor
     raise BeyondOurProgram(f"its embeddings are computed by {type(embeddings).__name__}")
-
-
-def _describe(
-    weights: dict[str, Tensor],
-    specs: list[LayerSpec],
-    eps: float,
-    activation: str,
-    is_tied: bool,
-    max_positions: int,
-) -> TextConfig:
-    """The configuration of layers with these weights and specs."""
-    spec = specs[0]
-    names = {name.split(".", 3)[-1] for name in weights}  # names within a layer
-    vocab_size, width = weights["model.embed_tokens.weight"].shape
-    return TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=width,
-        intermediate_size=weights["model.layers.0.mlp.up_proj.weight"].shape[0],
-        num_layers=len(specs),
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.key_dim,
-        max_position_embeddings=max_positions,
-        rms_norm_eps=eps,
-        attention_bias=any(f"self_attn.{x}_proj.bias" in names for x in "qkv"),
-        attention_output_bias="self_attn.o_proj.bias" in names,
-        mlp_bias=any(f"mlp.{x}_proj.bias" in names for x in ("gate", "up", "down")),
-        tie_word_embeddings=is_tied,
-        hidden_act=activation,
-        has_head_norms="self_attn.q_norm.weight" in names,
-        has_output_norms="self_attn.out_norm.weight" in names,
-        windows=tuple(one.window for one in specs) if any(one.window for one in specs) else (),
-    )
 
 
 def _fill(text: TextConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> Llama:
@@ -169,15 +153,6 @@ def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
     return [spec.within(limit) for spec in read]
 
 
-@dataclass
-class _LayerParts:
-    """A layer's weights by this project's names."""
-
-    weights: dict[str, Tensor]
-    eps: set[float]
-    activation: str
-
-
 def stored_rows(name: str, text: TextConfig, order: Tensor | None) -> dict[str, Tensor | None]:
     """`FamilyModel.stored_rows` of a decoder that `read_decoder` created in this `order`."""
     number, _, module = name.partition(".")
@@ -199,7 +174,7 @@ def stored_rows(name: str, text: TextConfig, order: Tensor | None) -> dict[str, 
 
 def _in_order(name: str, x: Tensor, order: Tensor | None, head_dim: int) -> Tensor:
     """A weight with the channels of queries and keys in `order`."""
-    if order is None or name not in _TURNED:
+    if order is None or not name.startswith(("self_attn.q_", "self_attn.k_")):
         return x
     return x.unflatten(0, (-1, head_dim))[:, order.to(x.device)].flatten(0, 1)
 
@@ -208,11 +183,6 @@ _LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
 )  # fmt: skip
-#: Parameters that belong to channels of queries and keys.
-_TURNED = frozenset({
-    "self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias",
-    "self_attn.q_norm.weight", "self_attn.k_norm.weight",
-})  # fmt: skip
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 #: Names of norms in layers that normalize their outputs.
@@ -224,7 +194,8 @@ _FOUR_NORMS = {
 }
 
 
-def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
+def _read_layer(layer: nn.Module, spec: LayerSpec) -> tuple[dict[str, Tensor], set[float], str]:
+    """A layer's weights by this project's names, the epsilons of its norms, and its activation."""
     modules: dict[str, Any] = {
         name: module
         for name, module in layer.named_modules()
@@ -256,7 +227,7 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
         norms["self_attn.q_norm"] = gain.float() * scale, eps
     tensors |= {f"{of_stream.get(name, name)}.weight": gain for name, (gain, _) in norms.items()}
     mlp: Any = layer.get_submodule("mlp")
-    return _LayerParts(tensors, {eps for _, eps in norms.values()}, _read_activation(mlp))
+    return tensors, {eps for _, eps in norms.values()}, _read_activation(mlp)
 
 
 def _qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
@@ -278,22 +249,11 @@ def _parted(name: str, x: Tensor, qkv: list[int]) -> dict[str, Tensor]:
 @torch.no_grad()
 def _read_norm(norm: Any) -> tuple[Tensor, float]:
     """Gain and epsilon of an RMS norm. Raises: BeyondOurProgram for other norms."""
-    weight = getattr(norm, "weight", None)
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+    found = find_norm(deepcopy(norm).float())
+    if found is None:
         raise BeyondOurProgram(f"{type(norm).__name__} is not an RMS norm")
-    same = deepcopy(norm).float()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, len(weight), generator=generator) * torch.tensor(
-        [[3.0], [1.0], [0.1], [0.01]]
-    )
-    x = x.to(weight.device)
-    theirs = same(x)
-    for gain in (weight, weight.float() + 1):
-        ours = F.rms_norm(x, gain.shape, gain.float(), eps)
-        if torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
-            return gain, eps
-    raise BeyondOurProgram(f"{type(norm).__name__} is not an RMS norm")
+    is_stored = torch.equal(found.weight, norm.weight.float())
+    return norm.weight if is_stored else found.weight, found.eps
 
 
 @torch.inference_mode()

@@ -81,13 +81,17 @@ class Rotary:
     def _turn(self, positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
         """Shapes: (R, N); returns two float32 (N, D)."""
         device = next((b.device for b in self._module.buffers()), positions.device)
-        given = positions.to(device)
-        given = given if len(given) == 1 else given[:, None]
         more = () if layer_type is None else (layer_type,)
+        given = batched(positions.to(device))
         cos, sin = self._module(torch.zeros(1, 1, 1, device=device), given, *more)
         if cos.dim() != 3:
             raise BeyondOurProgram("its rotary module returns another shape than (1, N, D)")
         return cos[0], sin[0]
+
+
+def batched(positions: Tensor) -> Tensor:
+    """Positions with a batch dimension, as transformers takes them. Shapes: (R, N); returns (1, N), or (R, 1, N)."""
+    return positions if len(positions) == 1 else positions[:, None]
 
 
 def _with_still(x: Tensor, num_still: int, value: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Products with linear layers: float, int8 and int4 weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,8 @@ from torch.nn import functional as F
 
 from engines.torch_backend.layers.linear import INT4, INT8, Linear, choose_group_size, empty_linear
 from engines.torch_backend.layers.norm import RMSNorm
-from engines.torch_backend.ops.linear.cpu import native_candidate
+from engines.torch_backend.ops import native
+from engines.torch_backend.ops.linear.cpu import build
 from engines.torch_backend.ops.linear.joined import JOINED, Multiply, bind_joined
 from engines.torch_backend.ops.linear.reference import (
     Bind,
@@ -54,16 +56,12 @@ def _make_int4(site: Site, shape: tuple[int, int], is_narrow: bool) -> Linear:
     return layer
 
 
-def _example(*makes: Make) -> Callable[[Bind, Site], list[Tensor]]:
-    """Products of one layer, and of two with each prologue, added to a tensor."""
-
-    def example(bind: Bind, site: Site) -> list[Tensor]:
-        return [y for make in makes for y in _products(bind, site, make)]
-
-    return example
+def _example(makes: Sequence[Make], bind: Bind, site: Site) -> list[Tensor]:
+    return [y for make in makes for y in _products(bind, site, make)]
 
 
 def _products(bind: Bind, site: Site, make: Make) -> list[Tensor]:
+    """Products of one layer, and of two with each prologue, added to a tensor."""
     stream = site.dtype if site.cpu_kernels == "off" else torch.float32
 
     def numbers(*shape: int, seed: int) -> Tensor:
@@ -93,15 +91,10 @@ def _float_variants(site: Site) -> list[Site]:
     return [*stored, replace(site, dtype=torch.bfloat16)] if is_rounded else stored
 
 
-def _float_tolerance(site: Site) -> float:
-    """In bfloat16 the reference rounds its result."""
-    return 1e-5 if site.dtype is torch.float32 else 2**-7
-
-
 def _integer_op(name: str, multiply: Callable[..., Multiply], *makes: Make) -> Op:
     """An operator for integer weights; `multiply`: the product of Triton's kernel."""
     candidates: tuple[Candidate, ...] = (
-        native_candidate(lambda site: {8: 2e-2, 16: 1e-4}[site.bits]),
+        Candidate("cpu", build, native.lacks, lambda site: {8: 2e-2, 16: 1e-4}[site.bits]),
         replace(
             triton_candidate(
                 "linear", name.replace("linear", "multiply"), lambda f: bind_joined(multiply(f))
@@ -111,16 +104,19 @@ def _integer_op(name: str, multiply: Callable[..., Multiply], *makes: Make) -> O
         ),
         JOINED,
     )
-    return Op(name, bind, candidates, _example(*makes))
+    return Op(name, bind, candidates, partial(_example, makes))
 
 
+_NATIVE_FLOAT = Candidate(
+    "cpu",
+    build,
+    native.lacks,
+    # in bfloat16 the reference rounds its result
+    lambda site: 1e-5 if site.dtype is torch.float32 else 2**-7,
+    _float_variants,
+)
 OPS = (
-    Op(
-        "linear_float",
-        bind,
-        (native_candidate(_float_tolerance, _float_variants), JOINED),
-        _example(make_float),
-    ),
+    Op("linear_float", bind, (_NATIVE_FLOAT, JOINED), partial(_example, (make_float,))),
     _integer_op(
         "linear_int8", lambda f: lambda x, layer: f(x, layer.integers, layer.scale), _make_int8
     ),

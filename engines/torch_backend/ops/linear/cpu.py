@@ -3,7 +3,7 @@
 Shape letters: M tokens, K inputs, N outputs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from engines.torch_backend.ops.native.packing import (
     unpack_int4,
     unpack_int8,
 )
-from engines.torch_backend.ops.registry import Candidate, Ops, Site
+from engines.torch_backend.ops.registry import Ops, Site
 
 
 class PackedMethod(LinearMethod):
@@ -106,15 +106,8 @@ def pack_int8_beside(model: nn.Module, ops: Ops) -> None:
             pack(layer)
 
 
-def native_candidate(
-    tolerance: Callable[[Site], float],
-    variants: Callable[[Site], Iterable[Site]] = lambda site: (site,),
-) -> Candidate:
-    """The C++ kernel of a linear operator."""
-    return Candidate("cpu", _build, native.lacks, tolerance, variants)
-
-
-def _build(site: Site) -> Bind:
+def build(site: Site) -> Bind:
+    """The C++ kernel, for layers that it supports."""
     library = native.load(site.level)
 
     def bind(
@@ -162,11 +155,11 @@ def to_weights(layer: nn.Module) -> Weights | None:
     if isinstance(layer, Linear) and isinstance(method, PackedMethod):
         shape = layer.out_features, layer.in_features
         scale = layer.scale if method is PACKED_INT8 else None
-        return Weights(method.kind, *shape, layer.blocks, layer.group_size, scale, layer.bias)
+        return Weights(method.kind, layer.group_size, *shape, layer.blocks, scale, layer.bias)
     weight, bias = layer.weight, layer.bias
     if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_KINDS:
         return None
     bias = bias.float() if isinstance(bias, Tensor) else None
     num_outputs, num_inputs = weight.shape
     kind = FLOAT_KINDS[weight.dtype]
-    return Weights(kind, num_outputs, num_inputs, weight.contiguous(), bias=bias)
+    return Weights(kind, 0, num_outputs, num_inputs, weight.contiguous(), None, bias)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engines.torch_backend.layers.linear import OUTPUT_DIMS, Linear, empty_linear, method_of
 from engines.torch_backend.ops.linear.reference import UNLIMITED, Bind, LinearKernel, Prologue
-from engines.torch_backend.ops.registry import Candidate, Site
+from engines.torch_backend.ops.registry import Candidate
 
 #: Up to this number of rows, a kernel reads the integer weights; for more rows they are dequantized.
 MAX_KERNEL_ROWS = 64
@@ -56,15 +56,8 @@ def bind_joined(kernel: Multiply | None = None) -> Bind:
     return bind
 
 
-def _lacks(site: Site) -> str:
-    return (
-        ""
-        if site.joins
-        else "weights are joined on GPUs only: on CPUs they stay in the mapped file"
-    )
-
-
-JOINED = Candidate("joined", build=lambda site: bind_joined(), lacks=_lacks)
+_WHY = "weights are joined on GPUs only: on CPUs they stay in the mapped file"
+JOINED = Candidate("joined", lambda site: bind_joined(), lambda site: "" if site.joins else _WHY)
 
 
 def join(layers: Sequence[nn.Module]) -> Linear:

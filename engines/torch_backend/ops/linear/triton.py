@@ -6,8 +6,8 @@ not depend on the number of rows.
 Shape letters: M rows, K inputs, N outputs, G groups of inputs.
 """
 
-# pyright: reportCallIssue=false
-# The launcher takes `num_warps` and `num_stages` besides the kernel's arguments.
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,25 +51,8 @@ def _multiply_int8_kernel(
 
 def multiply_int8(x: Tensor, integers: Tensor, scale: Tensor) -> Tensor:
     """A few rows. Shapes: x (M, K), integers (N, K), scale (N,); returns (M, N)."""
-    num_rows, num_inputs = x.shape
-    num_outputs = integers.shape[0]
-    out = x.new_empty(num_rows, num_outputs)
-    _multiply_int8_kernel[(triton.cdiv(num_outputs, _OUTPUTS),)](
-        x.contiguous(),
-        integers,
-        scale,
-        out,
-        num_rows,
-        num_outputs,
-        num_inputs,
-        BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
-        BLOCK_N=_OUTPUTS,
-        BLOCK_K=min(_INPUTS, max(16, triton.next_power_of_2(num_inputs))),
-        PRODUCT=product_dtype(x.dtype),
-        num_warps=4,
-        num_stages=num_stages(x),
-    )
-    return out
+    block = min(_INPUTS, max(16, triton.next_power_of_2(x.shape[1])))
+    return _launch(_multiply_int8_kernel, x, (integers, scale), len(integers), BLOCK_K=block)
 
 
 @triton.jit
@@ -125,19 +108,28 @@ def _for_each_pair(x, GROUPS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.cons
 
 def multiply_int4(x: Tensor, pairs: Tensor, scale_zero: Tensor) -> Tensor:
     """A few rows. Shapes: x (M, K), pairs (N, K / 2), scale_zero (G, N, 2); returns (M, N)."""
-    num_rows, num_inputs = x.shape
     num_groups, num_outputs, _ = scale_zero.shape
+    constants = {
+        "HALF": x.shape[1] // num_groups // 2,
+        "GROUPS": min(_GROUPS, triton.next_power_of_2(num_groups)),
+    }
+    return _launch(_multiply_int4_kernel, x, (pairs, scale_zero), num_outputs, **constants)
+
+
+def _launch(
+    kernel: Any, x: Tensor, weights: tuple[Tensor, Tensor], num_outputs: int, **constants: int
+) -> Tensor:
+    """Shapes: x (M, K); returns (M, N)."""
+    num_rows, num_inputs = x.shape
     out = x.new_empty(num_rows, num_outputs)
-    _multiply_int4_kernel[(triton.cdiv(num_outputs, _OUTPUTS),)](
+    kernel[(triton.cdiv(num_outputs, _OUTPUTS),)](
         x.contiguous(),
-        pairs,
-        scale_zero,
+        *weights,
         out,
         num_rows,
         num_outputs,
         num_inputs,
-        HALF=num_inputs // num_groups // 2,
-        GROUPS=min(_GROUPS, triton.next_power_of_2(num_groups)),
+        **constants,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
         BLOCK_N=_OUTPUTS,
         PRODUCT=product_dtype(x.dtype),

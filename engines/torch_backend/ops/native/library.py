@@ -8,10 +8,9 @@ Shape letters: M tokens, K inputs, N outputs, S sequences with one new token, H 
 import ctypes
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,17 +71,16 @@ def _read_structs(header: Path) -> dict[str, type[ctypes.Structure]]:
 STRUCTS = _read_structs(Path(__file__).with_name("abi.h"))
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights of one linear layer. Shapes: scale and bias (N,), float32."""
+class Weights(NamedTuple):
+    """The weights of one linear layer: the fields of `Linear` of abi.h. Shapes: scale and bias (N,), float32."""
 
     kind: Kind
+    group: int
     num_outputs: int
     num_inputs: int
     data: Tensor
-    group: int = 0
-    scale: Tensor | None = None
-    bias: Tensor | None = None
+    scale: Tensor | None
+    bias: Tensor | None
 
 
 class NativeKernel:
@@ -106,7 +104,8 @@ class NativeKernel:
         self.max_tokens = 1 << 30  #: above, torch is faster
         self._library = library
         self._kept = (weights, gain)  # the kernel reads their memory
-        self._linears = (STRUCTS["Linear"] * len(weights))(*map(_to_struct, weights))
+        structs = (STRUCTS["Linear"](*part[:4], *map(_address, part[4:])) for part in weights)
+        self._linears = (STRUCTS["Linear"] * len(weights))(*structs)
         self._step = STRUCTS["Step"](
             linears=ctypes.addressof(self._linears),
             count=len(weights),
@@ -154,18 +153,6 @@ class Library:
 def _returning_nothing(function: Any, *argument_types: Any) -> Any:
     function.argtypes, function.restype = argument_types, None
     return function
-
-
-def _to_struct(weights: Weights) -> ctypes.Structure:
-    return STRUCTS["Linear"](
-        kind=weights.kind,
-        group=weights.group,
-        num_outputs=weights.num_outputs,
-        num_inputs=weights.num_inputs,
-        weights=_address(weights.data),
-        scale=_address(weights.scale),
-        bias=_address(weights.bias),
-    )
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -61,18 +61,11 @@ def _example(create: CreateAttention, site: Site) -> list[Tensor]:
     return found
 
 
-def _variants(site: Site) -> list[Site]:
-    """All types of keys and values."""
-    return [replace(site, dtype=dtype) for dtype in FLOAT_KINDS]
-
-
-def _tolerance(site: Site) -> float:
-    return max(1e-5, 2 * torch.finfo(site.dtype).eps)
-
-
-OP = Op(
-    "paged_attention",
-    create_attention,
-    (Candidate("cpu", cpu.build, native.lacks, _tolerance, _variants), *cuda.CANDIDATES),
-    _example,
+_NATIVE = Candidate(
+    "cpu",
+    cpu.build,
+    native.lacks,
+    lambda site: max(1e-5, 2 * torch.finfo(site.dtype).eps),
+    lambda site: [replace(site, dtype=dtype) for dtype in FLOAT_KINDS],  # of keys and values
 )
+OP = Op("paged_attention", create_attention, (_NATIVE, *cuda.CANDIDATES), _example)

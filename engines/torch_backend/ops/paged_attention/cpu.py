@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +27,10 @@ def build(site: Site) -> CreateAttention:
     """The C++ kernel if it supports the widths of keys and values, otherwise the reference."""
     library = native.load(site.level)
 
-    def create(
-        num_heads: int,
-        pool: KVCachePool,
-        inputs: StepInputs,
-        rotation: tuple[Tensor, Tensor] | None,
-    ) -> Attend:
+    def create(num_heads: int, pool: KVCachePool, *step: Any) -> Attend:
         if pool.head_dim % _LANES:
-            return create_attention(num_heads, pool, inputs, rotation)
-        return PagedAttention(library, num_heads, pool, inputs, rotation)
+            return create_attention(num_heads, pool, *step)
+        return PagedAttention(library, num_heads, pool, *step)
 
     return create
 

@@ -5,7 +5,7 @@ wrong, the reference computes steps with longer runs.
 """
 
 import inspect
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,16 +30,7 @@ def _build(site: Site, varlen_attn: Any = None) -> CreateAttention:
     )
     from engines.torch_backend.ops.paged_attention.triton import attend_decodes  # noqa: PLC0415
 
-    def create(
-        num_heads: int,
-        pool: KVCachePool,
-        inputs: StepInputs,
-        rotation: tuple[Tensor, Tensor] | None,
-    ) -> Attend:
-        kernels = (rotate_and_write, attend_decodes, varlen_attn)
-        return CudaAttention(kernels, num_heads, pool, inputs, rotation)
-
-    return create
+    return partial(CudaAttention, (rotate_and_write, attend_decodes, varlen_attn))
 
 
 def _build_with_varlen(site: Site) -> CreateAttention:

@@ -74,11 +74,8 @@ class _Context(NamedTuple):
     visible: Tensor | None
 
 
-class _Contexts(NamedTuple):
-    """Contexts of the sequences with one new token, and of each longer run."""
-
-    decodes: _Context | None
-    runs: list[_Context]
+#: Contexts of the sequences with one new token, and of each longer run.
+_Contexts = tuple[_Context | None, list[_Context]]
 
 
 def create_attention(
@@ -152,7 +149,7 @@ def _find_contexts(inputs: StepInputs, block_size: int, heads: Heads) -> _Contex
         is_causal = heads.is_plain(inputs) and heads.window is None and not sequence.num_computed
         slots = find_slots(slice(number, number + 1), indices[None])
         runs.append(_Context(slots, None if is_causal else visible[None]))
-    return _Contexts(decodes, runs)
+    return decodes, runs
 
 
 def _attend(
@@ -161,9 +158,8 @@ def _attend(
     """Shapes: query (S, n, H, D), key and value (S, T, K, D), visible (S, n, T)."""
     num_new, num_kv_heads = query.shape[1], key.shape[2]
     if heads.softcap is None and heads.sinks is None:
-        if (
-            num_new == 1
-        ):  # query heads with a common key become its queries, so that no key is repeated
+        if num_new == 1:
+            # query heads with a common key become its queries, so that no key is repeated
             query = query.view(len(query), num_kv_heads, -1, query.shape[3]).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),

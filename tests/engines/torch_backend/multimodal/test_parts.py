@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engines.torch_backend.layers.linear import Linear
+from engines.torch_backend.layers.linear_group import LinearGroup
 from engines.torch_backend.multimodal import parts
 from engines.torch_backend.multimodal.parts import in_parts
 
@@ -83,6 +85,18 @@ def test_an_operation_in_pieces_has_the_same_result(name: str, smallest: None):
     assert num_parts > 1
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_layer_that_a_kernel_may_compute_is_split_into_rows(smallest: None):
+    layer, x = Linear(8, 6), numbers(40, 8)
+    expected = layer(x)
+    layer.group = LinearGroup(layer)
+
+    num_parts, found = run(in_parts(lambda: layer(x)))
+
+    assert num_parts >= 40 // torch.get_num_threads()
+    torch.testing.assert_close(found, expected)
 
 
 def test_small_work_is_one_part():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engines.torch_backend.ops.dense_attention.cpu import reads
 from engines.torch_backend.ops.dense_attention.reference import attend
-from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.ops.registry import Ops, choose
 from tests.cpu_levels import on_outermost_levels
 from tests.engines.torch_backend.ops.native.test_tower import make_model, make_pixels
 
@@ -99,5 +99,5 @@ def test_a_tower_uses_it_where_it_was_found_right(ops: Ops):
     found = model.encode_images(make_pixels(model))
 
     assert len(calls) == len(model.vision_tower.blocks)
-    model.bind(ops.without("dense_attention"), torch.float32)
+    model.bind(choose(ops.site, {"dense_attention"}), torch.float32)
     assert torch.allclose(found, model.encode_images(make_pixels(model)), atol=1e-4)

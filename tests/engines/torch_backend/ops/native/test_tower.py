@@ -12,7 +12,7 @@ from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.multimodal.image_encoder import EncodingRun
 from engines.torch_backend.ops.linear.cpu import PACKED_INT8, pack_int8_beside
-from engines.torch_backend.ops.registry import Ops, cpu_ops
+from engines.torch_backend.ops.registry import Ops, choose, cpu_ops
 from tests.factories_torch import make_model_pair, make_vlm_config
 
 ACTIVATIONS = ["quick_gelu", "gelu"]
@@ -123,7 +123,9 @@ def test_only_linear_maps_are_packed_and_of_the_decoder_the_head(ops: Ops):
 @torch.inference_mode()
 def test_without_a_right_kernel_the_tower_stays_as_it_is(ops: Ops):
     model = make_model()
-    left = ops.without("linear_float", "linear_int8", "linear_int4", "dense_attention")
+    left = choose(
+        ops.site, {"linear_float", "linear_int8", "linear_int4", "dense_attention"}
+    )
     pixels = make_pixels(model)
     full = plain(model, pixels)
 
