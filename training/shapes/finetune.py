@@ -30,7 +30,6 @@ from training.shapes.code_book import CodeBook
 from training.shapes.export import load_tokenizer
 from training.shapes.gallery import CODE_LENGTH
 from training.shapes.gallery import mirror_codes as mirror
-from training.shapes.growth import grow_model, grow_tokenizer
 from training.shapes.lessons import LENGTH, NUM_SLOTS, teach
 from training.shapes.llava import LlavaForConditionalGeneration
 from training.shapes.scene_targets import SceneTargets
@@ -302,8 +301,7 @@ def main() -> None:
         print(line, flush=True)
         log.write(line + "\n")
 
-    old_tokenizer = load_tokenizer(options.start)
-    tokenizer = old_tokenizer if len(old_tokenizer) > 1024 else grow_tokenizer(old_tokenizer)
+    tokenizer = load_tokenizer(options.start)
     tokenizer.backend_tokenizer.save(str(options.out / "tokenizer.json"))
     say(f"{len(tokenizer)} tokens")
     fork = multiprocessing.get_context("fork")
@@ -324,8 +322,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     torch.set_num_threads(2)
     torch.set_float32_matmul_precision("high")
-    old = LlavaForConditionalGeneration.from_pretrained(options.start, dtype=torch.float32)
-    model = grow_model(old, old_tokenizer, tokenizer)
+    model = LlavaForConditionalGeneration.from_pretrained(options.start, dtype=torch.float32)
     model.train()
     learner = Learner(model, options.workers * NUM_SLOTS, device)
     course = Course(learner, options.learning_rate)

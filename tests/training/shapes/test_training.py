@@ -1,4 +1,4 @@
-"""Fine-tuning learns from lessons, keeps what a larger model knew, and writes what `export` reads."""
+"""Fine-tuning learns from lessons, and writes what `export` reads."""
 
 from pathlib import Path
 from random import Random
