@@ -32,7 +32,6 @@ from training.shapes.gallery import CODE_LENGTH
 from training.shapes.gallery import mirror_codes as mirror
 from training.shapes.lessons import LENGTH, NUM_SLOTS, teach
 from training.shapes.llava import LlavaForConditionalGeneration
-from training.shapes.scene_targets import SceneTargets
 from training.shapes.sequences import Encoder
 from training.shapes.tokenizer import IMAGE_ID
 
@@ -143,14 +142,7 @@ class Learner(nn.Module):
         self.album = torch.zeros(
             (num_slots, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=torch.uint8, device=device
         )
-        book = CodeBook.of_width(model.lm_head.in_features)
-        self.book = CodeBook(
-            {name: each.to(device) for name, each in book.vectors.items()},
-            *(
-                each.to(device)
-                for each in (book.patch, book.word, book.second, book.differs, book.spare)
-            ),
-        )
+        self.book = CodeBook(model.lm_head.in_features, device)
 
     def forward(self, batch: Batch, is_learning: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of the answers, that of the eye, and logits of the places that count."""
@@ -175,9 +167,7 @@ class Learner(nn.Module):
         with torch.autocast(images.device.type, enabled=False):
             losses = F.cross_entropy(logits.float(), targets, reduction="none")
             answer_loss = (losses * batch.weights).sum() / batch.weights.sum()
-            side = round(NUM_IMAGE_TOKENS**0.5)
-            scenes = SceneTargets.of(batch.codes, side)
-            eye_loss = self.book.loss(seen[batch.known].float(), scenes)
+            eye_loss = self.book.loss(seen[batch.known].float(), batch.codes)
         return answer_loss, eye_loss, logits
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from transformers import CLIPModel, PreTrainedTokenizerFast
 
 from training import PACKAGES
 from training.shapes.architecture import IMAGE_SIZE, PATCH_SIZE
+from training.shapes.code_book import place_of_patches
 from training.shapes.gallery import (
     NUM_HELD_OUT,
     Gallery,
@@ -31,7 +32,6 @@ from training.shapes.gallery import (
     load_gallery,
 )
 from training.shapes.llava import LlavaForConditionalGeneration
-from training.shapes.scene_targets import place_of_patches
 from training.shapes.trainer import Plan, Trainer
 from training.shapes.world import PLACES, sample_scene
 from training.shapes_clip.architecture import (

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from training.shapes.architecture import NUM_IMAGE_TOKENS, make_config
+from training.shapes.code_book import scene_targets
 from training.shapes.export import load_finetuned, load_tokenizer
 from training.shapes.finetune import Batch, Course, Learner, Reader, who_sees_whom
 from training.shapes.gallery import encode
 from training.shapes.lessons import NUM_SLOTS, Album, make_message
 from training.shapes.llava import LlavaForConditionalGeneration
-from training.shapes.scene_targets import SceneTargets
 from training.shapes.sequences import Encoder
 from training.shapes.tokenizer import IMAGE_ID
 from training.shapes.world import make_scene
@@ -117,10 +117,10 @@ def test_targets_say_what_stands_in_each_patch():
     scene = make_scene(
         "black", ("red", "star", "top left"), ("blue", "ring", "bottom right", "small")
     )
-    targets = SceneTargets.of(torch.from_numpy(encode(scene)[None]), 6)
-    kind = targets.kind.view(6, 6)
+    targets = scene_targets(torch.from_numpy(encode(scene)[None]), 6)
+    kind = targets["kind"].view(6, 6)
     assert kind[:2, :2].unique().tolist() == [4]
     assert kind[4:, 4:].unique().tolist() == [6]
     assert (kind > 0).sum() == 8
-    assert targets.count.unique().tolist() == [2]
-    assert np.unique(targets.place).tolist() == list(range(9))
+    assert targets["count"].unique().tolist() == [2]
+    assert np.unique(targets["place"]).tolist() == list(range(9))
