@@ -74,6 +74,7 @@ def bench_gateway(
     from benchmarks.gateway.growth import measure_growth
     from benchmarks.gateway.run import BenchError, run, show
     from benchmarks.gateway.server import run_tokens, write_fleet_figures
+    from loadtest.fleet import ServerError
 
     try:
         if figures is not None:
@@ -91,7 +92,7 @@ def bench_gateway(
             show(run_against(against, seconds, rounds, _to_ints(connections)))
         if not affinity and against is None:
             run(seconds, rounds, _to_ints(connections), embeddings)
-    except BenchError as error:
+    except (BenchError, ServerError) as error:
         raise SystemExit(f"bench gateway: {error}") from None
 
 
@@ -114,13 +115,14 @@ def bench_server(
     """Compare the fleet's CPU per streamed token with that of the HTTP front of a server behind it."""
     from benchmarks.gateway.run import BenchError
     from benchmarks.gateway.server import run, run_alone
+    from loadtest.fleet import ServerError
 
     try:
         if model:
             run(engine, model, url, streams, tokens, seconds, rounds)
         else:
             run_alone(url, streams, tokens, seconds, rounds)
-    except BenchError as error:
+    except (BenchError, ServerError) as error:
         raise SystemExit(f"bench server: {error}") from None
 
 

@@ -8,8 +8,9 @@ from dataclasses import asdict
 import pytest
 from PIL import Image
 
-from benchmarks.gateway.client import Job, check_answer, image_head, run_job, to_parts
+from benchmarks.gateway.client import Job, check_answer, run_job, to_parts
 from benchmarks.gateway.run import noise_url
+from loadtest.albums import image_head
 from tests.loadtest.fake_server import WORDS, chunk, completion, event, stream
 
 TEXT = "".join(WORDS)
