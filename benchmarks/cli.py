@@ -114,14 +114,11 @@ def bench_server(
 ) -> None:
     """Compare the fleet's CPU per streamed token with that of the HTTP front of a server behind it."""
     from benchmarks.gateway.run import BenchError
-    from benchmarks.gateway.server import run, run_alone
+    from benchmarks.gateway.server import run
     from loadtest.fleet import ServerError
 
     try:
-        if model:
-            run(engine, model, url, streams, tokens, seconds, rounds)
-        else:
-            run_alone(url, streams, tokens, seconds, rounds)
+        run(engine, model, url, streams, tokens, seconds, rounds)
     except (BenchError, ServerError) as error:
         raise SystemExit(f"bench server: {error}") from None
 

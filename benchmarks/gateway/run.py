@@ -124,18 +124,13 @@ def measure(
 
 def create_bodies() -> list[Body]:
     """Text, a new image with every request, and the same image again and again."""
-    image = {"type": "image_url", "image_url": {"url": noise_url()}}
+    image = {"type": "image_url", "image_url": {"url": NumberedUrls(noise_jpeg()).url(0)}}
     question = {"type": "text", "text": "What is in this image?"}
     return [
         Body("text", [{"type": "text", "text": "Tell me about a lighthouse."}]),
         Body("new 60 kB image", [image, question], is_new=True),
         Body("repeated 60 kB image", [image, question]),
     ]
-
-
-def noise_url() -> str:
-    """A JPEG of noise as a data URL, 60 kB. It begins with `image_head`."""
-    return NumberedUrls(noise_jpeg()).url(0)
 
 
 def measure_cell(cell: Cell, target: Target, seconds: float, samples: Samples) -> None:
