@@ -6,6 +6,7 @@ of their own.
 
 import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
 
+import base64
 import json
 import tempfile
 import time
@@ -13,8 +14,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from importlib import import_module  # noqa: TID251 - the peers are a part of the repository alone
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -26,6 +25,8 @@ from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, BertConfig, BertModel, CLIPConfig, CLIPModel
 
+from benchmarks.peers.fleet import PeerProcess
+from benchmarks.peers.install import embedder_python
 from engines.base import EngineCall
 from engines.pooling.batch import Row
 from engines.pooling.clip import ClipEncoder
@@ -51,7 +52,6 @@ BATCH_SIZE = 32  # of the others
 NUM_WORDS = 30_000
 #: What a peer is asked for, by its environment.
 PEERS = {"sentence-transformers": ("default", "bfloat16"), "infinity": ("float32", "bfloat16")}
-MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def measure(shape: str, rounds: int, peers: Path | None) -> list[Result]:
         folder = make_checkpoint(Path(name), shape)
         processes = _start_peers(peers, name) if peers is not None else {}
         systems: dict[str, Compute] = {
-            **processes,
+            **{name: _answers_of(process) for name, process in processes.items()},
             "transformers float32, sorted": padded(folder, torch.float32),
             "transformers bfloat16, sorted": padded(folder, torch.bfloat16),
             "ours float32": ours(folder, torch.float32),
@@ -237,15 +237,24 @@ def _measure(
     return results
 
 
-def _start_peers(folder: Path, directory: str) -> dict[str, Any]:
-    if find_spec("benchmarks.peers") is None:
-        raise SystemExit("peers are a part of the repository, not of the installed package")
-    peers = import_module("benchmarks.peers.embedding_peers")
+def _start_peers(folder: Path, directory: str) -> dict[str, PeerProcess]:
+    child = str(Path(__file__).parents[1] / "peers" / "embedding_peer.py")
     return {
-        f"{peer} {dtype}": peers.PeerProcess(peers.python_of(folder, peer), peer, directory, dtype)
+        f"{peer} {dtype}": PeerProcess(
+            peer, [str(embedder_python(folder, peer)), child, peer, directory, dtype]
+        )
         for peer, dtypes in PEERS.items()
         for dtype in dtypes
     }
+
+
+def _answers_of(process: PeerProcess) -> Compute:
+    def compute(texts: Sequence[str]) -> tuple[float, torch.Tensor]:
+        answer = process.ask(list(texts))
+        data = bytearray(base64.b64decode(answer["vectors"]))
+        return answer["seconds"], torch.frombuffer(data, dtype=torch.float32).view(len(texts), -1)
+
+    return compute
 
 
 def _timed(compute: Callable[[Sequence[Any]], torch.Tensor]) -> Compute:
