@@ -72,8 +72,9 @@ def bench_gateway(
     from benchmarks.gateway.affinity import run_affinity
     from benchmarks.gateway.against import run_against
     from benchmarks.gateway.growth import measure_growth
-    from benchmarks.gateway.run import BenchError, run, show
+    from benchmarks.gateway.run import BenchError, run
     from benchmarks.gateway.server import run_tokens, write_fleet_figures
+    from benchmarks.tables import show
     from loadtest.fleet import ServerError
 
     try:
@@ -81,15 +82,15 @@ def bench_gateway(
             write_fleet_figures(figures, seconds, rounds)
             return
         if growth:
-            show([asyncio.run(measure_growth(growth, rounds))])
+            show(asyncio.run(measure_growth(growth, rounds)))
             return
         if tokens:
-            show([run_tokens(tokens, seconds, rounds, against)])
+            show(run_tokens(tokens, seconds, rounds, against))
             return
         if affinity:
-            show(run_affinity(affinity, rounds))
+            show(*run_affinity(affinity, rounds))
         if against is not None:
-            show(run_against(against, seconds, rounds, _to_ints(connections)))
+            show(*run_against(against, seconds, rounds, _to_ints(connections)))
         if not affinity and against is None:
             run(seconds, rounds, _to_ints(connections), embeddings)
     except (BenchError, ServerError) as error:

@@ -13,9 +13,8 @@ import av  # pyright: ignore[reportMissingImports]
 import numpy as np
 import psutil
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.tables import new_table, show
 from engines.base import sample_evenly
 from shared.protocol import ImageRef, VideoOptions
 from shared.settings.limits import LimitSettings
@@ -86,16 +85,13 @@ def run(seconds: int, num_frames: int, rounds: int) -> None:
             theirs.append(float(subprocess.check_output(command, text=True)))
     finally:
         pool.close()
-    table = Table(
-        title=f"{num_frames} frames of {seconds} s at {SIZE[0]}x{SIZE[1]}, {len(data) / 1e6:.1f} MB"
-    )
-    for name in ("", "CPU s (median)", "ratio"):
-        table.add_column(name, justify="right" if name else "left")
+    title = f"{num_frames} frames of {seconds} s at {SIZE[0]}x{SIZE[1]}, {len(data) / 1e6:.1f} MB"
+    table = new_table(title, "", "CPU s (median)", "ratio")
     table.add_row("decoded in order, as vLLM's loader", f"{median(theirs):.2f}", "1")
     table.add_row(
         "our child and its caller", f"{median(ours):.2f}", f"{median(ours) / median(theirs):.2f}"
     )
-    Console().print(table)
+    show(table)
 
 
 def _measure_ours(pool: VideoPool, data: bytes, num_frames: int) -> tuple[float, list[int]]:

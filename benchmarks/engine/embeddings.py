@@ -20,13 +20,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, BertConfig, BertModel, CLIPConfig, CLIPModel
 
 from benchmarks.peers.fleet import PeerProcess
 from benchmarks.peers.install import embedder_python
+from benchmarks.tables import new_table, show
 from engines.base import EngineCall
 from engines.pooling.batch import Row
 from engines.pooling.clip import ClipEncoder
@@ -80,13 +79,13 @@ def run(shapes: Sequence[str], rounds: int, peers: Path | None) -> None:
             results += measure_images(rounds)
         else:
             results += measure(shape, rounds, peers)
-    table = Table("shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
+    table = new_table("", "shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
     for r in results:
         table.add_row(
             r.shape, r.inputs, r.system, f"{r.inputs_per_s:.1f}", f"{r.tokens_per_s:.0f}", f"{r.ratio:.2f}",
             f"{r.min_cosine:.5f}",
         )  # fmt: skip
-    Console().print(table)
+    show(table)
 
 
 def measure(shape: str, rounds: int, peers: Path | None) -> list[Result]:

@@ -19,13 +19,11 @@ from statistics import mean, median, quantiles
 
 import httpx
 import uvloop
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks.gateway.client import CHAT
 from benchmarks.gateway.run import BenchError, ask
-from benchmarks.gateway.tables import in_ms, new_table
+from benchmarks.tables import in_ms, measuring, new_table
 from loadtest.albums import NumberedUrls, noise_jpeg
 from loadtest.fleet import HOST, free_port, run_server
 from shared.redis.embedded import EmbeddedRedis
@@ -73,8 +71,7 @@ def run_affinity(num_workers: int, rounds: int) -> list[Table]:
     """Alternate measurements of both settings, each on a new fleet. Raises: BenchError."""
     served = {False: Served(), True: Served()}
     turns = [(number, is_on) for number in range(rounds) for is_on in (False, True)]
-    screen = Console(stderr=True)
-    for number, is_on in track(turns, "measuring", console=screen, transient=True):
+    for number, is_on in measuring(turns):
         with run_fleet(num_workers, GRACE_S if is_on else 0.0) as fleet:
             uvloop.run(drive(fleet, num_workers, Random(number), served[is_on]))
     table = new_table(

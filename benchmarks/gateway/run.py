@@ -6,7 +6,6 @@ same client, which is this process; every number is the median of the rounds. Al
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,9 +18,6 @@ from typing import Any
 import httpx
 import psutil
 import uvloop
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from benchmarks.gateway.bare_endpoint import NUM_TOKENS
 from benchmarks.gateway.client import CHAT, EMBEDDINGS, Job, Result, run_job
@@ -36,6 +32,7 @@ from benchmarks.gateway.tables import (
     to_cpu_table,
     to_tables,
 )
+from benchmarks.tables import measuring, show
 from loadtest.albums import NumberedUrls, noise_jpeg
 from loadtest.fleet import HOST, free_port, run_fleet, run_server
 
@@ -78,18 +75,11 @@ class Target:
 def run(seconds: float, rounds: int, connections: list[int], embeddings: bool) -> None:
     """Measure and print the tables. Raises: BenchError."""
     measured = measure(seconds, rounds, connections, embeddings)
-    show([*to_tables(measured), to_cpu_table(measured)])
+    show(*to_tables(measured), to_cpu_table(measured))
     print(
         f"\n{rounds} rounds of {seconds:g} s, medians; {NUM_TOKENS} tokens; "
         f"{psutil.cpu_count()} cores, {machine()}, Python {python_version()}"
     )
-
-
-def show(tables: list[Table]) -> None:
-    """Print tables to standard output."""
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for table in tables:
-        console.print(table)
 
 
 def measure(
@@ -104,7 +94,6 @@ def measure(
         for number in connections
     ]
     measured: Measured = {}
-    screen = Console(stderr=True)
     with run_bare() as bare, run_vlm_fleet(EMBEDDER if embeddings else INSTANT) as fleet:
         # The order within a pair alternates, so that a drift of the machine favours neither.
         turns = [
@@ -113,10 +102,7 @@ def measure(
             for cell in cells
             for target in ((bare, fleet) if number % 2 == 0 else (fleet, bare))
         ]
-        # The client is this process: the screen takes little of its time.
-        for cell, target in track(
-            turns, "measuring", console=screen, transient=True, refresh_per_second=1
-        ):
+        for cell, target in measuring(turns):
             samples = measured.setdefault((cell, target.name), Samples())
             measure_cell(cell, target, seconds, samples)
     return measured

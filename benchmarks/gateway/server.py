@@ -26,9 +26,9 @@ from benchmarks.gateway.run import (
     measure,
     run_checked,
     run_vlm_fleet,
-    show,
 )
-from benchmarks.gateway.tables import FLEET, ROLES, new_table, pairs
+from benchmarks.gateway.tables import FLEET, ROLES, pairs
+from benchmarks.tables import new_table, show
 from deploy.capacity import FleetFigures, write_figures
 from loadtest.albums import noise_jpeg
 
@@ -67,7 +67,7 @@ def run(
         cpu.add_row("fleet : front", f"{median(map(truediv, fleet, front)):.2f}")
         ratio = median(map(truediv, rates[FLEET], rates[FRONT]))
         speed.add_row("fleet : front", f"{ratio:.3f}")
-    show([cpu, speed])
+    show(cpu, speed)
 
 
 def run_tokens(streams: int, seconds: float, rounds: int, against: Path | None) -> Table:

@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from benchmarks.engine.machine import device_name
 from benchmarks.make_checkpoint import LLAVA_SHAPES, SHAPES, make_checkpoint
@@ -29,7 +28,6 @@ from benchmarks.peers.peer import (
     Workload,
 )
 from benchmarks.peers.prompts import IMAGE_SIZE, ExamplePrompts
-from benchmarks.peers.report import TABLE_WIDTH, show
 from benchmarks.peers.results import Result, Results
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import VLMConfig
@@ -193,9 +191,7 @@ def run(options: PeerOptions, as_json: bool) -> None:
     if as_json:
         print(results.to_json(), end="")
     else:
-        console = Console()
-        console.width = max(console.width, TABLE_WIDTH)
-        show(console, results)
+        results.show()
 
 
 def _find_checkpoint(options: PeerOptions) -> Path:

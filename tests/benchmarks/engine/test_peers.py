@@ -10,7 +10,6 @@ from benchmarks.peers.fleet import Fleet
 from benchmarks.peers.hugging_face import HuggingFace
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.peer import CPU_WORKLOADS, WORKLOADS, SystemName
-from benchmarks.peers.report import compare
 from benchmarks.peers.results import Result, Results
 from benchmarks.peers.run import Comparison, PeerOptions, run
 from tests.engines.torch_backend.models.family_table import named, write_checkpoint
@@ -152,7 +151,7 @@ def test_ratios_are_speeds_over_the_best_of_the_others():
             make_result("llama.cpp:Q8_0", "decode-1", 1.0),
         ]
     )
-    assert compare(results, ["decode-1", "image"]) == [
+    assert results.compare(["decode-1", "image"]) == [
         ("ours bfloat16 : transformers' best", [2.0, 2.5]),
         ("ours bfloat16 : llama.cpp BF16", [None, 0.5]),
     ]
