@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
 from rich.progress import Progress, TimeElapsedColumn
 from safetensors.torch import save_file
 from tokenizers import AddedToken
@@ -26,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from benchmarks.checkpoint_files import make_tokenizer, write_text_files
 from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import LLAVA_TEMPLATE
-from engines.torch_backend.loading.stored_tensors import INDEX_FILE, SINGLE_FILE
+from engines.torch_backend.loading.stored_tensors import INDEX_FILE
 from engines.torch_backend.models.llava import FAMILY
 
 MAX_SHARD_BYTES = 2 * 1024**3
@@ -74,14 +75,20 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     # LLaMA's 0.02; narrow models need larger weights, or they repeat one token for ever.
     std = max(0.02, 6.4 / config.get_text_config(decoder=True).hidden_size)
-    total, done = sum(math.prod(size) for _, size in parameters), 0
-    writer = _Writer(directory, max_shard_bytes)
-    for name, size in parameters:
-        writer.add(name, _random_weight(name, size, std, dtype, generator))
-        done += math.prod(size)
-        if progress is not None:
-            progress(done / total)
-    writer.close()
+    planned = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in parameters}
+    split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
+    total, done = sum(tensor.numel() for tensor in planned.values()), 0
+    for file, names in split.filename_to_tensors.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            tensors[name] = _random_weight(name, planned[name].shape, std, dtype, generator)
+            done += tensors[name].numel()
+            if progress is not None:
+                progress(done / total)
+        _save(tensors, directory / file)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return parameters
 
 
@@ -132,55 +139,11 @@ def _random_weight(
     return weight.add_(1.0) if is_gain else weight
 
 
-class _Writer:
-    """Writes tensors into files of limited size; `close` names them as transformers does.
-
-    Memory stays at one file's tensors.
-    """
-
-    def __init__(self, directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        self._directory = directory
-        self._max_shard_bytes = max_shard_bytes
-        self._tensors: dict[str, torch.Tensor] = {}  # of the file that is to be written next
-        self._num_bytes = 0
-        self._total_bytes = 0
-        self._shards: list[list[str]] = []  # names of what each written file holds
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor, and write a file when it is full. Raises: OSError."""
-        if self._tensors and self._num_bytes + tensor.nbytes > self._max_shard_bytes:
-            self._write()
-        self._tensors[name] = tensor.contiguous()
-        self._num_bytes += tensor.nbytes
-
-    def close(self) -> None:
-        """Write the rest, and the index if there are several files. Raises: OSError."""
-        self._write()
-        count = len(self._shards)
-        if count == 1:
-            self._part(0).rename(self._directory / SINGLE_FILE)
-            return
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self._directory / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2) + "\n"
-        (self._directory / INDEX_FILE).write_text(text, encoding="utf-8")
-
-    def _write(self) -> None:
-        file = self._part(len(self._shards))
-        file.touch()
-        mode = file.stat().st_mode
-        save_file(self._tensors, file, metadata={"format": "pt"})
-        file.chmod(mode)  # save_file's own is for the owner alone
-        self._shards.append(list(self._tensors))
-        self._total_bytes += self._num_bytes
-        self._tensors, self._num_bytes = {}, 0
-
-    def _part(self, number: int) -> Path:
-        return self._directory / f"part-{number}.tmp"
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)  # save_file's own is for the owner alone
 
 
 # -- LLaVA
