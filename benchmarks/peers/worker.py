@@ -20,7 +20,7 @@ def create_peer(system: SystemName, options: dict[str, Any]) -> Peer:
     if system.maker == "transformers":
         from benchmarks.peers.hugging_face import HuggingFace  # noqa: PLC0415
 
-        return HuggingFace(checkpoint, system.precision, system.mode, num_threads, device)
+        return HuggingFace(checkpoint, system.precision, num_threads, device)
     max_batch_size = options["max_batch_size"]
     if system.maker == "llama.cpp":
         from benchmarks.peers.llama_cpp_peer import LlamaCpp  # noqa: PLC0415 - not installed with us
