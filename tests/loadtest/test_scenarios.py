@@ -141,10 +141,10 @@ def plain_questions(scene, selector: Selector) -> list[WorldQuestion]:
     a_noun = f"{answers.article(noun)} {noun}"
     asked = {
         f"How many {selector.nouns} are there?": answers.count(scene, selector),
-        f"What color is the {noun}?": answers.color_of(scene, selector),
-        f"Where is the {noun}?": answers.place_of(scene, selector),
+        f"What color is the {noun}?": answers.property_of(scene, selector, "color"),
+        f"Where is the {noun}?": answers.property_of(scene, selector, "place"),
         f"Is there {a_noun}?": answers.exists(scene, selector),
-        "What color is the background?": answers.background(scene),
+        "What color is the background?": scene.background,
     }
     for place in PLACES:
         asked[f"What is {answers.at(place)}?"] = answers.content_at(scene, place)

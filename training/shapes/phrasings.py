@@ -61,7 +61,6 @@ DESCRIBE = (
 )
 COUNT = (
     "How many {nouns} are there{where}?",
-    "How many {nouns} are there{where}?",
     "How many {nouns} are in the {image}?",
     "How many {nouns} are in this {image}?",
     "How many {nouns} do you see{where}?",
@@ -88,8 +87,6 @@ COUNT = (
 )
 COLOR = (
     "What color is the {noun}{where}?",
-    "What color is the {noun}{where}?",
-    "What color is the {noun}{where}?",
     "What is the color of the {noun}{where}?",
     "What's the color of the {noun}{where}?",
     "Which color is the {noun}{where}?",
@@ -113,7 +110,6 @@ COLOR = (
     "What color did they paint the {noun}{where}?",
 )
 KIND = (
-    "What shape is {color}{where}?",
     "What shape is {color}{where}?",
     "Which shape is {color}{where}?",
     "What is {color}{where}?",
@@ -140,7 +136,6 @@ KIND = (
 )
 CONTENT = (
     "What is {at}{where}?",
-    "What is {at}{where}?",
     "What's {at}{where}?",
     "What is {at} of the {image}?",
     "What's {at} of the {image}?",
@@ -165,8 +160,6 @@ CONTENT = (
     "Describe what is {at}{where}.",
 )
 PLACE = (
-    "Where is the {noun}{where}?",
-    "Where is the {noun}{where}?",
     "Where is the {noun}{where}?",
     "Where's the {noun}{where}?",
     "Where can I find the {noun}{where}?",
@@ -196,7 +189,6 @@ PLACE = (
 )
 SIZE = (
     "What size is the {noun}{where}?",
-    "What size is the {noun}{where}?",
     "How big is the {noun}{where}?",
     "How large is the {noun}{where}?",
     "What is the size of the {noun}{where}?",
@@ -213,8 +205,6 @@ SIZE = (
     "Is it a small or a large {noun}{where}?",
 )
 EXISTS = (
-    "Is there {a_noun}{where}?",
-    "Is there {a_noun}{where}?",
     "Is there {a_noun}{where}?",
     "Is there {a_noun} in the {image}?",
     "Is there any {noun}{where}?",
@@ -253,7 +243,6 @@ IS_AT = (
 )
 IS_COLOR = (
     "Is the {noun} {color}{where}?",
-    "Is the {noun} {color}{where}?",
     "Is the color of the {noun} {color}{where}?",
     "Is that {noun} {color}{where}?",
     "Does the {noun} have the color {color}{where}?",
@@ -262,7 +251,6 @@ IS_COLOR = (
     "Is it true that the {noun} is {color}{where}?",
 )
 BACKGROUND = (
-    "What color is the background{where}?",
     "What color is the background{where}?",
     "What is the background color{where}?",
     "What's the background color{where}?",
@@ -285,7 +273,6 @@ BACKGROUND = (
     "How is the background colored{where}?",
 )
 WHICH_HAS = (
-    "Which {image} has {a_noun}?",
     "Which {image} has {a_noun}?",
     "Which {image} contains {a_noun}?",
     "Which {image} shows {a_noun}?",
@@ -314,7 +301,6 @@ WHICH_HAS_BACKGROUND = (
     "Which of the two {image}s is {bare_color} in the background?",
 )
 SAME = (
-    "Are the {image}s the same?",
     "Are the {image}s the same?",
     "Are the two {image}s the same?",
     "Are these {image}s the same?",
@@ -359,41 +345,43 @@ DESCRIBE_ALL = (
     "List the shapes of both {image}s.",
 )
 
-PRONOUN_COLOR = (
-    "What color is it?",
-    "And what color is it?",
-    "What is its color?",
-    "Which color is it?",
-    "What color does it have?",
-    "Its color?",
-    "And its color?",
-    "Tell me its color.",
-)
-PRONOUN_KIND = (
-    "What shape is it?",
-    "And what shape is it?",
-    "What is its shape?",
-    "Which shape is it?",
-    "What kind of shape is it?",
-    "Its shape?",
-    "What is it?",
-)
-PRONOUN_PLACE = (
-    "Where is it?",
-    "Where can I find it?",
-    "What is its position?",
-    "And where is it?",
-    "Where is it located?",
-    "Where exactly is it?",
-)
-PRONOUN_SIZE = (
-    "What size is it?",
-    "How large is it?",
-    "Is it big or small?",
-    "How big is it?",
-    "Is it small or large?",
-    "What is its size?",
-)
+PRONOUN = {
+    "color": (
+        "What color is it?",
+        "And what color is it?",
+        "What is its color?",
+        "Which color is it?",
+        "What color does it have?",
+        "Its color?",
+        "And its color?",
+        "Tell me its color.",
+    ),
+    "kind": (
+        "What shape is it?",
+        "And what shape is it?",
+        "What is its shape?",
+        "Which shape is it?",
+        "What kind of shape is it?",
+        "Its shape?",
+        "What is it?",
+    ),
+    "place": (
+        "Where is it?",
+        "Where can I find it?",
+        "What is its position?",
+        "And where is it?",
+        "Where is it located?",
+        "Where exactly is it?",
+    ),
+    "size": (
+        "What size is it?",
+        "How large is it?",
+        "Is it big or small?",
+        "How big is it?",
+        "Is it small or large?",
+        "What is its size?",
+    ),
+}  #: of what the question before asked about
 
 COUNT_COLOR = (
     "How many are {color}{where}?",
@@ -419,14 +407,12 @@ COUNT_DIFFERENT = (
 )
 IS_BESIDE = (
     "Is the {noun} {beside} the {other}{where}?",
-    "Is the {noun} {beside} the {other}{where}?",
     "Is {a_noun} {beside} the {other}{where}?",
     "Does the {noun} stand {beside} the {other}{where}?",
     "Is it true that the {noun} is {beside} the {other}{where}?",
     "Do you see the {noun} {beside} the {other}{where}?",
 )
 WHAT_IS_BESIDE = (
-    "What is {beside} the {other}{where}?",
     "What is {beside} the {other}{where}?",
     "What's {beside} the {other}{where}?",
     "Which shape is {beside} the {other}{where}?",
