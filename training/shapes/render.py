@@ -33,13 +33,7 @@ SHADES: dict[str, tuple[Rgb, ...]] = {
 }  # fmt: skip
 DIAMETERS = {"small": (0.13, 0.175), "large": (0.22, 0.31)}  # shares of the image's shorter side
 SMALLEST = 10  # pixels of diameter, below which nobody can tell a star from a circle
-_FRAME_COLORS: tuple[Rgb, ...] = (
-    (0, 0, 0),
-    (0, 0, 0),
-    (128, 128, 128),
-    (255, 255, 255),
-    (139, 69, 19),
-)
+_FRAME_COLORS = ((0, 0, 0), (0, 0, 0), (128, 128, 128), (255, 255, 255), (139, 69, 19))
 FARTHEST = 0.28  # from the border to a shape of an outer place; the next place begins at a third
 
 

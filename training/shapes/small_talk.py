@@ -116,6 +116,8 @@ FOREIGN = (
     "¿Qué ves?", "¿Quién eres tú?", "¿Qué día es hoy?", "Quelle est la capitale de {place}", "Raconte-moi une blague", "Che ora è",
     "Qual é a capital de {place}", "Ça veut dire quoi", "Comment tu t'appelles", "Come ti chiami", "Hoe gaat het",
 )  # fmt: skip
+SIGNS = ("+", "-", "*", "/", "^", "x", "plus", "minus", "times", "divided by")
+SUMS = ("What is", "What's", "Calculate", "How much is", "Solve", "compute", "Can you calculate")
 
 
 def sample_small_talk(rng: Random) -> str:
@@ -172,41 +174,12 @@ def _prose() -> list[str]:
 
 def sample_arithmetic(rng: Random) -> str:
     """A sum and the like: "2+2", "What is 7 times 8?"."""
-    first, second = (
-        rng.randrange(rng.choice((10, 100, 10000))),
-        rng.randrange(rng.choice((10, 100))),
-    )
-    sign = rng.choice(
-        (
-            "+",
-            "-",
-            "*",
-            "/",
-            " + ",
-            " - ",
-            " * ",
-            " / ",
-            "x",
-            "^",
-            " plus ",
-            " minus ",
-            " times ",
-            " divided by ",
-        )
-    )
-    start = rng.choice(
-        (
-            "",
-            "",
-            "What is ",
-            "What's ",
-            "Calculate ",
-            "How much is ",
-            "Solve ",
-            "compute ",
-            "Can you calculate ",
-        )
-    )
+    first = rng.randrange(rng.choice((10, 100, 10000)))
+    second = rng.randrange(rng.choice((10, 100)))
+    sign = rng.choice(SIGNS)
+    if sign.islower() or rng.random() < 0.45:
+        sign = f" {sign} "
+    start = f"{rng.choice(SUMS)} " if rng.random() < 0.78 else ""
     return f"{start}{first}{sign}{second}{rng.choice(('', '', '?', ' =', '=', ' = ?'))}"
 
 
