@@ -19,41 +19,10 @@ from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.models.registry import read_config
 from engines.torch_backend.models.vision import num_blocks_needed
 
-_TEXT_NAMES = {
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_VISION_NAMES = {
-    "embeddings.class_embedding": "v.class_embd",
-    "embeddings.patch_embedding.weight": "v.patch_embd.weight",
-    "embeddings.position_embedding.weight": "v.position_embd.weight",
-    "pre_layrnorm": "v.pre_ln",
-    "layer_norm1": "ln1",
-    "layer_norm2": "ln2",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.out_proj": "attn_out",
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-}
-_TEXT_LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)\.(.+)\.(weight|bias)$")
+#: What is before the part of a decoder's name that all families share.
+_PREFIX = re.compile(r"^.*?(?=layers\.|embed_tokens\.|norm\.)")
 _TOWERS = ("vision", "visual")
-_VISION_LAYER = re.compile(
-    r"vision_tower\.vision_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)$"
-)
-
-Rename = Callable[[str], str | None]
+_SUFFIXES = (".weight", ".bias")
 
 
 def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
@@ -70,7 +39,17 @@ def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
             return tensor
         return _interleave_halves(tensor, count)
 
-    _write_tensors(writer, checkpoint, kind, _decoder_name, arrange)
+    arch = next(x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == kind_of_decoder)
+    names = gguf.get_tensor_name_map(arch, text.num_layers)
+
+    def rename(name: str) -> str | None:
+        if any(tower in name for tower in _TOWERS):
+            return None
+        if not name.endswith("lm_head.weight"):
+            return names.get_name(_PREFIX.sub("model.", name), _SUFFIXES)
+        return "output.weight"
+
+    _write_tensors(writer, checkpoint, kind, rename, arrange)
 
 
 def read_text(checkpoint: Path) -> tuple[str, TextConfig]:
@@ -102,9 +81,16 @@ def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
     depth = num_blocks_needed(config.vision, config.vision_feature_layers)
     writer = gguf.GGUFWriter(target, "clip")
     _describe_tower(writer, config.vision, depth)
-    _write_tensors(
-        writer, checkpoint, kind, lambda name: _tower_name(name, depth), lambda name, tensor: tensor
-    )
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, depth)
+
+    def rename(name: str) -> str | None:
+        linear = re.fullmatch(r"multi_modal_projector\.linear_([12])\.(.+)", name)
+        if linear:
+            return f"mm.{0 if linear[1] == '1' else 2}.{linear[2]}"
+        is_unused = "post_layernorm" in name  # the features are those of a layer before
+        return None if is_unused else names.get_name(name, _SUFFIXES)
+
+    _write_tensors(writer, checkpoint, kind, rename, lambda name, tensor: tensor)
 
 
 def _describe_decoder(writer: "gguf.GGUFWriter", text: TextConfig) -> None:
@@ -147,7 +133,7 @@ def _write_tensors(
     writer: "gguf.GGUFWriter",
     checkpoint: Path,
     kind: str,
-    rename: Rename,
+    rename: Callable[[str], str | None],
     arrange: Callable[[str, Tensor], Tensor],
 ) -> None:
     """All that `rename` knows; vectors and the patches' kernel stay exact."""
@@ -164,32 +150,6 @@ def _write_tensors(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _decoder_name(name: str) -> str | None:
-    if any(tower in name for tower in _TOWERS):
-        return None
-    match = _TEXT_LAYER.match(name)
-    if match:
-        layer, module, kind = match.groups()
-        return f"blk.{layer}.{_TEXT_NAMES[module]}.{kind}"
-    _, module, kind = f".{name}".rsplit(".", 2)
-    return f"{_TEXT_NAMES[module]}.{kind}" if module in _TEXT_NAMES else None
-
-
-def _tower_name(name: str, depth: int) -> str | None:
-    match = _VISION_LAYER.match(name)
-    if match:
-        layer, module, kind = match.groups()
-        return f"v.blk.{layer}.{_VISION_NAMES[module]}.{kind}" if int(layer) < depth else None
-    if name.startswith("multi_modal_projector."):
-        linear, kind = name.removeprefix("multi_modal_projector.linear_").split(".")
-        return f"mm.{0 if linear == '1' else 2}.{kind}"
-    name = name.removeprefix("vision_tower.vision_model.")
-    module, _, kind = name.rpartition(".")
-    if name in _VISION_NAMES:
-        return _VISION_NAMES[name]
-    return f"{_VISION_NAMES[module]}.{kind}" if module in _VISION_NAMES else None
 
 
 def _interleave_halves(tensor: Tensor, num_heads: int) -> Tensor:
