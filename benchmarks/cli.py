@@ -310,7 +310,6 @@ Shape = Literal[
     "llava-1.5-7b",
     "llama-125m",
     "smolvlm2-500m",
-    "smolvlm2-2.2b",
     "qwen2.5-vl-3b",
 ]
 

@@ -3,7 +3,7 @@ transformers saves them.
 
 Called by the command line and by tests. Memory is bounded by one shard: weights are generated and written one by
 one. The tokenizer is made up, so ids of control tokens are others than in the published models.
-Sources: `config.json` and the processors' files of HuggingFaceTB/SmolVLM2-500M-Video-Instruct, its 2.2B sibling and
+Sources: `config.json` and the processors' files of HuggingFaceTB/SmolVLM2-500M-Video-Instruct and
 Qwen/Qwen2.5-VL-3B-Instruct.
 """
 
@@ -288,37 +288,32 @@ def _create_tokenizer(special: tuple[str, ...]) -> Any:
 _ROWS = ("<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)))
 
 
-def _smolvlm(
-    text: dict[str, Any], vision: dict[str, Any], scale_factor: int
-) -> Callable[[], PreTrainedConfig]:
-    shared = {
-        "vocab_size": 49280,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": IMAGE_ID + 1,
-    }
-    return lambda: transformers.SmolVLMConfig(
+def _smolvlm() -> PreTrainedConfig:
+    pad = IMAGE_ID + 1
+    return transformers.SmolVLMConfig(
         image_token_id=IMAGE_ID,
-        scale_factor=scale_factor,
-        pad_token_id=IMAGE_ID + 1,  # pyright: ignore
+        scale_factor=4,
+        pad_token_id=pad,  # pyright: ignore
         tie_word_embeddings=False,
         text_config={
-            "model_type": "llama", "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-            "rope_theta": 100000.0, **shared, **text,
+            "model_type": "llama", "vocab_size": 49280, "hidden_size": 960, "intermediate_size": 2560,
+            "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "bos_token_id": 1,
+            "eos_token_id": 2, "pad_token_id": pad,
         },
-        vision_config={"model_type": "smolvlm_vision", **vision},
+        vision_config={
+            "model_type": "smolvlm_vision", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+            "num_attention_heads": 12, "image_size": 512, "patch_size": 16,
+        },
     )  # fmt: skip
 
 
-def _smolvlm_processor(side: int, longest: int, seq_len: int) -> Callable[[Any], Any]:
+def _smolvlm_processor(tokenizer: Any) -> Any:
     """That of Idefics3, which is the same for images; SmolVLM's own wants a package for videos."""
-    return lambda tokenizer: transformers.Idefics3Processor(
-        transformers.Idefics3ImageProcessor(
-            size={"longest_edge": longest}, max_image_size={"longest_edge": side}
-        ),
-        tokenizer,
-        image_seq_len=seq_len,
+    images = transformers.Idefics3ImageProcessor(
+        size={"longest_edge": 2048}, max_image_size={"longest_edge": 512}
     )
+    return transformers.Idefics3Processor(images, tokenizer, image_seq_len=64)
 
 
 # -- Qwen2.5-VL
@@ -363,26 +358,7 @@ SHAPES: dict[str, Shape] = {
         )
     ),
     "smolvlm2-500m": Shape(
-        "SmolVLMForConditionalGeneration",
-        _smolvlm(
-            {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 15,
-             "num_key_value_heads": 5},
-            {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-             "image_size": 512, "patch_size": 16},
-            scale_factor=4,
-        ),
-        _ROWS, _smolvlm_processor(512, 2048, 64),
-    ),
-    "smolvlm2-2.2b": Shape(
-        "SmolVLMForConditionalGeneration",
-        _smolvlm(
-            {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
-             "num_key_value_heads": 32},
-            {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
-             "image_size": 384, "patch_size": 14},
-            scale_factor=3,
-        ),
-        _ROWS, _smolvlm_processor(384, 1536, 81),
+        "SmolVLMForConditionalGeneration", _smolvlm, _ROWS, _smolvlm_processor
     ),
     "qwen2.5-vl-3b": Shape(
         "Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, _QWEN_SPECIAL, _qwen_processor, "<|vision_start|><|image_pad|><|vision_end|>"
