@@ -370,6 +370,8 @@ def follow_up(subject: Shape, rng: Random, plain: bool = False) -> Question:
 
 def vary(text: str, rng: Random) -> str:
     """The same question as a hasty or a polite person types it."""
+    if rng.random() < 0.3:
+        text = re.sub(r"^(What|Where) is\b", r"\1's", text)
     if rng.random() < 0.2:
         text = text.replace("color", "colour")
     if "center" in text and rng.random() < 0.15:
