@@ -147,7 +147,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 # -- LLaVA
-def _llava(vision: dict[str, Any], text: dict[str, Any], base_vocab: int) -> dict[str, Any]:
+def _llava(vision: dict[str, Any], text: dict[str, Any], base_vocab: int = 32000) -> dict[str, Any]:
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
@@ -162,6 +162,8 @@ def _llava(vision: dict[str, Any], text: dict[str, Any], base_vocab: int) -> dic
             "vocab_size": base_vocab + _NUM_SPARE_TOKENS,
             "bos_token_id": 1,
             "eos_token_id": 2,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
         }
         | text,
     }
@@ -197,7 +199,6 @@ LLAVA_SHAPES: dict[str, dict[str, Any]] = {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 512,
-            "rms_norm_eps": 1e-5,
         },
         base_vocab=320,
     ),
@@ -209,10 +210,7 @@ LLAVA_SHAPES: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 22,
             "num_attention_heads": 32,
             "num_key_value_heads": 4,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
         },
-        base_vocab=32000,
     ),
     "llava-1.5-7b": _llava(
         _CLIP_L_336,
@@ -222,10 +220,7 @@ LLAVA_SHAPES: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
         },
-        base_vocab=32000,
     ),
 }
 
