@@ -252,8 +252,8 @@ def bench_embeddings(
     shapes: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: minilm-l6, bge-base, clip-vit-b-32.",
-            callback=_names("minilm-l6", "bge-base", "clip-vit-b-32"),
+            help="Comma-separated: minilm-l6, bge-base.",
+            callback=_names("minilm-l6", "bge-base"),
         ),
     ] = "minilm-l6",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
@@ -264,7 +264,7 @@ def bench_embeddings(
         ),
     ] = None,
 ) -> None:
-    """Measure the embedding engine beside transformers, sentence-transformers, infinity and open_clip, one thread."""
+    """Measure the embedding engine beside transformers, sentence-transformers and infinity, one thread."""
     from benchmarks.engine.embeddings import run
 
     run(shapes.split(","), rounds, peers)

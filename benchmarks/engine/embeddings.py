@@ -1,4 +1,4 @@
-"""The embedding engine beside others, on the same random weights, in turn: from texts to vectors, from pixels to vectors.
+"""The embedding engine beside others, on the same random weights, in turn, from texts to vectors.
 
 One thread, CPU time: what other programs take of the machine counts for nobody. Peers run in processes and environments
 of their own.
@@ -10,9 +10,7 @@ import base64
 import json
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,17 +19,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModel, BertConfig, BertModel, CLIPConfig, CLIPModel
+from transformers import AutoModel, BertConfig, BertModel
 
 from benchmarks.peers.fleet import PeerProcess
 from benchmarks.peers.install import embedder_python
 from benchmarks.tables import new_table, show
 from engines.base import EngineCall
-from engines.pooling.batch import Row
-from engines.pooling.clip import ClipEncoder
-from engines.pooling.encoder import PixelInput
 from engines.pooling.engine import PoolingEngine
-from engines.pooling.load import load_encoder, prepare_linears
+from engines.pooling.load import load_encoder
 from engines.pooling.settings import PoolingSettings
 from shared.protocol import Embed, TextPart
 
@@ -45,8 +40,6 @@ LENGTHS: dict[str, tuple[int, int, int]] = {
     "long": (40, 256, 24),
     "mixed": (6, 256, 32),
 }
-CLIP = "clip-vit-b-32"
-NUM_IMAGES = 8
 BATCH_SIZE = 32  # of the others
 NUM_WORDS = 30_000
 #: What a peer is asked for, by its environment.
@@ -75,10 +68,7 @@ def run(shapes: Sequence[str], rounds: int, peers: Path | None) -> None:
     torch.set_num_threads(1)
     results: list[Result] = []
     for shape in shapes:
-        if shape == CLIP:
-            results += measure_images(rounds)
-        else:
-            results += measure(shape, rounds, peers)
+        results += measure(shape, rounds, peers)
     table = new_table("", "shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
     for r in results:
         table.add_row(
@@ -112,29 +102,6 @@ def measure(shape: str, rounds: int, peers: Path | None) -> list[Result]:
             for process in processes.values():
                 process.close()
     return results
-
-
-def measure_images(rounds: int) -> list[Result]:
-    """The image tower of CLIP ViT-B/32 beside that of open_clip; each has weights of its own."""
-    import open_clip  # noqa: PLC0415 - takes seconds
-
-    pixels = list(torch.rand(NUM_IMAGES, 3, 224, 224))
-    systems: dict[str, Compute] = {}
-    theirs = open_clip.create_model("ViT-B-32-quickgelu").eval()
-    for dtype in (torch.float32, torch.bfloat16):
-        systems[f"open_clip {_name(dtype)}"] = _timed(_open_clip(theirs, dtype))
-    with tempfile.TemporaryDirectory() as folder:
-        CLIPModel(CLIPConfig()).save_pretrained(folder)
-        for dtype, is_int8 in (
-            (torch.float32, False),
-            (torch.bfloat16, False),
-            (torch.float32, True),
-        ):
-            model = CLIPModel.from_pretrained(folder, dtype=dtype).eval()
-            prepare_linears(model, torch.device("cpu"), is_int8)
-            name = f"ours {'int8' if is_int8 else _name(dtype)}"
-            systems[name] = _timed(_our_images(ClipEncoder(model, None, None)))  # type: ignore[arg-type]
-    return _measure(CLIP, "images", pixels, 50 * NUM_IMAGES, rounds, systems)
 
 
 def make_checkpoint(folder: Path, shape: str) -> Path:
@@ -265,29 +232,6 @@ def _timed(compute: Callable[[Sequence[Any]], torch.Tensor]) -> Compute:
     return timed
 
 
-def _open_clip(model: Any, dtype: torch.dtype) -> Callable[[Sequence[Any]], torch.Tensor]:
-    model = deepcopy(model).to(dtype)
-
-    @torch.inference_mode()
-    def compute(pixels: Sequence[Any]) -> torch.Tensor:
-        return model.encode_image(torch.stack(list(pixels)).to(dtype), normalize=True)
-
-    return compute
-
-
-def _our_images(encoder: ClipEncoder) -> Callable[[Sequence[Any]], torch.Tensor]:
-    def compute(pixels: Sequence[Any]) -> torch.Tensor:
-        rows = [Row(PixelInput(each), encoder.image_tokens, "image") for each in pixels]
-        encoder.compute(rows)
-        return torch.tensor([array("f", row.result) for row in rows])
-
-    return compute
-
-
 def _text(chance: Random, num_tokens: int) -> str:
     """Of so many tokens, two of which are put around it."""
     return " ".join(f"w{chance.randrange(NUM_WORDS)}" for _ in range(num_tokens))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
