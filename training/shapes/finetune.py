@@ -25,7 +25,6 @@ from training import PACKAGES
 from training.shapes.architecture import IMAGE_SIZE, NUM_IMAGE_TOKENS, normalize, project
 from training.shapes.code_book import CodeBook
 from training.shapes.export import load_tokenizer
-from training.shapes.gallery import CODE_LENGTH, mirror_codes
 from training.shapes.lessons import LENGTH, NUM_SLOTS, teach
 from training.shapes.llava import LlavaForConditionalGeneration
 from training.shapes.sequences import Encoder
@@ -67,14 +66,10 @@ class Batch:
 class Reader(threading.Thread):
     """Makes batches of the messages of the processes that `teach`."""
 
-    def __init__(
-        self, messages: Any, is_hungry: Any, per_batch: int, num_slots: int, pin: bool
-    ) -> None:
+    def __init__(self, messages: Any, is_hungry: Any, per_batch: int, pin: bool) -> None:
         super().__init__(daemon=True)
         self.messages, self.is_hungry = messages, is_hungry
         self.per_batch, self.pin = per_batch, pin
-        self.codes = np.zeros((num_slots, CODE_LENGTH), dtype=np.uint8)
-        self.known = np.zeros(num_slots, dtype=bool)
         self.ready: queue.Queue[Batch] = queue.Queue(8)
 
     def run(self) -> None:
@@ -84,38 +79,17 @@ class Reader(threading.Thread):
 
     def make(self) -> Batch:
         messages = [self.messages.get() for _ in range(self.per_batch)]
-        parts: dict[str, list[np.ndarray]] = {"codes": [], "known": []}
-        for message in messages:
-            if "slots" in message:
-                self.codes[message["slots"]] = message["codes"]
-                self.known[message["slots"]] = message["known"]
-            slots, is_mirrored = np.divmod(message["shown"], 2)
-            codes = self.codes[slots]
-            parts["codes"].append(np.where(is_mirrored[:, None] > 0, mirror_codes(codes), codes))
-            parts["known"].append(self.known[slots])
-        drawn = [message for message in messages if "slots" in message]
-        images = [message["images"] for message in drawn] or [np.zeros((0, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)]  # fmt: skip
-        new = [message["slots"] for message in drawn] or [np.zeros(0, np.int64)]
         joined = {
             name: np.concatenate([message[name] for message in messages])
-            for name in ("shown", "token_ids", "positions", "branches", "weights")
+            for name in messages[0]
+            if name != "answers"
         }
-        weights = joined.pop("weights")[:, 1:].astype(np.float32).ravel()
-        where = np.flatnonzero(weights)
-        known = np.flatnonzero(np.concatenate(parts["known"]))
-        made = {
-            "images": np.concatenate(images),
-            "new": np.concatenate(new).astype(np.int64),
-            "shown": joined.pop("shown"),
-            "known": known,
-            "codes": np.concatenate(parts["codes"])[known],
-            "where": where,
-            "weights": weights[where],
-            **{name: array.astype(np.int64) for name, array in joined.items()},
-        }
-        tensors = {
-            name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in made.items()
-        }
+        weights = joined["weights"][:, 1:].astype(np.float32).ravel()
+        joined["known"], joined["where"] = np.flatnonzero(joined["known"]), np.flatnonzero(weights)
+        joined["weights"] = weights[joined["where"]]
+        for name in ("token_ids", "positions", "branches"):
+            joined[name] = joined[name].astype(np.int64)
+        tensors = {name: torch.from_numpy(each) for name, each in joined.items()}
         if self.pin:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return Batch(
@@ -266,7 +240,8 @@ def main() -> None:
     model.train()
     learner = Learner(model, options.workers * NUM_SLOTS, device)
     trainer = make_trainer(model, options.learning_rate, autocast)
-    reader = Reader(messages, is_hungry, max(1, options.batch // options.message), options.workers * NUM_SLOTS, is_cuda)  # fmt: skip
+    per_batch = max(1, options.batch // options.message)
+    reader = Reader(messages, is_hungry, per_batch, is_cuda)
     reader.start()
     say(f"{sum(each.numel() for each in model.parameters()) / 1e6:.2f} M parameters on {device}")
     waited_s = 0.0

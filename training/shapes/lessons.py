@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from training.shapes.answers import OUTSIDE
 from training.shapes.architecture import IMAGE_SIZE
@@ -52,15 +53,19 @@ ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1),
 
 @dataclass(slots=True)
 class Picture:
-    """Where a picture is in the album, and what it shows; None is a picture of something else."""
+    """Where a picture is in the album, and what it shows; None is a picture of something else.
+
+    `is_clear`: all shapes stand at their places.
+    """
 
     slot: int
     scene: Scene | None
+    is_clear: bool = True
     is_mirrored: bool = False
 
     def mirror(self) -> "Picture":
         scene = self.scene and decode(mirror_codes(encode(self.scene)))
-        return Picture(self.slot, scene, not self.is_mirrored)
+        return Picture(self.slot, scene, self.is_clear, not self.is_mirrored)
 
 
 class Album:
@@ -70,8 +75,8 @@ class Album:
         self.rng = rng
         self.groups: deque[list[Picture]] = deque(maxlen=NUM_GROUPS)
         self.foreign: deque[Picture] = deque(maxlen=NUM_FOREIGN)
-        self.clips: deque[tuple[list[int], Clip]] = deque(maxlen=NUM_CLIPS)
-        self.new: list[tuple[int, np.ndarray, np.ndarray, bool]] = []
+        self.clips: deque[tuple[list[Picture], Clip]] = deque(maxlen=NUM_CLIPS)
+        self.new: dict[int, np.ndarray] = {}
         first_foreign = first_slot + GROUP_SIZE * NUM_GROUPS
         first_clip = first_foreign + NUM_FOREIGN
         self._group_slots = cycle(range(first_slot, first_foreign, GROUP_SIZE))
@@ -82,22 +87,22 @@ class Album:
         """Draw new pictures; they take the places of the oldest ones when the album is full."""
         for _ in range(num_groups):
             drawn = enumerate(render_group(self.rng), next(self._group_slots))
-            self.groups.append([self._add(slot, *pair) for slot, pair in drawn])
+            self.groups.append([self._add(image, slot, scene) for slot, (scene, image) in drawn])
         for _ in range(num_foreign):
             slot = next(self._foreign_slots)
-            self.foreign.append(self._add(slot, None, draw_foreign(self.rng)))
+            self.foreign.append(self._add(draw_foreign(self.rng), slot, None))
         for _ in range(num_clips):
             clip = sample_clip(self.rng, self.rng.choice((2, 3, 4, 4, 4, 4, 4, 4)))
             images = render_clip(clip, self.rng, sample_style(self.rng))
-            shown = zip(clip.frames, images, clip.is_clear, strict=True)
-            first = next(self._clip_slots)
-            slots = [self._add(slot, *frame).slot for slot, frame in enumerate(shown, first)]
-            self.clips.append((slots, clip))
+            shown = zip(images, clip.frames, clip.is_clear, strict=True)
+            drawn = enumerate(shown, next(self._clip_slots))
+            pictures = [self._add(image, slot, *frame) for slot, (image, *frame) in drawn]
+            self.clips.append((pictures, clip))
 
-    def _add(self, slot: int, scene: Scene | None, image: Any, is_clear: bool = True) -> Picture:
-        code = encode(scene) if scene else np.zeros(CODE_LENGTH, dtype=np.uint8)
-        self.new.append((slot, to_input(image, IMAGE_SIZE), code, bool(scene) and is_clear))
-        return Picture(slot, scene)
+    def _add(self, image: Image.Image, *where: Any) -> Picture:
+        picture = Picture(*where)
+        self.new[picture.slot] = to_input(image, IMAGE_SIZE)
+        return picture
 
     def any(self, alike: float = 0.0, foreign: float = 0.0) -> list[Picture]:
         """Two pictures, sometimes of one group, sometimes not of the image world."""
@@ -174,14 +179,13 @@ def with_tools(album: Album, packer: Packer) -> Lesson:
 def about_clip(album: Album, packer: Packer) -> Lesson:
     """Questions about what happens in a clip."""
     rng = album.rng
-    slots, clip = rng.choice(album.clips)
+    pictures, clip = rng.choice(album.clips)
 
     def make() -> list[Question]:
         if rng.random() < 0.12:
             return [sample_question(clip.frames, rng)]
         return [ask_about_clip(clip, rng) for _ in range(rng.choice((1, 1, 2)))]
 
-    pictures = [Picture(slot, scene) for slot, scene in zip(slots, clip.frames, strict=True)]
     return _fill(packer, pictures, make, rng)
 
 
@@ -261,26 +265,27 @@ LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
 
 
 def make_message(album: Album, encoder: Encoder, num_sequences: int) -> dict[str, Any]:
-    """New pictures and sequences, as arrays; `shown` are slots doubled, odd if mirrored, in the order of the sequences."""
+    """New pictures and sequences, as arrays; `shown` are slots doubled, odd if mirrored, in the order of the sequences.
+
+    `codes` are those of the pictures that are `known`.
+    """
     makers, shares = zip(*LESSONS, strict=True)
     packers = [Packer(encoder, LENGTH) for _ in range(num_sequences)]
-    chosen = album.rng.choices(makers, shares, k=num_sequences)
-    shown = [
-        2 * picture.slot + picture.is_mirrored
-        for make, packer in zip(chosen, packers, strict=True)
-        for picture in make(album, packer)
-    ]
+    chosen = zip(album.rng.choices(makers, shares, k=num_sequences), packers, strict=True)
+    pictures = [picture for make, packer in chosen for picture in make(album, packer)]
     arrays = [packer.arrays() for packer in packers]
-    message: dict[str, Any] = {
-        name: np.stack([each[name] for each in arrays]) for name in arrays[0]
+    known = [picture.scene if picture.is_clear else None for picture in pictures]
+    codes = [encode(scene) for scene in known if scene]
+    images, size = list(album.new.values()), (IMAGE_SIZE, IMAGE_SIZE, 3)
+    message = {name: np.stack([each[name] for each in arrays]) for name in arrays[0]} | {
+        "shown": np.array([2 * each.slot + each.is_mirrored for each in pictures], np.int64),
+        "known": np.array([scene is not None for scene in known], bool),
+        "codes": np.array(codes, np.uint8).reshape(-1, CODE_LENGTH),
+        "new": np.array(list(album.new), np.int64),
+        "images": np.array(images, np.uint8).reshape(-1, *size),
     }
-    message["shown"] = np.array(shown, dtype=np.int64)
-    message["answers"] = [tuple(packer.answers) for packer in packers]
-    if album.new:
-        slots, images, codes, known = zip(*album.new, strict=True)
-        message |= {"slots": np.array(slots), "images": np.stack(images), "codes": np.stack(codes), "known": np.array(known)}  # fmt: skip
-    album.new = []
-    return message
+    album.new = {}
+    return {**message, "answers": [tuple(packer.answers) for packer in packers]}
 
 
 def teach(

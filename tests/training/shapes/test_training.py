@@ -56,7 +56,7 @@ def make_learner() -> Learner:
 @pytest.fixture(scope="module")
 def batch() -> Batch:
     """The lessons of one message, with the pictures that they show."""
-    reader = Reader(Messages(5), is_hungry=None, per_batch=1, num_slots=NUM_SLOTS, pin=False)
+    reader = Reader(Messages(5), is_hungry=None, per_batch=1, pin=False)
     return reader.make().to(CPU)
 
 
