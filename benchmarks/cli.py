@@ -42,9 +42,6 @@ def bench_gateway(
     connections: Annotated[
         str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
     ] = "1,8,32,128",
-    embeddings: Annotated[
-        bool, typer.Option("--embeddings", help="Vectors of a short text in place of chat.")
-    ] = False,
     affinity: Annotated[
         int,
         typer.Option(
@@ -92,7 +89,7 @@ def bench_gateway(
         if against is not None:
             show(*run_against(against, seconds, rounds, _to_ints(connections)))
         if not affinity and against is None:
-            run(seconds, rounds, _to_ints(connections), embeddings)
+            run(seconds, rounds, _to_ints(connections))
     except (BenchError, ServerError) as error:
         raise SystemExit(f"bench gateway: {error}") from None
 

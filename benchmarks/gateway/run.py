@@ -20,7 +20,7 @@ import psutil
 import uvloop
 
 from benchmarks.gateway.bare_endpoint import NUM_TOKENS
-from benchmarks.gateway.client import CHAT, EMBEDDINGS, Job, Result, run_job
+from benchmarks.gateway.client import CHAT, Job, Result, run_job
 from benchmarks.gateway.tables import (
     BARE,
     FLEET,
@@ -41,12 +41,6 @@ INSTANT = {
     "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0",
     "VLM_ENGINE__MOCK__DECODE_S": "0",
     "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(2 * NUM_TOKENS),
-}
-EMBEDDER = {
-    "VLM_ENGINE__KIND": "mock_pooling",
-    "VLM_ENGINE__RESULT_CACHE_BYTES": "0",
-    "VLM_ENGINE__MOCK__STEP_S": "0",
-    "VLM_ENGINE__MOCK__S_PER_TOKEN": "0",
 }
 MOST_WARMUP_S = 0.3
 #: Of new images: a million for each job.
@@ -72,9 +66,9 @@ class Target:
         return {role: used.user + used.system for role, used in times.items()}
 
 
-def run(seconds: float, rounds: int, connections: list[int], embeddings: bool) -> None:
+def run(seconds: float, rounds: int, connections: list[int]) -> None:
     """Measure and print the tables. Raises: BenchError."""
-    measured = measure(seconds, rounds, connections, embeddings)
+    measured = measure(seconds, rounds, connections)
     show(*to_tables(measured), to_cpu_table(measured))
     print(
         f"\n{rounds} rounds of {seconds:g} s, medians; {NUM_TOKENS} tokens; "
@@ -82,19 +76,16 @@ def run(seconds: float, rounds: int, connections: list[int], embeddings: bool) -
     )
 
 
-def measure(
-    seconds: float, rounds: int, connections: list[int], embeddings: bool = False
-) -> Measured:
+def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
     """Measure every cell on both targets, in turns. Raises: BenchError."""
-    short = Body("short text", [], text="how to bake bread at home")
     cells = [
         Cell(body, stream, number)
-        for body in ([short] if embeddings else create_bodies())
-        for stream in ((False,) if embeddings else (False, True))
+        for body in create_bodies()
+        for stream in (False, True)
         for number in connections
     ]
     measured: Measured = {}
-    with run_bare() as bare, run_vlm_fleet(EMBEDDER if embeddings else INSTANT) as fleet:
+    with run_bare() as bare, run_vlm_fleet() as fleet:
         # The order within a pair alternates, so that a drift of the machine favours neither.
         turns = [
             (cell, target)
@@ -140,11 +131,6 @@ def run_checked(job: Job) -> Result:
 def create_job(cell: Cell, target: Target, seconds: float, first_number: int) -> Job:
     """The client's orders. One request tells what the answer is, where it is always the same."""
     warmup_s = min(MOST_WARMUP_S, seconds / 5)
-    if cell.body.text:
-        text = json.dumps(
-            {"model": target.model, "input": cell.body.text, "encoding_format": "base64"}
-        )
-        return Job(target.port, text, cell.num_connections, seconds, warmup_s, path=EMBEDDINGS)
     body = {
         "model": target.model,
         "messages": [{"role": "user", "content": cell.body.content}],

@@ -20,12 +20,11 @@ ROLES = ("gateway", "worker", "redis-server")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Body:
-    """A kind of request. `is_new`: each one shows an image that was not seen before; `text`: what is to be a vector."""
+    """A kind of request. `is_new`: each one shows an image that was not seen before."""
 
     name: str
     content: list[dict[str, Any]]
     is_new: bool = False
-    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

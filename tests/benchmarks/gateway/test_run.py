@@ -50,11 +50,6 @@ def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi(measured):
         assert fleet < MAX_CPU_RATIO * bare, cell
 
 
-def test_vectors_are_measured_too():
-    measured = measure(seconds=0.2, rounds=1, connections=[8], embeddings=True)
-    assert all(samples.rate > 0 for samples in measured.values())
-
-
 def test_every_process_is_seen_at_work(measured):
     for (_, target), rounds in measured.items():
         roles = {"bare"} if target == BARE else {"gateway", "worker", "redis-server"}
