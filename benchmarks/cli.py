@@ -187,9 +187,6 @@ def bench_peers(
         bool,
         typer.Option("--one-by-one", help="Hold one system in memory at a time: for large models."),
     ] = False,
-    results: Annotated[
-        Path | None, typer.Option(help="Keep results here, beside those of earlier runs.")
-    ] = None,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Five minutes: 6 layers, decode-1 and prefill, 2 rounds."),
@@ -207,7 +204,6 @@ def bench_peers(
         num_threads=threads,
         device=device,
         one_by_one=one_by_one,
-        results=results,
     )
     run(options.quick if quick else options, as_json)
 

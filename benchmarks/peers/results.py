@@ -1,10 +1,9 @@
-"""What systems were measured to do, as a file, so that a comparison may come about in several runs, and as tables."""
+"""What systems were measured to do, as JSON and as tables."""
 
 import json
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from benchmarks.peers.peer import WORKLOADS
 from benchmarks.tables import Spread, new_table, show
@@ -23,7 +22,6 @@ class Result:
     workload: str
     unit: str
     values: list[float]
-    measured_at: str
     load_average: float
 
     def speed_over(self, other: "Result") -> float:
@@ -34,21 +32,10 @@ class Result:
 
 @dataclass(slots=True)
 class Results:
-    """All that is known, and of which model and machine. A later result takes the place of an earlier one."""
+    """All that is known, and of which model and machine. A later result of a system takes the place of an earlier one."""
 
     about: dict[str, str | int]
     by_cell: dict[tuple[str, str], Result] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, file: Path | None, about: dict[str, str | int]) -> "Results":
-        """What the file holds, if it is there and about the same. Raises: ValueError."""
-        results = cls(about)
-        if file is not None and file.exists():
-            content = json.loads(file.read_text())
-            if content["about"] != about:
-                raise ValueError(f"{file} is about {content['about']}, not about {about}")
-            results.add(Result(**row) for row in content["results"])
-        return results
 
     def add(self, results: Iterable[Result]) -> None:
         for result in results:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime  # noqa: TID251
 from importlib.metadata import version
 from pathlib import Path
 
@@ -50,7 +49,6 @@ class PeerOptions:
     one_by_one: bool = False
     max_layers: int | None = None
     limit_s: float | None = None
-    results: Path | None = None
 
     @property
     def quick(self) -> "PeerOptions":
@@ -166,7 +164,6 @@ class Comparison:
             workload=workload.name,
             unit=workload.unit,
             values=[workload.value(each, self.num_context) for each in seconds],
-            measured_at=datetime.now(UTC).isoformat(timespec="minutes"),
             load_average=os.getloadavg()[0],
         )
 
@@ -175,12 +172,10 @@ def run(options: PeerOptions, as_json: bool) -> None:
     """The command. Raises: SystemExit with the reason."""
     try:
         comparison = Comparison(options)
-        results = Results.read(options.results, comparison.about())
+        results = Results(comparison.about())
         try:
             for result in comparison.measure():
                 results.add([result])
-                if options.results:  # a run that is cut loses no more than it has to
-                    options.results.write_text(results.to_json())
         except KeyboardInterrupt:
             if not results.by_cell:
                 raise SystemExit(130) from None
