@@ -11,11 +11,11 @@ from typing import Any
 
 import gguf  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+from transformers import AutoConfig
 
 from benchmarks.peers.peer import DECODERS
 from engines.torch_backend.loading.stored_tensors import list_tensors
-from engines.torch_backend.models.config import TextConfig, VisionConfig
-from engines.torch_backend.models.llava import VLMConfig
+from engines.torch_backend.models.config import VisionConfig
 from engines.torch_backend.models.registry import read_config
 from engines.torch_backend.models.vision import num_blocks_needed
 
@@ -26,12 +26,13 @@ _SUFFIXES = (".weight", ".bias")
 
 
 def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
-    """The decoder, its matrices as `kind` (F32, F16, BF16). Raises: UnsupportedCheckpoint, OSError."""
-    kind_of_decoder, text = read_text(checkpoint)
+    """The decoder, its matrices as `kind` (F32, F16, BF16). Raises: OSError, ValueError."""
+    text: Any = AutoConfig.from_pretrained(checkpoint).get_text_config(decoder=True)
+    kind_of_decoder = DECODERS[text.model_type]
     writer = gguf.GGUFWriter(target, kind_of_decoder)
     _describe_decoder(writer, text)
     turns_neighbours = kind_of_decoder == "llama"
-    heads = {"attn_q": text.num_heads, "attn_k": text.num_kv_heads}
+    heads = {"attn_q": text.num_attention_heads, "attn_k": text.num_key_value_heads}
 
     def arrange(name: str, tensor: Tensor) -> Tensor:
         count = heads.get(name.split(".")[-2])
@@ -40,7 +41,7 @@ def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
         return _interleave_halves(tensor, count)
 
     arch = next(x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == kind_of_decoder)
-    names = gguf.get_tensor_name_map(arch, text.num_layers)
+    names = gguf.get_tensor_name_map(arch, text.num_hidden_layers)
 
     def rename(name: str) -> str | None:
         if any(tower in name for tower in _TOWERS):
@@ -50,29 +51,6 @@ def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
         return "output.weight"
 
     _write_tensors(writer, checkpoint, kind, rename, arrange)
-
-
-def read_text(checkpoint: Path) -> tuple[str, TextConfig]:
-    """llama.cpp's name of the decoder, and its shape. Raises: UnsupportedCheckpoint."""
-    config = read_config(checkpoint)
-    if isinstance(config, VLMConfig):
-        return "llama", config.text
-    text: Any = config.full.get_text_config(decoder=True)
-    rope = text.rope_parameters
-    num_heads = text.num_attention_heads
-    return DECODERS[text.model_type], TextConfig(
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        num_layers=text.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // num_heads,
-        max_position_embeddings=text.max_position_embeddings,
-        rms_norm_eps=text.rms_norm_eps,
-        rope_theta=rope["rope_theta"],
-        rope_sections=tuple(rope.get("mrope_section", ())),
-    )
 
 
 def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
@@ -93,17 +71,19 @@ def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
     _write_tensors(writer, checkpoint, kind, rename, lambda name, tensor: tensor)
 
 
-def _describe_decoder(writer: "gguf.GGUFWriter", text: TextConfig) -> None:
+def _describe_decoder(writer: "gguf.GGUFWriter", text: Any) -> None:
+    rope, num_heads = text.rope_parameters, text.num_attention_heads
     writer.add_context_length(text.max_position_embeddings)
     writer.add_embedding_length(text.hidden_size)
-    writer.add_block_count(text.num_layers)
+    writer.add_block_count(text.num_hidden_layers)
     writer.add_feed_forward_length(text.intermediate_size)
-    writer.add_head_count(text.num_heads)
-    writer.add_head_count_kv(text.num_kv_heads)
-    writer.add_rope_dimension_count(text.head_dim)
-    writer.add_rope_freq_base(text.rope_theta)
-    if text.rope_sections:
-        writer.add_rope_dimension_sections([*text.rope_sections, 0])
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(text.num_key_value_heads)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     writer.add_layer_norm_rms_eps(text.rms_norm_eps)
     writer.add_vocab_size(text.vocab_size)
     writer.add_tokenizer_model("llama")  # ids come from us: the names of tokens only fill the table
