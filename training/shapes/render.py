@@ -135,7 +135,8 @@ def render(
         if style.shadow:
             state = own.getstate()
             below = center[0] + 0.1 * radius, center[1] + 0.16 * radius
-            _draw(pen, shape, below, radius, _darker(background, style.shadow), style, own)
+            red, green, blue = (round(level * (1 - style.shadow)) for level in background)
+            _draw(pen, shape, below, radius, (red, green, blue), style, own)
             own.setstate(state)
         _draw(pen, shape, center, radius, fill, style, own)
     if style.background_gradient or style.shape_gradient:
@@ -245,10 +246,11 @@ _LOW_TRIANGLE: list[Point] = [(0, -0.85), (0.95, 0.8), (-0.95, 0.8)]
 
 
 def _star(num_points: int, inner: float) -> list[Point]:
-    return [
-        _on_circle(180 * index / num_points, inner if index % 2 else 1.0)
-        for index in range(2 * num_points)
-    ]
+    points: list[Point] = []
+    for index in range(2 * num_points):
+        angle, radius = math.pi * index / num_points, inner if index % 2 else 1.0
+        points.append((radius * math.sin(angle), -radius * math.cos(angle)))
+    return points
 
 
 def _plus(arm: float) -> list[Point]:
@@ -261,19 +263,9 @@ def _plus(arm: float) -> list[Point]:
     return points
 
 
-def _on_circle(angle: float, radius: float) -> Point:
-    """A point `angle` degrees clockwise from the top."""
-    return radius * math.sin(math.radians(angle)), -radius * math.cos(math.radians(angle))
-
-
 def _turned(polygon: list[Point], angle: float, stretch: float = 1.0) -> list[Point]:
     cos, sin = stretch * math.cos(math.radians(angle)), stretch * math.sin(math.radians(angle))
     return [(x * cos - y * sin, x * sin + y * cos) for x, y in polygon]
-
-
-def _darker(color: Rgb, share: float) -> Rgb:
-    red, green, blue = (round(level * (1 - share)) for level in color)
-    return red, green, blue
 
 
 def _light(image: Image.Image, background: Rgb, style: Style, rng: Random) -> Image.Image:

@@ -110,7 +110,9 @@ def sample_query(scene: Scene, rng: Random, kind: str | None = None) -> Query:
             _fact(shape, rng.choice(("color and kind",) * 6 + SINGLE_FACTS[1:4]), rng)
             for shape in rng.sample(scene.shapes, 2)
         )
-        return Query(_frame(_join([_noun(fact, rng) for fact in facts], rng), rng), facts)
+        ways = (" and ", " with ", ", ", " together with ", " beside ")
+        nouns = rng.choices(ways, (6, 2, 2, 1, 1))[0].join(_noun(fact, rng) for fact in facts)
+        return Query(_frame(nouns, rng), facts)
     shape = rng.choice(scene.shapes)
     if kind == "shape and background":
         fact = _fact(shape, rng.choice(("color and kind",) * 2 + SINGLE_FACTS[1:4]), rng)
@@ -172,11 +174,6 @@ def _background(color: str, rng: Random) -> str:
             f"the background is {color}",
         )
     )
-
-
-def _join(nouns: list[str], rng: Random) -> str:
-    between = rng.choices((" and ", " with ", ", ", " together with ", " beside "), (6, 2, 2, 1, 1))
-    return between[0].join(nouns)
 
 
 def _frame(text: str, rng: Random) -> str:
