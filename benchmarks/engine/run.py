@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from benchmarks.engine.cost import ModelCost
 from benchmarks.engine.machine import Machine, measure_machine, peak_bytes
-from benchmarks.engine.measure import Run, WorkCounter, run_beside, run_in_turn, run_requests
+from benchmarks.engine.measure import Run, WorkCounter, run_in_turn, run_requests
 from benchmarks.engine.report import Cost, Row, show_report, to_figures, to_json, to_row
 from benchmarks.engine.scenario import SCENARIOS, USUAL, RequestMaker, Scenario
 from benchmarks.tables import measuring
@@ -109,7 +109,7 @@ class Bench:
         length = self.engine.max_model_len
         streams = self._maker.make(SCENARIOS["decode"], num_streams, length)
         [late] = self._maker.make(scenario, 1, length)
-        return run_beside(self.engine, self._counter, streams, late)
+        return run_requests(self.engine, self._counter, streams, late)
 
     def _compare(self, cells: list[tuple[Scenario, int]]) -> list[Cost]:
         """What guessing costs of a processor; the engine is closed then. Raises: RequestError, RuntimeError."""
