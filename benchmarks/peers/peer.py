@@ -5,36 +5,15 @@ not counted.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 #: text tokens beside the image, in `first_token` and in the length of every context
 NUM_TEXT_TOKENS = 32
 
+#: `decode`: steps of one token for each sequence, behind contexts of an image prompt's length. `prefill`: a new prompt of
+#: that length, of text, until its next token is known. `image`: tower and projector of one new image, pixels to features.
+#: `first_token`: a new image and text, until the first token is known. `repeat`: the last of these again.
 Task = Literal["decode", "prefill", "image", "first_token", "repeat"]
-
-
-class Peer(Protocol):
-    """One model in one precision, loaded and ready."""
-
-    def decode(self, batch_size: int, num_steps: int) -> float:
-        """Steps of one token for each sequence, behind contexts of an image prompt's length."""
-        ...
-
-    def prefill(self) -> float:
-        """A new prompt of an image prompt's length, of text, until its next token is known."""
-        ...
-
-    def image(self) -> float:
-        """Tower and projector of one new image, pixels to features."""
-        ...
-
-    def first_token(self) -> float:
-        """A new image and text, until the first token is known."""
-        ...
-
-    def repeat(self) -> float:
-        """The last image and text of `first_token` again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import engines.torch_backend  # noqa: F401 - must come before transformers
-from benchmarks.peers.peer import Peer, SystemName
+from benchmarks.peers.peer import SystemName
 
 
-def create_peer(system: SystemName, options: dict[str, Any]) -> Peer:
-    """Load a system. Raises: what it raises."""
+def create_peer(system: SystemName, options: dict[str, Any]) -> object:
+    """Load a system, which has a method for each `Task`. Raises: what it raises."""
     checkpoint, num_threads = Path(options["checkpoint"]), options["num_threads"]
     device = options["device"]
     if system.maker == "transformers":
