@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.install import is_installed, peers_python
-from benchmarks.peers.peer import SystemName, Workload
+from benchmarks.peers.peer import Workload
 
 
 class PeerFailure(Exception):
@@ -55,24 +55,24 @@ class Fleet(ExitStack):
 
     def __init__(
         self,
-        systems: Iterable[SystemName],
+        systems: Iterable[str],
         folder: Path,
         options: dict[str, Any],
         report: Callable[[str], None],
     ) -> None:
         """Load all, reporting each. Raises: PeerFailure, and what installing raises."""
         super().__init__()
-        self._processes: dict[SystemName, PeerProcess] = {}
+        self._processes: dict[str, PeerProcess] = {}
         for system in systems:
-            is_foreign = system.maker == "llama.cpp"
+            is_foreign = system.startswith("llama.cpp:")
             if is_foreign and not is_installed(folder):
                 report("building llama.cpp, once: minutes")
             report(f"loading {system}")
             python = str(peers_python(folder)) if is_foreign else sys.executable
-            command = [python, "-m", "benchmarks.peers.worker", str(system), json.dumps(options)]
-            self._processes[system] = PeerProcess(str(system), command)
+            command = [python, "-m", "benchmarks.peers.worker", system, json.dumps(options)]
+            self._processes[system] = PeerProcess(system, command)
             self.callback(self._processes[system].close)
 
-    def ask(self, system: SystemName, workload: Workload) -> float:
+    def ask(self, system: str, workload: Workload) -> float:
         """Seconds. Raises: PeerFailure."""
         return self._processes[system].ask([workload.task, workload.arguments])

@@ -60,28 +60,10 @@ TEXT_WORKLOADS = tuple(name for name, x in WORKLOADS.items() if x.task in ("deco
 DECODERS = {"llama": "llama", "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl"}
 
 
-@dataclass(frozen=True, slots=True)
-class SystemName:
-    """Who computes, and in which precision: `transformers:bfloat16`."""
-
-    maker: str
-    precision: str
-
-    @classmethod
-    def parse(cls, text: str) -> "SystemName":
-        """Raises: ValueError."""
-        maker, _, precision = text.partition(":")
-        if precision not in PRECISIONS.get(maker, ()):
-            known = [f"{name}:{each}" for name, several in PRECISIONS.items() for each in several]
-            raise ValueError(f"no system is called {text!r}; there are {', '.join(known)}")
-        return cls(maker, precision)
-
-    def __str__(self) -> str:
-        return f"{self.maker}:{self.precision}"
-
-
-PRECISIONS = {
+_PRECISIONS = {
     "ours": ("float32", "bfloat16", "int8", "int4"),
     "transformers": ("float32", "bfloat16"),
     "llama.cpp": ("F32", "F16", "BF16", "Q8_0", "Q4_0"),
 }
+#: Who computes, and in which precision: `transformers:bfloat16`.
+SYSTEMS = [f"{maker}:{each}" for maker, several in _PRECISIONS.items() for each in several]

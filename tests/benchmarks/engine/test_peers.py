@@ -9,7 +9,7 @@ from benchmarks.peers import run as comparison
 from benchmarks.peers.fleet import Fleet
 from benchmarks.peers.hugging_face import HuggingFace
 from benchmarks.peers.ours import Ours
-from benchmarks.peers.peer import WORKLOADS, SystemName
+from benchmarks.peers.peer import WORKLOADS
 from benchmarks.peers.results import Result, Results
 from benchmarks.peers.run import Comparison, PeerOptions, run
 from tests.engines.torch_backend.models.family_table import named, write_checkpoint
@@ -135,7 +135,7 @@ def test_ratios_are_speeds_over_the_best_of_the_others():
 @pytest.mark.parametrize("name", ["vllm:bfloat16", "ours:Q8_0"])
 def test_unknown_systems_are_named(name):
     with pytest.raises(ValueError, match=name):
-        SystemName.parse(name)
+        Comparison(PeerOptions("llava-1b", (name,)))
 
 
 def test_llama_cpp_is_no_peer_on_a_gpu(tiny):
