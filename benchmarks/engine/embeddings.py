@@ -11,7 +11,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -46,19 +45,6 @@ NUM_WORDS = 30_000
 PEERS = {"sentence-transformers": ("default", "bfloat16"), "infinity": ("float32", "bfloat16")}
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The median of a system's rounds. Units: inputs and real tokens per CPU second."""
-
-    shape: str
-    inputs: str
-    system: str
-    inputs_per_s: float
-    tokens_per_s: float
-    ratio: float  #: to the first system
-    min_cosine: float  #: to the same
-
-
 #: Seconds of CPU, and vectors.
 Compute = Callable[[Sequence[Any]], tuple[float, torch.Tensor]]
 
@@ -66,20 +52,15 @@ Compute = Callable[[Sequence[Any]], tuple[float, torch.Tensor]]
 def run(shapes: Sequence[str], rounds: int, peers: Path | None) -> None:
     """Measure and print. `peers`: where their environments are, or are made; None: without them."""
     torch.set_num_threads(1)
-    results: list[Result] = []
-    for shape in shapes:
-        results += measure(shape, rounds, peers)
     table = new_table("", "shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
-    for r in results:
-        table.add_row(
-            r.shape, r.inputs, r.system, f"{r.inputs_per_s:.1f}", f"{r.tokens_per_s:.0f}", f"{r.ratio:.2f}",
-            f"{r.min_cosine:.5f}",
-        )  # fmt: skip
+    for shape in shapes:
+        for row in measure(shape, rounds, peers):
+            table.add_row(shape, *row)
     show(table)
 
 
-def measure(shape: str, rounds: int, peers: Path | None) -> list[Result]:
-    """All systems on all kinds of texts, one after another in every round."""
+def measure(shape: str, rounds: int, peers: Path | None) -> list[Sequence[str]]:
+    """Rows of all systems on all kinds of texts, one after another in every round."""
     with tempfile.TemporaryDirectory() as name:
         folder = make_checkpoint(Path(name), shape)
         processes = _start_peers(peers, name) if peers is not None else {}
@@ -92,16 +73,16 @@ def measure(shape: str, rounds: int, peers: Path | None) -> list[Result]:
             "ours int8": ours(folder, torch.float32, is_int8=True),
         }
         try:
-            results = []
+            rows: list[Sequence[str]] = []
             for inputs, (least, most, count) in LENGTHS.items():
                 chance = Random(inputs)
                 texts = [_text(chance, chance.randint(least, most)) for _ in range(count)]
                 num_tokens = sum(len(text.split()) + 2 for text in texts)
-                results += _measure(shape, inputs, texts, num_tokens, rounds, systems)
+                rows += _measure(inputs, texts, num_tokens, rounds, systems)
         finally:
             for process in processes.values():
                 process.close()
-    return results
+    return rows
 
 
 def make_checkpoint(folder: Path, shape: str) -> Path:
@@ -181,8 +162,9 @@ def ours(folder: Path, dtype: torch.dtype, *, is_int8: bool = False) -> Compute:
 
 
 def _measure(
-    shape: str, name: str, inputs: Sequence[Any], num_tokens: int, rounds: int, systems: dict[str, Compute]
-) -> list[Result]:  # fmt: skip
+    name: str, inputs: Sequence[Any], num_tokens: int, rounds: int, systems: dict[str, Compute]
+) -> list[Sequence[str]]:
+    """Medians of inputs and tokens a CPU second; speed and the least cosine are relative to the first system."""
     seconds: dict[str, list[float]] = {system: [] for system in systems}
     vectors: dict[str, torch.Tensor] = {}
     for _ in range(rounds + 1):  # the first is not counted
@@ -190,17 +172,14 @@ def _measure(
             took_s, vectors[system] = compute(inputs)
             seconds[system].append(took_s)
     base, *_ = systems
-    results = []
+    rows = []
     for system, times in seconds.items():
         took_s = median(times[1:])
         cosines = torch.cosine_similarity(vectors[system], vectors[base], dim=1)
         ratio = median(seconds[base][1:]) / took_s
-        results.append(
-            Result(
-                shape, name, system, len(inputs) / took_s, num_tokens / took_s, ratio, float(cosines.min())
-            )
-        )  # fmt: skip
-    return results
+        rates = f"{len(inputs) / took_s:.1f}", f"{num_tokens / took_s:.0f}", f"{ratio:.2f}"
+        rows.append((name, system, *rates, f"{float(cosines.min()):.5f}"))
+    return rows
 
 
 def _start_peers(folder: Path, directory: str) -> dict[str, PeerProcess]:
