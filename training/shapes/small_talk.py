@@ -137,26 +137,16 @@ def sample_small_talk(rng: Random) -> str:
 
 
 def _pick(rng: Random) -> str:
-    match rng.choices(range(9), (16, 6, 9, 24, 16, 9, 5, 12, 3))[0]:
-        case 0:
-            return rng.choice(GREETINGS)
-        case 1:
-            return rng.choice(THANKS)
-        case 2:
-            return rng.choice(ABOUT)
-        case 3:
-            return _fill(rng.choice(TOPICS), rng)
-        case 4:
-            return _fill(rng.choice(ABOUT_PICTURES), rng)
-        case 5:
-            return sample_arithmetic(rng)
-        case 6:
-            return _fill(rng.choice(FOREIGN), rng)
-        case 7:
-            return sample_prose(rng)
-        case _:
-            letters = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!/-_äöüéñ"
-            return "".join(rng.choice(letters) for _ in range(rng.randint(1, 24))).strip() or "x"
+    way = rng.random()
+    if way < 0.09:
+        return sample_arithmetic(rng)
+    if way < 0.21:
+        return sample_prose(rng)
+    if way < 0.24:
+        letters = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!/-_äöüéñ"
+        return "".join(rng.choice(letters) for _ in range(rng.randint(1, 24))).strip() or "x"
+    tables = (GREETINGS, THANKS, ABOUT, TOPICS, ABOUT_PICTURES, FOREIGN)
+    return _fill(rng.choice(rng.choices(tables, (16, 6, 9, 24, 16, 5))[0]), rng)
 
 
 def sample_prose(rng: Random) -> str:
