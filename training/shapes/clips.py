@@ -26,10 +26,8 @@ from training.shapes.world import (
 NOTHING_CHANGES = "Nothing changes."
 _FAR = 0.15  # places by which a shape is off when the eye need not know its place
 
-
-Path = tuple[
-    Shape | None, Shape | None, int
-]  #: before, after, the first frame with it; -1 if it glides
+#: before, after, the first frame with it; -1 if it glides
+Path = tuple[Shape | None, Shape | None, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,11 +65,8 @@ class Asker:
             template, answer = template[:-1], answers.yes_no(answer == "no")
         noun = "image" if self.plain else self.rng.choice(phrasings.IMAGE_WORDS)
         named = f"{ORDINALS[self.index]} {noun}" if self.named else noun
-        where = (
-            f" in the {named}"
-            if self.named or (not self.plain and self.rng.random() < 0.06)
-            else ""
-        )
+        says_where = self.named or (not self.plain and self.rng.random() < 0.06)
+        where = f" in the {named}" if says_where else ""
         if self.named:
             template = template.replace("this {image}", "the {image}")
         elif not self.plain and self.rng.random() < 0.06:
@@ -80,11 +77,8 @@ class Asker:
     def pick_selector(self, *kinds_of: str) -> Selector:
         """What a question points at; mostly something that is there. `kinds_of`: "kind", "color", "both"."""
         like = self.rng.choice(kinds_of)
-        shape = (
-            self.rng.choice(self.scene.shapes)
-            if self.scene.shapes and self.rng.random() < 0.85
-            else None
-        )
+        is_there = self.scene.shapes and self.rng.random() < 0.85
+        shape = self.rng.choice(self.scene.shapes) if is_there else None
         kind = shape.kind if shape else self.rng.choice(KINDS)
         color = shape.color if shape else self.rng.choice(COLORS)
         if like == "both" and shape and self.rng.random() < 0.1:

@@ -72,9 +72,8 @@ def sample_style(rng: Random) -> Style:
         (96, 128, 200, 224, 256, 336, 512, *[round(2 ** rng.uniform(6, 8)) for _ in range(9)])
     )
     if rng.random() < 0.4:
-        height = max(
-            64, round(width * rng.choice((rng.uniform(0.72, 1.35), 2 ** rng.uniform(-1.1, 1.1))))
-        )
+        ratio = rng.choice((rng.uniform(0.72, 1.35), 2 ** rng.uniform(-1.1, 1.1)))
+        height = max(64, round(width * ratio))
     margin = rng.choice((1 / 6, 1 / 6, 0.2, 0.22, 0.25, rng.uniform(0.16, 0.26)))
     return Style(
         width=width,
@@ -198,11 +197,8 @@ def _draw(
 ) -> None:
     x, y = center
     box = (x - radius, y - radius, x + radius, y + radius)
-    line = (
-        max(1, round(style.outline_width * style.width * style.supersampling))
-        if style.outline_width
-        else 0
-    )
+    width = round(style.outline_width * style.width * style.supersampling)
+    line = max(1, width) if style.outline_width else 0
     outline = SHADES[style.outline_color][0] if style.outline_color != shape.color else None
     if shape.kind == "ring":
         thickness = radius * rng.choice((0.25, 0.33, 0.4, 0.5, rng.uniform(0.18, 0.55)))
