@@ -42,9 +42,6 @@ def bench_gateway(
     connections: Annotated[
         str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
     ] = "1,8,32,128",
-    embeddings: Annotated[
-        bool, typer.Option("--embeddings", help="Vectors of a short text in place of chat.")
-    ] = False,
     affinity: Annotated[
         int,
         typer.Option(
@@ -72,26 +69,28 @@ def bench_gateway(
     from benchmarks.gateway.affinity import run_affinity
     from benchmarks.gateway.against import run_against
     from benchmarks.gateway.growth import measure_growth
-    from benchmarks.gateway.run import BenchError, run, show
+    from benchmarks.gateway.run import BenchError, run
     from benchmarks.gateway.server import run_tokens, write_fleet_figures
+    from benchmarks.tables import show
+    from loadtest.fleet import ServerError
 
     try:
         if figures is not None:
             write_fleet_figures(figures, seconds, rounds)
             return
         if growth:
-            show([asyncio.run(measure_growth(growth, rounds))])
+            show(asyncio.run(measure_growth(growth, rounds)))
             return
         if tokens:
-            show([run_tokens(tokens, seconds, rounds, against)])
+            show(run_tokens(tokens, seconds, rounds, against))
             return
         if affinity:
-            show(run_affinity(affinity, rounds))
+            show(*run_affinity(affinity, rounds))
         if against is not None:
-            show(run_against(against, seconds, rounds, _to_ints(connections)))
+            show(*run_against(against, seconds, rounds, _to_ints(connections)))
         if not affinity and against is None:
-            run(seconds, rounds, _to_ints(connections), embeddings)
-    except BenchError as error:
+            run(seconds, rounds, _to_ints(connections))
+    except (BenchError, ServerError) as error:
         raise SystemExit(f"bench gateway: {error}") from None
 
 
@@ -113,14 +112,12 @@ def bench_server(
 ) -> None:
     """Compare the fleet's CPU per streamed token with that of the HTTP front of a server behind it."""
     from benchmarks.gateway.run import BenchError
-    from benchmarks.gateway.server import run, run_alone
+    from benchmarks.gateway.server import run
+    from loadtest.fleet import ServerError
 
     try:
-        if model:
-            run(engine, model, url, streams, tokens, seconds, rounds)
-        else:
-            run_alone(url, streams, tokens, seconds, rounds)
-    except BenchError as error:
+        run(engine, model, url, streams, tokens, seconds, rounds)
+    except (BenchError, ServerError) as error:
         raise SystemExit(f"bench server: {error}") from None
 
 
@@ -190,9 +187,6 @@ def bench_peers(
         bool,
         typer.Option("--one-by-one", help="Hold one system in memory at a time: for large models."),
     ] = False,
-    results: Annotated[
-        Path | None, typer.Option(help="Keep results here, beside those of earlier runs.")
-    ] = None,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Five minutes: 6 layers, decode-1 and prefill, 2 rounds."),
@@ -210,7 +204,6 @@ def bench_peers(
         num_threads=threads,
         device=device,
         one_by_one=one_by_one,
-        results=results,
     )
     run(options.quick if quick else options, as_json)
 
@@ -252,8 +245,8 @@ def bench_embeddings(
     shapes: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: minilm-l6, bge-base, clip-vit-b-32.",
-            callback=_names("minilm-l6", "bge-base", "clip-vit-b-32"),
+            help="Comma-separated: minilm-l6, bge-base.",
+            callback=_names("minilm-l6", "bge-base"),
         ),
     ] = "minilm-l6",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
@@ -264,7 +257,7 @@ def bench_embeddings(
         ),
     ] = None,
 ) -> None:
-    """Measure the embedding engine beside transformers, sentence-transformers, infinity and open_clip, one thread."""
+    """Measure the embedding engine beside transformers, sentence-transformers and infinity, one thread."""
     from benchmarks.engine.embeddings import run
 
     run(shapes.split(","), rounds, peers)
@@ -310,7 +303,6 @@ Shape = Literal[
     "llava-1.5-7b",
     "llama-125m",
     "smolvlm2-500m",
-    "smolvlm2-2.2b",
     "qwen2.5-vl-3b",
 ]
 

@@ -3,7 +3,7 @@ transformers saves them.
 
 Called by the command line and by tests. Memory is bounded by one shard: weights are generated and written one by
 one. The tokenizer is made up, so ids of control tokens are others than in the published models.
-Sources: `config.json` and the processors' files of HuggingFaceTB/SmolVLM2-500M-Video-Instruct, its 2.2B sibling and
+Sources: `config.json` and the processors' files of HuggingFaceTB/SmolVLM2-500M-Video-Instruct and
 Qwen/Qwen2.5-VL-3B-Instruct.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
 from rich.progress import Progress, TimeElapsedColumn
 from safetensors.torch import save_file
 from tokenizers import AddedToken
@@ -26,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from benchmarks.checkpoint_files import make_tokenizer, write_text_files
 from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import LLAVA_TEMPLATE
-from engines.torch_backend.loading.stored_tensors import INDEX_FILE, SINGLE_FILE
+from engines.torch_backend.loading.stored_tensors import INDEX_FILE
 from engines.torch_backend.models.llava import FAMILY
 
 MAX_SHARD_BYTES = 2 * 1024**3
@@ -74,14 +75,20 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     # LLaMA's 0.02; narrow models need larger weights, or they repeat one token for ever.
     std = max(0.02, 6.4 / config.get_text_config(decoder=True).hidden_size)
-    total, done = sum(math.prod(size) for _, size in parameters), 0
-    writer = _Writer(directory, max_shard_bytes)
-    for name, size in parameters:
-        writer.add(name, _random_weight(name, size, std, dtype, generator))
-        done += math.prod(size)
-        if progress is not None:
-            progress(done / total)
-    writer.close()
+    planned = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in parameters}
+    split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
+    total, done = sum(tensor.numel() for tensor in planned.values()), 0
+    for file, names in split.filename_to_tensors.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            tensors[name] = _random_weight(name, planned[name].shape, std, dtype, generator)
+            done += tensors[name].numel()
+            if progress is not None:
+                progress(done / total)
+        _save(tensors, directory / file)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return parameters
 
 
@@ -132,59 +139,15 @@ def _random_weight(
     return weight.add_(1.0) if is_gain else weight
 
 
-class _Writer:
-    """Writes tensors into files of limited size; `close` names them as transformers does.
-
-    Memory stays at one file's tensors.
-    """
-
-    def __init__(self, directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        self._directory = directory
-        self._max_shard_bytes = max_shard_bytes
-        self._tensors: dict[str, torch.Tensor] = {}  # of the file that is to be written next
-        self._num_bytes = 0
-        self._total_bytes = 0
-        self._shards: list[list[str]] = []  # names of what each written file holds
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor, and write a file when it is full. Raises: OSError."""
-        if self._tensors and self._num_bytes + tensor.nbytes > self._max_shard_bytes:
-            self._write()
-        self._tensors[name] = tensor.contiguous()
-        self._num_bytes += tensor.nbytes
-
-    def close(self) -> None:
-        """Write the rest, and the index if there are several files. Raises: OSError."""
-        self._write()
-        count = len(self._shards)
-        if count == 1:
-            self._part(0).rename(self._directory / SINGLE_FILE)
-            return
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self._directory / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2) + "\n"
-        (self._directory / INDEX_FILE).write_text(text, encoding="utf-8")
-
-    def _write(self) -> None:
-        file = self._part(len(self._shards))
-        file.touch()
-        mode = file.stat().st_mode
-        save_file(self._tensors, file, metadata={"format": "pt"})
-        file.chmod(mode)  # save_file's own is for the owner alone
-        self._shards.append(list(self._tensors))
-        self._total_bytes += self._num_bytes
-        self._tensors, self._num_bytes = {}, 0
-
-    def _part(self, number: int) -> Path:
-        return self._directory / f"part-{number}.tmp"
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)  # save_file's own is for the owner alone
 
 
 # -- LLaVA
-def _llava(vision: dict[str, Any], text: dict[str, Any], base_vocab: int) -> dict[str, Any]:
+def _llava(vision: dict[str, Any], text: dict[str, Any], base_vocab: int = 32000) -> dict[str, Any]:
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
@@ -199,6 +162,8 @@ def _llava(vision: dict[str, Any], text: dict[str, Any], base_vocab: int) -> dic
             "vocab_size": base_vocab + _NUM_SPARE_TOKENS,
             "bos_token_id": 1,
             "eos_token_id": 2,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
         }
         | text,
     }
@@ -234,7 +199,6 @@ LLAVA_SHAPES: dict[str, dict[str, Any]] = {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 512,
-            "rms_norm_eps": 1e-5,
         },
         base_vocab=320,
     ),
@@ -246,10 +210,7 @@ LLAVA_SHAPES: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 22,
             "num_attention_heads": 32,
             "num_key_value_heads": 4,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
         },
-        base_vocab=32000,
     ),
     "llava-1.5-7b": _llava(
         _CLIP_L_336,
@@ -259,10 +220,7 @@ LLAVA_SHAPES: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
         },
-        base_vocab=32000,
     ),
 }
 
@@ -325,37 +283,32 @@ def _create_tokenizer(special: tuple[str, ...]) -> Any:
 _ROWS = ("<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)))
 
 
-def _smolvlm(
-    text: dict[str, Any], vision: dict[str, Any], scale_factor: int
-) -> Callable[[], PreTrainedConfig]:
-    shared = {
-        "vocab_size": 49280,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": IMAGE_ID + 1,
-    }
-    return lambda: transformers.SmolVLMConfig(
+def _smolvlm() -> PreTrainedConfig:
+    pad = IMAGE_ID + 1
+    return transformers.SmolVLMConfig(
         image_token_id=IMAGE_ID,
-        scale_factor=scale_factor,
-        pad_token_id=IMAGE_ID + 1,  # pyright: ignore
+        scale_factor=4,
+        pad_token_id=pad,  # pyright: ignore
         tie_word_embeddings=False,
         text_config={
-            "model_type": "llama", "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-            "rope_theta": 100000.0, **shared, **text,
+            "model_type": "llama", "vocab_size": 49280, "hidden_size": 960, "intermediate_size": 2560,
+            "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "bos_token_id": 1,
+            "eos_token_id": 2, "pad_token_id": pad,
         },
-        vision_config={"model_type": "smolvlm_vision", **vision},
+        vision_config={
+            "model_type": "smolvlm_vision", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+            "num_attention_heads": 12, "image_size": 512, "patch_size": 16,
+        },
     )  # fmt: skip
 
 
-def _smolvlm_processor(side: int, longest: int, seq_len: int) -> Callable[[Any], Any]:
+def _smolvlm_processor(tokenizer: Any) -> Any:
     """That of Idefics3, which is the same for images; SmolVLM's own wants a package for videos."""
-    return lambda tokenizer: transformers.Idefics3Processor(
-        transformers.Idefics3ImageProcessor(
-            size={"longest_edge": longest}, max_image_size={"longest_edge": side}
-        ),
-        tokenizer,
-        image_seq_len=seq_len,
+    images = transformers.Idefics3ImageProcessor(
+        size={"longest_edge": 2048}, max_image_size={"longest_edge": 512}
     )
+    return transformers.Idefics3Processor(images, tokenizer, image_seq_len=64)
 
 
 # -- Qwen2.5-VL
@@ -400,26 +353,7 @@ SHAPES: dict[str, Shape] = {
         )
     ),
     "smolvlm2-500m": Shape(
-        "SmolVLMForConditionalGeneration",
-        _smolvlm(
-            {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 15,
-             "num_key_value_heads": 5},
-            {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-             "image_size": 512, "patch_size": 16},
-            scale_factor=4,
-        ),
-        _ROWS, _smolvlm_processor(512, 2048, 64),
-    ),
-    "smolvlm2-2.2b": Shape(
-        "SmolVLMForConditionalGeneration",
-        _smolvlm(
-            {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
-             "num_key_value_heads": 32},
-            {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
-             "image_size": 384, "patch_size": 14},
-            scale_factor=3,
-        ),
-        _ROWS, _smolvlm_processor(384, 1536, 81),
+        "SmolVLMForConditionalGeneration", _smolvlm, _ROWS, _smolvlm_processor
     ),
     "qwen2.5-vl-3b": Shape(
         "Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, _QWEN_SPECIAL, _qwen_processor, "<|vision_start|><|image_pad|><|vision_end|>"

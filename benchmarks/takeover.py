@@ -3,15 +3,10 @@
 The fleet is `vlm serve` with its built-in model, and the times are those of the run.
 """
 
-import base64
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +14,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from loadtest.fleet import free_port
+from loadtest.albums import to_png_url
+from loadtest.fleet import Server, free_port, run_server
 
 IMAGE = Path("engines/packages/shapes/samples/shapes.png")
 QUESTION = "Describe the image."
@@ -32,34 +28,21 @@ _WIDTH, _HEIGHT, _LINE = 92, 9, 20
 Piece = tuple[float, str]  #: seconds, text
 
 
-@contextmanager
-def run_fleet() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "vlm", "serve", "--port", str(port), "--workers", "2"]
-    environment = {**os.environ, "VLM_WORKER__LEASE_S": str(LEASE_S)}
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as process:
-        try:
-            while True:
-                try:
-                    if httpx.get(f"{url}/readyz?workers=2").is_success:
-                        break
-                except httpx.HTTPError:
-                    pass
-                time.sleep(0.2)
-            yield url, process
-        finally:
-            process.terminate()
+def run_fleet() -> AbstractContextManager[Server]:
+    port = free_port()
+    command = ["-m", "vlm", "serve", "--port", str(port), "--workers", "2"]
+    return run_server(command, port, "/readyz?workers=2", {"VLM_WORKER__LEASE_S": str(LEASE_S)})
 
 
-def find_workers(fleet: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    children = psutil.Process(fleet.pid).children()
+def find_workers(fleet: Server) -> list[psutil.Process]:
+    children = psutil.Process(fleet.process.pid).children()
     found = [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
     return [each for each in found if each.cmdline()[1:4] == ["-m", "vlm", "worker"]]
 
 
 def ask(url: str, victim: psutil.Process | None) -> tuple[list[Piece], float]:
     """The pieces of an answer, and when the victim was killed."""
-    image = f"data:image/png;base64,{base64.b64encode(IMAGE.read_bytes()).decode()}"
+    image = to_png_url(IMAGE.read_bytes())
     content = [
         {"type": "image_url", "image_url": {"url": image}},
         {"type": "text", "text": QUESTION},
@@ -76,18 +59,18 @@ def ask(url: str, victim: psutil.Process | None) -> tuple[list[Piece], float]:
             if text:
                 pieces.append((time.perf_counter() - began_at, text))
             if victim is not None and not killed_s and len(pieces) == KILL_AFTER:
-                os.kill(victim.pid, signal.SIGKILL)
+                victim.kill()
                 killed_s = time.perf_counter() - began_at
     return pieces, killed_s
 
 
 def record() -> tuple[list[Piece], float, int]:
     """A take in which the killed worker had the stream."""
-    with run_fleet() as (url, fleet):
-        whole = "".join(text for _, text in ask(url, None)[0])
+    with run_fleet() as fleet:
+        whole = "".join(text for _, text in ask(fleet.url, None)[0])
         while True:
             victim = find_workers(fleet)[0]
-            pieces, killed_s = ask(url, victim)
+            pieces, killed_s = ask(fleet.url, victim)
             if "".join(text for _, text in pieces) != whole:
                 raise SystemExit("the answer is not that of a run without a killed worker")
             gaps = [b[0] - a[0] for a, b in pairwise(pieces)]

@@ -10,6 +10,7 @@ import math
 import random
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -127,27 +128,16 @@ class Group:
     facts: tuple[Fact, ...]
 
 
-class Album:
-    """A source of images. `run`: a number of this run, so that no cache has seen its new images."""
-
-    def __init__(self, run: int) -> None:
-        self._numbers = count(run % NUM_RUNS * NUMBERS_OF_A_RUN)
-
-    def fixed(self) -> Group:
-        raise NotImplementedError
-
-    def new(self, draw: random.Random) -> Group:
-        raise NotImplementedError
-
-    def several(self, draw: random.Random) -> Group:
-        raise NotImplementedError
+def _numbers_of(run: int) -> Iterator[int]:
+    """Of the new images of a run, whose number is drawn, so that no cache has seen them."""
+    return count(run % NUM_RUNS * NUMBERS_OF_A_RUN)
 
 
-class NoiseAlbum(Album):
+class NoiseAlbum:
     FACTS = tuple((question, None) for question in QUESTIONS)
 
     def __init__(self, run: int, num_bytes: int) -> None:
-        super().__init__(run)
+        self._numbers = _numbers_of(run)
         self._urls = NumberedUrls(noise_jpeg(num_bytes))
 
     def fixed(self) -> Group:
@@ -161,9 +151,9 @@ class NoiseAlbum(Album):
         return Group(tuple(urls), (("Compare the images.", None),))
 
 
-class ShapesAlbum(Album):
+class ShapesAlbum:
     def __init__(self, run: int) -> None:
-        super().__init__(run)
+        self._numbers = _numbers_of(run)
         self._pngs = {name: (SAMPLES / f"{name}.png").read_bytes() for name in SAMPLE_FACTS}
 
     def fixed(self) -> Group:
@@ -180,6 +170,9 @@ class ShapesAlbum(Album):
 
     def _numbered(self, name: str) -> str:
         return to_png_url(numbered_png(self._pngs[name], next(self._numbers)))
+
+
+Album = NoiseAlbum | ShapesAlbum
 
 
 def create_album(model: str, run: int, num_bytes: int) -> Album:

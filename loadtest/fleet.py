@@ -1,16 +1,17 @@
 """A temporary fleet on this machine, started by its command line.
 
-Used by `loadtest.run`. It uses `vlm serve`, its readiness probe and its child processes, and imports nothing of the
-fleet.
+Used by `loadtest.run` and by benchmarks. It uses `vlm serve`, its readiness probe and its child processes, and imports
+nothing of the fleet.
 """
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
@@ -40,23 +41,35 @@ class Server:
 
 
 @contextmanager
-def run_fleet(engine: str = "mock") -> Iterator[Server]:
+def run_fleet(
+    engine: str = "mock", environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Iterator[Server]:
     """`vlm serve` with its own Redis, ready; stopped at the end. Raises: ServerError."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-load-") as data_dir:
         arguments = ["-m", "vlm", "serve", "--engine", engine, "--port", str(port)]
         arguments += ["--data-dir", data_dir, "--host", HOST]
-        with run_server(arguments, port, "/readyz?workers=1") as server:
+        with run_server(arguments, port, environment=environment, folder=folder) as server:
             yield server
 
 
 @contextmanager
-def run_server(arguments: list[str], port: int, probe: str) -> Iterator[Server]:
-    """A Python process, once `probe` responds with 200; stopped at the end. Raises: ServerError."""
+def run_server(
+    arguments: list[str],
+    port: int,
+    probe: str = "/readyz?workers=1",
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> Iterator[Server]:
+    """A Python process of the checkout in `folder`, once `probe` responds with 200; stopped at the end.
+
+    Raises: ServerError.
+    """
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
-            cwd=ROOT,
+            cwd=folder or ROOT,
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

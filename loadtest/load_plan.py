@@ -13,10 +13,6 @@ RAMP_PHASES = 8
 DEFAULT_USERS = "8"
 
 
-class PlanError(ValueError):
-    """An invalid load; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class Phase:
     """A part of the run, and its mean offered load."""
@@ -31,25 +27,25 @@ class Phase:
 
 
 def parse_levels(text: str) -> tuple[tuple[float, ...], bool]:
-    """`8` is constant, `2,4,8` are steps, `1..16` is a ramp. Raises: PlanError."""
+    """`8` is constant, `2,4,8` are steps, `1..16` is a ramp. Raises: ValueError."""
     is_ramp = ".." in text
     try:
         levels = tuple(float(part) for part in text.split(".." if is_ramp else ","))
     except ValueError:
-        raise PlanError(
+        raise ValueError(
             f"{text!r} is neither a number, nor steps 2,4,8, nor a ramp 1..16"
         ) from None
     if is_ramp and len(levels) != 2:
-        raise PlanError(f"{text!r}: write a ramp as 1..16")
+        raise ValueError(f"{text!r}: write a ramp as 1..16")
     if any(not 0 <= level < 1e6 for level in levels) or not any(levels):
-        raise PlanError(f"{text!r}: a load must be above 0 and below a million")
+        raise ValueError(f"{text!r}: a load must be above 0 and below a million")
     return levels, is_ramp
 
 
 def make_plan(users: str | None, rate: str | None, duration_s: float, warmup_s: float) -> Plan:
-    """A closed loop of users, 8 by default, or an open loop of a rate. Raises: PlanError."""
+    """A closed loop of users, 8 by default, or an open loop of a rate. Raises: ValueError."""
     if users and rate:
-        raise PlanError("--users and --rate: give only one of them")
+        raise ValueError("--users and --rate: give only one of them")
     levels, is_ramp = parse_levels(rate or users or DEFAULT_USERS)
     loop = "open" if rate else "closed"
     return Plan(loop=loop, levels=levels, is_ramp=is_ramp, duration_s=duration_s, warmup_s=warmup_s)

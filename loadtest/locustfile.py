@@ -19,6 +19,7 @@ from locust.exception import StopUser
 from loadtest.asking import CUT, Asker, first_model
 from loadtest.client import AnswerError
 from loadtest.record import LATENCIES, Order, Plan, Record, Target, Workload
+from loadtest.result import kind_of
 from loadtest.scenarios import PROFILES
 
 
@@ -116,7 +117,7 @@ def report_to_locust(environment: Environment, record: Record) -> None:
     """
     if record.error == CUT:
         return
-    name = f"{record.scenario}, {'streamed' if record.is_streamed else 'whole'}"
+    name = kind_of(record)
     if record.error:
         fire(environment, "E2E", name, record.e2e_s, error=AnswerError(record.error))
         return

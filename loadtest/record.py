@@ -98,10 +98,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 _LIMITED = ("ttft", "tpot", "e2e")
 
 
-class ObjectiveError(ValueError):
-    """An invalid objective; the message says why."""
-
-
 class Objective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Latency limits. Units: seconds; None: no limit."""
 
@@ -131,18 +127,18 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def parse_objective(text: str) -> Objective:
-    """`ttft=500,tpot=50,e2e=5000`, in milliseconds; empty: none. Raises: ObjectiveError."""
+    """`ttft=500,tpot=50,e2e=5000`, in milliseconds; empty: none. Raises: ValueError."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         try:
             limits[f"{name.strip()}_s"] = float(value) / 1e3
         except ValueError:
-            raise ObjectiveError(f"{part!r} is not like ttft=500 (milliseconds)") from None
+            raise ValueError(f"{part!r} is not like ttft=500 (milliseconds)") from None
         if name.strip() not in _LIMITED:
-            raise ObjectiveError(f"{name!r} is none of {', '.join(_LIMITED)}")
+            raise ValueError(f"{name!r} is none of {', '.join(_LIMITED)}")
     if any(not limit > 0 for limit in limits.values()):
-        raise ObjectiveError(f"{text!r}: a limit is above 0")
+        raise ValueError(f"{text!r}: a limit is above 0")
     return Objective(**limits)
 
 

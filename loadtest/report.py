@@ -17,7 +17,6 @@ from loadtest.result import (
     counted,
     failures,
     mean_stages_s,
-    sights,
     values_of,
 )
 
@@ -45,15 +44,13 @@ def new_table(title: str, columns: Sequence[str]) -> Table:
 
 def in_ms(seconds: float) -> str:
     """Milliseconds to three figures; a dash if it was not measured."""
-    return "-" if math.isnan(seconds) else _to_three_figures(seconds * 1000)
+    return in_number(seconds * 1000)
 
 
 def in_number(value: float) -> str:
     """A number to three figures at least; a dash if it was not measured."""
-    return "-" if math.isnan(value) else _to_three_figures(value)
-
-
-def _to_three_figures(value: float) -> str:
+    if math.isnan(value):
+        return "-"
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
@@ -93,7 +90,7 @@ def to_rate_table(result: Result) -> Table:
     has_objective = bool(str(result.objective))
     columns += ["good", "share"] if has_objective else []
     table = new_table(title, columns)
-    parts = [(f"{part.phase.level:g}", part) for part in sights(result, phases(result.plan))]
+    parts = [(f"{phase.level:g}", Sight(result, phase)) for phase in phases(result.plan)]
     for name, sight in [*(parts if len(parts) > 1 else []), ("whole run", Sight(result))]:
         rates = [sight.offered_rate, sight.answered_rate, sight.token_rate]
         delays = [percentile(sight.values_s(latency), 0.9) for latency in SHOWN]

@@ -3,9 +3,8 @@
 Computed from records. The file is JSON; `schema` is its version, and `summary` has the computed numbers.
 """
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -16,7 +15,6 @@ from loadtest.load_plan import Phase, phases
 from loadtest.record import LATENCIES, Latency, Objective, Plan, Record, Workload, percentile
 
 SCHEMA = "vlm-loadtest/1"
-STREAMED, WHOLE = "streamed", "whole"
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -42,14 +40,11 @@ class Result(msgspec.Struct, kw_only=True):
 class Sight:
     """A part of a run: requests of a period, and responses within it."""
 
-    def __init__(
-        self, result: Result, phase: Phase | None = None, records: Sequence[Record] | None = None
-    ) -> None:
-        """`phase`: None for the whole run. `records`: candidates; None: all."""
+    def __init__(self, result: Result, phase: Phase | None = None) -> None:
+        """`phase`: None for the whole run."""
         self.phase = phase or Phase(0.0, result.plan.duration_s, 0.0)
-        records = result.records if records is None else records
-        self.asked = [r for r in records if self._holds(r.intended_at)]
-        self.answered = [r for r in records if not r.error and self._holds(r.ended_at)]
+        self.asked = [r for r in result.records if self._holds(r.intended_at)]
+        self.answered = [r for r in result.records if not r.error and self._holds(r.ended_at)]
         self.good = [r for r in self.answered if result.objective.is_kept(r)]
         self._kept = [result.objective.is_kept(r) for r in self.asked]
 
@@ -83,20 +78,8 @@ class Sight:
         return values_of([r for r in self.asked if not r.error], latency)
 
 
-def sights(result: Result, parts: Sequence[Phase]) -> list[Sight]:
-    starts = [part.start_s for part in parts]
-    groups: list[list[Record]] = [[] for _ in parts]
-    for record in result.records:
-        for index in {
-            bisect_right(starts, at_s) - 1 for at_s in (record.intended_at, record.ended_at)
-        }:
-            if index >= 0:
-                groups[index].append(record)
-    return [Sight(result, part, group) for part, group in zip(parts, groups, strict=True)]
-
-
 def kind_of(record: Record) -> str:
-    return f"{record.scenario}, {STREAMED if record.is_streamed else WHOLE}"
+    return f"{record.scenario}, {'streamed' if record.is_streamed else 'whole'}"
 
 
 def by_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -161,7 +144,7 @@ def to_summary(result: Result) -> dict[str, Any]:
                 "level": sight.phase.level,
                 **_rates(sight),
             }
-            for sight in sights(result, phases(result.plan))
+            for sight in (Sight(result, phase) for phase in phases(result.plan))
         ],
     }
 

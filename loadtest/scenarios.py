@@ -109,13 +109,6 @@ def image_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def to_body(
-    model: str, content: list[dict[str, Any]], max_tokens: int, stream: bool
-) -> dict[str, Any]:
-    """A greedy request with one user message."""
-    return to_chat_body(model, [user_message(content)], max_tokens, stream)
-
-
 def to_chat_body(
     model: str, messages: list[Message], max_tokens: int, stream: bool
 ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The embedding engine beside others, on the same random weights, in turn: from texts to vectors, from pixels to vectors.
+"""The embedding engine beside others, on the same random weights, in turn, from texts to vectors.
 
 One thread, CPU time: what other programs take of the machine counts for nobody. Peers run in processes and environments
 of their own.
@@ -6,32 +6,26 @@ of their own.
 
 import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
 
+import base64
 import json
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
-from importlib import import_module  # noqa: TID251 - the peers are a part of the repository alone
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModel, BertConfig, BertModel, CLIPConfig, CLIPModel
+from transformers import AutoModel, BertConfig, BertModel
 
+from benchmarks.peers.fleet import PeerProcess
+from benchmarks.peers.install import embedder_python
+from benchmarks.tables import new_table, show
 from engines.base import EngineCall
-from engines.pooling.batch import Row
-from engines.pooling.clip import ClipEncoder
-from engines.pooling.encoder import PixelInput
 from engines.pooling.engine import PoolingEngine
-from engines.pooling.load import load_encoder, prepare_linears
+from engines.pooling.load import load_encoder
 from engines.pooling.settings import PoolingSettings
 from shared.protocol import Embed, TextPart
 
@@ -45,26 +39,10 @@ LENGTHS: dict[str, tuple[int, int, int]] = {
     "long": (40, 256, 24),
     "mixed": (6, 256, 32),
 }
-CLIP = "clip-vit-b-32"
-NUM_IMAGES = 8
 BATCH_SIZE = 32  # of the others
 NUM_WORDS = 30_000
 #: What a peer is asked for, by its environment.
 PEERS = {"sentence-transformers": ("default", "bfloat16"), "infinity": ("float32", "bfloat16")}
-MIB = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The median of a system's rounds. Units: inputs and real tokens per CPU second."""
-
-    shape: str
-    inputs: str
-    system: str
-    inputs_per_s: float
-    tokens_per_s: float
-    ratio: float  #: to the first system
-    min_cosine: float  #: to the same
 
 
 #: Seconds of CPU, and vectors.
@@ -74,28 +52,20 @@ Compute = Callable[[Sequence[Any]], tuple[float, torch.Tensor]]
 def run(shapes: Sequence[str], rounds: int, peers: Path | None) -> None:
     """Measure and print. `peers`: where their environments are, or are made; None: without them."""
     torch.set_num_threads(1)
-    results: list[Result] = []
+    table = new_table("", "shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
     for shape in shapes:
-        if shape == CLIP:
-            results += measure_images(rounds)
-        else:
-            results += measure(shape, rounds, peers)
-    table = Table("shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
-    for r in results:
-        table.add_row(
-            r.shape, r.inputs, r.system, f"{r.inputs_per_s:.1f}", f"{r.tokens_per_s:.0f}", f"{r.ratio:.2f}",
-            f"{r.min_cosine:.5f}",
-        )  # fmt: skip
-    Console().print(table)
+        for row in measure(shape, rounds, peers):
+            table.add_row(shape, *row)
+    show(table)
 
 
-def measure(shape: str, rounds: int, peers: Path | None) -> list[Result]:
-    """All systems on all kinds of texts, one after another in every round."""
+def measure(shape: str, rounds: int, peers: Path | None) -> list[Sequence[str]]:
+    """Rows of all systems on all kinds of texts, one after another in every round."""
     with tempfile.TemporaryDirectory() as name:
         folder = make_checkpoint(Path(name), shape)
         processes = _start_peers(peers, name) if peers is not None else {}
         systems: dict[str, Compute] = {
-            **processes,
+            **{name: _answers_of(process) for name, process in processes.items()},
             "transformers float32, sorted": padded(folder, torch.float32),
             "transformers bfloat16, sorted": padded(folder, torch.bfloat16),
             "ours float32": ours(folder, torch.float32),
@@ -103,39 +73,16 @@ def measure(shape: str, rounds: int, peers: Path | None) -> list[Result]:
             "ours int8": ours(folder, torch.float32, is_int8=True),
         }
         try:
-            results = []
+            rows: list[Sequence[str]] = []
             for inputs, (least, most, count) in LENGTHS.items():
                 chance = Random(inputs)
                 texts = [_text(chance, chance.randint(least, most)) for _ in range(count)]
                 num_tokens = sum(len(text.split()) + 2 for text in texts)
-                results += _measure(shape, inputs, texts, num_tokens, rounds, systems)
+                rows += _measure(inputs, texts, num_tokens, rounds, systems)
         finally:
             for process in processes.values():
                 process.close()
-    return results
-
-
-def measure_images(rounds: int) -> list[Result]:
-    """The image tower of CLIP ViT-B/32 beside that of open_clip; each has weights of its own."""
-    import open_clip  # noqa: PLC0415 - takes seconds
-
-    pixels = list(torch.rand(NUM_IMAGES, 3, 224, 224))
-    systems: dict[str, Compute] = {}
-    theirs = open_clip.create_model("ViT-B-32-quickgelu").eval()
-    for dtype in (torch.float32, torch.bfloat16):
-        systems[f"open_clip {_name(dtype)}"] = _timed(_open_clip(theirs, dtype))
-    with tempfile.TemporaryDirectory() as folder:
-        CLIPModel(CLIPConfig()).save_pretrained(folder)
-        for dtype, is_int8 in (
-            (torch.float32, False),
-            (torch.bfloat16, False),
-            (torch.float32, True),
-        ):
-            model = CLIPModel.from_pretrained(folder, dtype=dtype).eval()
-            prepare_linears(model, torch.device("cpu"), is_int8)
-            name = f"ours {'int8' if is_int8 else _name(dtype)}"
-            systems[name] = _timed(_our_images(ClipEncoder(model, None, None)))  # type: ignore[arg-type]
-    return _measure(CLIP, "images", pixels, 50 * NUM_IMAGES, rounds, systems)
+    return rows
 
 
 def make_checkpoint(folder: Path, shape: str) -> Path:
@@ -215,8 +162,9 @@ def ours(folder: Path, dtype: torch.dtype, *, is_int8: bool = False) -> Compute:
 
 
 def _measure(
-    shape: str, name: str, inputs: Sequence[Any], num_tokens: int, rounds: int, systems: dict[str, Compute]
-) -> list[Result]:  # fmt: skip
+    name: str, inputs: Sequence[Any], num_tokens: int, rounds: int, systems: dict[str, Compute]
+) -> list[Sequence[str]]:
+    """Medians of inputs and tokens a CPU second; speed and the least cosine are relative to the first system."""
     seconds: dict[str, list[float]] = {system: [] for system in systems}
     vectors: dict[str, torch.Tensor] = {}
     for _ in range(rounds + 1):  # the first is not counted
@@ -224,28 +172,34 @@ def _measure(
             took_s, vectors[system] = compute(inputs)
             seconds[system].append(took_s)
     base, *_ = systems
-    results = []
+    rows = []
     for system, times in seconds.items():
         took_s = median(times[1:])
         cosines = torch.cosine_similarity(vectors[system], vectors[base], dim=1)
         ratio = median(seconds[base][1:]) / took_s
-        results.append(
-            Result(
-                shape, name, system, len(inputs) / took_s, num_tokens / took_s, ratio, float(cosines.min())
-            )
-        )  # fmt: skip
-    return results
+        rates = f"{len(inputs) / took_s:.1f}", f"{num_tokens / took_s:.0f}", f"{ratio:.2f}"
+        rows.append((name, system, *rates, f"{float(cosines.min()):.5f}"))
+    return rows
 
 
-def _start_peers(folder: Path, directory: str) -> dict[str, Any]:
-    if find_spec("benchmarks.peers") is None:
-        raise SystemExit("peers are a part of the repository, not of the installed package")
-    peers = import_module("benchmarks.peers.embedding_peers")
+def _start_peers(folder: Path, directory: str) -> dict[str, PeerProcess]:
+    child = str(Path(__file__).parents[1] / "peers" / "embedding_peer.py")
     return {
-        f"{peer} {dtype}": peers.PeerProcess(peers.python_of(folder, peer), peer, directory, dtype)
+        f"{peer} {dtype}": PeerProcess(
+            peer, [str(embedder_python(folder, peer)), child, peer, directory, dtype]
+        )
         for peer, dtypes in PEERS.items()
         for dtype in dtypes
     }
+
+
+def _answers_of(process: PeerProcess) -> Compute:
+    def compute(texts: Sequence[str]) -> tuple[float, torch.Tensor]:
+        answer = process.ask(list(texts))
+        data = bytearray(base64.b64decode(answer["vectors"]))
+        return answer["seconds"], torch.frombuffer(data, dtype=torch.float32).view(len(texts), -1)
+
+    return compute
 
 
 def _timed(compute: Callable[[Sequence[Any]], torch.Tensor]) -> Compute:
@@ -257,29 +211,6 @@ def _timed(compute: Callable[[Sequence[Any]], torch.Tensor]) -> Compute:
     return timed
 
 
-def _open_clip(model: Any, dtype: torch.dtype) -> Callable[[Sequence[Any]], torch.Tensor]:
-    model = deepcopy(model).to(dtype)
-
-    @torch.inference_mode()
-    def compute(pixels: Sequence[Any]) -> torch.Tensor:
-        return model.encode_image(torch.stack(list(pixels)).to(dtype), normalize=True)
-
-    return compute
-
-
-def _our_images(encoder: ClipEncoder) -> Callable[[Sequence[Any]], torch.Tensor]:
-    def compute(pixels: Sequence[Any]) -> torch.Tensor:
-        rows = [Row(PixelInput(each), encoder.image_tokens, "image") for each in pixels]
-        encoder.compute(rows)
-        return torch.tensor([array("f", row.result) for row in rows])
-
-    return compute
-
-
 def _text(chance: Random, num_tokens: int) -> str:
     """Of so many tokens, two of which are put around it."""
     return " ".join(f"w{chance.randrange(NUM_WORDS)}" for _ in range(num_tokens))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

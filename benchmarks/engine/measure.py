@@ -138,25 +138,40 @@ class Late:
 
 
 def run_requests(
-    engine: BatchingEngine, counter: WorkCounter, requests: list[EngineRequest]
+    engine: BatchingEngine,
+    counter: WorkCounter,
+    requests: list[EngineRequest],
+    late: EngineRequest | None = None,
 ) -> Run:
-    """Add all at once and step until the last token. Raises: RequestError, RuntimeError for a failed request."""
+    """Add all at once and step until the last token; with a late one, which comes beside streams, until its first token.
+
+    Raises: RequestError, RuntimeError for a failed request.
+    """
     counter.steps = []
-    times: dict[str, list[float]] = {request.request_id: [] for request in requests}
+    every = [*requests, *([late] if late else [])]
+    times: dict[str, list[float]] = {request.request_id: [] for request in every}
     started = time.perf_counter()
     for request in requests:
         engine.add(request)
-    while engine.has_work():
+    added_s = now = 0.0
+    while not times[late.request_id] if late else engine.has_work():
+        if late and not added_s and min(len(times[r.request_id]) for r in requests) > NUM_ALONE:
+            engine.add(late)
+            added_s = time.perf_counter() - started
         outputs = _step(engine)
         now = time.perf_counter() - started
         for output in outputs:
             times[output.request_id] += [now] * len(output.token_ids)
+    if late:
+        for name in times:
+            engine.abort(name)
     return Run(
-        elapsed_s=time.perf_counter() - started,
+        elapsed_s=now,
         token_times=times,
-        num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
-        num_images=sum(len(request.images) for request in requests),
+        num_prompt_tokens=sum(len(request.prompt_token_ids) for request in every),
+        num_images=sum(len(request.images) for request in every),
         steps=counter.steps,
+        late=Late(late.request_id, added_s, now) if late else None,
     )
 
 
@@ -186,33 +201,3 @@ def run_in_turn(
                 _step(engine)
                 spent_s[place] += time.process_time() - started_s
     return spent_s
-
-
-def run_beside(
-    engine: BatchingEngine, counter: WorkCounter, streams: list[EngineRequest], late: EngineRequest
-) -> Run:
-    """Streams for a while alone, then until the first token of a late request. Raises: as `run_requests`."""
-    counter.steps = []
-    times: dict[str, list[float]] = {request.request_id: [] for request in (*streams, late)}
-    started = time.perf_counter()
-    for request in streams:
-        engine.add(request)
-    added_s = now = 0.0
-    while not times[late.request_id]:
-        if not added_s and min(len(times[each.request_id]) for each in streams) > NUM_ALONE:
-            engine.add(late)
-            added_s = time.perf_counter() - started
-        outputs = _step(engine)
-        now = time.perf_counter() - started
-        for output in outputs:
-            times[output.request_id] += [now] * len(output.token_ids)
-    for name in times:
-        engine.abort(name)
-    return Run(
-        elapsed_s=now,
-        token_times=times,
-        num_prompt_tokens=sum(len(each.prompt_token_ids) for each in (*streams, late)),
-        num_images=len(late.images),
-        steps=counter.steps,
-        late=Late(late.request_id, added_s, now),
-    )

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.make_checkpoint import make_checkpoint
+from benchmarks.tables import new_table, show
 from engines.base import EngineStartError
 from engines.core.sequence import Batch, ScheduledSequence
 from engines.core.sequence import Sequence as Tokens
@@ -182,9 +182,9 @@ def run(options: ProgramOptions, as_json: bool) -> None:
             raise SystemExit(f"bench programs: {error}") from None
     if as_json:
         return print(json.dumps([asdict(result) for result in results], indent=2))
-    table = Table("precision", "batch", "program", "ms a step", "speed")
+    table = new_table("", "precision", "batch", "program", "ms a step", "speed")
     for r in results:
         table.add_row(
             r.precision, str(r.batch_size), r.program, f"{r.step_ms:.1f}", f"{r.speed:.2f}"
         )
-    Console().print(table)
+    show(table)

@@ -8,12 +8,9 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.engine.machine import Machine
 from benchmarks.engine.measure import Run
+from benchmarks.tables import Spread, new_table, show
 from deploy.capacity import EngineFigures
 
 #: of the table; `total tok/s` counts prompt tokens too
@@ -35,20 +32,6 @@ _COLUMNS = (
 _MIN_FOR_INTERVAL = 6
 #: characters that the table needs; a narrower terminal breaks its lines, but no number
 TABLE_WIDTH = 140
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A number's median, least and most over the rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: list[float]) -> "Spread":
-        """Of at least one value."""
-        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,32 +130,26 @@ def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
     )  # fmt: skip
 
 
-def show(
-    console: Console,
-    machine: Machine,
-    model: dict[str, Any],
-    rows: list[Row],
-    costs: list[Cost],
+def show_report(
+    machine: Machine, model: dict[str, Any], rows: list[Row], costs: list[Cost]
 ) -> None:
     """Print what a reader compares: medians, with the least and the most behind them."""
-    console.print(", ".join(f"{name} {value}" for name, value in model.items()))
-    console.print(
-        f"{machine.device}, {machine.num_threads} threads, torch {machine.torch_version}, load average"
-        f" {machine.load_average:.1f}; measured {machine.bytes_per_s / 1e9:.1f} GB/s,"
-        f" {machine.flops_per_s / 1e9:,.0f} GFLOP/s"
-    )
-    table = Table(title=f"median, and least-most, of {rows[0].num_rounds}", box=SIMPLE_HEAD)
-    for name in _COLUMNS:
-        table.add_column(name, no_wrap=True, justify="left" if name == "scenario" else "right")
+    table = new_table(f"median, and least-most, of {rows[0].num_rounds}", *_COLUMNS)
     for row in rows:
         table.add_row(*_cells(row))
-    console.print(table)
-    for cost in costs:
-        ratio = cost.ratio
-        console.print(
+    show(
+        ", ".join(f"{name} {value}" for name, value in model.items()),
+        f"{machine.device}, {machine.num_threads} threads, torch {machine.torch_version}, load average"
+        f" {machine.load_average:.1f}; measured {machine.bytes_per_s / 1e9:.1f} GB/s,"
+        f" {machine.flops_per_s / 1e9:,.0f} GFLOP/s",
+        table,
+        *(
             f"{cost.scenario}, batch {cost.batch_size}: processor time of ngram over off"
-            f" {ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f}, {cost.kind})"
-        )
+            f" {cost.ratio.median:.3f} ({cost.ratio.low:.3f}-{cost.ratio.high:.3f}, {cost.kind})"
+            for cost in costs
+        ),
+        min_width=TABLE_WIDTH,
+    )
 
 
 def _cells(row: Row) -> list[str]:
@@ -181,11 +158,11 @@ def _cells(row: Row) -> list[str]:
         row.scenario,
         str(row.batch_size),
         f"{row.num_steps:,.0f}",
-        _text(rate["output_tokens_per_s"]),
-        _text(rate["total_tokens_per_s"]),
-        _text(rate["images_per_s"]) if rate["images_per_s"].high else "",
-        _text(row.ttft_s, 1e3),
-        _text(row.tpot_s, 1e3) if row.tpot_s else "",
+        rate["output_tokens_per_s"].text(),
+        rate["total_tokens_per_s"].text(),
+        rate["images_per_s"].text() if rate["images_per_s"].high else "",
+        row.ttft_s.text(1e3),
+        row.tpot_s.text(1e3) if row.tpot_s else "",
         _itl_text(row),
         f"{rate['bytes_per_s'].median / 1e9:.1f}\n{rate['flops_per_s'].median / 1e9:,.0f}",
         f"{row.roofline_ratio.median:.0%}",
@@ -196,10 +173,3 @@ def _cells(row: Row) -> list[str]:
 def _itl_text(row: Row) -> str:
     text = f"{row.itl_p99_s * 1e3:,.1f}" if row.itl_p99_s else ""
     return f"{text}\n{row.slowdown.median:.2f}x" if row.slowdown else text
-
-
-def _text(spread: Spread, scale: float = 1.0) -> str:
-    numbers = [value * scale for value in (spread.median, spread.low, spread.high)]
-    digits = 0 if numbers[0] >= 100 else 1
-    median, low, high = (f"{number:,.{digits}f}" for number in numbers)
-    return f"{median}\n{low}-{high}"

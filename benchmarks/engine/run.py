@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.progress import track
 
 from benchmarks.engine.cost import ModelCost
 from benchmarks.engine.machine import Machine, measure_machine, peak_bytes
-from benchmarks.engine.measure import Run, WorkCounter, run_beside, run_in_turn, run_requests
-from benchmarks.engine.report import TABLE_WIDTH, Cost, Row, show, to_figures, to_json, to_row
+from benchmarks.engine.measure import Run, WorkCounter, run_in_turn, run_requests
+from benchmarks.engine.report import Cost, Row, show_report, to_figures, to_json, to_row
 from benchmarks.engine.scenario import SCENARIOS, USUAL, RequestMaker, Scenario
+from benchmarks.tables import measuring
 from deploy.capacity import write_figures
 from engines.base import EngineStartError, RequestError
 from engines.core.engine import BatchingEngine
@@ -110,7 +109,7 @@ class Bench:
         length = self.engine.max_model_len
         streams = self._maker.make(SCENARIOS["decode"], num_streams, length)
         [late] = self._maker.make(scenario, 1, length)
-        return run_beside(self.engine, self._counter, streams, late)
+        return run_requests(self.engine, self._counter, streams, late)
 
     def _compare(self, cells: list[tuple[Scenario, int]]) -> list[Cost]:
         """What guessing costs of a processor; the engine is closed then. Raises: RequestError, RuntimeError."""
@@ -150,7 +149,7 @@ class Bench:
         for scenario, size, speculation in cells:
             self.run(replace(scenario, num_output_tokens=2), size, speculation)
         turns = [cell for _ in range(options.rounds) for cell in cells]
-        for cell in track(turns, "measuring", console=Console(stderr=True), transient=True):
+        for cell in measuring(turns):
             runs[cell].append(self.run(*cell))
             peaks[cell] = peak_bytes(self.device)
         self.machine = measure_machine(self.device, self.dtype)  # its matrices are no cell's memory
@@ -181,6 +180,4 @@ def run(options: BenchOptions, as_json: bool, figures: Path | None = None) -> No
     if as_json:
         print(json.dumps(to_json(bench.machine, bench.describe(), rows, bench.costs), indent=2))
     else:
-        console = Console()
-        console.width = max(console.width, TABLE_WIDTH)
-        show(console, bench.machine, bench.describe(), rows, bench.costs)
+        show_report(bench.machine, bench.describe(), rows, bench.costs)

@@ -5,8 +5,6 @@ not cached. Load 1 is the rate at which a fleet without caches is saturated.
 """
 
 import asyncio
-import base64
-import io
 import itertools
 import re
 import tempfile
@@ -21,14 +19,13 @@ from statistics import mean, median, quantiles
 
 import httpx
 import uvloop
-from PIL import Image
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from benchmarks.gateway.client import CHAT, image_head
-from benchmarks.gateway.run import HOST, BenchError, ask, free_port, run_server
-from benchmarks.gateway.tables import in_ms, new_table
+from benchmarks.gateway.client import CHAT
+from benchmarks.gateway.run import BenchError, ask
+from benchmarks.tables import in_ms, measuring, new_table
+from loadtest.albums import NumberedUrls, noise_jpeg
+from loadtest.fleet import HOST, free_port, run_server
 from shared.redis.embedded import EmbeddedRedis
 
 MODEL = "mock"
@@ -74,8 +71,7 @@ def run_affinity(num_workers: int, rounds: int) -> list[Table]:
     """Alternate measurements of both settings, each on a new fleet. Raises: BenchError."""
     served = {False: Served(), True: Served()}
     turns = [(number, is_on) for number in range(rounds) for is_on in (False, True)]
-    screen = Console(stderr=True)
-    for number, is_on in track(turns, "measuring", console=screen, transient=True):
+    for number, is_on in measuring(turns):
         with run_fleet(num_workers, GRACE_S if is_on else 0.0) as fleet:
             uvloop.run(drive(fleet, num_workers, Random(number), served[is_on]))
     table = new_table(
@@ -97,43 +93,33 @@ def run_affinity(num_workers: int, rounds: int) -> list[Table]:
 
 @contextmanager
 def run_fleet(num_workers: int, grace_s: float) -> Iterator[Fleet]:
-    """Redis, workers and a gateway, one process each. Raises: BenchError."""
+    """Redis, workers and a gateway, one process each. Raises: ServerError."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vlm-bench-"))
-        server = stack.enter_context(EmbeddedRedis(Path(folder)))
-        common = {"VLM_REDIS__URL": server.url, "VLM_GATEWAY__HOME_GRACE_S": str(grace_s)}
+        redis = stack.enter_context(EmbeddedRedis(Path(folder)))
+        common = {"VLM_REDIS__URL": redis.url, "VLM_GATEWAY__HOME_GRACE_S": str(grace_s)}
+
+        def start(port: int) -> object:
+            settings = {**common, **ENGINE, "VLM_WORKER__HEALTH_PORT": str(port)}
+            worker = run_server(["-m", "vlm", "worker"], port, environment=settings)
+            return stack.enter_context(worker)
+
         ports = [free_port() for _ in range(num_workers)]
-        workers = [
-            run_server(
-                ["vlm", "worker"],
-                port,
-                {**common, **ENGINE, "VLM_WORKER__HEALTH_PORT": str(port)},
-            )
-            for port in ports
-        ]
         with ThreadPoolExecutor(num_workers) as pool:
-            list(pool.map(stack.enter_context, workers))
+            list(pool.map(start, ports))
         port = free_port()
-        command = ["vlm", "gateway", "--host", HOST, "--port", str(port)]
-        stack.enter_context(run_server(command, port, common))
+        command = ["-m", "vlm", "gateway", "--host", HOST, "--port", str(port)]
+        stack.enter_context(run_server(command, port, environment=common))
         while len(ask(port, "/v1/models")["data"]) == 0:
             time.sleep(0.1)
         time.sleep(1.5)  # the gateway lists workers every second
         yield Fleet(port, ports)
 
 
-def create_images(count: int) -> list[str]:
-    """Distinct small images as data URLs."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(buffer, "JPEG")
-    rest = buffer.getvalue()[2:]
-    encoded = (base64.b64encode(image_head(n) + rest).decode() for n in range(count))
-    return [f"data:image/jpeg;base64,{data}" for data in encoded]
-
-
 async def drive(fleet: Fleet, num_workers: int, random: Random, served: Served) -> None:
     """Fill the caches, then measure. Raises: BenchError."""
-    images = create_images(NUM_IMAGES)
+    urls = NumberedUrls(noise_jpeg(1000))
+    images = [urls.url(number) for number in range(NUM_IMAGES)]
     weights = list(itertools.accumulate(1 / rank for rank in range(1, NUM_IMAGES + 1)))
     rate = LOAD * num_workers / MISS_S
     numbers = itertools.count()

@@ -7,12 +7,11 @@ memory layout of a process makes it faster or slower for its life. Ratios are of
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks.gateway.run import BenchError, create_bodies, measure_cell, run_vlm_fleet
-from benchmarks.gateway.tables import ROLES, Cell, Samples, in_ms, new_table
+from benchmarks.gateway.tables import ROLES, Cell, Samples
+from benchmarks.tables import in_ms, measuring, new_table
 
 NUM_TURNS = 20  #: measurements of each cell and checkout per round
 
@@ -27,8 +26,7 @@ def run_against(
     text = create_bodies()[0]
     cells = [Cell(text, stream, number) for number in connections for stream in (False, True)]
     found: dict[Cell, list[Pair]] = {cell: [] for cell in cells}
-    screen = Console(stderr=True)
-    for _ in track(range(rounds), "measuring", console=screen, transient=True):
+    for _ in measuring(range(rounds)):
         with run_vlm_fleet() as ours, run_vlm_fleet(folder=folder) as theirs:
             for cell in cells:
                 pair = Samples(), Samples()

@@ -15,28 +15,16 @@ from fastapi.responses import StreamingResponse
 NUM_TOKENS = 16
 WORDS = [f"word{number:02d} " for number in range(NUM_TOKENS)]
 HEAD = {"id": "chatcmpl-0", "created": 0, "model": "bare"}
+ANSWER = {"role": "assistant", "content": "".join(WORDS)}
 COMPLETION = {
     **HEAD,
     "object": "chat.completion",
-    "choices": [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(WORDS)},
-            "finish_reason": "length",
-        }
-    ],
+    "choices": [{"index": 0, "message": ANSWER, "finish_reason": "length"}],
     "usage": {
         "prompt_tokens": 16,
         "completion_tokens": NUM_TOKENS,
         "total_tokens": 16 + NUM_TOKENS,
     },
-}
-#: Of one text, as the mock engine's: 64 numbers.
-EMBEDDING = {
-    "object": "list",
-    "model": "bare",
-    "data": [{"object": "embedding", "index": 0, "embedding": "A" * 344}],
-    "usage": {"prompt_tokens": 8, "total_tokens": 8},
 }
 
 
@@ -70,13 +58,6 @@ async def answer(request: Request) -> dict[str, Any] | StreamingResponse:
     if body.get("stream"):
         return StreamingResponse(stream_events(), media_type="text/event-stream")
     return COMPLETION
-
-
-@app.post("/v1/embeddings")
-async def embed(request: Request) -> dict[str, Any]:
-    """The fixed vector."""
-    await request.json()
-    return EMBEDDING
 
 
 async def stream_events() -> AsyncIterator[str]:

@@ -1,6 +1,7 @@
 """A closed-loop HTTP/1.1 client that costs little: so many connections, each with one request on the way.
 
-The same for every target: a client that takes long itself would hide what it measures. Every answer is checked to be complete; one that is not ends the job. It can do only what the benchmark needs: POST,
+The same for every target: a client that takes long itself would hide what it measures. Every answer is checked to be
+complete; one that is not ends the job. It can do only what the benchmark needs: POST,
 keep-alive, content-length or chunked.
 """
 
@@ -13,23 +14,16 @@ import time
 from dataclasses import dataclass, field
 from typing import cast
 
-CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
+from loadtest.albums import image_head
+from loadtest.fleet import HOST
+
+CHAT = "/v1/chat/completions"
 GRACE_S = 60.0
-#: With its own two length bytes; 2 + 2 + 14 bytes in front are whole base64 groups.
-COMMENT_BYTES = 14
-HEAD_BYTES = 4 + COMMENT_BYTES
-HEAD_CHARS = HEAD_BYTES * 4 // 3
 END_OF_HEAD = b"\r\n\r\n"
 END_OF_STREAM = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 CONTENT_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n")
 CONTENT = re.compile(rb'"content": ?("(?:[^"\\]|\\.)*")')
 FINISH_REASON = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
-
-
-def image_head(number: int) -> bytes:
-    """The first HEAD_BYTES bytes of a JPEG: `number` in a comment makes bytes new, and no pixel."""
-    comment = f"{number:0{COMMENT_BYTES - 2}d}".encode()
-    return b"\xff\xd8\xff\xfe" + COMMENT_BYTES.to_bytes(2, "big") + comment
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +43,6 @@ class Job:
     image_at: int | None = None
     first_number: int = 0
     expected_text: str | None = None
-    host: str = "127.0.0.1"
-    path: str = CHAT
 
 
 @dataclass(slots=True)
@@ -167,8 +159,6 @@ def check_answer(answer: bytes, job: Job) -> str:
     head, _, body = answer.partition(END_OF_HEAD)
     if not head.startswith(b"HTTP/1.1 200"):
         return f"{head[:30].decode(errors='replace')}: {body[:200].decode(errors='replace')}"
-    if job.path == EMBEDDINGS:
-        return "" if b'"embedding":' in body else "the answer has no vector"
     if job.stream and not body.endswith(END_OF_STREAM):
         return "the stream has no [DONE]"
     if FINISH_REASON.findall(body) != [b"length"]:
@@ -195,7 +185,7 @@ async def run_job(job: Job) -> Result:
     try:
         async with asyncio.timeout(job.warmup_s + job.seconds + GRACE_S):
             for _ in range(job.num_connections):
-                await loop.create_connection(lambda: Connection(load), job.host, job.port)
+                await loop.create_connection(lambda: Connection(load), HOST, job.port)
             await load.done
     except TimeoutError:
         return Result(error=f"an answer did not come within {GRACE_S:.0f} s")
@@ -214,9 +204,10 @@ def to_parts(job: Job) -> tuple[bytes, bytes]:
     """The request's bytes before and after the part that changes."""
     body = job.body.encode()
     head = (
-        f"POST {job.path} HTTP/1.1\r\nhost: {job.host}:{job.port}\r\n"
+        f"POST {CHAT} HTTP/1.1\r\nhost: {HOST}:{job.port}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     ).encode()
     if job.image_at is None:
         return head, body
-    return head + body[: job.image_at], body[job.image_at + HEAD_CHARS :]
+    after = job.image_at + len(base64.b64encode(image_head(0)))
+    return head + body[: job.image_at], body[after:]

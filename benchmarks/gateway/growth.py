@@ -13,7 +13,7 @@ from statistics import median
 from redis.asyncio import Redis
 from rich.table import Table
 
-from benchmarks.gateway.tables import new_table
+from benchmarks.tables import new_table
 from shared.protocol import Envelope, ModelCard, Priority
 from shared.queue.api import Claim, Submission
 from shared.queue.claims import RedisWorkerQueue

@@ -4,18 +4,11 @@ Both targets run at the same time on the same machine and take turns under the
 same client, which is this process; every number is the median of the rounds. All share the machine's cores.
 """
 
-import base64
-import io
 import json
 import os
-import random
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -25,13 +18,9 @@ from typing import Any
 import httpx
 import psutil
 import uvloop
-from PIL import Image
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from benchmarks.gateway.bare_endpoint import NUM_TOKENS
-from benchmarks.gateway.client import CHAT, EMBEDDINGS, Job, Result, image_head, run_job
+from benchmarks.gateway.client import CHAT, Job, Result, run_job
 from benchmarks.gateway.tables import (
     BARE,
     FLEET,
@@ -43,22 +32,15 @@ from benchmarks.gateway.tables import (
     to_cpu_table,
     to_tables,
 )
+from benchmarks.tables import measuring, show
+from loadtest.albums import NumberedUrls, noise_jpeg
+from loadtest.fleet import HOST, free_port, run_fleet, run_server
 
-HOST = "127.0.0.1"
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
-IMAGE_SIDE = 274  #: in pixels of noise: 60 kB
 INSTANT = {
     "VLM_ENGINE__MOCK__VISION_S": "0",
     "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0",
     "VLM_ENGINE__MOCK__DECODE_S": "0",
     "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(2 * NUM_TOKENS),
-}
-EMBEDDER = {
-    "VLM_ENGINE__KIND": "mock_pooling",
-    "VLM_ENGINE__RESULT_CACHE_BYTES": "0",
-    "VLM_ENGINE__MOCK__STEP_S": "0",
-    "VLM_ENGINE__MOCK__S_PER_TOKEN": "0",
 }
 MOST_WARMUP_S = 0.3
 #: Of new images: a million for each job.
@@ -66,7 +48,7 @@ FIRST_NUMBERS = count(10**6, 10**6)
 
 
 class BenchError(Exception):
-    """A server did not start, or an answer was wrong or missing: the numbers would mean nothing."""
+    """An answer was wrong or missing: the numbers would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,37 +66,26 @@ class Target:
         return {role: used.user + used.system for role, used in times.items()}
 
 
-def run(seconds: float, rounds: int, connections: list[int], embeddings: bool) -> None:
+def run(seconds: float, rounds: int, connections: list[int]) -> None:
     """Measure and print the tables. Raises: BenchError."""
-    measured = measure(seconds, rounds, connections, embeddings)
-    show([*to_tables(measured), to_cpu_table(measured)])
+    measured = measure(seconds, rounds, connections)
+    show(*to_tables(measured), to_cpu_table(measured))
     print(
         f"\n{rounds} rounds of {seconds:g} s, medians; {NUM_TOKENS} tokens; "
         f"{psutil.cpu_count()} cores, {machine()}, Python {python_version()}"
     )
 
 
-def show(tables: list[Table]) -> None:
-    """Print tables to standard output."""
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for table in tables:
-        console.print(table)
-
-
-def measure(
-    seconds: float, rounds: int, connections: list[int], embeddings: bool = False
-) -> Measured:
+def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
     """Measure every cell on both targets, in turns. Raises: BenchError."""
-    short = Body("short text", [], text="how to bake bread at home")
     cells = [
         Cell(body, stream, number)
-        for body in ([short] if embeddings else create_bodies())
-        for stream in ((False,) if embeddings else (False, True))
+        for body in create_bodies()
+        for stream in (False, True)
         for number in connections
     ]
     measured: Measured = {}
-    screen = Console(stderr=True)
-    with run_bare() as bare, run_vlm_fleet(EMBEDDER if embeddings else INSTANT) as fleet:
+    with run_bare() as bare, run_vlm_fleet() as fleet:
         # The order within a pair alternates, so that a drift of the machine favours neither.
         turns = [
             (cell, target)
@@ -122,10 +93,7 @@ def measure(
             for cell in cells
             for target in ((bare, fleet) if number % 2 == 0 else (fleet, bare))
         ]
-        # The client is this process: the screen takes little of its time.
-        for cell, target in track(
-            turns, "measuring", console=screen, transient=True, refresh_per_second=1
-        ):
+        for cell, target in measuring(turns):
             samples = measured.setdefault((cell, target.name), Samples())
             measure_cell(cell, target, seconds, samples)
     return measured
@@ -133,22 +101,13 @@ def measure(
 
 def create_bodies() -> list[Body]:
     """Text, a new image with every request, and the same image again and again."""
-    image = {"type": "image_url", "image_url": {"url": noise_url()}}
+    image = {"type": "image_url", "image_url": {"url": NumberedUrls(noise_jpeg()).url(0)}}
     question = {"type": "text", "text": "What is in this image?"}
     return [
         Body("text", [{"type": "text", "text": "Tell me about a lighthouse."}]),
         Body("new 60 kB image", [image, question], is_new=True),
         Body("repeated 60 kB image", [image, question]),
     ]
-
-
-def noise_url() -> str:
-    """A JPEG of noise, which no format can make smaller, as a data URL. It begins with `image_head`."""
-    pixels = random.Random(0).randbytes(3 * IMAGE_SIDE * IMAGE_SIDE)
-    buffer = io.BytesIO()
-    Image.frombytes("RGB", (IMAGE_SIDE, IMAGE_SIDE), pixels).save(buffer, "JPEG", quality=85)
-    jpeg = image_head(0) + buffer.getvalue()[2:]
-    return f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
 
 
 def measure_cell(cell: Cell, target: Target, seconds: float, samples: Samples) -> None:
@@ -172,11 +131,6 @@ def run_checked(job: Job) -> Result:
 def create_job(cell: Cell, target: Target, seconds: float, first_number: int) -> Job:
     """The client's orders. One request tells what the answer is, where it is always the same."""
     warmup_s = min(MOST_WARMUP_S, seconds / 5)
-    if cell.body.text:
-        text = json.dumps(
-            {"model": target.model, "input": cell.body.text, "encoding_format": "base64"}
-        )
-        return Job(target.port, text, cell.num_connections, seconds, warmup_s, path=EMBEDDINGS)
     body = {
         "model": target.model,
         "messages": [{"role": "user", "content": cell.body.content}],
@@ -216,8 +170,8 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None) -> dict[str, A
 def run_bare() -> Iterator[Target]:
     """The bare endpoint in a process of its own."""
     port = free_port()
-    with run_server(["benchmarks.gateway.bare_endpoint", str(port)], port) as process:
-        yield Target(BARE, port, "bare", {"bare": process})
+    with run_server(["-m", "benchmarks.gateway.bare_endpoint", str(port)], port) as server:
+        yield Target(BARE, port, "bare", {"bare": psutil.Process(server.process.pid)})
 
 
 @contextmanager
@@ -227,16 +181,12 @@ def run_vlm_fleet(
     """The fleet with its defaults, of the checkout in `folder`, on an engine that takes no time unless the environment
     sets one.
     """
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="vlm-bench-") as data_dir:
-        kind = settings.get("VLM_ENGINE__KIND", "mock")
-        command = ["vlm", "serve", "--engine", kind, "--host", HOST, "--port", str(port)]
-        given = {name: os.environ[name] for name in INSTANT if name in os.environ}
-        command += ["--data-dir", data_dir]
-        with run_server(command, port, {**settings, **given}, folder) as process:
-            model = ask(port, "/v1/models")["data"][0]["id"]
-            family = process.children(recursive=True)
-            yield Target(FLEET, port, model, {role: _find(family, role) for role in ROLES})
+    kind = settings.get("VLM_ENGINE__KIND", "mock")
+    given = {name: os.environ[name] for name in INSTANT if name in os.environ}
+    with run_fleet(kind, {**settings, **given}, folder) as server:
+        model = ask(server.port, "/v1/models")["data"][0]["id"]
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        yield Target(FLEET, server.port, model, {role: _find(family, role) for role in ROLES})
 
 
 def _find(family: list[psutil.Process], role: str) -> psutil.Process:
@@ -245,52 +195,3 @@ def _find(family: list[psutil.Process], role: str) -> psutil.Process:
     if len(found) != 1:
         raise BenchError(f"{len(found)} processes look like the {role}")
     return found[0]
-
-
-@contextmanager
-def run_server(
-    command: list[str],
-    port: int,
-    environment: dict[str, str] | None = None,
-    folder: Path | None = None,
-) -> Iterator[psutil.Process]:
-    """A Python module that serves, run in `folder`, once it is ready; its children end with it. Raises: BenchError."""
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *command],
-            cwd=folder,
-            env=os.environ | (environment or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            if not _is_ready(process, port):
-                output.seek(0)
-                words = output.read()[-2000:].decode(errors="replace")
-                raise BenchError(f"{' '.join(command)} did not get ready:\n{words}")
-            yield psutil.Process(process.pid)
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_TIMEOUT_S)
-            process.kill()
-            process.wait()
-
-
-def _is_ready(process: subprocess.Popen[bytes], port: int) -> bool:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        with suppress(httpx.HTTPError):
-            httpx.get(f"http://{HOST}:{port}/readyz?workers=1", trust_env=False).raise_for_status()
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def free_port() -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]

@@ -4,16 +4,15 @@ Each round drives the server alone, and the fleet in front of it, with the same 
 listens on its port; the processes that compute are not counted.
 """
 
-import base64
 import json
 import platform
 from contextlib import ExitStack
 from dataclasses import replace
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from urllib.parse import urlsplit
 
-import httpx
 import psutil
 from rich.table import Table
 
@@ -23,56 +22,58 @@ from benchmarks.gateway.run import (
     INSTANT,
     BenchError,
     Target,
+    ask,
     measure,
-    noise_url,
     run_checked,
     run_vlm_fleet,
-    show,
 )
-from benchmarks.gateway.tables import ROLES, pairs
+from benchmarks.gateway.tables import FLEET, ROLES, pairs
+from benchmarks.tables import new_table, show
 from deploy.capacity import FleetFigures, write_figures
+from loadtest.albums import noise_jpeg
 
 FRONT = "server's front"
 NUM_TOKENS = 100  #: per stream of the mock engine
 PROMPT = "Tell me about a lighthouse."
 
 
-def run_alone(url: str, streams: int, tokens: int, seconds: float, rounds: int) -> None:
-    """Measure the server's front without a fleet and print it. Raises: BenchError."""
-    front = _find_front(url)
-    costs = [_measure(front, streams, tokens, seconds)[0][FRONT] for _ in range(rounds)]
-    table = Table("process", "us", title=f"CPU per streamed token, {streams} streams")
-    table.add_row(FRONT, f"{median(costs) * 1e6:.1f}")
-    show([table])
-
-
 def run(
     kind: str, model: str, url: str, streams: int, tokens: int, seconds: float, rounds: int
 ) -> None:
-    """Measure and print a table. Raises: BenchError."""
+    """Measure and print tables; without a model, of the server's front alone. Raises: BenchError, ServerError."""
     settings = {
         "VLM_ENGINE__KIND": kind, "VLM_ENGINE__MODEL": model, "VLM_ENGINE__URL": url,
         "VLM_ENGINE__MAX_NUM_SEQS": str(streams),
     }  # fmt: skip
     costs: dict[str, list[dict[str, float]]] = {}
     rates: dict[str, list[float]] = {}
-    with run_vlm_fleet(settings) as fleet:
-        front = _find_front(url)
+    with ExitStack() as stack:
+        targets = [_find_front(url)]
+        if model:
+            targets.append(stack.enter_context(run_vlm_fleet(settings)))
         for number in range(rounds):
-            for target in (front, fleet) if number % 2 == 0 else (fleet, front):
+            for target in targets if number % 2 == 0 else targets[::-1]:
                 found, rate = _measure(target, streams, tokens, seconds)
                 costs.setdefault(target.name, []).append(found)
                 rates.setdefault(target.name, []).append(rate)
-    show([
-        _to_table(costs, front.name, fleet.name, streams),
-        _to_rate_table(rates, front.name, fleet.name, streams),
-    ])  # fmt: skip
+    cpu = new_table(f"CPU per streamed token, {streams} streams", "process", "us")
+    speed = new_table(f"Tokens per second, {streams} streams", "target", "tokens/s")
+    for name, rounds_of in costs.items():
+        for role in rounds_of[0]:
+            cpu.add_row(role, f"{median(each[role] for each in rounds_of) * 1e6:.1f}")
+        speed.add_row(name, f"{median(rates[name]):,.0f}")
+    if model:
+        front, fleet = ([sum(each.values()) for each in costs[name]] for name in (FRONT, FLEET))
+        cpu.add_row("fleet : front", f"{median(map(truediv, fleet, front)):.2f}")
+        ratio = median(map(truediv, rates[FLEET], rates[FRONT]))
+        speed.add_row("fleet : front", f"{ratio:.3f}")
+    show(cpu, speed)
 
 
 def run_tokens(streams: int, seconds: float, rounds: int, against: Path | None) -> Table:
     """CPU per token of streams of the mock engine, and in another checkout. Raises: BenchError."""
     costs = _token_costs(streams, seconds, rounds, against)
-    table = Table("process", *costs, title=f"us of CPU per streamed token, {streams} streams")
+    table = new_table(f"us of CPU per streamed token, {streams} streams", "process", *costs)
     for role in ROLES:
         table.add_row(role, *(f"{found[role] * 1e6:.1f}" for found in costs.values()))
     return table
@@ -119,7 +120,7 @@ def write_fleet_figures(path: Path, seconds: float, rounds: int) -> None:
             {role: text.cpu_of(role) for role in ROLES},
             token_s,
             {role: max(0.0, image.cpu_of(role) - text.cpu_of(role)) for role in ROLES},
-            len(base64.b64decode(noise_url().partition(",")[2])),
+            len(noise_jpeg()),
         ),
     )
 
@@ -134,11 +135,8 @@ def _find_front(url: str) -> Target:
     } - {None}
     if port is None or len(pids) != 1:
         raise BenchError(f"{len(pids)} processes of this machine listen at {url}")
-    try:
-        listed = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()
-    except httpx.HTTPError as error:
-        raise BenchError(f"{url}: {error}") from None
-    return Target(FRONT, port, listed["data"][0]["id"], {FRONT: psutil.Process(pids.pop())})
+    model = ask(port, "/v1/models")["data"][0]["id"]
+    return Target(FRONT, port, model, {FRONT: psutil.Process(pids.pop())})
 
 
 def _measure(
@@ -154,32 +152,3 @@ def _measure(
     after = target.cpu_s()
     costs = {role: (after[role] - before[role]) / (result.num_all * tokens) for role in after}
     return costs, result.num_requests * tokens / result.seconds
-
-
-def _to_table(
-    costs: dict[str, list[dict[str, float]]], front: str, fleet: str, streams: int
-) -> Table:
-    table = Table(title=f"CPU per streamed token, {streams} streams", title_justify="left")
-    table.add_column("process")
-    table.add_column("us", justify="right")
-    for name in (front, fleet):
-        for role in costs[name][0]:
-            cost = median(each[role] for each in costs[name])
-            table.add_row(role, f"{cost * 1e6:.1f}")
-    ratios = [
-        sum(ours.values()) / sum(theirs.values())
-        for ours, theirs in zip(costs[fleet], costs[front], strict=True)
-    ]
-    table.add_row("fleet : front", f"{median(ratios):.2f}", end_section=True)
-    return table
-
-
-def _to_rate_table(rates: dict[str, list[float]], front: str, fleet: str, streams: int) -> Table:
-    table = Table(title=f"Tokens per second, {streams} streams", title_justify="left")
-    table.add_column("target")
-    table.add_column("tokens/s", justify="right")
-    for name in (front, fleet):
-        table.add_row(name, f"{median(rates[name]):,.0f}")
-    ratios = [ours / theirs for ours, theirs in zip(rates[fleet], rates[front], strict=True)]
-    table.add_row("fleet : front", f"{median(ratios):.3f}", end_section=True)
-    return table

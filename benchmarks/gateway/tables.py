@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from benchmarks.gateway.client import Result
+from benchmarks.tables import in_figures, in_ms, new_table
 
 BARE = "bare FastAPI"
 FLEET = "vlm-fleet"
@@ -20,12 +20,11 @@ ROLES = ("gateway", "worker", "redis-server")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Body:
-    """A kind of request. `is_new`: each one shows an image that was not seen before; `text`: what is to be a vector."""
+    """A kind of request. `is_new`: each one shows an image that was not seen before."""
 
     name: str
     content: list[dict[str, Any]]
     is_new: bool = False
-    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +72,6 @@ class Samples:
             used[role] / max(1, result.num_all)
             for used, result in zip(self.cpu_s, self.results, strict=True)
         )
-
-
-def new_table(title: str, *columns: str) -> Table:
-    """A table whose first column names the row."""
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
-        collapse_padding=True,
-    )  # fmt: skip
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
-    return table
-
-
-def in_figures(value: float) -> str:
-    """A number to three figures at least."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def in_ms(seconds: float) -> str:
-    """Milliseconds to three figures."""
-    return in_figures(1e3 * seconds)
 
 
 Measured = dict[tuple[Cell, str], Samples]

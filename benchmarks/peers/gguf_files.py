@@ -11,58 +11,28 @@ from typing import Any
 
 import gguf  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+from transformers import AutoConfig
 
 from benchmarks.peers.peer import DECODERS
 from engines.torch_backend.loading.stored_tensors import list_tensors
-from engines.torch_backend.models.config import TextConfig, VisionConfig
-from engines.torch_backend.models.llava import VLMConfig
+from engines.torch_backend.models.config import VisionConfig
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.models.vision import num_blocks_needed
 
-_TEXT_NAMES = {
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_VISION_NAMES = {
-    "embeddings.class_embedding": "v.class_embd",
-    "embeddings.patch_embedding.weight": "v.patch_embd.weight",
-    "embeddings.position_embedding.weight": "v.position_embd.weight",
-    "pre_layrnorm": "v.pre_ln",
-    "layer_norm1": "ln1",
-    "layer_norm2": "ln2",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.out_proj": "attn_out",
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-}
-_TEXT_LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)\.(.+)\.(weight|bias)$")
+#: What is before the part of a decoder's name that all families share.
+_PREFIX = re.compile(r"^.*?(?=layers\.|embed_tokens\.|norm\.)")
 _TOWERS = ("vision", "visual")
-_VISION_LAYER = re.compile(
-    r"vision_tower\.vision_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)$"
-)
-
-Rename = Callable[[str], str | None]
+_SUFFIXES = (".weight", ".bias")
 
 
 def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
-    """The decoder, its matrices as `kind` (F32, F16, BF16). Raises: UnsupportedCheckpoint, OSError."""
-    kind_of_decoder, text = read_text(checkpoint)
+    """The decoder, its matrices as `kind` (F32, F16, BF16). Raises: OSError, ValueError."""
+    text: Any = AutoConfig.from_pretrained(checkpoint).get_text_config(decoder=True)
+    kind_of_decoder = DECODERS[text.model_type]
     writer = gguf.GGUFWriter(target, kind_of_decoder)
     _describe_decoder(writer, text)
     turns_neighbours = kind_of_decoder == "llama"
-    heads = {"attn_q": text.num_heads, "attn_k": text.num_kv_heads}
+    heads = {"attn_q": text.num_attention_heads, "attn_k": text.num_key_value_heads}
 
     def arrange(name: str, tensor: Tensor) -> Tensor:
         count = heads.get(name.split(".")[-2])
@@ -70,30 +40,17 @@ def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
             return tensor
         return _interleave_halves(tensor, count)
 
-    _write_tensors(writer, checkpoint, kind, _decoder_name, arrange)
+    arch = next(x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == kind_of_decoder)
+    names = gguf.get_tensor_name_map(arch, text.num_hidden_layers)
 
+    def rename(name: str) -> str | None:
+        if any(tower in name for tower in _TOWERS):
+            return None
+        if not name.endswith("lm_head.weight"):
+            return names.get_name(_PREFIX.sub("model.", name), _SUFFIXES)
+        return "output.weight"
 
-def read_text(checkpoint: Path) -> tuple[str, TextConfig]:
-    """llama.cpp's name of the decoder, and its shape. Raises: UnsupportedCheckpoint."""
-    config = find_family(checkpoint)[1]
-    if isinstance(config, VLMConfig):
-        return "llama", config.text
-    text: Any = config.full.get_text_config(decoder=True)
-    rope = text.rope_parameters
-    num_heads = text.num_attention_heads
-    return DECODERS[text.model_type], TextConfig(
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        num_layers=text.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // num_heads,
-        max_position_embeddings=text.max_position_embeddings,
-        rms_norm_eps=text.rms_norm_eps,
-        rope_theta=rope["rope_theta"],
-        rope_sections=tuple(rope.get("mrope_section", ())),
-    )
+    _write_tensors(writer, checkpoint, kind, rename, arrange)
 
 
 def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
@@ -102,22 +59,31 @@ def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
     depth = num_blocks_needed(config.vision, config.vision_feature_layers)
     writer = gguf.GGUFWriter(target, "clip")
     _describe_tower(writer, config.vision, depth)
-    _write_tensors(
-        writer, checkpoint, kind, lambda name: _tower_name(name, depth), lambda name, tensor: tensor
-    )
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, depth)
+
+    def rename(name: str) -> str | None:
+        linear = re.fullmatch(r"multi_modal_projector\.linear_([12])\.(.+)", name)
+        if linear:
+            return f"mm.{0 if linear[1] == '1' else 2}.{linear[2]}"
+        is_unused = "post_layernorm" in name  # the features are those of a layer before
+        return None if is_unused else names.get_name(name, _SUFFIXES)
+
+    _write_tensors(writer, checkpoint, kind, rename, lambda name, tensor: tensor)
 
 
-def _describe_decoder(writer: "gguf.GGUFWriter", text: TextConfig) -> None:
+def _describe_decoder(writer: "gguf.GGUFWriter", text: Any) -> None:
+    rope, num_heads = text.rope_parameters, text.num_attention_heads
     writer.add_context_length(text.max_position_embeddings)
     writer.add_embedding_length(text.hidden_size)
-    writer.add_block_count(text.num_layers)
+    writer.add_block_count(text.num_hidden_layers)
     writer.add_feed_forward_length(text.intermediate_size)
-    writer.add_head_count(text.num_heads)
-    writer.add_head_count_kv(text.num_kv_heads)
-    writer.add_rope_dimension_count(text.head_dim)
-    writer.add_rope_freq_base(text.rope_theta)
-    if text.rope_sections:
-        writer.add_rope_dimension_sections([*text.rope_sections, 0])
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(text.num_key_value_heads)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     writer.add_layer_norm_rms_eps(text.rms_norm_eps)
     writer.add_vocab_size(text.vocab_size)
     writer.add_tokenizer_model("llama")  # ids come from us: the names of tokens only fill the table
@@ -147,7 +113,7 @@ def _write_tensors(
     writer: "gguf.GGUFWriter",
     checkpoint: Path,
     kind: str,
-    rename: Rename,
+    rename: Callable[[str], str | None],
     arrange: Callable[[str, Tensor], Tensor],
 ) -> None:
     """All that `rename` knows; vectors and the patches' kernel stay exact."""
@@ -164,32 +130,6 @@ def _write_tensors(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _decoder_name(name: str) -> str | None:
-    if any(tower in name for tower in _TOWERS):
-        return None
-    match = _TEXT_LAYER.match(name)
-    if match:
-        layer, module, kind = match.groups()
-        return f"blk.{layer}.{_TEXT_NAMES[module]}.{kind}"
-    _, module, kind = f".{name}".rsplit(".", 2)
-    return f"{_TEXT_NAMES[module]}.{kind}" if module in _TEXT_NAMES else None
-
-
-def _tower_name(name: str, depth: int) -> str | None:
-    match = _VISION_LAYER.match(name)
-    if match:
-        layer, module, kind = match.groups()
-        return f"v.blk.{layer}.{_VISION_NAMES[module]}.{kind}" if int(layer) < depth else None
-    if name.startswith("multi_modal_projector."):
-        linear, kind = name.removeprefix("multi_modal_projector.linear_").split(".")
-        return f"mm.{0 if linear == '1' else 2}.{kind}"
-    name = name.removeprefix("vision_tower.vision_model.")
-    module, _, kind = name.rpartition(".")
-    if name in _VISION_NAMES:
-        return _VISION_NAMES[name]
-    return f"{_VISION_NAMES[module]}.{kind}" if module in _VISION_NAMES else None
 
 
 def _interleave_halves(tensor: Tensor, num_heads: int) -> Tensor:

@@ -1,8 +1,7 @@
-"""`transformers` as a peer: its own model of a checkpoint, with its own caches, or compiled.
+"""`transformers` as a peer: its own model of a checkpoint, with its own caches.
 
 Run in a process of its own. Its forward pass is called directly and the likeliest token taken, which spares it the
-bookkeeping of `generate`. Of its growing and its static cache the one that is faster at a batch size is taken. The
-mode `compiled` has the static cache and `torch.compile`, whose first steps take minutes.
+bookkeeping of `generate`. Of its growing and its static cache the one that is faster at a batch size is taken.
 """
 
 import time
@@ -26,7 +25,7 @@ class HuggingFace:
     """The model in one precision, with one kind of cache."""
 
     def __init__(
-        self, checkpoint: Path, precision: str, mode: str, num_threads: int, device: str = "cpu"
+        self, checkpoint: Path, precision: str, num_threads: int, device: str = "cpu"
     ) -> None:
         """Load. Raises: what transformers raises."""
         torch.set_num_threads(num_threads)
@@ -38,8 +37,6 @@ class HuggingFace:
         model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=self._dtype)
         self._model: Any = model.eval().to(self._device)
         self._is_static: dict[int, bool] = {}  # by batch size, where it is known
-        self._is_compiled = mode == "compiled"
-        self._step: Any = torch.compile(model.forward) if self._is_compiled else model.forward
         self._generator = torch.Generator().manual_seed(0)
 
     @torch.inference_mode()
@@ -47,16 +44,16 @@ class HuggingFace:
         """Behind contexts of random keys and values."""
         if batch_size not in self._is_static:
             times = {kind: self._decode(batch_size, 3, kind) for kind in (False, True)}
-            self._is_static[batch_size] = self._is_compiled or times[True] < times[False]
+            self._is_static[batch_size] = times[True] < times[False]
         return self._decode(batch_size, num_steps, self._is_static[batch_size])
 
     def _decode(self, batch_size: int, num_steps: int, is_static: bool) -> float:
         cache = self._filled_cache(batch_size, is_static)
         token_ids = torch.full((batch_size, 1), 5, device=self._device)
-        token_ids = self._next_tokens(token_ids, cache)  # unmeasured: the first one may compile
+        token_ids = self._next_tokens(input_ids=token_ids, past_key_values=cache)  # unmeasured
         started = time.perf_counter()
         for _ in range(num_steps):
-            token_ids = self._next_tokens(token_ids, cache)
+            token_ids = self._next_tokens(input_ids=token_ids, past_key_values=cache)
         return time.perf_counter() - started
 
     @torch.inference_mode()
@@ -64,7 +61,7 @@ class HuggingFace:
         """One forward pass with logits of the last token only."""
         token_ids = torch.tensor([self._prompts.text(self._num_context)], device=self._device)
         started = time.perf_counter()
-        self._first(input_ids=token_ids)
+        self._next_tokens(input_ids=token_ids, logits_to_keep=1)
         return time.perf_counter() - started
 
     @torch.inference_mode()
@@ -80,53 +77,28 @@ class HuggingFace:
     @torch.inference_mode()
     def first_token(self) -> float:
         """One forward pass with the image."""
-        inputs = self._inputs(1)
+        prompt = self._prompts.make()
+        token_ids = torch.tensor([prompt.token_ids], device=self._device)
+        inputs = whole_inputs(self._model, token_ids, self._prompts.slot_id, [_image(prompt)])
         started = time.perf_counter()
-        self._first(**inputs)
+        self._next_tokens(input_ids=token_ids, **inputs, logits_to_keep=1)
         return time.perf_counter() - started
 
     def repeat(self) -> float:
         """Nothing is remembered between calls of `generate`: the same as a new image."""
         return self.first_token()
 
-    @torch.inference_mode()
-    def serve(self, batch_size: int, num_steps: int) -> float:
-        """One batch, which nobody joins or leaves, with the static cache: the best that it can do."""
-        inputs = self._inputs(batch_size)
-        cache = self._static_cache(num_steps)
-        started = time.perf_counter()
-        token_ids = self._first(**inputs, past_key_values=cache)
-        for _ in range(num_steps - 1):
-            token_ids = self._next_tokens(token_ids, cache)
-        return time.perf_counter() - started
-
-    def _first(self, **inputs: Any) -> Tensor:
-        logits = self._model(**inputs, logits_to_keep=1).logits
-        next_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
-        next_ids.tolist()
-        return next_ids
-
-    def _inputs(self, batch_size: int) -> dict[str, Any]:
-        """A new image and text for each."""
-        prompts = [self._prompts.make() for _ in range(batch_size)]
-        token_ids = torch.tensor([prompt.token_ids for prompt in prompts], device=self._device)
-        images = [_image(prompt) for prompt in prompts]
-        slot_id = self._prompts.slot_id
-        return {
-            "input_ids": token_ids,
-            **whole_inputs(self._model, token_ids, slot_id, images),
-        }
-
-    def _next_tokens(self, token_ids: Tensor, cache: DynamicCache | StaticCache) -> Tensor:
-        logits = self._step(input_ids=token_ids, past_key_values=cache).logits
+    def _next_tokens(self, **inputs: Any) -> Tensor:
+        logits = self._model(**inputs).logits
         next_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
         next_ids.tolist()  # a server would have to look
         return next_ids
 
     def _filled_cache(self, batch_size: int, is_static: bool) -> DynamicCache | StaticCache:
-        text, cache = self._text_config, DynamicCache(config=self._model.config)
+        config = self._model.config
+        text, cache = config.get_text_config(decoder=True), DynamicCache(config=config)
         if is_static:
-            cache = self._static_cache(_MAX_STEPS)
+            cache = StaticCache(config=config, max_cache_len=self._num_context + _MAX_STEPS)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         shape = (batch_size, text.num_key_value_heads, self._num_context - 1, width)
         noise = torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
@@ -135,14 +107,6 @@ class HuggingFace:
         if hasattr(self._model.base_model, "rope_deltas"):
             self._model.base_model.rope_deltas = None  # of another prompt
         return cache
-
-    def _static_cache(self, num_steps: int) -> StaticCache:
-        length = self._num_context + num_steps
-        return StaticCache(config=self._model.config, max_cache_len=length)
-
-    @property
-    def _text_config(self) -> Any:
-        return self._model.config.get_text_config(decoder=True)
 
 
 def _image(prompt: Prompt) -> ProcessedImage:

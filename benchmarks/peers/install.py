@@ -1,7 +1,7 @@
-"""The environment of the peers: llama.cpp built from its published package, beside what we are installed with.
+"""The environments of the peers: llama.cpp built from its published package, and engines of embeddings.
 
-Our own environment is not touched: the peers have one of their own, which also sees ours, for the checkpoint's files
-and torch. A build that was cut goes on where it stopped.
+Our own environment is not touched. That of llama.cpp also sees ours, for the checkpoint's files and torch. A build that was
+cut goes on where it stopped.
 """
 
 import os
@@ -10,10 +10,16 @@ import sys
 import sysconfig
 import tarfile
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 LLAMA_CPP_VERSION = "0.3.36"
 _TOOLS = ("gguf==0.19.0", "scikit-build-core==1.1.2", "cmake", "ninja")
+#: Peers of the embedding engine, all with one torch. Infinity's last release knows older transformers.
+_EMBEDDERS = {
+    "sentence-transformers": ("sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0"),
+    "infinity": ("infinity-emb[torch]==0.0.78", "transformers==4.57.6", "torch==2.13.0"),
+}  # fmt: skip
 
 
 def is_installed(folder: Path) -> bool:
@@ -31,14 +37,30 @@ def peers_python(folder: Path) -> Path:
     Raises: subprocess.CalledProcessError, OSError.
     """
     environment = folder / "venv"
-    python = environment / "bin" / "python"
-    if not python.exists():
-        venv.create(environment, with_pip=True)
-    marker = _marker(folder)
-    if not marker.exists():
+
+    def install(python: Path) -> None:
         _pip(python, "install", *_TOOLS)
         _build_llama_cpp(python, folder)
         _show_our_packages(environment)
+
+    return _python_of(environment, _marker(folder), install)
+
+
+def embedder_python(folder: Path, peer: str) -> Path:
+    """The interpreter of an embedding engine; installs it at first use. Raises: as `peers_python`."""
+    environment = folder / peer
+    packages = _EMBEDDERS[peer]
+    return _python_of(
+        environment, environment / "complete", lambda python: _pip(python, "install", *packages)
+    )
+
+
+def _python_of(environment: Path, marker: Path, install: Callable[[Path], None]) -> Path:
+    python = environment / "bin" / "python"
+    if not marker.exists():
+        if not python.exists():
+            venv.create(environment, with_pip=True)
+        install(python)
         marker.touch()
     return python
 

@@ -99,10 +99,6 @@ class LlamaCpp:
         """Its library keeps no prefixes; its server does."""
         return self.first_token()
 
-    def serve(self, batch_size: int, num_steps: int) -> float:
-        """Never asked: see `Comparison`."""
-        raise RuntimeError("llama.cpp takes images one by one")
-
     def _prefill(self, token_ids: list[int]) -> float:
         llama_cpp.llama_memory_clear(self._memory, True)
         started = time.perf_counter()

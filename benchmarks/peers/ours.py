@@ -103,14 +103,9 @@ class Ours:
         assert self._last is not None
         return self._run(replace(self._last, request_id=self._next_id()))
 
-    def serve(self, batch_size: int, num_steps: int) -> float:
-        prompts = [self._prompts.make() for _ in range(batch_size)]
-        return self._run(*(self._request(prompt, num_steps) for prompt in prompts))
-
-    def _run(self, *requests: EngineRequest) -> float:
+    def _run(self, request: EngineRequest) -> float:
         started = time.perf_counter()
-        for request in requests:
-            self.engine.add(request)
+        self.engine.add(request)
         while self.engine.has_work():
             for output in self.engine.step():
                 assert output.error is None, output.error

@@ -5,49 +5,24 @@ not counted.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 #: text tokens beside the image, in `first_token` and in the length of every context
 NUM_TEXT_TOKENS = 32
 
-Task = Literal["decode", "prefill", "image", "first_token", "repeat", "serve"]
-
-
-class Peer(Protocol):
-    """One model in one precision, loaded and ready."""
-
-    def decode(self, batch_size: int, num_steps: int) -> float:
-        """Steps of one token for each sequence, behind contexts of an image prompt's length."""
-        ...
-
-    def prefill(self) -> float:
-        """A new prompt of an image prompt's length, of text, until its next token is known."""
-        ...
-
-    def image(self) -> float:
-        """Tower and projector of one new image, pixels to features."""
-        ...
-
-    def first_token(self) -> float:
-        """A new image and text, until the first token is known."""
-        ...
-
-    def repeat(self) -> float:
-        """The last image and text of `first_token` again."""
-        ...
-
-    def serve(self, batch_size: int, num_steps: int) -> float:
-        """So many requests at once, each of a new image and text, until each has so many tokens."""
-        ...
+#: `decode`: steps of one token for each sequence, behind contexts of an image prompt's length. `prefill`: a new prompt of
+#: that length, of text, until its next token is known. `image`: tower and projector of one new image, pixels to features.
+#: `first_token`: a new image and text, until the first token is known. `repeat`: the last of these again.
+Task = Literal["decode", "prefill", "image", "first_token", "repeat"]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A question. Decoding and serving have a batch size and a number of steps."""
+    """A question. Decoding has a batch size and a number of steps."""
 
     name: str
     task: Task
-    unit: Literal["tok/s", "requests/s", "ms"] = "ms"
+    unit: Literal["tok/s", "ms"] = "ms"
     batch_size: int = 1
     num_steps: int = 0
 
@@ -61,8 +36,6 @@ class Workload:
         """An answer in the unit. `num_context`: tokens of an image prompt."""
         if self.unit == "ms":
             return seconds * 1e3
-        if self.unit == "requests/s":
-            return self.batch_size / seconds
         num_tokens = self.batch_size * self.num_steps if self.task == "decode" else num_context
         return num_tokens / seconds
 
@@ -77,12 +50,8 @@ WORKLOADS = {
         Workload("image", "image"),
         Workload("first-token", "first_token"),
         Workload("repeat", "repeat"),
-        Workload("serve-64", "serve", "requests/s", 64, 128),
     )
 }
-
-#: Those for a machine whose every step takes a second; `serve-64` takes such a one an hour.
-CPU_WORKLOADS = tuple(name for name in WORKLOADS if name != "serve-64")
 
 #: Those without a tower.
 TEXT_WORKLOADS = tuple(name for name, x in WORKLOADS.items() if x.task in ("decode", "prefill"))
@@ -91,31 +60,10 @@ TEXT_WORKLOADS = tuple(name for name, x in WORKLOADS.items() if x.task in ("deco
 DECODERS = {"llama": "llama", "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl"}
 
 
-@dataclass(frozen=True, slots=True)
-class SystemName:
-    """Who computes, in which precision, and how: `transformers:bfloat16:compiled`."""
-
-    maker: str
-    precision: str
-    mode: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> "SystemName":
-        """Raises: ValueError."""
-        maker, _, rest = text.partition(":")
-        precision, _, mode = rest.partition(":")
-        if precision not in PRECISIONS.get(maker, ()) or mode not in MODES.get(maker, ("",)):
-            known = [f"{name}:{each}" for name, several in PRECISIONS.items() for each in several]
-            raise ValueError(f"no system is called {text!r}; there are {', '.join(known)}")
-        return cls(maker, precision, mode)
-
-    def __str__(self) -> str:
-        return ":".join(part for part in (self.maker, self.precision, self.mode) if part)
-
-
-PRECISIONS = {
+_PRECISIONS = {
     "ours": ("float32", "bfloat16", "int8", "int4"),
     "transformers": ("float32", "bfloat16"),
     "llama.cpp": ("F32", "F16", "BF16", "Q8_0", "Q4_0"),
 }
-MODES = {"transformers": ("", "compiled")}
+#: Who computes, and in which precision: `transformers:bfloat16`.
+SYSTEMS = [f"{maker}:{each}" for maker, several in _PRECISIONS.items() for each in several]

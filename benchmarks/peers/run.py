@@ -9,27 +9,17 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime  # noqa: TID251
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from benchmarks.engine.machine import device_name
 from benchmarks.make_checkpoint import LLAVA_SHAPES, SHAPES, make_checkpoint
 from benchmarks.peers.fleet import Fleet, PeerFailure
 from benchmarks.peers.install import LLAMA_CPP_VERSION, is_installed
-from benchmarks.peers.peer import (
-    CPU_WORKLOADS,
-    DECODERS,
-    TEXT_WORKLOADS,
-    WORKLOADS,
-    SystemName,
-    Workload,
-)
+from benchmarks.peers.peer import DECODERS, SYSTEMS, TEXT_WORKLOADS, WORKLOADS, Workload
 from benchmarks.peers.prompts import IMAGE_SIZE, ExamplePrompts
-from benchmarks.peers.report import TABLE_WIDTH, show
 from benchmarks.peers.results import Result, Results
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import VLMConfig
@@ -45,7 +35,7 @@ class PeerOptions:
 
     model: Path | str  #: a directory, or a shape of random weights
     systems: tuple[str, ...]
-    workloads: tuple[str, ...] = CPU_WORKLOADS
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
     rounds: int = 3
     num_threads: int = 2
     device: str = "cpu"
@@ -53,7 +43,6 @@ class PeerOptions:
     one_by_one: bool = False
     max_layers: int | None = None
     limit_s: float | None = None
-    results: Path | None = None
 
     @property
     def quick(self) -> "PeerOptions":
@@ -76,17 +65,20 @@ class Comparison:
             raise ValueError(f"workloads are {', '.join(WORKLOADS)}")
         self.options = options
         self._began_s = time.monotonic()
-        self.systems = [SystemName.parse(name) for name in options.systems]
+        strange = [name for name in options.systems if name not in SYSTEMS]
+        if strange:
+            raise ValueError(f"no system is called {strange[0]!r}; there are {', '.join(SYSTEMS)}")
+        self.systems = list(options.systems)
         self.workloads = [WORKLOADS[name] for name in options.workloads]
         self.checkpoint = _find_checkpoint(options)
-        if any(system.maker == "llama.cpp" for system in self.systems):
+        if any(system.startswith("llama.cpp:") for system in self.systems):
             self._check_llama_cpp()
         self.num_context = ExamplePrompts(self.checkpoint).num_tokens
 
     def _check_llama_cpp(self) -> None:
         reason = None
-        if self.options.device != "cpu" or not {*self.options.workloads} <= {*CPU_WORKLOADS}:
-            reason = "llama.cpp computes on the CPU here, and one image at a time"
+        if self.options.device != "cpu":
+            reason = "llama.cpp computes on the CPU here"
         elif isinstance(config := find_family(self.checkpoint)[1], VLMConfig):
             return
         elif getattr(config.full.get_text_config(decoder=True), "model_type", "") not in DECODERS:
@@ -138,13 +130,13 @@ class Comparison:
                     yield from self._take_turns(fleet, systems, workload)
 
     def _take_turns(
-        self, fleet: Fleet, systems: list[SystemName], workload: Workload
+        self, fleet: Fleet, systems: list[str], workload: Workload
     ) -> Iterator[Result]:
         """What is known of a system after each of its turns."""
         if workload.task == "decode":  # the first touches weights and chooses caches
             for system in systems:
                 fleet.ask(system, workload)
-        seconds: dict[SystemName, list[float]] = {system: [] for system in systems}
+        seconds: dict[str, list[float]] = {system: [] for system in systems}
         for number in range(self.options.rounds):
             for system in systems:
                 if self._is_over():
@@ -163,13 +155,12 @@ class Comparison:
         elapsed_s = int(time.monotonic() - self._began_s)
         print(f"[{elapsed_s // 60}:{elapsed_s % 60:02}] {text}", file=sys.stderr, flush=True)
 
-    def _result(self, system: SystemName, workload: Workload, seconds: list[float]) -> Result:
+    def _result(self, system: str, workload: Workload, seconds: list[float]) -> Result:
         return Result(
-            system=str(system),
+            system=system,
             workload=workload.name,
             unit=workload.unit,
             values=[workload.value(each, self.num_context) for each in seconds],
-            measured_at=datetime.now(UTC).isoformat(timespec="minutes"),
             load_average=os.getloadavg()[0],
         )
 
@@ -178,12 +169,10 @@ def run(options: PeerOptions, as_json: bool) -> None:
     """The command. Raises: SystemExit with the reason."""
     try:
         comparison = Comparison(options)
-        results = Results.read(options.results, comparison.about())
+        results = Results(comparison.about())
         try:
             for result in comparison.measure():
                 results.add([result])
-                if options.results:  # a run that is cut loses no more than it has to
-                    options.results.write_text(results.to_json())
         except KeyboardInterrupt:
             if not results.by_cell:
                 raise SystemExit(130) from None
@@ -193,9 +182,7 @@ def run(options: PeerOptions, as_json: bool) -> None:
     if as_json:
         print(results.to_json(), end="")
     else:
-        console = Console()
-        console.width = max(console.width, TABLE_WIDTH)
-        show(console, results)
+        results.show()
 
 
 def _find_checkpoint(options: PeerOptions) -> Path:

@@ -10,9 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.tables import new_table, show
 from search.collection import FlatIndex, Manifest, write_manifest, write_part
 from search.filters import matches
 from search.index import VectorIndex, open_indexes
@@ -84,7 +83,7 @@ def _cpu_ms(work: Callable[[], object]) -> tuple[float, float]:
 
 def run(sizes: Sequence[int], dimensions: int, kinds: Sequence[str], num_queries: int) -> None:
     """Print a table."""
-    table = Table("vectors", "index", "build CPU s", "query CPU ms", "p50 ms", "recall@10",
+    table = new_table("", "vectors", "index", "build CPU s", "query CPU ms", "p50 ms", "recall@10",
                   "1 % filter: CPU ms", "recall", "MB")  # fmt: skip
     for size in sizes:
         vectors = make_vectors(size, dimensions, 1)
@@ -112,7 +111,7 @@ def run(sizes: Sequence[int], dimensions: int, kinds: Sequence[str], num_queries
                     f"{index.stats().num_bytes / 1e6:.0f}",
                 )  # fmt: skip
                 index.close()
-    Console(width=120).print(table)
+    show(table, min_width=120)
 
 
 def _measure(

@@ -12,7 +12,7 @@ import httpx
 
 from loadtest.albums import NumberedUrls, noise_jpeg
 from loadtest.client import ChatClient
-from loadtest.scenarios import image_part, text_part, to_body
+from loadtest.scenarios import image_part, text_part, to_chat_body, user_message
 
 NUM_CLIENTS = 8
 NUM_TOKENS = 40
@@ -24,13 +24,15 @@ def question() -> list[dict[str, Any]]:
 
 def ask(client: ChatClient, model: str, num_tokens: int = 8, *, stream: bool = True) -> int:
     """The length of an answer."""
-    body = {**to_body(model, question(), num_tokens, stream), "ignore_eos": True}
+    messages = [user_message(question())]
+    body = {**to_chat_body(model, messages, num_tokens, stream), "ignore_eos": True}
     return client.ask(body).num_tokens
 
 
 def num_tokens(client: httpx.Client, url: str) -> int | None:
     """The length of a streamed answer; None: refused, or the connection broke before anything of it came."""
-    body = to_body("mock", question(), NUM_TOKENS, stream=True) | {"ignore_eos": True}
+    messages = [user_message(question())]
+    body = to_chat_body("mock", messages, NUM_TOKENS, stream=True) | {"ignore_eos": True}
     request = client.build_request("POST", f"{url}/v1/chat/completions", json=body)
     try:
         response = client.send(request, stream=True)

@@ -14,7 +14,7 @@ import pytest
 from loadtest.albums import to_png_url
 from loadtest.client import ChatClient
 from loadtest.fleet import ROOT, free_port
-from loadtest.scenarios import image_part, text_part, to_body
+from loadtest.scenarios import image_part, text_part, to_chat_body, user_message
 from tests.e2e.compose_stack import WITHIN_S, ComposeStack, docker, run_stack
 from tests.waiting import wait_for
 
@@ -38,7 +38,7 @@ def question() -> dict:
         image_part(to_png_url(SAMPLE.read_bytes())),
         text_part("How many shapes are there?"),
     ]
-    return {**to_body("shapes", content, 8, stream=False), "temperature": 0}
+    return {**to_chat_body("shapes", [user_message(content)], 8, stream=False), "temperature": 0}
 
 
 def test_the_built_in_model_sees_the_sample(stack):

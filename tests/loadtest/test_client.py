@@ -6,12 +6,13 @@ import pytest
 
 from loadtest.asking import first_model
 from loadtest.client import Answer, AnswerError, ChatClient, tokens_by_chunk
-from loadtest.scenarios import text_part, to_body
+from loadtest.scenarios import text_part, to_chat_body, user_message
 from tests.loadtest.fake_server import WORDS, FakeServer, chunk, completion, event, stream
 from tests.rounds import in_one_round
 
-WHOLE = to_body("fake", [text_part("hello")], max_tokens=3, stream=False)
-STREAMED = to_body("fake", [text_part("hello")], max_tokens=3, stream=True)
+HELLO = [user_message([text_part("hello")])]
+WHOLE = to_chat_body("fake", HELLO, max_tokens=3, stream=False)
+STREAMED = to_chat_body("fake", HELLO, max_tokens=3, stream=True)
 
 
 def ask(fake: FakeServer, body=STREAMED) -> Answer:

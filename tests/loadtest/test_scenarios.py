@@ -21,7 +21,7 @@ from loadtest.albums import (
     numbered_png,
 )
 from loadtest.record import Profile
-from loadtest.scenarios import MAX_TURNS, PROFILES, SCENARIOS, Conversation, Question, to_body
+from loadtest.scenarios import MAX_TURNS, PROFILES, SCENARIOS, Conversation, Question, to_chat_body
 from training.shapes import answers
 from training.shapes.questions import Question as WorldQuestion
 from training.shapes.questions import ask_about_pair
@@ -141,10 +141,10 @@ def plain_questions(scene, selector: Selector) -> list[WorldQuestion]:
     a_noun = f"{answers.article(noun)} {noun}"
     asked = {
         f"How many {selector.nouns} are there?": answers.count(scene, selector),
-        f"What color is the {noun}?": answers.color_of(scene, selector),
-        f"Where is the {noun}?": answers.place_of(scene, selector),
+        f"What color is the {noun}?": answers.property_of(scene, selector, "color"),
+        f"Where is the {noun}?": answers.property_of(scene, selector, "place"),
         f"Is there {a_noun}?": answers.exists(scene, selector),
-        "What color is the background?": answers.background(scene),
+        "What color is the background?": scene.background,
     }
     for place in PLACES:
         asked[f"What is {answers.at(place)}?"] = answers.content_at(scene, place)
@@ -183,7 +183,7 @@ def test_image_is_a_jpeg_in_a_data_url_of_the_size_that_was_asked_for():
 
 
 def test_stream_asks_for_its_usage_and_a_whole_answer_for_neither():
-    streamed, whole = (to_body("m", [], 8, stream) for stream in (True, False))
+    streamed, whole = (to_chat_body("m", [], 8, stream) for stream in (True, False))
     assert streamed["stream_options"] == {"include_usage": True}
     assert "stream" not in whole
     assert whole["temperature"] == streamed["temperature"] == 0

@@ -34,24 +34,10 @@ def exists(scene: Scene, selector: Selector) -> str:
     return yes_no(bool(selector.pick(scene)))
 
 
-def color_of(scene: Scene, selector: Selector) -> str:
-    """Their colors, in reading order: "red", "red and blue"."""
-    return _property(scene, selector, "color")
-
-
-def kind_of(scene: Scene, selector: Selector) -> str:
-    """Their kinds, in reading order: "star", "star and ring"."""
-    return _property(scene, selector, "kind")
-
-
-def size_of(scene: Scene, selector: Selector) -> str:
-    """Their sizes: "small", "large" or both, in reading order."""
-    return _property(scene, selector, "size")
-
-
-def place_of(scene: Scene, selector: Selector) -> str:
-    """Their places: "top left", "top left and center"."""
-    return _property(scene, selector, "place")
+def property_of(scene: Scene, selector: Selector, name: str) -> str:
+    """Their "color", "kind", "size" or "place", in reading order: "red", "red and blue" or "There is no star."."""
+    words = dict.fromkeys(getattr(shape, name) for shape in selector.pick(scene))
+    return join(list(words)) or missing(selector)
 
 
 def content_at(scene: Scene, place: str) -> str:
@@ -66,30 +52,10 @@ def is_at(scene: Scene, selector: Selector, place: str) -> str:
     return yes_no(shape is not None and selector.matches(shape))
 
 
-def is_color(scene: Scene, selector: Selector, color: str) -> str:
-    """Whether one of them has this color: "yes", "no" or "There is no star."."""
+def is_so(scene: Scene, selector: Selector, name: str, word: str) -> str:
+    """Whether one of them has this "color", "kind" or "size": "yes", "no" or "There is no star."."""
     picked = selector.pick(scene)
-    return yes_no(any(shape.color == color for shape in picked)) if picked else missing(selector)
-
-
-def background(scene: Scene) -> str:
-    """The background's color."""
-    return scene.background
-
-
-def which_has(first: Scene, second: Scene, selector: Selector) -> str:
-    """Which of two images has one: "first", "second", "both" or "neither"."""
-    return which(bool(selector.pick(first)), bool(selector.pick(second)))
-
-
-def which_has_background(first: Scene, second: Scene, color: str) -> str:
-    """Which of two images has this background: "first", "second", "both" or "neither"."""
-    return which(first.background == color, second.background == color)
-
-
-def are_same(first: Scene, second: Scene) -> str:
-    """Whether two images show the same scene: "yes" or "no"."""
-    return yes_no(first == second)
+    return yes_no(any(getattr(s, name) == word for s in picked)) if picked else missing(selector)
 
 
 def list_shapes(shapes: Sequence[Shape]) -> str:
@@ -131,18 +97,6 @@ def what_is_beside(scene: Scene, other: Selector, side: str) -> str:
     return list_shapes([shape for shape in scene.shapes if is_on_side(shape, picked[0], side)])
 
 
-def is_kind(scene: Scene, selector: Selector, kind: str) -> str:
-    """Whether one of them is of this kind: "yes", "no" or "There is no red shape."."""
-    picked = selector.pick(scene)
-    return yes_no(any(shape.kind == kind for shape in picked)) if picked else missing(selector)
-
-
-def is_size(scene: Scene, selector: Selector, size: str) -> str:
-    """Whether one of them has this size: "yes", "no" or "There is no star."."""
-    picked = selector.pick(scene)
-    return yes_no(any(shape.size == size for shape in picked)) if picked else missing(selector)
-
-
 def which(first: bool, second: bool) -> str:
     """The word for what holds of two images."""
     return {(True, True): "both", (True, False): "first", (False, True): "second"}.get(
@@ -173,11 +127,6 @@ def join(words: list[str]) -> str:
 def a(shape: Shape) -> str:
     """A shape with its article: "a red star"."""
     return f"{article(shape.color)} {shape.color} {shape.kind}"
-
-
-def _property(scene: Scene, selector: Selector, name: str) -> str:
-    words = dict.fromkeys(getattr(shape, name) for shape in selector.pick(scene))
-    return join(list(words)) or missing(selector)
 
 
 def missing(selector: Selector) -> str:

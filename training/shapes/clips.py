@@ -1,12 +1,12 @@
 """Frames of a clip: what moves, appears, vanishes or changes from frame to frame, and questions about it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from random import Random
 
 from PIL import Image
 
-from training.shapes.answers import a, at, cell, join, yes_no
+from training.shapes.answers import a, at, cell, join, list_shapes, yes_no
 from training.shapes.questions import Question, vary
 from training.shapes.render import Point, Style, render
 from training.shapes.world import (
@@ -26,10 +26,8 @@ from training.shapes.world import (
 NOTHING_CHANGES = "Nothing changes."
 _FAR = 0.15  # places by which a shape is off when the eye need not know its place
 
-
-Path = tuple[
-    Shape | None, Shape | None, int
-]  #: before, after, the first frame with it; -1 if it glides
+#: before, after, the first frame with it; -1 if it glides
+Path = tuple[Shape | None, Shape | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +269,7 @@ def ask_about_clip(clip: Clip, rng: Random) -> Question:
         (30, 9, 14, 5, 7, 5, 5, 4, 4, 4, 5, 8),
     )[0]:  # fmt: skip
         case "moves":
-            answer = join([f"the {e.before.color} {e.before.kind}" for e in moving if e.before])
-            return _put(WHAT_MOVES, answer or "nothing", rng)
+            return _put(WHAT_MOVES, _the([e.before for e in moving]), rng)
         case "direction" if noun:
             answer = direction(event) if event and event.moves else "It does not move."
             return _put(DIRECTION, answer, rng, noun)
@@ -286,17 +283,14 @@ def ask_about_clip(clip: Clip, rng: Random) -> Question:
         case "start" if noun and event and event.before:
             return _put(START, event.before.place, rng, noun)
         case "appears":
-            answer = join([a(e.after) for e in shown if e.before is None and e.after])
-            return _put(APPEARS, answer or "nothing", rng)
+            answer = list_shapes([e.after for e in shown if e.after and not e.before])
+            return _put(APPEARS, answer, rng)
         case "vanishes":
-            gone = [e.before for e in shown if e.after is None and e.before]
-            answer = join([f"the {shape.color} {shape.kind}" for shape in gone])
-            return _put(VANISHES, answer or "nothing", rng)
+            return _put(VANISHES, _the([e.before for e in shown if not e.after]), rng)
         case "color":
             pairs = [(e.before, e.after) for e in shown if e.before and e.after]
             changed = [before for before, after in pairs if before.color != after.color]
-            answer = join([f"the {shape.color} {shape.kind}" for shape in changed])
-            return _put(CHANGES_COLOR, answer or "nothing", rng)
+            return _put(CHANGES_COLOR, _the(changed), rng)
         case "does" if noun:
             return _put(DOES_MOVE, yes_no(bool(event and event.moves)), rng, noun)
         case "any":
@@ -310,6 +304,10 @@ def ask_about_clip(clip: Clip, rng: Random) -> Question:
             return _put(ANYTHING[what], yes_no(truth), rng)
         case _:
             return _put(WHAT_HAPPENS_TO_TWO if is_pair else WHAT_HAPPENS, clip.tell(), rng)
+
+
+def _the(shapes: Sequence[Shape | None]) -> str:
+    return join([f"the {shape.color} {shape.kind}" for shape in shapes if shape]) or "nothing"
 
 
 def _pick_actor(clip: Clip, rng: Random) -> tuple[str, Event | None]:
@@ -341,11 +339,8 @@ def find_event(first: Scene, second: Scene) -> Clip | None:
         return None
     before, after = next(iter(gone), None), next(iter(new), None)
     if before and after:
-        same = sum(
-            getattr(before, name) == getattr(after, name)
-            for name in ("kind", "color", "size", "place")
-        )
-        if same < 3:
+        words = zip(astuple(before), astuple(after), strict=True)
+        if sum(old == new for old, new in words) < 3:
             return None
     events = (Event(before, after),) if gone or new else ()
     return Clip((first, second), ({}, {}), events)

@@ -1,109 +1,91 @@
 """The vectors in which the eye tells the decoder what it sees: one for each thing to say about a patch.
 
 The eye learns to give every patch the sum of the vectors of what stands in its cell: "star", "red", "small",
-"top", "left" and so on. All are at right angles, so that a decoder reads any of them by a dot product, and
-the words of the language begin as the vectors of what they name (see `head_start`).
+"top", "left" and so on. All are at right angles, so that a decoder reads any of them by a dot product. Used in
+training only: a vision transformer learns slowly from the answers of a language model alone.
 """
-
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.shapes.scene_targets import SceneTargets
 from training.shapes.world import BACKGROUNDS, COLORS, KINDS, PLACES, SIZES
 
-ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
-NOTHING = "nothing"  # the kind of an empty cell
-COMPARED = (
-    "kind",
-    "color",
-    "size",
-    "background",
-)  # of two images, to find out whether they are the same
+CLASSES: dict[str, tuple[str, ...]] = {
+    "kind": ("nothing", *KINDS),
+    "color": COLORS,
+    "size": SIZES,
+    "row": ("top", "middle", "bottom"),
+    "column": ("left", "center", "right"),
+    "place": PLACES,
+    "background": BACKGROUNDS,
+    "count": tuple(map(str, range(1 + len(PLACES)))),
+}
+GAIN = 6.0  # makes logits of dot products, which are 1 for what is there
+EMPTY_CELL_WEIGHT = 0.3  # most cells are empty; they must not drown the others
 
 
-@dataclass(frozen=True, slots=True)
 class CodeBook:
-    """Orthonormal vectors. Shapes: `vectors[property]` (classes, width); `spare` (24, width), others (width,).
+    """Orthonormal vectors. Shapes: `vectors[property]` (classes, width), `patch` (1, width), which is in every patch."""
 
-    `patch` is in every patch and `word` in every word, to tell them apart. The rest is for the decoder's use:
-    `second` marks the later images, `differs` what is not as in the image before.
-    """
-
-    CLASSES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "kind": (NOTHING, *KINDS),
-        "color": COLORS,
-        "size": SIZES,
-        "row": ROWS,
-        "column": COLUMNS,
-        "place": PLACES,
-        "background": BACKGROUNDS,
-        "count": tuple(map(str, range(1 + len(PLACES)))),
-    }
-    GAIN: ClassVar[float] = 6.0  # makes logits of dot products, which are 1 for what is there
-    EMPTY_CELL_WEIGHT: ClassVar[float] = 0.3  # most cells are empty; they must not drown the others
-
-    vectors: dict[str, Tensor]
-    patch: Tensor
-    word: Tensor
-    second: Tensor
-    differs: Tensor
-    spare: Tensor
-
-    @classmethod
-    def of_width(cls, width: int) -> "CodeBook":
+    def __init__(self, width: int, device: torch.device) -> None:
         """The code book for features of a width; the same one every time."""
         generator = torch.Generator().manual_seed(0)
-        square = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q
-        sizes = [len(classes) for classes in cls.CLASSES.values()]
-        sizes += [4, sum(len(cls.CLASSES[name]) for name in COMPARED)]
-        *vectors, marks, spare = square[: sum(sizes)].split(sizes)
-        patch, word, second, differs = marks
-        return cls(
-            dict(zip(cls.CLASSES, vectors, strict=True)), patch, word, second, differs, spare
-        )
+        square = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q.to(device)
+        sizes = [len(classes) for classes in CLASSES.values()]
+        *vectors, self.patch = square[: sum(sizes) + 1].split([*sizes, 1])
+        self.vectors = dict(zip(CLASSES, vectors, strict=True))
 
-    def write(self, targets: SceneTargets) -> Tensor:
-        """What the eye should give. Shapes: (N, P, width)."""
-        filled = (targets.kind > 0).unsqueeze(-1)
-        total = self.patch.expand(*targets.kind.shape, -1)
+    def loss(self, features: Tensor, codes: Tensor) -> Tensor:
+        """Cross-entropy of what is read, summed over the properties, and the distance from what should be given.
+
+        Shapes: (N, P, width), uint8 (N, CODE_LENGTH).
+        """
+        targets = scene_targets(codes, round(features.shape[1] ** 0.5))
+        filled = (targets["kind"] > 0).float()
+        wanted = self.patch.expand_as(features)
         for name, vectors in self.vectors.items():
-            code = vectors[class_of(targets, name)]
-            total = total + (code * filled if name in ("color", "size") else code)
-        return total
-
-    def read(self, features: Tensor) -> dict[str, Tensor]:
-        """Logits of each property. Shapes: (N, P, width) in, (N, P, classes) out."""
-        return {name: self.GAIN * features @ vectors.T for name, vectors in self.vectors.items()}
-
-    def loss(self, features: Tensor, targets: SceneTargets) -> Tensor:
-        """Cross-entropy of what is read, summed over the properties, and the distance from what is written."""
-        total = 0.3 * (features - self.write(targets)).square().sum(-1).mean()
-        filled = (targets.kind > 0).float()
+            code = vectors[targets[name]]
+            wanted = wanted + (code * filled[..., None] if name in ("color", "size") else code)
+        total = 0.3 * (features - wanted).square().sum(-1).mean()
         weights = {
-            "kind": filled + self.EMPTY_CELL_WEIGHT * (1 - filled),
+            "kind": filled + EMPTY_CELL_WEIGHT * (1 - filled),
             "color": filled,
             "size": filled,
         }
-        for name, logits in self.read(features).items():
+        for name, vectors in self.vectors.items():
+            logits = GAIN * features @ vectors.T
             weight = weights.get(name, 0.2 * torch.ones_like(filled))
             losses = F.cross_entropy(
-                logits.flatten(0, 1), class_of(targets, name).flatten(), reduction="none"
+                logits.flatten(0, 1), targets[name].flatten(), reduction="none"
             )
             normalizer = filled.sum() + 1 if name in weights else filled.numel()
             total = total + (losses * weight.flatten()).sum() / normalizer
         return total
 
 
-def class_of(targets: SceneTargets, name: str) -> Tensor:
-    """The class of each patch's cell in a property of `CodeBook.CLASSES`. Shapes: int64 (N, P)."""
-    match name:
-        case "row":
-            return targets.place // len(COLUMNS)
-        case "column":
-            return targets.place % len(COLUMNS)
-        case _:
-            return getattr(targets, name)
+def scene_targets(codes: Tensor, patches_per_side: int) -> dict[str, Tensor]:
+    """The class of each patch's own cell, or of the image, in every property of CLASSES.
+
+    Shapes: uint8 (N, CODE_LENGTH) as of `gallery.encode` in, int64 (N, P) each out.
+    """
+    codes = codes.long()
+    place = place_of_patches(patches_per_side).to(codes.device).expand(len(codes), -1)
+    cells = codes[:, 1:].view(-1, len(PLACES), 3).unbind(-1)
+    kind, color, size = (each.gather(1, place) for each in cells)
+    return {
+        "kind": kind,
+        "color": (color - 1).clamp_min(0),
+        "size": (size - 1).clamp_min(0),
+        "row": place // 3,
+        "column": place % 3,
+        "place": place,
+        "background": codes[:, :1].expand_as(place),
+        "count": (cells[0] > 0).sum(1, keepdim=True).expand_as(place),
+    }
+
+
+def place_of_patches(patches_per_side: int) -> Tensor:
+    """The index in PLACES of the cell that holds each patch's center. Shapes: int64 (P,)."""
+    cell = ((torch.arange(patches_per_side) + 0.5) * 3 / patches_per_side).long()
+    return (3 * cell[:, None] + cell[None, :]).flatten()

@@ -43,10 +43,6 @@ class Conversation:
     turns: tuple[Turn, ...]
     system: str | None = None
 
-    @property
-    def num_images(self) -> int:
-        return sum(turn.num_images for turn in self.turns)
-
 
 def sample_question(
     scenes: Scenes, rng: Random, before: Question | None = None, plain: bool = False

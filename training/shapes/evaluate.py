@@ -1,17 +1,12 @@
-"""Evaluates a checkpoint through `transformers`, one question at a time, greedily.
-
-python -m training.shapes.evaluate engines/packages/shapes/checkpoint --num-scenes 300
-"""
+"""Answers the questions of `evaluation` through `transformers`, one at a time, greedily."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
 
-from training.shapes.evaluation import Message, evaluate, make_cases, report
+from training.shapes.evaluation import Message
 from training.shapes.llava import AutoProcessor, LlavaForConditionalGeneration
 
 
@@ -45,25 +40,3 @@ def _turn(message: Message) -> list[dict]:
         {"role": "user", "content": [*images, {"type": "text", "text": message.question}]},
         {"role": "assistant", "content": [{"type": "text", "text": message.answer}]},
     ]
-
-
-def main(
-    checkpoint: Annotated[Path, typer.Argument(help="folder of the model")] = Path(
-        "engines/packages/shapes/checkpoint"
-    ),
-    num_scenes: int = 300,
-    seed: int = 1_000_000,
-    show_mistakes: Annotated[int, typer.Option(help="how many")] = 0,
-    num_threads: int = 2,
-) -> None:
-    """Print the accuracy by topic, on scenes that training never saw."""
-    console = Console()
-    score = evaluate(LocalAnswerer(checkpoint, num_threads), list(make_cases(num_scenes, seed)))
-    report(score, console)
-    for case, said in score.mistakes[:show_mistakes]:
-        question = case.messages[-1].question
-        console.print(f"{case.topic}: {question!r} -> {said!r}, right is {case.answer!r}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

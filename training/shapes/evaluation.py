@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from training.shapes.conversations import Conversation, Turn, sample_conversation
+from training.shapes.conversations import Conversation, sample_conversation
 from training.shapes.questions import (
     PAIR_TOPICS,
     SINGLE_TOPICS,
@@ -106,14 +106,10 @@ def last_of(conversation: Conversation, images: Sequence[Image.Image]) -> Case:
     waiting = list(images)
     for turn in conversation.turns:
         new, waiting = waiting[: turn.num_images], waiting[turn.num_images :]
-        messages.append(_message(turn, new))
+        messages.append(Message(tuple(new), turn.question.text, turn.question.answer))
     last = messages[-1]
     messages[-1] = Message(last.images, last.question)
     return Case("conversation", tuple(messages), conversation.turns[-1].question.answer)
-
-
-def _message(turn: Turn, images: list[Image.Image]) -> Message:
-    return Message(tuple(images), turn.question.text, turn.question.answer)
 
 
 def evaluate(answer: Answerer, cases: Sequence[Case]) -> Score:

@@ -6,6 +6,7 @@ python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoin
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -41,10 +42,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """Images and chat to tensors, as `transformers` does it: squashed to a square, never cropped."""
+def make_image_processor() -> CLIPImageProcessor:
+    """Of both models: images are squashed to a square, never cropped."""
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    image_processor = CLIPImageProcessor(
+    return CLIPImageProcessor(
         size=size,
         crop_size=size,
         do_center_crop=False,
@@ -52,8 +53,20 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
         image_std=list(IMAGE_STD),
         resample=3,
     )
+
+
+def name_tokenizer(folder: Path) -> dict[str, Any]:
+    """The tokenizer's settings, with the class that any release of `transformers` has."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    _write(folder / "tokenizer_config.json", settings)
+    return settings
+
+
+def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
+    """Images and chat to tensors, as `transformers` does it."""
     return LlavaProcessor(
-        image_processor=image_processor,
+        image_processor=make_image_processor(),
         tokenizer=tokenizer,
         patch_size=PATCH_SIZE,
         vision_feature_select_strategy="default",
@@ -110,10 +123,7 @@ def _add_what_older_releases_read(folder: Path) -> None:
     text_config = config["text_config"]
     text_config["rope_theta"] = text_config["rope_parameters"]["rope_theta"]
     _write(folder / "config.json", config)
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    _write(
-        folder / "tokenizer_config.json", tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    )
+    tokenizer = name_tokenizer(folder)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {name: tokenizer[name] for name in names} | {"additional_special_tokens": [IMAGE]}
     _write(folder / "special_tokens_map.json", special)

@@ -1,19 +1,16 @@
-"""Stage 3: a checkpoint learns more, with its eye, in minutes on one GPU: `lessons` drawn by all processors meanwhile.
+"""A checkpoint learns more, with its eye, in minutes on one GPU: `lessons` drawn by all processors meanwhile.
 
 python -m training.shapes.finetune --device cuda --workers 15 --seconds 340 --out .cache/shapes/finetuned
 python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoint
 """
 
 import argparse
-import math
 import multiprocessing
 import os
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,20 +25,16 @@ from training import PACKAGES
 from training.shapes.architecture import IMAGE_SIZE, NUM_IMAGE_TOKENS, normalize, project
 from training.shapes.code_book import CodeBook
 from training.shapes.export import load_tokenizer
-from training.shapes.gallery import CODE_LENGTH
-from training.shapes.gallery import mirror_codes as mirror
-from training.shapes.growth import grow_model, grow_tokenizer
 from training.shapes.lessons import LENGTH, NUM_SLOTS, teach
 from training.shapes.llava import LlavaForConditionalGeneration
-from training.shapes.scene_targets import SceneTargets
 from training.shapes.sequences import Encoder
 from training.shapes.tokenizer import IMAGE_ID
+from training.shapes.trainer import Plan, Trainer
 
 EYE_WEIGHT = 0.1  # in the loss: what the eye says in the code book stays right
 EYE_RATE = 0.5  # of the learning rate
 WARMUP = 0.03  # of the time
 AVERAGE_DECAY = 0.998
-SAVE_EVERY_S = 55.0
 
 
 @dataclass(slots=True)
@@ -73,18 +66,10 @@ class Batch:
 class Reader(threading.Thread):
     """Makes batches of the messages of the processes that `teach`."""
 
-    def __init__(
-        self, messages: Any, is_hungry: Any, per_batch: int, num_slots: int, pin: bool
-    ) -> None:
+    def __init__(self, messages: Any, is_hungry: Any, per_batch: int, pin: bool) -> None:
         super().__init__(daemon=True)
-        self.messages, self.is_hungry, self.per_batch, self.pin = (
-            messages,
-            is_hungry,
-            per_batch,
-            pin,
-        )
-        self.codes = np.zeros((num_slots, CODE_LENGTH), dtype=np.uint8)
-        self.known = np.zeros(num_slots, dtype=bool)
+        self.messages, self.is_hungry = messages, is_hungry
+        self.per_batch, self.pin = per_batch, pin
         self.ready: queue.Queue[Batch] = queue.Queue(8)
 
     def run(self) -> None:
@@ -94,38 +79,17 @@ class Reader(threading.Thread):
 
     def make(self) -> Batch:
         messages = [self.messages.get() for _ in range(self.per_batch)]
-        parts: dict[str, list[np.ndarray]] = {"codes": [], "known": []}
-        for message in messages:
-            if "slots" in message:
-                self.codes[message["slots"]] = message["codes"]
-                self.known[message["slots"]] = message["known"]
-            slots, is_mirrored = np.divmod(message["shown"], 2)
-            codes = self.codes[slots]
-            parts["codes"].append(np.where(is_mirrored[:, None] > 0, mirror(codes), codes))
-            parts["known"].append(self.known[slots])
-        drawn = [message for message in messages if "slots" in message]
-        images = [message["images"] for message in drawn] or [np.zeros((0, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)]  # fmt: skip
-        new = [message["slots"] for message in drawn] or [np.zeros(0, np.int64)]
         joined = {
             name: np.concatenate([message[name] for message in messages])
-            for name in ("shown", "token_ids", "positions", "branches", "weights")
+            for name in messages[0]
+            if name != "answers"
         }
-        weights = joined.pop("weights")[:, 1:].astype(np.float32).ravel()
-        where = np.flatnonzero(weights)
-        known = np.flatnonzero(np.concatenate(parts["known"]))
-        made = {
-            "images": np.concatenate(images),
-            "new": np.concatenate(new).astype(np.int64),
-            "shown": joined.pop("shown"),
-            "known": known,
-            "codes": np.concatenate(parts["codes"])[known],
-            "where": where,
-            "weights": weights[where],
-            **{name: array.astype(np.int64) for name, array in joined.items()},
-        }
-        tensors = {
-            name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in made.items()
-        }
+        weights = joined["weights"][:, 1:].astype(np.float32).ravel()
+        joined["known"], joined["where"] = np.flatnonzero(joined["known"]), np.flatnonzero(weights)
+        joined["weights"] = weights[joined["where"]]
+        for name in ("token_ids", "positions", "branches"):
+            joined[name] = joined[name].astype(np.int64)
+        tensors = {name: torch.from_numpy(each) for name, each in joined.items()}
         if self.pin:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return Batch(
@@ -144,14 +108,7 @@ class Learner(nn.Module):
         self.album = torch.zeros(
             (num_slots, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=torch.uint8, device=device
         )
-        book = CodeBook.of_width(model.lm_head.in_features)
-        self.book = CodeBook(
-            {name: each.to(device) for name, each in book.vectors.items()},
-            *(
-                each.to(device)
-                for each in (book.patch, book.word, book.second, book.differs, book.spare)
-            ),
-        )
+        self.book = CodeBook(model.lm_head.in_features, device)
 
     def forward(self, batch: Batch, is_learning: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of the answers, that of the eye, and logits of the places that count."""
@@ -176,9 +133,7 @@ class Learner(nn.Module):
         with torch.autocast(images.device.type, enabled=False):
             losses = F.cross_entropy(logits.float(), targets, reduction="none")
             answer_loss = (losses * batch.weights).sum() / batch.weights.sum()
-            side = round(NUM_IMAGE_TOKENS**0.5)
-            scenes = SceneTargets.of(batch.codes, side)
-            eye_loss = self.book.loss(seen[batch.known].float(), scenes)
+            eye_loss = EYE_WEIGHT * self.book.loss(seen[batch.known].float(), batch.codes)
         return answer_loss, eye_loss, logits
 
     @torch.no_grad()
@@ -217,63 +172,20 @@ def who_sees_whom(branches: Tensor) -> Tensor:
     ]
 
 
-class Course:
-    """AdamW with warm-up and half a cosine over the time that is left, and an average of the weights."""
+def make_trainer(model: nn.Module, learning_rate: float, autocast: bool) -> Trainer:
+    """Of the whole model; the eye learns more slowly than the rest."""
 
-    def __init__(self, learner: Learner, learning_rate: float) -> None:
-        self.learner = learner
-        self.parameters = dict(learner.model.named_parameters())
-        self.average = {name: each.detach().clone() for name, each in self.parameters.items()}
-        groups = []
-        for is_eye in (False, True):
-            for is_matrix in (False, True):
-                chosen = [
-                    each
-                    for name, each in self.parameters.items()
-                    if ("vision_tower" in name or "projector" in name) == is_eye
-                    and (each.ndim > 1) == is_matrix
-                ]
-                rate = learning_rate * (EYE_RATE if is_eye else 1.0)
-                groups.append({"params": chosen, "weight_decay": 0.03 * is_matrix, "peak": rate})
-        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.98), fused=True)
-        self.step = 0
+    def rate_of(name: str) -> float:
+        return EYE_RATE if "vision_tower" in name or "projector" in name else 1.0
 
-    def learn(self, batch: Batch, time_ratio: float, autocast: bool) -> tuple[Tensor, Tensor]:
-        """One step; returns both losses."""
-        cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, time_ratio)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * min(1.0, time_ratio / WARMUP) * cosine
-        with torch.autocast(batch.token_ids.device.type, torch.bfloat16, enabled=autocast):
-            answer_loss, eye_loss, _ = self.learner(batch)
-            loss = answer_loss + EYE_WEIGHT * eye_loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(list(self.parameters.values()), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        with torch.no_grad():
-            decay = min(AVERAGE_DECAY, (1 + self.step) / (10 + self.step))
-            foreach_lerp: Any = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
-            foreach_lerp(list(self.average.values()), [each.detach() for each in self.parameters.values()], 1 - decay)  # fmt: skip
-        self.step += 1
-        return answer_loss.detach(), eye_loss.detach()
+    return Trainer(model, Plan(learning_rate, WARMUP, 0.03, AVERAGE_DECAY), autocast, rate_of)
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within it, the model has the averaged weights."""
-        current = {name: each.detach().clone() for name, each in self.parameters.items()}
-        with torch.no_grad():
-            for name, each in self.parameters.items():
-                each.copy_(self.average[name])
-        yield
-        with torch.no_grad():
-            for name, each in self.parameters.items():
-                each.copy_(current[name])
 
-    def save(self, folder: Path) -> None:
-        """Write the averaged weights in bfloat16; a run that is cut leaves the last ones whole."""
-        state = {name: each.detach().to("cpu", torch.bfloat16).contiguous() for name, each in self.average.items()}  # fmt: skip
-        save_file(state, folder / "weights.new")
-        (folder / "weights.new").rename(folder / "weights.safetensors")
+def save(weights: dict[str, Tensor], folder: Path) -> None:
+    """Write weights in bfloat16; a run that is cut leaves the last ones whole."""
+    state = {name: each.to("cpu", torch.bfloat16).contiguous() for name, each in weights.items()}
+    save_file(state, folder / "weights.new")
+    (folder / "weights.new").rename(folder / "weights.safetensors")
 
 
 def main() -> None:
@@ -302,8 +214,7 @@ def main() -> None:
         print(line, flush=True)
         log.write(line + "\n")
 
-    old_tokenizer = load_tokenizer(options.start)
-    tokenizer = old_tokenizer if len(old_tokenizer) > 1024 else grow_tokenizer(old_tokenizer)
+    tokenizer = load_tokenizer(options.start)
     tokenizer.backend_tokenizer.save(str(options.out / "tokenizer.json"))
     say(f"{len(tokenizer)} tokens")
     fork = multiprocessing.get_context("fork")
@@ -311,12 +222,13 @@ def main() -> None:
     encoder = Encoder(tokenizer, NUM_IMAGE_TOKENS)
     teachers = [
         fork.Process(
-            target=teach, args=(messages, encoder, options.message, index, options.seed, is_hungry)
+            target=teach,
+            args=(messages, encoder, options.message, index, options.seed, is_hungry),
+            daemon=True,
         )
         for index in range(options.workers)
     ]
     for teacher in teachers:
-        teacher.daemon = True
         teacher.start()
     device = torch.device(options.device)
     is_cuda = device.type == "cuda"
@@ -324,49 +236,38 @@ def main() -> None:
     torch.manual_seed(options.seed)
     torch.set_num_threads(2)
     torch.set_float32_matmul_precision("high")
-    old = LlavaForConditionalGeneration.from_pretrained(options.start, dtype=torch.float32)
-    model = grow_model(old, old_tokenizer, tokenizer)
+    model = LlavaForConditionalGeneration.from_pretrained(options.start, dtype=torch.float32)
     model.train()
     learner = Learner(model, options.workers * NUM_SLOTS, device)
-    course = Course(learner, options.learning_rate)
-    reader = Reader(messages, is_hungry, max(1, options.batch // options.message), options.workers * NUM_SLOTS, is_cuda)  # fmt: skip
+    trainer = make_trainer(model, options.learning_rate, autocast)
+    per_batch = max(1, options.batch // options.message)
+    reader = Reader(messages, is_hungry, per_batch, is_cuda)
     reader.start()
     say(f"{sum(each.numel() for each in model.parameters()) / 1e6:.2f} M parameters on {device}")
+    waited_s = 0.0
 
-    def take_stock() -> None:
+    def next_batch() -> Batch:
+        nonlocal waited_s
+        asked_at = time.monotonic()
+        batch = reader.ready.get(timeout=90).to(device)
+        waited_s += time.monotonic() - asked_at
+        return batch
+
+    def report() -> str:
+        save(trainer.average, options.out)
         asked, right = Counter[str](), Counter[str]()
-        with course.averaged(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        with trainer.autocast:
             for _ in range(2):
                 counts = learner.exactness(next_batch())
                 for total, more in zip((asked, right), counts, strict=True):
                     total.update(more)
         shares = ", ".join(f"{topic} {right[topic] / asked[topic]:.3f}" for topic in sorted(asked))
-        say(f"exact: all {right.total() / max(1, asked.total()):.4f}, {shares}")
-        course.save(options.out)
+        exact = right.total() / max(1, asked.total())
+        return f"waited {waited_s:.1f} s, exact: all {exact:.4f}, {shares}"
 
-    def next_batch() -> Batch:
-        return reader.ready.get(timeout=90).to(device)
-
-    take_stock()
-    started = saved = time.monotonic()
-    losses: list[tuple[Tensor, Tensor]] = []
-    waited = 0.0
-    while time.monotonic() < deadline:
-        asked_at = time.monotonic()
-        batch = next_batch()
-        waited += time.monotonic() - asked_at
-        ratio = (time.monotonic() - started) / (deadline - started)
-        losses.append(course.learn(batch, ratio, autocast))
-        if len(losses) == 100 or time.monotonic() > saved + SAVE_EVERY_S:
-            means = [torch.stack(each).mean().item() for each in zip(*losses, strict=True)]
-            rate = course.step / (time.monotonic() - started)
-            say(f"step {course.step} loss {means[0]:.4f} eye {means[1]:.4f} {rate:.2f} steps/s waited {waited:.1f} s {len(batch.shown)} images")  # fmt: skip
-            losses = []
-        if time.monotonic() > saved + SAVE_EVERY_S:
-            take_stock()
-            saved = time.monotonic()
-    course.save(options.out)
-    take_stock()
+    say(report())
+    seconds = deadline - time.monotonic()
+    trainer.run(lambda: learner(next_batch())[:2], report, say, seconds=seconds)
     say("done")
     for teacher in teachers:
         teacher.kill()

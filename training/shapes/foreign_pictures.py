@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 Rgb = tuple[int, int, int]
+WHITE = (255, 255, 255)
 
 
 def draw_foreign(rng: Random) -> Image.Image:
@@ -21,9 +22,8 @@ def draw_foreign(rng: Random) -> Image.Image:
 def _draw(rng: Random) -> Image.Image:
     image = rng.choice(PICTURES)(rng)
     if rng.random() < 0.15:
-        image = Image.blend(
-            image, rng.choice(PICTURES)(rng).resize(image.size), rng.uniform(0.2, 0.6)
-        )
+        other = rng.choice(PICTURES)(rng).resize(image.size)
+        image = Image.blend(image, other, rng.uniform(0.2, 0.6))
     if rng.random() < 0.1:
         image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0.5, 3)))
     if rng.random() < 0.1:
@@ -35,10 +35,9 @@ def _draw(rng: Random) -> Image.Image:
         left, top = rng.uniform(0, 0.4) * width, rng.uniform(0, 0.4) * height
         image = image.crop((int(left), int(top), int(left + 0.6 * width), int(top + 0.6 * height)))
     if rng.random() < 0.15:
-        noise = np.random.default_rng(rng.getrandbits(32)).normal(
-            0, rng.uniform(3, 20), (*image.size[::-1], 3)
-        )
-        image = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
+        generator = np.random.default_rng(rng.getrandbits(32))
+        noise = generator.normal(0, rng.uniform(3, 20), (*image.size[::-1], 3))
+        image = _to_image(np.asarray(image) + noise)
     return image
 
 
@@ -46,12 +45,11 @@ def _color(rng: Random) -> Rgb:
     return rng.randrange(256), rng.randrange(256), rng.randrange(256)
 
 
-def _canvas(
-    rng: Random, color: Rgb | None = None
-) -> tuple[Image.Image, ImageDraw.ImageDraw, int, int]:
+def _canvas(rng: Random, *colors: Rgb) -> tuple[Image.Image, ImageDraw.ImageDraw, int, int]:
+    """Of one of the colors, or of any."""
     width = rng.randint(110, 220)
     height = round(width * rng.choice((1, 1, 0.75, 0.62, 1.4)))
-    image = Image.new("RGB", (width, height), color or _color(rng))
+    image = Image.new("RGB", (width, height), rng.choice(colors) if colors else _color(rng))
     return image, ImageDraw.Draw(image), width, height
 
 
@@ -68,8 +66,18 @@ def _noise(rng: Random, roughness: float | None = None) -> np.ndarray:
 
 
 def _blend(first: Rgb, second: Rgb, share: np.ndarray) -> Image.Image:
-    mixed = np.array(first) * (1 - share[..., None]) + np.array(second) * share[..., None]
-    return Image.fromarray(mixed.clip(0, 255).astype(np.uint8))
+    share = share[..., None]
+    return _to_image(np.array(first) * (1 - share) + np.array(second) * share)
+
+
+def _to_image(levels: np.ndarray) -> Image.Image:
+    return Image.fromarray(levels.clip(0, 255).astype(np.uint8))
+
+
+def _sky(rng: Random, size: tuple[int, int]) -> Image.Image:
+    """From one color above to another below."""
+    share = np.linspace(0, 1, 96)[:, None].repeat(96, 1)
+    return _blend(_color(rng), _color(rng), share).resize(size)
 
 
 def _clouds(rng: Random) -> Image.Image:
@@ -77,18 +85,16 @@ def _clouds(rng: Random) -> Image.Image:
 
 
 def _colored_noise(rng: Random) -> Image.Image:
-    channels = np.stack([_noise(rng) for _ in range(3)], axis=-1)
-    return Image.fromarray((255 * channels).astype(np.uint8))
+    return _to_image(255 * np.stack([_noise(rng) for _ in range(3)], axis=-1))
 
 
 def _grain(rng: Random) -> Image.Image:
     side = rng.choice((8, 16, 32, 96))
     generator = np.random.default_rng(rng.getrandbits(32))
     levels = generator.integers(0, 256, (side, side, rng.choice((1, 3))), dtype=np.uint8)
-    levels = np.repeat(levels, 3, axis=2) if levels.shape[2] == 1 else levels
-    return Image.fromarray(levels).resize(
-        (96, 96), rng.choice((Image.Resampling.NEAREST, Image.Resampling.BICUBIC))
-    )
+    image = Image.fromarray(np.broadcast_to(levels, (side, side, 3)))
+    way = rng.choice((Image.Resampling.NEAREST, Image.Resampling.BICUBIC))
+    return image.resize((96, 96), way)
 
 
 def _gradient(rng: Random) -> Image.Image:
@@ -100,8 +106,7 @@ def _gradient(rng: Random) -> Image.Image:
         share = 1.4 * np.hypot(x - rng.uniform(-0.4, 0.4), y - rng.uniform(-0.4, 0.4))
     if rng.random() < 0.3:
         share = 0.5 + 0.5 * np.sin(share * rng.uniform(4, 40))
-    first = _color(rng)
-    second = _color(rng)
+    first, second = _color(rng), _color(rng)
     while sum(abs(a - b) for a, b in zip(first, second, strict=True)) < 220:
         second = _color(rng)
     return _blend(first, second, share.clip(0, 1))
@@ -111,32 +116,20 @@ def _stripes(rng: Random) -> Image.Image:
     image, pen, width, height = _canvas(rng)
     step, color, other = rng.randint(3, 30), _color(rng), _color(rng)
     for start in range(-height, width + height, 2 * step):
-        match rng.choice((0,)) if step < 5 else step % 4:
+        match 0 if step < 5 else step % 4:
             case 0:
                 pen.rectangle((start, 0, start + step, height), fill=color)
             case 1:
                 pen.rectangle((0, start, width, start + step), fill=color)
             case 2:
-                pen.polygon(
-                    (
-                        (start, 0),
-                        (start + step, 0),
-                        (start + step + height, height),
-                        (start + height, height),
-                    ),
-                    fill=color,
-                )
+                end = start + height
+                corners = ((start, 0), (start + step, 0), (end + step, height), (end, height))
+                pen.polygon(corners, fill=color)
             case _:
                 for row in range(0, height, step):
-                    pen.rectangle(
-                        (
-                            start + row // step % 2 * step,
-                            row,
-                            start + row // step % 2 * step + step,
-                            row + step,
-                        ),
-                        fill=rng.choice((color, color, other)),
-                    )
+                    left = start + row // step % 2 * step
+                    fill = rng.choice((color, color, other))
+                    pen.rectangle((left, row, left + step, row + step), fill=fill)
     return image
 
 
@@ -152,29 +145,21 @@ def _dead_leaves(rng: Random) -> Image.Image:
         if rng.random() < 0.5:
             pen.ellipse(box, fill=color)
         else:
-            pen.polygon(
-                [
-                    (x + rng.uniform(-size, size), y + rng.uniform(-size, size))
-                    for _ in range(rng.randint(3, 6))
-                ],
-                fill=color,
-            )
+            steps = [rng.uniform(-size, size) for _ in range(2 * rng.randint(3, 6))]
+            corners = [(x + dx, y + dy) for dx, dy in zip(steps[::2], steps[1::2], strict=True)]
+            pen.polygon(corners, fill=color)
     image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0, 2)))
     shade = 0.4 + 0.8 * _noise(rng, 0.4)
-    light = np.asarray(image.resize((96, 96)), dtype=np.float32) * shade[..., None]
-    return Image.fromarray(light.clip(0, 255).astype(np.uint8))
+    return _to_image(np.asarray(image.resize((96, 96)), dtype=np.float32) * shade[..., None])
 
 
 def _landscape(rng: Random) -> Image.Image:
-    sky, far = _color(rng), _color(rng)
-    image = _blend(sky, far, np.linspace(0, 1, 96)[:, None].repeat(96, 1)).resize((160, 120))
+    image = _sky(rng, (160, 120))
     pen = ImageDraw.Draw(image)
     if rng.random() < 0.5:
         x, y, r = rng.randint(10, 150), rng.randint(5, 50), rng.randint(5, 16)
-        pen.ellipse(
-            (x - r, y - r, x + r, y + r),
-            fill=rng.choice(((255, 240, 180), (255, 255, 255), (250, 200, 60))),
-        )
+        sun = rng.choice(((255, 240, 180), WHITE, (250, 200, 60)))
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=sun)
     for layer in range(rng.randint(1, 4)):
         level, color = 50 + 20 * layer, _color(rng)
         phase, step = rng.uniform(0, 6), rng.uniform(0.02, 0.12)
@@ -184,26 +169,18 @@ def _landscape(rng: Random) -> Image.Image:
         ]
         pen.polygon([(0, 120), *ridge, (160, 120)], fill=color)
     for _ in range(rng.randint(0, 14)):
-        x, y, size, green = (
-            rng.randint(0, 160),
-            rng.randint(60, 118),
-            rng.randint(4, 18),
-            rng.randint(50, 160),
-        )
+        x, y, size = rng.randint(0, 160), rng.randint(60, 118), rng.randint(4, 18)
         pen.rectangle((x - 1, y, x + 1, y + size // 2), fill=(90, 60, 30))
-        pen.ellipse((x - size // 2, y - size, x + size // 2, y), fill=(30, green, 40))
+        green = (30, rng.randint(50, 160), 40)
+        pen.ellipse((x - size // 2, y - size, x + size // 2, y), fill=green)
     return image.filter(ImageFilter.GaussianBlur(rng.uniform(0, 1.5)))
 
 
 def _portrait(rng: Random) -> Image.Image:
     """A head and shoulders, roughly."""
     image = _clouds(rng).resize((120, 140)).filter(ImageFilter.GaussianBlur(rng.uniform(0, 3)))
-    pen, x, y, r = (
-        ImageDraw.Draw(image),
-        rng.randint(45, 75),
-        rng.randint(45, 65),
-        rng.randint(20, 36),
-    )
+    pen = ImageDraw.Draw(image)
+    x, y, r = rng.randint(45, 75), rng.randint(45, 65), rng.randint(20, 36)
     skin = rng.choice(((240, 200, 170), (200, 150, 110), (120, 80, 55), (255, 220, 190)))
     pen.ellipse((x - 2 * r, y + r, x + 2 * r, y + 5 * r), fill=_color(rng))
     pen.ellipse((x - 1.15 * r, y - 1.5 * r, x + 1.15 * r, y + 0.8 * r), fill=_color(rng))
@@ -237,59 +214,41 @@ def _text(
 
 
 def _document(rng: Random) -> Image.Image:
-    dark = rng.random() < 0.2
-    image, pen, width, height = _canvas(
-        rng,
-        (30, 32, 40) if dark else rng.choice(((255, 255, 255), (250, 248, 240), (240, 240, 240))),
-    )
-    ink = (200, 210, 200) if dark else (20, 20, 20)
+    is_dark = rng.random() < 0.2
+    papers = ((30, 32, 40),) if is_dark else (WHITE, (250, 248, 240), (240, 240, 240))
+    image, pen, width, height = _canvas(rng, *papers)
+    ink = (200, 210, 200) if is_dark else (20, 20, 20)
     columns = rng.choice((1, 1, 2))
     if rng.random() < 0.6:
         pen.rectangle((10, 8, rng.randint(40, width - 10), rng.randint(12, 20)), fill=ink)
     for column in range(columns):
-        left = 8 + column * width // columns
-        _text(
-            pen,
-            rng,
-            (left, rng.randint(24, 40), left + width // columns - 16, height - rng.randint(4, 60)),
-            ink,
-        )
+        left, right = (8 + place * width // columns for place in (column, column + 1))
+        box = (left, rng.randint(24, 40), right - 16, height - rng.randint(4, 60))
+        _text(pen, rng, box, ink)
     return image
 
 
 def _screenshot(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(
-        rng, rng.choice(((255, 255, 255), (245, 246, 248), (32, 33, 36), (240, 240, 240)))
-    )
-    bar = _color(rng)
-    pen.rectangle((0, 0, width, rng.randint(8, 22)), fill=bar)
+    grounds = (WHITE, (245, 246, 248), (32, 33, 36), (240, 240, 240))
+    image, pen, width, height = _canvas(rng, *grounds)
+    pen.rectangle((0, 0, width, rng.randint(8, 22)), fill=_color(rng))
     if rng.random() < 0.5:
         pen.rectangle((0, 0, rng.randint(20, 60), height), fill=_color(rng))
     for _ in range(rng.randint(1, 8)):
         x, y = rng.randint(0, width - 30), rng.randint(16, height - 20)
         box = (x, y, x + rng.randint(15, 110), y + rng.randint(6, 50))
-        pen.rounded_rectangle(
-            box,
-            radius=rng.choice((0, 2, 4)),
-            fill=rng.choice((None, _color(rng))),
-            outline=_color(rng),
-        )
+        radius, fill = rng.choice((0, 2, 4)), rng.choice((None, _color(rng)))
+        pen.rounded_rectangle(box, radius=radius, fill=fill, outline=_color(rng))
         if rng.random() < 0.7:
             _text(pen, rng, (box[0] + 3, box[1] + 3, box[2] - 3, box[3]), _color(rng))
     if rng.random() < 0.6:
-        _text(
-            pen,
-            rng,
-            (rng.randint(5, 60), rng.randint(20, 50), width - 8, height - 6),
-            rng.choice(((60, 60, 60), (150, 150, 150))),
-        )
+        box = (rng.randint(5, 60), rng.randint(20, 50), width - 8, height - 6)
+        _text(pen, rng, box, rng.choice(((60, 60, 60), (150, 150, 150))))
     return image
 
 
 def _bars(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(
-        rng, rng.choice(((255, 255, 255), (250, 250, 250), (30, 30, 40)))
-    )
+    image, pen, width, height = _canvas(rng, WHITE, (250, 250, 250), (30, 30, 40))
     number, color, base = rng.randint(3, 12), _color(rng), height - rng.randint(8, 24)
     axis = (120, 120, 120)
     pen.line((16, 6, 16, base, width - 4, base), fill=axis)
@@ -298,19 +257,15 @@ def _bars(rng: Random) -> Image.Image:
     step = (width - 24) / number
     for index in range(number):
         x, top = 20 + index * step, base - rng.uniform(0.05, 0.9) * (base - 10)
-        pen.rectangle(
-            (x, top, x + step * rng.uniform(0.5, 0.9), base),
-            fill=color if number % 2 else _color(rng),
-        )
+        fill = color if number % 2 else _color(rng)
+        pen.rectangle((x, top, x + step * rng.uniform(0.5, 0.9), base), fill=fill)
         if rng.random() < 0.5:
             pen.text((x, base + 2), rng.choice("ABCDE12345"), fill=axis)
     return image if rng.random() < 0.75 else image.transpose(Image.Transpose.ROTATE_270)
 
 
 def _curves(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(
-        rng, rng.choice(((255, 255, 255), (245, 245, 250), (20, 22, 30)))
-    )
+    image, pen, width, height = _canvas(rng, WHITE, (245, 245, 250), (20, 22, 30))
     pen.line((14, 5, 14, height - 12, width - 4, height - 12), fill=(130, 130, 130))
     for _ in range(rng.randint(1, 4)):
         y, color, points = rng.uniform(0.2, 0.8) * height, _color(rng), []
@@ -325,35 +280,22 @@ def _curves(rng: Random) -> Image.Image:
 
 
 def _pie(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(
-        rng, rng.choice(((255, 255, 255), (240, 240, 240), (40, 40, 50)))
-    )
+    image, pen, width, height = _canvas(rng, WHITE, (240, 240, 240), (40, 40, 50))
     r, start = rng.uniform(0.25, 0.45) * min(width, height), 0.0
     x, y = width * rng.uniform(0.4, 0.6), height * rng.uniform(0.45, 0.55)
+    box = (x - r, y - r, x + r, y + r)
     while start < 360:
         end = start + rng.uniform(20, 150)
-        pen.pieslice(
-            (x - r, y - r, x + r, y + r),
-            start,
-            min(360, end),
-            fill=_color(rng),
-            outline=(255, 255, 255),
-        )
+        pen.pieslice(box, start, min(360, end), fill=_color(rng), outline=WHITE)
         start = end
     return image
 
 
 def _scatter(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(
-        rng, rng.choice(((255, 255, 255), (248, 248, 248), (10, 10, 20)))
-    )
+    image, pen, width, height = _canvas(rng, WHITE, (248, 248, 248), (10, 10, 20))
     for _ in range(rng.randint(1, 4)):
-        x, y, spread, color = (
-            rng.uniform(0.2, 0.8) * width,
-            rng.uniform(0.2, 0.8) * height,
-            rng.uniform(5, 40),
-            _color(rng),
-        )
+        x, y = rng.uniform(0.2, 0.8) * width, rng.uniform(0.2, 0.8) * height
+        spread, color = rng.uniform(5, 40), _color(rng)
         for _ in range(rng.randint(8, 50)):
             px, py, r = rng.gauss(x, spread), rng.gauss(y, spread), rng.choice((1, 2, 2, 3))
             pen.ellipse((px - r, py - r, px + r, py + r), fill=color)
@@ -361,71 +303,49 @@ def _scatter(rng: Random) -> Image.Image:
 
 
 def _table(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(rng, (255, 255, 255))
+    image, pen, width, height = _canvas(rng, WHITE)
     dx, dy, line = rng.randint(14, 50), rng.randint(8, 20), rng.choice(((180, 180, 180), (0, 0, 0)))
     pen.rectangle((0, 0, width, dy), fill=_color(rng))
     for y in range(dy, height, dy):
         pen.line((0, y, width, y), fill=line)
         for x in range(0, width, dx):
             if rng.random() < 0.7:
-                pen.rectangle(
-                    (x + 3, y + 3, x + rng.randint(5, dx), y + dy // 2), fill=(90, 90, 90)
-                )
+                box = (x + 3, y + 3, x + rng.randint(5, dx), y + dy // 2)
+                pen.rectangle(box, fill=(90, 90, 90))
     for x in range(0, width, dx):
         pen.line((x, 0, x, height), fill=line)
     return image
 
 
 def _city_map(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(
-        rng, rng.choice(((240, 236, 228), (225, 235, 225), (50, 55, 65)))
-    )
+    image, pen, width, height = _canvas(rng, (240, 236, 228), (225, 235, 225), (50, 55, 65))
     for _ in range(rng.randint(0, 4)):
         points = [(rng.uniform(0, width), rng.uniform(0, height)) for _ in range(4)]
         pen.polygon(points, fill=rng.choice(((180, 210, 240), (200, 225, 180), _color(rng))))
     for _ in range(rng.randint(4, 24)):
-        ends = (
-            rng.uniform(-20, width + 20),
-            rng.uniform(-20, height + 20),
-            rng.uniform(-20, width + 20),
-            rng.uniform(-20, height + 20),
-        )
-        pen.line(
-            ends,
-            fill=rng.choice(((255, 255, 255), (250, 210, 120), (170, 170, 170), _color(rng))),
-            width=rng.randint(1, 5),
-        )
+        ends = [(rng.uniform(-20, width + 20), rng.uniform(-20, height + 20)) for _ in range(2)]
+        color = rng.choice((WHITE, (250, 210, 120), (170, 170, 170), _color(rng)))
+        pen.line(ends, fill=color, width=rng.randint(1, 5))
     return image
 
 
 def _drawing(rng: Random) -> Image.Image:
     """A house, a car or a flower, as children draw them."""
-    image, pen, width, height = _canvas(
-        rng, rng.choice(((255, 255, 255), (190, 225, 255), (255, 250, 220)))
-    )
+    image, pen, width, height = _canvas(rng, WHITE, (190, 225, 255), (255, 250, 220))
     for _ in range(rng.randint(1, 3)):
-        x, y, s = (
-            rng.uniform(0.1, 0.7) * width,
-            rng.uniform(0.35, 0.7) * height,
-            rng.uniform(20, 50),
-        )
+        x, y = rng.uniform(0.1, 0.7) * width, rng.uniform(0.35, 0.7) * height
+        s, black = rng.uniform(20, 50), (0, 0, 0)
         match rng.randrange(3):
             case 0:
-                pen.rectangle((x, y, x + s, y + s), fill=_color(rng), outline=(0, 0, 0))
-                pen.polygon(
-                    ((x - 4, y), (x + s / 2, y - s * 0.6), (x + s + 4, y)),
-                    fill=_color(rng),
-                    outline=(0, 0, 0),
-                )
+                pen.rectangle((x, y, x + s, y + s), fill=_color(rng), outline=black)
+                roof = ((x - 4, y), (x + s / 2, y - s * 0.6), (x + s + 4, y))
+                pen.polygon(roof, fill=_color(rng), outline=black)
                 pen.rectangle((x + s * 0.4, y + s * 0.5, x + s * 0.65, y + s), fill=_color(rng))
             case 1:
                 pen.rounded_rectangle((x, y, x + 1.6 * s, y + s * 0.5), radius=6, fill=_color(rng))
                 pen.rectangle((x + 0.4 * s, y - 0.3 * s, x + 1.1 * s, y), fill=_color(rng))
-                for wheel in (0.3, 1.2):
-                    pen.ellipse(
-                        (x + wheel * s - 7, y + s * 0.5 - 7, x + wheel * s + 7, y + s * 0.5 + 7),
-                        fill=(20, 20, 20),
-                    )
+                for px, py in ((x + 0.3 * s, y + s * 0.5), (x + 1.2 * s, y + s * 0.5)):
+                    pen.ellipse((px - 7, py - 7, px + 7, py + 7), fill=(20, 20, 20))
             case _:
                 color = _color(rng)
                 pen.line((x, y, x, y + s), fill=(30, 120, 40), width=3)
@@ -438,25 +358,19 @@ def _drawing(rng: Random) -> Image.Image:
 
 def _object(rng: Random) -> Image.Image:
     """One big thing in soft light on a table."""
-    image = _blend(_color(rng), _color(rng), np.linspace(0, 1, 96)[:, None].repeat(96, 1)).resize(
-        (150, 150)
-    )
+    image = _sky(rng, (150, 150))
     pen = ImageDraw.Draw(image)
     color = np.array(_color(rng))
     x, y, r = rng.uniform(50, 100), rng.uniform(55, 95), rng.uniform(28, 55)
     squash, lean = rng.uniform(0.5, 1.3), rng.uniform(-0.4, 0.4)
-    pen.ellipse(
-        (x - r, y + r * squash * 0.7, x + 1.4 * r, y + r * squash * 1.15),
-        fill=tuple((color // 4).tolist()),
-    )
+    shadow = (x - r, y + r * squash * 0.7, x + 1.4 * r, y + r * squash * 1.15)
+    pen.ellipse(shadow, fill=tuple((color // 4).tolist()))
     for step in range(24):
         share = step / 24
         size, light = r * (1 - share), color * (0.45 + 0.75 * share)
         px, py = x - lean * r * share, y - 0.35 * r * share
-        pen.ellipse(
-            (px - size, py - size * squash, px + size, py + size * squash),
-            fill=tuple(light.clip(0, 255).astype(int).tolist()),
-        )
+        box = (px - size, py - size * squash, px + size, py + size * squash)
+        pen.ellipse(box, fill=tuple(light.clip(0, 255).astype(int).tolist()))
     return image.filter(ImageFilter.GaussianBlur(rng.uniform(0.3, 1.5)))
 
 

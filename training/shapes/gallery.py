@@ -1,17 +1,13 @@
-"""Rendered images with their scenes, kept in files, since drawing costs more than learning from them.
+"""Scenes as numbers, and groups of rendered images with their scenes.
 
-A gallery is a sequence of groups of four: one scene drawn in two styles, then two scenes that differ from
-it in one word, in the same two styles. So it also holds pairs that are hard to tell apart.
+A group is one scene drawn in two styles, then two scenes that differ from it in one word, in the same two
+styles. So it also holds pairs that are hard to tell apart.
 """
 
-from dataclasses import dataclass
-from multiprocessing import Pool
-from pathlib import Path
 from random import Random
 
 import numpy as np
 from PIL import Image
-from rich.progress import track
 
 from training.shapes.render import render, sample_style
 from training.shapes.world import (
@@ -27,20 +23,10 @@ from training.shapes.world import (
 )
 
 GROUP_SIZE = 4
-GROUPS_PER_SHARD = 512
 ALIKE = 0.16  # share of scenes whose shapes have one kind or one color
-NUM_HELD_OUT = 1024  # images at the end of a gallery, which training never sees
 CODE_LENGTH = 1 + 3 * len(PLACES)
 
 _MIRRORED_CELLS = [3 * row + column for row in range(3) for column in (2, 1, 0)]
-
-
-@dataclass(frozen=True, slots=True)
-class Gallery:
-    """Shapes: `images` uint8 (N, size, size, 3); `codes` uint8 (N, CODE_LENGTH), see `encode`."""
-
-    images: np.ndarray
-    codes: np.ndarray
 
 
 def encode(scene: Scene) -> np.ndarray:
@@ -80,39 +66,8 @@ def to_input(image: Image.Image, size: int) -> np.ndarray:
 
 
 def render_group(rng: Random) -> list[tuple[Scene, Image.Image]]:
-    """One group of a gallery, at full resolution."""
+    """One group, at full resolution."""
     scene = sample_scene(rng, alike=ALIKE)
     scenes = (scene, scene, sample_variation(scene, rng), sample_variation(scene, rng))
     styles = 2 * (sample_style(rng), sample_style(rng))
     return [(each, render(each, rng, style)) for each, style in zip(scenes, styles, strict=True)]
-
-
-def write_shard(folder: Path, index: int, size: int) -> None:
-    """Render the shard of this index; the same index always gives the same images."""
-    rng = Random(index)
-    drawn = [pair for _ in range(GROUPS_PER_SHARD) for pair in render_group(rng)]
-    codes = np.stack([encode(scene) for scene, _ in drawn])
-    images = np.stack([to_input(image, size) for _, image in drawn])
-    for name, array in (("codes", codes), ("pictures", images)):  # names of files that are kept
-        with (folder / f"{index:04d}.{name}.part").open("wb") as file:
-            np.save(file, array, allow_pickle=False)
-        (folder / f"{index:04d}.{name}.part").rename(folder / f"{index:04d}.{name}.npy")
-
-
-def load_gallery(folder: Path, num_shards: int, size: int, num_processes: int = 2) -> Gallery:
-    """The first `num_shards` shards, rendered where they are missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = [i for i in range(num_shards) if not (folder / f"{i:04d}.pictures.npy").exists()]
-    if missing:
-        with Pool(num_processes) as pool:
-            jobs = [pool.apply_async(write_shard, (folder, index, size)) for index in missing]
-            for job in track(jobs, description="rendering"):
-                job.get()
-
-    def read(name: str) -> np.ndarray:
-        shards = (
-            np.load(folder / f"{i:04d}.{name}.npy", allow_pickle=False) for i in range(num_shards)
-        )
-        return np.concatenate(list(shards))
-
-    return Gallery(read("pictures"), read("codes"))

@@ -5,18 +5,20 @@ pictures and sequences that show any of the album, so that a picture is sent onc
 """
 
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from random import Random
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from training.shapes.answers import OUTSIDE
 from training.shapes.architecture import IMAGE_SIZE
 from training.shapes.clips import Clip, ask_about_clip, render_clip, sample_clip
 from training.shapes.conversations import (
-    Conversation,
     Scenes,
     Turn,
     sample_conversation,
@@ -35,7 +37,7 @@ from training.shapes.gallery import (
 )
 from training.shapes.questions import Question, ask_about_pair
 from training.shapes.render import sample_style
-from training.shapes.sequences import MAX_GAP, Encoder, Packer, Sequence
+from training.shapes.sequences import MAX_GAP, Encoder, Packer
 from training.shapes.small_talk import sample_small_talk
 from training.shapes.structured import ask_with_tools, list_tools, sample_json, sample_tools
 from training.shapes.world import Scene, sample_scene
@@ -51,58 +53,56 @@ ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1),
 
 @dataclass(slots=True)
 class Picture:
-    """Where a picture is in the album, and what it shows; None is a picture of something else."""
+    """Where a picture is in the album, and what it shows; None is a picture of something else.
+
+    `is_clear`: all shapes stand at their places.
+    """
 
     slot: int
     scene: Scene | None
+    is_clear: bool = True
     is_mirrored: bool = False
 
     def mirror(self) -> "Picture":
         scene = self.scene and decode(mirror_codes(encode(self.scene)))
-        return Picture(self.slot, scene, not self.is_mirrored)
+        return Picture(self.slot, scene, self.is_clear, not self.is_mirrored)
 
 
-@dataclass(slots=True)
 class Album:
     """Pictures by their slots, counted from `first_slot`; `new` are drawn since the last message."""
 
-    rng: Random
-    first_slot: int
-    groups: list[list[Picture]] = field(default_factory=list)
-    foreign: list[Picture] = field(default_factory=list)
-    clips: list[tuple[list[int], Clip]] = field(default_factory=list)
-    new: list[tuple[int, np.ndarray, np.ndarray, bool]] = field(default_factory=list)
-    drawn: list[int] = field(default_factory=lambda: [0, 0, 0])
+    def __init__(self, rng: Random, first_slot: int) -> None:
+        self.rng = rng
+        self.groups: deque[list[Picture]] = deque(maxlen=NUM_GROUPS)
+        self.foreign: deque[Picture] = deque(maxlen=NUM_FOREIGN)
+        self.clips: deque[tuple[list[Picture], Clip]] = deque(maxlen=NUM_CLIPS)
+        self.new: dict[int, np.ndarray] = {}
+        first_foreign = first_slot + GROUP_SIZE * NUM_GROUPS
+        first_clip = first_foreign + NUM_FOREIGN
+        self._group_slots = cycle(range(first_slot, first_foreign, GROUP_SIZE))
+        self._foreign_slots = cycle(range(first_foreign, first_clip))
+        self._clip_slots = cycle(range(first_clip, first_slot + NUM_SLOTS, 4))
 
     def draw(self, num_groups: int, num_foreign: int, num_clips: int) -> None:
         """Draw new pictures; they take the places of the oldest ones when the album is full."""
         for _ in range(num_groups):
-            first = self.first_slot + GROUP_SIZE * (self.drawn[0] % NUM_GROUPS)
-            group = [self._add(first + i, *pair) for i, pair in enumerate(render_group(self.rng))]
-            self._put(self.groups, 0, NUM_GROUPS, group)
+            drawn = enumerate(render_group(self.rng), next(self._group_slots))
+            self.groups.append([self._add(image, slot, scene) for slot, (scene, image) in drawn])
         for _ in range(num_foreign):
-            slot = self.first_slot + GROUP_SIZE * NUM_GROUPS + self.drawn[1] % NUM_FOREIGN
-            self._put(self.foreign, 1, NUM_FOREIGN, self._add(slot, None, draw_foreign(self.rng)))
+            slot = next(self._foreign_slots)
+            self.foreign.append(self._add(draw_foreign(self.rng), slot, None))
         for _ in range(num_clips):
-            first = self.first_slot + GROUP_SIZE * NUM_GROUPS + NUM_FOREIGN
-            first += 4 * (self.drawn[2] % NUM_CLIPS)
             clip = sample_clip(self.rng, self.rng.choice((2, 3, 4, 4, 4, 4, 4, 4)))
             images = render_clip(clip, self.rng, sample_style(self.rng))
-            shown = zip(clip.frames, images, clip.is_clear, strict=True)
-            slots = [self._add(first + i, *frame).slot for i, frame in enumerate(shown)]
-            self._put(self.clips, 2, NUM_CLIPS, (slots, clip))
+            shown = zip(images, clip.frames, clip.is_clear, strict=True)
+            drawn = enumerate(shown, next(self._clip_slots))
+            pictures = [self._add(image, slot, *frame) for slot, (image, *frame) in drawn]
+            self.clips.append((pictures, clip))
 
-    def _put(self, kept: list[Any], sort: int, most: int, item: Any) -> None:
-        if len(kept) < most:
-            kept.append(item)
-        else:
-            kept[self.drawn[sort] % most] = item
-        self.drawn[sort] += 1
-
-    def _add(self, slot: int, scene: Scene | None, image: Any, is_clear: bool = True) -> Picture:
-        code = encode(scene) if scene else np.zeros(CODE_LENGTH, dtype=np.uint8)
-        self.new.append((slot, to_input(image, IMAGE_SIZE), code, bool(scene) and is_clear))
-        return Picture(slot, scene)
+    def _add(self, image: Image.Image, *where: Any) -> Picture:
+        picture = Picture(*where)
+        self.new[picture.slot] = to_input(image, IMAGE_SIZE)
+        return picture
 
     def any(self, alike: float = 0.0, foreign: float = 0.0) -> list[Picture]:
         """Two pictures, sometimes of one group, sometimes not of the image world."""
@@ -116,23 +116,24 @@ class Album:
         return [picture.mirror() for picture in pictures] if rng.random() < 0.5 else pictures
 
 
-Lesson = tuple[Sequence, list[Picture]]
+#: The pictures of a sequence, in their order.
+Lesson = list[Picture]
 
 
 def _fill(
     packer: Packer, pictures: list[Picture], make: Callable[[], list[Question]], rng: Random,
-    tools: str = "", system: str | None = None,
+    tools: str = "",
 ) -> Lesson:  # fmt: skip
     """Pictures, then as many conversations about them as fit, each alone with the pictures."""
-    encoder = packer.encoder
-    packer.add(encoder.opening(system, tools) + encoder.images(len(pictures)), 0, 0)
+    opening = packer.encoder.opening(sample_system(rng), tools)
+    packer.add(opening + packer.encoder.images(len(pictures)), 0, 0)
     start, branch, misses = len(packer.token_ids), 0, 0
     while misses < 4:
-        turns = tuple(Turn(0, question) for question in make())
+        turns = [Turn(0, question) for question in make()]
         gap = rng.randrange(MAX_GAP) if rng.random() < 0.2 else 0
         branch += 1
-        misses += not packer.add_branch(Conversation(turns), branch, start + gap, skip_images=True)
-    return packer.finish(), pictures
+        misses += not packer.add_branch(turns, branch, start + gap, skip_images=True)
+    return pictures
 
 
 def about_pictures(album: Album, packer: Packer, pictures: list[Picture]) -> Lesson:
@@ -145,7 +146,7 @@ def about_pictures(album: Album, packer: Packer, pictures: list[Picture]) -> Les
         conversation = sample_conversation(scenes, number, rng, at_once=True)
         return [turn.question for turn in conversation.turns]
 
-    return _fill(packer, pictures, make, rng, system=sample_system(rng))
+    return _fill(packer, pictures, make, rng)
 
 
 def in_json(album: Album, packer: Packer) -> Lesson:
@@ -159,7 +160,7 @@ def in_json(album: Album, packer: Packer) -> Lesson:
             return [sample_question((picture.scene,), rng)]
         return [sample_json(picture.scene, rng)]
 
-    return _fill(packer, [picture], make, rng, system=sample_system(rng))
+    return _fill(packer, [picture], make, rng)
 
 
 def with_tools(album: Album, packer: Packer) -> Lesson:
@@ -168,22 +169,24 @@ def with_tools(album: Album, packer: Packer) -> Lesson:
     if rng.random() < 0.1:
         picture = rng.choice(album.foreign)
     tools = sample_tools(rng)
-    system = sample_system(rng)
-    return _fill(packer, [picture], lambda: ask_with_tools(picture.scene, tools, rng), rng, list_tools(tools), system)  # fmt: skip
+
+    def make() -> list[Question]:
+        return ask_with_tools(picture.scene, tools, rng)
+
+    return _fill(packer, [picture], make, rng, list_tools(tools))
 
 
 def about_clip(album: Album, packer: Packer) -> Lesson:
     """Questions about what happens in a clip."""
     rng = album.rng
-    slots, clip = rng.choice(album.clips)
+    pictures, clip = rng.choice(album.clips)
 
     def make() -> list[Question]:
         if rng.random() < 0.12:
             return [sample_question(clip.frames, rng)]
         return [ask_about_clip(clip, rng) for _ in range(rng.choice((1, 1, 2)))]
 
-    pictures = [Picture(slot, scene) for slot, scene in zip(slots, clip.frames, strict=True)]
-    return _fill(packer, pictures, make, rng, system=sample_system(rng))
+    return _fill(packer, pictures, make, rng)
 
 
 def in_text(album: Album, packer: Packer) -> Lesson:
@@ -192,12 +195,12 @@ def in_text(album: Album, packer: Packer) -> Lesson:
     misses = branch = 0
     while misses < 4:
         branch += 1
-        questions = [_ask_without_picture(rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+        number = rng.choice((1, 1, 1, 2, 3))
+        turns = [Turn(0, _ask_without_picture(rng)) for _ in range(number)]
         tools = list_tools(sample_tools(rng)) if rng.random() < 0.1 else ""
         opening = packer.encoder.opening(sample_system(rng), tools)
-        turns = tuple(Turn(0, question) for question in questions)
-        misses += not _add_apart(packer, Conversation(turns), opening, branch)
-    return packer.finish(), []
+        misses += not _add_apart(packer, turns, opening, branch)
+    return []
 
 
 def _ask_without_picture(rng: Random) -> Question:
@@ -210,14 +213,13 @@ def _ask_without_picture(rng: Random) -> Question:
     return Question("outside", text, OUTSIDE)
 
 
-def _add_apart(packer: Packer, conversation: Conversation, opening: list[int], branch: int) -> int:
-    """Add a conversation that shares nothing; whole or not at all. Returns how many turns."""
-    turns = list(packer.encoder.turns(conversation, skip_images=False))
-    first = turns[0].prompt + turns[0].answer
-    if len(packer.token_ids) + len(opening) + len(first) > packer.length:
+def _add_apart(packer: Packer, turns: Sequence[Turn], opening: list[int], branch: int) -> int:
+    """Add a conversation that shares nothing, unless not even its first turn fits. Returns how many turns."""
+    prompt, answer, _ = packer.encoder.turn(turns[0], skip_images=False)
+    if len(packer.token_ids) + len(opening) + len(prompt) + len(answer) > packer.length:
         return 0
     packer.add(opening, branch, 0)
-    return packer.add_branch(conversation, branch, len(opening), skip_images=False)
+    return packer.add_branch(turns, branch, len(opening))
 
 
 def in_pairs(album: Album, packer: Packer) -> Lesson:
@@ -228,11 +230,10 @@ def in_pairs(album: Album, packer: Packer) -> Lesson:
         first, second = (picture.scene for picture in pictures)
         assert first is not None
         assert second is not None
-        question = ask_about_pair("same", first, second, rng)
-        turns = Conversation((Turn(2, question),))
+        turns = [Turn(2, ask_about_pair("same", first, second, rng))]
         if _add_apart(packer, turns, packer.encoder.opening(None), branch):
             shown += pictures
-    return packer.finish(), shown
+    return shown
 
 
 def as_conversation(album: Album, packer: Packer) -> Lesson:
@@ -242,13 +243,12 @@ def as_conversation(album: Album, packer: Packer) -> Lesson:
     pictures = [*album.any(0.4, 0.25), *album.any(0.4, 0.25)][:number]
     scenes: Scenes = tuple(picture.scene for picture in pictures)
     conversation = sample_conversation(scenes, rng.randint(8, 24), rng)
+    turns = list(conversation.turns)
     if rng.random() < 0.3:
-        greeting = Question("outside", sample_small_talk(rng), OUTSIDE)
-        conversation = Conversation((Turn(0, greeting), *conversation.turns), conversation.system)
+        turns.insert(0, Turn(0, Question("outside", sample_small_talk(rng), OUTSIDE)))
     packer.add(packer.encoder.opening(conversation.system), 0, 0)
-    added = packer.add_branch(conversation, 0, len(packer.token_ids), skip_images=False)
-    num_shown = sum(turn.num_images for turn in conversation.turns[:added])
-    return packer.finish(), pictures[:num_shown]
+    added = packer.add_branch(turns, 0, len(packer.token_ids))
+    return pictures[: sum(turn.num_images for turn in turns[:added])]
 
 
 LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
@@ -265,28 +265,27 @@ LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
 
 
 def make_message(album: Album, encoder: Encoder, num_sequences: int) -> dict[str, Any]:
-    """New pictures and sequences, as arrays; `shown` are slots doubled, odd if mirrored, in the order of the sequences."""
-    rng = album.rng
-    makers = rng.choices([make for make, _ in LESSONS], [share for _, share in LESSONS], k=num_sequences)  # fmt: skip
-    lessons = [make(album, Packer(encoder, LENGTH)) for make in makers]
-    types = {
-        "token_ids": np.int16,
-        "positions": np.int16,
-        "branches": np.int8,
-        "weights": np.float16,
+    """New pictures and sequences, as arrays; `shown` are slots doubled, odd if mirrored, in the order of the sequences.
+
+    `codes` are those of the pictures that are `known`.
+    """
+    makers, shares = zip(*LESSONS, strict=True)
+    packers = [Packer(encoder, LENGTH) for _ in range(num_sequences)]
+    chosen = zip(album.rng.choices(makers, shares, k=num_sequences), packers, strict=True)
+    pictures = [picture for make, packer in chosen for picture in make(album, packer)]
+    arrays = [packer.arrays() for packer in packers]
+    known = [picture.scene if picture.is_clear else None for picture in pictures]
+    codes = [encode(scene) for scene in known if scene]
+    images, size = list(album.new.values()), (IMAGE_SIZE, IMAGE_SIZE, 3)
+    message = {name: np.stack([each[name] for each in arrays]) for name in arrays[0]} | {
+        "shown": np.array([2 * each.slot + each.is_mirrored for each in pictures], np.int64),
+        "known": np.array([scene is not None for scene in known], bool),
+        "codes": np.array(codes, np.uint8).reshape(-1, CODE_LENGTH),
+        "new": np.array(list(album.new), np.int64),
+        "images": np.array(images, np.uint8).reshape(-1, *size),
     }
-    message: dict[str, Any] = {
-        name: np.stack([getattr(sequence, name) for sequence, _ in lessons]).astype(dtype)
-        for name, dtype in types.items()
-    }
-    shown = [2 * each.slot + each.is_mirrored for _, pictures in lessons for each in pictures]
-    message["shown"] = np.array(shown, dtype=np.int64)
-    message["answers"] = [sequence.answers for sequence, _ in lessons]
-    slots, images, codes, known = zip(*album.new, strict=True) if album.new else ((), (), (), ())
-    if slots:
-        message |= {"slots": np.array(slots), "images": np.stack(images), "codes": np.stack(codes), "known": np.array(known)}  # fmt: skip
-    album.new = []
-    return message
+    album.new = {}
+    return {**message, "answers": [tuple(packer.answers) for packer in packers]}
 
 
 def teach(
@@ -298,14 +297,7 @@ def teach(
     while True:
         try:
             queue.put(make_message(album, encoder, num_sequences))
-        except (
-            ArithmeticError,
-            AssertionError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ):
+        except Exception:
             traceback.print_exc()  # one lesson less; the run is worth more than it
         if album.rng.random() < (0.85 if is_hungry.value else 0.5):
             continue

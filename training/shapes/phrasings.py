@@ -16,9 +16,7 @@ DESCRIBE = (
     "Can you describe the {image}?",
     "What do you see{where}?",
     "What is in the {image}?",
-    "What's in the {image}?",
     "What is in this {image}?",
-    "What's in this {image}?",
     "What does the {image} show?",
     "What is shown in the {image}?",
     "What can you see in the {image}?",
@@ -54,13 +52,12 @@ DESCRIBE = (
     "Describe the scene{where}.",
     "Describe what is shown{where}.",
     "What does this {image} show?",
-    "What's there{where}?",
+    "What is there{where}?",
     "What is in it?",
     "Which shapes are where{where}?",
     "What does it show?",
 )
 COUNT = (
-    "How many {nouns} are there{where}?",
     "How many {nouns} are there{where}?",
     "How many {nouns} are in the {image}?",
     "How many {nouns} are in this {image}?",
@@ -74,7 +71,7 @@ COUNT = (
     "Count all {nouns}{where}.",
     "How many {nouns} exist{where}?",
     "How many {nouns} appear{where}?",
-    "What's the count of {nouns}{where}?",
+    "What is the count of {nouns}{where}?",
     "What is the total number of {nouns}{where}?",
     "Tell me how many {nouns} there are{where}.",
     "Tell me the number of {nouns}{where}.",
@@ -88,10 +85,7 @@ COUNT = (
 )
 COLOR = (
     "What color is the {noun}{where}?",
-    "What color is the {noun}{where}?",
-    "What color is the {noun}{where}?",
     "What is the color of the {noun}{where}?",
-    "What's the color of the {noun}{where}?",
     "Which color is the {noun}{where}?",
     "Which color does the {noun} have{where}?",
     "What color does the {noun} have{where}?",
@@ -100,7 +94,6 @@ COLOR = (
     "The {noun} is what color{where}?",
     "Color of the {noun}{where}?",
     "What color has the {noun}{where}?",
-    "What's the {noun}'s color{where}?",
     "What is the {noun}'s color{where}?",
     "In what color is the {noun} drawn{where}?",
     "Which color was used for the {noun}{where}?",
@@ -114,10 +107,8 @@ COLOR = (
 )
 KIND = (
     "What shape is {color}{where}?",
-    "What shape is {color}{where}?",
     "Which shape is {color}{where}?",
     "What is {color}{where}?",
-    "What's {color}{where}?",
     "What is the {color} shape{where}?",
     "What kind of shape is {color}{where}?",
     "What shape is the {color} one{where}?",
@@ -134,16 +125,13 @@ KIND = (
     "Tell me what is {color}{where}.",
     "What {color} shape is there{where}?",
     "Which {color} shape do you see{where}?",
-    "What's the {color} thing{where}?",
+    "What is the {color} thing{where}?",
     "The {color} shape{where}: what is it?",
     "Is the {color} shape a circle, a square or something else{where}?",
 )
 CONTENT = (
     "What is {at}{where}?",
-    "What is {at}{where}?",
-    "What's {at}{where}?",
     "What is {at} of the {image}?",
-    "What's {at} of the {image}?",
     "What shape is {at}{where}?",
     "Which shape is {at}{where}?",
     "What do you see {at}{where}?",
@@ -166,9 +154,6 @@ CONTENT = (
 )
 PLACE = (
     "Where is the {noun}{where}?",
-    "Where is the {noun}{where}?",
-    "Where is the {noun}{where}?",
-    "Where's the {noun}{where}?",
     "Where can I find the {noun}{where}?",
     "Where do you see the {noun}{where}?",
     "Where is the {noun} located{where}?",
@@ -196,11 +181,9 @@ PLACE = (
 )
 SIZE = (
     "What size is the {noun}{where}?",
-    "What size is the {noun}{where}?",
     "How big is the {noun}{where}?",
     "How large is the {noun}{where}?",
     "What is the size of the {noun}{where}?",
-    "What's the size of the {noun}{where}?",
     "Is the {noun} small or large{where}?",
     "Is the {noun} large or small{where}?",
     "Tell me the size of the {noun}{where}.",
@@ -213,8 +196,6 @@ SIZE = (
     "Is it a small or a large {noun}{where}?",
 )
 EXISTS = (
-    "Is there {a_noun}{where}?",
-    "Is there {a_noun}{where}?",
     "Is there {a_noun}{where}?",
     "Is there {a_noun} in the {image}?",
     "Is there any {noun}{where}?",
@@ -253,7 +234,6 @@ IS_AT = (
 )
 IS_COLOR = (
     "Is the {noun} {color}{where}?",
-    "Is the {noun} {color}{where}?",
     "Is the color of the {noun} {color}{where}?",
     "Is that {noun} {color}{where}?",
     "Does the {noun} have the color {color}{where}?",
@@ -263,11 +243,8 @@ IS_COLOR = (
 )
 BACKGROUND = (
     "What color is the background{where}?",
-    "What color is the background{where}?",
     "What is the background color{where}?",
-    "What's the background color{where}?",
     "What is the color of the background{where}?",
-    "What's the color of the background{where}?",
     "Which color is the background{where}?",
     "What color is the background of the {image}?",
     "What is the background{where}?",
@@ -280,12 +257,11 @@ BACKGROUND = (
     "Tell me the background color{where}.",
     "Which background color was used{where}?",
     "On what color are the shapes drawn{where}?",
-    "What's the color behind everything{where}?",
+    "What is the color behind everything{where}?",
     "The background is which color{where}?",
     "How is the background colored{where}?",
 )
 WHICH_HAS = (
-    "Which {image} has {a_noun}?",
     "Which {image} has {a_noun}?",
     "Which {image} contains {a_noun}?",
     "Which {image} shows {a_noun}?",
@@ -314,7 +290,6 @@ WHICH_HAS_BACKGROUND = (
     "Which of the two {image}s is {bare_color} in the background?",
 )
 SAME = (
-    "Are the {image}s the same?",
     "Are the {image}s the same?",
     "Are the two {image}s the same?",
     "Are these {image}s the same?",
@@ -359,41 +334,43 @@ DESCRIBE_ALL = (
     "List the shapes of both {image}s.",
 )
 
-PRONOUN_COLOR = (
-    "What color is it?",
-    "And what color is it?",
-    "What is its color?",
-    "Which color is it?",
-    "What color does it have?",
-    "Its color?",
-    "And its color?",
-    "Tell me its color.",
-)
-PRONOUN_KIND = (
-    "What shape is it?",
-    "And what shape is it?",
-    "What is its shape?",
-    "Which shape is it?",
-    "What kind of shape is it?",
-    "Its shape?",
-    "What is it?",
-)
-PRONOUN_PLACE = (
-    "Where is it?",
-    "Where can I find it?",
-    "What is its position?",
-    "And where is it?",
-    "Where is it located?",
-    "Where exactly is it?",
-)
-PRONOUN_SIZE = (
-    "What size is it?",
-    "How large is it?",
-    "Is it big or small?",
-    "How big is it?",
-    "Is it small or large?",
-    "What is its size?",
-)
+PRONOUN = {
+    "color": (
+        "What color is it?",
+        "And what color is it?",
+        "What is its color?",
+        "Which color is it?",
+        "What color does it have?",
+        "Its color?",
+        "And its color?",
+        "Tell me its color.",
+    ),
+    "kind": (
+        "What shape is it?",
+        "And what shape is it?",
+        "What is its shape?",
+        "Which shape is it?",
+        "What kind of shape is it?",
+        "Its shape?",
+        "What is it?",
+    ),
+    "place": (
+        "Where is it?",
+        "Where can I find it?",
+        "What is its position?",
+        "And where is it?",
+        "Where is it located?",
+        "Where exactly is it?",
+    ),
+    "size": (
+        "What size is it?",
+        "How large is it?",
+        "Is it big or small?",
+        "How big is it?",
+        "Is it small or large?",
+        "What is its size?",
+    ),
+}  #: of what the question before asked about
 
 COUNT_COLOR = (
     "How many are {color}{where}?",
@@ -419,7 +396,6 @@ COUNT_DIFFERENT = (
 )
 IS_BESIDE = (
     "Is the {noun} {beside} the {other}{where}?",
-    "Is the {noun} {beside} the {other}{where}?",
     "Is {a_noun} {beside} the {other}{where}?",
     "Does the {noun} stand {beside} the {other}{where}?",
     "Is it true that the {noun} is {beside} the {other}{where}?",
@@ -427,8 +403,6 @@ IS_BESIDE = (
 )
 WHAT_IS_BESIDE = (
     "What is {beside} the {other}{where}?",
-    "What is {beside} the {other}{where}?",
-    "What's {beside} the {other}{where}?",
     "Which shape is {beside} the {other}{where}?",
     "Which shapes are {beside} the {other}{where}?",
     "What do you see {beside} the {other}{where}?",

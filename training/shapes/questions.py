@@ -59,16 +59,14 @@ class Asker:
         """Fill one of the templates; a question that must name its image uses one that can."""
         if self.named:
             templates = tuple(each for each in templates if "{where}" in each or "{image}" in each)
-        template = templates[0] if self.plain else self.rng.choice(templates)
+        is_usual = self.plain or self.rng.random() < 0.05  # the first is what most people say
+        template = templates[0] if is_usual else self.rng.choice(templates)
         if template.endswith("|"):  # it asks for the opposite
             template, answer = template[:-1], answers.yes_no(answer == "no")
         noun = "image" if self.plain else self.rng.choice(phrasings.IMAGE_WORDS)
         named = f"{ORDINALS[self.index]} {noun}" if self.named else noun
-        where = (
-            f" in the {named}"
-            if self.named or (not self.plain and self.rng.random() < 0.06)
-            else ""
-        )
+        says_where = self.named or (not self.plain and self.rng.random() < 0.06)
+        where = f" in the {named}" if says_where else ""
         if self.named:
             template = template.replace("this {image}", "the {image}")
         elif not self.plain and self.rng.random() < 0.06:
@@ -79,11 +77,8 @@ class Asker:
     def pick_selector(self, *kinds_of: str) -> Selector:
         """What a question points at; mostly something that is there. `kinds_of`: "kind", "color", "both"."""
         like = self.rng.choice(kinds_of)
-        shape = (
-            self.rng.choice(self.scene.shapes)
-            if self.scene.shapes and self.rng.random() < 0.85
-            else None
-        )
+        is_there = self.scene.shapes and self.rng.random() < 0.85
+        shape = self.rng.choice(self.scene.shapes) if is_there else None
         kind = shape.kind if shape else self.rng.choice(KINDS)
         color = shape.color if shape else self.rng.choice(COLORS)
         if like == "both" and shape and self.rng.random() < 0.1:
@@ -95,6 +90,13 @@ class Asker:
         if self.scene.shapes and self.rng.random() < share:
             return self.rng.choice(self.scene.shapes).place
         return self.rng.choice(PLACES)
+
+    def at(self, place: str) -> str:
+        """A place with its preposition, in the words of many people."""
+        if self.plain or self.rng.random() < 0.4:
+            return answers.at(place)
+        words = self.rng.choice(phrasings.PLACE_SYNONYMS[place])
+        return f"{self.rng.choice(phrasings.PREPOSITIONS)} the {words}"
 
     def pick_two(self) -> tuple[Selector, Selector]:
         """What a question compares: mostly two shapes that are there once each."""
@@ -128,49 +130,24 @@ def _describe(asker: Asker) -> Question:
 
 
 def _count(asker: Asker) -> Question:
-    selector = (
-        Selector()
-        if asker.rng.random() < 0.5
-        else asker.pick_selector("kind", "kind", "color", "both")
-    )
-    return asker.put(
-        "count", phrasings.COUNT, answers.count(asker.scene, selector), nouns=selector.nouns
-    )
+    selector = Selector()
+    if asker.rng.random() < 0.5:
+        selector = asker.pick_selector("kind", "kind", "color", "both")
+    answer = answers.count(asker.scene, selector)
+    return asker.put("count", phrasings.COUNT, answer, None, **_words(selector))
 
 
-def _color(asker: Asker) -> Question:
-    selector = asker.pick_selector("kind")
-    answer = answers.color_of(asker.scene, selector)
-    return asker.put("color", phrasings.COLOR, answer, asker.only(selector), **_words(selector))
-
-
-def _kind(asker: Asker) -> Question:
-    selector = asker.pick_selector("color")
-    answer = answers.kind_of(asker.scene, selector)
-    return asker.put(
-        "kind", phrasings.KIND, answer, asker.only(selector), color=str(selector.color)
-    )
-
-
-def _place(asker: Asker) -> Question:
-    selector = asker.pick_selector("kind", "kind", "both", "color")
-    answer = answers.place_of(asker.scene, selector)
-    return asker.put("place", phrasings.PLACE, answer, asker.only(selector), **_words(selector))
-
-
-def _size(asker: Asker) -> Question:
-    selector = asker.pick_selector("kind", "kind", "both", "color")
-    answer = answers.size_of(asker.scene, selector)
-    return asker.put("size", phrasings.SIZE, answer, asker.only(selector), **_words(selector))
+def _property(asker: Asker, name: str, templates: tuple[str, ...], *kinds_of: str) -> Question:
+    """What color, kind, size or place is it?"""
+    selector = asker.pick_selector(*kinds_of)
+    answer = answers.property_of(asker.scene, selector, name)
+    return asker.put(name, templates, answer, asker.only(selector), **_words(selector))
 
 
 def _content(asker: Asker) -> Question:
-    place = asker.rng.choice(PLACES)
-    if asker.scene.shapes and asker.rng.random() < 0.65:
-        place = asker.rng.choice(asker.scene.shapes).place
-    at = answers.at(place) if asker.plain else _at(place, asker.rng)
-    answer = answers.content_at(asker.scene, place)
-    return asker.put("content", phrasings.CONTENT, answer, asker.scene.at(place), at=at)
+    place = asker.pick_place(0.65)
+    answer, shape = answers.content_at(asker.scene, place), asker.scene.at(place)
+    return asker.put("content", phrasings.CONTENT, answer, shape, at=asker.at(place))
 
 
 def _exists(asker: Asker) -> Question:
@@ -180,37 +157,22 @@ def _exists(asker: Asker) -> Question:
 
 
 def _is_at(asker: Asker) -> Question:
-    selector = asker.pick_selector("kind", "both", "both")
-    place = asker.rng.choice(PLACES)
-    if asker.scene.shapes and asker.rng.random() < 0.75:
-        place = asker.rng.choice(asker.scene.shapes).place
-    at = answers.at(place) if asker.plain else _at(place, asker.rng)
-    return asker.put(
-        "is at",
-        phrasings.IS_AT,
-        answers.is_at(asker.scene, selector, place),
-        at=at,
-        **_words(selector),  # pyright: ignore[reportArgumentType]
-    )
+    selector, place = asker.pick_selector("kind", "both", "both"), asker.pick_place(0.75)
+    answer, slots = answers.is_at(asker.scene, selector, place), _words(selector)
+    return asker.put("is at", phrasings.IS_AT, answer, None, at=asker.at(place), **slots)
 
 
 def _is_color(asker: Asker) -> Question:
     selector = asker.pick_selector("kind")
     picked = selector.pick(asker.scene)
     color = picked[0].color if picked and asker.rng.random() < 0.5 else asker.rng.choice(COLORS)
-    answer = answers.is_color(asker.scene, selector, color)
-    return asker.put(
-        "is color",
-        phrasings.IS_COLOR,
-        answer,
-        asker.only(selector),
-        noun=selector.noun,
-        color=color,
-    )
+    answer = answers.is_so(asker.scene, selector, "color", color)
+    slots = _words(selector) | {"color": color}
+    return asker.put("is color", phrasings.IS_COLOR, answer, asker.only(selector), **slots)
 
 
 def _background(asker: Asker) -> Question:
-    return asker.put("background", phrasings.BACKGROUND, answers.background(asker.scene))
+    return asker.put("background", phrasings.BACKGROUND, asker.scene.background)
 
 
 def _count_special(asker: Asker) -> Question:
@@ -218,15 +180,15 @@ def _count_special(asker: Asker) -> Question:
     rng, shapes = asker.rng, asker.scene.shapes
     match rng.choice(("color", "size", "different", "band")):
         case "color":
-            color = asker.pick_selector("color").color or ""
-            answer = answers.count(asker.scene, Selector(None, color))
-            return asker.put("count special", phrasings.COUNT_COLOR, answer, color=color)
+            selector = asker.pick_selector("color")
+            answer, slots = answers.count(asker.scene, selector), _words(selector)
+            return asker.put("count special", phrasings.COUNT_COLOR, answer, None, **slots)
         case "size":
             size = rng.choice(SIZES)
             selector = Selector() if rng.random() < 0.7 else asker.pick_selector("kind")
-            picked = [shape for shape in selector.pick(asker.scene) if shape.size == size]
-            slots = {"size": _size_word(size, rng), "nouns": selector.nouns}
-            return asker.put("count special", phrasings.COUNT_SIZE, str(len(picked)), None, **slots)
+            number = sum(shape.size == size for shape in selector.pick(asker.scene))
+            slots = _words(selector) | {"size": _size_word(size, rng)}
+            return asker.put("count special", phrasings.COUNT_SIZE, str(number), None, **slots)
         case "different":
             what = rng.choice(("color", "kind"))
             things = "colors" if what == "color" else rng.choice(("kinds of shapes", "kinds"))
@@ -255,24 +217,16 @@ def _is_beside(asker: Asker) -> Question:
     first, second = asker.pick_two()
     side = asker.rng.choice(tuple(phrasings.BESIDE))
     answer = answers.is_beside(asker.scene, first, second, side)
-    return asker.put(
-        "is beside",
-        phrasings.IS_BESIDE,
-        answer,
-        other=second.noun,
-        beside=asker.rng.choice(phrasings.BESIDE[side]),
-        **_words(first),  # pyright: ignore[reportArgumentType]
-    )
+    slots = {"other": second.noun, "beside": asker.rng.choice(phrasings.BESIDE[side])}
+    return asker.put("is beside", phrasings.IS_BESIDE, answer, None, **slots, **_words(first))
 
 
 def _what_is_beside(asker: Asker) -> Question:
     _, other = asker.pick_two()
     side = asker.rng.choice(tuple(phrasings.BESIDE))
-    beside = asker.rng.choice(phrasings.BESIDE[side])
     answer = answers.what_is_beside(asker.scene, other, side)
-    return asker.put(
-        "what is beside", phrasings.WHAT_IS_BESIDE, answer, other=other.noun, beside=beside
-    )
+    slots = {"other": other.noun, "beside": asker.rng.choice(phrasings.BESIDE[side])}
+    return asker.put("what is beside", phrasings.WHAT_IS_BESIDE, answer, None, **slots)
 
 
 def _all_same(asker: Asker) -> Question:
@@ -287,7 +241,8 @@ def _all_same(asker: Asker) -> Question:
 
 
 def _colors(asker: Asker) -> Question:
-    return asker.put("colors", phrasings.COLORS_OF_ALL, answers.color_of(asker.scene, Selector()))
+    answer = answers.property_of(asker.scene, Selector(), "color")
+    return asker.put("colors", phrasings.COLORS_OF_ALL, answer)
 
 
 def _more(asker: Asker) -> Question:
@@ -304,7 +259,7 @@ def _anything(asker: Asker) -> Question:
         return asker.put("anything", phrasings.ANYTHING, answer)
     place = asker.pick_place(0.5)
     answer = answers.yes_no(asker.scene.at(place) is not None)
-    return asker.put("anything", phrasings.ANYTHING_AT, answer, at=_at(place, asker.rng))
+    return asker.put("anything", phrasings.ANYTHING_AT, answer, at=asker.at(place))
 
 
 def _of_size(asker: Asker) -> Question:
@@ -317,8 +272,8 @@ def _of_size(asker: Asker) -> Question:
 def _color_at(asker: Asker) -> Question:
     place = asker.pick_place(0.8)
     shape = asker.scene.at(place)
-    at = _at(place, asker.rng)
-    return asker.put("color at", phrasings.COLOR_AT, shape.color if shape else "nothing", at=at)
+    answer = shape.color if shape else "nothing"
+    return asker.put("color at", phrasings.COLOR_AT, answer, at=asker.at(place))
 
 
 def _is_so(asker: Asker) -> Question:
@@ -329,36 +284,33 @@ def _is_so(asker: Asker) -> Question:
             selector = asker.pick_selector("color")
             picked = selector.pick(asker.scene)
             kind = picked[0].kind if picked and rng.random() < 0.5 else rng.choice(KINDS)
-            answer = answers.is_kind(asker.scene, selector, kind)
-            slots = {"color": str(selector.color), "a_kind": f"{answers.article(kind)} {kind}"}
-            return asker.put("is so", phrasings.IS_KIND, answer, **slots)  # pyright: ignore[reportArgumentType]
+            answer = answers.is_so(asker.scene, selector, "kind", kind)
+            slots = _words(selector) | {"a_kind": f"{answers.article(kind)} {kind}"}
+            return asker.put("is so", phrasings.IS_KIND, answer, None, **slots)
         case "size":
             selector, size = asker.pick_selector("kind", "both"), rng.choice(SIZES)
-            answer = answers.is_size(asker.scene, selector, size)
-            words = _size_word(size, rng)
-            return asker.put("is so", phrasings.IS_SIZE, answer, noun=selector.noun, size=words)
+            answer = answers.is_so(asker.scene, selector, "size", size)
+            slots = _words(selector) | {"size": _size_word(size, rng)}
+            return asker.put("is so", phrasings.IS_SIZE, answer, None, **slots)
         case _:
             color = rng.choice((asker.scene.background, rng.choice(BACKGROUNDS)))
             answer = answers.yes_no(color == asker.scene.background)
-            slots = {"color": color, "a_color": f"{answers.article(color)} {color}"}
-            return asker.put("is so", phrasings.IS_BACKGROUND, answer, **slots)  # pyright: ignore[reportArgumentType]
+            a_color = f"{answers.article(color)} {color}"
+            return asker.put("is so", phrasings.IS_BACKGROUND, answer, color=color, a_color=a_color)
 
 
 def _size_word(size: str, rng: Random) -> str:
-    return (
-        rng.choice(("large", "big", "large"))
-        if size == "large"
-        else rng.choice(("small", "small", "little"))
-    )
+    return rng.choice(("large", "big", "large") if size == "large" else ("small", "small", "little"))
 
 
+_OF_ANY = ("kind", "kind", "both", "color")
 SINGLE_TOPICS: dict[str, Callable[[Asker], Question]] = {
     "describe": _describe,
     "count": _count,
-    "color": _color,
-    "kind": _kind,
-    "place": _place,
-    "size": _size,
+    "color": lambda asker: _property(asker, "color", phrasings.COLOR, "kind"),
+    "kind": lambda asker: _property(asker, "kind", phrasings.KIND, "color"),
+    "place": lambda asker: _property(asker, "place", phrasings.PLACE, *_OF_ANY),
+    "size": lambda asker: _property(asker, "size", phrasings.SIZE, *_OF_ANY),
     "content": _content,
     "exists": _exists,
     "is at": _is_at,
@@ -388,16 +340,15 @@ def ask_about_pair(
     match topic:
         case "which has":
             selector = _fair_selector(rng, scenes)
-            answer = answers.which_has(first, second, selector)
-            return asker.put(topic, phrasings.WHICH_HAS, answer, **_words(selector))  # pyright: ignore[reportArgumentType]
+            answer = answers.which(*(bool(selector.pick(scene)) for scene in scenes))
+            return asker.put(topic, phrasings.WHICH_HAS, answer, None, **_words(selector))
         case "which has background":
             color = rng.choice((first.background, second.background, rng.choice(BACKGROUNDS)))
-            answer = answers.which_has_background(first, second, color)
-            a_color = f"{answers.article(color)} {color}"
-            slots = {"a_color": a_color, "bare_color": color}
-            return asker.put(topic, phrasings.WHICH_HAS_BACKGROUND, answer, **slots)  # pyright: ignore[reportArgumentType]
+            answer = answers.which(*(scene.background == color for scene in scenes))
+            slots = {"a_color": f"{answers.article(color)} {color}", "bare_color": color}
+            return asker.put(topic, phrasings.WHICH_HAS_BACKGROUND, answer, None, **slots)
         case "same":
-            return asker.put(topic, phrasings.SAME, answers.are_same(first, second))
+            return asker.put(topic, phrasings.SAME, answers.yes_no(first == second))
         case "describe all":
             return asker.put(topic, phrasings.DESCRIBE_ALL, answers.describe_all(scenes))
         case _:
@@ -406,20 +357,15 @@ def ask_about_pair(
 
 def follow_up(subject: Shape, rng: Random, plain: bool = False) -> Question:
     """A question that calls the shape of the question before it "it"."""
-    attribute, templates = rng.choice(
-        (
-            ("color", phrasings.PRONOUN_COLOR),
-            ("kind", phrasings.PRONOUN_KIND),
-            ("place", phrasings.PRONOUN_PLACE),
-            ("size", phrasings.PRONOUN_SIZE),
-        )
-    )
+    attribute, templates = rng.choice(tuple(phrasings.PRONOUN.items()))
     text = templates[0] if plain else vary(rng.choice(templates), rng)
     return Question("follow-up", text, getattr(subject, attribute), subject)
 
 
 def vary(text: str, rng: Random) -> str:
     """The same question as a hasty or a polite person types it."""
+    if rng.random() < 0.3:
+        text = re.sub(r"^(What|Where) is\b", r"\1's", text)
     if rng.random() < 0.2:
         text = text.replace("color", "colour")
     if "center" in text and rng.random() < 0.15:
@@ -469,13 +415,6 @@ def misspell(text: str, rng: Random) -> str:
     return text[:index] + slip + text[index + skipped :]
 
 
-def _at(place: str, rng: Random) -> str:
-    if rng.random() < 0.4:
-        return answers.at(place)
-    words = rng.choice(phrasings.PLACE_SYNONYMS[place])
-    return f"{rng.choice(phrasings.PREPOSITIONS)} the {words}"
-
-
 def _fair_selector(rng: Random, scenes: tuple[Scene, ...]) -> Selector:
     """A selector for yes or no, there about as often as not, and near misses among those that are not."""
     shapes = [shape for scene in scenes for shape in scene.shapes]
@@ -487,5 +426,6 @@ def _fair_selector(rng: Random, scenes: tuple[Scene, ...]) -> Selector:
 
 
 def _words(selector: Selector) -> dict[str, str]:
-    noun = selector.noun
-    return {"noun": noun, "nouns": selector.nouns, "a_noun": f"{answers.article(noun)} {noun}"}
+    noun, color = selector.noun, selector.color or ""
+    a_noun = f"{answers.article(noun)} {noun}"
+    return {"noun": noun, "nouns": selector.nouns, "a_noun": a_noun, "color": color}

@@ -33,13 +33,7 @@ SHADES: dict[str, tuple[Rgb, ...]] = {
 }  # fmt: skip
 DIAMETERS = {"small": (0.13, 0.175), "large": (0.22, 0.31)}  # shares of the image's shorter side
 SMALLEST = 10  # pixels of diameter, below which nobody can tell a star from a circle
-_FRAME_COLORS: tuple[Rgb, ...] = (
-    (0, 0, 0),
-    (0, 0, 0),
-    (128, 128, 128),
-    (255, 255, 255),
-    (139, 69, 19),
-)
+_FRAME_COLORS = ((0, 0, 0), (0, 0, 0), (128, 128, 128), (255, 255, 255), (139, 69, 19))
 FARTHEST = 0.28  # from the border to a shape of an outer place; the next place begins at a third
 
 
@@ -78,9 +72,8 @@ def sample_style(rng: Random) -> Style:
         (96, 128, 200, 224, 256, 336, 512, *[round(2 ** rng.uniform(6, 8)) for _ in range(9)])
     )
     if rng.random() < 0.4:
-        height = max(
-            64, round(width * rng.choice((rng.uniform(0.72, 1.35), 2 ** rng.uniform(-1.1, 1.1))))
-        )
+        ratio = rng.choice((rng.uniform(0.72, 1.35), 2 ** rng.uniform(-1.1, 1.1)))
+        height = max(64, round(width * ratio))
     margin = rng.choice((1 / 6, 1 / 6, 0.2, 0.22, 0.25, rng.uniform(0.16, 0.26)))
     return Style(
         width=width,
@@ -141,7 +134,8 @@ def render(
         if style.shadow:
             state = own.getstate()
             below = center[0] + 0.1 * radius, center[1] + 0.16 * radius
-            _draw(pen, shape, below, radius, _darker(background, style.shadow), style, own)
+            red, green, blue = (round(level * (1 - style.shadow)) for level in background)
+            _draw(pen, shape, below, radius, (red, green, blue), style, own)
             own.setstate(state)
         _draw(pen, shape, center, radius, fill, style, own)
     if style.background_gradient or style.shape_gradient:
@@ -203,11 +197,8 @@ def _draw(
 ) -> None:
     x, y = center
     box = (x - radius, y - radius, x + radius, y + radius)
-    line = (
-        max(1, round(style.outline_width * style.width * style.supersampling))
-        if style.outline_width
-        else 0
-    )
+    width = round(style.outline_width * style.width * style.supersampling)
+    line = max(1, width) if style.outline_width else 0
     outline = SHADES[style.outline_color][0] if style.outline_color != shape.color else None
     if shape.kind == "ring":
         thickness = radius * rng.choice((0.25, 0.33, 0.4, 0.5, rng.uniform(0.18, 0.55)))
@@ -251,10 +242,11 @@ _LOW_TRIANGLE: list[Point] = [(0, -0.85), (0.95, 0.8), (-0.95, 0.8)]
 
 
 def _star(num_points: int, inner: float) -> list[Point]:
-    return [
-        _on_circle(180 * index / num_points, inner if index % 2 else 1.0)
-        for index in range(2 * num_points)
-    ]
+    points: list[Point] = []
+    for index in range(2 * num_points):
+        angle, radius = math.pi * index / num_points, inner if index % 2 else 1.0
+        points.append((radius * math.sin(angle), -radius * math.cos(angle)))
+    return points
 
 
 def _plus(arm: float) -> list[Point]:
@@ -267,19 +259,9 @@ def _plus(arm: float) -> list[Point]:
     return points
 
 
-def _on_circle(angle: float, radius: float) -> Point:
-    """A point `angle` degrees clockwise from the top."""
-    return radius * math.sin(math.radians(angle)), -radius * math.cos(math.radians(angle))
-
-
 def _turned(polygon: list[Point], angle: float, stretch: float = 1.0) -> list[Point]:
     cos, sin = stretch * math.cos(math.radians(angle)), stretch * math.sin(math.radians(angle))
     return [(x * cos - y * sin, x * sin + y * cos) for x, y in polygon]
-
-
-def _darker(color: Rgb, share: float) -> Rgb:
-    red, green, blue = (round(level * (1 - share)) for level in color)
-    return red, green, blue
 
 
 def _light(image: Image.Image, background: Rgb, style: Style, rng: Random) -> Image.Image:

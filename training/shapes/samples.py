@@ -3,10 +3,7 @@
 python -m training.shapes.samples
 """
 
-from pathlib import Path
 from random import Random
-
-import typer
 
 from training import PACKAGES
 from training.shapes.render import Style, render
@@ -34,12 +31,12 @@ SCENES = {
 }
 
 
-def main(folder: Path = FOLDER) -> None:
+def main() -> None:
     """Write the images as PNG."""
-    folder.mkdir(exist_ok=True)
+    FOLDER.mkdir(exist_ok=True)
     for name, scene in SCENES.items():
-        render(scene, Random(0), STYLE).save(folder / f"{name}.png", optimize=True)
+        render(scene, Random(0), STYLE).save(FOLDER / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

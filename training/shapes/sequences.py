@@ -4,45 +4,19 @@ Many independent conversations about the same images share one sequence: they al
 none sees another, so that images are read once and every conversation still looks as if it were alone.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from training.shapes.conversations import Conversation
+from training.shapes.conversations import Turn
 from training.shapes.questions import Question
 from training.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID
 
 PADDING = -1  # the branch of padding; 0 is what all branches share
 MAX_GAP = 700  # positions by which a branch may stand apart from its images, as after a long talk
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """One packed sequence. Shapes: all (T,).
-
-    `branches` says which conversation a token belongs to (0: to all), `positions` where it stands in its
-    own conversation, and `weights` how much it counts in the loss when it is predicted (0 for prompts).
-    `answers` are (topic, start, end) of each answer's tokens.
-    """
-
-    token_ids: np.ndarray
-    positions: np.ndarray
-    branches: np.ndarray
-    weights: np.ndarray
-    answers: tuple[tuple[str, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedTurn:
-    """Token ids of a prompt and of its answer, and the weights of the answer's tokens."""
-
-    topic: str
-    prompt: list[int]
-    answer: list[int]
-    weights: list[float]
 
 
 class Encoder:
@@ -67,16 +41,11 @@ class Encoder:
         """The rest of a user's turn, and the invitation to answer."""
         return list(self.encode(f"{text} ASSISTANT: "))
 
-    def answer(self, text: str) -> list[int]:
-        """What the model should say."""
-        return [*self.encode(text), EOS_ID]
-
-    def weighted_answer(self, question: Question) -> tuple[list[int], list[float]]:
+    def answer(self, question: Question) -> tuple[list[int], list[float]]:
         """What the model should say, and how much each token counts: those of an answer as much as its root."""
-        pieces = question.pieces or ((question.answer, 1.0),)
         ids: list[int] = []
         weights: list[float] = []
-        for text, weight in pieces:
+        for text, weight in question.pieces or ((question.answer, 1.0),):
             encoded = self.encode(text)
             ids += encoded
             weights += len(encoded) * [weight]
@@ -85,22 +54,23 @@ class Encoder:
         share = sum(weights) ** -0.5
         return ids, [share * weight for weight in weights]
 
-    def turns(self, conversation: Conversation, skip_images: bool) -> Iterator[EncodedTurn]:
-        """Every turn; `skip_images` leaves out the first images."""
-        for index, turn in enumerate(conversation.turns):
-            question = turn.question
-            if skip_images and index == 0:
-                start = []
-            elif question.role == "USER":
-                start = self.images(turn.num_images)
-            else:
-                start = list(self.encode(f"{question.role}: "))
-            prompt = start + self.question(question.text)
-            yield EncodedTurn(question.topic, prompt, *self.weighted_answer(question))
+    def turn(self, turn: Turn, skip_images: bool) -> tuple[list[int], list[int], list[float]]:
+        """A prompt, its answer, and the weights of the answer's tokens; `skip_images` if they are there already."""
+        question, start = turn.question, []
+        if not skip_images:
+            is_user = question.role == "USER"
+            role = f"{question.role}: "
+            start = self.images(turn.num_images) if is_user else list(self.encode(role))
+        return start + self.question(question.text), *self.answer(question)
 
 
 class Packer:
-    """Fills one sequence of `length` tokens with conversations."""
+    """Fills one sequence of `length` tokens with conversations.
+
+    `branches` says which conversation a token belongs to (0: to all), `positions` where it stands in its
+    own conversation, and `weights` how much it counts in the loss when it is predicted (0 for prompts).
+    `answers` are (topic, start, end) of each answer's tokens.
+    """
 
     def __init__(self, encoder: Encoder, length: int) -> None:
         self.encoder = encoder
@@ -121,29 +91,30 @@ class Packer:
         self.weights += [0.0] * len(token_ids) if weights is None else weights
 
     def add_branch(
-        self, conversation: Conversation, branch: int, position: int, skip_images: bool
+        self, turns: Sequence[Turn], branch: int, position: int, skip_images: bool = False
     ) -> int:
-        """Add as many turns as fit; return how many."""
-        num_added = 0
-        for turn in self.encoder.turns(conversation, skip_images):
-            prompt, answer = turn.prompt, turn.answer
+        """Add as many turns as fit; return how many. `skip_images` leaves out the first images."""
+        for index, turn in enumerate(turns):
+            prompt, answer, weights = self.encoder.turn(turn, skip_images and index == 0)
             if len(self.token_ids) + len(prompt) + len(answer) > self.length:
-                break
+                return index
             self.add(prompt, branch, position)
-            self.add(answer, branch, position + len(prompt), turn.weights)
-            end = len(self.token_ids)
-            self.answers.append((turn.topic, end - len(answer), end))
+            self.add(answer, branch, position + len(prompt), weights)
             position += len(prompt) + len(answer)
-            num_added += 1
-        return num_added
+            end = len(self.token_ids)
+            self.answers.append((turn.question.topic, end - len(answer), end))
+        return len(turns)
 
-    def finish(self) -> Sequence:
-        """The sequence, padded to its length."""
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The sequence, padded to its length. Shapes: all (T,)."""
         missing = self.length - len(self.token_ids)
-        return Sequence(
-            np.array(self.token_ids + [PAD_ID] * missing, dtype=np.int64),
-            np.array(self.positions + [0] * missing, dtype=np.int64),
-            np.array(self.branches + [PADDING] * missing, dtype=np.int64),
-            np.array(self.weights + [0.0] * missing, dtype=np.float32),
-            tuple(self.answers),
-        )
+
+        def padded(values: list[Any], padding: float, dtype: Any) -> np.ndarray:
+            return np.array(values + [padding] * missing, dtype=dtype)
+
+        return {
+            "token_ids": padded(self.token_ids, PAD_ID, np.int16),
+            "positions": padded(self.positions, 0, np.int16),
+            "branches": padded(self.branches, PADDING, np.int8),
+            "weights": padded(self.weights, 0.0, np.float16),
+        }

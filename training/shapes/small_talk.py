@@ -116,6 +116,8 @@ FOREIGN = (
     "¿Qué ves?", "¿Quién eres tú?", "¿Qué día es hoy?", "Quelle est la capitale de {place}", "Raconte-moi une blague", "Che ora è",
     "Qual é a capital de {place}", "Ça veut dire quoi", "Comment tu t'appelles", "Come ti chiami", "Hoe gaat het",
 )  # fmt: skip
+SIGNS = ("+", "-", "*", "/", "^", "x", "plus", "minus", "times", "divided by")
+SUMS = ("What is", "What's", "Calculate", "How much is", "Solve", "compute", "Can you calculate")
 
 
 def sample_small_talk(rng: Random) -> str:
@@ -135,26 +137,16 @@ def sample_small_talk(rng: Random) -> str:
 
 
 def _pick(rng: Random) -> str:
-    match rng.choices(range(9), (16, 6, 9, 24, 16, 9, 5, 12, 3))[0]:
-        case 0:
-            return rng.choice(GREETINGS)
-        case 1:
-            return rng.choice(THANKS)
-        case 2:
-            return rng.choice(ABOUT)
-        case 3:
-            return _fill(rng.choice(TOPICS), rng)
-        case 4:
-            return _fill(rng.choice(ABOUT_PICTURES), rng)
-        case 5:
-            return sample_arithmetic(rng)
-        case 6:
-            return _fill(rng.choice(FOREIGN), rng)
-        case 7:
-            return sample_prose(rng)
-        case _:
-            letters = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!/-_äöüéñ"
-            return "".join(rng.choice(letters) for _ in range(rng.randint(1, 24))).strip() or "x"
+    way = rng.random()
+    if way < 0.09:
+        return sample_arithmetic(rng)
+    if way < 0.21:
+        return sample_prose(rng)
+    if way < 0.24:
+        letters = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!/-_äöüéñ"
+        return "".join(rng.choice(letters) for _ in range(rng.randint(1, 24))).strip() or "x"
+    tables = (GREETINGS, THANKS, ABOUT, TOPICS, ABOUT_PICTURES, FOREIGN)
+    return _fill(rng.choice(rng.choices(tables, (16, 6, 9, 24, 16, 5))[0]), rng)
 
 
 def sample_prose(rng: Random) -> str:
@@ -172,41 +164,12 @@ def _prose() -> list[str]:
 
 def sample_arithmetic(rng: Random) -> str:
     """A sum and the like: "2+2", "What is 7 times 8?"."""
-    first, second = (
-        rng.randrange(rng.choice((10, 100, 10000))),
-        rng.randrange(rng.choice((10, 100))),
-    )
-    sign = rng.choice(
-        (
-            "+",
-            "-",
-            "*",
-            "/",
-            " + ",
-            " - ",
-            " * ",
-            " / ",
-            "x",
-            "^",
-            " plus ",
-            " minus ",
-            " times ",
-            " divided by ",
-        )
-    )
-    start = rng.choice(
-        (
-            "",
-            "",
-            "What is ",
-            "What's ",
-            "Calculate ",
-            "How much is ",
-            "Solve ",
-            "compute ",
-            "Can you calculate ",
-        )
-    )
+    first = rng.randrange(rng.choice((10, 100, 10000)))
+    second = rng.randrange(rng.choice((10, 100)))
+    sign = rng.choice(SIGNS)
+    if sign.islower() or rng.random() < 0.45:
+        sign = f" {sign} "
+    start = f"{rng.choice(SUMS)} " if rng.random() < 0.78 else ""
     return f"{start}{first}{sign}{second}{rng.choice(('', '', '?', ' =', '=', ' = ?'))}"
 
 

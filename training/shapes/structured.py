@@ -123,20 +123,12 @@ def _fields(scene: Scene, rng: Random) -> Iterator[tuple[str, object, float]]:
         selector = Selector(rng.choice(KINDS))
     words = [word for word in (selector.color, selector.kind) if word]
     count = len(selector.pick(scene))
-    yield (
-        f"{rng.choice(('has', 'has', 'contains', 'is_there_a', 'shows'))}_{'_'.join(words)}",
-        count > 0,
-        0.5,
-    )
+    has = rng.choice(("has", "has", "contains", "is_there_a", "shows"))
+    yield "_".join((has, *words)), count > 0, 0.5
     noun = selector.nouns.replace(" shapes", "").replace(" ", "_")
-    if selector.kind:
-        yield rng.choice((noun, f"num_{noun}", f"{noun}_count", f"number_of_{noun}")), count, 0.4
-    else:
-        yield (
-            rng.choice((f"num_{noun}", f"{noun}_count", f"number_of_{noun}", f"{noun}_shapes")),
-            count,
-            0.3,
-        )
+    bare = noun if selector.kind else f"{noun}_shapes"
+    name_of_count = rng.choice((bare, f"num_{noun}", f"{noun}_count", f"number_of_{noun}"))
+    yield name_of_count, count, 0.4 if selector.kind else 0.3
 
 
 def _about_one(scene: Scene, rng: Random) -> Question:
@@ -290,28 +282,22 @@ def ask_with_tools(scene: Scene | None, tools: tuple[Tool, ...], rng: Random) ->
     way = rng.random()
     if way < 0.45 and count and scene:
         selector = Asker(rng, scene).pick_selector("kind")
-        kind = selector.kind or ""
         text = rng.choice(phrasings.COUNT).format(nouns=selector.nouns, where="", image="image")
-        called = _call(text, count[0], {count[1]: kind}, rng)
+        called = _call(text, count[0], {count[1]: selector.kind or ""}, rng)
         number = answers.count(scene, selector)
-        given = rng.choice(
-            (number, json.dumps({"count": int(number)}), json.dumps({"result": int(number)}))
-        )
-        return [called, _give(given, number)] if rng.random() < 0.4 else [called]
+        found = [json.dumps({name: int(number)}) for name in ("count", "result")]
+        given = _give(rng.choice((number, *found)), number)
+        return [called, given] if rng.random() < 0.4 else [called]
     if way < 0.85 and mark and scene:
-        asker = Asker(rng, scene)
-        selector = asker.pick_selector("both", "both", "kind", "color")
+        selector = Asker(rng, scene).pick_selector("both", "both", "kind", "color")
         text = rng.choice(ASK_TO_MARK).format(the=f"the {selector.noun}")
         picked = selector.pick(scene)
         if not picked:
             return [Question("tools", vary(text, rng), answers.missing(selector))]
         words = {"color": picked[0].color, "kind": picked[0].kind, "shape": picked[0].kind}
         called = _call(text, mark[0], {name: words[name] for name in mark[1:]}, rng)
-        return (
-            [called, _give(rng.choice(("done", "ok", "true")), "done")]
-            if rng.random() < 0.3
-            else [called]
-        )
+        given = _give(rng.choice(("done", "ok", "true")), "done")
+        return [called, given] if rng.random() < 0.3 else [called]
     if scene is None or rng.random() < 0.3:
         return [Question("outside", sample_small_talk(rng), answers.OUTSIDE)]
     topic = rng.choice(("describe", "color", "color", "place", "kind", "content", "exists", "size", "background", "count"))  # fmt: skip

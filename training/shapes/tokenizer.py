@@ -4,12 +4,6 @@ Spaces belong to the end of a word ("red " and "red" are tokens), so that an ans
 after "ASSISTANT: ", and a conversation reads the same whether it was generated or typed.
 """
 
-import itertools
-import json
-import re
-from collections import Counter
-from collections.abc import Iterator
-
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -36,52 +30,6 @@ CHAT_TEMPLATE = (  # as llava-hf's: a message's images first, then its text; bef
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
 )
-
-
-def add_words(tokenizer: Tokenizer, texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """The tokenizer with the most frequent pairs of tokens within words as further tokens.
-
-    Signs stay apart: of JSON, each decides something.
-    """
-    described = json.loads(tokenizer.to_str())
-    vocabulary, merges = described["model"]["vocab"], described["model"]["merges"]
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(re.findall(r"[^\W\d_]+ ?", text))
-    kept = sorted((word, count) for word, count in counts.items() if count > 1)
-    words = [tokenizer.encode(word, add_special_tokens=False).tokens for word, _ in kept]
-    pairs: Counter[tuple[str, str]] = Counter()
-    holders: dict[tuple[str, str], set[int]] = {}
-
-    def note(index: int, sign: int) -> None:
-        for pair in itertools.pairwise(words[index]):
-            pairs[pair] += sign * kept[index][1]
-            holders.setdefault(pair, set()).add(index)
-
-    for index in range(len(words)):
-        note(index, 1)
-    while len(vocabulary) < vocab_size:
-        (first, second), _ = max(pairs.items(), key=lambda item: (item[1], item[0]))
-        merges.append([first, second])
-        vocabulary.setdefault(first + second, len(vocabulary))
-        for index in holders.pop((first, second)):
-            note(index, -1)
-            words[index] = _merge(words[index], first, second)
-            note(index, 1)
-        pairs.pop((first, second), None)
-    return Tokenizer.from_str(json.dumps(described))
-
-
-def _merge(tokens: list[str], first: str, second: str) -> list[str]:
-    if first not in tokens:
-        return tokens
-    merged: list[str] = []
-    for token in tokens:
-        if token == second and merged and merged[-1] == first:
-            merged[-1] = first + second
-        else:
-            merged.append(token)
-    return merged
 
 
 def to_fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -1,103 +1,83 @@
-"""The training loop that both stages share: AdamW, warm-up and cosine, an average of weights, resuming.
-
-A stage gives it a module and a function from the step number to a loss. All that a step draws at random
-must come from that number, so that a run which stops and resumes ends with the same weights.
-"""
+"""The training loop of both models: AdamW, warm-up and half a cosine, an average of the weights."""
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from torch import Tensor, nn
 
-from training.shapes import checkpoints
-
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
+REPORT_EVERY_S = 55.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long and how fast to learn."""
+    """How fast to learn. `warmup` is the share of the training in which the learning rate grows."""
 
-    num_steps: int
     learning_rate: float = 1e-3
-    warmup_steps: int = 100
+    warmup: float = 0.05
     weight_decay: float = 0.05
-    max_gradient_norm: float = 1.0
     average_decay: float = 0.99  # of the weights, per step
-
-    def learning_rate_at(self, step: int, time_ratio: float = 0.0) -> float:
-        """Linear warm-up, then half a cosine down to a fiftieth at the last step, or when time is up."""
-        progress = min(1.0, max(step / self.num_steps, time_ratio))
-        cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
-        return self.learning_rate * min(1.0, (step + 1) / self.warmup_steps) * cosine
 
 
 class Trainer:
     """Trains those parameters of a module that want it, and keeps a running average of them.
 
-    `autocast`: matrices are multiplied in bfloat16; the weights stay as they are.
+    `autocast`: matrices are multiplied in bfloat16; the weights stay as they are. `rate_of`: a parameter's
+    learning rate over that of the plan, by its name.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        loss_at: Callable[[int], Tensor],
         plan: Plan,
         autocast: bool = False,
+        rate_of: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
         named = module.named_parameters()
-        self.module = module
         self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.average = {name: each.detach().clone() for name, each in self.parameters.items()}
-        self.loss_at = loss_at
         self.plan = plan
-        self.autocast = autocast
         self.step = 0
-        self.loss = math.nan  # running mean
-        matrices = [each for each in self.parameters.values() if each.ndim > 1]
-        vectors = [each for each in self.parameters.values() if each.ndim <= 1]
+        groups: defaultdict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)
+        for name, each in self.parameters.items():
+            groups[rate_of(name), each.ndim > 1].append(each)
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": plan.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
+                {
+                    "params": each,
+                    "weight_decay": plan.weight_decay * is_matrix,
+                    "peak": plan.learning_rate * rate,
+                }
+                for (rate, is_matrix), each in groups.items()
             ],
-            lr=plan.learning_rate,
             betas=(0.9, 0.98),
             fused=True,
         )
+        device = next(iter(self.parameters.values())).device
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
 
-    def train_step(self, time_ratio: float = 0.0) -> None:
-        """One step of learning; `time_ratio` is how much of a limited time is over, 0 to 1."""
+    def learn(self, losses_of: Callable[[], Sequence[Tensor]], progress: float) -> Tensor:
+        """One step down the sum of some losses, which it returns; `progress` of the training is 0 to 1."""
+        cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.learning_rate_at(self.step, time_ratio)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss = self.loss_at(self.step)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.max_gradient_norm)
+            group["lr"] = group["peak"] * min(1.0, progress / self.plan.warmup) * cosine
+        with self.autocast:
+            losses = torch.stack(list(losses_of()))
+        losses.sum().backward()
+        nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._update_average()
-        self.loss = loss.item() if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * loss.item()
-        self.step += 1
-
-    @torch.no_grad()
-    def _update_average(self) -> None:
         decay = min(self.plan.average_decay, (1 + self.step) / (10 + self.step))
-        for name, parameter in self.parameters.items():
-            self.average[name].lerp_(parameter, 1 - decay)
+        foreach_lerp: Any = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
+        learned = [each.detach() for each in self.parameters.values()]
+        foreach_lerp(list(self.average.values()), learned, 1 - decay)
+        self.step += 1
+        return losses.detach()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -109,10 +89,6 @@ class Trainer:
         finally:
             self._put(current)
 
-    def keep_average(self) -> None:
-        """Give the module the averaged weights for good."""
-        self._put(self.average)
-
     @torch.no_grad()
     def _put(self, weights: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
@@ -120,57 +96,28 @@ class Trainer:
 
     def run(
         self,
-        folder: Path,
+        losses_of: Callable[[], Sequence[Tensor]],
         report: Callable[[], str],
-        report_every: int,
-        max_seconds: float = math.inf,
+        say: Callable[[str], object] = print,
+        *,
+        num_steps: float = math.inf,
+        seconds: float = math.inf,
     ) -> None:
-        """Train to the end of the plan, but for `max_seconds` at most.
+        """Train until steps or seconds are over.
 
-        Every `report_every` steps and at the end the state is saved to `folder` and `report` is called with
-        the averaged weights in place; the line it returns is printed.
+        Once in a while and at the end, `report` is called with the averaged weights in place, and its text
+        is said.
         """
-        started = time.monotonic()
-        reported_at = self.step
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(TextColumn("{task.description}"), *columns) as progress:
-            task = progress.add_task("", total=self.plan.num_steps, completed=self.step)
-            while (
-                self.step < self.plan.num_steps
-                and (spent := time.monotonic() - started) < max_seconds
-            ):
-                self.train_step(spent / max_seconds)
-                progress.update(task, completed=self.step, description=f"loss {self.loss:.4f}")
-                if self.step % report_every == 0:
-                    reported_at = self.step
-                    progress.console.print(self._take_stock(folder, report, started))
-            if self.step != reported_at:
-                progress.console.print(self._take_stock(folder, report, started))
-
-    def _take_stock(self, folder: Path, report: Callable[[], str], started: float) -> str:
-        self.save(folder)
-        with self.averaged():
-            spent = time.monotonic() - started
-            return f"step {self.step} {spent:.0f} s loss {self.loss:.4f} {report()}"
-
-    def save(self, folder: Path) -> None:
-        """Write everything that `load` needs to go on as if nothing had happened."""
-        tensors = checkpoints.with_prefix("module", self.module.state_dict())
-        tensors |= checkpoints.with_prefix("average", self.average)
-        for name, parameter in self.parameters.items():
-            state = self.optimizer.state.get(parameter, {})
-            tensors |= checkpoints.with_prefix(f"optimizer.{name}", state)
-        numbers = {"step": self.step, "loss": self.loss, "plan": asdict(self.plan)}
-        checkpoints.save(folder, tensors, numbers)
-
-    def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
-        tensors, numbers = checkpoints.load(folder)
-        self.module.load_state_dict(checkpoints.of_prefix("module", tensors))
-        self.average = {name: tensors[f"average.{name}"] for name in self.parameters}
-        for name, parameter in self.parameters.items():
-            keys = {moment: f"optimizer.{name}.{moment}" for moment in MOMENTS}
-            if all(key in tensors for key in keys.values()):
-                state = {moment: tensors[key] for moment, key in keys.items()}
-                self.optimizer.state[parameter] = state
-        self.step, self.loss = numbers["step"], numbers["loss"]
+        began_at = time.monotonic()
+        due_at = began_at + REPORT_EVERY_S
+        losses: list[Tensor] = []
+        progress = 0.0
+        while progress < 1:
+            losses.append(self.learn(losses_of, progress))
+            progress = max((time.monotonic() - began_at) / seconds, self.step / num_steps)
+            if progress >= 1 or time.monotonic() > due_at:
+                means = torch.stack(losses).mean(0).tolist()
+                told = " + ".join(f"{mean:.4f}" for mean in means)
+                with self.averaged():
+                    say(f"step {self.step} loss {told} {report()}")
+                losses, due_at = [], time.monotonic() + REPORT_EVERY_S

@@ -126,20 +126,14 @@ def sample_scene(rng: Random, num_shapes: int | None = None, alike: float = 0.0)
 def sample_variation(scene: Scene, rng: Random) -> Scene:
     """A scene that differs from the given one in a single word: the hardest thing to tell apart."""
     while True:
-        varied = (
-            _vary_background(scene, rng)
-            if rng.random() < 0.1 or not scene.shapes
-            else _vary_shape(scene, rng)
-        )
+        if rng.random() < 0.1 or not scene.shapes:
+            taken = {shape.color for shape in scene.shapes}
+            free = [word for word in BACKGROUNDS if word not in taken]
+            varied = replace(scene, background=rng.choice(free))
+        else:
+            varied = _vary_shape(scene, rng)
         if varied != scene:
             return varied
-
-
-def _vary_background(scene: Scene, rng: Random) -> Scene:
-    taken = {shape.color for shape in scene.shapes}
-    return replace(
-        scene, background=rng.choice([word for word in BACKGROUNDS if word not in taken])
-    )
 
 
 def _vary_shape(scene: Scene, rng: Random) -> Scene:

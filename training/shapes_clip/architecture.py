@@ -59,8 +59,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, eye: Any, images: Tensor) -> 
     vision.pre_layrnorm.load_state_dict(eye.pre_layrnorm.state_dict())
     for layer, taken in zip(vision.encoder.layers, _fewer_neurons(eye, images), strict=False):
         layer.load_state_dict(taken)
-    for parameter in model.vision_model.parameters():
-        parameter.requires_grad = False
+    vision.requires_grad_(False)
     learning = (
         vision.encoder.layers[-2].mlp,
         vision.encoder.layers[-2].layer_norm2,
@@ -68,8 +67,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, eye: Any, images: Tensor) -> 
         vision.post_layernorm,
     )
     for module in learning:
-        for parameter in module.parameters():
-            parameter.requires_grad = True
+        module.requires_grad_(True)
     return model
 
 

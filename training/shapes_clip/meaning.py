@@ -11,11 +11,11 @@ from random import Random
 
 import numpy as np
 import torch
-from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training.shapes.gallery import decode, encode
+from training.shapes.trainer import Plan, Trainer
 from training.shapes.world import (
     BACKGROUNDS,
     COLORS,
@@ -143,21 +143,19 @@ def learn_meaning(
 ) -> Meaning:
     """The tables, frozen; always the same."""
     meaning = Meaning(dimensions)
-    optimizer = torch.optim.Adam(meaning.parameters(), betas=(0.9, 0.98))
     generator = torch.Generator().manual_seed(0)
     rng = Random(0)
     known = np.stack([encode(sample_scene(rng)) for _ in range(20 * batch_size)])
-    for step in track(range(num_steps), "learning what queries mean"):
-        progress = min(1.0, (step + 1) / 20) * (0.51 + 0.49 * math.cos(math.pi * step / num_steps))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * progress
+
+    def losses_of() -> tuple[Tensor]:
         codes = known[rng.choices(range(len(known)), k=batch_size)]
         queries = [
             sample_query(decode(code), rng, rng.choice(HARDEST) if rng.random() < 0.4 else None)
             for code in codes
         ]
         noise = NOISE * torch.randn(batch_size, dimensions, generator=generator)
-        meaning.loss(codes, queries, noise).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return (meaning.loss(codes, queries, noise),)
+
+    trainer = Trainer(meaning, Plan(learning_rate, weight_decay=0.0))
+    trainer.run(losses_of, lambda: "of what queries mean", num_steps=num_steps)
     return meaning.requires_grad_(False)

@@ -4,7 +4,6 @@ A query is about shapes (by kind, color, size and place), about the background, 
 """
 
 from dataclasses import dataclass, replace
-from itertools import permutations
 from random import Random
 
 import numpy as np
@@ -50,13 +49,6 @@ class Fact:
     size: str | None = None
     place: str | None = None
 
-    def matches(self, shape: Shape) -> bool:
-        """Whether a shape is such a one."""
-        return all(
-            getattr(self, name) in (None, getattr(shape, name))
-            for name in ("kind", "color", "size", "place")
-        )
-
     def cells(self, codes: np.ndarray) -> np.ndarray:
         """In which places one stands. Shapes: uint8 (N, CODE_LENGTH) in, bool (N, places) out."""
         cells = codes[:, 1:].reshape(len(codes), len(PLACES), 3)
@@ -83,19 +75,8 @@ class Query:
     background: str | None = None
     is_complete: bool = False
 
-    def holds(self, scene: Scene) -> bool:
-        """Whether it is true of a scene."""
-        if self.background not in (None, scene.background):
-            return False
-        if self.is_complete and len(scene.shapes) != len(self.facts):
-            return False
-        return any(
-            all(fact.matches(shape) for fact, shape in zip(self.facts, chosen, strict=True))
-            for chosen in permutations(scene.shapes, len(self.facts))
-        )
-
     def holds_of(self, codes: np.ndarray) -> np.ndarray:
-        """`holds`, of many scenes as `gallery.encode` writes them. Shapes: (N, CODE_LENGTH), bool (N,).
+        """Whether it is true, of scenes as `gallery.encode` writes them. Shapes: (N, CODE_LENGTH), bool (N,).
 
         With three facts or more, these must name different places.
         """
@@ -129,7 +110,9 @@ def sample_query(scene: Scene, rng: Random, kind: str | None = None) -> Query:
             _fact(shape, rng.choice(("color and kind",) * 6 + SINGLE_FACTS[1:4]), rng)
             for shape in rng.sample(scene.shapes, 2)
         )
-        return Query(_frame(_join([_noun(fact, rng) for fact in facts], rng), rng), facts)
+        ways = (" and ", " with ", ", ", " together with ", " beside ")
+        nouns = rng.choices(ways, (6, 2, 2, 1, 1))[0].join(_noun(fact, rng) for fact in facts)
+        return Query(_frame(nouns, rng), facts)
     shape = rng.choice(scene.shapes)
     if kind == "shape and background":
         fact = _fact(shape, rng.choice(("color and kind",) * 2 + SINGLE_FACTS[1:4]), rng)
@@ -191,11 +174,6 @@ def _background(color: str, rng: Random) -> str:
             f"the background is {color}",
         )
     )
-
-
-def _join(nouns: list[str], rng: Random) -> str:
-    between = rng.choices((" and ", " with ", ", ", " together with ", " beside "), (6, 2, 2, 1, 1))
-    return between[0].join(nouns)
 
 
 def _frame(text: str, rng: Random) -> str:

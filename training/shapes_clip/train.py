@@ -10,6 +10,7 @@ import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
 
 import math
 from collections.abc import Callable
+from multiprocessing import Pool
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -24,14 +25,9 @@ from transformers import CLIPModel, PreTrainedTokenizerFast
 
 from training import PACKAGES
 from training.shapes.architecture import IMAGE_SIZE, PATCH_SIZE
-from training.shapes.gallery import (
-    NUM_HELD_OUT,
-    Gallery,
-    decode,
-    load_gallery,
-)
+from training.shapes.code_book import place_of_patches
+from training.shapes.gallery import decode, encode, render_group, to_input
 from training.shapes.llava import LlavaForConditionalGeneration
-from training.shapes.scene_targets import place_of_patches
 from training.shapes.trainer import Plan, Trainer
 from training.shapes.world import PLACES, sample_scene
 from training.shapes_clip.architecture import (
@@ -51,6 +47,8 @@ EYE = PACKAGES / "shapes" / "checkpoint"
 CHECKPOINT = PACKAGES / "shapes_clip" / "checkpoint"
 PLACE_OF_PATCHES = place_of_patches(IMAGE_SIZE // PATCH_SIZE)
 PATCHES_OF_A_PLACE = len(PLACE_OF_PATCHES) // len(PLACES)
+GROUPS_OF_A_SHARD = 512
+NUM_HELD_OUT = 1024  # images at the end of the gallery, which training never sees
 NUM_TEXTS = 20_000  # that the tokenizer learns from
 NUM_FOR_NEURONS = 256  # images that say which neurons matter
 TEXTS_OF_A_CHUNK = 32
@@ -61,11 +59,6 @@ def make_tokenizer(num_texts: int = NUM_TEXTS) -> PreTrainedTokenizerFast:
     """The tokenizer; always the same."""
     rng = Random(0)
     return train_tokenizer(sample_query(sample_scene(rng), rng).text for _ in range(num_texts))
-
-
-def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
-    """Token ids, padded behind their end, where no token of a text looks. Shapes: int64 (Q, longest)."""
-    return tokenizer(texts, padding=True, return_tensors="pt")["input_ids"]
 
 
 class Student(nn.Module):
@@ -80,12 +73,12 @@ class Student(nn.Module):
         self.meaning = meaning
 
     def texts(self, queries: list[Query]) -> Tensor:
-        """Vectors of length 1; those of like lengths are padded together. Shapes: (Q, V)."""
+        """Vectors of length 1; those of like lengths are padded together, behind their end. Shapes: (Q, V)."""
         order = sorted(range(len(queries)), key=lambda index: len(queries[index].text))
         made = []
         for first in range(0, len(order), TEXTS_OF_A_CHUNK):
             chunk = [queries[index].text for index in order[first : first + TEXTS_OF_A_CHUNK]]
-            ids = encode_texts(self.tokenizer, chunk)
+            ids = self.tokenizer(chunk, padding=True, return_tensors="pt")["input_ids"]
             features: Any = self.model.get_text_features(ids)
             made.append(features.pooler_output.float())
         return F.normalize(torch.cat(made)[torch.tensor(order).argsort()], dim=1)
@@ -94,15 +87,15 @@ class Student(nn.Module):
         """Vectors of length 1. Shapes: (N, P, W) in, (N, V) out."""
         return F.normalize(see(self.model, looked, stands_for).float(), dim=1)
 
-    def loss(
+    def losses(
         self, looked: Tensor, codes: np.ndarray, queries: list[Query], stands_for: int = 1
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """How far images and texts are from what they mean.
 
         Shapes: (N, P, W), uint8 (N, CODE_LENGTH), Q queries.
         """
         apart = self.images(looked, stands_for) - self.meaning.of_scenes(codes)
-        return apart.square().sum(1).mean() + self.loss_of_texts(queries)
+        return apart.square().sum(1).mean(), self.loss_of_texts(queries)
 
     def loss_of_texts(self, queries: list[Query]) -> Tensor:
         """How far texts are from what they mean."""
@@ -110,19 +103,31 @@ class Student(nn.Module):
         return apart.square().sum(1).mean()
 
 
+def render_shard(index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images and codes of some groups; the same index always gives the same."""
+    rng = Random(index)
+    drawn = [pair for _ in range(GROUPS_OF_A_SHARD) for pair in render_group(rng)]
+    images = np.stack([to_input(image, IMAGE_SIZE) for _, image in drawn])
+    return images, np.stack([encode(scene) for scene, _ in drawn])
+
+
+def render_gallery(num_shards: int, num_processes: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """Shapes: images uint8 (N, size, size, 3) and codes uint8 (N, CODE_LENGTH)."""
+    with Pool(num_processes) as pool:
+        jobs = pool.imap(render_shard, range(num_shards))
+        shards = list(track(jobs, "rendering", total=num_shards))
+    images, codes = map(np.concatenate, zip(*shards, strict=True))
+    return images, codes
+
+
 @torch.no_grad()
-def look_at_all(model: CLIPModel, gallery: Gallery, file: Path) -> np.ndarray:
-    """`look` at every image, kept in a file. Shapes: float16 (N, P, W)."""
-    if file.exists():
-        return np.load(file, mmap_mode="r", allow_pickle=False)
+def look_at_all(model: CLIPModel, images: np.ndarray) -> np.ndarray:
+    """`look` at every image. Shapes: float16 (N, P, W)."""
     chunks = []
-    for chunk in track(torch.from_numpy(gallery.images).split(128), "looking"):
+    for chunk in track(torch.from_numpy(images).split(128), "looking"):
         with torch.autocast("cpu", torch.bfloat16):
             chunks.append(look(model, chunk).half().numpy())
-    with file.with_suffix(".part").open("wb") as part:
-        np.save(part, np.concatenate(chunks), allow_pickle=False)
-    file.with_suffix(".part").rename(file)
-    return np.load(file, mmap_mode="r", allow_pickle=False)
+    return np.concatenate(chunks)
 
 
 def draw_patches(looked: np.ndarray, rng: np.random.Generator) -> Tensor:
@@ -137,27 +142,21 @@ def draw_patches(looked: np.ndarray, rng: np.random.Generator) -> Tensor:
     return torch.from_numpy(np.take_along_axis(looked, kept[..., None], axis=1)).float()
 
 
-def polish_texts(student: Student, num_steps: int, report: Callable[[], str], folder: Path) -> None:
+def polish_texts(student: Student, num_steps: int, report: Callable[[], str]) -> None:
     """Let only the text tower learn: its steps are cheap, and searches want it exact."""
     student.requires_grad_(False)
     student.model.text_model.requires_grad_(True)
     student.model.text_projection.requires_grad_(True)
+    rng = Random("texts")
 
-    def loss_at(step: int) -> Tensor:
-        rng = Random(f"texts {step}")
-        return student.loss_of_texts(
-            [sample_query(sample_scene(rng), rng) for _ in range(TEXTS_TO_POLISH)]
-        )
+    def losses_of() -> tuple[Tensor]:
+        queries = [sample_query(sample_scene(rng), rng) for _ in range(TEXTS_TO_POLISH)]
+        return (student.loss_of_texts(queries),)
 
-    trainer = Trainer(student, loss_at, Plan(num_steps, 1e-3, warmup_steps=20))
-    trainer.run(folder, report, report_every=num_steps)
-    trainer.keep_average()
+    Trainer(student, Plan()).run(losses_of, report, num_steps=num_steps)
 
 
 def main(
-    cache: Annotated[Path, typer.Option(help="where images and checkpoints go")] = Path(
-        ".cache/shapes_clip"
-    ),
     output: Annotated[Path, typer.Option(help="where the model goes")] = CHECKPOINT,
     chat_model: Annotated[Path, typer.Option(help="whose eye is taken over")] = EYE,
     num_steps: int = 1000,
@@ -173,41 +172,39 @@ def main(
         Path | None,
         typer.Option(help="a checkpoint that learns on; else only the eye is taken over"),
     ] = None,
-    resume: bool = False,
-    report_every: Annotated[int, typer.Option(help="steps")] = 100,
     num_threads: int = 1,
     autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
 ) -> None:
-    """Train, report precision on held-out images, and write the checkpoint."""
+    """Train, report precision on held-out images, and write the checkpoint, now and then too."""
     torch.set_num_threads(num_threads)
-    gallery = load_gallery(cache / "gallery", num_shards, IMAGE_SIZE)
+    images, codes = render_gallery(num_shards)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else make_tokenizer()
     eye = LlavaForConditionalGeneration.from_pretrained(chat_model, dtype=torch.float32).eval()
-    sample = torch.from_numpy(gallery.images[:NUM_FOR_NEURONS])
+    sample = torch.from_numpy(images[:NUM_FOR_NEURONS])
     model = make_model(tokenizer, eye.model.vision_tower, sample)
     if start:
         take_over(model, CLIPModel.from_pretrained(start, dtype=torch.float32))
     student = Student(model, tokenizer, learn_meaning(DIMENSIONS))
-    looked = look_at_all(student.model, gallery, cache / f"looked-{num_shards}.npy")
+    looked = look_at_all(student.model, images)
+    generator, rng = np.random.default_rng(0), Random(0)
 
-    def loss_at(step: int) -> Tensor:
-        generator, rng = np.random.default_rng(step), Random(step)
+    def losses_of() -> tuple[Tensor, Tensor]:
         drawn = generator.integers(0, len(looked) - NUM_HELD_OUT, batch_size)
         queries = [sample_query(sample_scene(rng), rng) for _ in range(num_texts)]
         patches = draw_patches(looked[drawn], generator)
-        return student.loss(patches, gallery.codes[drawn], queries, PATCHES_OF_A_PLACE)
+        return student.losses(patches, codes[drawn], queries, PATCHES_OF_A_PLACE)
 
-    held_out = gallery.codes[-NUM_HELD_OUT:]
+    held_out = codes[-NUM_HELD_OUT:]
     questions = make_queries([decode(code) for code in held_out], 60)
 
     @torch.no_grad()
     def report() -> str:
+        export(student.model, tokenizer, output)
         tail = torch.tensor(looked[-NUM_HELD_OUT:]).float()
         images = torch.cat([student.images(chunk) for chunk in tail.split(128)])
         asked = [query for _, query in questions]
         texts, meanings = student.texts(asked), student.meaning.of_queries(asked)
         scenes = student.meaning.of_scenes(held_out)
-        export(student.model, tokenizer, cache / "checkpoint")
         told = [
             f"cosine of texts {(texts * meanings).sum(1).mean():.4f}, "
             f"of images {(images * scenes).sum(1).mean():.4f}"
@@ -219,13 +216,10 @@ def main(
             )
         return "; ".join(told)
 
-    trainer = Trainer(student, loss_at, Plan(num_steps, learning_rate, warmup_steps=50), autocast)
-    if resume:
-        trainer.load(cache / "state")
-    trainer.run(cache / "state", report, report_every=report_every, max_seconds=60 * minutes)
+    trainer = Trainer(student, Plan(learning_rate), autocast)
+    trainer.run(losses_of, report, num_steps=num_steps, seconds=60 * minutes)
     with trainer.averaged():
-        polish_texts(student, num_text_steps, report, cache / "texts")
-        export(student.model, tokenizer, output)
+        polish_texts(student, num_text_steps, report)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ from dataclasses import asdict
 import pytest
 from PIL import Image
 
-from benchmarks.gateway.client import Job, check_answer, image_head, run_job, to_parts
-from benchmarks.gateway.run import noise_url
+from benchmarks.gateway.client import Job, check_answer, run_job, to_parts
+from loadtest.albums import NumberedUrls, image_head, noise_jpeg
 from tests.loadtest.fake_server import WORDS, chunk, completion, event, stream
 
 TEXT = "".join(WORDS)
-IMAGE = {"type": "image_url", "image_url": {"url": noise_url()}}
+IMAGE = {"type": "image_url", "image_url": {"url": NumberedUrls(noise_jpeg()).url(0)}}
 HELLO = {"type": "text", "text": "hello"}
 
 

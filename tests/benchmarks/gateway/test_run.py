@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.gateway.client import Job, Result
-from benchmarks.gateway.run import BenchError, measure, run_checked, show
+from benchmarks.gateway.run import BenchError, measure, run_checked
 from benchmarks.gateway.tables import (
     BARE,
     FLEET,
@@ -16,6 +16,7 @@ from benchmarks.gateway.tables import (
     to_cpu_table,
     to_tables,
 )  # fmt: skip
+from benchmarks.tables import show
 
 TEXT = Body("text", [])
 #: CPU time per request, fleet to bare endpoint: three times what it is on a quiet machine. Rates depend on other work.
@@ -49,11 +50,6 @@ def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi(measured):
         assert fleet < MAX_CPU_RATIO * bare, cell
 
 
-def test_vectors_are_measured_too():
-    measured = measure(seconds=0.2, rounds=1, connections=[8], embeddings=True)
-    assert all(samples.rate > 0 for samples in measured.values())
-
-
 def test_every_process_is_seen_at_work(measured):
     for (_, target), rounds in measured.items():
         roles = {"bare"} if target == BARE else {"gateway", "worker", "redis-server"}
@@ -72,7 +68,7 @@ def test_tables_name_every_kind_of_request_once(measured):
 
 def test_tables_are_printed(capsys):
     measured = compared(Cell(TEXT, False, 32), samples(), samples(rate=25))
-    show(to_tables(measured))
+    show(*to_tables(measured))
     printed = capsys.readouterr().out
     assert "text, whole" in printed
     assert "0.25" in printed

@@ -1,4 +1,4 @@
-"""Images show what their scene says, whatever program draws them; galleries keep scenes as numbers."""
+"""Images show what their scene says, whatever program draws them; a scene survives as numbers."""
 
 from dataclasses import replace
 from random import Random

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from training.shapes.architecture import NUM_IMAGE_TOKENS
 from training.shapes.export import load_tokenizer
+from training.shapes.questions import Question
 from training.shapes.sequences import Encoder
 from training.shapes.tokenizer import (
     BOS_ID,
@@ -57,7 +58,7 @@ def test_a_packed_conversation_reads_as_the_chat_template_writes_it(tokenizer):
         *encoder.opening("Be brief."),
         *encoder.images(2),
         *encoder.question("Is there a star?"),
-        *encoder.answer("yes"),
+        *encoder.answer(Question("", "", "yes"))[0],
         *encoder.images(0),
         *encoder.question("Where is it?"),
     ]

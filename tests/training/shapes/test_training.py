@@ -1,4 +1,4 @@
-"""Fine-tuning learns from lessons, keeps what a larger model knew, and writes what `export` reads."""
+"""Fine-tuning learns from lessons, and writes what `export` reads."""
 
 from pathlib import Path
 from random import Random
@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from training.shapes.architecture import NUM_IMAGE_TOKENS, make_config
+from training.shapes.code_book import scene_targets
 from training.shapes.export import load_finetuned, load_tokenizer
-from training.shapes.finetune import Batch, Course, Learner, Reader, who_sees_whom
+from training.shapes.finetune import (
+    Batch,
+    Learner,
+    Reader,
+    make_trainer,
+    save,
+    who_sees_whom,
+)
 from training.shapes.gallery import encode
 from training.shapes.lessons import NUM_SLOTS, Album, make_message
 from training.shapes.llava import LlavaForConditionalGeneration
-from training.shapes.scene_targets import SceneTargets
 from training.shapes.sequences import Encoder
 from training.shapes.tokenizer import IMAGE_ID
 from training.shapes.world import make_scene
@@ -49,7 +56,7 @@ def make_learner() -> Learner:
 @pytest.fixture(scope="module")
 def batch() -> Batch:
     """The lessons of one message, with the pictures that they show."""
-    reader = Reader(Messages(5), is_hungry=None, per_batch=1, num_slots=NUM_SLOTS, pin=False)
+    reader = Reader(Messages(5), is_hungry=None, per_batch=1, pin=False)
     return reader.make().to(CPU)
 
 
@@ -58,25 +65,23 @@ def test_a_batch_shows_its_images_in_order(batch: Batch):
     assert set((batch.shown // 2).tolist()) <= set(batch.new.tolist())
 
 
-def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch, tmp_path: Path):
+def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch):
     learner = make_learner()
-    course = Course(learner, learning_rate=3e-3)
-    first, _ = course.learn(batch, 0.0, autocast=False)
-    for step in range(1, 14):
-        last, _ = course.learn(batch, step / 14, autocast=False)
-    assert last < 0.8 * first
-    with torch.no_grad(), course.averaged():
-        assert learner(batch, is_learning=False)[0] < 0.9 * first
+    trainer = make_trainer(learner.model, learning_rate=3e-3, autocast=False)
+    losses = [trainer.learn(lambda: learner(batch)[:2], step / 14)[0] for step in range(14)]
+    assert losses[-1] < 0.8 * losses[0]
+    with torch.no_grad(), trainer.averaged():
+        assert learner(batch, is_learning=False)[0] < 0.9 * losses[0]
 
 
 def test_a_step_in_bfloat16_changes_weights_that_stay_in_float32(batch: Batch):
     learner = make_learner()
-    course = Course(learner, learning_rate=1e-3)
-    before = {name: each.detach().clone() for name, each in course.parameters.items()}
-    course.learn(batch, 0.5, autocast=True)
-    assert {each.dtype for each in course.parameters.values()} == {torch.float32}
+    trainer = make_trainer(learner.model, learning_rate=1e-3, autocast=True)
+    before = {name: each.detach().clone() for name, each in trainer.parameters.items()}
+    trainer.learn(lambda: learner(batch)[:2], 0.5)
+    assert {each.dtype for each in trainer.parameters.values()} == {torch.float32}
     changed = {
-        name for name, each in course.parameters.items() if not torch.equal(each, before[name])
+        name for name, each in trainer.parameters.items() if not torch.equal(each, before[name])
     }
     matrices = {name for name, each in before.items() if each.ndim > 1}
     assert matrices <= changed
@@ -92,12 +97,12 @@ def test_what_is_saved_can_be_exported(tmp_path: Path):
     tokenizer = load_tokenizer(CHECKPOINT)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     model = LlavaForConditionalGeneration._from_config(make_config(), dtype=torch.float32)
-    course = Course(Learner(model, NUM_SLOTS, CPU), learning_rate=1e-3)
-    course.save(tmp_path)
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+    save(weights, tmp_path)
     loaded, same = load_finetuned(tmp_path)
     assert len(same) == len(tokenizer)
     for name, weight in loaded.named_parameters():
-        torch.testing.assert_close(weight, course.average[name], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(weight, weights[name], atol=1e-2, rtol=1e-2)
 
 
 def test_branches_see_what_is_shared_and_themselves_only():
@@ -117,10 +122,10 @@ def test_targets_say_what_stands_in_each_patch():
     scene = make_scene(
         "black", ("red", "star", "top left"), ("blue", "ring", "bottom right", "small")
     )
-    targets = SceneTargets.of(torch.from_numpy(encode(scene)[None]), 6)
-    kind = targets.kind.view(6, 6)
+    targets = scene_targets(torch.from_numpy(encode(scene)[None]), 6)
+    kind = targets["kind"].view(6, 6)
     assert kind[:2, :2].unique().tolist() == [4]
     assert kind[4:, 4:].unique().tolist() == [6]
     assert (kind > 0).sum() == 8
-    assert targets.count.unique().tolist() == [2]
-    assert np.unique(targets.place).tolist() == list(range(9))
+    assert targets["count"].unique().tolist() == [2]
+    assert np.unique(targets["place"]).tolist() == list(range(9))

@@ -1,4 +1,4 @@
-"""Queries are true of the scenes that they were made for, and both ways to tell agree."""
+"""Queries are true of the scenes that they were made for."""
 
 from random import Random
 
@@ -26,14 +26,11 @@ TWO_STARS = make_scene("white", ("red", "star", "center"), ("blue", "star", "top
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_QUERIES)
-def test_a_query_is_true_of_its_scene_and_says_so_of_many_at_once(kind):
+def test_a_query_is_true_of_its_scene(kind):
     rng = Random(kind)
-    scenes = [sample_scene(rng) for _ in range(80)]
-    codes = np.stack([encode(scene) for scene in scenes])
-    for scene in scenes[:40]:
+    for scene in [sample_scene(rng) for _ in range(40)]:
         query = sample_query(scene, rng, kind)
-        assert query.holds(scene), query
-        assert query.holds_of(codes).tolist() == [query.holds(other) for other in scenes], query
+        assert query.holds_of(encode(scene)[None]).tolist() == [True], query
 
 
 @pytest.mark.parametrize(
@@ -51,7 +48,6 @@ def test_a_query_is_true_of_its_scene_and_says_so_of_many_at_once(kind):
     ids=lambda value: value.text if isinstance(value, Query) else "",
 )
 def test_what_is_true(query, is_true):
-    assert query.holds(TWO_STARS) is is_true
     assert query.holds_of(encode(TWO_STARS)[None]).tolist() == [is_true]
 
 

@@ -1,0 +1,70 @@
+"""What benchmarks print."""
+
+import statistics
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+Turn = TypeVar("Turn")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A number's median, least and most over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """Of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def text(self, scale: float = 1.0) -> str:
+        """The median, and below it the least and the most."""
+        numbers = [value * scale for value in (self.median, self.low, self.high)]
+        digits = 0 if numbers[0] >= 100 else 1
+        median, low, high = (f"{number:,.{digits}f}" for number in numbers)
+        return f"{median}\n{low}-{high}"
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """A table whose first column names the row."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def show(*parts: Table | str, min_width: int = 0) -> None:
+    """Print to standard output; a terminal of fewer characters than `min_width` breaks the lines, but no number."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.width = max(console.width, min_width)
+    for part in parts:
+        console.print(part)
+
+
+def measuring(turns: Iterable[Turn]) -> Iterable[Turn]:
+    """Each turn, with a bar on standard error, which takes little of the time of this process."""
+    screen = Console(stderr=True)
+    return track(turns, "measuring", console=screen, transient=True, refresh_per_second=1)
+
+
+def in_figures(value: float) -> str:
+    """A number to three figures at least."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def in_ms(seconds: float) -> str:
+    """Milliseconds to three figures."""
+    return in_figures(1e3 * seconds)
