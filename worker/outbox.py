@@ -8,14 +8,13 @@ It does no I/O, and is used on the event loop only.
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from engines.base import EngineOutput
 from shared.protocol import (
-    Call,
     CallEvent,
     Failed,
     Finished,
@@ -30,6 +29,9 @@ from shared.protocol import (
 )
 from shared.queue.api import Claim, Ending, Publication, shard_of
 
+if TYPE_CHECKING:
+    from worker.active_requests import ActiveRequest
+
 #: Longest delay of tokens of an answer that is not streamed; this much work is lost with a worker.
 HOLD_S = 0.25
 #: Minimum time between two publications of a stream, if the worker runs at least `MIN_COALESCED_STREAMS`.
@@ -37,15 +39,6 @@ STREAM_HOLD_S = 0.05
 MIN_COALESCED_STREAMS = 16
 #: Vectors and scores up to this size are sent with their event, through log and mailbox.
 MAX_INLINE_BYTES = 16 * 1024
-
-
-class Published(Protocol):
-    """The part of an active request that the outbox uses. Compared by identity."""
-
-    claim: Claim
-    call: Call
-    num_tokens: int  #: output tokens published so far
-    num_publications: int
 
 
 class _Draft(Struct):
@@ -90,19 +83,19 @@ class Outbox:
     """
 
     def __init__(
-        self, hold_s: float = HOLD_S, published_at: dict[Published, float] | None = None
+        self, hold_s: float = HOLD_S, published_at: "dict[ActiveRequest, float] | None" = None
     ) -> None:
         self._hold_s = hold_s
-        self._held: dict[Published, _Draft] = {}  # delayed
-        self._due: dict[Published, _Draft] = {}  # due
+        self._held: dict[ActiveRequest, _Draft] = {}  # delayed
+        self._due: dict[ActiveRequest, _Draft] = {}  # due
         self._published_at = {} if published_at is None else published_at
         self._timer: asyncio.TimerHandle | None = None  # for delayed streams
         # Requests with a terminal event that are not yet dropped.
-        self._ended: set[Published] = set()
+        self._ended: set[ActiveRequest] = set()
         self._refusals: list[Publication] = []
         self._filled = asyncio.Event()
 
-    def post(self, active: Published, event: CallEvent) -> None:
+    def post(self, active: "ActiveRequest", event: CallEvent) -> None:
         """Add an event of a request; events after its terminal event are dropped."""
         if active in self._ended:
             return
@@ -122,7 +115,7 @@ class Outbox:
         self._due[active] = draft
         self._filled.set()
 
-    def _wait_s(self, active: Published, now: float) -> float:
+    def _wait_s(self, active: "ActiveRequest", now: float) -> float:
         """Delay of a stream's tokens. The first tokens are not delayed."""
         if len(self._published_at) < MIN_COALESCED_STREAMS or active not in self._published_at:
             return 0.0
@@ -151,7 +144,7 @@ class Outbox:
         self._refusals.append(refusal)
         self._filled.set()
 
-    def drop(self, active: Published) -> None:
+    def drop(self, active: "ActiveRequest") -> None:
         self._held.pop(active, None)
         self._due.pop(active, None)
         self._published_at.pop(active, None)
@@ -162,24 +155,24 @@ class Outboxes:
     """One outbox for each shard, by name."""
 
     def __init__(self, shards: Iterable[str]) -> None:
-        published_at: dict[Published, float] = {}
+        published_at: dict[ActiveRequest, float] = {}
         self.by_shard = {name: Outbox(published_at=published_at) for name in shards}
         self._first = next(iter(self.by_shard.values()))
 
     def _of(self, claim: Claim) -> Outbox:
         return self.by_shard.get(shard_of(claim.id), self._first)
 
-    def post(self, active: Published, event: CallEvent) -> None:
+    def post(self, active: "ActiveRequest", event: CallEvent) -> None:
         self._of(active.claim).post(active, event)
 
     def refuse(self, refusal: Publication) -> None:
         self._of(refusal.claim).refuse(refusal)
 
-    def drop(self, active: Published) -> None:
+    def drop(self, active: "ActiveRequest") -> None:
         self._of(active.claim).drop(active)
 
 
-def _publication(active: Published, draft: _Draft) -> Publication:
+def _publication(active: "ActiveRequest", draft: _Draft) -> Publication:
     active.num_publications += 1
     publication = to_publication(
         active.claim, active.num_publications, active.num_tokens, draft.events()

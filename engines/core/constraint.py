@@ -6,12 +6,14 @@ The masks depend only on the tokens of the answer, which are replayed after a pr
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shared.protocol import ErrorCode
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from engines.text.drafts import Drafter
 
 #: CPU time limit of an answer's masks: an initial amount, and an addition per token.
 BURST_S = 0.1
@@ -39,23 +41,13 @@ class ConstraintFailure(Exception):
         self.code = code
 
 
-class Drafts(Protocol):
-    def draft(self, matcher: "LLMatcher", output: list[int]) -> list[int]:
-        """Probable next tokens. Does not change the matcher."""
-        ...
-
-    def resumes(self, token_id: int) -> bool:
-        """Whether drafting resumes behind this token."""
-        ...
-
-
 #: Removes tokens from a mask, given the last tokens of the answer.
 Narrow = Callable[[bytes, Items[int]], bytes]
 
 
 class Constraint:
     def __init__(
-        self, matcher: "LLMatcher", drafts: Drafts | None = None, narrow: Narrow | None = None
+        self, matcher: "LLMatcher", drafts: "Drafter | None" = None, narrow: Narrow | None = None
     ) -> None:
         self._matcher = matcher
         self.drafts = drafts

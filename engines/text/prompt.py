@@ -13,7 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engines.base import InvalidRequest
 from engines.core.sequence import NO_OPTIONS, ImageInput, Prompt
@@ -24,6 +24,7 @@ from shared.protocol import ChatMessage, Ending, ImagePart, TemplateOption, Text
 
 if TYPE_CHECKING:
     from engines.text.reasoning import Reasoning
+    from engines.text.tokenizer import HfTokenizer
 
 NO_OTHERS: Mapping[str, str] = {}
 _GUARD_ALPHABET = [chr(code) for code in range(0xE000, 0xE400)]  # private use: no case, no space
@@ -54,23 +55,10 @@ class Item:
     num_frames: int = 0  #: of a video
 
 
-class PromptTokenizer(Protocol):
-    """The tokenizer interface of the prompt builder."""
-
-    control_tokens: Mapping[str, ControlToken]
-    bos_token: str | None
-    prefix_ids: Sequence[int]  #: added before every text, unless the template begins with BOS
-    suffix_ids: Sequence[int]
-
-    def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
-        """Token ids of plain text at the start of a prompt or behind a control token."""
-        ...
-
-
 class PromptBuilder:
     def __init__(
         self,
-        tokenizer: PromptTokenizer,
+        tokenizer: "HfTokenizer",
         template: ChatTemplate,
         slot_id: int | None,
         placeholder: str = "",

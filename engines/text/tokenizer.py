@@ -30,7 +30,7 @@ _NAMED = (
 
 
 class HfTokenizer:
-    """Implements `Tokenizer` and `PromptTokenizer`.
+    """Implements `Tokenizer`.
 
     Added tokens that the chat `template` spells are control tokens too. Raises: UnsupportedCheckpoint.
     """
@@ -65,6 +65,7 @@ class HfTokenizer:
         self.control_tokens: Mapping[str, ControlToken] = self._find_control_tokens(
             backend, template
         )
+        #: Token ids around every text, unless the chat template begins with BOS.
         self.prefix_ids: Sequence[int]
         self.suffix_ids: Sequence[int]
         self.prefix_ids, self.suffix_ids = _surrounding_ids(backend)
@@ -90,6 +91,7 @@ class HfTokenizer:
         return self.encode_piece(text, is_first=True)
 
     def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
+        """Token ids of plain text at the start of a prompt or behind a control token."""
         backend = self._encoders.first if is_first else self._encoders.later
         tokens = backend.encode(text, add_special_tokens=False).tokens
         if any(token in self.control_tokens for token in tokens):

@@ -135,13 +135,14 @@ class ObjectBlobStore:
 
 
 class UrlBlobReader:
-    """A `BlobReader` that reads a blob from the URL in its reference, or from Redis if it has none."""
+    """Reads a blob for a worker from the URL in its reference, or from Redis if it has none."""
 
     def __init__(self, redis: BlobStore) -> None:
         self._redis = redis
         self._client: httpx.AsyncClient | None = None
 
     async def get(self, ref: BlobRef) -> bytes | None:
+        """The bytes; None if they do not exist or do not match the hash. Raises: BlobsUnavailable."""
         if not ref.url:
             return await self._redis.get(ref)
         file = await self.open(ref)
@@ -151,6 +152,7 @@ class UrlBlobReader:
             return await asyncio.to_thread(file.read)
 
     async def open(self, ref: BlobRef) -> IO[bytes] | None:
+        """As `get`, but a large blob is a file on disk."""
         if not ref.url:
             data = await self._redis.get(ref)
             return None if data is None else io.BytesIO(data)

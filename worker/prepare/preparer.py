@@ -31,7 +31,8 @@ from engines.base import (
     Tokenization,
 )
 from engines.image_decoder import decode_image
-from shared.blobs.api import BlobReader, BlobsUnavailable
+from shared.blobs.api import BlobsUnavailable
+from shared.blobs.object_store import UrlBlobReader
 from shared.media import MEDIA
 from shared.protocol import (
     BlobRef,
@@ -90,7 +91,7 @@ class Preprocessor:
     def __init__(
         self,
         engine: Engine,
-        blobs: BlobReader,
+        blobs: UrlBlobReader,
         limits: LimitSettings,
         num_threads: int,
         max_cache_bytes: int = MAX_PIXEL_CACHE_BYTES,
