@@ -47,11 +47,16 @@ Narrow = Callable[[bytes, Items[int]], bytes]
 
 class Constraint:
     def __init__(
-        self, matcher: "LLMatcher", drafts: "Drafter | None" = None, narrow: Narrow | None = None
+        self,
+        matcher: "LLMatcher",
+        drafts: "Drafter | None" = None,
+        narrow: Narrow | None = None,
+        source: str = "",
     ) -> None:
         self._matcher = matcher
         self.drafts = drafts
         self._narrow = narrow
+        self.source = source  #: the grammar without reasoning, in the syntax of llguidance
         self._num_consumed = 0
         self._mask: bytes | None = None  # at the matcher's position
         self._cpu_s = 0.0
@@ -60,7 +65,7 @@ class Constraint:
     def begin(self) -> "Constraint":
         """Copy the constraint for the start of another answer."""
         assert self._num_consumed == 0
-        return Constraint(self._matcher.deep_copy(), self.drafts, self._narrow)
+        return Constraint(self._matcher.deep_copy(), self.drafts, self._narrow, self.source)
 
     def is_silent(self, token_ids: Items[int]) -> bool:
         """Whether there is no draft after these tokens: without a drafter, or within free text."""

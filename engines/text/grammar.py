@@ -102,14 +102,6 @@ class GrammarCompiler:
         except _Refusal as refusal:
             raise refusal.to_error(grammar.param) from None
 
-    def source(self, grammar: Grammar) -> str:
-        """A grammar without reasoning, in the syntax of llguidance. Raises: BadGrammar, GrammarTooComplex."""
-        try:
-            body, others = _to_body(grammar)
-        except _Refusal as refusal:
-            raise refusal.to_error(grammar.param) from None
-        return self._bare_source(body, others)
-
     def compile_tools(
         self, tools: Tools, form: ToolFormat, grammar: Grammar | None, *, is_thinking: bool = False
     ) -> Constraint:
@@ -117,17 +109,6 @@ class GrammarCompiler:
 
         Unsupported schemas of functions accept any object, unless they are strict. Raises: as `compile`.
         """
-        return self._compile_tools(tools, form, grammar, is_thinking=is_thinking)[0]
-
-    def tools_source(self, tools: Tools, form: ToolFormat) -> str:
-        """The grammar of function calls without reasoning, in the syntax of llguidance. Raises: as `compile`."""
-        _, body, others = self._compile_tools(tools, form, None, is_thinking=False)
-        return self._bare_source(body, others)
-
-    def _compile_tools(
-        self, tools: Tools, form: ToolFormat, grammar: Grammar | None, *, is_thinking: bool
-    ) -> tuple[Constraint, str, dict[str, str]]:
-        """The constraint, and the rules that it was made of."""
         others: dict[str, str] = {}
         rules = ""
         if tools.is_required:
@@ -145,8 +126,7 @@ class GrammarCompiler:
             try:
                 body = "\n".join((head, rules, _to_rules(tools, form, is_loose=is_loose)))
                 is_json = grammar is None or grammar.kind == "json"
-                constraint = self._constrain(body, others, is_thinking=is_thinking, is_json=is_json)
-                return constraint, body, others
+                return self._constrain(body, others, is_thinking=is_thinking, is_json=is_json)
             except _Refusal as refusal:
                 if is_loose or is_strict:
                     raise refusal.to_error("tools") from None
@@ -157,7 +137,8 @@ class GrammarCompiler:
     ) -> Constraint:
         """Raises: _Refusal."""
         matcher = self._find(self._to_source(body, others, is_thinking=is_thinking))
-        return Constraint(matcher, self._drafter, self._bound_numbers if is_json else None)
+        narrow = self._bound_numbers if is_json else None
+        return Constraint(matcher, self._drafter, narrow, self._bare_source(body, others))
 
     def close(self) -> None:
         with self._judging:
