@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from msgspec import Struct
 
 from engines.base import Engine, EngineInput, EngineOutput, EngineStats, LoadedEngine, RequestError
+from shared.redis.link import settle
 
 logger = logging.getLogger(__name__)
 
@@ -136,16 +136,16 @@ class EngineThread:
         try:
             loaded = self._create()
         except BaseException as error:
-            self._call(_set, self._loaded, error)
+            self._call(settle, self._loaded, error)
             return
         self.stats, self._wake = loaded.engine.stats(), loaded.engine.wake
-        self._call(_set, self._loaded, loaded)
+        self._call(settle, self._loaded, loaded)
         try:
             self._serve(loaded.engine)
         except Exception as error:
             self.step_started_at = None
             logger.exception("the engine broke")
-            self._call(_set, self._broken, EngineBroken(f"{type(error).__name__}: {error}"))
+            self._call(settle, self._broken, EngineBroken(f"{type(error).__name__}: {error}"))
         finally:
             with suppress(Exception):
                 loaded.engine.close()
@@ -216,15 +216,6 @@ def _apply(engine: Engine, command: EngineInput | str) -> EngineEvent | None:
     except RequestError as error:
         return Rejected(command.request_id, error)
     return Added(command.request_id, time.monotonic())
-
-
-def _set(future: "asyncio.Future[Any]", result: object) -> None:
-    if future.done():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
 
 
 class Watchdog:
