@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from shared.packages.manifest import BadPackage, Manifest, decode_manifest, digest_of, is_digest
+from shared.packages.manifest import Manifest, decode_manifest, digest_of, is_digest
 from shared.packages.resumable_file import (
     PIECE_BYTES,
     SUFFIX,
@@ -375,9 +375,3 @@ def _sync(file: IO[bytes]) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-
-
-__all__ = [
-    "BadBlob", "BadPackage", "Entry", "FileStore", "ObjectStore", "PackageStore", "StoreError", "WrongStart",
-    "blob_key", "open_store", "read_manifest",
-]  # fmt: skip
