@@ -192,7 +192,7 @@ def _pack(application: str, package: dict[str, Any], *, is_named: bool) -> Packe
     if is_named == package["installed"]:
         raise CommandFailed("give --application, or --command with --installed", ARGUMENTS)
     try:
-        with _Bar("hashing") as bar:
+        with _progress("hashing") as bar:
             if package["installed"]:
                 return pack_installed(command)
             return pack(
@@ -284,7 +284,7 @@ def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:
     with ThreadPoolExecutor(_UPLOADS) as threads:
         there = dict(zip(sizes, threads.map(store.size, sizes), strict=True))
         missing = {digest: size for digest, size in sizes.items() if there[digest] != size}
-        with _Bar("uploading", sum(missing.values())) as bar:
+        with _progress("uploading", sum(missing.values())) as bar:
 
             def put(digest: str) -> None:
                 with packed.files[digest].open("rb") as file:
@@ -300,21 +300,14 @@ def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:
     return len(missing)
 
 
-class _Bar:
+@contextmanager
+def _progress(text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """A progress bar on a terminal; called with the number of further bytes."""
-
-    def __init__(self, text: str, total: int | None = None) -> None:
-        columns = (TextColumn(text), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task(text, total=total)
-        self._shown = self._progress if console.is_terminal else nullcontext()
-
-    def __enter__(self) -> Callable[[int], None]:
-        self._shown.__enter__()
-        return lambda count: self._progress.advance(self._task, count)
-
-    def __exit__(self, *error: Any) -> None:
-        self._shown.__exit__(*error)
+    columns = (TextColumn(text), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    progress = Progress(*columns, console=console, transient=True)
+    task = progress.add_task(text, total=total)
+    with progress if console.is_terminal else nullcontext():
+        yield lambda count: progress.advance(task, count)
 
 
 def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
