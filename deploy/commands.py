@@ -403,8 +403,7 @@ def _split(weights: dict[str, int]) -> str:
     return " ".join(f"{version}={weight}" for version, weight in weights.items())
 
 
-def run_gc(store: Callable[[], str], older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
-    url = store()
+def run_gc(url: str, older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
     try:
         found = collect(open_store(url), grace_s=older_than_s, num_kept=num_kept, is_dry=is_dry)
     except StoreError as error:
@@ -557,14 +556,3 @@ def _ask(call: Callable[[], Any]) -> Any:
         return call()
     except ApiFailed as error:
         raise CommandFailed(str(error), API) from None
-
-
-def finish(command: Callable[[], None]) -> None:
-    """Run a command; a failure is one line and an exit code."""
-    try:
-        command()
-    except (CommandFailed, ApiFailed) as error:
-        console.print(str(error), style="red", soft_wrap=True)
-        sys.exit(error.code if isinstance(error, CommandFailed) else API)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
