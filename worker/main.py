@@ -132,13 +132,7 @@ class WorkerProcess:
     async def _start_health(self, stack: AsyncExitStack) -> int:
         server = HealthServer(self._is_alive, self._is_ready, lambda: self._registry)
         host, port = self._settings.worker.health_host, self._settings.worker.health_port
-        try:
-            await server.start(host, port)
-        except OSError as error:
-            raise SettingsError(
-                f"VLM_WORKER__HEALTH_PORT: cannot listen on {host}:{port} ({error.strerror}); "
-                "give another port, or 0 for a free one"
-            ) from None
+        await server.start(host, port, "VLM_WORKER__HEALTH_PORT")
         stack.push_async_callback(server.close)
         return server.port
 

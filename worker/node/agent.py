@@ -468,13 +468,7 @@ async def _run_until_signal(settings: Settings) -> None:
     agent = NodeAgent(settings)
     server = HealthServer(lambda: True, lambda: True, agent.metrics)
     host, port = settings.node.metrics_host, settings.node.metrics_port
-    try:
-        await server.start(host, port)
-    except OSError as error:
-        raise SettingsError(
-            f"VLM_NODE__METRICS_PORT: cannot listen on {host}:{port} ({error.strerror}); give another "
-            "port, or 0 for a free one"
-        ) from None
+    await server.start(host, port, "VLM_NODE__METRICS_PORT")
     logger.info("node %s: metrics on port %d", agent.id, server.port)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
