@@ -94,8 +94,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         self._finished_early: list[EngineOutput] = []  # of requests that were already complete
         self._startup_s = dict(startup_s or {})
         self._num_steps = 0
-        self._num_prompt_tokens = 0
-        self._num_output_tokens = 0
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -226,9 +224,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             num_waiting_batch=sum(s.is_preemptible for s in self.scheduler.waiting.values()),
             num_steps=self._num_steps,
             kv_usage_ratio=1 - blocks.num_free_blocks / blocks.num_blocks,
-            num_free_blocks=blocks.num_free_blocks,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
             num_prefix_query_tokens=blocks.num_query_tokens,
             num_prefix_hit_tokens=blocks.num_hit_tokens,
             num_encoder_queries=num_queries,
@@ -306,7 +301,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         if answer.scheduled_at is None:
             answer.scheduled_at = started_at
             answer.num_cached_tokens = item.sequence.num_cached_tokens
-            self._num_prompt_tokens += item.sequence.num_prompt_tokens
         if vision_s and item.images:
             answer.vision_s += vision_s
 
@@ -318,7 +312,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         else:
             tokens = (choice, *choice.following) if choice.following else (choice,)
             output = answer.output(tokens, sequence.finish_reason)
-            self._num_output_tokens += len(output.token_ids)
         if output.finish_reason is not None:
             if answer.is_stopped:
                 self.scheduler.finish(sequence, FinishReason.STOP)

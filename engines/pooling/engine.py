@@ -129,7 +129,6 @@ class PoolingEngine(Engine[PoolingInput]):
         self._answered: list[PoolingInput] = []  # calls answered from the cache
         self._has_just_answered = False
         self._num_steps = 0
-        self._num_tokens = 0
         self._num_queries = 0
         self._num_hits = 0
 
@@ -258,7 +257,6 @@ class PoolingEngine(Engine[PoolingInput]):
                 if (call := self._owners.get(each)) is not None:
                     call.first_step_at = call.first_step_at or began_at
         self._model.compute(rows)
-        self._num_tokens += sum(row.num_tokens for row in rows)
         calls = [call for row in rows for call in self._hand_out(row)]
         if rows[0].kind == "image":
             took_s = time.perf_counter() - began_at
@@ -305,17 +303,13 @@ class PoolingEngine(Engine[PoolingInput]):
         """Calls count as running while the waiting work fits into `STEPS_AHEAD` steps."""
         num_tokens = sum(waiting.num_tokens for waiting in self._waiting.values())
         is_full = num_tokens >= STEPS_AHEAD * self._settings.max_batch_tokens
-        by_priority = {
-            priority: sum(call.priority is priority for call in self._calls.values())
-            for priority in Priority
-        }
         num_calls = len(self._calls)
+        num_batch = sum(call.priority is Priority.BATCH for call in self._calls.values())
         return EngineStats(
             num_running=0 if is_full else num_calls,
             num_waiting=num_calls if is_full else 0,
-            num_waiting_batch=by_priority[Priority.BATCH] if is_full else 0,
+            num_waiting_batch=num_batch if is_full else 0,
             num_steps=self._num_steps,
-            num_prompt_tokens=self._num_tokens,
             num_result_queries=self._num_queries,
             num_result_hits=self._num_hits,
             result_cache_bytes=self._results.num_bytes,

@@ -169,7 +169,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         if reason is not None:  # the earlier attempt has reported the whole text
             self._finished_early.append(opened.answer.end(reason))
             return
-        self._num_prompt_tokens += len(request.prompt_token_ids)
         self._send(opened)
 
     def stats(self) -> EngineStats:
