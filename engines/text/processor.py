@@ -157,6 +157,8 @@ class ChatProcessor:
         self.max_audio_s = multimodal.max_audio_s if takes_audio else 0.0
         self.transcription_prompt = multimodal.transcription_prompt
         self._multimodal = multimodal
+        #: Decodes and resizes one image. Raises: InvalidImage.
+        self.process_image = multimodal.process
         self._prompt_builder = PromptBuilder(
             tokenizer,
             template,
@@ -166,16 +168,6 @@ class ChatProcessor:
             adds_special_tokens=adds_special_tokens,
             others=others,
         )
-
-    def process_image(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode = decode_image,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> Any:
-        """Decode and resize one image. Raises: InvalidImage."""
-        return self._multimodal.process(data, expected_size, decode, pixels)
 
     def process_video(self, video: OpenVideo) -> Any:
         """Sample, decode and resize a video. Raises: InvalidImage."""
