@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from msgspec import Struct
@@ -218,18 +219,15 @@ def _apply(engine: Engine, command: EngineInput | str) -> EngineEvent | None:
     return Added(command.request_id, time.monotonic())
 
 
+@dataclass
 class Watchdog:
     """A thread that ends the process when a step hangs, because only a new process recovers a hung device."""
 
-    def __init__(
-        self,
-        longest_s: float,
-        started_at: Callable[[], float | None],
-        end_process: Callable[[int], object] = os._exit,
-    ) -> None:
-        self._longest_s = longest_s
-        self._started_at = started_at
-        self._end_process = end_process
+    _longest_s: float
+    _started_at: Callable[[], float | None]
+    _end_process: Callable[[int], object] = os._exit
+
+    def __post_init__(self) -> None:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 from redis.exceptions import RedisError
@@ -214,28 +215,23 @@ def _cancel(tasks: Iterable[asyncio.Task]) -> None:
         task.cancel()
 
 
+@dataclass(eq=False)
 class QueueLoops:
     """The loops of one shard: claim as many requests as the engine has room for, publish events, renew leases."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        queues: Mapping[str, WorkerQueue],
-        name: str,
-        engine: EngineThread,
-        active_requests: ActiveRequests,
-        outboxes: Outboxes,
-        num_ended: dict[str, int],
-    ) -> None:
-        self._settings = settings
-        self.queue = queues[name]
-        self._others = queues.keys() - {name}
-        self._is_first = name == next(iter(queues))
-        self._name = name
-        self._engine = engine
-        self._active_requests = active_requests
-        self._outbox = outboxes.by_shard[name]
-        self._num_ended = num_ended
+    _settings: WorkerSettings
+    _queues: Mapping[str, WorkerQueue]
+    _name: str
+    _engine: EngineThread
+    _active_requests: ActiveRequests
+    _outboxes: Outboxes
+    _num_ended: dict[str, int]
+
+    def __post_init__(self) -> None:
+        self.queue = self._queues[self._name]
+        self._others = self._queues.keys() - {self._name}
+        self._is_first = self._name == next(iter(self._queues))
+        self._outbox = self._outboxes.by_shard[self._name]
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._batch_waits = asyncio.Event()
         self._renewed_at = time.monotonic()

@@ -5,6 +5,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import UnsupportedOperation
 from tempfile import TemporaryFile
 from typing import IO
@@ -167,24 +168,18 @@ class DecodedAudio(OpenAudio):
         return bytes(samples)
 
 
+@dataclass(eq=False)
 class DecodedVideo(OpenVideo):
     """A video in a child process. `indices` and `size`: of the frames that were decoded."""
 
-    def __init__(
-        self,
-        child: Child,
-        info: VideoInfo,
-        options: VideoOptions,
-        max_frames: int,
-        limits: FrameLimits,
-        until: float,
-    ) -> None:
-        self.info, self.options, self.max_frames = info, options, max_frames
-        self.indices: tuple[int, ...] | None = None
-        self.size = (0, 0)
-        self._limits = limits
-        self._child = child
-        self._until = until
+    _child: Child
+    info: VideoInfo
+    options: VideoOptions
+    max_frames: int
+    _limits: FrameLimits
+    _until: float
+    indices: tuple[int, ...] | None = None
+    size: tuple[int, int] = (0, 0)
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
         """See `OpenVideo.frames`; called once."""
