@@ -49,7 +49,8 @@ class HashCache:
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        self._file = file or _default_file()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self._file = file or cache / "vlm-fleet" / "digests.json"
         self._known: dict[str, list[int | str]] = {}
         try:
             read = json.loads(self._file.read_text())
@@ -91,11 +92,6 @@ class HashCache:
             os.replace(part, self._file)
         except OSError:
             part.unlink(missing_ok=True)
-
-
-def _default_file() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "vlm-fleet" / "digests.json"
 
 
 #: Leftovers of tools.

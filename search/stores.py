@@ -118,7 +118,9 @@ class Stores:
             wire.DropFile: self._drop_file,
             wire.AttachFile: self._attach_file,
             wire.ReadStoreFile: self._read_store_file,
-            wire.ListStoreFiles: self._list_store_files,
+            wire.ListStoreFiles: lambda a: catalog.list_store_files(
+                self._find(a.tenant, a.store).id, a.page
+            ),
             wire.ChangeStoreFile: self._change_store_file,
             wire.DetachFile: self._detach_file,
             wire.PutFileBatch: self._put_file_batch,
@@ -439,10 +441,6 @@ class Stores:
         if record is None:
             raise refuse("not_found", "There is no such file in this vector store.", "file_id")
         return record
-
-    def _list_store_files(self, asked: wire.ListStoreFiles) -> list[wire.StoreFile]:
-        store = self._find(asked.tenant, asked.store)
-        return self._catalog.list_store_files(store.id, asked.page)
 
     def _change_store_file(self, asked: wire.ChangeStoreFile) -> wire.StoreFile:
         store = self._find_writable(asked.tenant, asked.store)

@@ -84,11 +84,6 @@ class ProgressLog:
             logger.info("%s %d %%", phase, 10 * tenths)
 
 
-def worker_name(configured: str) -> str:
-    """The worker's id: the configured one, or host, process and a random part."""
-    return configured or f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
-
-
 class WorkerProcess:
     """The parts of the process, created in order and closed in reverse."""
 
@@ -101,7 +96,8 @@ class WorkerProcess:
 
     async def run(self) -> None:
         """Load the engine, serve, stop on a signal. Raises: EngineBroken, EngineStartError, SettingsError."""
-        self._handle_signals()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         async with AsyncExitStack() as stack:
             port = await self._start_health(stack)
             reached = asyncio.create_task(wait_for_redis(self._settings.redis))
@@ -118,11 +114,6 @@ class WorkerProcess:
                 worker.worker_id, loaded.card.name, port,
             )  # fmt: skip
             await worker.run()
-
-    def _handle_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if self._worker is None:
@@ -181,7 +172,8 @@ class WorkerProcess:
         assert self._engine is not None
         redis = create_redis(settings.redis)
         prefix = settings.redis.key_prefix
-        worker_id = worker_name(settings.worker.id)
+        name = f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
+        worker_id = settings.worker.id or name
         if settings.worker.package:
             card = replace(loaded.card, package=settings.worker.package)
             loaded = dataclasses.replace(loaded, card=card)

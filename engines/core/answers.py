@@ -326,7 +326,10 @@ class Answer(Struct, eq=False):
         if detokenizer.reasoning:
             output.reasoning, detokenizer.reasoning = detokenizer.reasoning, ""
         if self.calls is not None:
-            _separate_calls(output, self.calls, is_last=reason is not None)
+            output.text, pieces = self.calls.feed(output.text)
+            if reason is not None:
+                output.text += self.calls.finish()
+            output.calls = tuple(pieces)
         return output if reason is None else self._end(output, reason)
 
     def _decide(self, token_ids: list[int], logprobs: list[OutputLogprob]) -> None:
@@ -375,13 +378,6 @@ class Answer(Struct, eq=False):
 
     def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
         return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
-
-
-def _separate_calls(output: EngineOutput, calls: CallReader, *, is_last: bool) -> None:
-    output.text, pieces = calls.feed(output.text)
-    if is_last:
-        output.text += calls.finish()
-    output.calls = tuple(pieces)
 
 
 def _create_detokenizer(request: EngineRequest, processor: Processor) -> Detokenizer:

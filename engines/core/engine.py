@@ -218,6 +218,10 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
     def stats(self) -> EngineStats:
         num_queries, num_hits, encoder_cache_bytes = self.runner.encoder_cache_counts()
         blocks, speculator = self.blocks, self.scheduler.speculator
+        memory_bytes = self.runner.memory_bytes()
+        if self._adapters:
+            adapters = tuple(self._adapters.values())
+            memory_bytes["adapters"] = sum(each.num_bytes for each in adapters)
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -233,15 +237,9 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             num_drafted_tokens=speculator.num_drafted if speculator else 0,
             num_accepted_tokens=speculator.num_accepted if speculator else 0,
             num_adapters=len(self._adapters),
-            memory_bytes=self._memory_bytes(),
+            memory_bytes=memory_bytes,
             startup_s=self._startup_s,
         )
-
-    def _memory_bytes(self) -> dict[str, int]:
-        found = self.runner.memory_bytes()
-        if self._adapters:
-            found["adapters"] = sum(each.num_bytes for each in tuple(self._adapters.values()))
-        return found
 
     def close(self) -> None:
         """Drop all requests and free the device. Idempotent."""

@@ -88,8 +88,11 @@ def run_node(
         with ExitStack() as stack:
             redis = None
             if search and not settings.search.url:
+                # A folder of its own, since paths of sockets must be short.
                 folder = stack.enter_context(TemporaryDirectory(prefix="vlm-search-"))
-                settings = _with_search(settings, folder, data_dir)
+                files = settings.search.data_dir or str(_data_dir(settings, data_dir) / "search")
+                place = {"url": f"unix://{folder}/socket", "data_dir": files}
+                settings = settings.changed(search=place)
             if not settings.gateway.files:
                 files = f"file://{(_data_dir(settings, data_dir) / 'files').absolute()}"
                 settings = settings.changed(gateway={"files": files})
@@ -113,12 +116,6 @@ def run_node(
             console.print(str(error), style="red", markup=False, soft_wrap=True)
         return error.exit_code if isinstance(error, NodeError) else os.EX_CONFIG
     return 0
-
-
-def _with_search(settings: Settings, folder: str, data_dir: Path | None) -> Settings:
-    """The socket is in a folder of its own, since paths of sockets must be short."""
-    files = settings.search.data_dir or str(_data_dir(settings, data_dir) / "search")
-    return settings.changed(search={"url": f"unix://{folder}/socket", "data_dir": files})
 
 
 def _with_deployments(settings: Settings, data_dir: Path | None) -> Settings:
