@@ -4,7 +4,6 @@ A write of a store is one transaction, and one at a time in all processes. Searc
 scans, as are filtered searches with pgvector before 0.8. Other searches use an HNSW index.
 """
 
-import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from msgspec.structs import replace
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 
-from search.filters import to_columns, to_postgres
+from search.filters import hexadecimal, to_json, to_postgres
 from search.index import IndexStats, SearchUnavailable
 from shared.search import Filter, Hit, Item, refuse
 
@@ -221,7 +220,7 @@ class PostgresIndex:
                 "item = excluded.item",
                 ids,
                 [_text(np.frombuffer(item.vector, "<f4")) for item in items],
-                [_filterable(item) for item in items],
+                [to_json(item.attributes, hexadecimal) for item in items],
                 contents,
             )
             self._count(len(items) - num_known, sum(map(len, contents)) - known_bytes)
@@ -325,17 +324,6 @@ def _quoted(name: str) -> str:
 
 def _text(vector: np.ndarray) -> str:
     return "[" + ",".join(map(repr, vector.tolist())) + "]"
-
-
-def _filterable(item: Item) -> str:
-    """The column of `to_postgres`: numbers are floats, texts hexadecimal."""
-    columns = to_columns(item.attributes).items()
-    texts = {
-        name: value.encode().hex() if isinstance(value, str) else value for name, value in columns
-    }
-    return json.dumps(
-        {n: float(v) if n[0] == "n" else v for n, v in texts.items()}, allow_nan=False
-    )
 
 
 def _decode(data: bytes, vector: Sequence[float] | None = None) -> Item:
