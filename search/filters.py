@@ -96,7 +96,7 @@ def sql_text(text: str) -> str:
 
 def to_json(attributes: Attributes, write_text: Callable[[str], str] = str) -> str:
     """The JSON column of attributes by name and type; numbers are floats."""
-    write = {"s": write_text, "n": float, "b": bool}
+    write: dict[str, Callable[[Any], Any]] = {"s": write_text, "n": float, "b": bool}
     columns = {_name(key, value): write[_kind(value)](value) for key, value in attributes.items()}
     return json.dumps(columns, allow_nan=False)
 
