@@ -316,17 +316,14 @@ def find_claimable(
     """Wanted slots that fit on the node and that no node has reported."""
     if node.is_stopping:
         return []
-    found: list[Slot] = []
-    for slot in app.slots:
-        if slot.state != "wanted" or slot.not_before > now:
-            continue
-        revision = app.revision(slot.digest)
-        if revision is not None and fits(revision.needs, free) and not find_missing(revision, node):
-            found.append(slot)
-    if not found:
-        return []
     reported = {r.slot for each in (node, *others) for r in each.slots if r.app == app.name}
-    return [slot for slot in found if slot.id not in reported]
+    return [
+        slot
+        for slot in app.slots
+        if slot.state == "wanted" and slot.not_before <= now and slot.id not in reported
+        if (revision := app.revision(slot.digest)) is not None
+        if fits(revision.needs, free) and not find_missing(revision, node)
+    ]
 
 
 def fits(needed: Resources, free: Resources) -> bool:
@@ -373,12 +370,10 @@ def _follow(app: App, nodes: Mapping[str, NodeRecord], now: float, *, trusts_abs
         node = nodes.get(slot.node)
         if node is None and not trusts_absence:
             continue
-        report = None
-        if node is not None:
-            found = (r for r in node.slots if r.app == app.name and r.slot == slot.id)
-            report = next(found, None)
-        is_lost = node is None or (report is None and now - slot.since > FORGOTTEN_S)
-        if is_lost:
+        reports = node.slots if node is not None else ()
+        own = (each for each in reports if each.app == app.name and each.slot == slot.id)
+        report = next(own, None)
+        if node is None or (report is None and now - slot.since > FORGOTTEN_S):
             where = f"node {slot.node} " + ("is gone" if node is None else "does not report it")
             app = _free(app, slot, now, where)
         elif report is not None:
@@ -705,13 +700,8 @@ def _change(app: App, revision: Revision) -> App:
     def new(old: Revision | None) -> Revision | None:
         return revision if old is not None and old.digest == revision.digest else old
 
-    retiring: Sequence[Revision | None] = [new(each) for each in app.retiring]
-    return replace(
-        app,
-        active=new(app.active),
-        candidate=new(app.candidate),
-        retiring=tuple(each for each in retiring if each is not None),
-    )
+    retiring = tuple(revision if each.digest == revision.digest else each for each in app.retiring)
+    return replace(app, active=new(app.active), candidate=new(app.candidate), retiring=retiring)
 
 
 def _note(app: App, now: float, text: str) -> App:
