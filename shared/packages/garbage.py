@@ -139,7 +139,12 @@ def collect(
 
 def _clean_up(store: PackageStore, garbage: Garbage) -> None:
     """Remove marks of killed collectors, old partial uploads and holds, and signatures without a package."""
-    _remove_dead_marks(store)
+    if list(store.entries(_COLLECTORS)):
+        mark = f"{_COLLECTORS}/{token_hex(12)}.json"
+        store.put_if_absent(mark, b"{}")
+        for dead in _marks(store, mark)[1]:
+            store.delete(dead.key)
+        store.delete(mark)
     before = time.time() - GRACE_S  # noqa: TID251
     garbage.part_bytes = store.delete_parts(before)
     for entry in list(store.entries(_HOLDS)):
@@ -149,16 +154,6 @@ def _clean_up(store: PackageStore, garbage: Garbage) -> None:
         package = f"sha256:{entry.key.split('/')[1]}"
         if entry.modified_at < before and is_digest(package) and store.size(package) is None:
             store.delete(entry.key)
-
-
-def _remove_dead_marks(store: PackageStore) -> None:
-    if not list(store.entries(_COLLECTORS)):
-        return
-    mark = f"{_COLLECTORS}/{token_hex(12)}.json"
-    store.put_if_absent(mark, b"{}")
-    for dead in _marks(store, mark)[1]:
-        store.delete(dead.key)
-    store.delete(mark)
 
 
 class _Roots:
