@@ -121,30 +121,23 @@ class ChatTemplate:
 
     def takes(self, kind: str, placeholder: str) -> bool:
         """Whether the template writes a placeholder for a video or audio."""
-        content = [{"type": kind}, {"type": "text", "text": _PROBE}]
-        try:
-            text = self._renderer.render([{"role": "user", "content": content}])
-        except (TemplateRefusal, TemplateFailure):
-            return False
+        text = self._try([{"type": kind}, {"type": "text", "text": _PROBE}])
         return self._content == "parts" and text.count(placeholder) == 1
+
+    def _try(self, content: list[dict[str, str]] | str, **options: Any) -> str:
+        """The rendering of a user message; empty if the template fails."""
+        try:
+            return self._renderer.render([{"role": "user", "content": content}], **options)
+        except (TemplateRefusal, TemplateFailure):
+            return ""
 
     def _shows_tools(self) -> bool:
         function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
         content = self._to_content([{"type": "text", "text": "hello"}])
-        try:
-            text = self._renderer.render(
-                [{"role": "user", "content": content}],
-                tools=[{"type": "function", "function": function}],
-            )
-        except (TemplateRefusal, TemplateFailure):
-            return False
-        return _PROBE in text
+        return _PROBE in self._try(content, tools=[{"type": "function", "function": function}])
 
     def _is_probe_rendered(self, content: list[dict[str, str]] | str) -> bool:
-        try:
-            text = self._renderer.render([{"role": "user", "content": content}])
-        except (TemplateRefusal, TemplateFailure):
-            return False
+        text = self._try(content)
         # A template that expects a string prints the list itself.
         is_list_printed = "'type'" in text or '"type"' in text
         num_images = text.count(self._image_token) if self._image_token else 1

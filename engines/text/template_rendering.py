@@ -201,37 +201,29 @@ class CompiledTemplate:
         Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`.
         """
         num_chars = sum(_count_chars(each) for each in (*messages, *tools))
-        max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
+        num_left = max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
+        pieces: list[str] = []
         try:
             with _working(max_chars, max_s):
-                return "".join(self._pieces(messages, max_chars, options, tools, is_answered))
+                for piece in self._template.generate(
+                    messages=messages,
+                    tools=list(tools) or None,
+                    documents=None,
+                    add_generation_prompt=is_answered,
+                    **self._variables,
+                    **{name: value for name, value in options.items() if name in self.options},
+                ):
+                    num_left -= len(piece)
+                    if num_left < 0:
+                        raise TemplateFailure("too long")
+                    pieces.append(piece)
+                return "".join(pieces)
         except TemplateFailure:
             raise
         except jinja2.TemplateError as error:
             raise TemplateRefusal(str(error)[:200]) from None
         except Exception as error:  # a template can raise any error
             raise TemplateFailure(type(error).__name__) from None
-
-    def _pieces(
-        self,
-        messages: Messages,
-        max_chars: int,
-        options: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]],
-        is_answered: bool,
-    ) -> Iterator[str]:
-        for piece in self._template.generate(
-            messages=messages,
-            tools=list(tools) or None,
-            documents=None,
-            add_generation_prompt=is_answered,
-            **self._variables,
-            **{name: value for name, value in options.items() if name in self.options},
-        ):
-            max_chars -= len(piece)
-            if max_chars < 0:
-                raise TemplateFailure("too long")
-            yield piece
 
 
 def _count_chars(value: Any) -> int:
