@@ -220,12 +220,22 @@ class Preprocessor:
         self, key: str, image: ImageRef, tenant: str
     ) -> tuple[PreparedImage, int]:
         """Decode a video or audio. A video's hash covers its file and its frames, not how they were chosen."""
-        decode = self._decode_audio if image.kind == "audio" else self._decode_video
-        file = await self._media_file(image, tenant)
+        file, videos, engine = await self._media_file(image, tenant), self._videos, self._engine
+        assert videos is not None
 
         def work() -> tuple[PreparedImage, int]:
-            with file:
-                return decode(file, image, tenant)
+            name, counts = key, None
+            if image.kind == "audio":
+                with file, self._counting(AUDIO_TOO_LONG), videos.open_audio(file, image) as media:
+                    content = engine.prepare_audio(media)
+            else:
+                with file, self._counting(TOO_LONG), videos.open(file, image) as media:
+                    content = engine.prepare_video(media)
+                frames = f"{image.sha256} {media.info} {media.indices} {media.size}"
+                name = salted_hash(hashlib.sha256(frames.encode()).hexdigest(), tenant)
+                counts = len(media.indices or ()), media.info.num_frames
+            self.media.length_s += media.info.length_s
+            return PreparedImage(name, content, counts), getattr(content, "nbytes", image.num_bytes)
 
         return await self._video_threads.run(tenant, work)
 
@@ -264,28 +274,6 @@ class Preprocessor:
             return await self._video_threads.run(tenant, lambda: find(file))
         except RequestError as error:
             raise ImageRefused(0, error) from error
-
-    def _decode_video(
-        self, file: IO[bytes], image: ImageRef, tenant: str
-    ) -> tuple[PreparedImage, int]:
-        assert self._videos is not None
-        with self._counting(TOO_LONG), self._videos.open(file, image) as video:
-            content = self._engine.prepare_video(video)
-        self.media.length_s += video.info.length_s
-        frames = f"{image.sha256} {video.info} {video.indices} {video.size}"
-        key = salted_hash(hashlib.sha256(frames.encode()).hexdigest(), tenant)
-        counts = len(video.indices or ()), video.info.num_frames
-        return PreparedImage(key, content, counts), getattr(content, "nbytes", image.num_bytes)
-
-    def _decode_audio(
-        self, file: IO[bytes], image: ImageRef, tenant: str
-    ) -> tuple[PreparedImage, int]:
-        assert self._videos is not None
-        with self._counting(AUDIO_TOO_LONG), self._videos.open_audio(file, image) as audio:
-            content = self._engine.prepare_audio(audio)
-        self.media.length_s += audio.info.length_s
-        key = salted_hash(_identity(image), tenant)
-        return PreparedImage(key, content), getattr(content, "nbytes", image.num_bytes)
 
     @contextmanager
     def _counting(self, too_long: str) -> Iterator[None]:
