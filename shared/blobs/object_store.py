@@ -98,7 +98,8 @@ class ObjectBlobStore:
         except FileNotFoundError:
             self._written.pop(ref.sha256, None)
             return None
-        return await _checked(bytes(await self._try(found.bytes_async())), ref)
+        data = bytes(await self._try(found.bytes_async()))
+        return data if await hash_of(data) == ref.sha256 else None
 
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
         if ref.num_bytes <= MAX_REDIS_BYTES:
@@ -199,10 +200,6 @@ def _open_file(ref: BlobRef) -> IO[bytes] | None:
         return None
     except OSError as error:
         raise BlobsUnavailable(f"{path.parent}: {error.strerror}") from None
-
-
-async def _checked(data: bytes, ref: BlobRef) -> bytes | None:
-    return data if await hash_of(data) == ref.sha256 else None
 
 
 def _wrong(problem: str) -> SettingsError:
