@@ -21,7 +21,6 @@ from shared.protocol import (
     Run,
     Scores,
     Started,
-    Tokenized,
     Tokens,
     Vectors,
     encode_events,
@@ -42,38 +41,27 @@ MAX_INLINE_BYTES = 16 * 1024
 
 
 class _Draft(Struct):
-    """Unpublished events of one request."""
+    """Unpublished events of one request, in order."""
 
     begun_at: float
-    started: Started | None = None
-    deltas: list[Tokens] = field(default_factory=list)
-    values: Vectors | Scores | Tokenized | None = None
-    terminal: Finished | Failed | None = None
+    posted: list[CallEvent] = field(default_factory=list)
 
-    def add(self, event: CallEvent) -> None:
-        if isinstance(event, Tokens):
-            self.deltas.append(event)
-        elif isinstance(event, Started):
-            self.started = event
-        elif isinstance(event, Vectors | Scores | Tokenized):
-            self.values = event
-        else:
-            self.terminal = event
+    @property
+    def is_last(self) -> bool:
+        return isinstance(self.posted[-1], Finished | Failed)
 
-    def events(self) -> tuple[CallEvent, ...]:
-        parts: list[CallEvent] = []
-        if self.started is not None:
-            parts.append(self.started)
-        if self.deltas:
-            first, *others = self.deltas
-            parts.append(
-                join_tokens(first.request_id, first.attempt, self.deltas) if others else first
-            )
-        if self.values is not None:
-            parts.append(self.values)
-        if self.terminal is not None:
-            parts.append(self.terminal)
-        return tuple(parts)
+    @property
+    def deltas(self) -> list[Tokens]:
+        return [event for event in self.posted if isinstance(event, Tokens)]
+
+    def events(self) -> Sequence[CallEvent]:
+        """The events; their tokens are merged into one."""
+        deltas = self.deltas
+        if len(deltas) < 2:
+            return self.posted
+        first, start = deltas[0], self.posted.index(deltas[0])
+        whole = join_tokens(first.request_id, first.attempt, deltas)
+        return (*self.posted[:start], whole, *self.posted[start + len(deltas) :])
 
 
 class Outbox:
@@ -101,8 +89,8 @@ class Outbox:
             return
         now = time.monotonic()
         draft = self._due.get(active) or self._held.pop(active, None) or _Draft(now)
-        draft.add(event)
-        if draft.terminal is not None:
+        draft.posted.append(event)
+        if draft.is_last:
             self._ended.add(active)
         elif not active.call.wants_stream and now - draft.begun_at < self._hold_s:
             self._held[active] = draft
@@ -135,7 +123,7 @@ class Outbox:
         drafts, self._due = self._due, {}
         now = time.monotonic()
         for active, draft in drafts.items():
-            if draft.deltas and draft.terminal is None and active.call.wants_stream:
+            if active.call.wants_stream and not draft.is_last and draft.deltas:
                 self._published_at[active] = now
         refusals, self._refusals = self._refusals, []
         return refusals + [_publication(active, draft) for active, draft in drafts.items()]
