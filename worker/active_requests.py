@@ -161,17 +161,14 @@ class ActiveRequest(Struct, eq=False):
         elif last.finish_reason is not None:
             assert last.usage is not None
             if last.values:
-                events.append(self._values(last))
+                if last.dimensions:
+                    events.append(Vectors(request_id, attempt, last.dimensions, last.values))
+                else:
+                    events.append(Scores(request_id, attempt, last.values))
             timings = self.timings(last.timings or StageTimings())
             ended = (last.finish_reason, last.usage, timings, last.stopped_by)
             events.append(Finished(request_id, attempt, *ended))
         return events
-
-    def _values(self, output: EngineOutput) -> Vectors | Scores:
-        request_id, attempt = self.request_id, self.claim.attempt
-        if output.dimensions:
-            return Vectors(request_id, attempt, output.dimensions, output.values)
-        return Scores(request_id, attempt, output.values)
 
     def timings(self, engine: StageTimings) -> StageTimings:
         """The engine's stage times, plus wait and preparation."""

@@ -406,7 +406,8 @@ class StepPipeline:
             return Batch(), StepResult([])
         except SequenceFailure as failure:
             self.discard()
-            if _has_ended(batch, failure.request_id):
+            failed = (i.sequence for i in batch.items if i.sequence.request_id == failure.request_id)
+            if any(each.status is SequenceStatus.FINISHED for each in failed):
                 return Batch(), StepResult([])
             raise
         self._limits.note(batch, result, launch_s)
@@ -478,11 +479,3 @@ def _without_ended(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]
     if len(pairs) == len(batch.items):
         return batch, result
     return Batch([item for item, _ in pairs]), StepResult([choice for _, choice in pairs])
-
-
-def _has_ended(batch: Batch, request_id: str) -> bool:
-    """Whether the sequence that failed had already ended."""
-    return any(
-        item.sequence.request_id == request_id and item.sequence.status is SequenceStatus.FINISHED
-        for item in batch.items
-    )

@@ -255,11 +255,12 @@ def advance(
     app = _place(app, loads, now)
     app = _explain(app, nodes, now)
     app = _pause(app, nodes, now)
-    outcome = _judge(app, loads, now)
-    if outcome is None and app.candidate is not None and _is_canary_ready(app):
-        candidate = replace(app.candidate, is_canary=True)
-        share = f"{candidate.spec.canary:.0%}"
-        app = _note(replace(app, candidate=candidate), now, f"canary: {share} of the requests")
+    outcome, candidate = _judge(app, loads, now), app.candidate
+    if outcome is not None or candidate is None or candidate.is_canary or app.active is None:
+        return app, outcome
+    if candidate.spec.canary > 0 and app.of(candidate.digest, "ready"):
+        app = replace(app, candidate=replace(candidate, is_canary=True))
+        app = _note(app, now, f"canary: {candidate.spec.canary:.0%} of the requests")
     return app, outcome
 
 
@@ -430,10 +431,9 @@ def _count_failure(revision: Revision, tenants: Sequence[str]) -> Revision:
     common = tuple(tenant for tenant in tenants if tenant in earlier)
     if common:
         return replace(revision, num_crashes=revision.num_crashes + 1, crash_tenants=common)
-    num_crashes = revision.num_crashes if tenants else 0
-    num_failed = revision.num_failed + num_crashes + 1
     if not tenants:
-        return replace(revision, num_failed=num_failed)
+        return replace(revision, num_failed=revision.num_failed + 1)
+    num_failed = revision.num_failed + revision.num_crashes + 1
     return replace(revision, num_failed=num_failed, num_crashes=0, crash_tenants=())
 
 
@@ -443,10 +443,7 @@ def _free(app: App, slot: Slot, now: float, why: str, pause_s: float = 0.0) -> A
     if slot.state == "draining" or app.revision(slot.digest) is None:
         return _remove(app, slot)
     # A new number, so that late reports of the old slot are ignored.
-    number = _next_number(app, now)
-    app = replace(_remove(app, slot), next_slot=number + 1)
-    wanted = Slot(number, slot.digest, since=now, not_before=now + pause_s)
-    return replace(app, slots=(*app.slots, wanted))
+    return _want(_remove(app, slot), slot.digest, now, not_before=now + pause_s)
 
 
 # How a rollout ends
@@ -504,13 +501,6 @@ def _compare(new: Load, old: Load) -> Outcome | None:
         "rolled_back",
         f"{share:.0%} of {num_answers} answers failed, {usual:.0%} of the old version's",
     )
-
-
-def _is_canary_ready(app: App) -> bool:
-    candidate = app.candidate
-    assert candidate is not None
-    has_share = candidate.spec.canary > 0 and app.active is not None
-    return has_share and not candidate.is_canary and bool(app.of(candidate.digest, "ready"))
 
 
 # How many instances there should be
@@ -580,10 +570,7 @@ def _resize(app: App, digest: str, count: int, now: float) -> App:
         else:
             app = _put(app, replace(slot, state="draining", since=now))
     for _ in range(count - len(alive)):
-        number = _next_number(app, now)
-        app = replace(
-            app, next_slot=number + 1, slots=(*app.slots, Slot(number, digest, since=now))
-        )
+        app = _want(app, digest, now)
     return app
 
 
@@ -683,9 +670,11 @@ def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
 # Small changes
 
 
-def _next_number(app: App, now: float) -> int:
-    """A number higher than all earlier ones, including those of a record that Redis lost."""
-    return max(app.next_slot, int(now * 1000))
+def _want(app: App, digest: str, now: float, not_before: float = 0.0) -> App:
+    """Add a wanted slot. Its number is higher than all earlier ones, also those of a record that Redis lost."""
+    number = max(app.next_slot, int(now * 1000))
+    slot = Slot(number, digest, since=now, not_before=not_before)
+    return replace(app, next_slot=number + 1, slots=(*app.slots, slot))
 
 
 def _put(app: App, slot: Slot) -> App:

@@ -445,7 +445,6 @@ def run_agent(settings: Settings) -> int:
     """Run a node until a signal. Returns the exit code."""
     hide_process()
     try:
-        _check_worker_redis(settings)
         asyncio.run(_run_until_signal(settings))
     except SettingsError as error:
         logger.critical("%s", error)
@@ -453,16 +452,12 @@ def run_agent(settings: Settings) -> int:
     return 0
 
 
-def _check_worker_redis(settings: Settings) -> None:
-    """Raises: SettingsError if workers would get the node's password."""
+async def _run_until_signal(settings: Settings) -> None:
     if settings.redis.has_password and not settings.node.worker_redis_url:
         raise SettingsError(
             "VLM_NODE__WORKER_REDIS_URL: required because VLM_REDIS_URL holds a password, which the "
             "node's workers must not read; set it to the URL of the Redis user `worker`"
         )
-
-
-async def _run_until_signal(settings: Settings) -> None:
     agent = NodeAgent(settings)
     server = HealthServer(lambda: True, lambda: True, agent.metrics)
     host, port = settings.node.metrics_host, settings.node.metrics_port
