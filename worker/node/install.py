@@ -24,7 +24,7 @@ from pathlib import Path
 from engines.base import EngineStartError
 from engines.registry import check_package
 from shared.packages.manifest import BadPackage, Layer, Manifest, check_content
-from shared.packages.resumable_file import SUFFIX, ResumableFile, WrongDigest
+from shared.packages.resumable_file import SUFFIX, Report, ResumableFile, WrongDigest
 from shared.packages.signature import BadSignature, check_signed
 from shared.packages.store import BadBlob, PackageStore, StoreError, blob_key, read_manifest
 from worker.node.cache import RESERVE_BYTES, Cache, Uses
@@ -46,6 +46,7 @@ def install(
     store: PackageStore,
     digest: str,
     cache: Cache,
+    report: Report | None = None,
     signers: Path | None = None,
     uses: Uses | None = None,
 ) -> tuple[Manifest, Path]:
@@ -69,7 +70,7 @@ def install(
             layers = {layer.digest: layer for layer in manifest.layers}
             cache.make_room(_size(_find_missing(layers, cache)), layers)
             with cache.filling():
-                _fetch_all(store, _find_missing(layers, cache), cache.folder)
+                _fetch_all(store, _find_missing(layers, cache), cache.folder, report)
                 _link(manifest, cache.folder, folder)
             if not is_intact() and cache.discard(folder, is_intact):
                 raise InstallError(
@@ -105,7 +106,9 @@ def _size(layers: Sequence[Layer]) -> int:
     return sum(layer.size for layer in layers)
 
 
-def _fetch_all(store: PackageStore, missing: Sequence[Layer], cache: Path) -> None:
+def _fetch_all(
+    store: PackageStore, missing: Sequence[Layer], cache: Path, report: Report | None
+) -> None:
     blobs = cache / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
     blobs.chmod(0o755)
@@ -115,10 +118,10 @@ def _fetch_all(store: PackageStore, missing: Sequence[Layer], cache: Path) -> No
             f"the package needs {_size(missing) / 1e9:.1f} GB in {cache}, and {free / 1e9:.1f} GB are free"
         )
     with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(lambda layer: _fetch(store, layer, blobs), missing))
+        list(threads.map(lambda layer: _fetch(store, layer, blobs, report), missing))
 
 
-def _fetch(store: PackageStore, layer: Layer, blobs: Path) -> None:
+def _fetch(store: PackageStore, layer: Layer, blobs: Path, report: Report | None) -> None:
     """Fetch a blob; an interrupted fetch is resumed."""
 
     def read(start: int) -> Iterator[bytes]:
@@ -131,7 +134,7 @@ def _fetch(store: PackageStore, layer: Layer, blobs: Path) -> None:
 
     try:
         with ResumableFile(blobs, layer.digest) as part:
-            part.fill(read)
+            part.fill(read, report)
             with part.path.open("rb") as file:
                 check_content(layer.path, file)
             mode = 0o555 if layer.is_executable else 0o444
