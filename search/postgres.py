@@ -162,11 +162,7 @@ class PostgresIndexes:
     def __init__(self, database: Postgres) -> None:
         """Raises: psycopg.Error."""
         self.database = database
-        connection = database.connection
-        with connection.transaction():
-            connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('catalog', 0))")
-            connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
-            connection.execute(_COUNTS)
+        database.create("CREATE EXTENSION IF NOT EXISTS vector;" + _COUNTS)
         found = "SELECT extversion FROM pg_extension WHERE extname = 'vector'"
         [(version,)] = database.rows(found)
         major, minor = (int(number) for number in version.split(".")[:2])

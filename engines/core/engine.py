@@ -22,7 +22,7 @@ from engines.core.budget import PrefillLimit, StepLimits
 from engines.core.constraint import Constraint
 from engines.core.runner import ModelRunner, Processor, SequenceFailure, StepResult, TokenChoice
 from engines.core.scheduler import Scheduler, StepPipeline
-from engines.core.sequence import Batch, EngineRequest, Prompt, ScheduledSequence, Sequence
+from engines.core.sequence import Batch, EngineRequest, Prompt, Sequence
 from engines.core.settings import BatchingSettings
 from engines.core.speculation import Speculator
 from engines.text.grammar import GrammarCompiler
@@ -168,7 +168,10 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
 
     def add(self, request: EngineRequest) -> None:
         """Accept a request. Raises: PromptTooLong, InvalidRequest, and then nothing is queued."""
-        self._check(request)
+        self._check_request(request)
+        if request.request_id in self._answers:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        self._check_places(request)
         sequence = Sequence.from_request(
             request, self._max_output_tokens(request), self.tokenizer.eos_token_ids
         )
@@ -253,13 +256,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         finally:  # free the device after a failure too
             self.runner.close()
 
-    def _check(self, request: EngineRequest) -> None:
-        """Raises: PromptTooLong, InvalidRequest."""
-        self._check_request(request)
-        if request.request_id in self._answers:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use")
-        self._check_places(request)
-
     def _check_places(self, request: EngineRequest) -> None:
         """Raises: InvalidRequest."""
         num_prompt_tokens, end = len(request.prompt_token_ids), 0
@@ -283,7 +279,11 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             sequence = item.sequence
             answer = self._answers[sequence.request_id]
             if answer.first_token_at is None:
-                self._note_prefill(answer, item, result.vision_s, started_at)
+                if answer.scheduled_at is None:
+                    answer.scheduled_at = started_at
+                    answer.num_cached_tokens = sequence.num_cached_tokens
+                if result.vision_s and item.images:
+                    answer.vision_s += result.vision_s
             if result.prompt_scores and (scores := result.prompt_scores.get(sequence.request_id)):
                 outputs.append(answer.prompt_output(sequence.token_ids, scores))
             if choice is not None:
@@ -291,16 +291,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             elif not answer.is_announced:
                 outputs.append(answer.announce())
         return outputs
-
-    def _note_prefill(
-        self, answer: Answer, item: ScheduledSequence, vision_s: float, started_at: float
-    ) -> None:
-        """Record the first scheduling and the time of image encoding."""
-        if answer.scheduled_at is None:
-            answer.scheduled_at = started_at
-            answer.num_cached_tokens = item.sequence.num_cached_tokens
-        if vision_s and item.images:
-            answer.vision_s += vision_s
 
     def _token_output(
         self, answer: Answer, sequence: Sequence, choice: TokenChoice

@@ -187,7 +187,8 @@ class PromptBuilder:
             length += start - end + len(text)
             places.append((length - len(text), length))
             end = stop
-            if item.seam and _is_word(rendered[end:].removeprefix(guard)[:1]):
+            following = rendered[end:].removeprefix(guard)[:1]
+            if item.seam and following and not following.isspace() and following != "<":
                 pieces.append(" ")
                 length += 1
         return "".join([*pieces, rendered[end:]]), places, items
@@ -326,10 +327,6 @@ def _cut_at(rendered: str, mark: str) -> str:
         )
     before = rendered[:start]
     return before if rendered.startswith(mark, start) else before.rstrip()
-
-
-def _is_word(character: str) -> bool:
-    return bool(character) and not character.isspace() and character != "<"
 
 
 def _texts_of(message: ChatMessage) -> list[str]:

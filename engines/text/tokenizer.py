@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,7 @@ class HfTokenizer:
         self.control_tokens: Mapping[str, ControlToken] = self._find_control_tokens(
             backend, template
         )
-        #: Token ids around every text, unless the chat template begins with BOS.
-        self.prefix_ids: Sequence[int]
-        self.suffix_ids: Sequence[int]
-        self.prefix_ids, self.suffix_ids = _surrounding_ids(backend)
+        self.surround(backend)
         self._first, self._later = _piece_encoders(content, self.control_tokens.keys())
         decoder = ByteDecoder(content.get("decoder"))
         self.drops_leading_space = decoder.drops_leading_space
@@ -81,9 +78,10 @@ class HfTokenizer:
         ]
 
     def surround(self, backend: Backend) -> None:
-        """Add the special tokens of another tokenizer's post-processor around texts."""
+        """Add the special tokens of a tokenizer's post-processor around texts."""
         backend.no_padding()
         backend.no_truncation()
+        #: Token ids around every text, unless the chat template begins with BOS.
         self.prefix_ids, self.suffix_ids = _surrounding_ids(backend)
 
     def encode(self, text: str) -> list[int]:

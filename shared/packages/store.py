@@ -158,9 +158,7 @@ class FileStore:
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         target = self.root / key
-        with self._upload() as (part, out):
-            out.write(data)
-            _sync(out)
+        with self._upload([data]) as part:
             try:
                 place(os.link, part, target)  # a rename would replace another writer's
             except FileExistsError:
@@ -188,10 +186,7 @@ class FileStore:
 
     def write(self, key: str, pieces: Iterable[bytes]) -> None:
         target = self.root / key
-        with self._upload() as (part, out):
-            for piece in pieces:
-                out.write(piece)
-            _sync(out)
+        with self._upload(pieces) as part:
             place(os.replace, part, target)
 
     def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
@@ -234,14 +229,17 @@ class FileStore:
             layout.write_text('{"imageLayoutVersion":"1.0.0"}')
 
     @contextmanager
-    def _upload(self) -> Iterator[tuple[Path, IO[bytes]]]:
-        """A new file in `uploads`, removed after the block unless it was renamed; a killed process leaves it."""
+    def _upload(self, pieces: Iterable[bytes]) -> Iterator[Path]:
+        """A new, synced file in `uploads`, removed after the block unless it was renamed; a killed process leaves it."""
         path = self._uploads / f"{secrets.token_hex(8)}{SUFFIX}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with path.open("xb") as file:
-                    yield path, file
+                    file.writelines(pieces)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield path
             finally:
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -366,11 +364,6 @@ def read_manifest(store: PackageStore, digest: str) -> Manifest:
 def _compare(digest: str, found: Any) -> None:
     if found.hexdigest() != digest.removeprefix("sha256:"):
         raise BadBlob(f"the content has the digest sha256:{found.hexdigest()}, not {digest}")
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _first_line(error: Exception) -> str:
