@@ -262,7 +262,9 @@ class PoolingEngine(Engine[PoolingInput]):
             took_s = time.perf_counter() - began_at
             for call in set(calls):
                 call.image_s += took_s
-        return [self._finish(call) for call in _count_down(calls)]
+        for call in calls:
+            call.num_left -= 1
+        return [self._finish(call) for call in dict.fromkeys(calls) if call.num_left == 0]
 
     def _hand_out(self, row: Row) -> list[PoolingInput]:
         """The calls that receive a row's result, its own first."""
@@ -330,13 +332,3 @@ class PoolingEngine(Engine[PoolingInput]):
         for waiting in self._waiting.values():
             waiting.clear()
         self._model.close()
-
-
-def _count_down(calls: Sequence[PoolingInput]) -> list[PoolingInput]:
-    """Count a computed row for each call; returns the complete ones."""
-    complete = []
-    for call in calls:
-        call.num_left -= 1
-        if call.num_left == 0:
-            complete.append(call)
-    return complete

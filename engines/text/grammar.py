@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from engines.base import BadGrammar, GrammarTooComplex
 from engines.child_process import ChildProcess, receive_message, send_message
 from engines.core.constraint import Constraint
 from engines.text import grammar_child
@@ -31,7 +30,7 @@ from engines.text.grammar_child import (
     to_source,
 )
 from engines.text.reasoning import Reasoning
-from engines.text.schemas import UnsupportedSchema, prepare
+from engines.text.schemas import Refusal, prepare
 from engines.text.tokens import Tokenizer
 from engines.text.tools import ToolFormat, to_rules
 from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
@@ -64,7 +63,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._reasoning = reasoning
         self._spelled = {**({} if reasoning is None else reasoning.spelled), **spelled}
-        self._kept: OrderedDict[bytes, _Compiled | _Refusal] = OrderedDict()
+        self._kept: OrderedDict[bytes, _Compiled | Refusal] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
         self._judging = threading.Lock()
@@ -99,7 +98,7 @@ class GrammarCompiler:
         try:
             is_json = grammar.kind == "json"
             return self._constrain(*_to_body(grammar), is_thinking=is_thinking, is_json=is_json)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             raise refusal.to_error(grammar.param) from None
 
     def compile_tools(
@@ -119,15 +118,15 @@ class GrammarCompiler:
             head = "answer: calls | form"
             try:
                 rules, others = _to_body(grammar, "form")
-            except _Refusal as refusal:
+            except Refusal as refusal:
                 raise refusal.to_error(grammar.param) from None
         is_strict = any(function.is_strict for function in tools.functions)
         for is_loose in (False, True):
             try:
-                body = "\n".join((head, rules, _to_rules(tools, form, is_loose=is_loose)))
+                body = "\n".join((head, rules, to_rules(tools, form, is_loose=is_loose)))
                 is_json = grammar is None or grammar.kind == "json"
                 return self._constrain(body, others, is_thinking=is_thinking, is_json=is_json)
-            except _Refusal as refusal:
+            except Refusal as refusal:
                 if is_loose or is_strict:
                     raise refusal.to_error("tools") from None
         raise AssertionError  # one of both was returned or raised
@@ -135,7 +134,7 @@ class GrammarCompiler:
     def _constrain(
         self, body: str, others: dict[str, str], *, is_thinking: bool, is_json: bool
     ) -> Constraint:
-        """Raises: _Refusal."""
+        """Raises: Refusal."""
         matcher = self._find(self._to_source(body, others, is_thinking=is_thinking))
         narrow = self._bound_numbers if is_json else None
         return Constraint(matcher, self._drafter, narrow, self._bare_source(body, others))
@@ -173,7 +172,7 @@ class GrammarCompiler:
         return to_source("\n".join([f"start: {start}", *rules, body]), **others)
 
     def _find(self, source: str) -> Any:
-        """The cached matcher of a grammar, to be copied. Raises: _Refusal."""
+        """The cached matcher of a grammar, to be copied. Raises: Refusal."""
         key = hashlib.sha256(source.encode()).digest()
         with self._lock:
             found = self._kept.get(key)
@@ -182,17 +181,17 @@ class GrammarCompiler:
         if found is None:
             try:
                 found = self._compile(source)
-            except _Refusal as refusal:
+            except Refusal as refusal:
                 if not refusal.is_kept:
                     raise
                 found = refusal
             self._keep(key, found)
-        if isinstance(found, _Refusal):
+        if isinstance(found, Refusal):
             raise found
         return found.matcher
 
     def _compile(self, source: str) -> "_Compiled":
-        """Raises: _Refusal."""
+        """Raises: Refusal."""
         with self._judging:
             if self._tables is None:
                 self._load()
@@ -206,8 +205,8 @@ class GrammarCompiler:
                 return _Compiled(matcher, max(_MIN_BYTES, verdict.num_bytes))
         error = _LISTING.split(verdict.error)[0]
         if verdict.is_lost or _is_complex(error):
-            raise _Refusal(_COMPLEX, is_complex=True)
-        raise _Refusal(_explain(error) or "the grammar cannot be read")
+            raise Refusal(_COMPLEX, is_complex=True)
+        raise Refusal(_explain(error) or "the grammar cannot be read")
 
     def _load(self) -> None:
         """Build the vocabulary tables, at the first grammar."""
@@ -228,7 +227,7 @@ class GrammarCompiler:
         self._bound_numbers = NumberBounds(self._vocabulary.tokens)
 
     def _ask(self, source: str) -> Verdict:
-        """The child's verdict. If the child is lost, replace the child. Raises: _Refusal."""
+        """The child's verdict. If the child is lost, replace the child. Raises: Refusal."""
         assert self._vocabulary is not None
         try:
             if self._judge is None:
@@ -241,9 +240,9 @@ class GrammarCompiler:
             if self._judge is not None:
                 self._judge.close()
                 self._judge = None
-            raise _Refusal(_COMPLEX, is_complex=True, is_kept=False) from None
+            raise Refusal(_COMPLEX, is_complex=True, is_kept=False) from None
 
-    def _keep(self, key: bytes, found: "_Compiled | _Refusal") -> None:
+    def _keep(self, key: bytes, found: "_Compiled | Refusal") -> None:
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = found
@@ -310,23 +309,6 @@ class _Compiled:
     num_bytes: int
 
 
-class _Refusal(Exception):
-    """The reason to refuse a grammar, without text of the client."""
-
-    num_bytes = 1024
-
-    def __init__(self, problem: str, *, is_complex: bool = False, is_kept: bool = True) -> None:
-        """`is_kept`: the refusal is cached."""
-        super().__init__(problem)
-        self.is_complex = is_complex
-        self.is_kept = is_kept
-
-    def to_error(self, param: str) -> BadGrammar | GrammarTooComplex:
-        """The error that names the field."""
-        kind = GrammarTooComplex if self.is_complex else BadGrammar
-        return kind(f"Invalid value for {param}: {self}.", param)
-
-
 class _Judge(ChildProcess):
     """The sandboxed child process that test-compiles grammars of clients."""
 
@@ -344,7 +326,7 @@ class _Judge(ChildProcess):
 
 
 def _to_body(grammar: Grammar, name: str = "answer") -> tuple[str, dict[str, str]]:
-    """The rule `name`, and the grammars that it references. Raises: _Refusal."""
+    """The rule `name`, and the grammars that it references. Raises: Refusal."""
     if grammar.kind == "json":
         return f"{name}: %json {_to_schema(grammar)}", {}
     if grammar.kind == "regex":
@@ -357,28 +339,17 @@ def _to_body(grammar: Grammar, name: str = "answer") -> tuple[str, dict[str, str
     return f"{name}: @client", {"client": grammar.source}
 
 
-def _to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool) -> str:
-    """Raises: _Refusal."""
-    try:
-        return to_rules(tools, form, is_loose=is_loose)
-    except UnsupportedSchema as error:
-        raise _Refusal(str(error)) from None
-
-
 def _to_schema(grammar: Grammar) -> str:
-    """The prepared schema. Raises: _Refusal."""
+    """The prepared schema. Raises: Refusal."""
     try:
         schema = json.loads(grammar.source)
     except (ValueError, RecursionError):
-        raise _Refusal("the schema is not JSON") from None
+        raise Refusal("the schema is not JSON") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise _Refusal("no value conforms to the schema; send a schema that is an object")
-    try:
-        return json.dumps(prepare(schema, is_lenient=grammar.is_lenient))
-    except UnsupportedSchema as error:
-        raise _Refusal(str(error)) from None
+        raise Refusal("no value conforms to the schema; send a schema that is an object")
+    return json.dumps(prepare(schema, is_lenient=grammar.is_lenient))
 
 
 #: Parts of llguidance's errors, and messages without text of the client.
