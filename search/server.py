@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
@@ -133,10 +133,8 @@ def run_search(settings: Settings) -> int:
     search = settings.search
     _check(search)
     directory = data_directory(search)
-    with ExitStack() as stack:
-        is_shared = urlsplit(search.index).scheme == "postgresql"
-        if not is_shared:
-            stack.enter_context(_lock(directory))
+    is_shared = urlsplit(search.index).scheme == "postgresql"
+    with nullcontext() if is_shared else _lock(directory):
         _serve(settings, directory)
     return 0
 

@@ -191,7 +191,7 @@ class ActiveRequests:
 
     _engine: EngineThread
     _preprocessor: Preprocessor
-    _outbox: Outboxes
+    _outboxes: Outboxes
     _max_num_seqs: int
     _begin: Callable[[Claim], Awaitable[bool]]  #: marks a possible poison request as started
     _trace: Trace | None = None
@@ -248,7 +248,7 @@ class ActiveRequests:
             try:
                 active = ActiveRequest.of(claim, time.monotonic())
             except Unreadable as error:
-                self._outbox.refuse(error.refusal)
+                self._outboxes.of(claim).refuse(error.refusal)
                 continue
             self._active_requests[active.request_id] = active
             self._by_engine_id[active.engine_id] = active
@@ -313,7 +313,8 @@ class ActiveRequests:
         active.added_at = time.monotonic()
         name = (active.request_id, active.claim.attempt)
         token_ids = tuple(made.token_ids) if task.with_ids else ()
-        self._outbox.post(
+        outbox = self._outboxes.of(active.claim)
+        outbox.post(
             active,
             Tokenized(
                 *name,
@@ -326,7 +327,7 @@ class ActiveRequests:
             ),
         )
         timings = active.timings(StageTimings())
-        self._outbox.post(active, Finished(*name, FinishReason.STOP, Usage(0), timings))
+        outbox.post(active, Finished(*name, FinishReason.STOP, Usage(0), timings))
         self._end_trace(active, "ok")
         self._by_engine_id.pop(active.engine_id, None)
 
@@ -352,7 +353,7 @@ class ActiveRequests:
     def _pass_on(self, active: ActiveRequest, outputs: list[EngineOutput]) -> None:
         """Post the outputs of a request in order."""
         for event in active.events(outputs):
-            self._outbox.post(active, event)
+            self._outboxes.of(active.claim).post(active, event)
         last = outputs[-1]
         if self._trace is not None and last.timings is not None:
             outcome = "ok" if last.error is None else last.error_code.value
@@ -381,7 +382,7 @@ class ActiveRequests:
         self, active: ActiveRequest, code: ErrorCode, message: str, param: str | None = None
     ) -> None:
         """End a request in an error; it is dropped when that is published."""
-        self._outbox.post(active, active.failed(code, message, param))
+        self._outboxes.of(active.claim).post(active, active.failed(code, message, param))
         self._end_trace(active, code.value)
         self._stop_work(active)
 
@@ -399,7 +400,7 @@ class ActiveRequests:
     def forget(self, active: ActiveRequest) -> None:
         """Stop a request and drop its events."""
         self._stop_work(active)
-        self._outbox.drop(active)
+        self._outboxes.of(active.claim).drop(active)
         if self.find(active.claim) is active:
             del self._active_requests[active.request_id]
         self.changed.set()

@@ -147,17 +147,8 @@ class Outboxes:
         self.by_shard = {name: Outbox(published_at=published_at) for name in shards}
         self._first = next(iter(self.by_shard.values()))
 
-    def _of(self, claim: Claim) -> Outbox:
+    def of(self, claim: Claim) -> Outbox:
         return self.by_shard.get(shard_of(claim.id), self._first)
-
-    def post(self, active: "ActiveRequest", event: CallEvent) -> None:
-        self._of(active.claim).post(active, event)
-
-    def refuse(self, refusal: Publication) -> None:
-        self._of(refusal.claim).refuse(refusal)
-
-    def drop(self, active: "ActiveRequest") -> None:
-        self._of(active.claim).drop(active)
 
 
 def _publication(active: "ActiveRequest", draft: _Draft) -> Publication:
