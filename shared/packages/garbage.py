@@ -172,7 +172,11 @@ class _Roots:
         # Holds first: a client deletes its hold after it has recorded the deployment.
         for entry in list(self._store.entries(_HOLDS)):
             if now - entry.modified_at < GRACE_S and (data := self._store.get(entry.key)):
-                held = _decode_hold(self._store, entry.key, data)
+                try:
+                    held = msgspec.json.decode(data, type=_Hold)
+                except msgspec.MsgspecError as error:
+                    url = self._store.url
+                    raise StoreError(f"{url}: {entry.key} cannot be read: {error}") from None
                 named.update(held.blobs)
                 if held.package is not None:
                     named |= self._package(held.package)
@@ -198,20 +202,12 @@ class _Roots:
     def _package(self, digest: str) -> set[str]:
         if digest not in self._packages:
             data = self._store.get(blob_key(digest))
+            if data is None:  # its upload may follow
+                return {digest}
             try:
-                blobs = set[str]() if data is None else blobs_of(decode_manifest(data))
+                self._packages[digest] = blobs_of(decode_manifest(data))
             except BadPackage as error:
                 raise StoreError(
                     f"{self._store.url}: cannot read the manifest {digest}, so no blob was removed: {error}"
                 ) from None
-            if data is None:  # its upload may follow
-                return {digest}
-            self._packages[digest] = blobs
         return self._packages[digest]
-
-
-def _decode_hold(store: PackageStore, key: str, data: bytes) -> _Hold:
-    try:
-        return msgspec.json.decode(data, type=_Hold)
-    except msgspec.MsgspecError as error:
-        raise StoreError(f"{store.url}: {key} cannot be read: {error}") from None
