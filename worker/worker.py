@@ -290,11 +290,14 @@ class QueueLoops:
             return 0
         return min(-(-room // (1 + len(self._others))), MAX_CLAIMS_PER_READ)
 
-    async def _reclaim_in_turn(self) -> None:
-        """Reclaim one by one, so that other workers may try other possible poison requests.
+    async def _reclaim_once(self) -> None:
+        """Take over requests of lost workers and lost replies, one by one: others may try other possible poison requests.
 
         While no lease has expired, one worker looks for them per half heartbeat.
         """
+        self._active_requests.start(await self.queue.reconcile())
+        if self.queue.num_backlog:
+            self._batch_waits.set()
         heartbeat_s = self._settings.heartbeat_s
         until = time.monotonic() + heartbeat_s
         has_room = self._limit(self._active_requests.room()) > 0
@@ -305,13 +308,6 @@ class QueueLoops:
             await self.queue.end_scan()
             while self._active_requests.is_held_up() and time.monotonic() < until:
                 await self._active_requests.wait_for_change()
-
-    async def _reclaim_once(self) -> None:
-        """Take over requests of lost workers and lost replies."""
-        self._active_requests.start(await self.queue.reconcile())
-        if self.queue.num_backlog:
-            self._batch_waits.set()
-        await self._reclaim_in_turn()
 
     async def _publish_once(self) -> None:
         """Publish the events since the last call, and retry those that Redis did not acknowledge."""
@@ -343,22 +339,16 @@ class QueueLoops:
         try:
             refused = await self.queue.renew([active.claim for active in active_requests])
         except QueueUnavailable:
-            self._drop_lost(active_requests)
+            # If the shard has been down for longer than a lease, others get the slots of its requests.
+            if self._others and time.monotonic() - self._renewed_at > self._settings.lease_s:
+                for active in active_requests:
+                    self._active_requests.drop(active, "its shard is down")
             raise
         self._renewed_at = time.monotonic()
         for active in active_requests:
             if active.request_id in refused and self._active_requests.find(active.claim):
                 self._active_requests.drop(active, refused[active.request_id])
-        await self._cancel_deserted()
-
-    def _drop_lost(self, active_requests: Iterable[ActiveRequest]) -> None:
-        """Drop the requests of a shard that has been down for longer than a lease, so that others get their slots."""
-        if self._others and time.monotonic() - self._renewed_at > self._settings.lease_s:
-            for active in active_requests:
-                self._active_requests.drop(active, "its shard is down")
-
-    async def _cancel_deserted(self) -> None:
-        """Cancel the requests of gateways that have stopped."""
+        # Cancel the requests of gateways that have stopped.
         waited_for = [f.claim for f in self.active() if not f.call.is_resumable]
         for claim in await self.queue.cancel_deserted(waited_for):
             if (active := self._active_requests.find(claim)) is not None:
