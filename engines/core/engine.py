@@ -58,10 +58,11 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             runner.block_size,
             enable_prefix_cache=config.enable_prefix_cache and runner.shares_prefixes,
         )
+        if (given := config.max_mixed_prefill_tokens) is not None:
+            spare_s = prefill_limit and prefill_limit.spare_s
+            prefill_limit = PrefillLimit(given, spare_s=spare_s, is_fixed=True)
         limits = StepLimits(
-            config.max_num_batched_tokens,
-            config.max_images_per_step,
-            _prefill_limit(config, prefill_limit),
+            config.max_num_batched_tokens, config.max_images_per_step, prefill_limit
         )
         self.scheduler = Scheduler(
             self.blocks,
@@ -212,7 +213,9 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
                 speculator.note(batch, result, time.perf_counter() - started_at)
             outputs = self._update(batch, result, started_at)
         except SequenceFailure as failure:
-            outputs = [self._fail(failure)]
+            self.blocks.withdraw(self.scheduler.find(failure.request_id))
+            answer = self._forget(failure.request_id)
+            outputs = [answer.fail(str(failure), failure.code)]
         return early + outputs if early else outputs
 
     def has_work(self) -> bool:
@@ -307,10 +310,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             self.runner.release(sequence.request_id)
         return output
 
-    def _fail(self, failure: SequenceFailure) -> EngineOutput:
-        self.blocks.withdraw(self.scheduler.find(failure.request_id))
-        return self._forget(failure.request_id).fail(str(failure), failure.code)
-
     def _forget(self, request_id: str) -> Answer:
         self.scheduler.finish(self.scheduler.find(request_id), FinishReason.ABORT)
         self.runner.release(request_id)
@@ -329,10 +328,3 @@ def _create_speculator(
         )
         return None
     return Speculator(eos_token_ids, repeats=config.speculation == "ngram")
-
-
-def _prefill_limit(config: BatchingSettings, measured: PrefillLimit | None) -> PrefillLimit | None:
-    given = config.max_mixed_prefill_tokens
-    if given is None:
-        return measured
-    return PrefillLimit(given, spare_s=measured and measured.spare_s, is_fixed=True)

@@ -148,7 +148,11 @@ class PoolingEngine(Engine[PoolingInput]):
         task, dimensions = call.task, 0
         if isinstance(task, Embed):
             dimensions = task.dimensions or self._model.dimensions
-            self._check(task, dimensions)
+            # Checked again: a gateway may have an older card.
+            if dimensions not in (self._model.dimensions, *self._model.shorter_dimensions):
+                raise InvalidRequest(f"the model has no vectors of {dimensions}", "dimensions")
+            if task.prompt_name and task.prompt_name not in self._model.prompts:
+                raise InvalidRequest("the model has no prompt of this name", "prompt_name")
         rows = self._model.rows(task, images)
         if self._results.is_on:
             for row in rows:
@@ -168,13 +172,6 @@ class PoolingEngine(Engine[PoolingInput]):
             prompt.text, add_special_tokens=task.of.add_special_tokens
         )
         return Tokenization(token_ids, strings=strings if task.with_strings else ())
-
-    def _check(self, task: Embed, dimensions: int) -> None:
-        """Check again: a gateway may have an older card. Raises: InvalidRequest."""
-        if dimensions not in (self._model.dimensions, *self._model.shorter_dimensions):
-            raise InvalidRequest(f"the model has no vectors of {dimensions}", "dimensions")
-        if task.prompt_name and task.prompt_name not in self._model.prompts:
-            raise InvalidRequest("the model has no prompt of this name", "prompt_name")
 
     def add(self, request: PoolingInput) -> None:
         """Queue a call. Raises: InvalidRequest."""

@@ -59,7 +59,9 @@ class ChatTemplate:
         if self._content == "string" and not self._is_probe_rendered(probe):
             missing = "images" if image_token else "texts"
             raise UnusableTemplate(f"the chat template does not render {missing}")
-        if self._shows_tools():
+        function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
+        content = self._to_content([{"type": "text", "text": "hello"}])
+        if _PROBE in self._try(content, tools=[{"type": "function", "function": function}]):
             self.tool_format = find_tool_format(source)
 
     @property
@@ -130,11 +132,6 @@ class ChatTemplate:
             return self._renderer.render([{"role": "user", "content": content}], **options)
         except (TemplateRefusal, TemplateFailure):
             return ""
-
-    def _shows_tools(self) -> bool:
-        function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
-        content = self._to_content([{"type": "text", "text": "hello"}])
-        return _PROBE in self._try(content, tools=[{"type": "function", "function": function}])
 
     def _is_probe_rendered(self, content: list[dict[str, str]] | str) -> bool:
         text = self._try(content)

@@ -147,7 +147,10 @@ class FileStore:
             yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
         try:
-            self._mark()
+            layout = self.root / "oci-layout"  # the marker of an OCI image layout
+            if not layout.exists():
+                self.root.mkdir(parents=True, exist_ok=True)
+                layout.write_text('{"imageLayoutVersion":"1.0.0"}')
             with ResumableFile(self._uploads, digest) as part:
                 part.fill(read, report)
                 part.move(target)
@@ -220,13 +223,6 @@ class FileStore:
 
     def _blob(self, digest: str) -> Path:
         return self.root / blob_key(digest)
-
-    def _mark(self) -> None:
-        """Write the marker of an OCI image layout. Raises: OSError."""
-        layout = self.root / "oci-layout"
-        if not layout.exists():
-            self.root.mkdir(parents=True, exist_ok=True)
-            layout.write_text('{"imageLayoutVersion":"1.0.0"}')
 
     @contextmanager
     def _upload(self, pieces: Iterable[bytes]) -> Iterator[Path]:
