@@ -39,47 +39,40 @@ FIRST_PAUSE_S = 0.05  #: before the first retry after a Redis failure
 LONGEST_PAUSE_S = 1.0
 
 
+@dataclass(eq=False)
 class Worker:
-    def __init__(
-        self,
-        worker_id: str,
-        settings: WorkerSettings,
-        kind: str,
-        loaded: LoadedEngine,
-        engine: EngineThread,
-        queues: Mapping[str, WorkerQueue],
-        registry: Registry,
-        preprocessor: Preprocessor,
-        tracer: RequestTracer | None = None,
-        adapters: WorkerAdapters | None = None,
-    ) -> None:
-        self.worker_id = worker_id
-        self._settings = settings
-        self._kind = kind
-        self._max_num_seqs = loaded.engine.capabilities().max_num_seqs
-        self._card = loaded.card if adapters is None else adapters.card
-        self._adapters = adapters
-        self._engine = engine
-        self.queues = queues  #: by shard
-        self._registry = registry
-        outboxes = Outboxes(queues)
+    worker_id: str
+    _settings: WorkerSettings
+    _kind: str
+    _loaded: LoadedEngine
+    _engine: EngineThread
+    queues: Mapping[str, WorkerQueue]  #: by shard
+    _registry: Registry
+    _preprocessor: Preprocessor
+    _tracer: RequestTracer | None
+    _adapters: WorkerAdapters
+
+    def __post_init__(self) -> None:
+        self._max_num_seqs = self._loaded.engine.capabilities().max_num_seqs
+        self._card = self._adapters.card
+        outboxes = Outboxes(self.queues)
         self.active_requests = ActiveRequests(
-            engine,
-            preprocessor,
+            self._engine,
+            self._preprocessor,
             outboxes,
             self._max_num_seqs,
             self._begin,
-            tracer and tracer.trace,
+            self._tracer and self._tracer.trace,
         )
-        engine.on_events = self.active_requests.on_events
+        self._engine.on_events = self.active_requests.on_events
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
         self._num_ended: dict[str, int] = {"finished": 0, "failed": 0}
         self._loops = [
             QueueLoops(
-                settings, queues, name, engine, self.active_requests, outboxes, self._num_ended
+                self._settings, self.queues, name, self._engine, self.active_requests, outboxes, self._num_ended
             )
-            for name in queues
+            for name in self.queues
         ]
         self._last_contact_at = 0.0
 
@@ -176,11 +169,10 @@ class Worker:
 
     async def _sync_adapters(self) -> None:
         """Load the adapters of the registry, and announce them at once."""
-        if self._adapters is not None:
-            await self._adapters.sync()
-            if (card := self._adapters.card) != self._card:
-                self._card = card
-                await self._announce()
+        await self._adapters.sync()
+        if (card := self._adapters.card) != self._card:
+            self._card = card
+            await self._announce()
 
     async def announce_first(self) -> None:
         """Announce this worker before it reports that it is ready, if Redis answers."""

@@ -6,6 +6,7 @@ The masks depend only on the tokens of the answer, which are replayed after a pr
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shared.protocol import ErrorCode
@@ -45,22 +46,16 @@ class ConstraintFailure(Exception):
 Narrow = Callable[[bytes, Items[int]], bytes]
 
 
+@dataclass(eq=False)
 class Constraint:
-    def __init__(
-        self,
-        matcher: "LLMatcher",
-        drafts: "Drafter | None" = None,
-        narrow: Narrow | None = None,
-        source: str = "",
-    ) -> None:
-        self._matcher = matcher
-        self.drafts = drafts
-        self._narrow = narrow
-        self.source = source  #: the grammar without reasoning, in the syntax of llguidance
-        self._num_consumed = 0
-        self._mask: bytes | None = None  # at the matcher's position
-        self._cpu_s = 0.0
-        self._num_idle = 0  # tokens since the last one with a forced continuation
+    _matcher: "LLMatcher"
+    drafts: "Drafter | None" = None
+    _narrow: Narrow | None = None
+    source: str = ""  #: the grammar without reasoning, in the syntax of llguidance
+    _num_consumed: int = 0
+    _mask: bytes | None = None  # at the matcher's position
+    _cpu_s: float = 0.0
+    _num_idle: int = 0  # tokens since the last one with a forced continuation
 
     def begin(self) -> "Constraint":
         """Copy the constraint for the start of another answer."""
