@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -50,28 +50,21 @@ _COMPLEX = "the grammar needs more time or memory than a request may use; send a
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class GrammarCompiler:
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        reasoning: Reasoning | None = None,
-        spelled: Mapping[int, str] = NOTHING_SPELLED,
-    ) -> None:
-        """`vocab_size` is the number of logits. `spelled` are special tokens that grammars name by these texts."""
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._reasoning = reasoning
-        self._spelled = {**({} if reasoning is None else reasoning.spelled), **spelled}
-        self._kept: OrderedDict[bytes, _Compiled | Refusal] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-        self._judging = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
-        self._tables: Any = None
-        self._drafter: Drafter | None = None
-        self._bound_numbers: NumberBounds | None = None
-        self._judge: _Judge | None = None
+    _tokenizer: Tokenizer
+    _vocab_size: int  #: number of logits
+    _reasoning: Reasoning | None
+    _spelled: Mapping[int, str]  #: special tokens that grammars name by these texts
+    _kept: "OrderedDict[bytes, _Compiled | Refusal]" = field(default_factory=OrderedDict)
+    _num_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _judging: threading.Lock = field(default_factory=threading.Lock)
+    _vocabulary: Vocabulary | None = None
+    _tables: Any = None
+    _drafter: Drafter | None = None
+    _bound_numbers: "NumberBounds | None" = None
+    _judge: "_Judge | None" = None
 
     @classmethod
     def create(
@@ -88,7 +81,8 @@ class GrammarCompiler:
         ends = any(token_id < vocab_size for token_id in tokenizer.eos_token_ids)
         if has_parts or not ends or find_spec("llguidance") is None:
             return None
-        return cls(tokenizer, vocab_size, reasoning, spelled)
+        of_reasoning = {} if reasoning is None else reasoning.spelled
+        return cls(tokenizer, vocab_size, reasoning, {**of_reasoning, **spelled})
 
     def compile(self, grammar: Grammar, *, is_thinking: bool = False) -> Constraint:
         """Compile a grammar. Blocks, but releases the GIL.
