@@ -157,8 +157,10 @@ class ChatProcessor:
         self.max_audio_s = multimodal.max_audio_s if takes_audio else 0.0
         self.transcription_prompt = multimodal.transcription_prompt
         self._multimodal = multimodal
-        #: Decodes and resizes one image. Raises: InvalidImage.
+        #: Decode and process an image, a video or audio. Raises: InvalidImage.
         self.process_image = multimodal.process
+        self.process_video = multimodal.process_video
+        self.process_audio = multimodal.process_audio
         self._prompt_builder = PromptBuilder(
             tokenizer,
             template,
@@ -168,18 +170,6 @@ class ChatProcessor:
             adds_special_tokens=adds_special_tokens,
             others=others,
         )
-
-    def process_video(self, video: OpenVideo) -> Any:
-        """Sample, decode and resize a video. Raises: InvalidImage."""
-        if not self.takes_video:
-            raise InvalidImage("The model takes no videos.")
-        return self._multimodal.process_video(video)
-
-    def process_audio(self, audio: OpenAudio) -> Any:
-        """Decode and process audio. Raises: InvalidImage."""
-        if not self.max_audio_s:
-            raise InvalidImage("The model takes no audio.")
-        return self._multimodal.process_audio(audio)
 
     def build_prompt(
         self,

@@ -143,15 +143,15 @@ class VideoPool(ChildPool):
         return _receive(child, until, _MAX_JSON_BYTES), until
 
 
+@dataclass(eq=False)
 class DecodedAudio(OpenAudio):
     """Audio in a child process."""
 
-    def __init__(self, child: Child, info: AudioInfo, max_s: float, until: float) -> None:
-        self.info = info
-        self.is_read = False
-        self._max_s = max_s
-        self._child = child
-        self._until = until
+    _child: Child
+    info: AudioInfo
+    _max_s: float
+    _until: float
+    is_read: bool = False
 
     def samples(self, rate: int) -> bytes:
         """See `OpenAudio.samples`; called once. A rate of 0 decodes no samples."""
