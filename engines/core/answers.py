@@ -275,8 +275,6 @@ class Answer(Struct, eq=False):
         detokenizer, undecided, text = self.detokenizer, self.undecided, ""
         token_ids: list[int] = []
         logprobs: list[OutputLogprob] = []
-        if self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
         for choice in tokens:
             token_id = choice.token_id
             if token_id not in self.hidden_token_ids:
@@ -300,8 +298,6 @@ class Answer(Struct, eq=False):
 
     def output_bytes(self, data: bytes, num_tokens: int) -> EngineOutput:
         """Add tokens whose bytes are known, but not their ids."""
-        if self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
         token_ids: list[int] = []
         logprobs: list[OutputLogprob] = []
         text = self.detokenizer.append_bytes(data)
@@ -318,6 +314,8 @@ class Answer(Struct, eq=False):
         self, output: EngineOutput, token_ids: list[int], reason: FinishReason | None
     ) -> EngineOutput:
         """Add token ids, usage, reasoning and calls to an output that has text."""
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
         detokenizer = self.detokenizer
         output.index, output.token_ids = self.num_tokens, tuple(token_ids)
         self.num_tokens += len(token_ids) + output.num_without_id
