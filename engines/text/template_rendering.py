@@ -7,10 +7,10 @@ outputs) estimates the size of its result first and checks the time and the char
 import functools
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime  # noqa: TID251
 from typing import Any
 
@@ -138,25 +138,20 @@ class _Work:
         self.charge(1)
 
 
-class _Current(threading.local):
-    work: _Work | None = None
-
-
-_current = _Current()
+_current: ContextVar[_Work | None] = ContextVar("work", default=None)
 
 
 @contextmanager
 def _working(max_chars: int, max_s: float) -> Iterator[None]:
-    before, _current.work = _current.work, _Work(max_chars, max_s)
+    token = _current.set(_Work(max_chars, max_s))
     try:
         yield
     finally:
-        _current.work = before
+        _current.reset(token)
 
 
 def _work() -> _Work:
-    work = _current.work
-    if work is None:
+    if (work := _current.get()) is None:
         raise TemplateFailure("not rendering")
     return work
 
@@ -362,7 +357,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_output(value: Any) -> Any:
     """Check a value that becomes text. Raises: TemplateFailure."""
-    work = _current.work
+    work = _current.get()
     if work is None or isinstance(value, str):
         return value if work is None else work.check(value)
     if isinstance(value, list | tuple | dict | Namespace):
