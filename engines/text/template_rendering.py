@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -101,20 +102,16 @@ class _Work:
         weight, waiting = 0, [value]
         while waiting:
             item = waiting.pop()
+            weight += 1
             if isinstance(item, str | bytes):
-                weight += 1 + len(item)
+                weight += len(item)
             elif isinstance(item, dict):
-                weight += 1
                 waiting += item.keys()
                 waiting += item.values()
             elif isinstance(item, Namespace):
-                weight += 1
                 waiting.append(item._Namespace__attrs)  # type: ignore[attr-defined]
             elif isinstance(item, list | tuple):
-                weight += 1
                 waiting += item
-            else:
-                weight += 1
             if weight + len(waiting) > self.max_weight:
                 raise TemplateFailure("a collection is too large")
         return weight
@@ -375,7 +372,7 @@ def _count_work(template: nodes.Template) -> None:
             _call("tick", [nodes.Const(num_chars)], node.lineno), lineno=node.lineno
         )
         node.body.insert(0, tick)
-    _rewrite(template)
+    _Checks().visit(template)
 
 
 def _call(name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
@@ -383,31 +380,23 @@ def _call(name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
     return nodes.Call(method, arguments, [], None, None, lineno=lineno)
 
 
-def _rewrite(node: nodes.Node) -> None:
-    for field, value in node.iter_fields():
-        if isinstance(value, list):
-            for index, item in enumerate(value):
-                if isinstance(item, nodes.Node):
-                    _rewrite(item)
-                    value[index] = _checked(item)
-        elif isinstance(value, nodes.Node):
-            _rewrite(value)
-            setattr(node, field, _checked(value))
+class _Checks(NodeTransformer):
+    """Checks the operator `~` and literal collections."""
 
-
-def _checked(node: nodes.Node) -> nodes.Node:
-    if isinstance(node, nodes.Concat):
-        return _call("concat_texts", node.nodes, node.lineno)
-    is_collection = isinstance(node, nodes.List | nodes.Dict) or (
-        isinstance(node, nodes.Tuple) and node.ctx == "load"
-    )
-    if (
-        isinstance(node, nodes.Expr)
-        and is_collection
-        and any(True for _ in node.find_all((nodes.Name, nodes.Call)))
-    ):
-        return _call("collect", [node], node.lineno)
-    return node
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        if isinstance(node, nodes.Concat):
+            return _call("concat_texts", node.nodes, node.lineno)
+        is_collection = isinstance(node, nodes.List | nodes.Dict) or (
+            isinstance(node, nodes.Tuple) and node.ctx == "load"
+        )
+        if (
+            isinstance(node, nodes.Expr)
+            and is_collection
+            and any(True for _ in node.find_all((nodes.Name, nodes.Call)))
+        ):
+            return _call("collect", [node], node.lineno)
+        return node
 
 
 class _Generation(Extension):
