@@ -101,8 +101,10 @@ class _Preparation:
 
     def _prepare_value(self, key: str, value: Any) -> Any:
         if key in _VALUES:
-            if key in ("const", "enum") and not self._is_lenient:
-                _check_texts(value)
+            # control characters, which the options above do not let llguidance write
+            is_checked = key in ("const", "enum") and not self._is_lenient
+            if is_checked and _BY_NUMBER.search(json.dumps(value)):
+                raise Refusal("control characters in const and enum are not supported")
             return value
         if key == "pattern" and isinstance(value, str):
             return _to_rust(value)
@@ -116,12 +118,6 @@ def _to_rust(pattern: str) -> str:
     return re.sub(
         r"\\.", lambda escape: _CLASSES.get(escape[0], escape[0]), pattern, flags=re.DOTALL
     )
-
-
-def _check_texts(value: Any) -> None:
-    """Refuse control characters, which the options above do not let llguidance write. Raises: Refusal."""
-    if _BY_NUMBER.search(json.dumps(value)):
-        raise Refusal("control characters in const and enum are not supported")
 
 
 def _check_members(schema: dict[str, Any]) -> None:
