@@ -78,9 +78,9 @@ app.add_typer(search.cli.store, name="store")
 deploy.cli.add_to(app)
 deploy.session_cli.add_to(app)
 app.add_typer(deploy.keys_cli.app, name="keys")
-app.command()(deploy.keys_cli.forget)
-app.command()(deploy.keys_cli.audit)
-app.command()(deploy.keys_cli.usage)
+app.command(cls=deploy.cli.GatewayCommand)(deploy.keys_cli.forget)
+app.command(cls=deploy.cli.GatewayCommand)(deploy.keys_cli.audit)
+app.command(cls=deploy.cli.GatewayCommand)(deploy.keys_cli.usage)
 if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
     from benchmarks.cli import app as bench
 

@@ -5,6 +5,7 @@ failed.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +78,23 @@ def _with(**tables: Options) -> Callable[[Callable[..., None]], Callable[..., No
     return decorate
 
 
-class Command(TyperCommand):
+class GatewayCommand(TyperCommand):
+    """A command that asks a gateway. A failure is one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from deploy import commands
+        from shared.gateway_client import ApiFailed
+
+        try:
+            return super().invoke(ctx)
+        except (commands.CommandFailed, ApiFailed) as error:
+            commands.console.print(str(error), style="red", soft_wrap=True)
+            sys.exit(error.code if isinstance(error, commands.CommandFailed) else commands.API)
+        except KeyboardInterrupt:
+            sys.exit(commands.INTERRUPTED)
+
+
+class Command(GatewayCommand):
     """A command with these exit codes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -162,16 +179,14 @@ def deploy(
     """Package an application or a model, and deploy it under a name."""
     from deploy import commands
 
-    commands.finish(
-        lambda: commands.run_deploy(
-            _client(url, api_key), name, application, commands.make_spec(**spec), package,
-            store_url=store, signing_key=sign, is_dry=dry_run, form=output,
-            image=image if target == "kubernetes" else None, wait_s=0 if no_wait else wait,
-        )
+    commands.run_deploy(
+        connect(url, api_key), name, application, commands.make_spec(**spec), package,
+        store_url=store, signing_key=sign, is_dry=dry_run, form=output,
+        image=image if target == "kubernetes" else None, wait_s=0 if no_wait else wait,
     )  # fmt: skip
 
 
-def _client(url: str, key: str | None) -> "Client":
+def connect(url: str, key: str | None) -> "Client":
     from shared.gateway_client import Client
 
     return Client(url, key)
@@ -182,14 +197,14 @@ def _change(
 ) -> None:
     from deploy import commands
 
-    commands.finish(lambda: commands.run_change(_client(url, key), method, path, body, wait))
+    commands.run_change(connect(url, key), method, path, body, wait)
 
 
 def apps(url: Url = URL, api_key: DeployKey = None, output: Form = None) -> None:
     """List the deployments."""
     from deploy import commands
 
-    commands.finish(lambda: commands.run_apps(_client(url, api_key), output))
+    commands.run_apps(connect(url, api_key), output)
 
 
 def app(
@@ -203,7 +218,7 @@ def app(
     from deploy import commands
 
     pause_s = 1.0 if watch else None
-    commands.finish(lambda: commands.run_app(_client(url, api_key), name, output, pause_s))
+    commands.run_app(connect(url, api_key), name, output, pause_s)
 
 
 def logs(
@@ -218,7 +233,7 @@ def logs(
     """Show the log of a deployment's instances, also of ended ones and failed starts."""
     from deploy import commands
 
-    commands.finish(lambda: commands.run_logs(_client(url, api_key), name, slot, lines))
+    commands.run_logs(connect(url, api_key), name, slot, lines)
 
 
 def promote(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
@@ -279,7 +294,7 @@ def route(
         error = typer.BadParameter("give VERSION=WEIGHT, or --delete")
         error.exit_code = ARGUMENTS
         raise error
-    commands.finish(lambda: commands.run_route(_client(url, api_key), name, weights or []))
+    commands.run_route(connect(url, api_key), name, weights or [])
 
 
 def undeploy(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
@@ -291,7 +306,7 @@ def nodes(url: Url = URL, api_key: DeployKey = None, output: Form = None) -> Non
     """List the nodes that run deployments."""
     from deploy import commands
 
-    commands.finish(lambda: commands.run_nodes(_client(url, api_key), output))
+    commands.run_nodes(connect(url, api_key), output)
 
 
 def drain(
@@ -303,7 +318,7 @@ def drain(
     """Have a node finish its requests and end; other nodes start its instances again."""
     from deploy import commands
 
-    commands.finish(lambda: commands.run_drain(_client(url, api_key), node, wait))
+    commands.run_drain(connect(url, api_key), node, wait)
 
 
 def plan(
@@ -357,11 +372,9 @@ def gc(
     """Remove packages that no deployment references from the store."""
     from deploy import commands
 
-    commands.finish(
-        lambda: commands.run_gc(
-            lambda: store or commands.find_store(_client(url, api_key)),
-            older_than_h * 3600, keep, is_dry=dry_run,
-        )
+    commands.run_gc(
+        store or commands.find_store(connect(url, api_key)),
+        older_than_h * 3600, keep, is_dry=dry_run,
     )  # fmt: skip
 
 

@@ -34,11 +34,11 @@ class GatewayStore:
         self._there = {d: size for d, size in sizes.items() if d not in self._starts}
 
     def size(self, digest: str) -> int | None:
-        """See `PackageStore.size`. Raises: ApiFailed."""
+        """See `FileStore.size`. Raises: ApiFailed."""
         return self._there.get(digest)
 
     def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
-        """See `PackageStore.put`; resumes after a broken connection. Raises: ApiFailed."""
+        """See `FileStore.put`; resumes after a broken connection. Raises: ApiFailed."""
         size = file.seek(0, os.SEEK_END)
         start = self._starts.get(digest, 0)
         for is_last in (*[False] * (_TRIES - 1), True):

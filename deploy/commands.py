@@ -192,7 +192,7 @@ def _pack(application: str, package: dict[str, Any], *, is_named: bool) -> Packe
     if is_named == package["installed"]:
         raise CommandFailed("give --application, or --command with --installed", ARGUMENTS)
     try:
-        with _Bar("hashing") as bar:
+        with _progress("hashing") as bar:
             if package["installed"]:
                 return pack_installed(command)
             return pack(
@@ -284,7 +284,7 @@ def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:
     with ThreadPoolExecutor(_UPLOADS) as threads:
         there = dict(zip(sizes, threads.map(store.size, sizes), strict=True))
         missing = {digest: size for digest, size in sizes.items() if there[digest] != size}
-        with _Bar("uploading", sum(missing.values())) as bar:
+        with _progress("uploading", sum(missing.values())) as bar:
 
             def put(digest: str) -> None:
                 with packed.files[digest].open("rb") as file:
@@ -300,21 +300,14 @@ def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:
     return len(missing)
 
 
-class _Bar:
+@contextmanager
+def _progress(text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """A progress bar on a terminal; called with the number of further bytes."""
-
-    def __init__(self, text: str, total: int | None = None) -> None:
-        columns = (TextColumn(text), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task(text, total=total)
-        self._shown = self._progress if console.is_terminal else nullcontext()
-
-    def __enter__(self) -> Callable[[int], None]:
-        self._shown.__enter__()
-        return lambda count: self._progress.advance(self._task, count)
-
-    def __exit__(self, *error: Any) -> None:
-        self._shown.__exit__(*error)
+    columns = (TextColumn(text), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    progress = Progress(*columns, console=console, transient=True)
+    task = progress.add_task(text, total=total)
+    with progress if console.is_terminal else nullcontext():
+        yield lambda count: progress.advance(task, count)
 
 
 def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
@@ -410,8 +403,7 @@ def _split(weights: dict[str, int]) -> str:
     return " ".join(f"{version}={weight}" for version, weight in weights.items())
 
 
-def run_gc(store: Callable[[], str], older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
-    url = store()
+def run_gc(url: str, older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
     try:
         found = collect(open_store(url), grace_s=older_than_s, num_kept=num_kept, is_dry=is_dry)
     except StoreError as error:
@@ -564,14 +556,3 @@ def _ask(call: Callable[[], Any]) -> Any:
         return call()
     except ApiFailed as error:
         raise CommandFailed(str(error), API) from None
-
-
-def finish(command: Callable[[], None]) -> None:
-    """Run a command; a failure is one line and an exit code."""
-    try:
-        command()
-    except (CommandFailed, ApiFailed) as error:
-        console.print(str(error), style="red", soft_wrap=True)
-        sys.exit(error.code if isinstance(error, CommandFailed) else API)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)

@@ -4,14 +4,12 @@ import re
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from deploy.cli import GatewayCommand, connect
 from shared.gateway_url import URL, Url
-
-if TYPE_CHECKING:
-    from shared.gateway_client import Client
 
 app = typer.Typer(help="Create, list, change, rotate and revoke API keys.", no_args_is_help=True)
 
@@ -78,7 +76,7 @@ Per = Annotated[
 Tag = Annotated[str | None, typer.Option(help="Label of its usage, such as a team.")]
 
 
-@app.command()
+@app.command(cls=GatewayCommand)
 def create(
     context: typer.Context,
     name: Annotated[str, typer.Option(help="Who uses it.")],
@@ -92,10 +90,10 @@ def create(
 ) -> None:  # fmt: skip
     """Create a key. Its last line of output is the key, which is shown once."""
     body = {"name": name, "roles": roles.split(",")} | _limits(context)
-    _show_new(lambda client: client.ask("POST", _PATH, body), url, api_key)
+    _show_new(connect(url, api_key).ask("POST", _PATH, body))
 
 
-@app.command()
+@app.command(cls=GatewayCommand)
 def update(
     context: typer.Context,
     name: Name,
@@ -124,51 +122,43 @@ def _limits(context: typer.Context) -> dict[str, Any]:
     return given | ({"models": given["models"].split(",")} if "models" in given else {})
 
 
-@app.command("list")
+@app.command("list", cls=GatewayCommand)
 def list_keys(url: Url = URL, api_key: Key = None) -> None:
     """List the keys."""
+    from deploy import commands
 
-    def run(client: "Client") -> None:
-        from deploy import commands
-
-        table = commands.new_table(
-            "name", "state", "roles", "models", "rpm", "tpm", "open", "budget", "tag", "expires"
+    table = commands.new_table(
+        "name", "state", "roles", "models", "rpm", "tpm", "open", "budget", "tag", "expires"
+    )
+    for key in connect(url, api_key).ask("GET", _PATH)["data"]:
+        limits = (
+            key[field]
+            for field in ("requests_per_minute", "tokens_per_minute", "open_requests")
         )
-        for key in client.ask("GET", _PATH)["data"]:
-            limits = (
-                key[field]
-                for field in ("requests_per_minute", "tokens_per_minute", "open_requests")
-            )
-            table.add_row(
-                key["name"], key["state"], ", ".join(key["roles"]), ", ".join(key["models"] or ["all"]),
-                *("-" if limit is None else str(limit) for limit in limits),
-                f"{key['budget']:g} per {key['period']}" if key["budget"] else "-", key["tag"] or "-",
-                _date(key["expires_at"]),
-            )  # fmt: skip
-        commands.screen.print(table)
-
-    _run(run, url, api_key)
+        table.add_row(
+            key["name"], key["state"], ", ".join(key["roles"]), ", ".join(key["models"] or ["all"]),
+            *("-" if limit is None else str(limit) for limit in limits),
+            f"{key['budget']:g} per {key['period']}" if key["budget"] else "-", key["tag"] or "-",
+            _date(key["expires_at"]),
+        )  # fmt: skip
+    commands.screen.print(table)
 
 
-@app.command()
+@app.command(cls=GatewayCommand)
 def show(name: Name, url: Url = URL, api_key: Key = None) -> None:
     """Show a key as JSON."""
+    from deploy import commands
 
-    def run(client: "Client") -> None:
-        from deploy import commands
-
-        commands.show(client.ask("GET", f"{_PATH}/{_quoted(name)}"), "json")
-
-    _run(run, url, api_key)
+    commands.show(connect(url, api_key).ask("GET", f"{_PATH}/{_quoted(name)}"), "json")
 
 
-@app.command()
+@app.command(cls=GatewayCommand)
 def rotate(name: Name, url: Url = URL, api_key: Key = None) -> None:
     """Replace a key by another one with the same name, data and limits; the old one ends within two seconds."""
-    _show_new(lambda client: client.ask("POST", f"{_PATH}/{_quoted(name)}:rotate"), url, api_key)
+    _show_new(connect(url, api_key).ask("POST", f"{_PATH}/{_quoted(name)}:rotate"))
 
 
-@app.command()
+@app.command(cls=GatewayCommand)
 def revoke(name: Name, url: Url = URL, api_key: Key = None) -> None:
     """Revoke a key, and end its requests, within two seconds."""
     _change("DELETE", name, "revoked", url, api_key)
@@ -177,30 +167,23 @@ def revoke(name: Name, url: Url = URL, api_key: Key = None) -> None:
 def _change(
     method: str, name: str, told: str, url: str, api_key: str | None, body: Any = None
 ) -> None:
-    def run(client: "Client") -> None:
-        from deploy import commands
+    from deploy import commands
 
-        client.ask(method, f"{_PATH}/{_quoted(name)}", body)
-        commands.console.print(f"{name}: {told}")
-
-    _run(run, url, api_key)
+    connect(url, api_key).ask(method, f"{_PATH}/{_quoted(name)}", body)
+    commands.console.print(f"{name}: {told}")
 
 
 def forget(
     key: Annotated[str, typer.Option(help="The key's name.")], url: Url = URL, api_key: Key = None
 ) -> None:
     """Delete what is stored of a key: kept answers, sessions, batches, files, vector stores."""
+    from deploy import commands
 
-    def run(client: "Client") -> None:
-        from deploy import commands
-
-        found = client.ask("POST", f"{_PATH}/{_quoted(key)}:forget")
-        counts = ", ".join(
-            f"{count} {name.replace('_', ' ')}" for name, count in found.items() if name != "object"
-        )
-        commands.console.print(f"{key}: deleted {counts}")
-
-    _run(run, url, api_key)
+    found = connect(url, api_key).ask("POST", f"{_PATH}/{_quoted(key)}:forget")
+    counts = ", ".join(
+        f"{count} {name.replace('_', ' ')}" for name, count in found.items() if name != "object"
+    )
+    commands.console.print(f"{key}: deleted {counts}")
 
 
 def audit(
@@ -209,17 +192,13 @@ def audit(
     api_key: Key = None,
 ) -> None:
     """List who asked to change keys, deployments, nodes and adapters, newest first."""
+    from deploy import commands
 
-    def run(client: "Client") -> None:
-        from deploy import commands
-
-        table = commands.new_table("time", "key", "address", "action", "name")
-        for each in client.ask("GET", f"/v1/admin/audit?limit={limit}")["data"]:
-            at = datetime.fromtimestamp(each["at"], UTC).isoformat(" ", "seconds")
-            table.add_row(at, each["key"], each["address"], each["action"], each["name"])
-        commands.screen.print(table)
-
-    _run(run, url, api_key)
+    table = commands.new_table("time", "key", "address", "action", "name")
+    for each in connect(url, api_key).ask("GET", f"/v1/admin/audit?limit={limit}")["data"]:
+        at = datetime.fromtimestamp(each["at"], UTC).isoformat(" ", "seconds")
+        table.add_row(at, each["key"], each["address"], each["action"], each["name"])
+    commands.screen.print(table)
 
 
 def usage(
@@ -233,48 +212,33 @@ def usage(
     api_key: Key = None,
 ) -> None:
     """Show what keys used: all with VLM_GATEWAY__ROOT_KEY or a key with the role admin, else your own."""
+    from urllib.parse import urlencode
 
-    def run(client: "Client") -> None:
-        from urllib.parse import urlencode
-
-        from deploy import commands
-
-        asked = {"from": begin, "to": end, "by": by, "format": "csv" if csv else None}
-        query = urlencode({name: value for name, value in asked.items() if value})
-        if csv:
-            sys.stdout.write(client.text(f"/v1/usage?{query}"))
-            return
-        counts = ("requests", "input_tokens", "cached_input_tokens", "output_tokens", "images")
-        groups = by.split(",")
-        table = commands.new_table(
-            *groups, *(name.replace("_", " ") for name in counts), "cost ($)"
-        )
-        for row in client.ask("GET", f"/v1/usage?{query}")["data"]:
-            cost = "-" if row["cost"] is None else f"{row['cost']:.6f}"
-            table.add_row(
-                *(row[name] or "-" for name in groups), *(str(row[name]) for name in counts), cost
-            )
-        commands.screen.print(table)
-
-    _run(run, url, api_key)
-
-
-def _show_new(ask: Any, url: str, api_key: str | None) -> None:
-    def run(client: "Client") -> None:
-        from deploy import commands
-
-        found = ask(client)
-        commands.console.print(f"{found['name']}: expires {_date(found['expires_at'])}")
-        sys.stdout.write(found["key"] + "\n")
-
-    _run(run, url, api_key)
-
-
-def _run(command: Any, url: str, api_key: str | None) -> None:
     from deploy import commands
-    from shared.gateway_client import Client
 
-    commands.finish(lambda: command(Client(url, api_key)))
+    asked = {"from": begin, "to": end, "by": by, "format": "csv" if csv else None}
+    query = urlencode({name: value for name, value in asked.items() if value})
+    if csv:
+        sys.stdout.write(connect(url, api_key).text(f"/v1/usage?{query}"))
+        return
+    counts = ("requests", "input_tokens", "cached_input_tokens", "output_tokens", "images")
+    groups = by.split(",")
+    table = commands.new_table(
+        *groups, *(name.replace("_", " ") for name in counts), "cost ($)"
+    )
+    for row in connect(url, api_key).ask("GET", f"/v1/usage?{query}")["data"]:
+        cost = "-" if row["cost"] is None else f"{row['cost']:.6f}"
+        table.add_row(
+            *(row[name] or "-" for name in groups), *(str(row[name]) for name in counts), cost
+        )
+    commands.screen.print(table)
+
+
+def _show_new(found: dict[str, Any]) -> None:
+    from deploy import commands
+
+    commands.console.print(f"{found['name']}: expires {_date(found['expires_at'])}")
+    sys.stdout.write(found["key"] + "\n")
 
 
 def _quoted(name: str) -> str:

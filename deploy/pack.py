@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from tempfile import mkdtemp
-from typing import IO, Any
+from typing import Any
 
 from engines.base import EngineStartError
 from engines.registry import check_package, find_kind, kind_of, read_settings
@@ -49,7 +49,8 @@ class HashCache:
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        self._file = file or _default_file()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self._file = file or cache / "vlm-fleet" / "digests.json"
         self._known: dict[str, list[int | str]] = {}
         try:
             read = json.loads(self._file.read_text())
@@ -93,11 +94,6 @@ class HashCache:
             part.unlink(missing_ok=True)
 
 
-def _default_file() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "vlm-fleet" / "digests.json"
-
-
 #: Leftovers of tools.
 _SKIPPED = frozenset(
     {".git", ".hg", ".svn", ".venv", ".cache", "__pycache__", ".DS_Store"}
@@ -107,6 +103,7 @@ _ARCHIVES = (".tar.gz", ".tgz")
 #: An archive with a higher ratio is a bomb, if it is larger than the free share.
 _MAX_RATIO = 200
 _FREE_BYTES = 64 * 1024 * 1024
+_PIECE_BYTES = 1024 * 1024
 
 Report = Callable[[int], None]  #: called with the number of bytes hashed since the last call
 
@@ -226,7 +223,7 @@ def unpack(archive: Path, folder: Path, max_bytes: int = MAX_PACKAGE_BYTES) -> N
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with target.open("xb") as out:
-                    for piece in _pieces(source):
+                    while piece := source.read(_PIECE_BYTES):
                         written += len(piece)
                         is_bomb = written > _FREE_BYTES and written > _MAX_RATIO * raw.tell()
                         if is_bomb or written > max_bytes:
@@ -250,11 +247,6 @@ def _leave_out_folder(folder: Path) -> None:
         for path in outer.iterdir():
             path.rename(folder / path.name)
         outer.rmdir()
-
-
-def _pieces(file: IO[bytes], size: int = 1024 * 1024) -> Iterator[bytes]:
-    while piece := file.read(size):
-        yield piece
 
 
 def find_config(

@@ -1,14 +1,11 @@
 """Commands for users of applications: `vlm run` and `vlm session`."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from deploy.cli import Command, Form, Group
+from deploy.cli import Command, Form, Group, connect
 from shared.gateway_url import URL, ApiKey, AskUrl
-
-if TYPE_CHECKING:
-    from shared.gateway_client import Client
 
 Session = Annotated[str, typer.Argument(help="Id of the session.", show_default=False)]
 Inputs = Annotated[
@@ -28,7 +25,7 @@ def run(
     """Run tasks of an application, and print the result of each as a line of JSON."""
     from deploy import sessions
 
-    sessions.finish(lambda: sessions.run_tasks(_client(url, api_key), name, inputs))
+    sessions.run_tasks(connect(url, api_key), name, inputs)
 
 
 session = typer.Typer(
@@ -68,8 +65,8 @@ def create(
         "min_instances": min_instances,
         "max_instances": max_instances,
     }
-    client = _client(url, api_key)
-    sessions.finish(lambda: sessions.run_create(client, application, common_data, resources, body))
+    client = connect(url, api_key)
+    sessions.run_create(client, application, common_data, resources, body)
 
 
 @session.command("run", cls=Command)
@@ -93,8 +90,7 @@ def run_in(
     """Send tasks to a session. The exit code is 5 if one fails."""
     from deploy import sessions
 
-    client = _client(url, api_key)
-    sessions.finish(lambda: sessions.run_in(client, session_id, inputs, prefix, wait))
+    sessions.run_in(connect(url, api_key), session_id, inputs, prefix, wait)
 
 
 @session.command("list", cls=Command)
@@ -102,7 +98,7 @@ def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> 
     """List the sessions and the states of their tasks."""
     from deploy import sessions
 
-    sessions.finish(lambda: sessions.run_list(_client(url, api_key), output))
+    sessions.run_list(connect(url, api_key), output)
 
 
 @session.command(cls=Command)
@@ -112,7 +108,7 @@ def view(
     """Show a session and its tasks."""
     from deploy import sessions
 
-    sessions.finish(lambda: sessions.run_view(_client(url, api_key), session_id, output))
+    sessions.run_view(connect(url, api_key), session_id, output)
 
 
 @session.command("close", cls=Command)
@@ -120,14 +116,7 @@ def close_session(session_id: Session, url: AskUrl = URL, api_key: ApiKey = None
     """Take no more tasks, cancel those that wait; those that run are finished."""
     from deploy import sessions
 
-    client = _client(url, api_key)
-    sessions.finish(lambda: sessions.run_close(client, session_id))
-
-
-def _client(url: str, key: str | None) -> "Client":
-    from shared.gateway_client import Client
-
-    return Client(url, key)
+    sessions.run_close(connect(url, api_key), session_id)
 
 
 def add_to(root: typer.Typer) -> None:

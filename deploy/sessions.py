@@ -16,7 +16,6 @@ from deploy.commands import (
     ARGUMENTS,
     ROLLOUT,
     CommandFailed,
-    finish,
     parse_resources,
     screen,
     show,
@@ -33,8 +32,6 @@ _TASK_ERRORS = (
 )
 _ENDED = ("succeed", "failed", "cancelled")
 _COUNTS = ("pending", "running", "succeed", "failed", "cancelled")
-
-__all__ = ["finish", "run_close", "run_create", "run_in", "run_list", "run_tasks", "run_view"]
 
 
 def read_input(text: str) -> Any:

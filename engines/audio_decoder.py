@@ -9,10 +9,9 @@ from itertools import chain
 from typing import IO, Any
 
 import av
-import av.error
 
 from engines.base import AudioInfo, InvalidImage
-from engines.video_decoder import MAX_PACKETS, decode_stream
+from engines.video_decoder import OPTIONS, decode_stream, open_container, read_packets
 
 #: FFmpeg's name of a container by media type. It is not probed.
 CONTAINERS = {
@@ -27,13 +26,9 @@ CODEC_NAMES = "PCM, MP3, AAC, Opus, Vorbis, FLAC and ALAC"
 DAMAGED = (
     "The audio is damaged or in an unsupported format: send WAV, MP3, FLAC, Ogg, M4A, AAC or WebM."
 )
-_OPTIONS = {
+_OPTIONS = OPTIONS | {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,wav,mp3,flac,ogg,aac",
     "codec_whitelist": ",".join(CODECS),
-    "protocol_whitelist": "none",
-    "max_streams": "16",
-    "probesize": "1000000",
-    "analyzeduration": "1000000",
 }
 _LEAST_RATE, _MOST_RATE = 1000, 384_000
 _PREROLL_S = 1.0  #: decoders need earlier packets for the first samples of a part
@@ -58,11 +53,7 @@ class AudioFile:
         """`end_s` 0: the whole file. `max_segment_s`: find segments of at most this length. Raises: InvalidImage."""
         if media_type not in CONTAINERS:
             raise InvalidImage(DAMAGED)
-        file.seek(0)
-        try:
-            self._container: Any = av.open(file, format=CONTAINERS[media_type], options=_OPTIONS)
-        except Exception:  # FFmpeg has a hundred errors
-            raise InvalidImage(DAMAGED) from None
+        self._container = open_container(file, CONTAINERS[media_type], _OPTIONS, DAMAGED)
         self._stream: Any = next(iter(self._container.streams.audio), None)
         if self._stream is None:
             is_empty = not len(self._container.streams)
@@ -90,18 +81,11 @@ class AudioFile:
         """The length in seconds. Raises: InvalidImage."""
         start = end = None
         num_ticks = 0
-        try:
-            for number, packet in enumerate(self._container.demux(self._stream)):
-                if number > MAX_PACKETS:
-                    raise InvalidImage(f"The audio has more than {MAX_PACKETS} packets.")
-                if not packet.size:
-                    continue
-                num_ticks += packet.duration or 0
-                if packet.pts is not None:
-                    start = packet.pts if start is None else min(start, packet.pts)
-                    end = max(end or 0, packet.pts + (packet.duration or 0))
-        except av.error.FFmpegError:  # the file is truncated: use the packets before its end
-            pass
+        for packet in read_packets(self._container, self._stream, "audio"):
+            num_ticks += packet.duration or 0
+            if packet.pts is not None:
+                start = packet.pts if start is None else min(start, packet.pts)
+                end = max(end or 0, packet.pts + (packet.duration or 0))
         if start is not None and end is not None:
             num_ticks = max(num_ticks, end - start)
         length_s = num_ticks * float(self._stream.time_base or 0)

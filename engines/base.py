@@ -291,9 +291,6 @@ class EngineStats(msgspec.Struct):
     num_waiting_batch: int = 0  #: waiting requests that are batch work
     num_steps: int = 0  #: the worker's heartbeat
     kv_usage_ratio: float = 0.0
-    num_free_blocks: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_encoder_queries: int = 0
@@ -306,12 +303,8 @@ class EngineStats(msgspec.Struct):
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     num_adapters: int = 0
-    memory_bytes: dict[str, int] = msgspec.field(
-        default_factory=dict
-    )  #: by use: weights, kv_cache, ...
-    startup_s: dict[str, float] = msgspec.field(
-        default_factory=dict
-    )  #: by phase: load, quantize, warmup
+    memory_bytes: dict[str, int] = {}  #: by use: weights, kv_cache, ...
+    startup_s: dict[str, float] = {}  #: by phase: load, quantize, warmup
 
 
 Input = TypeVar("Input", bound=EngineInput)

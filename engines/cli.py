@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from engines.packages.cache import FindEngine
 
 
-def _require_torch() -> None:
-    """End with one sentence without the extra `torch`."""
-    if find_spec("torch") is None:
-        typer.echo("this command needs torch: pip install 'vlm-fleet[torch]'", err=True)
-        sys.exit(os.EX_CONFIG)
-
-
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
     check: Annotated[
@@ -35,8 +28,9 @@ def models(
     """List built-in models and those in the hub's cache."""
     from engines.packages.cache import format_bytes, list_models
 
-    if check:
-        _require_torch()
+    if check and find_spec("torch") is None:
+        typer.echo("this command needs torch: pip install 'vlm-fleet[torch]'", err=True)
+        sys.exit(os.EX_CONFIG)
     find_engine = _load_find_engine() if check else None
     rows = [(model, find_engine and model.explain(find_engine)) for model in list_models()]
     if as_json:

@@ -6,6 +6,7 @@ codecs, and no further file or protocol.
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 import av
@@ -26,13 +27,15 @@ CODECS = ("h264", "hevc", "libdav1d", "vp8", "vp9", "mpeg4", "mjpeg")
 CONTAINER_NAMES = "MP4, WebM, AVI and MPEG-TS"
 CODEC_NAMES = "H.264, HEVC, AV1, VP8, VP9, MPEG-4 and Motion JPEG"
 DAMAGED = f"The video is damaged, or no video; {CONTAINER_NAMES} are understood."
-_OPTIONS = {
-    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts",
-    "codec_whitelist": ",".join(CODECS),
+OPTIONS = {
     "protocol_whitelist": "none",
     "max_streams": "16",
     "probesize": "1000000",
     "analyzeduration": "1000000",
+}
+_OWN_OPTIONS = OPTIONS | {
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts",
+    "codec_whitelist": ",".join(CODECS),
 }
 MAX_PACKETS = 500_000
 _PADDING_PIXELS = 256 * 256  #: FFmpeg counts the padding of its buffers as pixels
@@ -73,13 +76,8 @@ class VideoFile:
 
     def _open(self) -> None:
         """Open the file at its beginning. Raises: InvalidImage."""
-        self._file.seek(0)
-        try:
-            self._container: Any = av.open(
-                self._file, format=CONTAINERS[self._media_type], options=_OPTIONS
-            )
-        except Exception:  # FFmpeg has a hundred errors
-            raise InvalidImage(DAMAGED) from None
+        form = CONTAINERS[self._media_type]
+        self._container = open_container(self._file, form, _OWN_OPTIONS, DAMAGED)
         is_cover = av.stream.Disposition.attached_pic
         streams = self._container.streams.video
         found = next((each for each in streams if not each.disposition & is_cover), None)
@@ -98,18 +96,12 @@ class VideoFile:
         """The times of all frames, in order, and the length in seconds. Raises: InvalidImage."""
         pts: list[int] = []
         end = 0
-        try:
-            for number, packet in enumerate(self._container.demux(self._stream)):
-                if number > MAX_PACKETS:
-                    raise InvalidImage(f"The video has more than {MAX_PACKETS} packets.")
-                if packet.pts is None or not packet.size:
-                    continue
+        for packet in read_packets(self._container, self._stream, "video"):
+            if packet.pts is not None:
                 pts.append(packet.pts)
                 end = max(end, packet.pts + (packet.duration or 0))
                 if packet.is_keyframe:
                     self._keys.append(packet.pts)
-        except av.error.FFmpegError:  # the file is cut off: the packets before the cut count
-            pass
         if not pts:
             raise InvalidImage("The video has no frames that can be read.")
         pts.sort()
@@ -198,6 +190,25 @@ class VideoFile:
         image: Image.Image = frame.to_image(width=size[0], height=size[1])
         turn = _TURNS.get(self._rotation)
         return image if turn is None else image.transpose(turn)
+
+
+def open_container(file: IO[bytes], form: str, options: dict[str, str], damaged: str) -> Any:
+    """Open a file at its beginning. Raises: InvalidImage with the message `damaged`."""
+    file.seek(0)
+    try:
+        return av.open(file, format=form, options=options)
+    except Exception:  # FFmpeg has a hundred errors
+        raise InvalidImage(damaged) from None
+
+
+def read_packets(container: Any, stream: Any, kind: str) -> Iterator[Any]:
+    """The packets of a stream, up to where the file is cut off. Raises: InvalidImage."""
+    with suppress(av.error.FFmpegError):
+        for number, packet in enumerate(container.demux(stream)):
+            if number > MAX_PACKETS:
+                raise InvalidImage(f"The {kind} has more than {MAX_PACKETS} packets.")
+            if packet.size:
+                yield packet
 
 
 def decode_stream(container: Any, stream: Any, damaged: str) -> Iterator[Any]:

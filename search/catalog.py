@@ -8,11 +8,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
 from shared.search import FileBatch, FileRecord, Page, StoreFile, StoreRecord
+
+if TYPE_CHECKING:
+    from search.postgres import Postgres
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS stores (
@@ -33,32 +36,12 @@ CREATE TABLE IF NOT EXISTS orphans (id TEXT PRIMARY KEY);
 Record = TypeVar("Record", StoreRecord, FileRecord, StoreFile, FileBatch)
 
 
-class Database(Protocol):
-    """Runs SQL with `?` for values. Thread-safe."""
+class Sqlite:
+    """A file of one process: a connection per thread, one writer at a time. Runs SQL with `?` for values. Thread-safe."""
 
     #: Whether other processes use the database too. It then also has the vectors.
-    is_shared: bool
-    #: Column types: of the primary key, which numbers the rows; of bytes.
-    number: str
-    blob: str
-
-    def create(self, tables: str) -> None:
-        """Create tables, if they do not exist."""
-        ...
-
-    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
-
-    def change(self, owner: str = "") -> AbstractContextManager[None]:
-        """One transaction of this thread; one at a time for an owner (a store or tenant)."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Sqlite:
-    """A file of one process: a connection per thread, one writer at a time."""
-
     is_shared = False
+    #: Column types: of the primary key, which numbers the rows; of bytes.
     number, blob = "INTEGER PRIMARY KEY", "BLOB"
 
     def __init__(self, path: Path) -> None:
@@ -77,6 +60,7 @@ class Sqlite:
         return connection
 
     def create(self, tables: str) -> None:
+        """Create tables, if they do not exist."""
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.executescript(tables)
 
@@ -85,6 +69,7 @@ class Sqlite:
 
     @contextmanager
     def change(self, owner: str = "") -> Iterator[None]:
+        """One transaction of this thread; one at a time for an owner (a store or tenant)."""
         with self._writing:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -98,6 +83,9 @@ class Sqlite:
         with self._writing:
             for connection in self._connections:
                 connection.close()
+
+
+Database: TypeAlias = "Sqlite | Postgres"
 
 
 class Catalog:

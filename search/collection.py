@@ -163,8 +163,6 @@ class Part:
             attributes=self.attributes(row),
         )
 
-    def items(self) -> Iterator[Item]:
-        return (self.item(row, with_vector=True) for row in range(len(self)))
 
 
 def _map(path: Path) -> dict[str, np.ndarray]:
@@ -263,7 +261,7 @@ class FlatIndex:
 
     def items(self) -> Iterator[Item]:
         for part in self._parts:
-            yield from part.items()
+            yield from (part.item(row, with_vector=True) for row in range(len(part)))
 
     def stats(self) -> IndexStats:
         return IndexStats(self.manifest.num_items, self._num_bytes)

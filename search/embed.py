@@ -214,16 +214,9 @@ def embed(
             num_done += len(some)
             report(num_done, total)
         parts.append(write_part(directory, len(parts), items, dtype))
-    manifest = Manifest(
-        model=plan.model,
-        digest=plan.digest,
-        dimensions=plan.dimensions,
-        dtype=dtype,
-        num_items=total,
-        parts=tuple(parts),
-        prompt=plan.prompt,
-        inputs=inputs,
-    )
+    fields = msgspec.structs.asdict(plan)
+    del fields["part_items"]
+    manifest = Manifest(num_items=total, parts=tuple(parts), **fields)
     if sum(part.num_items for part in parts) != total:
         raise EmbedError("the inputs changed during the run: run it again")
     write_manifest(directory, manifest)

@@ -63,14 +63,12 @@ class LocalEmbedder:
         task, images = Embed((TextPart(source.text),), prompt_name=self.prompt, truncate="end"), []
         try:
             if source.image is not None:
-                data = source.image.read_bytes()
+                data = _read(source.image)
                 ref = _image_ref(source.image, data)
                 content = self._engine.prepare_image(data, ref, decode_image)
                 images = [PreparedImage(ref.sha256, content)]
                 task = Embed((ImagePart(0),), (ref,), truncate="end")
             self._engine.add(self._engine.prepare(EngineCall(str(index), task), images))
-        except OSError as error:
-            raise EmbedError(f"{source.image} cannot be read ({error.strerror})") from None
         except RequestError as error:
             raise EmbedError(f"{source.image or source.id}: {error}") from None
 
@@ -150,7 +148,7 @@ class RemoteEmbedder:
             rows |= zip(texts, self._ask(inputs, prompt), strict=True)
         for first in range(0, len(images), 16):
             some = images[first : first + 16]
-            inputs = [{"image": _base64(sources[index].image)} for index in some]
+            inputs = [{"image": base64.b64encode(_read(sources[index].image)).decode()} for index in some]
             rows |= zip(some, self._ask(inputs, {}), strict=True)
         return np.stack([rows[index] for index in range(len(sources))])
 
@@ -166,10 +164,11 @@ class RemoteEmbedder:
         self._client.close()
 
 
-def _base64(path: Path | None) -> str:
+def _read(path: Path | None) -> bytes:
+    """Raises: EmbedError."""
     assert path is not None
     try:
-        return base64.b64encode(path.read_bytes()).decode()
+        return path.read_bytes()
     except OSError as error:
         raise EmbedError(f"{path} cannot be read ({error.strerror})") from None
 

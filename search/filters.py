@@ -61,11 +61,6 @@ def _name(key: str, value: Value) -> str:
     return _kind(value) + key.encode().hex()
 
 
-def to_columns(attributes: Attributes) -> dict[str, Value]:
-    """Attributes as the indexes store them for filters."""
-    return {_name(key, value): value for key, value in attributes.items()}
-
-
 #: How SQL joins conditions.
 _SQL: dict[str, Callable[[Any], str]] = {
     "every": lambda parts: "(" + " AND ".join(parts) + ")",
@@ -78,7 +73,7 @@ _SQL: dict[str, Callable[[Any], str]] = {
 
 
 def to_sql(where: Filter, column: str = "filterable") -> str:
-    """The filter as SQL of Lance, over a JSON column of `to_columns`."""
+    """The filter as SQL of Lance, over a JSON column of `to_json`."""
 
     def compare(sign: str, key: str, value: Any) -> str:
         getter = {"s": "string", "n": "float", "b": "bool"}[_kind(value)]
@@ -99,25 +94,28 @@ def sql_text(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def to_json(attributes: Attributes) -> str:
-    """The JSON column of `to_sql`; numbers are floats."""
-    columns = to_columns(attributes)
-    return json.dumps(
-        {n: float(v) if n[0] == "n" else v for n, v in columns.items()}, allow_nan=False
-    )
+def to_json(attributes: Attributes, write_text: Callable[[str], str] = str) -> str:
+    """The JSON column of attributes by name and type; numbers are floats."""
+    write: dict[str, Callable[[Any], Any]] = {"s": write_text, "n": float, "b": bool}
+    columns = {_name(key, value): write[_kind(value)](value) for key, value in attributes.items()}
+    return json.dumps(columns, allow_nan=False)
 
 
 # PostgreSQL
 
 
+def hexadecimal(text: str) -> str:
+    return text.encode().hex()
+
+
 def to_postgres(where: Filter, values: list[Any], column: str = "filterable") -> str:
-    """The filter as SQL over a JSONB column of `to_columns`, whose texts are hexadecimal; appends to `values`."""
+    """The filter as SQL over a JSONB column of `to_json` with `hexadecimal`; appends to `values`."""
 
     def compare(sign: str, key: str, value: Any) -> str:
         kind = _kind(value)
         type_ = {"s": 'text COLLATE "C"', "n": "float8", "b": "boolean"}[kind]
-        shown = {"s": lambda: value.encode().hex(), "n": lambda: float(value), "b": lambda: value}
-        values.extend((_name(key, value), shown[kind]()))
+        write = {"s": hexadecimal, "n": float, "b": bool}[kind]
+        values.extend((_name(key, value), write(value)))
         return f"coalesce(({column} ->> ?)::{type_} {_SIGNS[sign]} ?, false)"
 
     return _translate(where, compare, **_SQL)

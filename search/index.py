@@ -8,7 +8,7 @@ all of them: acknowledged writes survive a `kill -9`, and searches and filters r
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own table
 from typing import TYPE_CHECKING, Protocol
 
@@ -92,6 +92,7 @@ class IndexKind(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class OrderedIds:
     """Pages in the order of ids, for an index without that order.
 
@@ -99,15 +100,10 @@ class OrderedIds:
     `add` and `remove`, so that cached windows are current.
     """
 
-    def __init__(
-        self,
-        read_ids: Callable[[str, int], list[str]],
-        read_items: Callable[[Sequence[str]], list[Item]],
-    ) -> None:
-        """`read_ids`: returns sorted ids after an id, up to a number."""
-        self._read_ids, self._read_items = read_ids, read_items
-        self._lock = threading.Lock()
-        self._windows: list[_Window] = []
+    _read_ids: Callable[[str, int], list[str]]  #: returns sorted ids after an id, up to a number
+    _read_items: Callable[[Sequence[str]], list[Item]]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _windows: "list[_Window]" = field(default_factory=list)
 
     def page(self, after: str, limit: int, with_vectors: bool) -> list[Item]:
         found: list[Item] = []

@@ -38,7 +38,8 @@ _ROWS_PER_COMMIT = 64
 #: Candidates to rerank, per requested result.
 REFINE_FACTOR = 4
 _BATCH_IDS = 500
-_PLAIN = ["id", "text", "image", "file_id", "filename", "attributes"]
+_TEXTS = ["id", "text", "image", "file_id", "filename"]
+_PLAIN = [*_TEXTS, "attributes"]
 #: Old versions are kept if a reader takes longer.
 _READERS_END_WITHIN_S = 10.0
 #: Limits of Lance's caches, which otherwise grow to several GiB.
@@ -234,13 +235,8 @@ class LanceIndex:
 
     def _to_table(self, items: Sequence[Item]) -> pa.Table:
         vectors = np.frombuffer(b"".join(item.vector for item in items), "<f4")
-        columns = {
-            "id": [item.id for item in items],
+        columns = {name: [getattr(item, name) for item in items] for name in _TEXTS} | {
             "vector": pa.FixedSizeListArray.from_arrays(pa.array(vectors), self._dimensions),
-            "text": [item.text for item in items],
-            "image": [item.image for item in items],
-            "file_id": [item.file_id for item in items],
-            "filename": [item.filename for item in items],
             "attributes": [json.dumps(item.attributes) for item in items],
             "filterable": pa.ExtensionArray.from_storage(
                 pa.json_(), pa.array([to_json(item.attributes) for item in items])
@@ -265,11 +261,7 @@ def _id_conditions(ids: Sequence[str]) -> list[str]:
 def _to_item(row: dict[str, Any]) -> Item:
     vector = row.get("vector")
     return Item(
-        id=row["id"],
         vector=b"" if vector is None else np.asarray(vector, "<f4").tobytes(),
-        text=row["text"],
-        image=row["image"],
-        file_id=row["file_id"],
-        filename=row["filename"],
         attributes=json.loads(row["attributes"]),
+        **{name: row[name] for name in _TEXTS},
     )

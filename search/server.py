@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
@@ -131,12 +131,19 @@ def data_directory(settings: SearchSettings) -> Path:
 def run_search(settings: Settings) -> int:
     """Serve until a signal. Returns the exit code. Raises: SettingsError."""
     search = settings.search
-    _check(search)
+    if not search.url:
+        raise SettingsError(
+            "VLM_SEARCH__URL: set the address to listen on: unix:///PATH or http://HOST:PORT"
+        )
+    host = urlsplit(search.url).hostname
+    if host not in (None, "localhost", "127.0.0.1", "::1") and not search.token.get_secret_value():
+        raise SettingsError(
+            "VLM_SEARCH__TOKEN: required on an address that other machines can reach; set the same secret "
+            "at the gateways"
+        )
     directory = data_directory(search)
-    with ExitStack() as stack:
-        is_shared = urlsplit(search.index).scheme == "postgresql"
-        if not is_shared:
-            stack.enter_context(_lock(directory))
+    is_shared = urlsplit(search.index).scheme == "postgresql"
+    with nullcontext() if is_shared else _lock(directory):
         _serve(settings, directory)
     return 0
 
@@ -175,19 +182,6 @@ def _open_indexes(search: SearchSettings, directory: Path) -> IndexKind | None:
             raise
         logger.warning("only collections are served: %s", error)
         return None
-
-
-def _check(search: SearchSettings) -> None:
-    if not search.url:
-        raise SettingsError(
-            "VLM_SEARCH__URL: set the address to listen on: unix:///PATH or http://HOST:PORT"
-        )
-    host = urlsplit(search.url).hostname
-    if host not in (None, "localhost", "127.0.0.1", "::1") and not search.token.get_secret_value():
-        raise SettingsError(
-            "VLM_SEARCH__TOKEN: required on an address that other machines can reach; set the same secret "
-            "at the gateways"
-        )
 
 
 def _lock(directory: Path) -> IO[bytes]:

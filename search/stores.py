@@ -118,7 +118,9 @@ class Stores:
             wire.DropFile: self._drop_file,
             wire.AttachFile: self._attach_file,
             wire.ReadStoreFile: self._read_store_file,
-            wire.ListStoreFiles: self._list_store_files,
+            wire.ListStoreFiles: lambda a: catalog.list_store_files(
+                self._find(a.tenant, a.store).id, a.page
+            ),
             wire.ChangeStoreFile: self._change_store_file,
             wire.DetachFile: self._detach_file,
             wire.PutFileBatch: self._put_file_batch,
@@ -195,30 +197,21 @@ class Stores:
         full = refuse("full", f"This key has {most} vector stores: delete one.")
         if len(self._catalog.stores(asked.tenant)) >= most:
             raise full
-        now = _now()
-        record = wire.StoreRecord(
-            id=wire.STORE_ID + secrets.token_hex(16),
-            created_at=now,
-            last_active_at=now,
-            **{
-                name: getattr(asked, name)
-                for name in wire.CreateStore.__struct_fields__
-                if name != "tenant"
-            },
-        )
-        if self._catalog.is_shared:
-            with self._catalog.change_all(record.id):
-                kind.open(record.id, record.dimensions)
+        fields = msgspec.structs.asdict(asked)
+        del fields["tenant"]
+        name, now = wire.STORE_ID + secrets.token_hex(16), _now()
+        record = wire.StoreRecord(id=name, created_at=now, last_active_at=now, **fields)
+        is_shared = self._catalog.is_shared
+        if not is_shared:
+            self._catalog.add_orphan(name)
+        try:
+            with self._catalog.change_all(name):
+                kind.open(name, record.dimensions)
                 if not self._catalog.add_store(asked.tenant, record, most):
                     raise full
-            return record
-        self._catalog.add_orphan(record.id)
-        try:
-            kind.open(record.id, record.dimensions)
-            if not self._catalog.add_store(asked.tenant, record, most):
-                raise full
         except BaseException:
-            self._leave_index(record.id)
+            if not is_shared:  # else it is rolled back
+                self._leave_index(name)
             raise
         return record
 
@@ -439,10 +432,6 @@ class Stores:
         if record is None:
             raise refuse("not_found", "There is no such file in this vector store.", "file_id")
         return record
-
-    def _list_store_files(self, asked: wire.ListStoreFiles) -> list[wire.StoreFile]:
-        store = self._find(asked.tenant, asked.store)
-        return self._catalog.list_store_files(store.id, asked.page)
 
     def _change_store_file(self, asked: wire.ChangeStoreFile) -> wire.StoreFile:
         store = self._find_writable(asked.tenant, asked.store)

@@ -161,17 +161,14 @@ class ActiveRequest(Struct, eq=False):
         elif last.finish_reason is not None:
             assert last.usage is not None
             if last.values:
-                events.append(self._values(last))
+                if last.dimensions:
+                    events.append(Vectors(request_id, attempt, last.dimensions, last.values))
+                else:
+                    events.append(Scores(request_id, attempt, last.values))
             timings = self.timings(last.timings or StageTimings())
             ended = (last.finish_reason, last.usage, timings, last.stopped_by)
             events.append(Finished(request_id, attempt, *ended))
         return events
-
-    def _values(self, output: EngineOutput) -> Vectors | Scores:
-        request_id, attempt = self.request_id, self.claim.attempt
-        if output.dimensions:
-            return Vectors(request_id, attempt, output.dimensions, output.values)
-        return Scores(request_id, attempt, output.values)
 
     def timings(self, engine: StageTimings) -> StageTimings:
         """The engine's stage times, plus wait and preparation."""
@@ -194,7 +191,7 @@ class ActiveRequests:
 
     _engine: EngineThread
     _preprocessor: Preprocessor
-    _outbox: Outboxes
+    _outboxes: Outboxes
     _max_num_seqs: int
     _begin: Callable[[Claim], Awaitable[bool]]  #: marks a possible poison request as started
     _trace: Trace | None = None
@@ -251,7 +248,7 @@ class ActiveRequests:
             try:
                 active = ActiveRequest.of(claim, time.monotonic())
             except Unreadable as error:
-                self._outbox.refuse(error.refusal)
+                self._outboxes.of(claim).refuse(error.refusal)
                 continue
             self._active_requests[active.request_id] = active
             self._by_engine_id[active.engine_id] = active
@@ -316,7 +313,8 @@ class ActiveRequests:
         active.added_at = time.monotonic()
         name = (active.request_id, active.claim.attempt)
         token_ids = tuple(made.token_ids) if task.with_ids else ()
-        self._outbox.post(
+        outbox = self._outboxes.of(active.claim)
+        outbox.post(
             active,
             Tokenized(
                 *name,
@@ -329,7 +327,7 @@ class ActiveRequests:
             ),
         )
         timings = active.timings(StageTimings())
-        self._outbox.post(active, Finished(*name, FinishReason.STOP, Usage(0), timings))
+        outbox.post(active, Finished(*name, FinishReason.STOP, Usage(0), timings))
         self._end_trace(active, "ok")
         self._by_engine_id.pop(active.engine_id, None)
 
@@ -355,7 +353,7 @@ class ActiveRequests:
     def _pass_on(self, active: ActiveRequest, outputs: list[EngineOutput]) -> None:
         """Post the outputs of a request in order."""
         for event in active.events(outputs):
-            self._outbox.post(active, event)
+            self._outboxes.of(active.claim).post(active, event)
         last = outputs[-1]
         if self._trace is not None and last.timings is not None:
             outcome = "ok" if last.error is None else last.error_code.value
@@ -384,7 +382,7 @@ class ActiveRequests:
         self, active: ActiveRequest, code: ErrorCode, message: str, param: str | None = None
     ) -> None:
         """End a request in an error; it is dropped when that is published."""
-        self._outbox.post(active, active.failed(code, message, param))
+        self._outboxes.of(active.claim).post(active, active.failed(code, message, param))
         self._end_trace(active, code.value)
         self._stop_work(active)
 
@@ -402,7 +400,7 @@ class ActiveRequests:
     def forget(self, active: ActiveRequest) -> None:
         """Stop a request and drop its events."""
         self._stop_work(active)
-        self._outbox.drop(active)
+        self._outboxes.of(active.claim).drop(active)
         if self.find(active.claim) is active:
             del self._active_requests[active.request_id]
         self.changed.set()

@@ -7,7 +7,7 @@ announces the results in its card. A call whose adapter is not loaded yet makes 
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -30,24 +30,15 @@ class _Held:
     source: AdapterSource | None = None
 
 
+@dataclass(eq=False)
 class WorkerAdapters:
-    def __init__(
-        self,
-        engine: Engine,
-        card: ModelCard,
-        registry: Registry,
-        settings: WorkerSettings,
-        limits: LimitSettings,
-    ) -> None:
-        self._engine = engine
-        self._model_card = card
-        self._registry = registry
-        self._own = settings.adapters
-        self._directory = settings.lora_dir
-        self._max_count = limits.max_loras
-        self._limits = AdapterLimits(limits.max_lora_rank, limits.max_lora_bytes)
-        self._held: dict[str, _Held] = {}
-        self._lock = asyncio.Lock()
+    _engine: Engine
+    _model_card: ModelCard
+    _registry: Registry
+    _settings: WorkerSettings
+    _limits: LimitSettings
+    _held: dict[str, _Held] = field(default_factory=dict)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def card(self) -> ModelCard:
@@ -58,11 +49,12 @@ class WorkerAdapters:
 
     async def load_own(self) -> None:
         """Load the adapters of the settings. Raises: SettingsError."""
-        if len(self._own) > self._max_count:
+        own, most = self._settings.adapters, self._limits.max_loras
+        if len(own) > most:
             raise SettingsError(
-                f"VLM_WORKER__LORA names {len(self._own)} adapters, but VLM_LIMITS__MAX_LORAS is {self._max_count}"
+                f"VLM_WORKER__LORA names {len(own)} adapters, but VLM_LIMITS__MAX_LORAS is {most}"
             )
-        for name, path in self._own.items():
+        for name, path in own.items():
             try:
                 directory = await asyncio.to_thread(_resolve, path)
                 self._held[name] = _Held(await self._load(name, directory))
@@ -76,7 +68,7 @@ class WorkerAdapters:
         """
         async with self._lock:
             wanted = await self._registry.adapters(self._model_card.name)
-            if not wanted and len(self._held) == len(self._own):
+            if not wanted and len(self._held) == len(self._settings.lora):
                 return
             await self._registry.keep_adapters(self._model_card.name)
             for name, held in list(self._held.items()):
@@ -110,9 +102,9 @@ class WorkerAdapters:
         """Load the new adapter of a name, or record the reason of the failure."""
         is_new = name not in self._held
         try:
-            if is_new and len(self._held) >= self._max_count:
+            if is_new and len(self._held) >= self._limits.max_loras:
                 raise BadAdapter(
-                    f"{self._max_count} adapters are loaded, the maximum (VLM_LIMITS__MAX_LORAS)"
+                    f"{self._limits.max_loras} adapters are loaded, the maximum (VLM_LIMITS__MAX_LORAS)"
                 )
             card = await self._load(name, self._within(source.path), source.revision)
         except BadAdapter as error:
@@ -130,7 +122,8 @@ class WorkerAdapters:
     async def _load(self, name: str, directory: Path, revision: str = "") -> AdapterCard:
         """Raises: BadAdapter."""
         started_at = time.monotonic()
-        adapter = await asyncio.to_thread(self._engine.load_adapter, directory, self._limits)
+        limits = AdapterLimits(self._limits.max_lora_rank, self._limits.max_lora_bytes)
+        adapter = await asyncio.to_thread(self._engine.load_adapter, directory, limits)
         logger.info(
             "loaded the adapter %s: rank %d, %.1f MB, %.1f s",
             name, adapter.rank, adapter.num_bytes / 1e6, time.monotonic() - started_at,
@@ -139,11 +132,11 @@ class WorkerAdapters:
 
     def _within(self, path: str) -> Path:
         """Resolve a path. Raises: BadAdapter unless it is below the directory of the settings."""
-        if not self._directory:
+        if not self._settings.lora_dir:
             raise BadAdapter(
                 "to load adapters at run time, set VLM_WORKER__LORA_DIR on the workers"
             )
-        root = Path(self._directory).resolve()
+        root = Path(self._settings.lora_dir).resolve()
         try:
             found = (root / path).resolve()
             is_directory = found.is_dir()

@@ -14,12 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from msgspec import Struct
 
 from engines.base import Engine, EngineInput, EngineOutput, EngineStats, LoadedEngine, RequestError
+from shared.redis.link import settle
 
 logger = logging.getLogger(__name__)
 
@@ -136,16 +137,16 @@ class EngineThread:
         try:
             loaded = self._create()
         except BaseException as error:
-            self._call(_set, self._loaded, error)
+            self._call(settle, self._loaded, error)
             return
         self.stats, self._wake = loaded.engine.stats(), loaded.engine.wake
-        self._call(_set, self._loaded, loaded)
+        self._call(settle, self._loaded, loaded)
         try:
             self._serve(loaded.engine)
         except Exception as error:
             self.step_started_at = None
             logger.exception("the engine broke")
-            self._call(_set, self._broken, EngineBroken(f"{type(error).__name__}: {error}"))
+            self._call(settle, self._broken, EngineBroken(f"{type(error).__name__}: {error}"))
         finally:
             with suppress(Exception):
                 loaded.engine.close()
@@ -218,27 +219,15 @@ def _apply(engine: Engine, command: EngineInput | str) -> EngineEvent | None:
     return Added(command.request_id, time.monotonic())
 
 
-def _set(future: "asyncio.Future[Any]", result: object) -> None:
-    if future.done():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
-
-
+@dataclass
 class Watchdog:
     """A thread that ends the process when a step hangs, because only a new process recovers a hung device."""
 
-    def __init__(
-        self,
-        longest_s: float,
-        started_at: Callable[[], float | None],
-        end_process: Callable[[int], object] = os._exit,
-    ) -> None:
-        self._longest_s = longest_s
-        self._started_at = started_at
-        self._end_process = end_process
+    _longest_s: float
+    _started_at: Callable[[], float | None]
+    _end_process: Callable[[int], object] = os._exit
+
+    def __post_init__(self) -> None:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from shared.queue.api import WorkerQueue
+from shared.settings import SettingsError
 from shared.telemetry.metrics import WORKER_METRICS
 from worker.engine_thread import EngineThread
 from worker.prepare.preparer import MediaCounts
@@ -39,14 +40,21 @@ class HealthServer:
     _server: asyncio.Server | None = None
     port: int = 0  #: once started
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 selects a free port, and a host that is a path a unix socket. Raises: OSError."""
-        if host.startswith("/"):
-            self._server = await asyncio.start_unix_server(
-                self._serve, host, limit=MAX_REQUEST_BYTES
-            )
-            return
-        self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
+    async def start(self, host: str, port: int, variable: str) -> None:
+        """Listen; port 0 selects a free port, and a host that is a path a unix socket.
+
+        Raises: SettingsError, which names the `variable` of the port.
+        """
+        serve, limit = self._serve, MAX_REQUEST_BYTES
+        try:
+            if host.startswith("/"):
+                self._server = await asyncio.start_unix_server(serve, host, limit=limit)
+                return
+            self._server = await asyncio.start_server(serve, host, port, limit=limit)
+        except OSError as error:
+            raise SettingsError(
+                f"{variable}: cannot listen on {host}:{port} ({error.strerror}); give another port, or 0 for a free one"
+            ) from None
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -89,15 +97,13 @@ def _probe(is_good: bool) -> Answer:
     return (200, "text/plain", b"ok\n") if is_good else (503, "text/plain", b"no\n")
 
 
+@dataclass(eq=False)
 class WorkerCollector(Collector):
     """The metrics of a worker; `shared.telemetry.metrics` defines their names."""
 
-    def __init__(
-        self, engine: EngineThread, queues: Collection[WorkerQueue], media: MediaCounts
-    ) -> None:
-        self._engine = engine
-        self._queues = queues
-        self._media = media
+    _engine: EngineThread
+    _queues: Collection[WorkerQueue]
+    _media: MediaCounts
 
     def collect(self) -> Iterator[Metric]:
         """One family per metric, in the order of their definition."""

@@ -84,11 +84,6 @@ class ProgressLog:
             logger.info("%s %d %%", phase, 10 * tenths)
 
 
-def worker_name(configured: str) -> str:
-    """The worker's id: the configured one, or host, process and a random part."""
-    return configured or f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
-
-
 class WorkerProcess:
     """The parts of the process, created in order and closed in reverse."""
 
@@ -101,7 +96,8 @@ class WorkerProcess:
 
     async def run(self) -> None:
         """Load the engine, serve, stop on a signal. Raises: EngineBroken, EngineStartError, SettingsError."""
-        self._handle_signals()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         async with AsyncExitStack() as stack:
             port = await self._start_health(stack)
             reached = asyncio.create_task(wait_for_redis(self._settings.redis))
@@ -119,11 +115,6 @@ class WorkerProcess:
             )  # fmt: skip
             await worker.run()
 
-    def _handle_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
-
     def _on_signal(self) -> None:
         if self._worker is None:
             os._exit(0)  # still loading: nothing is claimed, and loading cannot be interrupted
@@ -132,13 +123,7 @@ class WorkerProcess:
     async def _start_health(self, stack: AsyncExitStack) -> int:
         server = HealthServer(self._is_alive, self._is_ready, lambda: self._registry)
         host, port = self._settings.worker.health_host, self._settings.worker.health_port
-        try:
-            await server.start(host, port)
-        except OSError as error:
-            raise SettingsError(
-                f"VLM_WORKER__HEALTH_PORT: cannot listen on {host}:{port} ({error.strerror}); "
-                "give another port, or 0 for a free one"
-            ) from None
+        await server.start(host, port, "VLM_WORKER__HEALTH_PORT")
         stack.push_async_callback(server.close)
         return server.port
 
@@ -187,7 +172,8 @@ class WorkerProcess:
         assert self._engine is not None
         redis = create_redis(settings.redis)
         prefix = settings.redis.key_prefix
-        worker_id = worker_name(settings.worker.id)
+        name = f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
+        worker_id = settings.worker.id or name
         if settings.worker.package:
             card = replace(loaded.card, package=settings.worker.package)
             loaded = dataclasses.replace(loaded, card=card)

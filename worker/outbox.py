@@ -8,27 +8,28 @@ It does no I/O, and is used on the event loop only.
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from engines.base import EngineOutput
 from shared.protocol import (
-    Call,
     CallEvent,
     Failed,
     Finished,
     Run,
     Scores,
     Started,
-    Tokenized,
     Tokens,
     Vectors,
     encode_events,
     join_calls,
 )
 from shared.queue.api import Claim, Ending, Publication, shard_of
+
+if TYPE_CHECKING:
+    from worker.active_requests import ActiveRequest
 
 #: Longest delay of tokens of an answer that is not streamed; this much work is lost with a worker.
 HOLD_S = 0.25
@@ -39,48 +40,28 @@ MIN_COALESCED_STREAMS = 16
 MAX_INLINE_BYTES = 16 * 1024
 
 
-class Published(Protocol):
-    """The part of an active request that the outbox uses. Compared by identity."""
-
-    claim: Claim
-    call: Call
-    num_tokens: int  #: output tokens published so far
-    num_publications: int
-
-
 class _Draft(Struct):
-    """Unpublished events of one request."""
+    """Unpublished events of one request, in order."""
 
     begun_at: float
-    started: Started | None = None
-    deltas: list[Tokens] = field(default_factory=list)
-    values: Vectors | Scores | Tokenized | None = None
-    terminal: Finished | Failed | None = None
+    posted: list[CallEvent] = field(default_factory=list)
 
-    def add(self, event: CallEvent) -> None:
-        if isinstance(event, Tokens):
-            self.deltas.append(event)
-        elif isinstance(event, Started):
-            self.started = event
-        elif isinstance(event, Vectors | Scores | Tokenized):
-            self.values = event
-        else:
-            self.terminal = event
+    @property
+    def is_last(self) -> bool:
+        return isinstance(self.posted[-1], Finished | Failed)
 
-    def events(self) -> tuple[CallEvent, ...]:
-        parts: list[CallEvent] = []
-        if self.started is not None:
-            parts.append(self.started)
-        if self.deltas:
-            first, *others = self.deltas
-            parts.append(
-                join_tokens(first.request_id, first.attempt, self.deltas) if others else first
-            )
-        if self.values is not None:
-            parts.append(self.values)
-        if self.terminal is not None:
-            parts.append(self.terminal)
-        return tuple(parts)
+    @property
+    def deltas(self) -> list[Tokens]:
+        return [event for event in self.posted if isinstance(event, Tokens)]
+
+    def events(self) -> Sequence[CallEvent]:
+        """The events; their tokens are merged into one."""
+        deltas = self.deltas
+        if len(deltas) < 2:
+            return self.posted
+        first, start = deltas[0], self.posted.index(deltas[0])
+        whole = join_tokens(first.request_id, first.attempt, deltas)
+        return (*self.posted[:start], whole, *self.posted[start + len(deltas) :])
 
 
 class Outbox:
@@ -90,26 +71,26 @@ class Outbox:
     """
 
     def __init__(
-        self, hold_s: float = HOLD_S, published_at: dict[Published, float] | None = None
+        self, hold_s: float = HOLD_S, published_at: "dict[ActiveRequest, float] | None" = None
     ) -> None:
         self._hold_s = hold_s
-        self._held: dict[Published, _Draft] = {}  # delayed
-        self._due: dict[Published, _Draft] = {}  # due
+        self._held: dict[ActiveRequest, _Draft] = {}  # delayed
+        self._due: dict[ActiveRequest, _Draft] = {}  # due
         self._published_at = {} if published_at is None else published_at
         self._timer: asyncio.TimerHandle | None = None  # for delayed streams
         # Requests with a terminal event that are not yet dropped.
-        self._ended: set[Published] = set()
+        self._ended: set[ActiveRequest] = set()
         self._refusals: list[Publication] = []
         self._filled = asyncio.Event()
 
-    def post(self, active: Published, event: CallEvent) -> None:
+    def post(self, active: "ActiveRequest", event: CallEvent) -> None:
         """Add an event of a request; events after its terminal event are dropped."""
         if active in self._ended:
             return
         now = time.monotonic()
         draft = self._due.get(active) or self._held.pop(active, None) or _Draft(now)
-        draft.add(event)
-        if draft.terminal is not None:
+        draft.posted.append(event)
+        if draft.is_last:
             self._ended.add(active)
         elif not active.call.wants_stream and now - draft.begun_at < self._hold_s:
             self._held[active] = draft
@@ -122,7 +103,7 @@ class Outbox:
         self._due[active] = draft
         self._filled.set()
 
-    def _wait_s(self, active: Published, now: float) -> float:
+    def _wait_s(self, active: "ActiveRequest", now: float) -> float:
         """Delay of a stream's tokens. The first tokens are not delayed."""
         if len(self._published_at) < MIN_COALESCED_STREAMS or active not in self._published_at:
             return 0.0
@@ -142,7 +123,7 @@ class Outbox:
         drafts, self._due = self._due, {}
         now = time.monotonic()
         for active, draft in drafts.items():
-            if draft.deltas and draft.terminal is None and active.call.wants_stream:
+            if active.call.wants_stream and not draft.is_last and draft.deltas:
                 self._published_at[active] = now
         refusals, self._refusals = self._refusals, []
         return refusals + [_publication(active, draft) for active, draft in drafts.items()]
@@ -151,7 +132,7 @@ class Outbox:
         self._refusals.append(refusal)
         self._filled.set()
 
-    def drop(self, active: Published) -> None:
+    def drop(self, active: "ActiveRequest") -> None:
         self._held.pop(active, None)
         self._due.pop(active, None)
         self._published_at.pop(active, None)
@@ -162,24 +143,15 @@ class Outboxes:
     """One outbox for each shard, by name."""
 
     def __init__(self, shards: Iterable[str]) -> None:
-        published_at: dict[Published, float] = {}
+        published_at: dict[ActiveRequest, float] = {}
         self.by_shard = {name: Outbox(published_at=published_at) for name in shards}
         self._first = next(iter(self.by_shard.values()))
 
-    def _of(self, claim: Claim) -> Outbox:
+    def of(self, claim: Claim) -> Outbox:
         return self.by_shard.get(shard_of(claim.id), self._first)
 
-    def post(self, active: Published, event: CallEvent) -> None:
-        self._of(active.claim).post(active, event)
 
-    def refuse(self, refusal: Publication) -> None:
-        self._of(refusal.claim).refuse(refusal)
-
-    def drop(self, active: Published) -> None:
-        self._of(active.claim).drop(active)
-
-
-def _publication(active: Published, draft: _Draft) -> Publication:
+def _publication(active: "ActiveRequest", draft: _Draft) -> Publication:
     active.num_publications += 1
     publication = to_publication(
         active.claim, active.num_publications, active.num_tokens, draft.events()

@@ -56,12 +56,12 @@ def _durations(
 ) -> list[tuple[str, float, Attributes]]:
     """Durations of the stages that the request reached, in order. Units: seconds."""
     started_at = active.started_at or now
-    durations = [("queue", active.claim.waited_s + started_at - active.claimed_at, _IN_REDIS)]
-    if active.started_at:
-        if active.media_decode_s:
-            durations.append(("media_decode", active.media_decode_s, {}))
-        rest_s = (active.added_at or now) - started_at - active.media_decode_s
-        durations.append(("preprocess", rest_s, {}))
+    rest_s = (active.added_at or now) - started_at - active.media_decode_s
+    durations: list[tuple[str, float, Attributes]] = [
+        ("queue", active.claim.waited_s + started_at - active.claimed_at, _IN_REDIS),
+        ("media_decode", active.media_decode_s, {}),
+        ("preprocess", rest_s, {}),
+    ]
     if engine is not None:
         durations += [
             ("queue", engine.queue_s, _IN_ENGINE),

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 from redis.exceptions import RedisError
@@ -38,47 +39,40 @@ FIRST_PAUSE_S = 0.05  #: before the first retry after a Redis failure
 LONGEST_PAUSE_S = 1.0
 
 
+@dataclass(eq=False)
 class Worker:
-    def __init__(
-        self,
-        worker_id: str,
-        settings: WorkerSettings,
-        kind: str,
-        loaded: LoadedEngine,
-        engine: EngineThread,
-        queues: Mapping[str, WorkerQueue],
-        registry: Registry,
-        preprocessor: Preprocessor,
-        tracer: RequestTracer | None = None,
-        adapters: WorkerAdapters | None = None,
-    ) -> None:
-        self.worker_id = worker_id
-        self._settings = settings
-        self._kind = kind
-        self._max_num_seqs = loaded.engine.capabilities().max_num_seqs
-        self._card = loaded.card if adapters is None else adapters.card
-        self._adapters = adapters
-        self._engine = engine
-        self.queues = queues  #: by shard
-        self._registry = registry
-        outboxes = Outboxes(queues)
+    worker_id: str
+    _settings: WorkerSettings
+    _kind: str
+    _loaded: LoadedEngine
+    _engine: EngineThread
+    queues: Mapping[str, WorkerQueue]  #: by shard
+    _registry: Registry
+    _preprocessor: Preprocessor
+    _tracer: RequestTracer | None
+    _adapters: WorkerAdapters
+
+    def __post_init__(self) -> None:
+        self._max_num_seqs = self._loaded.engine.capabilities().max_num_seqs
+        self._card = self._adapters.card
+        outboxes = Outboxes(self.queues)
         self.active_requests = ActiveRequests(
-            engine,
-            preprocessor,
+            self._engine,
+            self._preprocessor,
             outboxes,
             self._max_num_seqs,
             self._begin,
-            tracer and tracer.trace,
+            self._tracer and self._tracer.trace,
         )
-        engine.on_events = self.active_requests.on_events
+        self._engine.on_events = self.active_requests.on_events
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
         self._num_ended: dict[str, int] = {"finished": 0, "failed": 0}
         self._loops = [
             QueueLoops(
-                settings, queues, name, engine, self.active_requests, outboxes, self._num_ended
+                self._settings, self.queues, name, self._engine, self.active_requests, outboxes, self._num_ended
             )
-            for name in queues
+            for name in self.queues
         ]
         self._last_contact_at = 0.0
 
@@ -175,11 +169,10 @@ class Worker:
 
     async def _sync_adapters(self) -> None:
         """Load the adapters of the registry, and announce them at once."""
-        if self._adapters is not None:
-            await self._adapters.sync()
-            if (card := self._adapters.card) != self._card:
-                self._card = card
-                await self._announce()
+        await self._adapters.sync()
+        if (card := self._adapters.card) != self._card:
+            self._card = card
+            await self._announce()
 
     async def announce_first(self) -> None:
         """Announce this worker before it reports that it is ready, if Redis answers."""
@@ -214,28 +207,23 @@ def _cancel(tasks: Iterable[asyncio.Task]) -> None:
         task.cancel()
 
 
+@dataclass(eq=False)
 class QueueLoops:
     """The loops of one shard: claim as many requests as the engine has room for, publish events, renew leases."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        queues: Mapping[str, WorkerQueue],
-        name: str,
-        engine: EngineThread,
-        active_requests: ActiveRequests,
-        outboxes: Outboxes,
-        num_ended: dict[str, int],
-    ) -> None:
-        self._settings = settings
-        self.queue = queues[name]
-        self._others = queues.keys() - {name}
-        self._is_first = name == next(iter(queues))
-        self._name = name
-        self._engine = engine
-        self._active_requests = active_requests
-        self._outbox = outboxes.by_shard[name]
-        self._num_ended = num_ended
+    _settings: WorkerSettings
+    _queues: Mapping[str, WorkerQueue]
+    _name: str
+    _engine: EngineThread
+    _active_requests: ActiveRequests
+    _outboxes: Outboxes
+    _num_ended: dict[str, int]
+
+    def __post_init__(self) -> None:
+        self.queue = self._queues[self._name]
+        self._others = self._queues.keys() - {self._name}
+        self._is_first = self._name == next(iter(self._queues))
+        self._outbox = self._outboxes.by_shard[self._name]
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._batch_waits = asyncio.Event()
         self._renewed_at = time.monotonic()
@@ -294,11 +282,14 @@ class QueueLoops:
             return 0
         return min(-(-room // (1 + len(self._others))), MAX_CLAIMS_PER_READ)
 
-    async def _reclaim_in_turn(self) -> None:
-        """Reclaim one by one, so that other workers may try other possible poison requests.
+    async def _reclaim_once(self) -> None:
+        """Take over requests of lost workers and lost replies, one by one: others may try other possible poison requests.
 
         While no lease has expired, one worker looks for them per half heartbeat.
         """
+        self._active_requests.start(await self.queue.reconcile())
+        if self.queue.num_backlog:
+            self._batch_waits.set()
         heartbeat_s = self._settings.heartbeat_s
         until = time.monotonic() + heartbeat_s
         has_room = self._limit(self._active_requests.room()) > 0
@@ -309,13 +300,6 @@ class QueueLoops:
             await self.queue.end_scan()
             while self._active_requests.is_held_up() and time.monotonic() < until:
                 await self._active_requests.wait_for_change()
-
-    async def _reclaim_once(self) -> None:
-        """Take over requests of lost workers and lost replies."""
-        self._active_requests.start(await self.queue.reconcile())
-        if self.queue.num_backlog:
-            self._batch_waits.set()
-        await self._reclaim_in_turn()
 
     async def _publish_once(self) -> None:
         """Publish the events since the last call, and retry those that Redis did not acknowledge."""
@@ -347,22 +331,16 @@ class QueueLoops:
         try:
             refused = await self.queue.renew([active.claim for active in active_requests])
         except QueueUnavailable:
-            self._drop_lost(active_requests)
+            # If the shard has been down for longer than a lease, others get the slots of its requests.
+            if self._others and time.monotonic() - self._renewed_at > self._settings.lease_s:
+                for active in active_requests:
+                    self._active_requests.drop(active, "its shard is down")
             raise
         self._renewed_at = time.monotonic()
         for active in active_requests:
             if active.request_id in refused and self._active_requests.find(active.claim):
                 self._active_requests.drop(active, refused[active.request_id])
-        await self._cancel_deserted()
-
-    def _drop_lost(self, active_requests: Iterable[ActiveRequest]) -> None:
-        """Drop the requests of a shard that has been down for longer than a lease, so that others get their slots."""
-        if self._others and time.monotonic() - self._renewed_at > self._settings.lease_s:
-            for active in active_requests:
-                self._active_requests.drop(active, "its shard is down")
-
-    async def _cancel_deserted(self) -> None:
-        """Cancel the requests of gateways that have stopped."""
+        # Cancel the requests of gateways that have stopped.
         waited_for = [f.claim for f in self.active() if not f.call.is_resumable]
         for claim in await self.queue.cancel_deserted(waited_for):
             if (active := self._active_requests.find(claim)) is not None:

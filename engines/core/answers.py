@@ -275,8 +275,6 @@ class Answer(Struct, eq=False):
         detokenizer, undecided, text = self.detokenizer, self.undecided, ""
         token_ids: list[int] = []
         logprobs: list[OutputLogprob] = []
-        if self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
         for choice in tokens:
             token_id = choice.token_id
             if token_id not in self.hidden_token_ids:
@@ -300,8 +298,6 @@ class Answer(Struct, eq=False):
 
     def output_bytes(self, data: bytes, num_tokens: int) -> EngineOutput:
         """Add tokens whose bytes are known, but not their ids."""
-        if self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
         token_ids: list[int] = []
         logprobs: list[OutputLogprob] = []
         text = self.detokenizer.append_bytes(data)
@@ -318,6 +314,8 @@ class Answer(Struct, eq=False):
         self, output: EngineOutput, token_ids: list[int], reason: FinishReason | None
     ) -> EngineOutput:
         """Add token ids, usage, reasoning and calls to an output that has text."""
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
         detokenizer = self.detokenizer
         output.index, output.token_ids = self.num_tokens, tuple(token_ids)
         self.num_tokens += len(token_ids) + output.num_without_id
@@ -326,7 +324,10 @@ class Answer(Struct, eq=False):
         if detokenizer.reasoning:
             output.reasoning, detokenizer.reasoning = detokenizer.reasoning, ""
         if self.calls is not None:
-            _separate_calls(output, self.calls, is_last=reason is not None)
+            output.text, pieces = self.calls.feed(output.text)
+            if reason is not None:
+                output.text += self.calls.finish()
+            output.calls = tuple(pieces)
         return output if reason is None else self._end(output, reason)
 
     def _decide(self, token_ids: list[int], logprobs: list[OutputLogprob]) -> None:
@@ -375,13 +376,6 @@ class Answer(Struct, eq=False):
 
     def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
         return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
-
-
-def _separate_calls(output: EngineOutput, calls: CallReader, *, is_last: bool) -> None:
-    output.text, pieces = calls.feed(output.text)
-    if is_last:
-        output.text += calls.finish()
-    output.calls = tuple(pieces)
 
 
 def _create_detokenizer(request: EngineRequest, processor: Processor) -> Detokenizer:

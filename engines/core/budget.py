@@ -44,9 +44,7 @@ class StepBudget(msgspec.Struct):
     max_images: int
     #: Time limit of image encoding while other sequences decode; None: no limit.
     max_vision_s: float | None = None
-    encoded: set[str] = msgspec.field(
-        default_factory=set
-    )  #: hashes of the images that the step encodes
+    encoded: set[str] = set()  #: hashes of the images that the step encodes
     num_scored_tokens: int = MAX_SCORED_TOKENS
 
     def fit(self, num_pending: int) -> int:

@@ -6,12 +6,15 @@ The masks depend only on the tokens of the answer, which are replayed after a pr
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shared.protocol import ErrorCode
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from engines.text.drafts import Drafter
 
 #: CPU time limit of an answer's masks: an initial amount, and an addition per token.
 BURST_S = 0.1
@@ -39,36 +42,25 @@ class ConstraintFailure(Exception):
         self.code = code
 
 
-class Drafts(Protocol):
-    def draft(self, matcher: "LLMatcher", output: list[int]) -> list[int]:
-        """Probable next tokens. Does not change the matcher."""
-        ...
-
-    def resumes(self, token_id: int) -> bool:
-        """Whether drafting resumes behind this token."""
-        ...
-
-
 #: Removes tokens from a mask, given the last tokens of the answer.
 Narrow = Callable[[bytes, Items[int]], bytes]
 
 
+@dataclass(eq=False)
 class Constraint:
-    def __init__(
-        self, matcher: "LLMatcher", drafts: Drafts | None = None, narrow: Narrow | None = None
-    ) -> None:
-        self._matcher = matcher
-        self.drafts = drafts
-        self._narrow = narrow
-        self._num_consumed = 0
-        self._mask: bytes | None = None  # at the matcher's position
-        self._cpu_s = 0.0
-        self._num_idle = 0  # tokens since the last one with a forced continuation
+    _matcher: "LLMatcher"
+    drafts: "Drafter | None" = None
+    _narrow: Narrow | None = None
+    source: str = ""  #: the grammar without reasoning, in the syntax of llguidance
+    _num_consumed: int = 0
+    _mask: bytes | None = None  # at the matcher's position
+    _cpu_s: float = 0.0
+    _num_idle: int = 0  # tokens since the last one with a forced continuation
 
     def begin(self) -> "Constraint":
         """Copy the constraint for the start of another answer."""
         assert self._num_consumed == 0
-        return Constraint(self._matcher.deep_copy(), self.drafts, self._narrow)
+        return Constraint(self._matcher.deep_copy(), self.drafts, self._narrow, self.source)
 
     def is_silent(self, token_ids: Items[int]) -> bool:
         """Whether there is no draft after these tokens: without a drafter, or within free text."""

@@ -22,7 +22,7 @@ from engines.core.budget import PrefillLimit, StepLimits
 from engines.core.constraint import Constraint
 from engines.core.runner import ModelRunner, Processor, SequenceFailure, StepResult, TokenChoice
 from engines.core.scheduler import Scheduler, StepPipeline
-from engines.core.sequence import Batch, EngineRequest, Prompt, ScheduledSequence, Sequence
+from engines.core.sequence import Batch, EngineRequest, Prompt, Sequence
 from engines.core.settings import BatchingSettings
 from engines.core.speculation import Speculator
 from engines.text.grammar import GrammarCompiler
@@ -58,10 +58,11 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             runner.block_size,
             enable_prefix_cache=config.enable_prefix_cache and runner.shares_prefixes,
         )
+        if (given := config.max_mixed_prefill_tokens) is not None:
+            spare_s = prefill_limit and prefill_limit.spare_s
+            prefill_limit = PrefillLimit(given, spare_s=spare_s, is_fixed=True)
         limits = StepLimits(
-            config.max_num_batched_tokens,
-            config.max_images_per_step,
-            _prefill_limit(config, prefill_limit),
+            config.max_num_batched_tokens, config.max_images_per_step, prefill_limit
         )
         self.scheduler = Scheduler(
             self.blocks,
@@ -94,8 +95,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         self._finished_early: list[EngineOutput] = []  # of requests that were already complete
         self._startup_s = dict(startup_s or {})
         self._num_steps = 0
-        self._num_prompt_tokens = 0
-        self._num_output_tokens = 0
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -170,7 +169,10 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
 
     def add(self, request: EngineRequest) -> None:
         """Accept a request. Raises: PromptTooLong, InvalidRequest, and then nothing is queued."""
-        self._check(request)
+        self._check_request(request)
+        if request.request_id in self._answers:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        self._check_places(request)
         sequence = Sequence.from_request(
             request, self._max_output_tokens(request), self.tokenizer.eos_token_ids
         )
@@ -211,7 +213,9 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
                 speculator.note(batch, result, time.perf_counter() - started_at)
             outputs = self._update(batch, result, started_at)
         except SequenceFailure as failure:
-            outputs = [self._fail(failure)]
+            self.blocks.withdraw(self.scheduler.find(failure.request_id))
+            answer = self._forget(failure.request_id)
+            outputs = [answer.fail(str(failure), failure.code)]
         return early + outputs if early else outputs
 
     def has_work(self) -> bool:
@@ -220,15 +224,16 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
     def stats(self) -> EngineStats:
         num_queries, num_hits, encoder_cache_bytes = self.runner.encoder_cache_counts()
         blocks, speculator = self.blocks, self.scheduler.speculator
+        memory_bytes = self.runner.memory_bytes()
+        if self._adapters:
+            adapters = tuple(self._adapters.values())
+            memory_bytes["adapters"] = sum(each.num_bytes for each in adapters)
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_waiting_batch=sum(s.is_preemptible for s in self.scheduler.waiting.values()),
             num_steps=self._num_steps,
             kv_usage_ratio=1 - blocks.num_free_blocks / blocks.num_blocks,
-            num_free_blocks=blocks.num_free_blocks,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
             num_prefix_query_tokens=blocks.num_query_tokens,
             num_prefix_hit_tokens=blocks.num_hit_tokens,
             num_encoder_queries=num_queries,
@@ -238,15 +243,9 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             num_drafted_tokens=speculator.num_drafted if speculator else 0,
             num_accepted_tokens=speculator.num_accepted if speculator else 0,
             num_adapters=len(self._adapters),
-            memory_bytes=self._memory_bytes(),
+            memory_bytes=memory_bytes,
             startup_s=self._startup_s,
         )
-
-    def _memory_bytes(self) -> dict[str, int]:
-        found = self.runner.memory_bytes()
-        if self._adapters:
-            found["adapters"] = sum(each.num_bytes for each in tuple(self._adapters.values()))
-        return found
 
     def close(self) -> None:
         """Drop all requests and free the device. Idempotent."""
@@ -259,13 +258,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
                 self._grammars.close()
         finally:  # free the device after a failure too
             self.runner.close()
-
-    def _check(self, request: EngineRequest) -> None:
-        """Raises: PromptTooLong, InvalidRequest."""
-        self._check_request(request)
-        if request.request_id in self._answers:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use")
-        self._check_places(request)
 
     def _check_places(self, request: EngineRequest) -> None:
         """Raises: InvalidRequest."""
@@ -290,7 +282,11 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             sequence = item.sequence
             answer = self._answers[sequence.request_id]
             if answer.first_token_at is None:
-                self._note_prefill(answer, item, result.vision_s, started_at)
+                if answer.scheduled_at is None:
+                    answer.scheduled_at = started_at
+                    answer.num_cached_tokens = sequence.num_cached_tokens
+                if result.vision_s and item.images:
+                    answer.vision_s += result.vision_s
             if result.prompt_scores and (scores := result.prompt_scores.get(sequence.request_id)):
                 outputs.append(answer.prompt_output(sequence.token_ids, scores))
             if choice is not None:
@@ -298,17 +294,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             elif not answer.is_announced:
                 outputs.append(answer.announce())
         return outputs
-
-    def _note_prefill(
-        self, answer: Answer, item: ScheduledSequence, vision_s: float, started_at: float
-    ) -> None:
-        """Record the first scheduling and the time of image encoding."""
-        if answer.scheduled_at is None:
-            answer.scheduled_at = started_at
-            answer.num_cached_tokens = item.sequence.num_cached_tokens
-            self._num_prompt_tokens += item.sequence.num_prompt_tokens
-        if vision_s and item.images:
-            answer.vision_s += vision_s
 
     def _token_output(
         self, answer: Answer, sequence: Sequence, choice: TokenChoice
@@ -318,17 +303,12 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         else:
             tokens = (choice, *choice.following) if choice.following else (choice,)
             output = answer.output(tokens, sequence.finish_reason)
-            self._num_output_tokens += len(output.token_ids)
         if output.finish_reason is not None:
             if answer.is_stopped:
                 self.scheduler.finish(sequence, FinishReason.STOP)
             del self._answers[sequence.request_id]
             self.runner.release(sequence.request_id)
         return output
-
-    def _fail(self, failure: SequenceFailure) -> EngineOutput:
-        self.blocks.withdraw(self.scheduler.find(failure.request_id))
-        return self._forget(failure.request_id).fail(str(failure), failure.code)
 
     def _forget(self, request_id: str) -> Answer:
         self.scheduler.finish(self.scheduler.find(request_id), FinishReason.ABORT)
@@ -348,10 +328,3 @@ def _create_speculator(
         )
         return None
     return Speculator(eos_token_ids, repeats=config.speculation == "ngram")
-
-
-def _prefill_limit(config: BatchingSettings, measured: PrefillLimit | None) -> PrefillLimit | None:
-    given = config.max_mixed_prefill_tokens
-    if given is None:
-        return measured
-    return PrefillLimit(given, spare_s=measured and measured.spare_s, is_fixed=True)

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Set
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from msgspec import Struct
@@ -28,6 +29,7 @@ from engines.core.speculation import Speculator
 from shared.protocol import FinishReason
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Owns every sequence from `add` to `finish`.
 
@@ -35,29 +37,16 @@ class Scheduler:
     maximum length, and a batch sequence is overtaken a limited number of times.
     """
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        limits: StepLimits,
-        *,
-        max_num_seqs: int,
-        eos_token_ids: Set[int],
-        binds_prompts: bool = False,
-        speculator: Speculator | None = None,
-    ) -> None:
-        """`binds_prompts`: a prompt is computed in one step, whatever the budget."""
-        self.speculator = speculator
-        self.blocks = blocks
-        self.max_num_seqs = max_num_seqs
-        self._limits = limits
-        self.num_preemptions = 0
-        self.running: OrderedDict[str, Sequence] = OrderedDict()  # oldest first
-        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self._eos_token_ids = eos_token_ids
-        self._binds_prompts = binds_prompts
-        self._over_budget: Set[str] = (
-            frozenset()
-        )  # requests whose image the last step did not finish
+    blocks: BlockManager
+    _limits: StepLimits
+    max_num_seqs: int
+    eos_token_ids: Set[int]
+    binds_prompts: bool = False  #: a prompt is computed in one step, whatever the budget
+    speculator: Speculator | None = None
+    num_preemptions: int = 0
+    running: OrderedDict[str, Sequence] = field(default_factory=OrderedDict)  #: oldest first
+    waiting: OrderedDict[str, Sequence] = field(default_factory=OrderedDict)
+    _over_budget: Set[str] = frozenset()  #: requests whose image the last step did not finish
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; interactive sequences precede batch sequences."""
@@ -124,7 +113,7 @@ class Scheduler:
         num_output_tokens = len(token_ids) - sequence.num_prompt_tokens
         if num_output_tokens == 0:
             return None
-        if token_ids[-1] in self._eos_token_ids and not sequence.sampling.ignore_eos:
+        if token_ids[-1] in self.eos_token_ids and not sequence.sampling.ignore_eos:
             return FinishReason.STOP
         if token_ids[-1] in sequence.sampling.stop_token_ids:
             return FinishReason.STOP
@@ -294,7 +283,7 @@ class Scheduler:
         An image in which the last chunk of a running sequence ended is already encoded. Images and prompts with
         bidirectional attention are computed in one step, whatever the budget.
         """
-        if self._binds_prompts and num_new > 0:
+        if self.binds_prompts and num_new > 0:
             for image in sequence.images:
                 budget.take_image(image.image_hash)
             return max(num_new, sequence.num_prompt_tokens - start)
@@ -406,7 +395,8 @@ class StepPipeline:
             return Batch(), StepResult([])
         except SequenceFailure as failure:
             self.discard()
-            if _has_ended(batch, failure.request_id):
+            failed = (i.sequence for i in batch.items if i.sequence.request_id == failure.request_id)
+            if any(each.status is SequenceStatus.FINISHED for each in failed):
                 return Batch(), StepResult([])
             raise
         self._limits.note(batch, result, launch_s)
@@ -478,11 +468,3 @@ def _without_ended(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]
     if len(pairs) == len(batch.items):
         return batch, result
     return Batch([item for item, _ in pairs]), StepResult([choice for _, choice in pairs])
-
-
-def _has_ended(batch: Batch, request_id: str) -> bool:
-    """Whether the sequence that failed had already ended."""
-    return any(
-        item.sequence.request_id == request_id and item.sequence.status is SequenceStatus.FINISHED
-        for item in batch.items
-    )

@@ -9,6 +9,7 @@ times and acceptance rates.
 from array import array
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from engines.core.runner import StepResult, TokenChoice
@@ -93,6 +94,7 @@ def _is_accepted(item: ScheduledSequence, choice: TokenChoice | None, num_more: 
     return choice is not None and num_more < len(draft) and draft[num_more] == choice.token_id
 
 
+@dataclass(slots=True, eq=False)
 class History:
     """N-gram index of one sequence, and the acceptance rate of its drafts.
 
@@ -100,31 +102,21 @@ class History:
     memory). Positions behind equal n-grams are chained, latest first.
     """
 
-    __slots__ = (
-        "_earlier",
-        "_is_trial",
-        "_key",
-        "_latest",
-        "_num_misses",
-        "_trial_at",
-        "_wait",
-        "acceptance_rate",
-        "is_forced",
-        "quiet_until",
-    )
+    acceptance_rate: float
+    is_forced: bool = False  #: whether its last draft came from the grammar
+    quiet_until: int = 0  #: no n-gram draft before the sequence has this many tokens
+    # number of tokens at which an unprofitable draft is tried; 0: none has been declined
+    _trial_at: int = 0
+    _wait: int = _FIRST_WAIT
+    _num_misses: int = 0
+    _is_trial: bool = False  # whether its last draft was a trial
+    _key: int = 0  # the n-gram before the first position that is not indexed
+    _latest: dict[int, int] = field(default_factory=dict)
+    # by position; 0: none
+    _earlier: "array[int]" = field(default_factory=lambda: array("i", [0] * _NGRAM))
 
-    def __init__(self, acceptance_rate: float) -> None:
-        self.acceptance_rate = acceptance_rate
-        self.is_forced = False  #: whether its last draft came from the grammar
-        self.quiet_until = 0  #: no n-gram draft before the sequence has this many tokens
-        # number of tokens at which an unprofitable draft is tried; 0: none has been declined
-        self._trial_at = 0 if acceptance_rate < _WORTH_A_TRIAL else 1
-        self._wait = _FIRST_WAIT
-        self._num_misses = 0
-        self._is_trial = False  # whether its last draft was a trial
-        self._key = 0  # the n-gram before the first position that is not indexed
-        self._latest: dict[int, int] = {}
-        self._earlier = array("i", [0] * _NGRAM)  # by position; 0: none
+    def __post_init__(self) -> None:
+        self._trial_at = 0 if self.acceptance_rate < _WORTH_A_TRIAL else 1
 
     def rests(self, sequence: Sequence) -> bool:
         """Cheap check whether no draft is possible now, as for most text."""

@@ -66,7 +66,6 @@ class Encoder(PoolingModel):
         model: Any,
         texts: Texts,
         config: SentenceConfig,
-        shorter_dimensions: tuple[int, ...],
         is_scorer: bool,
         layers: PackedLayers | None = None,
         head: nn.Sequential | None = None,
@@ -84,7 +83,6 @@ class Encoder(PoolingModel):
         self.tasks = ("rerank",) if is_scorer else ("embed",)
         size = num_outputs(config.modules, model.config.hidden_size)
         self.dimensions = 0 if is_scorer else size
-        self.shorter_dimensions = shorter_dimensions
         self.prompts = config.prompts
         self._base: Any = model.base_model if is_scorer else model
 

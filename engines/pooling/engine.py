@@ -129,7 +129,6 @@ class PoolingEngine(Engine[PoolingInput]):
         self._answered: list[PoolingInput] = []  # calls answered from the cache
         self._has_just_answered = False
         self._num_steps = 0
-        self._num_tokens = 0
         self._num_queries = 0
         self._num_hits = 0
 
@@ -149,7 +148,11 @@ class PoolingEngine(Engine[PoolingInput]):
         task, dimensions = call.task, 0
         if isinstance(task, Embed):
             dimensions = task.dimensions or self._model.dimensions
-            self._check(task, dimensions)
+            # Checked again: a gateway may have an older card.
+            if dimensions not in (self._model.dimensions, *self._model.shorter_dimensions):
+                raise InvalidRequest(f"the model has no vectors of {dimensions}", "dimensions")
+            if task.prompt_name and task.prompt_name not in self._model.prompts:
+                raise InvalidRequest("the model has no prompt of this name", "prompt_name")
         rows = self._model.rows(task, images)
         if self._results.is_on:
             for row in rows:
@@ -169,13 +172,6 @@ class PoolingEngine(Engine[PoolingInput]):
             prompt.text, add_special_tokens=task.of.add_special_tokens
         )
         return Tokenization(token_ids, strings=strings if task.with_strings else ())
-
-    def _check(self, task: Embed, dimensions: int) -> None:
-        """Check again: a gateway may have an older card. Raises: InvalidRequest."""
-        if dimensions not in (self._model.dimensions, *self._model.shorter_dimensions):
-            raise InvalidRequest(f"the model has no vectors of {dimensions}", "dimensions")
-        if task.prompt_name and task.prompt_name not in self._model.prompts:
-            raise InvalidRequest("the model has no prompt of this name", "prompt_name")
 
     def add(self, request: PoolingInput) -> None:
         """Queue a call. Raises: InvalidRequest."""
@@ -258,13 +254,14 @@ class PoolingEngine(Engine[PoolingInput]):
                 if (call := self._owners.get(each)) is not None:
                     call.first_step_at = call.first_step_at or began_at
         self._model.compute(rows)
-        self._num_tokens += sum(row.num_tokens for row in rows)
         calls = [call for row in rows for call in self._hand_out(row)]
         if rows[0].kind == "image":
             took_s = time.perf_counter() - began_at
             for call in set(calls):
                 call.image_s += took_s
-        return [self._finish(call) for call in _count_down(calls)]
+        for call in calls:
+            call.num_left -= 1
+        return [self._finish(call) for call in dict.fromkeys(calls) if call.num_left == 0]
 
     def _hand_out(self, row: Row) -> list[PoolingInput]:
         """The calls that receive a row's result, its own first."""
@@ -305,17 +302,13 @@ class PoolingEngine(Engine[PoolingInput]):
         """Calls count as running while the waiting work fits into `STEPS_AHEAD` steps."""
         num_tokens = sum(waiting.num_tokens for waiting in self._waiting.values())
         is_full = num_tokens >= STEPS_AHEAD * self._settings.max_batch_tokens
-        by_priority = {
-            priority: sum(call.priority is priority for call in self._calls.values())
-            for priority in Priority
-        }
         num_calls = len(self._calls)
+        num_batch = sum(call.priority is Priority.BATCH for call in self._calls.values())
         return EngineStats(
             num_running=0 if is_full else num_calls,
             num_waiting=num_calls if is_full else 0,
-            num_waiting_batch=by_priority[Priority.BATCH] if is_full else 0,
+            num_waiting_batch=num_batch if is_full else 0,
             num_steps=self._num_steps,
-            num_prompt_tokens=self._num_tokens,
             num_result_queries=self._num_queries,
             num_result_hits=self._num_hits,
             result_cache_bytes=self._results.num_bytes,
@@ -336,13 +329,3 @@ class PoolingEngine(Engine[PoolingInput]):
         for waiting in self._waiting.values():
             waiting.clear()
         self._model.close()
-
-
-def _count_down(calls: Sequence[PoolingInput]) -> list[PoolingInput]:
-    """Count a computed row for each call; returns the complete ones."""
-    complete = []
-    for call in calls:
-        call.num_left -= 1
-        if call.num_left == 0:
-            complete.append(call)
-    return complete

@@ -110,7 +110,7 @@ def load_encoder(
     shorter = getattr(config, "matryoshka_dimensions", None) or ()
     is_scorer = kind is AutoModelForSequenceClassification
     head = build_head(sentence.modules, directory).to(device)
-    encoder = Encoder(model, texts, sentence, (), is_scorer, layers, head)
+    encoder = Encoder(model, texts, sentence, is_scorer, layers, head)
     encoder.shorter_dimensions = tuple(sorted(x for x in shorter if x < encoder.dimensions))
     return encoder
 

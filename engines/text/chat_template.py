@@ -59,7 +59,9 @@ class ChatTemplate:
         if self._content == "string" and not self._is_probe_rendered(probe):
             missing = "images" if image_token else "texts"
             raise UnusableTemplate(f"the chat template does not render {missing}")
-        if self._shows_tools():
+        function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
+        content = self._to_content([{"type": "text", "text": "hello"}])
+        if _PROBE in self._try(content, tools=[{"type": "function", "function": function}]):
             self.tool_format = find_tool_format(source)
 
     @property
@@ -121,30 +123,18 @@ class ChatTemplate:
 
     def takes(self, kind: str, placeholder: str) -> bool:
         """Whether the template writes a placeholder for a video or audio."""
-        content = [{"type": kind}, {"type": "text", "text": _PROBE}]
-        try:
-            text = self._renderer.render([{"role": "user", "content": content}])
-        except (TemplateRefusal, TemplateFailure):
-            return False
+        text = self._try([{"type": kind}, {"type": "text", "text": _PROBE}])
         return self._content == "parts" and text.count(placeholder) == 1
 
-    def _shows_tools(self) -> bool:
-        function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
-        content = self._to_content([{"type": "text", "text": "hello"}])
+    def _try(self, content: list[dict[str, str]] | str, **options: Any) -> str:
+        """The rendering of a user message; empty if the template fails."""
         try:
-            text = self._renderer.render(
-                [{"role": "user", "content": content}],
-                tools=[{"type": "function", "function": function}],
-            )
+            return self._renderer.render([{"role": "user", "content": content}], **options)
         except (TemplateRefusal, TemplateFailure):
-            return False
-        return _PROBE in text
+            return ""
 
     def _is_probe_rendered(self, content: list[dict[str, str]] | str) -> bool:
-        try:
-            text = self._renderer.render([{"role": "user", "content": content}])
-        except (TemplateRefusal, TemplateFailure):
-            return False
+        text = self._try(content)
         # A template that expects a string prints the list itself.
         is_list_printed = "'type'" in text or '"type"' in text
         num_images = text.count(self._image_token) if self._image_token else 1

@@ -34,6 +34,7 @@ class Drafter:
         self._longest = min(32, max(map(len, self._ids), default=0))
 
     def draft(self, matcher: "LLMatcher", output: list[int]) -> list[int]:
+        """Probable next tokens. Does not change the matcher."""
         last = b""
         for token_id in reversed(output[-4:]):
             last = self._text(token_id) + last

@@ -11,13 +11,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 import msgspec
 
-from engines.base import BadGrammar, GrammarTooComplex
 from engines.child_process import ChildProcess, receive_message, send_message
 from engines.core.constraint import Constraint
 from engines.text import grammar_child
@@ -31,7 +30,7 @@ from engines.text.grammar_child import (
     to_source,
 )
 from engines.text.reasoning import Reasoning
-from engines.text.schemas import UnsupportedSchema, prepare
+from engines.text.schemas import Refusal, prepare
 from engines.text.tokens import Tokenizer
 from engines.text.tools import ToolFormat, to_rules
 from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
@@ -51,28 +50,21 @@ _COMPLEX = "the grammar needs more time or memory than a request may use; send a
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class GrammarCompiler:
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        reasoning: Reasoning | None = None,
-        spelled: Mapping[int, str] = NOTHING_SPELLED,
-    ) -> None:
-        """`vocab_size` is the number of logits. `spelled` are special tokens that grammars name by these texts."""
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._reasoning = reasoning
-        self._spelled = {**({} if reasoning is None else reasoning.spelled), **spelled}
-        self._kept: OrderedDict[bytes, _Compiled | _Refusal] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-        self._judging = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
-        self._tables: Any = None
-        self._drafter: Drafter | None = None
-        self._bound_numbers: NumberBounds | None = None
-        self._judge: _Judge | None = None
+    _tokenizer: Tokenizer
+    _vocab_size: int  #: number of logits
+    _reasoning: Reasoning | None
+    _spelled: Mapping[int, str]  #: special tokens that grammars name by these texts
+    _kept: "OrderedDict[bytes, _Compiled | Refusal]" = field(default_factory=OrderedDict)
+    _num_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _judging: threading.Lock = field(default_factory=threading.Lock)
+    _vocabulary: Vocabulary | None = None
+    _tables: Any = None
+    _drafter: Drafter | None = None
+    _bound_numbers: "NumberBounds | None" = None
+    _judge: "_Judge | None" = None
 
     @classmethod
     def create(
@@ -89,7 +81,8 @@ class GrammarCompiler:
         ends = any(token_id < vocab_size for token_id in tokenizer.eos_token_ids)
         if has_parts or not ends or find_spec("llguidance") is None:
             return None
-        return cls(tokenizer, vocab_size, reasoning, spelled)
+        of_reasoning = {} if reasoning is None else reasoning.spelled
+        return cls(tokenizer, vocab_size, reasoning, {**of_reasoning, **spelled})
 
     def compile(self, grammar: Grammar, *, is_thinking: bool = False) -> Constraint:
         """Compile a grammar. Blocks, but releases the GIL.
@@ -99,16 +92,8 @@ class GrammarCompiler:
         try:
             is_json = grammar.kind == "json"
             return self._constrain(*_to_body(grammar), is_thinking=is_thinking, is_json=is_json)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             raise refusal.to_error(grammar.param) from None
-
-    def source(self, grammar: Grammar) -> str:
-        """A grammar without reasoning, in the syntax of llguidance. Raises: BadGrammar, GrammarTooComplex."""
-        try:
-            body, others = _to_body(grammar)
-        except _Refusal as refusal:
-            raise refusal.to_error(grammar.param) from None
-        return self._bare_source(body, others)
 
     def compile_tools(
         self, tools: Tools, form: ToolFormat, grammar: Grammar | None, *, is_thinking: bool = False
@@ -117,17 +102,6 @@ class GrammarCompiler:
 
         Unsupported schemas of functions accept any object, unless they are strict. Raises: as `compile`.
         """
-        return self._compile_tools(tools, form, grammar, is_thinking=is_thinking)[0]
-
-    def tools_source(self, tools: Tools, form: ToolFormat) -> str:
-        """The grammar of function calls without reasoning, in the syntax of llguidance. Raises: as `compile`."""
-        _, body, others = self._compile_tools(tools, form, None, is_thinking=False)
-        return self._bare_source(body, others)
-
-    def _compile_tools(
-        self, tools: Tools, form: ToolFormat, grammar: Grammar | None, *, is_thinking: bool
-    ) -> tuple[Constraint, str, dict[str, str]]:
-        """The constraint, and the rules that it was made of."""
         others: dict[str, str] = {}
         rules = ""
         if tools.is_required:
@@ -138,16 +112,15 @@ class GrammarCompiler:
             head = "answer: calls | form"
             try:
                 rules, others = _to_body(grammar, "form")
-            except _Refusal as refusal:
+            except Refusal as refusal:
                 raise refusal.to_error(grammar.param) from None
         is_strict = any(function.is_strict for function in tools.functions)
         for is_loose in (False, True):
             try:
-                body = "\n".join((head, rules, _to_rules(tools, form, is_loose=is_loose)))
+                body = "\n".join((head, rules, to_rules(tools, form, is_loose=is_loose)))
                 is_json = grammar is None or grammar.kind == "json"
-                constraint = self._constrain(body, others, is_thinking=is_thinking, is_json=is_json)
-                return constraint, body, others
-            except _Refusal as refusal:
+                return self._constrain(body, others, is_thinking=is_thinking, is_json=is_json)
+            except Refusal as refusal:
                 if is_loose or is_strict:
                     raise refusal.to_error("tools") from None
         raise AssertionError  # one of both was returned or raised
@@ -155,9 +128,10 @@ class GrammarCompiler:
     def _constrain(
         self, body: str, others: dict[str, str], *, is_thinking: bool, is_json: bool
     ) -> Constraint:
-        """Raises: _Refusal."""
+        """Raises: Refusal."""
         matcher = self._find(self._to_source(body, others, is_thinking=is_thinking))
-        return Constraint(matcher, self._drafter, self._bound_numbers if is_json else None)
+        narrow = self._bound_numbers if is_json else None
+        return Constraint(matcher, self._drafter, narrow, self._bare_source(body, others))
 
     def close(self) -> None:
         with self._judging:
@@ -192,7 +166,7 @@ class GrammarCompiler:
         return to_source("\n".join([f"start: {start}", *rules, body]), **others)
 
     def _find(self, source: str) -> Any:
-        """The cached matcher of a grammar, to be copied. Raises: _Refusal."""
+        """The cached matcher of a grammar, to be copied. Raises: Refusal."""
         key = hashlib.sha256(source.encode()).digest()
         with self._lock:
             found = self._kept.get(key)
@@ -201,17 +175,17 @@ class GrammarCompiler:
         if found is None:
             try:
                 found = self._compile(source)
-            except _Refusal as refusal:
+            except Refusal as refusal:
                 if not refusal.is_kept:
                     raise
                 found = refusal
             self._keep(key, found)
-        if isinstance(found, _Refusal):
+        if isinstance(found, Refusal):
             raise found
         return found.matcher
 
     def _compile(self, source: str) -> "_Compiled":
-        """Raises: _Refusal."""
+        """Raises: Refusal."""
         with self._judging:
             if self._tables is None:
                 self._load()
@@ -225,8 +199,8 @@ class GrammarCompiler:
                 return _Compiled(matcher, max(_MIN_BYTES, verdict.num_bytes))
         error = _LISTING.split(verdict.error)[0]
         if verdict.is_lost or _is_complex(error):
-            raise _Refusal(_COMPLEX, is_complex=True)
-        raise _Refusal(_explain(error) or "the grammar cannot be read")
+            raise Refusal(_COMPLEX, is_complex=True)
+        raise Refusal(_explain(error) or "the grammar cannot be read")
 
     def _load(self) -> None:
         """Build the vocabulary tables, at the first grammar."""
@@ -247,7 +221,7 @@ class GrammarCompiler:
         self._bound_numbers = NumberBounds(self._vocabulary.tokens)
 
     def _ask(self, source: str) -> Verdict:
-        """The child's verdict. If the child is lost, replace the child. Raises: _Refusal."""
+        """The child's verdict. If the child is lost, replace the child. Raises: Refusal."""
         assert self._vocabulary is not None
         try:
             if self._judge is None:
@@ -260,9 +234,9 @@ class GrammarCompiler:
             if self._judge is not None:
                 self._judge.close()
                 self._judge = None
-            raise _Refusal(_COMPLEX, is_complex=True, is_kept=False) from None
+            raise Refusal(_COMPLEX, is_complex=True, is_kept=False) from None
 
-    def _keep(self, key: bytes, found: "_Compiled | _Refusal") -> None:
+    def _keep(self, key: bytes, found: "_Compiled | Refusal") -> None:
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = found
@@ -329,23 +303,6 @@ class _Compiled:
     num_bytes: int
 
 
-class _Refusal(Exception):
-    """The reason to refuse a grammar, without text of the client."""
-
-    num_bytes = 1024
-
-    def __init__(self, problem: str, *, is_complex: bool = False, is_kept: bool = True) -> None:
-        """`is_kept`: the refusal is cached."""
-        super().__init__(problem)
-        self.is_complex = is_complex
-        self.is_kept = is_kept
-
-    def to_error(self, param: str) -> BadGrammar | GrammarTooComplex:
-        """The error that names the field."""
-        kind = GrammarTooComplex if self.is_complex else BadGrammar
-        return kind(f"Invalid value for {param}: {self}.", param)
-
-
 class _Judge(ChildProcess):
     """The sandboxed child process that test-compiles grammars of clients."""
 
@@ -363,7 +320,7 @@ class _Judge(ChildProcess):
 
 
 def _to_body(grammar: Grammar, name: str = "answer") -> tuple[str, dict[str, str]]:
-    """The rule `name`, and the grammars that it references. Raises: _Refusal."""
+    """The rule `name`, and the grammars that it references. Raises: Refusal."""
     if grammar.kind == "json":
         return f"{name}: %json {_to_schema(grammar)}", {}
     if grammar.kind == "regex":
@@ -376,28 +333,17 @@ def _to_body(grammar: Grammar, name: str = "answer") -> tuple[str, dict[str, str
     return f"{name}: @client", {"client": grammar.source}
 
 
-def _to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool) -> str:
-    """Raises: _Refusal."""
-    try:
-        return to_rules(tools, form, is_loose=is_loose)
-    except UnsupportedSchema as error:
-        raise _Refusal(str(error)) from None
-
-
 def _to_schema(grammar: Grammar) -> str:
-    """The prepared schema. Raises: _Refusal."""
+    """The prepared schema. Raises: Refusal."""
     try:
         schema = json.loads(grammar.source)
     except (ValueError, RecursionError):
-        raise _Refusal("the schema is not JSON") from None
+        raise Refusal("the schema is not JSON") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise _Refusal("no value conforms to the schema; send a schema that is an object")
-    try:
-        return json.dumps(prepare(schema, is_lenient=grammar.is_lenient))
-    except UnsupportedSchema as error:
-        raise _Refusal(str(error)) from None
+        raise Refusal("no value conforms to the schema; send a schema that is an object")
+    return json.dumps(prepare(schema, is_lenient=grammar.is_lenient))
 
 
 #: Parts of llguidance's errors, and messages without text of the client.

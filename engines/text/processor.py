@@ -157,6 +157,10 @@ class ChatProcessor:
         self.max_audio_s = multimodal.max_audio_s if takes_audio else 0.0
         self.transcription_prompt = multimodal.transcription_prompt
         self._multimodal = multimodal
+        #: Decode and process an image, a video or audio. Raises: InvalidImage.
+        self.process_image = multimodal.process
+        self.process_video = multimodal.process_video
+        self.process_audio = multimodal.process_audio
         self._prompt_builder = PromptBuilder(
             tokenizer,
             template,
@@ -166,28 +170,6 @@ class ChatProcessor:
             adds_special_tokens=adds_special_tokens,
             others=others,
         )
-
-    def process_image(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode = decode_image,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> Any:
-        """Decode and resize one image. Raises: InvalidImage."""
-        return self._multimodal.process(data, expected_size, decode, pixels)
-
-    def process_video(self, video: OpenVideo) -> Any:
-        """Sample, decode and resize a video. Raises: InvalidImage."""
-        if not self.takes_video:
-            raise InvalidImage("The model takes no videos.")
-        return self._multimodal.process_video(video)
-
-    def process_audio(self, audio: OpenAudio) -> Any:
-        """Decode and process audio. Raises: InvalidImage."""
-        if not self.max_audio_s:
-            raise InvalidImage("The model takes no audio.")
-        return self._multimodal.process_audio(audio)
 
     def build_prompt(
         self,

@@ -12,8 +12,8 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from engines.base import InvalidRequest
 from engines.core.sequence import NO_OPTIONS, ImageInput, Prompt
@@ -24,8 +24,8 @@ from shared.protocol import ChatMessage, Ending, ImagePart, TemplateOption, Text
 
 if TYPE_CHECKING:
     from engines.text.reasoning import Reasoning
+    from engines.text.tokenizer import HfTokenizer
 
-NO_OTHERS: Mapping[str, str] = {}
 _GUARD_ALPHABET = [chr(code) for code in range(0xE000, 0xE400)]  # private use: no case, no space
 
 
@@ -54,44 +54,26 @@ class Item:
     num_frames: int = 0  #: of a video
 
 
-class PromptTokenizer(Protocol):
-    """The tokenizer interface of the prompt builder."""
-
-    control_tokens: Mapping[str, ControlToken]
-    bos_token: str | None
-    prefix_ids: Sequence[int]  #: added before every text, unless the template begins with BOS
-    suffix_ids: Sequence[int]
-
-    def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
-        """Token ids of plain text at the start of a prompt or behind a control token."""
-        ...
-
-
+@dataclass(eq=False)
 class PromptBuilder:
-    def __init__(
-        self,
-        tokenizer: PromptTokenizer,
-        template: ChatTemplate,
-        slot_id: int | None,
-        placeholder: str = "",
-        reasoning: "Reasoning | None" = None,
-        *,
-        adds_special_tokens: bool = True,
-        others: Mapping[str, str] = NO_OTHERS,
-    ) -> None:
-        """`slot_id` is the token of image slots, None for a text-only model.
+    """`_slot_id` is the token of image slots, None for a text-only model.
 
-        The template writes it, or the token `placeholder`, once per image. `others` maps the placeholders of videos and
-        audio to their kind. `adds_special_tokens`: add the tokenizer's special tokens to a rendered template that does
-        not begin with BOS, like transformers' processors and unlike `apply_chat_template` of its tokenizers.
-        """
-        self._tokenizer = tokenizer
-        self._template = template
-        self._slot_id = slot_id
-        self._spelling = ControlSpelling(tokenizer.control_tokens, slot_id)
-        self._kinds = {placeholder or self._spelling.run_text: "image", **others}
-        self._reasoning = reasoning
-        self._adds_special_tokens = adds_special_tokens
+    The template writes it, or the token `_placeholder`, once per image. `others` maps the placeholders of videos and
+    audio to their kind. `adds_special_tokens`: add the tokenizer's special tokens to a rendered template that does
+    not begin with BOS, like transformers' processors and unlike `apply_chat_template` of its tokenizers.
+    """
+
+    _tokenizer: "HfTokenizer"
+    _template: ChatTemplate
+    _slot_id: int | None
+    _placeholder: str = ""
+    _reasoning: "Reasoning | None" = None
+    adds_special_tokens: bool = True
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._spelling = ControlSpelling(self._tokenizer.control_tokens, self._slot_id)
+        self._kinds = {self._placeholder or self._spelling.run_text: "image", **self.others}
 
     def build(
         self,
@@ -150,7 +132,7 @@ class PromptBuilder:
         shown = [items[index] for index in order]
         expanded, places, shown = self._expand(rendered, shown, guard)
         token_ids, runs = self._encode(
-            expanded, places, guard, add_special_tokens=self._adds_special_tokens
+            expanded, places, guard, add_special_tokens=self.adds_special_tokens
         )
         images = (self._place(token_ids, run, item) for run, item in zip(runs, shown, strict=True))
         is_thinking = self._reasoning is not None and self._reasoning.is_opened_by(rendered)
@@ -199,7 +181,8 @@ class PromptBuilder:
             length += start - end + len(text)
             places.append((length - len(text), length))
             end = stop
-            if item.seam and _is_word(rendered[end:].removeprefix(guard)[:1]):
+            following = rendered[end:].removeprefix(guard)[:1]
+            if item.seam and following and not following.isspace() and following != "<":
                 pieces.append(" ")
                 length += 1
         return "".join([*pieces, rendered[end:]]), places, items
@@ -338,10 +321,6 @@ def _cut_at(rendered: str, mark: str) -> str:
         )
     before = rendered[:start]
     return before if rendered.startswith(mark, start) else before.rstrip()
-
-
-def _is_word(character: str) -> bool:
-    return bool(character) and not character.isspace() and character != "<"
 
 
 def _texts_of(message: ChatMessage) -> list[str]:

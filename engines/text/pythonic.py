@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from engines.text.schemas import UnsupportedSchema, prepare
+from engines.text.schemas import Refusal, prepare
 from shared.protocol import Function
 
 _NAME = re.compile(r"[^\s=,()\[\]{}'\"\\#]{1,256}")
@@ -41,20 +41,20 @@ py_any: PY_TEXT | "True" | "False" | "None" | py_json"""
 def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) -> list[str]:
     """The rule `name` and its sub-rules: a function's keyword arguments in the order of its schema.
 
-    `is_loose`: any arguments. Raises: UnsupportedSchema.
+    `is_loose`: any arguments. Raises: Refusal.
     """
     schema: dict[str, Any] = {} if is_loose else json.loads(function.parameters)
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     if not isinstance(properties, dict) or not isinstance(required, list):
-        raise UnsupportedSchema("properties is not an object, or required is not a list")
+        raise Refusal("properties is not an object, or required is not a list")
     named = {**properties, **{str(each): True for each in required if each not in properties}}
     if function.is_strict and not (schema.keys() <= _OF_PARAMETERS):
-        raise UnsupportedSchema(
+        raise Refusal(
             "this model's strict calls support only properties and required of an object"
         )
     if not all(map(_NAME.fullmatch, named)):
-        raise UnsupportedSchema("this model's calls cannot contain the name of a parameter")
+        raise Refusal("this model's calls cannot contain the name of a parameter")
     rules = _Rules(name, schema, is_lenient=not function.is_strict)
     if named:
         return rules.arguments(named, required)
@@ -97,7 +97,7 @@ class _Rules:
         if schema is True:
             return "py_any"
         if not isinstance(schema, dict):
-            raise UnsupportedSchema("a parameter's schema is not an object")
+            raise Refusal("a parameter's schema is not an object")
         keys = schema.keys() - _ASIDE
         if not keys:
             return "py_any"
@@ -122,10 +122,10 @@ class _Rules:
         return '"None"' if kind == "null" else self._json({"type": kind})
 
     def _json(self, schema: dict[str, Any]) -> str:
-        """A rule for a JSON value. Raises: UnsupportedSchema."""
+        """A rule for a JSON value. Raises: Refusal."""
         whole = {**schema, **self._defs}
         if not all(reference.startswith(_SHARED) for reference in _references(whole)):
-            raise UnsupportedSchema(
+            raise Refusal(
                 "this model's calls support $ref only to #/$defs/ of the parameters"
             )
         name = f"{self._name}_value{len(self._made)}"

@@ -7,7 +7,7 @@ contains no markers.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 from engines.text.detokenizer import Detokenizer
 from engines.text.tokens import ControlToken, Tokenizer
@@ -52,23 +52,10 @@ class State(Enum):
     CONTENT = auto()
 
 
-class Splitter(Protocol):
-    """Separates reasoning and answer, piece by piece."""
-
-    state: State
-    has_parts: bool  #: whether answers have several channels, so that markers may occur anywhere
-
-    def feed(self, text: str) -> tuple[str, str]:
-        """Add text; returns the new reasoning and the new answer text."""
-        ...
-
-    def finish(self) -> tuple[str, str]: ...
-
-
 class TagSplitter:
     """Reasoning once, at the start, between two markers; white space around it is dropped."""
 
-    has_parts = False
+    has_parts = False  #: whether answers have several channels, so that markers may occur anywhere
 
     def __init__(self, form: ReasoningFormat, is_thinking: bool) -> None:
         self.state = State.THINKING if is_thinking else State.HEAD
@@ -77,6 +64,7 @@ class TagSplitter:
         self._has_thought = False
 
     def feed(self, text: str) -> tuple[str, str]:
+        """Add text; returns the new reasoning and the new answer text."""
         reasoning = ""
         if self.state is State.HEAD:
             text = self._read_head(text)
@@ -89,7 +77,7 @@ class TagSplitter:
         return reasoning, text
 
     def finish(self) -> tuple[str, str]:
-        """See `Splitter`; an incomplete end marker is dropped."""
+        """The rest of both; an incomplete end marker is dropped."""
         held, self._held = self._held, ""
         if self.state is State.HEAD:
             return "", held
@@ -143,6 +131,7 @@ class ChannelSplitter:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
+        """See `TagSplitter.feed`."""
         said = {State.THINKING: "", State.CONTENT: ""}
         known, self._held = self._held + text, ""
         while known:
@@ -166,7 +155,7 @@ class ChannelSplitter:
         return said[State.THINKING], said[State.CONTENT]
 
     def finish(self) -> tuple[str, str]:
-        """See `Splitter`; headers are dropped."""
+        """The rest of both; headers are dropped."""
         held, self._held = self._held, ""
         is_head = self.state is State.HEAD and "<|" in held
         return ("", "" if is_head or self.state is State.THINKING else held)
@@ -185,7 +174,7 @@ class Reasoning:
         form = self.form
         return not form.head_end and prompt.rstrip().endswith(form.start.rstrip())
 
-    def create_splitter(self, is_thinking: bool) -> Splitter:
+    def create_splitter(self, is_thinking: bool) -> TagSplitter | ChannelSplitter:
         """The splitter of one answer; `is_thinking`: its prompt ends within the reasoning."""
         form = self.form
         return ChannelSplitter(form) if form.head_end else TagSplitter(form, is_thinking)

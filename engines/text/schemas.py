@@ -7,6 +7,8 @@ import json
 import re
 from typing import Any
 
+from engines.base import BadGrammar, GrammarTooComplex
+
 #: llguidance's options; those of the client are replaced. At most one space, because small models can write white space
 #: forever. No unicode escapes, which could spell a named member as an additional one.
 _OPTIONS = {"whitespace_pattern": " ?", "json_allowed_escapes": 'nrbtf"\\'}
@@ -42,14 +44,27 @@ _FORMATS = {
 _CLASSES = {r"\s": r"[\s\x{FEFF}]", r"\S": r"[^\s\x{FEFF}]"}
 
 
-class UnsupportedSchema(Exception):
-    """The schema cannot be enforced; the message contains no text of the client."""
+class Refusal(Exception):
+    """The reason to refuse a grammar or schema, without text of the client."""
+
+    num_bytes = 1024
+
+    def __init__(self, problem: str, *, is_complex: bool = False, is_kept: bool = True) -> None:
+        """`is_kept`: the refusal is cached."""
+        super().__init__(problem)
+        self.is_complex = is_complex
+        self.is_kept = is_kept
+
+    def to_error(self, param: str) -> BadGrammar | GrammarTooComplex:
+        """The error that names the field."""
+        kind = GrammarTooComplex if self.is_complex else BadGrammar
+        return kind(f"Invalid value for {param}: {self}.", param)
 
 
 def prepare(
     schema: dict[str, Any], *, is_lenient: bool = False, max_text_chars: int | None = None
 ) -> dict[str, Any]:
-    """A copy of the schema for llguidance. Raises: UnsupportedSchema.
+    """A copy of the schema for llguidance. Raises: Refusal.
 
     `is_lenient`: ignore unsupported keywords. `max_text_chars`: limit of unbounded strings; objects with named members
     are closed then.
@@ -57,7 +72,7 @@ def prepare(
     try:
         made = _Preparation(is_lenient, max_text_chars).prepare(schema)
     except RecursionError:
-        raise UnsupportedSchema("the schema has too many levels; send fewer") from None
+        raise Refusal("the schema has too many levels; send fewer") from None
     return made | {"x-guidance": _OPTIONS | {"lenient": is_lenient}}
 
 
@@ -86,8 +101,10 @@ class _Preparation:
 
     def _prepare_value(self, key: str, value: Any) -> Any:
         if key in _VALUES:
-            if key in ("const", "enum") and not self._is_lenient:
-                _check_texts(value)
+            # control characters, which the options above do not let llguidance write
+            is_checked = key in ("const", "enum") and not self._is_lenient
+            if is_checked and _BY_NUMBER.search(json.dumps(value)):
+                raise Refusal("control characters in const and enum are not supported")
             return value
         if key == "pattern" and isinstance(value, str):
             return _to_rust(value)
@@ -103,18 +120,12 @@ def _to_rust(pattern: str) -> str:
     )
 
 
-def _check_texts(value: Any) -> None:
-    """Refuse control characters, which the options above do not let llguidance write. Raises: UnsupportedSchema."""
-    if _BY_NUMBER.search(json.dumps(value)):
-        raise UnsupportedSchema("control characters in const and enum are not supported")
-
-
 def _check_members(schema: dict[str, Any]) -> None:
-    """Refuse counts of members: llguidance counts a repeated one twice. Raises: UnsupportedSchema."""
+    """Refuse counts of members: llguidance counts a repeated one twice. Raises: Refusal."""
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
-        raise UnsupportedSchema(
+        raise Refusal(
             "minProperties is supported up to one more than the number of names in required"
         )
 

@@ -7,10 +7,10 @@ outputs) estimates the size of its result first and checks the time and the char
 import functools
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime  # noqa: TID251
 from typing import Any
 
@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -101,20 +102,16 @@ class _Work:
         weight, waiting = 0, [value]
         while waiting:
             item = waiting.pop()
+            weight += 1
             if isinstance(item, str | bytes):
-                weight += 1 + len(item)
+                weight += len(item)
             elif isinstance(item, dict):
-                weight += 1
                 waiting += item.keys()
                 waiting += item.values()
             elif isinstance(item, Namespace):
-                weight += 1
                 waiting.append(item._Namespace__attrs)  # type: ignore[attr-defined]
             elif isinstance(item, list | tuple):
-                weight += 1
                 waiting += item
-            else:
-                weight += 1
             if weight + len(waiting) > self.max_weight:
                 raise TemplateFailure("a collection is too large")
         return weight
@@ -138,25 +135,20 @@ class _Work:
         self.charge(1)
 
 
-class _Current(threading.local):
-    work: _Work | None = None
-
-
-_current = _Current()
+_current: ContextVar[_Work | None] = ContextVar("work", default=None)
 
 
 @contextmanager
 def _working(max_chars: int, max_s: float) -> Iterator[None]:
-    before, _current.work = _current.work, _Work(max_chars, max_s)
+    token = _current.set(_Work(max_chars, max_s))
     try:
         yield
     finally:
-        _current.work = before
+        _current.reset(token)
 
 
 def _work() -> _Work:
-    work = _current.work
-    if work is None:
+    if (work := _current.get()) is None:
         raise TemplateFailure("not rendering")
     return work
 
@@ -201,37 +193,29 @@ class CompiledTemplate:
         Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`.
         """
         num_chars = sum(_count_chars(each) for each in (*messages, *tools))
-        max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
+        num_left = max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
+        pieces: list[str] = []
         try:
             with _working(max_chars, max_s):
-                return "".join(self._pieces(messages, max_chars, options, tools, is_answered))
+                for piece in self._template.generate(
+                    messages=messages,
+                    tools=list(tools) or None,
+                    documents=None,
+                    add_generation_prompt=is_answered,
+                    **self._variables,
+                    **{name: value for name, value in options.items() if name in self.options},
+                ):
+                    num_left -= len(piece)
+                    if num_left < 0:
+                        raise TemplateFailure("too long")
+                    pieces.append(piece)
+                return "".join(pieces)
         except TemplateFailure:
             raise
         except jinja2.TemplateError as error:
             raise TemplateRefusal(str(error)[:200]) from None
         except Exception as error:  # a template can raise any error
             raise TemplateFailure(type(error).__name__) from None
-
-    def _pieces(
-        self,
-        messages: Messages,
-        max_chars: int,
-        options: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]],
-        is_answered: bool,
-    ) -> Iterator[str]:
-        for piece in self._template.generate(
-            messages=messages,
-            tools=list(tools) or None,
-            documents=None,
-            add_generation_prompt=is_answered,
-            **self._variables,
-            **{name: value for name, value in options.items() if name in self.options},
-        ):
-            max_chars -= len(piece)
-            if max_chars < 0:
-                raise TemplateFailure("too long")
-            yield piece
 
 
 def _count_chars(value: Any) -> int:
@@ -370,7 +354,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_output(value: Any) -> Any:
     """Check a value that becomes text. Raises: TemplateFailure."""
-    work = _current.work
+    work = _current.get()
     if work is None or isinstance(value, str):
         return value if work is None else work.check(value)
     if isinstance(value, list | tuple | dict | Namespace):
@@ -388,7 +372,7 @@ def _count_work(template: nodes.Template) -> None:
             _call("tick", [nodes.Const(num_chars)], node.lineno), lineno=node.lineno
         )
         node.body.insert(0, tick)
-    _rewrite(template)
+    _Checks().visit(template)
 
 
 def _call(name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
@@ -396,31 +380,23 @@ def _call(name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
     return nodes.Call(method, arguments, [], None, None, lineno=lineno)
 
 
-def _rewrite(node: nodes.Node) -> None:
-    for field, value in node.iter_fields():
-        if isinstance(value, list):
-            for index, item in enumerate(value):
-                if isinstance(item, nodes.Node):
-                    _rewrite(item)
-                    value[index] = _checked(item)
-        elif isinstance(value, nodes.Node):
-            _rewrite(value)
-            setattr(node, field, _checked(value))
+class _Checks(NodeTransformer):
+    """Checks the operator `~` and literal collections."""
 
-
-def _checked(node: nodes.Node) -> nodes.Node:
-    if isinstance(node, nodes.Concat):
-        return _call("concat_texts", node.nodes, node.lineno)
-    is_collection = isinstance(node, nodes.List | nodes.Dict) or (
-        isinstance(node, nodes.Tuple) and node.ctx == "load"
-    )
-    if (
-        isinstance(node, nodes.Expr)
-        and is_collection
-        and any(True for _ in node.find_all((nodes.Name, nodes.Call)))
-    ):
-        return _call("collect", [node], node.lineno)
-    return node
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        if isinstance(node, nodes.Concat):
+            return _call("concat_texts", node.nodes, node.lineno)
+        is_collection = isinstance(node, nodes.List | nodes.Dict) or (
+            isinstance(node, nodes.Tuple) and node.ctx == "load"
+        )
+        if (
+            isinstance(node, nodes.Expr)
+            and is_collection
+            and any(True for _ in node.find_all((nodes.Name, nodes.Call)))
+        ):
+            return _call("collect", [node], node.lineno)
+        return node
 
 
 class _Generation(Extension):

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ _NAMED = (
 
 
 class HfTokenizer:
-    """Implements `Tokenizer` and `PromptTokenizer`.
+    """Implements `Tokenizer`.
 
     Added tokens that the chat `template` spells are control tokens too. Raises: UnsupportedCheckpoint.
     """
@@ -65,10 +65,8 @@ class HfTokenizer:
         self.control_tokens: Mapping[str, ControlToken] = self._find_control_tokens(
             backend, template
         )
-        self.prefix_ids: Sequence[int]
-        self.suffix_ids: Sequence[int]
-        self.prefix_ids, self.suffix_ids = _surrounding_ids(backend)
-        self._encoders = _PieceEncoders(content, self.control_tokens.keys())
+        self.surround(backend)
+        self._first, self._later = _piece_encoders(content, self.control_tokens.keys())
         decoder = ByteDecoder(content.get("decoder"))
         self.drops_leading_space = decoder.drops_leading_space
         special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -80,9 +78,10 @@ class HfTokenizer:
         ]
 
     def surround(self, backend: Backend) -> None:
-        """Add the special tokens of another tokenizer's post-processor around texts."""
+        """Add the special tokens of a tokenizer's post-processor around texts."""
         backend.no_padding()
         backend.no_truncation()
+        #: Token ids around every text, unless the chat template begins with BOS.
         self.prefix_ids, self.suffix_ids = _surrounding_ids(backend)
 
     def encode(self, text: str) -> list[int]:
@@ -90,7 +89,8 @@ class HfTokenizer:
         return self.encode_piece(text, is_first=True)
 
     def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
-        backend = self._encoders.first if is_first else self._encoders.later
+        """Token ids of plain text at the start of a prompt or behind a control token."""
+        backend = self._first if is_first else self._later
         tokens = backend.encode(text, add_special_tokens=False).tokens
         if any(token in self.control_tokens for token in tokens):
             # The vocabulary may contain control tokens as plain ones; single characters cannot form them.
@@ -134,21 +134,19 @@ def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
     )
 
 
-class _PieceEncoders:
+def _piece_encoders(content: dict[str, Any], control_tokens: Set[str]) -> tuple[Backend, Backend]:
     """Tokenizers without control tokens, for the first piece of a prompt and for later ones.
 
     They differ where Metaspace adds a space before the `first` piece only.
     """
-
-    def __init__(self, content: dict[str, Any], control_tokens: Set[str]) -> None:
-        added = content.get("added_tokens") or []
-        plain = content | {
-            "added_tokens": [t for t in added if t["content"] not in control_tokens],
-            "post_processor": None,
-        }
-        later = plain | {"pre_tokenizer": _never_first(plain.get("pre_tokenizer"))}
-        self.first = Backend.from_str(json.dumps(plain))
-        self.later = self.first if later == plain else Backend.from_str(json.dumps(later))
+    added = content.get("added_tokens") or []
+    plain = content | {
+        "added_tokens": [t for t in added if t["content"] not in control_tokens],
+        "post_processor": None,
+    }
+    later = plain | {"pre_tokenizer": _never_first(plain.get("pre_tokenizer"))}
+    first = Backend.from_str(json.dumps(plain))
+    return first, first if later == plain else Backend.from_str(json.dumps(later))
 
 
 def _never_first(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:

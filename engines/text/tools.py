@@ -167,13 +167,13 @@ def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> li
             said = any(isinstance(part, TextPart) and part.text for part in message.parts)
             parts = (*message.parts, TextPart("\n" + called if said else called))
             message = replace(message, parts=parts, tool_calls=())
+        last = described[-1] if described else None
         if (
-            described
-            and message.role == described[-1].role == "user"
-            and _is_response(described[-1])
+            last is not None
+            and message.role == last.role == "user"
+            and last.parts[0] == TextPart("<tool_response>\n")
         ):
-            parts = (*described[-1].parts, TextPart("\n"), *message.parts)
-            described[-1] = replace(described[-1], parts=parts)
+            described[-1] = replace(last, parts=(*last.parts, TextPart("\n"), *message.parts))
         else:
             described.append(message)
     if tools is None:
@@ -190,11 +190,6 @@ def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> li
 
 def _spell(call: ToolCall) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
-
-
-def _is_response(message: ChatMessage) -> bool:
-    first = message.parts[0]
-    return isinstance(first, TextPart) and first.text == "<tool_response>\n"
 
 
 def move_images(messages: Iterable[ChatMessage]) -> list[ChatMessage]:

@@ -11,7 +11,7 @@ import math
 import time
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -182,22 +182,12 @@ class ChatEngine(StreamEngine[ChatRequest]):
         self._send(_ChatRequest(request))
 
 
-@dataclass(slots=True)
-class _Times:
-    added_at: float = field(default_factory=time.perf_counter)
-    first_token_at: float | None = None
-
-    def timings(self) -> StageTimings:
-        now = time.perf_counter()
-        first = now if self.first_token_at is None else self.first_token_at
-        return StageTimings(prefill_s=first - self.added_at, decode_s=now - first)
-
-
 class _ChatRequest(OpenRequest):
     def __init__(self, request: ChatRequest) -> None:
         super().__init__(request.request_id)
         self._body = request.body
-        self._times = _Times()
+        self._added_at = time.perf_counter()
+        self._first_token_at: float | None = None
         self._usage = Usage(0)
         self._finish: FinishReason | None = None
 
@@ -209,7 +199,7 @@ class _ChatRequest(OpenRequest):
 
     def fail(self, message: str, code: ErrorCode) -> EngineOutput:
         output = EngineOutput(self.request_id, self.num_tokens, error=message, error_code=code)
-        output.usage, output.timings = self._usage, self._times.timings()
+        output.usage, output.timings = self._usage, self._timings()
         return output
 
     def read(self, data: bytes) -> list[EngineOutput]:
@@ -244,7 +234,7 @@ class _ChatRequest(OpenRequest):
             num_without_id=1, usage=None if self.is_started else self._usage,
         )  # fmt: skip
         if not self.is_started:
-            self.is_started, self._times.first_token_at = True, time.perf_counter()
+            self.is_started, self._first_token_at = True, time.perf_counter()
         self.num_tokens += 1
         return output
 
@@ -257,8 +247,13 @@ class _ChatRequest(OpenRequest):
             self.request_id, self.num_tokens, finish_reason=self._finish, num_without_id=num_more
         )
         self.num_tokens += num_more
-        output.usage, output.timings = self._usage, self._times.timings()
+        output.usage, output.timings = self._usage, self._timings()
         return [output]
+
+    def _timings(self) -> StageTimings:
+        now = time.perf_counter()
+        first = now if self._first_token_at is None else self._first_token_at
+        return StageTimings(prefill_s=first - self._added_at, decode_s=now - first)
 
 
 def _check(task: Generate) -> None:

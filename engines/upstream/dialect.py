@@ -132,3 +132,17 @@ def refuse_grammar(grammar: Grammar, engine: str, kinds: str) -> InvalidRequest:
 def has_output_penalty(sampling: SamplingParams) -> bool:
     """Whether a request has penalties of output tokens, which a server cannot tell from the prompt of a retry."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def to_choices(token_ids: Sequence[int], scores: Sequence[Any] | None) -> list[TokenChoice]:
+    """Tokens, with their logprobs if there are any."""
+    if not scores:
+        return [TokenChoice(token_id) for token_id in token_ids]
+    return [
+        TokenChoice(
+            token_id,
+            score.logprob,
+            tuple((top.token_id, top.logprob) for top in score.top_logprobs),
+        )
+        for token_id, score in zip(token_ids, scores, strict=True)
+    ]

@@ -102,13 +102,12 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
             constraint = self._grammars.compile(task.grammar)
             if self._dialect.runs_grammar_source:
                 self._check_conformity(constraint, request, task.grammar.param)
-                request = replace(request, grammar_source=self._grammars.source(task.grammar))
+                request = replace(request, grammar_source=constraint.source)
         if is_forced and self._grammars is not None:
             assert tools is not None
             constraint = self._grammars.compile_tools(tools, self.processor.tool_format, None)
             self._check_conformity(constraint, request, "tool_choice")
-            source = self._grammars.tools_source(tools, self.processor.tool_format)
-            request = replace(request, grammar_source=source)
+            request = replace(request, grammar_source=constraint.source)
         return replace(request, max_tokens=self._max_output_tokens(request))
 
     def _check_conformity(
@@ -170,7 +169,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         if reason is not None:  # the earlier attempt has reported the whole text
             self._finished_early.append(opened.answer.end(reason))
             return
-        self._num_prompt_tokens += len(request.prompt_token_ids)
         self._send(opened)
 
     def stats(self) -> EngineStats:

@@ -22,6 +22,7 @@ from engines.upstream.dialect import (
     UpstreamRequest,
     refuse,
     refuse_grammar,
+    to_choices,
 )
 from engines.upstream.settings import LlamaServerSettings
 from shared.protocol import FinishReason, Generate
@@ -30,7 +31,7 @@ _MAX_RECOVERED_BYTES = 3  #: of a token whose id the server does not report
 
 
 class _Score(msgspec.Struct):
-    id: int
+    token_id: int = msgspec.field(name="id")
     logprob: float = 0.0
     top_logprobs: list["_Score"] = []
 
@@ -164,17 +165,8 @@ class LlamaServer(Dialect):
             chunk.finish = FinishReason.LENGTH if event.stop_type == "limit" else FinishReason.STOP
             return chunk
         scores = event.completion_probabilities
-        if len(scores) == len(event.tokens):
-            chunk.tokens = [
-                TokenChoice(
-                    token_id,
-                    score.logprob,
-                    tuple((top.id, top.logprob) for top in score.top_logprobs),
-                )
-                for token_id, score in zip(event.tokens, scores, strict=True)
-            ]
-        else:
-            chunk.tokens = [TokenChoice(token_id) for token_id in event.tokens]
+        is_scored = len(scores) == len(event.tokens)
+        chunk.tokens = to_choices(event.tokens, scores if is_scored else None)
         chunk.num_computed, chunk.text = event.tokens_predicted, event.content
         return chunk
 

@@ -89,7 +89,7 @@ class StreamEngine(Engine[Request]):
         self._client, self._server = client, server
         self._open: dict[str, OpenRequest] = {}
         self._finished_early: list[EngineOutput] = []
-        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._num_steps = 0
         self.startup_s: dict[str, float] = {}
 
     @property
@@ -137,8 +137,6 @@ class StreamEngine(Engine[Request]):
             num_running=num_running,
             num_waiting=len(self._open) - num_running,
             num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
             startup_s=self.startup_s,
         )
         for name, target in self._metrics.items():
@@ -171,12 +169,10 @@ class StreamEngine(Engine[Request]):
             return self._refuse(request, event.status, error_message(event.data))
         if _ERROR in event.data and (error := _errors.decode(event.data).error):
             return self._refuse(request, _status(error), error_message(event.data))
-        num_before = request.num_tokens
         try:
             outputs = request.read(event.data)
         except StreamBroken as error:
             return self._retry(request, str(error))
-        self._num_output_tokens += request.num_tokens - num_before
         if outputs and outputs[-1].finish_reason is not None:
             del self._open[request.request_id]
             self._client.cancel(request.stream_id)

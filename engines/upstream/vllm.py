@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engines.core.runner import TokenChoice
 from engines.installed import VLLM_VERSIONS
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import (
@@ -22,6 +21,7 @@ from engines.upstream.dialect import (
     model_arguments,
     refuse,
     refuse_grammar,
+    to_choices,
 )
 from engines.upstream.images import data_url
 from engines.upstream.settings import VllmSettings
@@ -207,23 +207,9 @@ class Vllm(Dialect):
             chunk.finish = FINISH.get(choice.finish_reason or "")
             if choice.finish_reason and chunk.finish is None:
                 chunk.error = f"the request ended with {choice.finish_reason}"
-            chunk.tokens = _tokens(choice)
+            scores = choice.logprobs and choice.logprobs.content
+            chunk.tokens = to_choices(choice.token_ids or [], scores)
         return chunk
-
-
-def _tokens(choice: _Choice) -> list[TokenChoice]:
-    token_ids = choice.token_ids or []
-    scores = choice.logprobs and choice.logprobs.content
-    if not scores:
-        return [TokenChoice(token_id) for token_id in token_ids]
-    return [
-        TokenChoice(
-            token_id,
-            score.logprob,
-            tuple((top.token_id, top.logprob) for top in score.top_logprobs),
-        )
-        for token_id, score in zip(token_ids, scores, strict=True)
-    ]
 
 
 def _structured(grammar: Grammar) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from shared.protocol import (
     Task,
     Tokenize,
     TokensPart,
-    encode_call,
+    encode,
 )
 from shared.queue.api import (
     Budget,
@@ -289,7 +289,7 @@ def most_nano_dollars(
     cost = _num_billed_images(task) * price_image
     if isinstance(task, Tokenize):
         return cost
-    num_prompt = len(encode_call(call)) + len(task.images) * (card.image_tokens or TOKENS_PER_IMAGE)
+    num_prompt = len(encode(call)) + len(task.images) * (card.image_tokens or TOKENS_PER_IMAGE)
     if not isinstance(task, Generate):
         parts = task.inputs if isinstance(task, Embed) else ()
         if isinstance(task, Rerank):

@@ -13,18 +13,6 @@ class BlobsUnavailable(Exception):
     """The store cannot be reached, or is full."""
 
 
-class BlobReader(Protocol):
-    """Reads blobs by their references, for workers."""
-
-    async def get(self, ref: BlobRef) -> bytes | None:
-        """The bytes; None if they do not exist or do not match the hash. Raises: BlobsUnavailable."""
-        ...
-
-    async def open(self, ref: BlobRef) -> IO[bytes] | None:
-        """As `get`, but a large blob is a file on disk."""
-        ...
-
-
 class BlobStore(Protocol):
     """Stores blobs until the requests that hold them have released them."""
 

@@ -128,13 +128,14 @@ class ObjectBlobStore:
 
 
 class UrlBlobReader:
-    """A `BlobReader` that reads a blob from the URL in its reference, or from `store` if it has none."""
+    """Reads a blob from the URL in its reference, or from `store` if it has none."""
 
     def __init__(self, store: BlobStore) -> None:
         self._store = store
         self._client: httpx.AsyncClient | None = None
 
     async def get(self, ref: BlobRef) -> bytes | None:
+        """The bytes; None if they do not exist or do not match the hash. Raises: BlobsUnavailable."""
         if not ref.url:
             return await self._store.get(ref)
         file = await self.open(ref)
@@ -144,6 +145,7 @@ class UrlBlobReader:
             return await asyncio.to_thread(file.read)
 
     async def open(self, ref: BlobRef) -> IO[bytes] | None:
+        """As `get`, but a large blob is a file on disk."""
         if not ref.url:
             data = await self._store.get(ref)
             return None if data is None else io.BytesIO(data)

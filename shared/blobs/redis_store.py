@@ -51,7 +51,10 @@ class RedisBlobStore(RedisStore):
         is_likely_there = self._known.get(ref.sha256, 0.0) > now
         if not (is_likely_there and await self._put(b"", holder, ttl_s, ref)):
             await self._put(data, holder, ttl_s, ref)
-        self._remember(ref.sha256, now + ttl_s)
+        self._known.pop(ref.sha256, None)  # keeps the oldest entry first
+        self._known[ref.sha256] = now + ttl_s
+        if len(self._known) > MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
         return ref
 
     async def _put(self, data: bytes, holder: str, ttl_s: float, ref: BlobRef) -> bool:
@@ -71,12 +74,6 @@ class RedisBlobStore(RedisStore):
             del self._held[first]
         _, digests = self._held.pop(holder, (0.0, set()))
         self._held[holder] = (now + ttl_s, digests | {digest})
-
-    def _remember(self, digest: str, until: float) -> None:
-        self._known.pop(digest, None)
-        self._known[digest] = until
-        if len(self._known) > MAX_REMEMBERED:
-            del self._known[next(iter(self._known))]
 
     @redis_errors_as(BlobsUnavailable)
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:

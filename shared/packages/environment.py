@@ -61,7 +61,7 @@ def check_environment(environment: Environment) -> None:
         for name in names:
             _check_name(group, name)
     for name, value in variables.items():
-        if "\0" in value or not _is_utf8(value):
+        if "\0" in value or value.encode(errors="ignore").decode() != value:
             raise BadEnvironment(f"variables.{name}: send UTF-8 text without NUL")
         if name in secrets:
             raise BadEnvironment(f"secrets.{name}: variables has the same name; remove one")
@@ -118,14 +118,6 @@ def _check_name(group: str, name: str) -> None:
         )
     if reason := why_reserved(name):
         raise BadEnvironment(f"{group}.{name}: {reason}; use another name")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def version_digest(package: str, environment: Environment) -> str:

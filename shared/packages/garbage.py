@@ -139,7 +139,12 @@ def collect(
 
 def _clean_up(store: PackageStore, garbage: Garbage) -> None:
     """Remove marks of killed collectors, old partial uploads and holds, and signatures without a package."""
-    _remove_dead_marks(store)
+    if list(store.entries(_COLLECTORS)):
+        mark = f"{_COLLECTORS}/{token_hex(12)}.json"
+        store.put_if_absent(mark, b"{}")
+        for dead in _marks(store, mark)[1]:
+            store.delete(dead.key)
+        store.delete(mark)
     before = time.time() - GRACE_S  # noqa: TID251
     garbage.part_bytes = store.delete_parts(before)
     for entry in list(store.entries(_HOLDS)):
@@ -149,16 +154,6 @@ def _clean_up(store: PackageStore, garbage: Garbage) -> None:
         package = f"sha256:{entry.key.split('/')[1]}"
         if entry.modified_at < before and is_digest(package) and store.size(package) is None:
             store.delete(entry.key)
-
-
-def _remove_dead_marks(store: PackageStore) -> None:
-    if not list(store.entries(_COLLECTORS)):
-        return
-    mark = f"{_COLLECTORS}/{token_hex(12)}.json"
-    store.put_if_absent(mark, b"{}")
-    for dead in _marks(store, mark)[1]:
-        store.delete(dead.key)
-    store.delete(mark)
 
 
 class _Roots:
@@ -177,7 +172,11 @@ class _Roots:
         # Holds first: a client deletes its hold after it has recorded the deployment.
         for entry in list(self._store.entries(_HOLDS)):
             if now - entry.modified_at < GRACE_S and (data := self._store.get(entry.key)):
-                held = _decode_hold(self._store, entry.key, data)
+                try:
+                    held = msgspec.json.decode(data, type=_Hold)
+                except msgspec.MsgspecError as error:
+                    url = self._store.url
+                    raise StoreError(f"{url}: {entry.key} cannot be read: {error}") from None
                 named.update(held.blobs)
                 if held.package is not None:
                     named |= self._package(held.package)
@@ -203,20 +202,12 @@ class _Roots:
     def _package(self, digest: str) -> set[str]:
         if digest not in self._packages:
             data = self._store.get(blob_key(digest))
+            if data is None:  # its upload may follow
+                return {digest}
             try:
-                blobs = set[str]() if data is None else blobs_of(decode_manifest(data))
+                self._packages[digest] = blobs_of(decode_manifest(data))
             except BadPackage as error:
                 raise StoreError(
                     f"{self._store.url}: cannot read the manifest {digest}, so no blob was removed: {error}"
                 ) from None
-            if data is None:  # its upload may follow
-                return {digest}
-            self._packages[digest] = blobs
         return self._packages[digest]
-
-
-def _decode_hold(store: PackageStore, key: str, data: bytes) -> _Hold:
-    try:
-        return msgspec.json.decode(data, type=_Hold)
-    except msgspec.MsgspecError as error:
-        raise StoreError(f"{store.url}: {key} cannot be read: {error}") from None

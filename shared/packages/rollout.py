@@ -255,11 +255,12 @@ def advance(
     app = _place(app, loads, now)
     app = _explain(app, nodes, now)
     app = _pause(app, nodes, now)
-    outcome = _judge(app, loads, now)
-    if outcome is None and app.candidate is not None and _is_canary_ready(app):
-        candidate = replace(app.candidate, is_canary=True)
-        share = f"{candidate.spec.canary:.0%}"
-        app = _note(replace(app, candidate=candidate), now, f"canary: {share} of the requests")
+    outcome, candidate = _judge(app, loads, now), app.candidate
+    if outcome is not None or candidate is None or candidate.is_canary or app.active is None:
+        return app, outcome
+    if candidate.spec.canary > 0 and app.of(candidate.digest, "ready"):
+        app = replace(app, candidate=replace(candidate, is_canary=True))
+        app = _note(app, now, f"canary: {candidate.spec.canary:.0%} of the requests")
     return app, outcome
 
 
@@ -316,17 +317,14 @@ def find_claimable(
     """Wanted slots that fit on the node and that no node has reported."""
     if node.is_stopping:
         return []
-    found: list[Slot] = []
-    for slot in app.slots:
-        if slot.state != "wanted" or slot.not_before > now:
-            continue
-        revision = app.revision(slot.digest)
-        if revision is not None and fits(revision.needs, free) and not find_missing(revision, node):
-            found.append(slot)
-    if not found:
-        return []
     reported = {r.slot for each in (node, *others) for r in each.slots if r.app == app.name}
-    return [slot for slot in found if slot.id not in reported]
+    return [
+        slot
+        for slot in app.slots
+        if slot.state == "wanted" and slot.not_before <= now and slot.id not in reported
+        if (revision := app.revision(slot.digest)) is not None
+        if fits(revision.needs, free) and not find_missing(revision, node)
+    ]
 
 
 def fits(needed: Resources, free: Resources) -> bool:
@@ -373,12 +371,10 @@ def _follow(app: App, nodes: Mapping[str, NodeRecord], now: float, *, trusts_abs
         node = nodes.get(slot.node)
         if node is None and not trusts_absence:
             continue
-        report = None
-        if node is not None:
-            found = (r for r in node.slots if r.app == app.name and r.slot == slot.id)
-            report = next(found, None)
-        is_lost = node is None or (report is None and now - slot.since > FORGOTTEN_S)
-        if is_lost:
+        reports = node.slots if node is not None else ()
+        own = (each for each in reports if each.app == app.name and each.slot == slot.id)
+        report = next(own, None)
+        if node is None or (report is None and now - slot.since > FORGOTTEN_S):
             where = f"node {slot.node} " + ("is gone" if node is None else "does not report it")
             app = _free(app, slot, now, where)
         elif report is not None:
@@ -435,10 +431,9 @@ def _count_failure(revision: Revision, tenants: Sequence[str]) -> Revision:
     common = tuple(tenant for tenant in tenants if tenant in earlier)
     if common:
         return replace(revision, num_crashes=revision.num_crashes + 1, crash_tenants=common)
-    num_crashes = revision.num_crashes if tenants else 0
-    num_failed = revision.num_failed + num_crashes + 1
     if not tenants:
-        return replace(revision, num_failed=num_failed)
+        return replace(revision, num_failed=revision.num_failed + 1)
+    num_failed = revision.num_failed + revision.num_crashes + 1
     return replace(revision, num_failed=num_failed, num_crashes=0, crash_tenants=())
 
 
@@ -448,10 +443,7 @@ def _free(app: App, slot: Slot, now: float, why: str, pause_s: float = 0.0) -> A
     if slot.state == "draining" or app.revision(slot.digest) is None:
         return _remove(app, slot)
     # A new number, so that late reports of the old slot are ignored.
-    number = _next_number(app, now)
-    app = replace(_remove(app, slot), next_slot=number + 1)
-    wanted = Slot(number, slot.digest, since=now, not_before=now + pause_s)
-    return replace(app, slots=(*app.slots, wanted))
+    return _want(_remove(app, slot), slot.digest, now, not_before=now + pause_s)
 
 
 # How a rollout ends
@@ -509,13 +501,6 @@ def _compare(new: Load, old: Load) -> Outcome | None:
         "rolled_back",
         f"{share:.0%} of {num_answers} answers failed, {usual:.0%} of the old version's",
     )
-
-
-def _is_canary_ready(app: App) -> bool:
-    candidate = app.candidate
-    assert candidate is not None
-    has_share = candidate.spec.canary > 0 and app.active is not None
-    return has_share and not candidate.is_canary and bool(app.of(candidate.digest, "ready"))
 
 
 # How many instances there should be
@@ -585,10 +570,7 @@ def _resize(app: App, digest: str, count: int, now: float) -> App:
         else:
             app = _put(app, replace(slot, state="draining", since=now))
     for _ in range(count - len(alive)):
-        number = _next_number(app, now)
-        app = replace(
-            app, next_slot=number + 1, slots=(*app.slots, Slot(number, digest, since=now))
-        )
+        app = _want(app, digest, now)
     return app
 
 
@@ -688,9 +670,11 @@ def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
 # Small changes
 
 
-def _next_number(app: App, now: float) -> int:
-    """A number higher than all earlier ones, including those of a record that Redis lost."""
-    return max(app.next_slot, int(now * 1000))
+def _want(app: App, digest: str, now: float, not_before: float = 0.0) -> App:
+    """Add a wanted slot. Its number is higher than all earlier ones, also those of a record that Redis lost."""
+    number = max(app.next_slot, int(now * 1000))
+    slot = Slot(number, digest, since=now, not_before=not_before)
+    return replace(app, next_slot=number + 1, slots=(*app.slots, slot))
 
 
 def _put(app: App, slot: Slot) -> App:
@@ -705,13 +689,8 @@ def _change(app: App, revision: Revision) -> App:
     def new(old: Revision | None) -> Revision | None:
         return revision if old is not None and old.digest == revision.digest else old
 
-    retiring: Sequence[Revision | None] = [new(each) for each in app.retiring]
-    return replace(
-        app,
-        active=new(app.active),
-        candidate=new(app.candidate),
-        retiring=tuple(each for each in retiring if each is not None),
-    )
+    retiring = tuple(revision if each.digest == revision.digest else each for each in app.retiring)
+    return replace(app, active=new(app.active), candidate=new(app.candidate), retiring=retiring)
 
 
 def _note(app: App, now: float, text: str) -> App:

@@ -10,10 +10,10 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from shared.packages.manifest import BadPackage, Manifest, decode_manifest, digest_of, is_digest
+from shared.packages.manifest import Manifest, decode_manifest, digest_of, is_digest
 from shared.packages.resumable_file import (
     PIECE_BYTES,
     SUFFIX,
@@ -48,63 +48,7 @@ class Entry(NamedTuple):
     modified_at: float
 
 
-class PackageStore(Protocol):
-    """Blobs by digest, and records by key. All methods block, and raise StoreError."""
-
-    url: str
-
-    def size(self, digest: str) -> int | None:
-        """Size of a blob; None if it does not exist."""
-        ...
-
-    def partial(self, digest: str) -> int:
-        """Bytes of an interrupted upload; 0 if it cannot be resumed."""
-        ...
-
-    def put(
-        self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
-    ) -> None:
-        """Store a complete blob. Raises: BadBlob.
-
-        If the file is seekable, the upload resumes after the stored part. Otherwise the file begins at byte `start`;
-        WrongStart is raised if `start` is not `partial(digest)`.
-        """
-        ...
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write a record unless it exists. Returns whether the record was written."""
-        ...
-
-    def get(self, key: str) -> bytes | None:
-        """A record; None if it does not exist."""
-        ...
-
-    def list(self, prefix: str) -> list[str]:
-        """The keys of records below a folder, sorted."""
-        ...
-
-    def write(self, key: str, pieces: Iterable[bytes]) -> None:
-        """Write or replace a record of any size, atomically."""
-        ...
-
-    def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
-        """The bytes of a record or blob, unchecked. Raises: StoreError if it does not exist."""
-        ...
-
-    def entries(self, prefix: str) -> Iterator[Entry]:
-        """The objects below a folder, in any order."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Delete an object. Idempotent. For packages: only `shared.packages.garbage` calls it."""
-        ...
-
-    def delete_parts(self, before: float) -> int:
-        """Delete interrupted uploads last written before `before`. Returns the number of bytes deleted."""
-        ...
-
-
-def open_store(url: str) -> PackageStore:
+def open_store(url: str) -> "PackageStore":
     """The store of a URL: file:///DIRECTORY, s3://, gs:// or az:// with bucket and prefix. Raises: StoreError."""
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
@@ -115,19 +59,24 @@ def open_store(url: str) -> PackageStore:
 
 
 class FileStore:
-    """A directory, which several machines may share. Files are written to `uploads`, synced, and renamed."""
+    """Blobs by digest, and records by key, in a directory, which several machines may share.
+
+    All methods block, and raise StoreError. Files are written to `uploads`, synced, and renamed.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = f"file://{root}"
 
     def size(self, digest: str) -> int | None:
+        """Size of a blob; None if it does not exist."""
         try:
             return self._blob(digest).stat().st_size
         except OSError:
             return None
 
     def partial(self, digest: str) -> int:
+        """Bytes of an interrupted upload; 0 if it cannot be resumed."""
         try:
             self._blob(digest)  # checks the digest
             return part_path(self._uploads, digest).stat().st_size
@@ -137,6 +86,11 @@ class FileStore:
     def put(
         self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
     ) -> None:
+        """Store a complete blob. Raises: BadBlob.
+
+        If the file is seekable, the upload resumes after the stored part. Otherwise the file begins at byte `start`;
+        WrongStart is raised if `start` is not `partial(digest)`.
+        """
         target = self._blob(digest)
 
         def read(place: int) -> Iterator[bytes]:
@@ -147,7 +101,10 @@ class FileStore:
             yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
         try:
-            self._mark()
+            layout = self.root / "oci-layout"  # the marker of an OCI image layout
+            if not layout.exists():
+                self.root.mkdir(parents=True, exist_ok=True)
+                layout.write_text('{"imageLayoutVersion":"1.0.0"}')
             with ResumableFile(self._uploads, digest) as part:
                 part.fill(read, report)
                 part.move(target)
@@ -157,10 +114,9 @@ class FileStore:
             raise StoreError(f"{self._uploads} cannot be written: {error.strerror}") from error
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Write a record unless it exists. Returns whether the record was written."""
         target = self.root / key
-        with self._upload() as (part, out):
-            out.write(data)
-            _sync(out)
+        with self._upload([data]) as part:
             try:
                 place(os.link, part, target)  # a rename would replace another writer's
             except FileExistsError:
@@ -168,6 +124,7 @@ class FileStore:
         return True
 
     def get(self, key: str) -> bytes | None:
+        """A record; None if it does not exist."""
         try:
             return (self.root / key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -176,25 +133,26 @@ class FileStore:
             raise StoreError(f"{self.url}: {key} cannot be read: {error.strerror}") from None
 
     def list(self, prefix: str) -> list[str]:
+        """The keys of records below a folder, sorted."""
         walked = os.walk(self.root / prefix)  # os.walk skips folders that another process removes
         found = (Path(folder, name) for folder, _, names in walked for name in names)
         return sorted(str(file.relative_to(self.root)) for file in found)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
+        """The objects below a folder, in any order."""
         for key in self.list(prefix):
             with suppress(FileNotFoundError):
                 found = (self.root / key).stat()
                 yield Entry(key, found.st_size, found.st_mtime)
 
     def write(self, key: str, pieces: Iterable[bytes]) -> None:
+        """Write or replace a record of any size, atomically."""
         target = self.root / key
-        with self._upload() as (part, out):
-            for piece in pieces:
-                out.write(piece)
-            _sync(out)
+        with self._upload(pieces) as part:
             place(os.replace, part, target)
 
     def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
+        """The bytes of a record or blob, unchecked. Raises: StoreError if it does not exist."""
         try:
             with (self.root / key).open("rb") as file:
                 file.seek(start)
@@ -204,7 +162,10 @@ class FileStore:
             raise StoreError(f"{self.url}: {key} cannot be read: {error.strerror}") from None
 
     def delete(self, key: str) -> None:
-        """See `PackageStore.delete`. Empty folders are removed too."""
+        """Delete an object, and folders that are empty then. Idempotent.
+
+        For packages: only `shared.packages.garbage` calls it.
+        """
         path = self.root / key
         try:
             path.unlink(missing_ok=True)
@@ -217,6 +178,7 @@ class FileStore:
                 folder.rmdir()
 
     def delete_parts(self, before: float) -> int:
+        """Delete interrupted uploads last written before `before`. Returns the number of bytes deleted."""
         return remove_old_parts(self._uploads, before)
 
     @property
@@ -226,22 +188,18 @@ class FileStore:
     def _blob(self, digest: str) -> Path:
         return self.root / blob_key(digest)
 
-    def _mark(self) -> None:
-        """Write the marker of an OCI image layout. Raises: OSError."""
-        layout = self.root / "oci-layout"
-        if not layout.exists():
-            self.root.mkdir(parents=True, exist_ok=True)
-            layout.write_text('{"imageLayoutVersion":"1.0.0"}')
-
     @contextmanager
-    def _upload(self) -> Iterator[tuple[Path, IO[bytes]]]:
-        """A new file in `uploads`, removed after the block unless it was renamed; a killed process leaves it."""
+    def _upload(self, pieces: Iterable[bytes]) -> Iterator[Path]:
+        """A new, synced file in `uploads`, removed after the block unless it was renamed; a killed process leaves it."""
         path = self._uploads / f"{secrets.token_hex(8)}{SUFFIX}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with path.open("xb") as file:
-                    yield path, file
+                    file.writelines(pieces)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield path
             finally:
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -249,7 +207,7 @@ class FileStore:
 
 
 class ObjectStore:
-    """A bucket, accessed with obstore. Credentials are read from the cloud provider's environment variables."""
+    """A `FileStore` in a bucket, accessed with obstore. Credentials are read from the cloud provider's environment variables."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -269,7 +227,7 @@ class ObjectStore:
             return self._obstore.head(self._store, blob_key(digest))["size"]
 
     def partial(self, digest: str) -> int:
-        """See `PackageStore.partial`: a bucket's partial uploads cannot be read."""
+        """See `FileStore.partial`: a bucket's partial uploads cannot be read."""
         return 0
 
     def put(
@@ -332,7 +290,7 @@ class ObjectStore:
             self._obstore.delete(self._store, key)
 
     def delete_parts(self, before: float) -> int:
-        """See `PackageStore.delete_parts`: lifecycle rules of the bucket end partial uploads."""
+        """See `FileStore.delete_parts`: lifecycle rules of the bucket end partial uploads."""
         return 0
 
     @contextmanager
@@ -344,6 +302,9 @@ class ObjectStore:
             raise
         except Exception as error:
             raise StoreError(f"{self.url}: {_first_line(error)}") from None
+
+
+PackageStore = FileStore | ObjectStore
 
 
 def blob_key(digest: str) -> str:
@@ -368,16 +329,5 @@ def _compare(digest: str, found: Any) -> None:
         raise BadBlob(f"the content has the digest sha256:{found.hexdigest()}, not {digest}")
 
 
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-
-
-__all__ = [
-    "BadBlob", "BadPackage", "Entry", "FileStore", "ObjectStore", "PackageStore", "StoreError", "WrongStart",
-    "blob_key", "open_store", "read_manifest",
-]  # fmt: skip

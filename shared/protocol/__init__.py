@@ -32,7 +32,6 @@ from shared.protocol.calls import (
     decode_events,
     decode_log,
     encode,
-    encode_call,
     encode_events,
     explain_versions,
     join_calls,

@@ -395,16 +395,9 @@ _CALL_HEAD = b'{"version":%d,' % PROTOCOL_VERSION
 encode = _encoder.encode
 
 
-def encode_call(call: Call) -> bytes:
-    """The bytes of a call, which begin with the version."""
-    return _encoder.encode(call)
-
-
 def seal(call: Call) -> Envelope:
     """Encode a call for the queue."""
-    return Envelope(
-        call.id, call.model, call.reply_to, call.tenant, call.priority, encode_call(call)
-    )
+    return Envelope(call.id, call.model, call.reply_to, call.tenant, call.priority, encode(call))
 
 
 def decode_call(data: bytes) -> Call:

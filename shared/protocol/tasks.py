@@ -186,11 +186,7 @@ Ending = Literal["answer", "message", "none"]
 
 
 class _Task(Message, frozen=True, tag_field="task", tag=str.lower, omit_defaults=True):
-    """Base of the tasks. Its methods are for tasks without images."""
-
-    def texts(self) -> Iterator[str]:
-        """All text of the task."""
-        return iter(())
+    """Base of the tasks. Its methods are for tasks without images; each task has `texts`, all of its text."""
 
     def with_images(self, images: Sequence[ImageRef]) -> Self:
         """The same task with the images of its request."""

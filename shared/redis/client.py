@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -131,12 +131,10 @@ async def wait_for_redis(settings: RedisSettings) -> None:
     async with aclosing(create_redis(settings)) as redis:
         while True:
             try:
-                await redis.time()
-            except ResponseError:
+                with suppress(ResponseError):
+                    await redis.time()
                 break
             except (*TRANSIENT, OSError) as error:
                 log.failed(error)
                 await asyncio.sleep(_PAUSE_S)
-            else:
-                break
     log.succeeded()

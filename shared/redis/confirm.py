@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from redis import exceptions
 from redis.asyncio import Redis
 
-from shared.redis.link import Command, RedisLink
+from shared.redis.link import Command, RedisLink, settle
 
 WITHIN_S = 0.5
 #: Interval of checks whether the primary has replicas.
@@ -65,12 +65,7 @@ class Confirmer:
             except Exception as error:
                 results = [error] * len(waiters)
             for (_, future), result in zip(waiters, results, strict=True):
-                if future.done():
-                    continue
-                if result is None:
-                    future.set_result(None)
-                else:
-                    future.set_exception(result)
+                settle(future, result)
 
     async def _check_replicas(self) -> None:
         now = asyncio.get_running_loop().time()

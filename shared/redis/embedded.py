@@ -115,9 +115,23 @@ class EmbeddedRedis:
 
     def _launch(self) -> None:
         self.socket_path.unlink(missing_ok=True)
+        options = {
+            "--port": "0",
+            "--unixsocket": str(self.socket_path),
+            "--unixsocketperm": "700",
+            "--dir": str(self._data_dir),
+            "--daemonize": "no",
+            "--appendonly": "yes",
+            "--appendfsync": "everysec",
+            "--save": "",
+            "--maxmemory": str(self._max_memory_bytes),
+            "--maxmemory-policy": "noeviction",
+            "--loglevel": "notice",
+            "--databases": "1",
+        }
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [find_redis_server(), *self._options()],
+                [find_redis_server(), *(part for pair in options.items() for part in pair)],
                 cwd=self._data_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -131,23 +145,6 @@ class EmbeddedRedis:
                 stdin=subprocess.PIPE,
                 start_new_session=True,
             )
-
-    def _options(self) -> list[str]:
-        options = {
-            "port": "0",
-            "unixsocket": str(self.socket_path),
-            "unixsocketperm": "700",
-            "dir": str(self._data_dir),
-            "daemonize": "no",
-            "appendonly": "yes",
-            "appendfsync": "everysec",
-            "save": "",
-            "maxmemory": str(self._max_memory_bytes),
-            "maxmemory-policy": "noeviction",
-            "loglevel": "notice",
-            "databases": "1",
-        }
-        return [part for name, value in options.items() for part in (f"--{name}", value)]
 
     def _wait_until_ready(self) -> None:
         assert self._process is not None

@@ -215,7 +215,7 @@ class _Wire(asyncio.Protocol):
         def on_replies(replies: Sequence[Any], failure: Exception | None) -> None:
             gathered.extend(replies)
             if failure is not None or len(gathered) == len(packed):
-                _set(answer, failure or gathered)
+                settle(answer, failure or gathered)
 
         self.start(packed, timeout_s, on_replies)
         try:
@@ -225,10 +225,11 @@ class _Wire(asyncio.Protocol):
             raise
 
 
-def _set(future: asyncio.Future[Any], result: Any) -> None:
+def settle(future: asyncio.Future[Any], result: Any) -> None:
+    """Set the result, or raise an exception that is the result; nothing if the future is done."""
     if future.done():
         return
-    if isinstance(result, Exception):
+    if isinstance(result, BaseException):
         future.set_exception(result)
     else:
         future.set_result(result)
@@ -403,20 +404,20 @@ class RedisSender:
 
     def _on_replies(self, replies: Sequence[Any], failure: Exception | None) -> None:
         for reply in replies:
-            _set(self._sent.popleft().future, reply)
+            settle(self._sent.popleft().future, reply)
         if failure is not None:
             self._fail(self._sent, failure)
             self._sent.clear()
             if isinstance(failure, TimeoutError):  # the calls queued behind it have waited as long
                 before = asyncio.get_running_loop().time() - self._link.timeout_s
                 while self._waiting and self._waiting[0].since <= before:
-                    _set(self._waiting.popleft().future, failure)
+                    settle(self._waiting.popleft().future, failure)
         if not self._sent:
             self._send()
 
     def _fail(self, calls: Iterable[_Call], error: Exception) -> None:
         for call in calls:
-            _set(call.future, error)
+            settle(call.future, error)
 
     async def close(self) -> None:
         """Close. Running commands are cancelled."""

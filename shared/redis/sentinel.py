@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from redis.asyncio import Redis, SSLConnection
@@ -12,6 +12,9 @@ from redis.exceptions import RedisError
 
 from shared.settings.redis_url import SentinelUrl
 
+if TYPE_CHECKING:
+    from shared.redis.link import RedisLink
+
 #: Timeout of one Sentinel; then the next one is asked.
 ANSWER_TIMEOUT_S = 0.5
 #: Interval of checks for a new primary. An old one that is still alive accepts writes, which are lost, until the
@@ -19,21 +22,15 @@ ANSWER_TIMEOUT_S = 0.5
 CHECK_EVERY_S = 1.0
 
 
-class Connected(Protocol):
-    """A connection that can be closed, and opens again on demand."""
-
-    def close(self) -> None: ...
-
-
 class SentinelPool(SentinelConnectionPool):
     """Connections to the primary, closed when another server becomes the primary."""
 
     def __init__(self, name: str, sentinel: Sentinel, **options: Any) -> None:
         super().__init__(name, sentinel, **options)
-        self._links: WeakKeyDictionary[Connected, tuple[str, int]] = WeakKeyDictionary()
+        self._links: WeakKeyDictionary[RedisLink, tuple[str, int]] = WeakKeyDictionary()
         self._watch: asyncio.Task[None] | None = None
 
-    async def find_primary(self, link: Connected) -> tuple[str, int]:
+    async def find_primary(self, link: "RedisLink") -> tuple[str, int]:
         """Host and port for a connection outside the pool. Raises: RedisError."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_primary())

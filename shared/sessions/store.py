@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -156,7 +156,7 @@ class SessionStore(RedisStore):
         pairs = ((self._keys.session(each), self._keys.session_open(each)) for each in session_ids)
         keys = tuple(key for pair in pairs for key in pair)
         found = await self._run(LIST_SESSIONS, keys, max_open=max_open)
-        return [_to_state(*fields) if fields[0] else None for fields in found]
+        return [_to_state(fields) if fields[0] else None for fields in found]
 
     @redis_errors_as(QueueUnavailable)
     async def page(
@@ -247,14 +247,11 @@ def _limits(session: Session) -> str:
     return f"{session.id} {session.min_instances} {session.max_instances}"
 
 
-def _to_state(
-    record: bytes, state: bytes, succeed: bytes, failed: bytes, cancelled: bytes, num_open: int,
-    tasks: list[bytes],
-) -> SessionState:  # fmt: skip
-    ended = {"succeed": int(succeed), "failed": int(failed), "cancelled": int(cancelled)}
+def _to_state(fields: Sequence[Any]) -> SessionState:
+    record, state, *counts, num_open, tasks = fields
     return SessionState(
-        _sessions.decode(record), "open" if state == b"open" else "closed", ended, num_open,
-        [_tasks.decode(task) for task in tasks],
+        _sessions.decode(record), "open" if state == b"open" else "closed",
+        dict(zip(ENDED, map(int, counts), strict=True)), num_open, [_tasks.decode(task) for task in tasks],
     )  # fmt: skip
 
 

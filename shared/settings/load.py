@@ -25,7 +25,10 @@ def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) ->
     path = os.environ.get(CONFIG_VARIABLE)
     if path and not Path(path).is_file():
         raise SettingsError(f"{CONFIG_VARIABLE}: there is no file {path!r}")
-    unknown = _unknown_variables()
+    fields = (PREFIX + name.upper() for name in Settings.model_fields)
+    known = {CONFIG_VARIABLE, KEY_VARIABLE, URL_VARIABLE, *fields}
+    given = (name for name in os.environ if name.upper().startswith(PREFIX))
+    unknown = sorted(name for name in given if name.upper().split("__")[0] not in known)
     if unknown:
         lines = [f"{name}: {_unknown(name)}" for name in unknown]
         raise SettingsError("\n  ".join(["unknown settings in the environment", *lines]))
@@ -40,20 +43,6 @@ def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) ->
     if settings.redis_url and not settings.redis.url:
         return settings.changed(redis={"url": settings.redis_url})
     return settings
-
-
-def _unknown_variables() -> list[str]:
-    known = {
-        CONFIG_VARIABLE,
-        KEY_VARIABLE,
-        URL_VARIABLE,
-        *(PREFIX + name.upper() for name in Settings.model_fields),
-    }
-    return sorted(
-        name
-        for name in os.environ
-        if name.upper().startswith(PREFIX) and name.upper().split("__")[0] not in known
-    )
 
 
 def _describe(error: ValidationError, typed: Mapping[str, str]) -> str:
@@ -98,25 +87,20 @@ def _constants(group: type[BaseModel], prefix: str) -> set[str]:
     return names
 
 
-def to_environment(settings: BaseModel, prefix: str = PREFIX) -> dict[str, str]:
+def to_environment(settings: BaseModel | Mapping[str, Any], prefix: str = PREFIX) -> dict[str, str]:
     """The variables from which a child process loads the same settings, without defaults."""
+    defaults: dict[str, Any] = {}
+    values = settings
+    if isinstance(settings, BaseModel):
+        defaults = {name: field.default for name, field in type(settings).model_fields.items()}
+        values = {name: getattr(settings, name) for name in (*defaults, *(settings.model_extra or ()))}
     variables: dict[str, str] = {}
-    for name, field in type(settings).model_fields.items():
-        value = getattr(settings, name)
-        if isinstance(value, BaseModel):
-            variables |= to_environment(value, f"{prefix}{name.upper()}__")
-        elif value != field.default:
-            variables[prefix + name.upper()] = _to_text(value)
-    return variables | _to_variables(settings.model_extra or {}, prefix)
-
-
-def _to_variables(values: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    variables: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            variables |= _to_variables(value, f"{prefix}{name.upper()}__")
-        elif value is not None:
-            variables[prefix + name.upper()] = _to_text(value)
+    for name, value in dict(values).items():
+        variable = prefix + name.upper()
+        if isinstance(value, BaseModel) or (isinstance(value, Mapping) and name not in defaults):
+            variables |= to_environment(value, f"{variable}__")
+        elif value != defaults.get(name):
+            variables[variable] = _to_text(value)
     return variables
 
 

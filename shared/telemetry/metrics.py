@@ -273,26 +273,25 @@ class GatewayMetrics:
         self.registry = self._set.registry
         self.deployments = DeploymentMetrics(self._set)
         self._finished: dict[str, _ModelMetrics] = {}
-        self._outcomes: dict[tuple[str, str], Counter] = {}
-        self._http: dict[tuple[str, str, str], Counter] = {}
+        self._counters: dict[tuple[str, ...], Counter] = {}  # by name and labels
         self._keys: set[str] = set()  # names of keys that are labels
 
     def record_outcome(self, model: str, outcome: str) -> None:
         """Count the end of a request. `outcome`: ok, followed, cancelled, rejected or an error code."""
-        counter = self._outcomes.get((model, outcome))
-        if counter is None:
-            counter = self._set.counters["vlm_requests_total"].labels(model, outcome)
-            self._outcomes[model, outcome] = counter
-        counter.inc()
+        self._counter("vlm_requests_total", model, outcome).inc()
 
     def record_http(self, method: str, route: str, status: int | None) -> None:
         """Count an HTTP request. `status`: None if the client left before the response."""
         labels = (method if method in _METHODS else "other", route, str(status or CLIENT_GONE))
-        counter = self._http.get(labels)
+        self._counter("vlm_http_requests_total", *labels).inc()
+
+    def _counter(self, *key: str) -> Counter:
+        """The counter of a name and labels, looked up once: `labels()` is slow."""
+        counter = self._counters.get(key)
         if counter is None:
-            counter = self._set.counters["vlm_http_requests_total"].labels(*labels)
-            self._http[labels] = counter
-        counter.inc()
+            name, *labels = key
+            counter = self._counters[key] = self._set.counters[name].labels(*labels)
+        return counter
 
     def record_finished(self, record: RequestRecord) -> None:
         """Observe the latencies and tokens of a complete answer."""
@@ -301,9 +300,8 @@ class GatewayMetrics:
             if len(self._keys) < _MAX_KEYS:
                 self._keys.add(record.key)
             name = record.key if record.key in self._keys else "other"
-            counter = self._set.counters["vlm_key_tokens_total"]
-            counter.labels(name, "input").inc(record.num_prompt_tokens)
-            counter.labels(name, "output").inc(record.num_output_tokens)
+            self._counter("vlm_key_tokens_total", name, "input").inc(record.num_prompt_tokens)
+            self._counter("vlm_key_tokens_total", name, "output").inc(record.num_output_tokens)
 
     def record_tokens(self, model: str, gap_s: float, num_tokens: int) -> None:
         """Observe the gap before an event, divided among its `num_tokens` tokens."""
@@ -311,7 +309,7 @@ class GatewayMetrics:
 
     def count(self, name: str, label: str, *labels: str) -> None:
         """Add 1 to the counter `vlm_NAME_total` with these labels."""
-        self._set.counters[f"vlm_{name}_total"].labels(label, *labels).inc()
+        self._counter(f"vlm_{name}_total", label, *labels).inc()
 
     def record_dropped_events(self, count: int) -> None:
         self._set.counters["vlm_dropped_events_total"].inc(count)
@@ -454,9 +452,6 @@ class _ModelMetrics:
             self.per_token.observe(per_token_s)
         self.prompt.inc(record.num_prompt_tokens)
         self.generation.inc(record.num_output_tokens)
-        if record.num_image_tokens:
-            self.image.inc(record.num_image_tokens)
-        if record.num_audio_tokens:
-            self.audio.inc(record.num_audio_tokens)
-        if record.num_cached_tokens:
-            self.cached.inc(record.num_cached_tokens)
+        self.image.inc(record.num_image_tokens)
+        self.audio.inc(record.num_audio_tokens)
+        self.cached.inc(record.num_cached_tokens)

@@ -17,19 +17,9 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    Span,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
-)
-from opentelemetry.trace import (
-    Tracer as OtelTracer,
-)
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Tracer as OtelTracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.telemetry.tracing import NS, Attributes, Stage
 
@@ -50,6 +40,7 @@ _METRICS = {
 
 Kind = Literal["server", "consumer"]
 _KINDS = {"server": SpanKind.SERVER, "consumer": SpanKind.CONSUMER}
+_PARENTS = TraceContextTextMapPropagator()
 
 
 class Tracer:
@@ -85,7 +76,8 @@ class Tracer:
         self, name: str, kind: Kind, trace_parent: str | None, begin_ns: int
     ) -> "RequestSpan":
         """Begin the span of a request, as a child of the caller's if there is one."""
-        context = Context() if trace_parent is None else _remote_context(trace_parent)
+        carrier = {} if trace_parent is None else {"traceparent": trace_parent}
+        context = _PARENTS.extract(carrier, Context())
         span = self._tracer.start_span(name, context, _KINDS[kind], start_time=begin_ns)
         return RequestSpan(self._tracer, span, begin_ns)
 
@@ -145,11 +137,3 @@ class RequestSpan:
             self._span.set_attribute("error.type", error)
             self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end(self._begin_ns + round(duration_s * NS))
-
-
-def _remote_context(trace_parent: str) -> Context:
-    _, trace_id, span_id, flags = trace_parent.split("-")
-    remote = SpanContext(
-        int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16))
-    )
-    return set_span_in_context(NonRecordingSpan(remote), Context())

@@ -155,11 +155,9 @@ def test_interactive_calls_go_before_batch_work(engine: Engine):
     assert [output.request_id for output in engine.step()] == ["now"]
 
 
-def test_steps_and_tokens_are_counted(engine: Engine):
+def test_steps_are_counted(engine: Engine):
     add(engine, "r", *TEXTS)
-    output = finish(engine)["r"]
+    finish(engine)
     stats = engine.stats()
-    assert output.usage is not None
-    assert stats.num_prompt_tokens == output.usage.num_prompt_tokens
     assert 1 <= stats.num_steps <= len(TEXTS)
     assert "weights" in stats.memory_bytes

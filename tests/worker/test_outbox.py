@@ -23,7 +23,6 @@ from shared.protocol import (
     Usage,
     decode_log,
     encode,
-    encode_call,
 )
 from shared.queue.api import Claim
 from tests.factories_queue import make_request
@@ -37,7 +36,7 @@ def make_active(
     request = request or make_request()
     log = (encode(Tokens(request.id, 1, 0, output_token_ids)),) if output_token_ids else ()
     claim = Claim(
-        request.id, request.reply_to, encode_call(request), log, b"1-0", attempt=2, failures=0,
+        request.id, request.reply_to, encode(request), log, b"1-0", attempt=2, failures=0,
         is_last_chance=False, waited_s=waited_s, remaining_s=60.0,
     )  # fmt: skip
     return ActiveRequest.of(claim, now=100.0)

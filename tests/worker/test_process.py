@@ -87,7 +87,7 @@ async def test_a_worker_whose_step_is_stuck_is_not_healthy():
     step_started_at: float | None = None
     watchdog = Watchdog(60.0, lambda: step_started_at)
     server = HealthServer(lambda: not watchdog.is_stuck, lambda: True, lambda: None)
-    await server.start("127.0.0.1", 0)
+    await server.start("127.0.0.1", 0, "PORT")
     statuses = []
     async with httpx.AsyncClient(trust_env=False) as client:
         for age_s in (None, 0.0, 30.0, 60.0):

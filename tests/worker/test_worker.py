@@ -22,7 +22,7 @@ from shared.protocol import (
     Started,
     TextPart,
     Tokens,
-    encode_call,
+    encode,
 )
 from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
 from shared.queue.claims import RedisWorkerQueue
@@ -424,7 +424,7 @@ async def test_a_worker_is_seen_by_gateways(ends):
             "the worker cannot read the request",
         ),
         (
-            encode_call(make_request()).replace(
+            encode(make_request()).replace(
                 b'"task":{', b'"task":{"extra":' + b"[" * 5000 + b"]" * 5000 + b",", 1
             ),
             ErrorCode.INVALID_REQUEST,

@@ -13,7 +13,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
@@ -93,8 +92,8 @@ class NodeAgent:
             check_isolation(settings.node.isolation)
         except EngineStartError as error:
             raise SettingsError(str(error)) from None
-        self._secrets = Secrets(settings.node)
-        self._settings = settings
+        self.secrets = Secrets(settings.node)
+        self.settings = settings
         self._tick_s = tick_s
         self.id = deploy.node_id or f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
         self._cache = open_cache(deploy)
@@ -177,9 +176,9 @@ class NodeAgent:
 
     def _engine_at_rest(self, apps: Mapping[str, App]) -> str | None:
         """The engine of a deployment that has run here, has zero instances, and starts slowly."""
-        self._engines |= {each.digest: each.engine for each in self._instances.values()}
+        self._engines |= {each.slot.digest: each.engine for each in self._instances.values()}
         for app in apps.values():
-            if app.active is None or app.desired or not self._settings.deploy.standby:
+            if app.active is None or app.desired or not self.settings.deploy.standby:
                 continue
             kind = engine_kinds().get(self._engines.get(app.active.digest, ""))
             if kind is not None and kind.preload is not None:
@@ -246,7 +245,7 @@ class NodeAgent:
         return NodeRecord(
             self.id, self._room.cpu, self._room.memory_bytes, self._room.gpu,
             self._stopping.is_set(), tuple(each.report for each in self._instances.values()),
-            self._secrets.names,
+            self.secrets.names,
         )  # fmt: skip
 
     def _is_on_duty(self, name: str, nodes: Mapping[str, NodeRecord], now: float) -> bool:
@@ -390,7 +389,7 @@ class NodeAgent:
                 self._start(app.name, slot, revision, now)
 
     def _free(self) -> Resources:
-        taken = [each.needs for each in self._instances.values() if not each.is_over]
+        taken = [each.revision.needs for each in self._instances.values() if not each.is_over]
         return Resources(
             self._room.cpu - sum(each.cpu for each in taken),
             self._room.memory_bytes - sum(each.memory_bytes for each in taken),
@@ -402,17 +401,11 @@ class NodeAgent:
         gpus = [gpu for gpu in self._gpus if gpu not in used][: revision.spec.resources.gpu]
         logger.info("%s: takes slot %d of %s", name, slot.id, slot.digest)
         self._instances[name, slot.id] = Instance(
-            app=name, slot=slot.id, since=now, digest=slot.digest, package=revision.package or slot.digest,
-            spec=revision.spec, needs=revision.needs, gpus=gpus, settings=self._settings, install=self._install,
-            make_packages=partial(
-                make_packages, cache=self._cache, hidden=frozenset(self._settings.node.secrets)
-            ),
-            variables=partial(self._secrets.read, revision.environment),
-            find_card=self._find_card, health_socket=f"{self._sockets.name}/{token_hex(6)}", find_tenants=self._find_tenants,
-            log=partial(self._log, name, slot.id), warm=self._standby.take(),
+            node=self, app=name, slot=slot, revision=revision, since=now, gpus=gpus,
+            health_socket=f"{self._sockets.name}/{token_hex(6)}", warm=self._standby.take(),
         )  # fmt: skip
 
-    def _log(self, app: str, slot: int, text: str) -> None:
+    def log(self, app: str, slot: int, text: str) -> None:
         """Buffer a line for Redis; the oldest are dropped while Redis is unavailable."""
         line = LogLine(time.time(), self.id, slot, text[:MAX_LOG_CHARS])  # noqa: TID251
         self._unsent.setdefault(app, deque(maxlen=MAX_LOG_LINES)).append(line)
@@ -424,18 +417,23 @@ class NodeAgent:
                 for _ in some:
                     lines.popleft()
 
-    def _install(self, digest: str, uses: Uses) -> tuple[Manifest, Path]:
-        signers = self._settings.deploy.signers
+    def install(self, digest: str, uses: Uses) -> tuple[Manifest, Path]:
+        signers = self.settings.deploy.signers
         return install(self._store, digest, self._cache, signers=signers, uses=uses)
 
-    async def _find_card(self, worker_id: str) -> ModelCard | None:
+    def make_packages(self, manifest: Manifest, folder: Path, uses: Uses) -> Path | None:
+        """Install the Python packages of an application; returns their folder, if it has any."""
+        hidden = frozenset(self.settings.node.secrets)
+        return make_packages(manifest, folder, uses, cache=self._cache, hidden=hidden)
+
+    async def find_card(self, worker_id: str) -> ModelCard | None:
         try:
             worker = await self._registry.worker(worker_id)
         except (RedisError, OSError):
             return None
         return worker.card if worker is not None and worker.state == "ready" else None
 
-    async def _find_tenants(self, model: str, worker_id: str) -> frozenset[str]:
+    async def find_tenants(self, model: str, worker_id: str) -> frozenset[str]:
         for _ in range(TENANT_TRIES):
             with contextlib.suppress(QueueUnavailable):
                 return await self._queue.crash_tenants(model, worker_id)
@@ -447,7 +445,6 @@ def run_agent(settings: Settings) -> int:
     """Run a node until a signal. Returns the exit code."""
     hide_process()
     try:
-        _check_worker_redis(settings)
         asyncio.run(_run_until_signal(settings))
     except SettingsError as error:
         logger.critical("%s", error)
@@ -455,26 +452,16 @@ def run_agent(settings: Settings) -> int:
     return 0
 
 
-def _check_worker_redis(settings: Settings) -> None:
-    """Raises: SettingsError if workers would get the node's password."""
+async def _run_until_signal(settings: Settings) -> None:
     if settings.redis.has_password and not settings.node.worker_redis_url:
         raise SettingsError(
             "VLM_NODE__WORKER_REDIS_URL: required because VLM_REDIS_URL holds a password, which the "
             "node's workers must not read; set it to the URL of the Redis user `worker`"
         )
-
-
-async def _run_until_signal(settings: Settings) -> None:
     agent = NodeAgent(settings)
     server = HealthServer(lambda: True, lambda: True, agent.metrics)
     host, port = settings.node.metrics_host, settings.node.metrics_port
-    try:
-        await server.start(host, port)
-    except OSError as error:
-        raise SettingsError(
-            f"VLM_NODE__METRICS_PORT: cannot listen on {host}:{port} ({error.strerror}); give another "
-            "port, or 0 for a free one"
-        ) from None
+    await server.start(host, port, "VLM_NODE__METRICS_PORT")
     logger.info("node %s: metrics on port %d", agent.id, server.port)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -84,11 +84,8 @@ class Cache:
     def filling(self) -> Iterator[None]:
         """Prevents removals within the block. Raises: OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = _lock(self.folder / _LOCK, fcntl.LOCK_SH)
-        try:
+        with _locked(self.folder / _LOCK, fcntl.LOCK_SH):
             yield
-        finally:
-            os.close(file)
 
     def make_room(self, num_bytes: int, wanted: Collection[str] = ()) -> None:
         """Remove unused packages until `num_bytes` more fit, or none is left.
@@ -96,25 +93,17 @@ class Cache:
         Keeps the blobs of the digests in `wanted`. Does nothing while another download fills the cache: that one,
         or the next, makes room. Raises: OSError.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            file = _lock(self.folder / _LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        try:
-            self._make_room(num_bytes, {each.removeprefix("sha256:") for each in wanted})
-        finally:
-            os.close(file)
-
-    def _make_room(self, num_bytes: int, wanted: Collection[str]) -> None:
-        if self._has_room(num_bytes):
-            return
-        self._remove_leftovers(wanted)
-        for folder in sorted(self._folders(), key=_used_at):
+        names = {each.removeprefix("sha256:") for each in wanted}
+        lock = _locked(self.folder / _LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(BlockingIOError), lock:
             if self._has_room(num_bytes):
                 return
-            if _remove(folder):
-                self._remove_leftovers(wanted)
+            self._remove_leftovers(names)
+            for folder in sorted(self._folders(), key=_used_at):
+                if self._has_room(num_bytes):
+                    return
+                if _remove(folder):
+                    self._remove_leftovers(names)
 
     def _has_room(self, num_bytes: int) -> bool:
         if num_bytes + RESERVE_BYTES > shutil.disk_usage(self.folder).free:
@@ -151,19 +140,14 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 def _remove(folder: Path) -> bool:
     path = _lock_of(folder)
-    try:
-        file = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    try:
+    with suppress(BlockingIOError), _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
         # Renamed first, so that a partly removed folder is never used.
         aside = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
         folder.rename(aside)
         shutil.rmtree(aside)
         path.unlink()
-    finally:
-        os.close(file)
-    return True
+        return True
+    return False
 
 
 def _used_at(folder: Path) -> float:
@@ -175,6 +159,16 @@ def _used_at(folder: Path) -> float:
 
 def _lock_of(folder: Path) -> Path:
     return folder.with_name(folder.name + _LOCK)
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    """Hold the lock of a folder. Raises: BlockingIOError, OSError."""
+    file = _lock(path, how)
+    try:
+        yield
+    finally:
+        os.close(file)
 
 
 def _lock(path: Path, how: int) -> int:

@@ -48,14 +48,7 @@ def child_environment(
 
 def settings_environment(settings: Settings, groups: frozenset[str]) -> dict[str, str]:
     """The variables of these groups of the settings."""
-    own = settings.model_copy(
-        update={
-            name: field.default
-            for name, field in type(settings).model_fields.items()
-            if name not in groups
-        }
-    )
-    return to_environment(own)
+    return to_environment({name: getattr(settings, name) for name in groups})
 
 
 def plain_environment(

@@ -7,19 +7,17 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engines.application.child import Variables
 from engines.base import EngineStartError
-from shared.packages.deployments import Resources, Spec, version_name
+from shared.packages.deployments import version_name
 from shared.packages.environment import BadEnvironment
 from shared.packages.manifest import Manifest
-from shared.packages.rollout import ReportState, SlotReport
+from shared.packages.rollout import ReportState, Revision, Slot, SlotReport
 from shared.protocol import ModelCard
-from shared.settings.tree import Settings
 from worker.node.cache import Uses
 from worker.node.install import InstallError
 from worker.node.package import VARIABLES_FD, PackagedWorker
@@ -28,20 +26,15 @@ from worker.node.secrets import SecretMissing, hand_over
 from worker.node.standby import WarmProcess
 from worker.node.supervisor import describe_end, start_process
 
+if TYPE_CHECKING:
+    from worker.node.agent import NodeAgent
+
 GRACE_S = 5.0
 POLL_S = 0.2
 MEMORY_POLL_S = 0.5
 _LAST_LINES = 5
 
 logger = logging.getLogger(__name__)
-
-Install = Callable[[str, Uses], tuple[Manifest, Path]]
-#: Installs the Python packages of an application; returns their folder, if it has any.
-MakePackages = Callable[[Manifest, Path, Uses], Path | None]
-#: Finds the model card of a ready worker by its id.
-FindCard = Callable[[str], Awaitable[ModelCard | None]]
-#: Finds the tenants whose requests a worker was running when it ended, by its model and id.
-FindTenants = Callable[[str, str], Awaitable[frozenset[str]]]
 
 
 def is_of_node(app: str, worker_id: str) -> bool:
@@ -52,28 +45,20 @@ def is_of_node(app: str, worker_id: str) -> bool:
 class Instance:
     """A worker process of one package. Failures are in `report`, never raised."""
 
+    node: "NodeAgent"
     app: str
-    slot: int
+    slot: Slot
+    revision: Revision
     since: float
-    digest: str
-    package: str
-    spec: Spec
-    needs: Resources
     gpus: list[str]
-    settings: Settings
-    install: Install
-    make_packages: MakePackages
-    variables: Callable[[], Variables]
-    find_card: FindCard
-    find_tenants: FindTenants
     health_socket: str  #: where the worker serves health and metrics
-    log: Callable[[str], None]
     warm: WarmProcess | None = None
 
     def __post_init__(self) -> None:
         self.engine = ""  #: its kind, once known
         self._runs_code = False
-        self.worker_id = f"{self.app}-{self.slot}-{os.getpid()}"
+        self._package = self.revision.package or self.slot.digest
+        self.worker_id = f"{self.app}-{self.slot.id}-{os.getpid()}"
         self._state: ReportState = "starting"
         self._phase = "fetch"
         self._message = ""
@@ -84,7 +69,7 @@ class Instance:
         self._process: asyncio.subprocess.Process | None = None
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._draining = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name=f"instance {self.app} {self.slot}")
+        self._task = asyncio.create_task(self._run(), name=f"instance {self.app} {self.slot.id}")
 
     @property
     def is_over(self) -> bool:
@@ -94,7 +79,7 @@ class Instance:
     @property
     def report(self) -> SlotReport:
         return SlotReport(
-            self.app, self.slot, self.digest, self._state, self._phase, self._message,
+            self.app, self.slot.id, self.slot.digest, self._state, self._phase, self._message,
             self._is_final, self._card, self.since, self._tenants,
         )  # fmt: skip
 
@@ -115,7 +100,7 @@ class Instance:
         try:
             await self._live()
         except Exception as error:
-            logger.exception("instance %s of %s failed", self.slot, self.app)
+            logger.exception("instance %s of %s failed", self.slot.id, self.app)
             self._fail(f"{type(error).__name__}: {error}")
         finally:
             if self._process is not None and self._process.returncode is None:
@@ -127,16 +112,20 @@ class Instance:
         if self._state != "failed":
             self._state = "gone"
 
+    def _log(self, text: str) -> None:
+        self.node.log(self.app, self.slot.id, text)
+
     def _fail(self, message: str, *, is_final: bool = False) -> None:
         self._state, self._message, self._is_final = "failed", message[:500], is_final
-        logger.warning("%s, slot %s: %s: %s", self.app, self.slot, self._phase, self._message)
-        self.log(f"{self._phase}: {self._message}")
+        logger.warning("%s, slot %s: %s: %s", self.app, self.slot.id, self._phase, self._message)
+        self._log(f"{self._phase}: {self._message}")
 
     async def _live(self) -> None:
+        node, uses = self.node, self._uses
         try:
-            manifest, folder = await asyncio.to_thread(self.install, self.package, self._uses)
+            manifest, folder = await asyncio.to_thread(node.install, self._package, uses)
             self._phase = "install"
-            packages = await asyncio.to_thread(self.make_packages, manifest, folder, self._uses)
+            packages = await asyncio.to_thread(node.make_packages, manifest, folder, uses)
             self._phase = "start"
             environment = self._environment(manifest, folder, packages)
             if self._draining.is_set():
@@ -170,8 +159,11 @@ class Instance:
         if warm is not None:
             await warm.stop()
         # Not in the worker's environment, which other processes of this user can read.
-        variables = await asyncio.to_thread(self.variables) if self._runs_code else None
-        handed = [hand_over(variables)] if variables and variables.all else []
+        handed: list[int] = []
+        if self._runs_code:
+            read = self.node.secrets.read
+            variables = await asyncio.to_thread(read, self.revision.environment)
+            handed = [hand_over(variables)] if variables.all else []
         if handed:
             environment[VARIABLES_FD] = str(handed[0])
         try:
@@ -186,21 +178,21 @@ class Instance:
         self, ending: "asyncio.Task[int]", draining: "asyncio.Task[bool]"
     ) -> None:
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self.spec.start_s
+        give_up_at = loop.time() + self.revision.spec.start_s
         while not (ending.done() or draining.done()):
-            card = await self.find_card(self.worker_id)
+            card = await self.node.find_card(self.worker_id)
             if card is not None:
                 self._card, self._state, self._phase = card, "ready", "serve"
                 await asyncio.wait({ending, draining}, return_when=asyncio.FIRST_COMPLETED)
                 return
             if loop.time() > give_up_at:
-                self._fail(f"not ready within {self.spec.start_s:g} s")
+                self._fail(f"not ready within {self.revision.spec.start_s:g} s")
                 return
             await asyncio.wait({ending, draining}, timeout=POLL_S)
 
     async def _watch_memory(self, process: asyncio.subprocess.Process) -> None:
         """Kill a model's worker beyond its memory limit; engines that run code enforce theirs."""
-        limit = self.spec.resources.memory_bytes
+        limit = self.revision.spec.resources.memory_bytes
         while limit and not self._runs_code:
             used = await asyncio.to_thread(used_bytes, process.pid)
             if used > limit and process.returncode is None:
@@ -215,17 +207,17 @@ class Instance:
     async def _note_tenants(self) -> None:
         """Find the tenants whose requests a ready instance was running at its end."""
         if self._state == "ready":
-            model = version_name(self.app, self.digest)
-            tenants = await self.find_tenants(model, self.worker_id)
+            model = version_name(self.app, self.slot.digest)
+            tenants = await self.node.find_tenants(model, self.worker_id)
             self._tenants = () if "" in tenants else tuple(sorted(tenants))
 
     async def _stop(self, ending: "asyncio.Task[int]") -> None:
         assert self._process is not None
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
-        await asyncio.wait({ending}, timeout=self.settings.worker.drain_s + GRACE_S)
+        await asyncio.wait({ending}, timeout=self.node.settings.worker.drain_s + GRACE_S)
         if not ending.done():
-            logger.warning("%s, slot %s did not stop in time; killed", self.app, self.slot)
+            logger.warning("%s, slot %s did not stop in time; killed", self.app, self.slot.id)
             self._process.kill()
             await ending
 
@@ -241,7 +233,7 @@ class Instance:
                 return
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text[-300:])
-            self.log(text)
+            self._log(text)
             print(f"{self.app}: {text}", file=sys.stderr, flush=True)
 
     def _environment(
@@ -249,17 +241,18 @@ class Instance:
     ) -> dict[str, str]:
         """The environment of the worker. Raises: EngineStartError."""
         worker = PackagedWorker(
-            name=self.app, package=self.package, version=self.digest,
+            name=self.app, package=self._package, version=self.slot.digest,
             manifest=manifest, folder=folder, packages=packages,
-            resources=self.spec.resources, start_s=self.spec.start_s,
+            resources=self.revision.spec.resources, start_s=self.revision.spec.start_s,
         )  # fmt: skip
         self.engine, self._runs_code = worker.engine, worker.runs_code
-        url = self.settings.node.worker_redis_url or self.settings.redis.url
-        settings = self.settings.changed(redis={"url": url})
+        settings = self.node.settings
+        url = settings.node.worker_redis_url or settings.redis.url
+        settings = settings.changed(redis={"url": url})
         own = {"id": self.worker_id, "health_host": self.health_socket}
         environment = worker.environment(settings, **own)
         if self.gpus:
             environment[VARIABLE] = ",".join(self.gpus)
-        elif self.spec.resources.gpu == 0:
+        elif self.revision.spec.resources.gpu == 0:
             environment[VARIABLE] = ""
         return environment

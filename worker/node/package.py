@@ -66,9 +66,19 @@ class PackagedWorker:
 
     def environment(self, settings: Settings, **worker: Any) -> dict[str, str]:
         """The environment of the worker. `worker`: settings of its group. Raises: EngineStartError."""
-        values = dict(self.manifest.config.engine)
-        if self.manifest.config.kind != "model":
-            values = self._application(settings.node.isolation)
+        config = self.manifest.config
+        values = dict(config.engine)
+        if config.kind != "model":
+            values = {
+                "kind": APPLICATION_KIND,
+                "entry": config.entry,
+                "command": json.dumps(config.command),
+                "network": str(config.network),
+                "packages": str(self.packages or ""),
+                "start_s": str(self.start_s),
+                "uses_gpu": str(self.resources.gpu > 0),
+                "isolation": settings.node.isolation,
+            }
         short = version_name("", self.version)
         values |= {"model": str(self.folder), "served_name": self.name + short}
         taken = self._kind.load_settings().model_fields
@@ -83,19 +93,6 @@ class PackagedWorker:
         settings = settings.changed(worker={"package": package, "lora": (), **worker})
         hidden = HUB_SECRETS if self.runs_code else frozenset()
         return child_environment(settings, WORKER_GROUPS, hidden)
-
-    def _application(self, isolation: str) -> dict[str, str]:
-        config = self.manifest.config
-        return {
-            "kind": APPLICATION_KIND,
-            "entry": config.entry,
-            "command": json.dumps(config.command),
-            "network": str(config.network),
-            "packages": str(self.packages or ""),
-            "start_s": str(self.start_s),
-            "uses_gpu": str(self.resources.gpu > 0),
-            "isolation": isolation,
-        }
 
 
 def run_package(settings: Settings) -> int:

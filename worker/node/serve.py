@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from errno import EACCES, EADDRNOTAVAIL, EAFNOSUPPORT
 from functools import partial
@@ -88,8 +88,11 @@ def run_node(
         with ExitStack() as stack:
             redis = None
             if search and not settings.search.url:
+                # A folder of its own, since paths of sockets must be short.
                 folder = stack.enter_context(TemporaryDirectory(prefix="vlm-search-"))
-                settings = _with_search(settings, folder, data_dir)
+                files = settings.search.data_dir or str(_data_dir(settings, data_dir) / "search")
+                place = {"url": f"unix://{folder}/socket", "data_dir": files}
+                settings = settings.changed(search=place)
             if not settings.gateway.files:
                 files = f"file://{(_data_dir(settings, data_dir) / 'files').absolute()}"
                 settings = settings.changed(gateway={"files": files})
@@ -101,18 +104,18 @@ def run_node(
             if settings.deploy.store or redis is not None:
                 settings = _with_deployments(settings, data_dir)
                 stack.enter_context(_key_by_port(settings, data_dir))
-            asyncio.run(_run(settings, num_workers, redis, search, also, ray))
+            node = create_node(settings, num_workers, search=search, also=also, ray=ray)
+
+            def show(models: Sequence[dict[str, Any]]) -> None:
+                main, others = tell_apart(models, also)
+                show_screen(settings, main, num_workers, others)
+
+            asyncio.run(_run(settings, node, redis, show))
     except (NodeError, EmbeddedRedisError) as error:
         if str(error):
             console.print(str(error), style="red", markup=False, soft_wrap=True)
         return error.exit_code if isinstance(error, NodeError) else os.EX_CONFIG
     return 0
-
-
-def _with_search(settings: Settings, folder: str, data_dir: Path | None) -> Settings:
-    """The socket is in a folder of its own, since paths of sockets must be short."""
-    files = settings.search.data_dir or str(_data_dir(settings, data_dir) / "search")
-    return settings.changed(search={"url": f"unix://{folder}/socket", "data_dir": files})
 
 
 def _with_deployments(settings: Settings, data_dir: Path | None) -> Settings:
@@ -164,21 +167,16 @@ def _data_dir(settings: Settings, data_dir: Path | None) -> Path:
 
 
 async def _run(
-    settings: Settings,
-    num_workers: int,
-    redis: EmbeddedRedis | None,
-    search: bool,
-    also: Sequence[str],
-    ray: str,
+    settings: Settings, node: Node, redis: EmbeddedRedis | None, show: Callable[[Any], None]
 ) -> None:
-    node = create_node(settings, num_workers, search=search, also=also, ray=ray)
     agent = NodeAgent(settings) if settings.deploy.store else None
     await stop_on_signals(node, partial(_say_stopping, node), agent.kill if agent else lambda: None)
     # Beyond the end of the node: its drain needs Redis.
     watcher = asyncio.create_task(keep_running(redis)) if redis else None
     deployed = asyncio.create_task(agent.run(), name="deployments") if agent else None
     try:
-        await _serve(settings, num_workers, node, also)
+        await node.run(show)
+        console.print("stopped")
     finally:
         if agent is not None and deployed is not None:
             agent.stop()
@@ -211,17 +209,6 @@ async def keep_running(redis: EmbeddedRedis, poll_s: float = 0.1) -> None:
             redis.restart()  # in the main thread: the server ends with its thread
         except (EmbeddedRedisError, OSError) as error:
             logger.warning("redis does not start: %s", error)
-
-
-async def _serve(
-    settings: Settings, num_workers: int, node: Node, also: Sequence[str] = ()
-) -> None:
-    def show(models: Sequence[dict[str, Any]]) -> None:
-        main, others = tell_apart(models, also)
-        show_screen(settings, main, num_workers, others)
-
-    await node.run(show)
-    console.print("stopped")
 
 
 def create_node(

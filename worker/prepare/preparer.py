@@ -31,7 +31,8 @@ from engines.base import (
     Tokenization,
 )
 from engines.image_decoder import decode_image
-from shared.blobs.api import BlobReader, BlobsUnavailable
+from shared.blobs.api import BlobsUnavailable
+from shared.blobs.object_store import UrlBlobReader
 from shared.media import MEDIA
 from shared.protocol import (
     BlobRef,
@@ -84,33 +85,26 @@ class MediaCounts:
     refusals: Counter[str] = field(default_factory=Counter)  #: by "time", "file" or an option
 
 
+@dataclass(eq=False)
 class Preprocessor:
     """Prepares requests for one model."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        blobs: BlobReader,
-        limits: LimitSettings,
-        num_threads: int,
-        max_cache_bytes: int = MAX_PIXEL_CACHE_BYTES,
-        decode: Decode = decode_image,
-        videos: VideoPool | None = None,
-        hold_adapter: Callable[[str], Awaitable[None]] | None = None,
-    ) -> None:
-        """`hold_adapter`: loads an adapter by its digest, before its calls are prepared."""
-        self._engine = engine
-        self._hold_adapter = hold_adapter
-        self._capabilities = engine.capabilities()
-        self._blobs = blobs
-        self._limits = limits
-        self._image_threads = FairThreads(num_threads, "image")
+    _engine: Engine
+    _blobs: UrlBlobReader
+    _limits: LimitSettings
+    _num_threads: int
+    decode: Decode = decode_image
+    videos: VideoPool | None = None
+    #: loads an adapter by its digest, before its calls are prepared
+    hold_adapter: Callable[[str], Awaitable[None]] | None = None
+
+    def __post_init__(self) -> None:
+        self._capabilities = self._engine.capabilities()
+        self._image_threads = FairThreads(self._num_threads, "image")
         self._text_threads = FairThreads(NUM_TEXT_THREADS, "text")
-        self._prepared = PixelCache(max_cache_bytes)
-        self._decode = decode
-        self._videos = videos
-        if videos is not None:
-            self._video_threads = FairThreads(videos.num_processes, "video")
+        self._prepared = PixelCache(MAX_PIXEL_CACHE_BYTES)
+        if self.videos is not None:
+            self._video_threads = FairThreads(self.videos.num_processes, "video")
         self.media = MediaCounts()
 
     async def prepare(
@@ -138,8 +132,8 @@ class Preprocessor:
         )
         if note_media is not None and any(image.kind != "image" for image in task.images):
             note_media(time.perf_counter() - started)
-        if request.adapter and self._hold_adapter is not None:
-            await self._hold_adapter(request.adapter)
+        if request.adapter and self.hold_adapter is not None:
+            await self.hold_adapter(request.adapter)
         if isinstance(task, Tokenize):
             made = await self._text_threads.run(tenant, lambda: self._engine.tokenize(task, images))
             return replace(made, frames=tuple(each.frames for each in images if each.frames))
@@ -211,7 +205,7 @@ class Preprocessor:
                 f"an image has {len(data)} bytes: send at most {self._limits.max_image_bytes}"
             )
         check_size(image, self._limits)
-        prepare, decode = self._engine.prepare_image, self._decode
+        prepare, decode = self._engine.prepare_image, self.decode
         content = await self._image_threads.run(tenant, lambda: prepare(data, image, decode))
         return PreparedImage(key, content), getattr(content, "nbytes", len(data))
 
@@ -219,12 +213,22 @@ class Preprocessor:
         self, key: str, image: ImageRef, tenant: str
     ) -> tuple[PreparedImage, int]:
         """Decode a video or audio. A video's hash covers its file and its frames, not how they were chosen."""
-        decode = self._decode_audio if image.kind == "audio" else self._decode_video
-        file = await self._media_file(image, tenant)
+        file, videos, engine = await self._media_file(image, tenant), self.videos, self._engine
+        assert videos is not None
 
         def work() -> tuple[PreparedImage, int]:
-            with file:
-                return decode(file, image, tenant)
+            name, counts = key, None
+            if image.kind == "audio":
+                with file, self._counting(AUDIO_TOO_LONG), videos.open_audio(file, image) as media:
+                    content = engine.prepare_audio(media)
+            else:
+                with file, self._counting(TOO_LONG), videos.open(file, image) as media:
+                    content = engine.prepare_video(media)
+                frames = f"{image.sha256} {media.info} {media.indices} {media.size}"
+                name = salted_hash(hashlib.sha256(frames.encode()).hexdigest(), tenant)
+                counts = len(media.indices or ()), media.info.num_frames
+            self.media.length_s += media.info.length_s
+            return PreparedImage(name, content, counts), getattr(content, "nbytes", image.num_bytes)
 
         return await self._video_threads.run(tenant, work)
 
@@ -233,7 +237,7 @@ class Preprocessor:
         medium = MEDIA[image.kind]
         engine = self._capabilities
         is_taken = engine.max_audio_s > 0 if image.kind == "audio" else engine.takes_video
-        if self._videos is None or not is_taken:
+        if self.videos is None or not is_taken:
             raise InvalidImage(f"This model takes no {medium.plural}.")
         most = medium.max_bytes(self._limits)
         if image.num_bytes > most:
@@ -250,11 +254,11 @@ class Preprocessor:
         longest_s = min(MAX_SEGMENT_S, self._capabilities.max_audio_s)
 
         def find(file: IO[bytes]) -> tuple[float, ...]:
-            assert self._videos is not None
+            assert self.videos is not None
             with (
                 file,
                 self._counting(AUDIO_TOO_LONG),
-                self._videos.open_audio(file, image, longest_s) as audio,
+                self.videos.open_audio(file, image, longest_s) as audio,
             ):
                 return audio.info.segment_ends
 
@@ -263,28 +267,6 @@ class Preprocessor:
             return await self._video_threads.run(tenant, lambda: find(file))
         except RequestError as error:
             raise ImageRefused(0, error) from error
-
-    def _decode_video(
-        self, file: IO[bytes], image: ImageRef, tenant: str
-    ) -> tuple[PreparedImage, int]:
-        assert self._videos is not None
-        with self._counting(TOO_LONG), self._videos.open(file, image) as video:
-            content = self._engine.prepare_video(video)
-        self.media.length_s += video.info.length_s
-        frames = f"{image.sha256} {video.info} {video.indices} {video.size}"
-        key = salted_hash(hashlib.sha256(frames.encode()).hexdigest(), tenant)
-        counts = len(video.indices or ()), video.info.num_frames
-        return PreparedImage(key, content, counts), getattr(content, "nbytes", image.num_bytes)
-
-    def _decode_audio(
-        self, file: IO[bytes], image: ImageRef, tenant: str
-    ) -> tuple[PreparedImage, int]:
-        assert self._videos is not None
-        with self._counting(AUDIO_TOO_LONG), self._videos.open_audio(file, image) as audio:
-            content = self._engine.prepare_audio(audio)
-        self.media.length_s += audio.info.length_s
-        key = salted_hash(_identity(image), tenant)
-        return PreparedImage(key, content), getattr(content, "nbytes", image.num_bytes)
 
     @contextmanager
     def _counting(self, too_long: str) -> Iterator[None]:
@@ -326,7 +308,7 @@ class Preprocessor:
     def close(self) -> None:
         """End the threads; work that has not begun is dropped."""
         self._image_threads.close()
-        if self._videos is not None:
+        if self.videos is not None:
             self._video_threads.close()
         self._text_threads.close()
 

@@ -5,6 +5,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import UnsupportedOperation
 from tempfile import TemporaryFile
 from typing import IO
@@ -142,15 +143,15 @@ class VideoPool(ChildPool):
         return _receive(child, until, _MAX_JSON_BYTES), until
 
 
+@dataclass(eq=False)
 class DecodedAudio(OpenAudio):
     """Audio in a child process."""
 
-    def __init__(self, child: Child, info: AudioInfo, max_s: float, until: float) -> None:
-        self.info = info
-        self.is_read = False
-        self._max_s = max_s
-        self._child = child
-        self._until = until
+    _child: Child
+    info: AudioInfo
+    _max_s: float
+    _until: float
+    is_read: bool = False
 
     def samples(self, rate: int) -> bytes:
         """See `OpenAudio.samples`; called once. A rate of 0 decodes no samples."""
@@ -167,24 +168,18 @@ class DecodedAudio(OpenAudio):
         return bytes(samples)
 
 
+@dataclass(eq=False)
 class DecodedVideo(OpenVideo):
     """A video in a child process. `indices` and `size`: of the frames that were decoded."""
 
-    def __init__(
-        self,
-        child: Child,
-        info: VideoInfo,
-        options: VideoOptions,
-        max_frames: int,
-        limits: FrameLimits,
-        until: float,
-    ) -> None:
-        self.info, self.options, self.max_frames = info, options, max_frames
-        self.indices: tuple[int, ...] | None = None
-        self.size = (0, 0)
-        self._limits = limits
-        self._child = child
-        self._until = until
+    _child: Child
+    info: VideoInfo
+    options: VideoOptions
+    max_frames: int
+    _limits: FrameLimits
+    _until: float
+    indices: tuple[int, ...] | None = None
+    size: tuple[int, int] = (0, 0)
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
         """See `OpenVideo.frames`; called once."""

@@ -98,7 +98,6 @@ def test_a_continued_request_whose_prompt_is_cached_is_counted_and_timed(clock: 
     assert find_timings(answer) == [0, 0, 1, 1]
     assert answer.first_usage is not None
     assert answer.first_usage.num_cached_tokens == 8
-    assert engine.stats().num_prompt_tokens == 16
 
 
 def test_an_answer_ends_where_the_context_ends():
@@ -257,7 +256,6 @@ def test_stats_follow_the_work():
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_steps) == (1, 1, 1)
     assert stats.kv_usage_ratio == pytest.approx(5 / 256)
-    assert (stats.num_prompt_tokens, stats.num_output_tokens) == (20, 1)
 
 
 @st.composite

@@ -32,7 +32,6 @@ from shared.protocol import (
     decode_card,
     decode_events,
     encode,
-    encode_call,
     explain_versions,
 )
 from shared.queue.registry import WorkerRecord, decode_record
@@ -83,7 +82,7 @@ class Failed1(msgspec.Struct, tag_field="type", tag="failed"):
     message: str
 
 
-CALL_2 = encode_call(make_request())
+CALL_2 = encode(make_request())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_a_worker_refuses_a_call_of_another_version_and_says_which_end_to_update
 def test_a_worker_of_version_1_refuses_a_call_of_this_version():
     assert msgspec.json.decode(CALL_1, type=Request1).request_id == "r-0"
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(encode_call(make_request()), type=Request1)
+        msgspec.json.decode(encode(make_request()), type=Request1)
 
 
 def test_a_gateway_of_version_1_understands_how_this_version_refuses():
@@ -133,7 +132,7 @@ def test_a_gateway_of_version_1_reads_cards_of_this_version():
 
 def test_a_call_comes_back_as_it_was_and_begins_with_its_version():
     call = make_request(images=(make_image("ab"),), tenant="t", is_resumable=True)
-    data = encode_call(call)
+    data = encode(call)
     assert data.startswith(b'{"version":2,')
     assert decode_call(data) == call
 
@@ -141,7 +140,7 @@ def test_a_call_comes_back_as_it_was_and_begins_with_its_version():
 @pytest.mark.parametrize("change", [(b'"tenant"', b'"salt"'), (b'"generate"', b'"embed"')])
 def test_a_call_with_what_is_not_known_is_refused(change):
     with pytest.raises(msgspec.ValidationError):
-        decode_call(encode_call(make_request(tenant="t")).replace(*change))
+        decode_call(encode(make_request(tenant="t")).replace(*change))
 
 
 def test_tokens_with_ids_say_nothing_of_tokens_without():
@@ -203,11 +202,11 @@ def test_calls_for_numbers_keep_their_bytes():
     inputs = (TextPart("hi"), TokensPart((5, 6)), ImagePart(0))
     embed = Embed(inputs, (make_image("ab"),), "query", 64, False, "end", 256)
     call = Call("r-1", "g", "m", embed, wants_stream=False)
-    assert encode_call(call) == EMBED_2
+    assert encode(call) == EMBED_2
     assert decode_call(EMBED_2) == call
     rerank = Rerank(("q",), ("a", "b"), 9, is_raw=True)
     call = Call("r-0", "g", "m", rerank, priority=Priority.BATCH)
-    assert encode_call(call) == RERANK_2
+    assert encode(call) == RERANK_2
     assert decode_call(RERANK_2) == call
 
 

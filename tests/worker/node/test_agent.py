@@ -19,7 +19,7 @@ from shared.packages.deployments import (
     version_name,
 )
 from shared.packages.manifest import digest_of
-from shared.packages.rollout import App, SlotReport
+from shared.packages.rollout import App, Revision, Slot, SlotReport
 from shared.packages.store import FileStore
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
@@ -43,12 +43,12 @@ class FakeInstance:
     all: ClassVar[list["FakeInstance"]] = []
 
     def __init__(
-        self, *, app: str, slot: int, digest: str, needs: Resources, gpus: list[str], **_: Any
+        self, *, app: str, slot: Slot, revision: Revision, gpus: list[str], **_: Any
     ):
-        self.needs, self.gpus, self.digest = needs, gpus, digest
-        self.key = (app, slot)
+        self.slot, self.revision, self.gpus, self.digest = slot, revision, gpus, slot.digest
+        self.key = (app, slot.id)
         self.engine = "mock"
-        self.state: Any = "failed" if digest in self.failing else "ready"
+        self.state: Any = "failed" if slot.digest in self.failing else "ready"
         self.all.append(self)
 
     @property
