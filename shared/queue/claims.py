@@ -96,7 +96,7 @@ class RedisWorkerQueue:
         self._num_overtakes = 0
         self._last_reap_at = time.monotonic()
         self.publisher = Publisher(self._sender, self._keys, model, worker_id)
-        self._held: dict[bytes, int] = {}  # attempts of the entries that this worker knows to be its own
+        self._held: dict[bytes, int] = {}  # attempts of this worker's entries
         self._renew_after_ms = to_ms(min(RENEW_AFTER_S, lease_s / 4))
         self._num_renewals = randrange(CHECK_EVERY)  # not all workers check at once
         self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind

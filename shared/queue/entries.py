@@ -116,7 +116,7 @@ class QueueEntries:
         return [entry for entry in await self._sender.execute(*command, *entry_ids) if entry]
 
     async def own(self, num_held: int, idle_s: float = 0.0) -> dict[bytes, int]:
-        """Idle times (ms) of the entries that Redis counts as this worker's: `num_held` and some more. Raises: RedisError."""
+        """Idle times (ms) of this worker's entries as Redis counts them, `num_held` and more. Raises: RedisError."""
         most = num_held + MAX_UNKNOWN
         command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", most)
         try:
