@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from random import randrange
 from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication, QueueUnavailable
-from shared.queue.entries import Entry, QueueEntries
+from shared.queue.entries import MAX_UNKNOWN, Entry, QueueEntries
 from shared.queue.keys import (
     AFFINITY_TTL_S,
     CRASH_TTL_S,
@@ -40,6 +41,10 @@ NO_REPLIES: Replies = MappingProxyType({})
 
 #: After this idle time, an entry that is this worker's in Redis, but unknown to it, was in a reply that got lost.
 UNKNOWN_AFTER_S = 3.0
+#: A lease is renewed at this age, or at a quarter of it if that is sooner: late heartbeats must not cost it.
+RENEW_AFTER_S = 2.5
+#: Heartbeats between checks of all requests of a worker, in case Redis has lost writes.
+CHECK_EVERY = 30
 #: Interval between deletions of old consumers.
 REAP_EVERY_S = 600.0
 #: Interactive calls that overtake batch calls before the oldest batch call joins the queue.
@@ -91,7 +96,9 @@ class RedisWorkerQueue:
         self._num_overtakes = 0
         self._last_reap_at = time.monotonic()
         self.publisher = Publisher(self._sender, self._keys, model, worker_id)
-        self._held: set[bytes] = set()  # entries that this worker knows to be its own
+        self._held: dict[bytes, int] = {}  # attempts of this worker's entries
+        self._renew_after_ms = to_ms(min(RENEW_AFTER_S, lease_s / 4))
+        self._num_renewals = randrange(CHECK_EVERY)  # not all workers check at once
         self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
 
     @property
@@ -155,18 +162,20 @@ class RedisWorkerQueue:
             return []
         entries = await self.entries.seize(idle, self._lease_s)
         for entry_id, _ in entries:
-            self._held.discard(entry_id)  # a later owner lost it too
+            self._held.pop(entry_id, None)  # a later owner lost it too
         return await self._claim_entries(entries, "reclaimed", count)
 
     @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
         """See `WorkerQueue.reconcile`. Consumers without entries are deleted every `REAP_EVERY_S`."""
-        await self.entries.refresh()
+        _, unknown = await asyncio.gather(
+            self.entries.refresh(), self.entries.unknown(self._unknown_after_s, self._held)
+        )
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
             await self.entries.reap()
         entries: list[Entry] = []
-        for entry_id in await self.entries.unknown(self._unknown_after_s, self._held):
+        for entry_id in unknown:
             found = await self.entries.find(entry_id)
             if found is None:
                 await self.entries.remove([entry_id])
@@ -213,17 +222,18 @@ class RedisWorkerQueue:
         return [claim for claim in claims if claim is not None]
 
     async def _claim(self, entry_id: bytes, request_id: str, replies: Replies) -> Claim | None:
-        self._held.add(entry_id)
+        self._held[entry_id] = 0
         try:
             reply = replies.get(entry_id) or await self._call(entry_id, request_id)
             if reply[0] != b"unknown":
                 verdict, claim = read_claim(reply, entry_id, request_id, self._max_attempts)
                 if verdict == b"ok":
+                    self._held[entry_id] = claim.attempt
                     return claim
                 await retry_idempotent(lambda: self._publish([giving_up(claim, verdict)]))
         except RedisError as error:
             logger.warning("could not claim %s: %s", request_id, error)
-        self._held.discard(entry_id)
+        self._held.pop(entry_id, None)
         return None
 
     async def _call(self, entry_id: bytes, request_id: str) -> list[Any]:
@@ -247,26 +257,53 @@ class RedisWorkerQueue:
         for publication in publications:
             claim = publication.claim
             if publication.ending is not None or claim.id in refused:
-                self._held.discard(claim.entry_id)
+                self._let_go(claim)
         return refused
+
+    def _let_go(self, claim: Claim) -> None:
+        if self._holds(claim):  # else: this worker has claimed it again
+            del self._held[claim.entry_id]
+
+    def _holds(self, claim: Claim) -> bool:
+        return self._held.get(claim.entry_id) == claim.attempt
 
     # Leases
 
     @redis_errors_as(QueueUnavailable)
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
+        """See `WorkerQueue.renew`.
+
+        One command lists this worker's entries. Requests that were cancelled, have ended or were taken over are not
+        among them: only these are checked one by one, and now and then all. A lease is renewed once it is old enough.
+        """
         claims = list(claims)
+        own = await self.entries.own(len(claims))
+        self._num_renewals += 1
+        checks_all = self._num_renewals % CHECK_EVERY == 0
+        checked: list[Claim] = []
+        due: list[str] = []
+        for claim in claims:
+            if checks_all or claim.entry_id not in own or not self._holds(claim):
+                checked.append(claim)
+            elif own[claim.entry_id] >= self._renew_after_ms:
+                due.append(claim.entry_id.decode())
+        if not checked and not due:
+            return {}
         keys = [self._queue]
-        keys += [self._keys.request(self._model, claim.id) for claim in claims]
+        keys += [self._keys.request(self._model, claim.id) for claim in checked]
         arguments = named(
             group=GROUP,
             worker=self._worker_id,
             queue_ttl_ms=to_ms(QUEUE_TTL_S),
-            items=[
-                {"attempt": claim.attempt, "entry": claim.entry_id.decode()} for claim in claims
-            ],
+            due=due,
+            due_ms=self._renew_after_ms,
+            max_own=len(claims) + MAX_UNKNOWN,
+            items=_items(checked),
         )
-        refused = refusals(claims, await self._sender.run(RENEW, keys, arguments))
-        self._held.difference_update(c.entry_id for c in claims if c.id in refused)
+        refused = refusals(checked, await self._sender.run(RENEW, keys, arguments))
+        for claim in checked:
+            if claim.id in refused:
+                self._let_go(claim)
         return refused
 
     @redis_errors_as(QueueUnavailable)
@@ -281,7 +318,8 @@ class RedisWorkerQueue:
     async def _cancel(self, claims: Sequence[Claim]) -> None:
         keys = [self._queue, self._keys.backlog(self._model), self._keys.reservations(self._model)]
         keys += keys_of_calls(self._keys, self._model, [claim.id for claim in claims])
-        self._held.difference_update([claim.entry_id for claim in claims])
+        for claim in claims:
+            self._let_go(claim)
         arguments = named(**cancel_arguments(self._keys, self._model))
         await self._sender.run(CANCEL, keys, arguments)
 
@@ -291,8 +329,7 @@ class RedisWorkerQueue:
         if not claims:
             return 0
         requests = [self._keys.request(self._model, claim.id) for claim in claims]
-        items = [{"attempt": claim.attempt, "entry": claim.entry_id.decode()} for claim in claims]
-        return await retry_idempotent(lambda: self._release(requests, items, is_crash))
+        return await retry_idempotent(lambda: self._release(requests, _items(claims), is_crash))
 
     async def _release(
         self, requests: list[str], items: list[dict[str, Any]], is_crash: bool
@@ -315,7 +352,8 @@ class RedisWorkerQueue:
         by now, since it runs a worker's commands in order.
         """
         await self.entries.end_reservations()
-        self._held.intersection_update([claim.entry_id for claim in keep])
+        kept = {claim.entry_id for claim in keep}
+        self._held = {entry: attempt for entry, attempt in self._held.items() if entry in kept}
         for entry_id in await self.entries.unknown(0.0, self._held):
             entry = await self.entries.find(entry_id)
             if entry is not None and entry[1][0] == b"id":
@@ -341,6 +379,10 @@ class RedisWorkerQueue:
     async def close(self) -> None:
         self._reader.close()
         await self._sender.close()
+
+
+def _items(claims: Iterable[Claim]) -> list[dict[str, Any]]:
+    return [{"attempt": claim.attempt, "entry": claim.entry_id.decode()} for claim in claims]
 
 
 def _request_id(fields: Sequence[bytes]) -> str:

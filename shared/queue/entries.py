@@ -1,7 +1,7 @@
 """The entries of one queue in Redis, as one worker reads and removes them."""
 
 import asyncio
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from redis.exceptions import ResponseError
@@ -14,6 +14,8 @@ Entry = tuple[bytes, list[bytes]]
 
 #: Consumers without pending entries that were not seen for this long are deleted.
 FORGET_AFTER_S = 3600.0
+#: Maximum entries of a worker that it does not know, in one reply.
+MAX_UNKNOWN = 1000
 
 
 class QueueEntries:
@@ -91,7 +93,7 @@ class QueueEntries:
         """Delete the stream of wakeups: nothing more is reserved for this worker. Raises: RedisError."""
         await self._sender.execute("DEL", self._wakeups)
 
-    async def idle(self, count: int, lease_s: float, held: Set[bytes]) -> Sequence[bytes]:
+    async def idle(self, count: int, lease_s: float, held: Collection[bytes]) -> Sequence[bytes]:
         """Up to `count` entries whose lease has expired, without those that this worker runs."""
         # Not XAUTOCLAIM: it stops after 10 x COUNT entries, whose leases may all be valid.
         most = count + len(held)
@@ -113,15 +115,20 @@ class QueueEntries:
         command = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(lease_s))
         return [entry for entry in await self._sender.execute(*command, *entry_ids) if entry]
 
-    async def unknown(self, idle_s: float, held: Set[bytes]) -> Sequence[bytes]:
-        """Entries that Redis counts as this worker's and that are not `held`. Raises: RedisError."""
-        command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", 1000)
+    async def own(self, num_held: int, idle_s: float = 0.0) -> dict[bytes, int]:
+        """Idle times (ms) of this worker's entries as Redis counts them, `num_held` and more. Raises: RedisError."""
+        most = num_held + MAX_UNKNOWN
+        command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", most)
         try:
             pending = await self._sender.execute(*command, self._worker_id)
         except ResponseError as error:
             await self._handle_missing_queue(error)
-            return []
-        return [entry[0] for entry in pending if entry[0] not in held]
+            return {}
+        return {entry[0]: entry[2] for entry in pending}
+
+    async def unknown(self, idle_s: float, held: Collection[bytes]) -> Sequence[bytes]:
+        """Entries that Redis counts as this worker's and that are not `held`. Raises: RedisError."""
+        return [entry for entry in await self.own(len(held), idle_s) if entry not in held]
 
     async def find(self, entry_id: bytes) -> Entry | None:
         found = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)

@@ -318,7 +318,7 @@ class WorkerSettings(Group):
 
     @cached_property
     def heartbeat_s(self) -> float:
-        """Seconds between lease renewals: a lease survives some late ones."""
+        """Seconds between heartbeats: a lease survives some late ones."""
         return self.lease_s / 10
 
 

@@ -408,7 +408,7 @@ async def test_a_claim_that_the_queue_lost_is_fenced_by_another_of_the_same_numb
 async def test_a_lease_runs_out_unless_it_is_renewed(opened):
     lost, kept = make_envelope(), make_envelope()
     await submit(opened, lost, kept)
-    first, second = await opened.worker("a"), await opened.worker("b", lease_s=2.0)
+    first, second = [await opened.worker(name, lease_s=2.0) for name in "ab"]
     began_at = asyncio.get_running_loop().time()
     claims = {claim.id: claim for claim in await first.read(2, 5.0)}
     assert await second.reclaim(2) == []

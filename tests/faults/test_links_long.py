@@ -96,7 +96,7 @@ COMMANDS = {
 async def test_a_lost_reply_of_any_command_changes_nothing(fleet, command):
     await fleet.some_worker()
     num_lost = fleet.proxy.num_lost
-    async with playing(fleet, [fleet.name() for _ in range(3)]) as clients:
+    async with playing(fleet, [fleet.name() for _ in range(3)], num_tokens=100) as clients:
         fleet.proxy.drop_next_reply(COMMANDS[command].encode())
 
         async def is_lost() -> bool:

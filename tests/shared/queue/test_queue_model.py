@@ -452,11 +452,20 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
     def renew(self, data) -> None:
+        """The lease of what is still its own is fresh; what is another's stays so."""
         hand = self._any_hand(data)
         request = self.requests.get(hand.id)
         verdict = "gone" if request is None else request.verdict(hand.claim.attempt)
+        before = self._lease(hand.claim.entry_id)
         refused = self.run(hand.worker.renew([hand.claim]))
         assert refused == ({} if verdict == "ok" else {hand.id: verdict})
+        after = self._lease(hand.claim.entry_id)
+        if verdict == "ok":
+            assert after is not None
+            assert self.workers[after["consumer"].decode()] is hand.worker
+            assert after["time_since_delivered"] < 60_000
+        else:
+            assert (before and before["consumer"]) == (after and after["consumer"])
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
@@ -691,6 +700,13 @@ class QueueMachine(RuleBasedStateMachine):
             for entry in pending:
                 owner = entry["consumer"]
                 self.eye.xclaim(queue, GROUP, owner, 0, [entry_id], idle=3_600_000, justid=True)
+
+    def _lease(self, entry_id: bytes) -> dict[str, Any] | None:
+        """Who holds an entry, and since when without a sign."""
+        if not self._has_group():
+            return None
+        queue = self.keys.queue(MODEL)
+        return next(iter(self.eye.xpending_range(queue, GROUP, entry_id, entry_id, 1)), None)
 
     def _has_group(self) -> bool:
         """Whether some worker has made the group since the queue was lost."""

@@ -17,7 +17,7 @@ from shared.queue.api import (
     Claim,
     QueueUnavailable,
 )
-from shared.queue.claims import LOSSES_PER_ATTEMPT, RedisWorkerQueue
+from shared.queue.claims import CHECK_EVERY, LOSSES_PER_ATTEMPT, RedisWorkerQueue
 from shared.queue.keys import GROUP
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
@@ -343,10 +343,85 @@ async def test_a_lease_is_lost_when_redis_lost_the_request(ends):
     await ends.redis.delete(ends.keys.request(MODEL, request.id))
 
     gone = {request.id: "gone"}
+    assert gone in [await worker.renew([claim]) for _ in range(CHECK_EVERY)]
     assert await worker.renew([claim]) == gone
     assert await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == gone
     assert await worker.publish([publication(claim, 2, 0, make_finished(claim))]) == gone
     assert await ends.num_open() == 0
+
+
+async def test_a_claim_that_redis_lost_is_fenced_while_its_entry_is_still_the_workers(ends):
+    """A replica had the delivery of the entry, and not the claim: another attempt runs the request."""
+    worker = ends.worker("a", unknown_after_s=0.0)
+    request = await ends.enqueue()
+    claim = await ends.claim(worker)
+    key = ends.keys.request(MODEL, request.id)
+    await ends.redis.hdel(key, "claim", "worker", "begun")
+    await ends.redis.hset(key, mapping={"state": "queued", "attempt": "0"})
+
+    fenced = {request.id: "fenced"}
+    assert fenced in [await worker.renew([claim]) for _ in range(CHECK_EVERY)]
+    [again] = await worker.reconcile()
+    assert call_of(again) == request
+
+
+async def test_a_request_that_its_worker_claims_again_is_its_own_by_the_later_attempt(ends):
+    worker = ends.worker("a", unknown_after_s=0.0)
+    await ends.enqueue()
+    claim = await ends.claim(worker)
+    later = await ends.take_over(worker, claim)
+
+    assert await worker.renew([claim]) == {claim.id: "fenced"}
+    delta = publication(claim, 1, 0, make_delta(claim, 0, 5))
+    assert await worker.publish([delta]) == {claim.id: "fenced"}
+    assert await worker.reconcile() == []
+    assert await worker.renew([later]) == {}
+
+
+async def test_only_leases_that_are_due_are_renewed(ends, monkeypatch):
+    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
+    worker = ends.worker("a", lease_s=8.0)
+    await ends.enqueue()
+    claim = await ends.claim(worker)
+
+    for age_ms, is_due in ((1000, False), (3000, True)):
+        await set_lease(ends, claim, "a", age_ms)
+        assert await worker.renew([claim]) == {}
+        owner, left_ms = await lease_of(ends, claim)
+        assert owner == b"a"
+        assert (left_ms < age_ms) == is_due
+
+
+async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, monkeypatch):
+    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
+    worker = ends.worker("a")
+    await ends.enqueue()
+    claim = await ends.claim(worker)
+    await set_lease(ends, claim, "a", 9000)
+    own = worker.entries.own
+
+    async def own_before_the_takeover(*arguments):
+        found = await own(*arguments)
+        await set_lease(ends, claim, "b", 9000)
+        return found
+
+    monkeypatch.setattr(worker.entries, "own", own_before_the_takeover)
+    assert await worker.renew([claim]) == {}
+    assert (await lease_of(ends, claim))[0] == b"b"
+
+
+async def set_lease(ends, claim: Claim, owner: str, age_ms: int) -> None:
+    entry = [claim.entry_id]
+    await ends.redis.xclaim(
+        *(ends.keys.queue(MODEL), GROUP, owner, 0, entry), idle=age_ms, justid=True
+    )
+
+
+async def lease_of(ends, claim: Claim) -> tuple[bytes, int]:
+    """The owner of an entry, and its idle time in ms."""
+    queue = ends.keys.queue(MODEL)
+    [found] = await ends.redis.xpending_range(queue, GROUP, claim.entry_id, claim.entry_id, 1)
+    return found["consumer"], found["time_since_delivered"]
 
 
 async def test_a_crash_names_the_tenants_whose_requests_ran(ends):
