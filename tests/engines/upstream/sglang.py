@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import engines.torch_backend  # noqa: F401  # lets transformers import torchvision
 from engines.upstream.server import ServerProcess
 from engines.upstream.settings import SglangSettings
 from engines.upstream.sglang import Sglang
