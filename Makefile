@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines test-vllm hostile first-hour faults helm-test accuracy walk browser-test compose-test image lint format typecheck bench trace-request docs size loadtest up down clean
+.PHONY: help install serve test test-fast clients embedding-clients store-test applications families fuzz schemas bfcl test-engines test-vllm test-sglang hostile first-hour faults helm-test accuracy walk browser-test compose-test image lint format typecheck bench trace-request docs size loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -77,8 +77,13 @@ test-engines: $(STAMP)  ## build llama-server once (20 minutes), download the wh
 
 test-vllm: $(STAMP)  ## install a vLLM for CPUs into an environment of its own (3 GB), and test it behind the fleet
 	$(BIN)/python -m tests.engines.upstream.build_vllm $(TORCH_ARGS)
-	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_vllm.py tests/contract/test_engine.py \
-	  tests/faults/test_upstream_long.py -k vllm $(ARGS)
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_vllm.py tests/engines/upstream/test_servers.py \
+	  tests/contract/test_engine.py tests/faults/test_upstream_long.py -k vllm $(ARGS)
+
+test-sglang: $(STAMP)  ## install SGLang for CPUs into an environment of its own (1 GB), and test it behind the fleet
+	$(BIN)/python -m tests.engines.upstream.build_sglang
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_servers.py tests/faults/test_upstream_long.py \
+	  -k sglang $(ARGS)
 
 hostile: $(STAMP)  ## play every attack that a client can make against real processes
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/hostile tests/engines/text/test_template_rendering.py $(ARGS)

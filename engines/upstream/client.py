@@ -124,6 +124,7 @@ class UpstreamClient:
         self.is_ready = False  #: set after the server's start, which may take long
         self._streams: dict[str, asyncio.Task[None]] = {}  # used by the thread only, like the rest
         self._received_at: dict[str, float] = {}  # by stream, `time.monotonic`
+        self._aborting: set[asyncio.Task[None]] = set()
         self._idle: list[Connection] = []  # connections to use again
         self._tls = httpx.create_ssl_context(trust_env=False) if url.startswith("https:") else None
         self._client = httpx.AsyncClient(
@@ -143,9 +144,12 @@ class UpstreamClient:
     def start(self, stream_id: str, path: str, body: bytes, delay_s: float = 0.0) -> None:
         self._loop.call_soon_threadsafe(self._start, stream_id, path, body, delay_s)
 
-    def cancel(self, stream_id: str) -> None:
-        """Close a stream, which aborts its request at the server. Pending events may still arrive."""
-        self._loop.call_soon_threadsafe(self._cancel, stream_id)
+    def cancel(self, stream_id: str, abort: tuple[str, object] | None = None) -> None:
+        """Close a stream, which aborts its request at the server. Pending events may still arrive.
+
+        `abort`: path and JSON of a request that aborts it at once, if closing the stream does so only later.
+        """
+        self._loop.call_soon_threadsafe(self._cancel, stream_id, abort)
 
     def wake(self) -> None:
         """Make `receive` return."""
@@ -199,9 +203,17 @@ class UpstreamClient:
         stream = self._stream(stream_id, path, body, delay_s)
         self._streams[stream_id] = self._loop.create_task(stream)
 
-    def _cancel(self, stream_id: str) -> None:
+    def _cancel(self, stream_id: str, abort: tuple[str, object] | None) -> None:
         if task := self._streams.pop(stream_id, None):
             task.cancel()
+            if abort is not None:
+                aborting = self._loop.create_task(self._abort(*abort))
+                self._aborting.add(aborting)
+                aborting.add_done_callback(self._aborting.discard)
+
+    async def _abort(self, path: str, body: object) -> None:
+        with suppress(httpx.HTTPError):  # the closed stream remains
+            await self._client.post(path, json=body, timeout=HEALTH_TIMEOUT_S)
 
     async def _stream(self, stream_id: str, path: str, body: bytes, delay_s: float) -> None:
         try:

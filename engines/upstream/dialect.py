@@ -32,6 +32,7 @@ class Chunk(msgspec.Struct):
     tokens: Sequence[TokenChoice] = ()
     finish: FinishReason | None = None
     error: str = ""
+    error_status: int = 500  #: HTTP status of the error
     num_prompt_tokens: int | None = None  #: including image tokens and output of earlier attempts
     num_cached_tokens: int | None = None
     queue_s: float = 0.0
@@ -86,6 +87,10 @@ class Dialect(ABC):
     @abstractmethod
     def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:
         """The request for the tokens after the prompt and `output_ids`."""
+
+    def abort(self, body: Mapping[str, Any]) -> tuple[str, object] | None:
+        """Path and JSON that abort the request with this body at once; None: closing its stream does."""
+        return None
 
     @abstractmethod
     def parse(self, data: bytes) -> Chunk | None:

@@ -202,7 +202,9 @@ class _TokenRequest(OpenRequest):
 
     def body(self) -> dict[str, Any]:
         self._num_at_send = len(self._output_ids)
-        return self._dialect.body(self._request, self._output_ids)
+        body = self._dialect.body(self._request, self._output_ids)
+        self.abort = self._dialect.abort(body)
+        return body
 
     def can_continue(self) -> bool:
         request = self._request
@@ -216,8 +218,10 @@ class _TokenRequest(OpenRequest):
         chunk = self._dialect.parse(data)
         if chunk is None:
             return []
+        if chunk.finish or chunk.error:
+            self.abort = None
         if chunk.error:
-            raise StreamBroken(chunk.error)
+            raise StreamBroken(chunk.error, chunk.error_status)
         self._note_usage(chunk)
         return self._add_tokens(chunk) if chunk.tokens or chunk.finish else []
 

@@ -5,6 +5,7 @@ Source: sglang/srt/managers/io_struct.py, sglang/srt/managers/tokenizer_manager.
 
 import json
 from collections.abc import Mapping, Sequence
+from secrets import token_hex
 from typing import Any, ClassVar
 
 import msgspec
@@ -32,6 +33,7 @@ _Scored = tuple[float | None, int, Any]  # logprob, token id, text
 class _Finish(msgspec.Struct):
     type: str = ""
     message: str = ""
+    status_code: int | None = None
 
 
 class _Meta(msgspec.Struct):
@@ -110,7 +112,7 @@ class Sglang(Dialect):
         if request.grammar is not None:
             sampling |= _constrain(request)
         body: dict[str, Any] = {
-            "rid": request.request_id, "input_ids": [*request.prompt_token_ids, *output_ids],
+            "rid": _unique(request.request_id), "input_ids": [*request.prompt_token_ids, *output_ids],
             "sampling_params": sampling, "stream": True,
         }  # fmt: skip
         if wanted.num_logprobs is not None:
@@ -125,6 +127,10 @@ class Sglang(Dialect):
             body["image_data"] = [data_url(image.pixels) for image in request.images]
         return body
 
+    def abort(self, body: Mapping[str, Any]) -> tuple[str, object]:
+        """SGLang aborts the request of a closed stream only after 2 s."""
+        return "/abort_request", {"rid": body["rid"]}
+
     def parse(self, data: bytes) -> Chunk | None:
         if data == b"[DONE]":
             return None
@@ -138,7 +144,13 @@ class Sglang(Dialect):
             chunk.finish = FINISH.get(meta.finish_reason.type)
             if chunk.finish is None:
                 chunk.error = meta.finish_reason.message or "the request was aborted"
+                chunk.error_status = meta.finish_reason.status_code or 500
         return chunk
+
+
+def _unique(request_id: str) -> str:
+    """An id for one stream: SGLang keeps that of a closed stream for 2 s, and aborts all ids that start with it."""
+    return f"{request_id}-{token_hex(8)}"
 
 
 def _tokens(token_ids: list[int], meta: _Meta) -> list[TokenChoice]:

@@ -28,6 +28,8 @@ RETRY_S = 0.2
 _BUSY = (429, 503)
 _ERROR = b'"error"'
 _OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
+#: In messages about a prompt that does not fit, of vLLM and SGLang.
+_TOO_LONG = ("context", "max_model_len", "maximum allowed length", "too long")
 
 
 class _ErrorEvent(msgspec.Struct):
@@ -38,7 +40,11 @@ _errors = msgspec.json.Decoder(_ErrorEvent)
 
 
 class StreamBroken(Exception):
-    """The server reports an error inside a stream."""
+    """The server reports an error inside a stream, with an HTTP status."""
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class OpenRequest(ABC):
@@ -48,6 +54,8 @@ class OpenRequest(ABC):
     num_breaks = 0
     num_tokens = 0  #: output tokens, those of earlier attempts included
     is_started = False  #: whether there is output of this attempt
+    #: Path and JSON that abort the request at the server, if it is to be told; None also once the server has finished.
+    abort: tuple[str, object] | None = None
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -103,7 +111,7 @@ class StreamEngine(Engine[Request]):
     def abort(self, request_id: str) -> None:
         """Close the request's stream; the server aborts it. Idempotent."""
         if (request := self._open.pop(request_id, None)) is not None:
-            self._client.cancel(request.stream_id)
+            self._client.cancel(request.stream_id, request.abort)
         self._finished_early = [
             output for output in self._finished_early if output.request_id != request_id
         ]
@@ -172,10 +180,10 @@ class StreamEngine(Engine[Request]):
         try:
             outputs = request.read(event.data)
         except StreamBroken as error:
-            return self._retry(request, str(error))
+            return self._refuse(request, error.status, str(error))
         if outputs and outputs[-1].finish_reason is not None:
             del self._open[request.request_id]
-            self._client.cancel(request.stream_id)
+            self._client.cancel(request.stream_id, request.abort)
         return outputs
 
     def _refuse(self, request: OpenRequest, status: int, message: str) -> list[EngineOutput]:
@@ -189,7 +197,7 @@ class StreamEngine(Engine[Request]):
         code = ErrorCode.INVALID_REQUEST
         if status in _OPERATOR:
             code = ErrorCode.ENGINE_FAILURE
-        elif "context" in message or "max_model_len" in message:
+        elif any(words in message for words in _TOO_LONG):
             code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
         return self._fail(request, code, message or "The model's engine refuses the request.")
 

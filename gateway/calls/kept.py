@@ -6,7 +6,7 @@ conversation.
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import IO
 
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gateway.http.endpoint import owner_of
 from gateway.http.errors import InvalidRequest
 from gateway.media.loader import ImageSource, LoadedImage
-from shared.blobs.api import BlobReader, BlobStore
+from shared.blobs.api import BlobStore
 from shared.protocol import ImageRef
 from shared.records.store import Record, RecordStore
 
@@ -30,11 +30,15 @@ class KeptAnswers:
     """Stores answers and images. All methods raise RecordsUnavailable, BlobsUnavailable."""
 
     def __init__(
-        self, records: RecordStore, blobs: BlobStore, reader: BlobReader, ttl_s: float
+        self,
+        records: RecordStore,
+        blobs: BlobStore,
+        open_blob: Callable[[ImageRef], Awaitable[IO[bytes] | None]],
+        ttl_s: float,
     ) -> None:
         self._records = records
         self._blobs = blobs
-        self._reader = reader
+        self._open_blob = open_blob
         self._ttl_s = ttl_s
 
     async def put(self, tenant: str, name: str, data: bytes, images: tuple[ImageRef, ...]) -> None:
@@ -67,7 +71,7 @@ class KeptAnswers:
 
     async def open(self, image: ImageRef) -> IO[bytes] | None:
         """A stored image; None if it does not exist."""
-        return await self._reader.open(image)
+        return await self._open_blob(image)
 
     async def _put(self, tenant: str, name: str, record: Record, *, anew: bool = False) -> bool:
         """Store a record and retain its images. Returns whether it was stored."""

@@ -40,7 +40,7 @@ class BlobStore(Protocol):
         ...
 
     async def locate(self, ref: Ref, ttl_s: float) -> Ref:
-        """The reference for a `BlobReader`. If the blob is not in Redis, it has a URL that is valid for `ttl_s`.
+        """The reference for a `UrlBlobReader`. If the blob is not in Redis, it has a URL that is valid for `ttl_s`.
 
         Raises: BlobsUnavailable.
         """

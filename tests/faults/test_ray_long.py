@@ -1,21 +1,27 @@
-"""Workers on a Ray cluster of three nodes; one node is killed under load."""
+"""Workers on a Ray cluster of three nodes; a node, or the actor of a worker with a server, is killed under load."""
 
 import asyncio
 import os
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks.make_checkpoint import make_checkpoint
 from shared.queue.registry import Registry
+from tests.engines.upstream.asking import read_metric
 from tests.faults.fleet import Fleet, playing, run_fleet_at, tokens_seen
 from tests.faults.history import FINISHED
 from tests.faults.processes import PREFIX, ROOT
+from tests.faults.test_upstream_long import read
 from tests.long import long
 from tests.waiting import until, wait_for
 
@@ -30,15 +36,15 @@ pytestmark = long("faults")
 
 
 class Cluster:
-    """Nodes as processes of this machine, of one processor each, so that each takes one worker."""
+    """Nodes as processes of this machine, of one processor and one GPU by name each, so that each takes one worker."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster as RayCluster  # noqa: PLC0415
 
-        small = {"num_cpus": 1, "object_store_memory": 80 << 20}
+        small = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 80 << 20}
         self._cluster = RayCluster(
             initialize_head=True,
-            head_node_args={**small, "num_cpus": 0, "include_dashboard": False},
+            head_node_args={**small, "num_cpus": 0, "num_gpus": 0, "include_dashboard": False},
         )
         self.address: str = self._cluster.address
         self.nodes = [self._cluster.add_node(**small, wait=False) for _ in range(NUM_WORKERS)]
@@ -127,6 +133,60 @@ async def test_a_node_killed_under_load_loses_no_stream_and_its_worker_returns(f
     workers.signal(signal.SIGTERM)
     assert await workers.ended() == 0
     assert await registry.workers() == []
+    await registry.close()
+
+
+def servers_of(model: Path) -> list[psutil.Process]:
+    """The stand-in servers that the workers have started for a model."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            command = process.cmdline()
+            is_server = str(model) in command and not any("guard.py" in word for word in command)
+            if is_server and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def num_requests(server: psutil.Process) -> float:
+    command = server.cmdline()
+    port = command[command.index("--port") + 1]
+    return read_metric(f"http://127.0.0.1:{port}", "vllm:num_requests_running")
+
+
+async def test_the_server_of_an_engine_ends_with_its_actor(fleet, cluster, tmp_path):
+    """The actor's worker has started it; another worker continues the answer at a server of its own."""
+    model = tmp_path / "tiny"
+    make_checkpoint("tiny", model, seed=3)
+    command = [
+        "env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.engines.upstream.stand_in"
+    ]  # fmt: skip
+    workers = await fleet.processes.start(
+        "ray workers", "vlm", "ray-workers", "--ray", cluster.address, "--workers", "2",
+        VLM_ENGINE__KIND="vllm", VLM_ENGINE__COMMAND=shlex.join(command),
+        VLM_ENGINE__MODEL=str(model), VLM_ENGINE__SERVED_NAME="tiny",
+    )  # fmt: skip
+    registry = Registry(fleet.redis, PREFIX)
+
+    async def are_up() -> bool:
+        assert workers.process.returncode is None, "".join(workers.lines)
+        return len(await registry.workers()) == 2
+
+    await until(are_up, WITHIN_S)
+    expected = await read(fleet.url, asyncio.Event())
+    middle = asyncio.Event()
+    answer = asyncio.create_task(read(fleet.url, middle))
+    await asyncio.wait_for(middle.wait(), WITHIN_S)
+    [server] = [each for each in servers_of(model) if num_requests(each)]
+    actor = server.parents()[2]  # above the guard and the worker
+    assert "WorkerActor" in actor.cmdline()[0]
+    actor.kill()
+    assert await asyncio.wait_for(answer, WITHIN_S) == expected
+    await until(lambda: server not in servers_of(model), WITHIN_S)
+    await until(lambda: len(servers_of(model)) == 2, WITHIN_S)  # Ray has placed another actor
+    workers.signal(signal.SIGTERM)
+    assert await workers.ended() == 0
+    assert servers_of(model) == []
     await registry.close()
 
 

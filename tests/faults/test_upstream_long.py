@@ -1,4 +1,4 @@
-"""A real llama-server or vLLM behind the fleet: worker, server or both are killed in the middle of a stream."""
+"""A real llama-server, vLLM or SGLang behind the fleet: worker, server or both are killed in the middle of a stream."""
 
 import asyncio
 import json
@@ -14,15 +14,19 @@ import httpx
 import psutil
 import pytest
 
+from tests.engines.upstream import sglang, vllm
 from tests.engines.upstream.llama import run_llama_server
 from tests.engines.upstream.llama import write_model as write_gguf
-from tests.engines.upstream.vllm import run_vllm
-from tests.engines.upstream.vllm import write_model as write_llava
 from tests.faults.processes import WITHIN_S, Process, Processes, run_processes
 from tests.long import long
 
 pytestmark = [long("faults"), pytest.mark.timeout(600)]
 
+#: What writes a model, and what runs its server, by the engine's name.
+GPU_SERVERS = {
+    "vllm": (vllm.write_model, vllm.run_vllm),
+    "sglang": (sglang.write_model, sglang.run_sglang),
+}
 NUM_TOKENS = 60
 PAUSE_S = 0.03  #: before each event of the server, so that a stream has a middle
 #: Greedy, and without bytes within characters, whose ids llama-server does not report.
@@ -118,8 +122,8 @@ async def read(url: str, middle: asyncio.Event) -> tuple[str, int]:
 
 def start_server(stack: AsyncExitStack, kind: str, model: Path) -> tuple[int, Callable[[], None]]:
     """Its port, and what kills it."""
-    if kind == "vllm":
-        url, server = stack.enter_context(run_vllm(model))
+    if kind in GPU_SERVERS:
+        url, server = stack.enter_context(GPU_SERVERS[kind][1](model))
         [child] = psutil.Process(server.pid).children()  # of the guard
         kill = partial(os.killpg, child.pid, signal.SIGKILL)
     else:
@@ -129,10 +133,11 @@ def start_server(stack: AsyncExitStack, kind: str, model: Path) -> tuple[int, Ca
 
 
 @pytest.mark.parametrize("killed", ["worker", "server", "both"])
-@pytest.mark.parametrize("kind", ["llama-server", "vllm"])
+@pytest.mark.parametrize("kind", ["llama-server", *GPU_SERVERS])
 async def test_a_stream_continues_from_its_tokens(kind: str, killed: str, tmp_path: Path):
-    is_vllm = kind == "vllm"
-    model = write_llava(tmp_path / "tiny") if is_vllm else write_gguf(tmp_path / "tiny.gguf")
+    is_gguf = kind == "llama-server"
+    write = write_gguf if is_gguf else GPU_SERVERS[kind][0]
+    model = write(tmp_path / ("tiny.gguf" if is_gguf else "tiny"))
     async with AsyncExitStack() as stack:
         proxy = await stack.enter_async_context(run_slow_proxy())
         all_ = await stack.enter_async_context(run_processes(tmp_path))

@@ -49,10 +49,12 @@ class WorkerActor:
 class RayWorkers:
     """Keeps `num_workers` workers on a cluster."""
 
-    def __init__(self, ray: Any, settings: Settings, num_workers: int, num_gpus: float) -> None:
+    def __init__(self, ray: Any, settings: Settings, num_workers: int) -> None:
+        """Raises: SettingsError."""
         self._ray = ray
         self._settings = settings
         self._num_workers = num_workers
+        num_gpus = _num_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
         self._resources = {"num_cpus": 1, "num_gpus": num_gpus}
         self._environment = settings_environment(settings, WORKER_GROUPS)
         self._actors: dict[int, Any] = {}
@@ -125,9 +127,7 @@ def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise SettingsError(f"--ray {address}: {reason}") from None
-    num_gpus = _num_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
-    workers = RayWorkers(ray, settings, num_workers, num_gpus)
-    asyncio.run(_run_until_signal(workers))
+    asyncio.run(_run_until_signal(RayWorkers(ray, settings, num_workers)))
     ray.shutdown()
     return 0
 
@@ -148,9 +148,12 @@ def _check_address(address: str) -> None:
 def _num_gpus(settings: Settings, num_there: float) -> float:
     """GPUs of a worker: those that share its model, or one if the cluster has any and the engine can use it."""
     engine = read_engine_settings(settings)
+    if getattr(engine, "url", ""):  # of a server that runs already
+        return 0.0
     if (sharing := getattr(engine, "tensor_parallel", 0)) > 0:
         return sharing
-    uses_gpu = getattr(engine, "device", "cpu") in ("auto", "cuda")
+    starts_server = hasattr(engine, "command")
+    uses_gpu = starts_server or getattr(engine, "device", "cpu") in ("auto", "cuda")
     return 1.0 if uses_gpu and num_there else 0.0
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import httpx
+
 from engines.base import Engine, EngineCall, EngineOutput, PreparedImage
 from engines.image_decoder import decode_image
 from shared.protocol import ImageRef
@@ -33,3 +35,10 @@ def ids_of(outputs: list[EngineOutput]) -> list[int]:
 
 def text_of(outputs: list[EngineOutput]) -> str:
     return "".join(output.text for output in outputs)
+
+
+def read_metric(url: str, name: str) -> float:
+    """The sum over the labels of a metric of a server."""
+    text = httpx.get(f"{url}/metrics", trust_env=False, follow_redirects=True).text
+    lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)

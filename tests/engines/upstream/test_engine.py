@@ -13,7 +13,6 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import (
     AdapterLimits,
     AdapterUnavailable,
@@ -54,13 +53,6 @@ from tests.waiting import wait_for
 APIS = ("vllm", "sglang")
 SCHEMA = Grammar("json", '{"type": "object"}', "response_format")
 PENALTIES = {"presence_penalty", "frequency_penalty"}
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("upstream") / "tiny"
-    make_checkpoint("tiny", directory, seed=3)
-    return directory
 
 
 @pytest.fixture(params=APIS)
@@ -304,6 +296,31 @@ def test_a_refusal_of_the_server_reaches_the_client(
     assert (last.error, last.error_code) == (message, code)
 
 
+@pytest.mark.parametrize(
+    ("status", "message", "code"),
+    [
+        (400, "Failed to compile regex grammar", ErrorCode.INVALID_REQUEST),
+        (400, "Multimodal prompt is too long", ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+        (500, "the image cannot be read", None),
+        (503, "The request queue is full.", None),
+        (None, "Aborted", None),
+    ],
+)
+def test_an_abort_by_sglang_is_a_refusal_or_asked_again(
+    checkpoint: Path, server: StandIn, status: int | None, message: str, code: ErrorCode | None
+):
+    engine = load("sglang", checkpoint, server)
+    server.abort_with = (status, message)
+    outputs = answer(engine, make_call())
+    engine.close()
+    if code is None:
+        assert ids_of(outputs) == expected_ids(engine, make_call())
+        assert len(server.bodies) == 2
+    else:
+        assert [(each.error, each.error_code) for each in outputs] == [(message, code)]
+        assert len(server.bodies) == 1
+
+
 def test_a_lost_server_ends_the_engine(api: str, checkpoint: Path):
     with run_stand_in(token_s=0.05) as server:
         engine = load(api, checkpoint, server)
@@ -362,6 +379,24 @@ def test_an_aborted_request_is_closed_at_the_server(api: str, checkpoint: Path):
         wait_for(lambda: not server.num_open)
         assert not engine.has_work()
         engine.close()
+
+
+def test_sglang_is_told_of_aborted_and_stopped_requests_alone(
+    checkpoint: Path, server: StandIn
+):
+    """It aborts the request of a closed stream 2 s later."""
+    engine = load("sglang", checkpoint, server)
+    text = text_of(answer(engine, make_call()))
+    server.token_s = 0.02
+    stopped = answer(engine, make_call(stop=(text[3],), max_tokens=400))
+    assert text_of(stopped) == text[: text.index(text[3])]
+    engine.add(engine.prepare(make_call(max_tokens=400), []))
+    while not ids(engine.step()):
+        pass
+    engine.abort("r")
+    rids = [body["rid"] for body in server.bodies]
+    wait_for(lambda: server.aborted == rids[1:])
+    engine.close()
 
 
 def test_wake_ends_a_step_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):

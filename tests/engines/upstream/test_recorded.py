@@ -1,42 +1,144 @@
-"""Streams of a real vLLM, which `record.py` has written, give the answers that it gives without streaming."""
+"""Streams of a real vLLM and SGLang, which `record.py` has written, give the answers that they give without streaming."""
 
 import json
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines.upstream.dialect import Chunk
-from engines.upstream.settings import VllmSettings
+from engines.base import EngineCall, EngineOutput
+from engines.registry import create_engine
+from engines.upstream.dialect import Chunk, Dialect
+from engines.upstream.settings import SglangSettings, VllmSettings
+from engines.upstream.sglang import Sglang
 from engines.upstream.vllm import FINISH, Vllm
-from tests.engines.upstream.record import FILE
+from shared.protocol import (
+    ChatMessage,
+    ErrorCode,
+    FinishReason,
+    Generate,
+    SamplingParams,
+    TextPart,
+)
+from tests.engines.upstream.asking import answer, ids_of
+from tests.engines.upstream.stand_in import StandIn
 
-RECORDED = [json.loads(line) for line in FILE.read_text().splitlines()]
-ANSWERED = [each for each in RECORDED if "choices" in each["whole"]]
+CALL = EngineCall(
+    "r", Generate((ChatMessage("user", (TextPart("hello"),)),), SamplingParams(max_tokens=400))
+)
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm(VllmSettings()), "sglang": Sglang(SglangSettings())}
+RECORDED: dict[tuple[str, str], dict[str, Any]] = {
+    (file.name.partition("-")[0], line["name"]): line
+    for file in Path(__file__).parent.glob("*.jsonl")
+    for line in map(json.loads, file.read_text().splitlines())
+}
+SGLANG = {name: line for (api, name), line in RECORDED.items() if api == "sglang"}
 
 
-def read(recorded: dict[str, Any]) -> list[Chunk]:
-    dialect = Vllm(VllmSettings())
-    events = (line.removeprefix("data: ").encode() for line in recorded["lines"])
-    return [chunk for event in events if (chunk := dialect.parse(event)) is not None]
+@dataclass
+class Whole:
+    """An answer without streaming."""
+
+    token_ids: list[int]
+    finish: str
+    num_prompt_tokens: int
+    #: by token: its id and logprob, and those of the best tokens
+    scores: list[tuple[int, float]] = field(default_factory=list)
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
-@pytest.mark.parametrize("recorded", ANSWERED, ids=lambda each: each["name"])
-def test_events_of_vllm_give_its_answer(recorded: dict[str, Any]):
-    chunks = read(recorded)
-    (choice,), usage = recorded["whole"]["choices"], recorded["whole"]["usage"]
+def read_whole(api: str, whole: dict[str, Any]) -> Whole:
+    if api == "sglang":
+        meta = whole["meta_info"]
+        scores, tops = meta.get("output_token_logprobs", []), meta.get("output_top_logprobs", [])
+        return Whole(
+            whole["output_ids"], meta["finish_reason"]["type"], meta["prompt_tokens"],
+            [(each[1], each[0]) for each in scores],
+            [[(each[1], each[0]) for each in best] for best in tops],
+        )  # fmt: skip
+    (choice,) = whole["choices"]
+    scores = (choice["logprobs"] or {}).get("content") or []
+    return Whole(
+        choice["token_ids"], choice["finish_reason"], whole["usage"]["prompt_tokens"],
+        [(each["token_id"], each["logprob"]) for each in scores],
+        [[(t["token_id"], t["logprob"]) for t in each["top_logprobs"]] for each in scores],
+    )  # fmt: skip
+
+
+def read(api: str, lines: list[str]) -> list[Chunk]:
+    events = (line.removeprefix("data: ").encode() for line in lines)
+    return [chunk for event in events if (chunk := DIALECTS[api].parse(event)) is not None]
+
+
+def is_answered(line: dict[str, Any]) -> bool:
+    return "choices" in line.get("whole", {}) or "output_ids" in line.get("whole", {})
+
+
+@pytest.mark.parametrize(
+    ("api", "name"), [key for key, line in RECORDED.items() if is_answered(line)]
+)
+def test_events_of_a_server_give_its_answer(api: str, name: str):
+    recorded = RECORDED[api, name]
+    chunks, whole = read(api, recorded["lines"]), read_whole(api, recorded["whole"])
     tokens = [token for chunk in chunks for token in chunk.tokens]
-    assert [token.token_id for token in tokens] == choice["token_ids"]
-    assert [c.finish for c in chunks if c.finish] == [FINISH[choice["finish_reason"]]]
-    assert {c.num_prompt_tokens for c in chunks} == {usage["prompt_tokens"]}
+    assert [token.token_id for token in tokens] == whole.token_ids
+    assert [c.finish for c in chunks if c.finish] == [FINISH[whole.finish]]
+    assert {c.num_prompt_tokens for c in chunks} == {whole.num_prompt_tokens}
     assert chunks[-1].num_cached_tokens is not None
-    scores = (choice["logprobs"] or {}).get("content")
-    if scores:
-        assert [token.token_id for token in tokens] == [score["token_id"] for score in scores]
-        assert [len(token.top_logprobs) for token in tokens] == [2] * len(tokens)
-        found = [
-            value
-            for token in tokens
-            for value in (token.logprob, *dict(token.top_logprobs).values())
-        ]
-        expected = [each["logprob"] for score in scores for each in (score, *score["top_logprobs"])]
-        assert found == pytest.approx(expected, abs=1e-4)
+    assert bool(whole.scores) == (name == "logprobs")
+    if whole.scores:
+        assert [(token.token_id, pytest.approx(token.logprob, abs=1e-4)) for token in tokens] == (
+            whole.scores
+        )
+        for token, best in zip(tokens, whole.tops, strict=True):
+            assert [each[0] for each in token.top_logprobs] == [each[0] for each in best]
+            assert [each[1] for each in token.top_logprobs] == pytest.approx(
+                [each[1] for each in best], abs=1e-4
+            )
+            assert len(best) == 2
+
+
+def ask(server: StandIn, checkpoint: Path, *streams: str) -> list[EngineOutput]:
+    """The answer of the engine at a server that gives these streams of SGLang, then makes up its own."""
+    server.gets, server.streams = SGLANG["server"]["gets"], [SGLANG[n]["lines"] for n in streams]
+    values = {"kind": "sglang", "model": str(checkpoint), "url": server.url}
+    engine = create_engine(values).engine
+    try:
+        return answer(engine, CALL)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("too long", ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+        ("bad grammar", ErrorCode.INVALID_REQUEST),
+    ],
+)
+def test_a_refusal_of_sglang_reaches_the_client(
+    server: StandIn, checkpoint: Path, name: str, code: ErrorCode
+):
+    (last,) = ask(server, checkpoint, name)
+    assert last.error_code is code
+    assert last.error
+    assert len(server.bodies) == 1
+
+
+def test_a_request_that_sglang_aborts_is_continued(server: StandIn, checkpoint: Path):
+    outputs = ask(server, checkpoint, "aborted")
+    first, second = (body["input_ids"] for body in server.bodies)
+    received = [t for c in read("sglang", SGLANG["aborted"]["lines"]) for t in c.tokens]
+    assert 0 < len(received) < 400
+    assert ids_of(outputs)[: len(second) - len(first)] == second[len(first) :]
+    assert len(ids_of(outputs)) == 400
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_what_sglang_says_of_itself_is_read(server: StandIn, checkpoint: Path):
+    server.gets = SGLANG["server"]["gets"]
+    values = {"kind": "sglang", "model": str(checkpoint), "url": server.url}
+    loaded = create_engine(values)
+    loaded.engine.close()
+    assert loaded.card.max_model_len == 512

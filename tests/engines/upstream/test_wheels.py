@@ -1,6 +1,6 @@
 """Fields and flags that we send exist in the wheels of vLLM and SGLang, which `make test-engines` downloads.
 
-The wheels are read, not installed: they need a GPU.
+The wheels are read, not installed.
 """
 
 import ast

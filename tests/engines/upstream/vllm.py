@@ -1,22 +1,21 @@
 """A real vLLM on a CPU, where `make test-vllm` has installed one."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
 from benchmarks.make_checkpoint import make_checkpoint
-from engines.upstream.server import ServerProcess, command_of, free_port
+from engines.upstream.server import ServerProcess
 from engines.upstream.settings import VllmSettings
 from engines.upstream.vllm import Vllm
 from tests.engines.upstream.build_vllm import BINARY
+from tests.engines.upstream.serving import run_server
 from tests.long import IS_LONG
 
 CONTEXT = 512
+IMAGE_ID = 320
 START_S = 400.0
 PLUGIN = "--logits-processors vlm_fleet_vllm:ContinueAnswer"
 #: Without compilation, which takes minutes. Answers after a takeover are equal in float32 alone.
@@ -49,31 +48,10 @@ def make_settings(model: Path, **changes: object) -> VllmSettings:
     return VllmSettings.model_validate(values)
 
 
-@contextmanager
-def run_vllm(model: Path, **changes: object) -> Iterator[tuple[str, ServerProcess]]:
-    """Its address and process, started as a worker starts it."""
+def run_vllm(
+    model: Path, **changes: object
+) -> AbstractContextManager[tuple[str, ServerProcess]]:
+    """Its address and process."""
     skip_without_vllm()
-    settings, port = make_settings(model, **changes), free_port()
-    dialect = Vllm(settings)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        server = ServerProcess(command_of(settings, dialect, port), dialect.environment)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_ready(server, url)
-        yield url, server
-    finally:
-        server.close()
-
-
-def _wait_until_ready(server: ServerProcess, url: str) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        server.check()
-        try:
-            if httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.2)
-    raise AssertionError(f"vLLM is not ready after {START_S:g} s")
+    settings = make_settings(model, **changes)
+    return run_server(settings, Vllm(settings), ENVIRONMENT)

@@ -21,7 +21,7 @@ async def test_an_answer_that_is_too_large_to_be_kept_holds_no_image(
     records = RecordStore(redis, redis_prefix, ttl_s=KEPT_S, max_records=10, max_bytes=max_bytes)
     blob: BlobRef = await blobs.put(IMAGE, "request", ttl_s=5.0)
     image = ImageRef(blob.sha256, blob.num_bytes, "image/png", 1, 1)
-    kept = KeptAnswers(records, blobs, UrlBlobReader(blobs), KEPT_S)
+    kept = KeptAnswers(records, blobs, UrlBlobReader(blobs).open, KEPT_S)
     await kept.put("tenant", "resp_1", b"x" * (20 - len(IMAGE)), (image,))
     assert (await kept.get("tenant", "resp_1") is not None) is is_kept
     await blobs.close()  # what was released is said by then
