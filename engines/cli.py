@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _require_torch() -> None:
-    """End with one sentence without the extra `torch`."""
+    """Exit with an error if the extra `torch` is not installed."""
     if find_spec("torch") is None:
         typer.echo("this command needs torch: pip install 'vlm-fleet[torch]'", err=True)
         sys.exit(os.EX_CONFIG)
