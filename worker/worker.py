@@ -297,7 +297,7 @@ class QueueLoops:
     async def _reclaim_in_turn(self) -> None:
         """Reclaim one by one, so that other workers may try other possible poison requests.
 
-        While no lease has expired, one worker looks for them per half heartbeat.
+        While no lease has expired, only one worker per half heartbeat looks for expired leases.
         """
         heartbeat_s = self._settings.heartbeat_s
         until = time.monotonic() + heartbeat_s
@@ -311,7 +311,7 @@ class QueueLoops:
                 await self._active_requests.wait_for_change()
 
     async def _reclaim_once(self) -> None:
-        """Take over requests of lost workers and lost replies."""
+        """Take over the requests of lost workers, and requests whose claim reply was lost."""
         self._active_requests.start(await self.queue.reconcile())
         if self.queue.num_backlog:
             self._batch_waits.set()
@@ -356,7 +356,7 @@ class QueueLoops:
         await self._cancel_deserted()
 
     def _drop_lost(self, active_requests: Iterable[ActiveRequest]) -> None:
-        """Drop the requests of a shard that has been down for longer than a lease, so that others get their slots."""
+        """Drop the requests of a shard that has been down for longer than a lease, to make room for other requests."""
         if self._others and time.monotonic() - self._renewed_at > self._settings.lease_s:
             for active in active_requests:
                 self._active_requests.drop(active, "its shard is down")
