@@ -81,7 +81,7 @@ Tag = Annotated[str | None, typer.Option(help="Label of its usage, such as a tea
 @app.command()
 def create(
     context: typer.Context,
-    name: Annotated[str, typer.Option(help="Who uses it.")],
+    name: Annotated[str, typer.Option(help="Name of the key: a person or a program.")],
     roles: Annotated[
         str, typer.Option(help="Comma-separated: use, adapters, deploy, admin.")
     ] = "use",
@@ -189,7 +189,7 @@ def _change(
 def forget(
     key: Annotated[str, typer.Option(help="The key's name.")], url: Url = URL, api_key: Key = None
 ) -> None:
-    """Delete what is stored of a key: kept answers, sessions, batches, files, vector stores."""
+    """Delete the stored data of a key: answers, sessions, batches, files, vector stores."""
 
     def run(client: "Client") -> None:
         from deploy import commands

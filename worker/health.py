@@ -40,7 +40,7 @@ class HealthServer:
     port: int = 0  #: once started
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 selects a free port, and a host that is a path a unix socket. Raises: OSError."""
+        """Listen. Port 0 selects a free port; a path as the host is a unix socket. Raises: OSError."""
         if host.startswith("/"):
             self._server = await asyncio.start_unix_server(
                 self._serve, host, limit=MAX_REQUEST_BYTES

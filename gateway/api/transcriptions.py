@@ -227,7 +227,7 @@ class Transcriptions(Translations):
             raise invalid("response_format", "send json with stream")
         if granularities := request.timestamp_granularities:
             if "word" in granularities:
-                problem = "models of this server give no times of words; send segment"
+                problem = "timestamps of words are not supported; send segment"
                 raise invalid("timestamp_granularities", problem)
             if request.response_format != "verbose_json":
                 problem = "send it with response_format verbose_json"

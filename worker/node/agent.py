@@ -216,7 +216,7 @@ class NodeAgent:
             await self._send_logs()
             await self._deployments.withdraw(self.id)
         except (RedisError, OSError):
-            logger.info("could not say goodbye: it expires")
+            logger.info("could not delete the node's record, which will expire")
 
     # One pass over all deployments
 
@@ -346,7 +346,7 @@ class NodeAgent:
         """Roll back to the previous version, unless there is none or the deployment has changed meanwhile."""
         try:
             history = await asyncio.to_thread(read_history, self._store, app.name)
-        except Unreadable as error:  # it goes on where it is
+        except Unreadable as error:  # leave the deployment as it is
             self._log_once(error)
             return app
         active = app.active
