@@ -223,7 +223,7 @@ def check_num_frames(count: int, video: OpenVideo) -> None:
     """Raises: InvalidImage if a request asks for more frames than the limit."""
     if count > video.max_frames:
         raise InvalidImage(
-            f"The video comes to {count} frames: send at most {video.max_frames}, "
+            f"The video would have {count} frames: send at most {video.max_frames}, "
             "by a lower fps or num_frames, or a shorter part.",
             "num_frames" if video.options.fps is None else "fps",
         )

@@ -118,7 +118,7 @@ def load_encoder(
 def prepare_linears(model: torch.nn.Module, device: torch.device, is_int8: bool) -> None:
     """Pack or quantize the weights for the CPU kernels. Raises: EngineStartError."""
     if is_int8 and device.type != "cpu":
-        raise EngineStartError("VLM_ENGINE__QUANTIZATION: int8 is for the CPU here; send none")
+        raise EngineStartError("VLM_ENGINE__QUANTIZATION: embedding models support int8 on a CPU only; set none")
     if is_int8:
         quantize_linears(model)
     elif device.type == "cpu":
@@ -134,7 +134,7 @@ def _load_tokenizer(directory: Path) -> Any:
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         if not (directory / "tokenizer.json").is_file():
             raise UnsupportedCheckpoint(
-                f"{directory} has no tokenizer.json, and transformers makes no fast tokenizer of what it has"
+                f"{directory} has no tokenizer.json, and transformers cannot create a fast tokenizer from its files"
             )
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     return tokenizer
@@ -198,8 +198,8 @@ def _kind(architecture: str, config: Any, directory: Path) -> Any:
     is_sentence = (directory / "modules.json").is_file()
     if not is_sentence and "For" in architecture and not architecture.endswith("ForMaskedLM"):
         raise UnsupportedCheckpoint(
-            f"config.json: {architecture} makes no vectors; without modules.json an encoder does, such "
-            "as BertModel. VLM_ENGINE__KIND=torch serves models that chat"
+            f"config.json: {architecture} computes no embeddings; without modules.json an encoder does, such "
+            "as BertModel. VLM_ENGINE__KIND=torch serves chat models"
         )
     return AutoModel
 

@@ -256,14 +256,14 @@ class NodeAgent:
     def _obey(self, apps: Mapping[str, App]) -> None:
         """Drain instances whose slots were removed, and forget ended ones that were reported."""
         for key, instance in list(self._instances.items()):
-            if key[0] in self._deployments.unreadable:  # it runs on until the record can be read
-                # Nodes that can read the record know by then how it ended.
+            if key[0] in self._deployments.unreadable:  # keep it until the record can be read
+                # After this time, nodes that can read the record have recorded the end of the instance.
                 if instance.is_over and self._unknown_s(key) > UNKNOWN_S:
                     self._forget(key)
                 continue
             slots = apps[key[0]].slots if key[0] in apps else ()
             slot = next((each for each in slots if each.id == key[1]), None)
-            # One that is ours and still waits is what the record does not know yet.
+            # "": the record does not have this node's claim yet.
             if slot is not None and slot.node in ("", self.id):
                 self._unknown_since.pop(key, None)
                 if slot.state == "draining":
