@@ -17,7 +17,7 @@ class ImageForm:
     output_class: type[ModelOutput]
     field: str  #: the output's field with the features
     is_tensor: bool  #: else a list of tensors, one per image
-    #: By level of deepstack features, which are added to hidden states after later decoder layers.
+    #: The same for each level of deepstack features, which are added to hidden states after later decoder layers.
     levels_are_tensors: tuple[bool, ...]
 
     @classmethod
