@@ -77,7 +77,7 @@ class Context:
 
 
 class Application:
-    """Base of applications. Each session has a shallow copy: attributes set by `setup` are shared, by `enter` are not."""
+    """Base of applications. Each session has a shallow copy: it shares what `setup` stores, not what `enter` stores."""
 
     def setup(self, context: Context) -> None:
         """Load models and other data that all tasks need."""
