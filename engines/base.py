@@ -192,7 +192,7 @@ class AudioInfo(msgspec.Struct, frozen=True):
     length_s: float
     num_channels: int
     rate: int  #: samples a second
-    #: Where it is cut for a transcription; empty unless requested.
+    #: Ends of the segments of a transcription; empty unless requested.
     segment_ends: tuple[float, ...] = ()
 
 

@@ -355,7 +355,7 @@ def _has_space(around: str) -> bool:
 
 
 def _time(seconds: float, point: str) -> str:
-    """As hours:minutes:seconds with three decimals."""
+    """A time as hours:minutes:seconds with three decimals."""
     ms = round(seconds * 1000)
     return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02}{point}{ms % 1000:03}"
 

@@ -21,7 +21,7 @@ class BlobReader(Protocol):
         ...
 
     async def open(self, ref: BlobRef) -> IO[bytes] | None:
-        """As `get`, but a large blob is a file on disk."""
+        """Like `get`, but a large blob is returned as a file on disk."""
         ...
 
 

@@ -374,7 +374,7 @@ class RedisSettings(Group):
 
 
 class BlobSettings(Group):
-    """Where images are kept while requests need them."""
+    """Storage of images while requests need them."""
 
     store: str = Field(default="", pattern=r"^((file|s3|gs|az)://.+)?$")
     """Where media above 256 KiB are stored: s3://, gs:// or az:// BUCKET/PREFIX, or file:///DIRECTORY that

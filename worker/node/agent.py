@@ -69,7 +69,7 @@ UNKNOWN_S = 10.0
 TENANT_TRIES = 10
 MAX_LOG_CHARS = 500  #: of a log line
 _LOST_MESSAGE = (
-    "No instance can answer the request: those that had it ended, or none can start; retry."
+    "No instance can answer the request: the instances that ran it ended, or none can start; retry."
 )
 
 logger = logging.getLogger(__name__)
