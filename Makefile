@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## set up .venv with everything
 
-serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and the built-in models, one worker each; or what ARGS say
+serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and a worker for each built-in model; ARGS: options of vlm serve
 	$(BIN)/vlm serve $(or $(ARGS),--also shapes-clip)
 
 # All in three processes, a file of tests at a time in the order of the folders: much of their time is waiting. ARGS: in one.
@@ -43,31 +43,31 @@ FAST := tests/contract/test_call_queue.py tests/contract/test_surface.py tests/d
 test-fast: $(STAMP)  ## run the tests that need neither torch nor a whole fleet: three minutes on two cores
 	$(BIN)/python -m pytest $(FAST) --ignore tests/worker/node $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
-families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
+families: $(STAMP)  ## test every model family in every way that tokens are computed, and write the table of docs/models.md
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
 		tests/engines/torch_backend/test_equivalence.py tests/engines/torch_backend/ops \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
 		tests/e2e/test_transformers_models.py tests/e2e/test_photos.py $(ARGS)
 
-clients: $(STAMP)  ## run published clients (SDKs, LiteLLM, Claude Code, Codex ...), llm-comply and the HTTP tests of vLLM; ARGS=--write: docs/clients.md
+clients: $(STAMP)  ## run published clients (SDKs, LiteLLM, Claude Code, Codex ...), llm-comply and the HTTP tests of vLLM; ARGS=--write writes docs/clients.md
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
 EMBEDDING_CLIENTS := .cache/embedding-clients
-embedding-clients: $(STAMP)  ## have the embedding clients of LangChain and LlamaIndex, installed apart, get vectors
+embedding-clients: $(STAMP)  ## run the embedding clients of LangChain and LlamaIndex, in environments of their own
 	test -x $(EMBEDDING_CLIENTS)/bin/pip || $(PYTHON) -m venv $(EMBEDDING_CLIENTS)
 	$(EMBEDDING_CLIENTS)/bin/pip install --quiet --disable-pip-version-check langchain-openai==1.7.3 \
 		llama-index-embeddings-openai==0.7.0
 	CLIENTS_PYTHON=$(CURDIR)/$(EMBEDDING_CLIENTS)/bin/python $(BIN)/python -m pytest \
 		tests/e2e/test_embedding_clients.py $(ARGS)
 
-fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; damage images and frames as often
+fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document, and thousands of damaged images and frames
 	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py tests/gateway/api/chat/test_streams.py \
 		tests/worker/prepare/test_decoder_pool.py -s $(ARGS)
 
-schemas: $(STAMP)  ## hold the 11,305 schemas of MaskBench (MASKBENCH=a checkout; else cloned) against what an answer may be; takes minutes
+schemas: $(STAMP)  ## check the grammars of the 11,305 schemas of MaskBench (MASKBENCH=a checkout; else cloned); takes minutes
 	$(BIN)/python -m tests.schemas.run $(ARGS)
 
-bfcl: $(STAMP)  ## count the steps in which the calls of BFCL (BFCL=a folder of wheels; else fetched) are written; takes minutes
+bfcl: $(STAMP)  ## count the engine steps for the function calls of BFCL (BFCL=a folder of wheels; else fetched); takes minutes
 	$(BIN)/python -m tests.schemas.bfcl $(ARGS)
 
 test-engines: $(STAMP)  ## build llama-server once (20 minutes), download the wheels of vLLM and SGLang, and test engines behind HTTP
@@ -75,7 +75,7 @@ test-engines: $(STAMP)  ## build llama-server once (20 minutes), download the wh
 	$(BIN)/python -m tests.engines.upstream.test_wheels
 	$(BIN)/python -m pytest tests/engines/upstream tests/contract/test_engine.py $(ARGS)
 
-test-vllm: $(STAMP)  ## install a vLLM for CPUs into an environment of its own (3 GB), and test it behind the fleet
+test-vllm: $(STAMP)  ## install vLLM for CPUs into an environment of its own (3 GB), and test it as the engine of a fleet
 	$(BIN)/python -m tests.engines.upstream.build_vllm $(TORCH_ARGS)
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_vllm.py tests/engines/upstream/test_servers.py \
 	  tests/contract/test_engine.py tests/faults/test_upstream_long.py -k vllm $(ARGS)
@@ -85,17 +85,17 @@ test-sglang: $(STAMP)  ## install SGLang for CPUs into an environment of its own
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_servers.py tests/faults/test_upstream_long.py \
 	  -k sglang $(ARGS)
 
-hostile: $(STAMP)  ## play every attack that a client can make against real processes
+hostile: $(STAMP)  ## send every attack of docs/security.md to real processes
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/hostile tests/engines/text/test_template_rendering.py $(ARGS)
 
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
 	test -d .cache/axe || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target .cache/axe axe-playwright-python==0.1.8
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/browser $(ARGS)
 
-first-hour: $(STAMP)  ## play the first hour of a user with the checkout, and installed from the wheel, by pipx and by uv
+first-hour: $(STAMP)  ## run the commands of a new user from the checkout, and installed from the wheel, by pipx and by uv
 	TESTS_LONG=1 TORCH_ARGS='$(TORCH_ARGS)' $(BIN)/python -m pytest tests/e2e/test_first_hour.py $(ARGS)
 
-faults: $(HELM)  ## play every fault of docs/reliability.md against real processes; takes minutes
+faults: $(HELM)  ## inject every fault of docs/reliability.md into real processes; takes minutes
 	TESTS_LONG=1 PYTHONPATH=$(HELM) $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py \
 		tests/contract/test_call_queue.py tests/gateway/test_confirmed_writes.py tests/search/test_postgres.py \
 		tests/config/test_helm.py $(ARGS)
@@ -106,14 +106,14 @@ $(HELM): $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ helm-python-sdk==0.2.2
 	touch $@
 
-helm-test: $(HELM)  ## render and check the Helm chart by Helm's library, which this installs apart (75 MB)
+helm-test: $(HELM)  ## render and check the Helm chart with Helm's library, which is installed separately (75 MB)
 	PYTHONPATH=$(HELM) $(BIN)/python -m pytest tests/config/test_helm.py $(ARGS)
 
-accuracy: $(STAMP)  ## ask the built-in models: 6,000 questions in fp32, bf16, int8 and int4; searches of 1,000 images; takes minutes
+accuracy: $(STAMP)  ## measure the accuracy of the built-in models: 6,000 questions in fp32, bf16, int8 and int4, and searches of 1,000 images; takes minutes
 	TESTS_LONG=1 ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_accuracy.py \
 		tests/e2e/test_goals.py tests/e2e/test_quantized_accuracy.py tests/e2e/test_shapes_clip.py tests/e2e/test_load_shapes.py $(ARGS)
 
-walk: $(STAMP)  ## embed 20,000 texts by the built-in model, serve them and search by curl
+walk: $(STAMP)  ## embed 20,000 texts with the built-in model, serve them, and search with curl
 	WALK_TEXTS=20000 $(BIN)/python -m pytest -s tests/search/test_walk.py $(ARGS)
 
 compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it, restart it under load; takes minutes
@@ -122,7 +122,7 @@ compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it,
 applications: $(STAMP)  ## run applications: the examples on the built-in model, and sessions whose processes are killed; takes a minute
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/application tests/integration/test_applications.py $(ARGS)
 
-store-test: $(STAMP)  ## keep packages and images in a bucket of moto, an S3-compatible server that this installs apart
+store-test: $(STAMP)  ## test packages and images in a bucket of moto, an S3-compatible server that is installed separately
 	test -x .cache/moto/bin/moto_server || { $(PYTHON) -m venv .cache/moto && .cache/moto/bin/pip install --quiet 'moto[server]>=5.1'; }
 	MOTO_SERVER=.cache/moto/bin/moto_server $(BIN)/python -m pytest tests/shared/packages tests/shared/blobs $(ARGS)
 
@@ -136,7 +136,7 @@ format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## measure the way of a request beside a bare FastAPI endpoint
+bench: $(STAMP)  ## measure gateway, queue and worker, compared with a bare FastAPI endpoint
 	$(BIN)/vlm bench gateway $(ARGS)
 
 trace-request: $(STAMP)  ## print the files that a streamed chat request passes; ARGS="--engine torch --image"
@@ -148,12 +148,12 @@ docs: $(STAMP)  ## write the generated tables of the docs
 size:  ## count the lines and files of product, training and benchmarks, tests and docs
 	@$(PYTHON) -m tests.size
 
-loadtest: $(STAMP)  ## half a minute of load for a fleet on the mock engine; a report in .cache/loadtest.html
+loadtest: $(STAMP)  ## load a fleet on the mock engine for half a minute, and write .cache/loadtest.html
 	mkdir -p .cache
 	$(BIN)/vlm loadtest --json .cache/loadtest.json --html .cache/loadtest.html $(ARGS)
 
 CPU_TORCH := --index-url https://download.pytorch.org/whl/cpu
-image:  ## build the image vlm-fleet:cpu, which serves by `docker run`; DEVICE=cuda: vlm-fleet:cuda
+image:  ## build the image vlm-fleet:cpu, for `docker run vlm-fleet:cpu serve`; DEVICE=cuda: vlm-fleet:cuda
 	docker build -f config/Dockerfile -t vlm-fleet:$(or $(DEVICE),cpu) --build-arg ENGINE=torch \
 		--build-arg TORCH_ARGS='$(or $(TORCH_ARGS),$(if $(filter cuda,$(DEVICE)),,$(CPU_TORCH)))' .
 
@@ -163,7 +163,7 @@ up: .env  ## start the compose stack: Redis, a gateway and the built-in model `s
 .env:  ## make the passwords of the compose stack
 	(umask 077; $(PYTHON) -c "import secrets; [print(f'{n}={secrets.token_hex(16)}') for n in '$(PASSWORDS)'.split()]" > $@)
 
-down:  ## stop it
+down:  ## stop the compose stack
 	docker compose down
 
 clean:  ## remove what was installed and cached

@@ -1,4 +1,4 @@
-"""The command line: assembles the commands. Each lives with what it commands."""
+"""The command line, assembled from the commands of all packages."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def settings() -> None:
     show(settings_classes())
 
 
-#: For what is not printed by rich, which has it. Source: https://no-color.org
+#: For output that is not printed by rich, which supports NO_COLOR itself. Source: https://no-color.org
 _COLOR = False if os.environ.get("NO_COLOR") else None
 
 app = typer.Typer(

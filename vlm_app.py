@@ -1,29 +1,29 @@
-"""What an application imports, and what runs it: this file, and Python's standard library.
+"""The Python library of applications, and the process that runs them. Needs only the standard library.
 
     from vlm_app import Application
 
     class Captioner(Application):
-        def setup(self, context): ...       # once a process: load what takes long
+        def setup(self, context): ...       # once a process: slow preparations
         def enter(self, common_data): ...   # once a session
         def run(self, task): ...            # JSON in, JSON out; or yield pieces of it
                                             # runs at least once: see Application.run
         def leave(self): ...                # when the process drops a session
 
-The process reads one JSON object a line, and answers each by one or more; a program in any other language may do the
-same, on its standard input and output:
+The process reads JSON lines from standard input, and answers each with one or more lines on standard output. A program
+in any other language may do the same:
 
     {"type":"setup",...}                           {"type":"ready"}
     {"type":"enter","session":S,"common_data":D}   {"type":"entered"}
     {"type":"run","session":S,"task_id":T,"attempt":N,"input":I}
                                                    {"type":"item","value":V} ... {"type":"result","value":V}
     {"type":"leave","session":S}                   {"type":"left"}
-    {"type":"cancel"}                              nothing of its own: the run that it ends is answered
+    {"type":"cancel"}                              no answer; the cancelled run is answered
     any of them                                    {"type":"error","message":M}
 
-`session` is empty for tasks of no session, before which nobody enters. `input` and `common_data` come last. What an
-application prints goes to the log of its node.
+`session` is empty for tasks without a session, for which no `enter` is sent. `input` and `common_data` come last. The
+output of `print` goes to the log of the node.
 
-A program that uses a deployed application has the sessions of the gateway:
+A client of a deployed application uses sessions of the gateway:
 
     from vlm_app import Session
 
@@ -60,7 +60,7 @@ __all__ = [
 
 
 class TaskError(Exception):
-    """The task cannot be done. The client gets the message."""
+    """The task failed. The client gets the message."""
 
 
 class TaskCancelled(BaseException):
@@ -69,40 +69,40 @@ class TaskCancelled(BaseException):
 
 @dataclass(frozen=True)
 class Context:
-    """What a process is given."""
+    """The argument of `setup`."""
 
-    package: Path  #: the application's files, to read
-    name: str = ""  #: under which it is deployed, `@` and its version
+    package: Path  #: directory of the application's files, read-only
+    name: str = ""  #: name of the deployment, `@` and the version
     device: str = "cpu"  #: or `cuda`
 
 
 class Application:
-    """Base of applications. Each session has a shallow copy: what `setup` loads is shared, what `enter` keeps is not."""
+    """Base of applications. Each session has a shallow copy: it shares what `setup` stores, not what `enter` stores."""
 
     def setup(self, context: Context) -> None:
-        """Load what all tasks need."""
+        """Load models and other data that all tasks need."""
 
     def enter(self, common_data: Any) -> None:
-        """Begin a session, with what its tasks have in common."""
+        """Begin a session. `common_data`: the data that its tasks share."""
 
     def run(self, task: Any) -> Any:
         """Return the result of a task, or yield pieces of it.
 
-        A task runs at least once: where a process, worker or node is lost, it runs again. A `run`
+        A task runs at least once: if a process, worker or node is lost, it runs again. A `run`
         with side effects declares `def run(self, task, *, task_id, attempt)`. `task_id` is the same
         in each attempt, and unique in its session. `attempt` is 1 in the first attempt and larger in
-        later ones: an earlier attempt may have acted.
+        later ones: earlier attempts may already have had side effects.
 
         Raises: TaskError.
         """
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Let go of a session: others came after it, or the process stops."""
+        """End a session in this process: it was evicted by newer ones, or the process stops."""
 
 
 class SessionError(Exception):
-    """The gateway refuses a request; `status` is that of HTTP, `code` the error's."""
+    """The gateway refused a request. `status`: HTTP status; `code`: error code."""
 
     def __init__(self, message: str, status: int, code: str | None) -> None:
         super().__init__(message)
@@ -111,7 +111,7 @@ class SessionError(Exception):
 
 @dataclass(frozen=True)
 class TaskResult:
-    """An ended task. `error`: why there is no output; None where there is one."""
+    """An ended task. `error`: the reason why there is no output; None if there is one."""
 
     id: str
     state: str  #: succeed, failed or cancelled
@@ -120,13 +120,13 @@ class TaskResult:
 
 
 class Session:
-    """A session of a deployed application, by the API of the gateway. One thread at a time uses it."""
+    """A session of a deployed application, through the gateway's API. Not thread-safe."""
 
     _PIECE = 1000  # tasks of one request
     _WAIT_S = 30
 
     def __init__(self, session_id: str, *, url: str = "", api_key: str = "") -> None:
-        """An open session, by its id. Without `url` and `api_key`: VLM_URL and VLM_API_KEY."""
+        """An existing session, by its id. `url` and `api_key` default to VLM_URL and VLM_API_KEY."""
         self.id = session_id
         url = (url or os.environ.get("VLM_URL") or "http://127.0.0.1:8000").rstrip("/")
         self._url = url if "://" in url else f"http://{url}"
@@ -137,7 +137,7 @@ class Session:
     def open(
         cls, application: str, *, url: str = "", api_key: str = "", **options: Any
     ) -> "Session":
-        """Open one. `options`: common_data, priority, idle_s, timeout_s. Raises: SessionError, OSError."""
+        """Open a session. `options`: common_data, priority, idle_s, timeout_s. Raises: SessionError, OSError."""
         session = cls("", url=url, api_key=api_key)
         path = f"/v1/applications/{urllib.parse.quote(application)}/sessions"
         session.id = session._ask("POST", path, options)["id"]
@@ -166,13 +166,13 @@ class Session:
             return TaskResult(task_id, found["state"], error=error)
 
     def results(self) -> Iterator[TaskResult]:
-        """The tasks that were submitted and not yet given by this, in their order."""
+        """The results of submitted tasks in order, each only once."""
         while self._submitted:
             yield self.result(self._submitted[0])
             self._submitted.pop(0)
 
     def close(self) -> None:
-        """Take no more tasks, cancel those that wait. Raises: SessionError, OSError."""
+        """Close the session to new tasks, and cancel waiting tasks. Raises: SessionError, OSError."""
         self._ask("POST", f"/v1/sessions/{self.id}:close", {})
 
     def __enter__(self) -> "Session":
@@ -182,7 +182,7 @@ class Session:
         self.close()
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        """Ids make each request safe to send again, so it is while the gateway says when."""
+        """Send a request, and retry it after `retry-after`. Task ids make retries safe."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, method=method)
         request.add_header("content-type", "application/json")
@@ -207,7 +207,7 @@ class Session:
 
 
 class _Runner:
-    """Serves one application, a message after another; cancelling alone does not wait for its turn."""
+    """Serves one application. Messages are handled in order, but a `cancel` is handled at once."""
 
     def __init__(self, entry: str, reader: int, writer: int) -> None:
         self._entry = entry
@@ -216,12 +216,12 @@ class _Runner:
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._sessions: dict[str, Application] = {}
         self._application = Application()
-        self._told: list[str] = []  # what its `run` takes beside the task
+        self._told: list[str] = []  # names of the optional parameters of its `run`
         self._can_cancel = False
         self._is_cancelled = False
 
     def serve(self) -> None:
-        """Answer until the parent hangs up."""
+        """Answer messages until standard input is closed."""
         signal.signal(signal.SIGUSR1, self._on_cancel)
         threading.Thread(target=self._read, daemon=True).start()
         while (line := self._messages.get()) is not None:
@@ -261,7 +261,7 @@ class _Runner:
         try:
             line = _encode(answer)
         except (TypeError, ValueError, RecursionError) as error:
-            problem = f"what `run` gives is no JSON: {error}"
+            problem = f"the result of `run` is not JSON: {error}"
             line = _encode({"type": "error", "message": problem})
         data = memoryview(line + b"\n")
         while data:
@@ -324,11 +324,11 @@ def _encode(answer: dict[str, Any]) -> bytes:
 
 
 def serve(entry: str) -> None:
-    """Run the application that `module:Class` names, on standard input and output."""
+    """Run the application `module:Class` on standard input and output."""
     reader, writer = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # printed lines must not be read as answers
-    if isinstance(sys.stdout, io.TextIOWrapper):  # the log has a line when it is printed
+    if isinstance(sys.stdout, io.TextIOWrapper):  # write each printed line to the log at once
         sys.stdout.reconfigure(line_buffering=True)
     _Runner(entry, reader, writer).serve()

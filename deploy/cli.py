@@ -55,7 +55,7 @@ def _many(option: str, metavar: str, text: str) -> Any:
 
 
 def _with(**tables: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of tables; it gets the values of each table as a dictionary."""
+    """Add the options of tables to a command, which receives the values of each table as a dictionary."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**given: Any) -> None:
@@ -95,7 +95,7 @@ class GatewayCommand(TyperCommand):
 
 
 class Command(GatewayCommand):
-    """A command with these exit codes."""
+    """A command that exits with 1 if its arguments are wrong."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with _ending_with_arguments():
@@ -103,7 +103,7 @@ class Command(GatewayCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands with these exit codes."""
+    """A group of commands that exits with 1 if its arguments are wrong."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with _ending_with_arguments():
@@ -124,7 +124,7 @@ SPEC: Options = {
     "canary": (
         Annotated[str, typer.Option(help="Share of the requests for the new version at first, such as 10%.")], "0",
     ),
-    "start_s": (Annotated[float, typer.Option(help="Seconds in which it must be ready.")], 300),
+    "start_s": (Annotated[float, typer.Option(help="Seconds in which a new instance must be ready.")], 300),
     "idle_s": (Annotated[float, typer.Option(help="Seconds without work before an instance stops.")], 300),
     "retry_limit": (Annotated[int, typer.Option(min=0, help="Failed starts before a rollback.")], 3),
 }  # fmt: skip
@@ -138,7 +138,7 @@ PACKAGE: Options = {
     ),
     "env": (_many("--env", "NAME=VALUE", "A variable of an application; not for secrets."), None),
     "secret": (
-        _many("--secret", "NAME[=SECRET]", "A variable of an application from the node's secret of that name, or another; never its value."), None,
+        _many("--secret", "NAME[=SECRET]", "A variable of an application, read from the node's secret SECRET, by default of the same name. Do not pass the value itself."), None,
     ),
 }  # fmt: skip
 
@@ -159,7 +159,7 @@ def deploy(
     api_key: DeployKey = None,
     store: Annotated[
         str | None,
-        typer.Option(help="Store of packages.", show_default="the gateway's, and through it"),
+        typer.Option(help="Store of packages.", show_default="the gateway's, by upload to the gateway"),
     ] = None,
     sign: Annotated[
         Path | None, typer.Option(help="An SSH key that signs the package.", show_default=False)
@@ -169,7 +169,7 @@ def deploy(
         Literal["fleet", "kubernetes"],
         typer.Option(help="kubernetes: upload, and print manifests of workers of this version."),
     ] = "fleet",
-    image: Annotated[str, typer.Option(help="Of these workers.")] = "vlm-fleet-worker",
+    image: Annotated[str, typer.Option(help="Container image of the workers on Kubernetes.")] = "vlm-fleet-worker",
     output: Annotated[
         Literal["yaml", "json"], typer.Option("-o", help="Format of --dry-run and --target.")
     ] = "yaml",
@@ -224,13 +224,13 @@ def app(
 def logs(
     name: Name,
     slot: Annotated[
-        int | None, typer.Option(help="Only of this instance.", show_default="all")
+        int | None, typer.Option(help="Number of one instance.", show_default="all")
     ] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=1000)] = 100,
     url: Url = URL,
     api_key: DeployKey = None,
 ) -> None:
-    """Show the log of a deployment's instances, also of ended ones and failed starts."""
+    """Show the log of a deployment's instances, including stopped ones and failed starts."""
     from deploy import commands
 
     commands.run_logs(connect(url, api_key), name, slot, lines)
@@ -287,7 +287,7 @@ def route(
     url: Url = URL,
     api_key: DeployKey = None,
 ) -> None:
-    """Split a name's requests between versions by weight, such as those on Kubernetes."""
+    """Split a name's requests between versions by weight, for example between versions on Kubernetes."""
     from deploy import commands
 
     if delete == bool(weights):
@@ -315,7 +315,7 @@ def drain(
     api_key: DeployKey = None,
     wait: Wait = 300,
 ) -> None:
-    """Have a node finish its requests and end; other nodes start its instances again."""
+    """Stop a node after its current requests; other nodes start its instances again."""
     from deploy import commands
 
     commands.run_drain(connect(url, api_key), node, wait)
@@ -360,7 +360,7 @@ def gc(
         str | None, typer.Option(help="Store of packages.", show_default="the gateway's")
     ] = None,
     older_than_h: Annotated[
-        float, typer.Option(min=0, help="Minimum age in hours of what is removed.")
+        float, typer.Option(min=0, help="Age in hours from which packages are removed.")
     ] = 24,
     keep: Annotated[
         int, typer.Option(min=1, help="Generations of each deployment to keep for rollbacks.")

@@ -127,7 +127,7 @@ def _parse_share(text: str) -> float:
         number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
         if 0 <= number <= 1:
             return number
-    raise ValueError(f"--canary {text}: write a share of the requests, as 10%")
+    raise ValueError(f"--canary {text}: write a share of the requests, such as 10%")
 
 
 def run_deploy(
@@ -146,7 +146,7 @@ def run_deploy(
 ) -> None:
     """Pack, upload, deploy, wait. `package`: options of the command line. Raises: CommandFailed.
 
-    `image`: of the workers on Kubernetes, whose manifests are printed; None: nodes run them.
+    `image`: container image for Kubernetes manifests, which are printed; None: nodes run the workers.
     """
     environment = make_environment(package["env"], package["secret"])
     if not re.match(NAME, name):
@@ -253,7 +253,7 @@ def show(content: Any, form: str) -> None:
 
 @contextmanager
 def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator[None]:
-    """A package in the store, protected inside the block. Raises: CommandFailed."""
+    """Upload a package, and protect it from garbage collection inside the block. Raises: CommandFailed."""
     url = store_url or find_store(client)
     try:
         if store_url is None and not _is_reachable(url, client):
@@ -336,19 +336,19 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
         start_s = _start_s_of_idle(found, generation)
         if start_s is not None and waited_s > start_s and found["message"]:
             text = (
-                f"{name}: generation {generation} did not start within {start_s:g} s: {shown}. It "
-                f"goes on waiting; take it back with vlm rollback {name}"
+                f"{name}: generation {generation} did not start within {start_s:g} s: {shown}. The "
+                f"rollout continues; cancel it with vlm rollback {name}"
             )
             raise CommandFailed(text, ROLLOUT)
         if waited_s > wait_s:
-            text = f"{name}: generation {generation} is not ready after {wait_s:g} s; it goes on"
+            text = f"{name}: generation {generation} is not ready after {wait_s:g} s; the rollout continues"
             raise CommandFailed(text, ROLLOUT)
         try:
             time.sleep(_POLL_S)
         except KeyboardInterrupt:
             raise CommandFailed(
-                f"{name}: generation {generation} goes on; see vlm app {name}, or take it back with "
-                f"vlm rollback {name}",
+                f"{name}: the rollout of generation {generation} continues; see vlm app {name}, or cancel "
+                f"it with vlm rollback {name}",
                 INTERRUPTED,
             ) from None
 
@@ -382,7 +382,7 @@ def run_change(
         "rolled_back": f"generation {generation} is rolled back",
     }[last["outcome"]]
     if last["cause"] == "undeploy":
-        told = "takes no more requests; those that wait are answered"
+        told = "accepts no more requests; waiting requests are answered"
     console.print(f"{name}: {told}")
     if wait_s and last["outcome"] is None:
         wait(client, name, generation, wait_s)
@@ -392,7 +392,7 @@ def run_route(client: Client, name: str, weights: list[str]) -> None:
     """Set the weights of versions such as `3f2a91b0c4d5=90`; without any, remove the route. Raises: CommandFailed."""
     parts = [each.partition("=") for each in weights]
     if len({version for version, _, weight in parts if weight.isdecimal()}) < len(parts):
-        text = f"{' '.join(weights)}: write VERSION=WEIGHT once a version, as 3f2a91b0c4d5=90"
+        text = f"{' '.join(weights)}: write VERSION=WEIGHT, each version once, such as 3f2a91b0c4d5=90"
         raise CommandFailed(text, ARGUMENTS)
     body = {"weights": {version: int(weight) for version, _, weight in parts}}
     found = client.call("POST", f"/{name}:route", body)
@@ -423,7 +423,7 @@ def run_apps(client: Client, form: str | None) -> None:
     if form:
         show(found, form)
         return
-    table = new_table("name", "state", "serves", "ready", "candidate", "last gen.", "its message")
+    table = new_table("name", "state", "serves", "ready", "candidate", "last gen.", "message")
     for app in found["data"]:
         active, candidate = app["active"], app["candidate"]
         ready = f"{active['num_ready'] if active else 0}/{app['desired']}"
@@ -469,7 +469,7 @@ def run_drain(client: Client, name: str, wait_s: float) -> None:
         found = client.ask("GET", "/v1/nodes")["data"]
         node = next((each for each in found if each["id"] == name), None)
     if node is not None and wait_s:
-        raise CommandFailed(f"{name}: not drained after {wait_s:g} s; it goes on", ROLLOUT)
+        raise CommandFailed(f"{name}: not drained after {wait_s:g} s; the drain continues", ROLLOUT)
     console.print(f"{name}: {'drains' if node is not None else 'has ended'}")
 
 

@@ -79,7 +79,7 @@ Tag = Annotated[str | None, typer.Option(help="Label of its usage, such as a tea
 @app.command(cls=GatewayCommand)
 def create(
     context: typer.Context,
-    name: Annotated[str, typer.Option(help="Who uses it.")],
+    name: Annotated[str, typer.Option(help="Name of the key: a person or a program.")],
     roles: Annotated[
         str, typer.Option(help="Comma-separated: use, adapters, deploy, admin.")
     ] = "use",
@@ -176,7 +176,7 @@ def _change(
 def forget(
     key: Annotated[str, typer.Option(help="The key's name.")], url: Url = URL, api_key: Key = None
 ) -> None:
-    """Delete what is stored of a key: kept answers, sessions, batches, files, vector stores."""
+    """Delete the stored data of a key: answers, sessions, batches, files, vector stores."""
     from deploy import commands
 
     found = connect(url, api_key).ask("POST", f"{_PATH}/{_quoted(key)}:forget")

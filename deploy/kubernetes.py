@@ -43,7 +43,7 @@ def render(
     if urlsplit(store).scheme == "file":
         raise CannotRender(f"{store}: pods cannot reach it; give --store s3://, gs:// or az://")
     if manifest.config.kind == "model" and environment != Environment():
-        raise CannotRender("--env, --secret: a model has no variables; give its engine's by --set")
+        raise CannotRender("--env, --secret: a model has no variables; set options of its engine with --set")
     model = version_name(name, version_digest(manifest.digest, environment))
     unique = model.replace("@", "-")
     labels = {"app": "version", "version": unique}
@@ -213,7 +213,7 @@ def _scaling(unique: str, model: str, manifest: Manifest, spec: Spec) -> dict[st
         "triggers": [
             waiting,
             prometheus("age", "vlm_queue_age_seconds", "Value", f"{spec.target_age_s:g}"),
-            # What runs does not wait, and must not be stopped.
+            # Running requests are not in the queue length, and must not be stopped.
             prometheus("open", "vlm_queue_depth", "AverageValue", most),
         ],
     }

@@ -42,10 +42,10 @@ _MAX_FILES = 10_000
 
 
 class HashCache:
-    """Digests of large files, remembered as git's index does: by path, size and times.
+    """Caches digests of large files by path, size and times, as git's index does.
 
-    A file that was written to just before it was hashed is not remembered: its times may not tell the next write.
-    Safe in threads; of two commands at once, the last one's are kept.
+    A file that was modified just before it was hashed is not cached, because its times may not change with the next
+    write. Thread-safe. If two commands run at once, the cache of the later one is kept.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -80,7 +80,7 @@ class HashCache:
         return digest
 
     def save(self) -> None:
-        """Remember for the next command, if that can be."""
+        """Save the cache for the next command; errors are ignored."""
         if not self._has_changed:
             return
         latest = dict(list(self._known.items())[-_MAX_FILES:])
@@ -94,13 +94,13 @@ class HashCache:
             part.unlink(missing_ok=True)
 
 
-#: Leftovers of tools.
+#: Folders and files of tools, which are not packed.
 _SKIPPED = frozenset(
     {".git", ".hg", ".svn", ".venv", ".cache", "__pycache__", ".DS_Store"}
     | {".mypy_cache", ".pytest_cache", ".ruff_cache"}
 )
 _ARCHIVES = (".tar.gz", ".tgz")
-#: An archive with a higher ratio is a bomb, if it is larger than the free share.
+#: A larger archive than `_FREE_BYTES` with a higher ratio is refused as a decompression bomb.
 _MAX_RATIO = 200
 _FREE_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
@@ -197,7 +197,7 @@ def _walk(directory: Path, root: Path, prefix: str = "") -> Iterator[tuple[str, 
         try:
             mode = path.stat().st_mode
         except OSError as error:
-            raise BadPackage(f"{name}: it cannot be read: {error.strerror}") from None
+            raise BadPackage(f"{name}: cannot be read: {error.strerror}") from None
         if not stat.S_ISREG(mode):
             raise BadPackage(f"{name}: not a regular file (a device, a socket or a pipe)")
         yield name, path
@@ -216,7 +216,7 @@ def unpack(archive: Path, folder: Path, max_bytes: int = MAX_PACKAGE_BYTES) -> N
                     raise BadPackage(f"{name}: not a regular file (a link, a device or a pipe)")
                 check_path(name)
                 if name in seen:
-                    raise BadPackage(f"{name}: it is there twice")
+                    raise BadPackage(f"{name}: the archive has this file twice")
                 seen.add(name)
                 source = members.extractfile(member)
                 assert source is not None
@@ -236,7 +236,7 @@ def unpack(archive: Path, folder: Path, max_bytes: int = MAX_PACKAGE_BYTES) -> N
     except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile) as error:
         raise BadPackage(f"{archive.name}: incomplete, or not a .tar.gz: {error}") from None
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        raise BadPackage(f"{archive.name}: a file and a folder have one name: {error}") from None
+        raise BadPackage(f"{archive.name}: a file and a folder have the same name: {error}") from None
     _leave_out_folder(folder)
 
 
@@ -271,7 +271,7 @@ def find_config(
             raise BadPackage(str(error)) from None
         return PackageConfig("model", engine=engine)
     if engine:
-        raise BadPackage("settings of an engine are for models: config.json and *.safetensors")
+        raise BadPackage("--set is only for models, which have config.json and *.safetensors")
     if found := str(tool.get("entry", "")) or _find_application(files):
         return PackageConfig("python", entry=found, network=network)
     programs = [path for path in files if path.startswith("bin/") and path.count("/") == 1]
@@ -294,7 +294,7 @@ def _in_groups(engine: Mapping[str, str]) -> dict[str, object]:
         for each in groups:
             group = group.setdefault(each, {})
             if not isinstance(group, dict):
-                raise BadPackage(f"--set {name}: {each} has a value of its own")
+                raise BadPackage(f"--set {name}: {each} is set to a value, so it cannot be a group too")
         group[last] = value
     return tree
 
@@ -319,7 +319,7 @@ def _find_application(files: Mapping[str, Path]) -> str:
         try:
             tree = ast.parse(files[path].read_bytes(), filename=path)
         except (SyntaxError, ValueError) as error:
-            raise BadPackage(f"{path}: it is not Python: {error}") from None
+            raise BadPackage(f"{path}: not valid Python: {error}") from None
         names = [
             node.name
             for node in tree.body
@@ -327,7 +327,7 @@ def _find_application(files: Mapping[str, Path]) -> str:
             and any(ast.unparse(base).split(".")[-1] == "Application" for base in node.bases)
         ]
         if len(names) > 1:
-            raise BadPackage(f"{path}: it has {len(names)} applications: say which with --entry")
+            raise BadPackage(f"{path} has {len(names)} applications: choose one with --entry")
         if names:
             return f"{path.removesuffix('.py')}:{names[0]}"
     return ""
@@ -349,7 +349,7 @@ def _hash(
         before = path.stat()
         digest = hashes.digest(path)
         if path.stat().st_mtime_ns != before.st_mtime_ns or path.stat().st_size != before.st_size:
-            raise BadPackage(f"{name}: it changed while it was read; try again")
+            raise BadPackage(f"{name}: changed while it was read; try again")
         if report is not None:
             report(before.st_size)
         runs = config.kind != "model" and bool(before.st_mode & 0o111)
@@ -359,7 +359,7 @@ def _hash(
         try:
             layers = list(threads.map(read, files))
         except OSError as error:
-            raise BadPackage(f"{error.filename}: it cannot be read: {error.strerror}") from None
+            raise BadPackage(f"{error.filename}: cannot be read: {error.strerror}") from None
     hashes.save()
     manifest = make_manifest(config, layers)
     return Packed(manifest, {layer.digest: files[layer.path] for layer in layers}, folder)

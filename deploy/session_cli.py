@@ -17,7 +17,7 @@ Inputs = Annotated[
 
 
 def run(
-    name: Annotated[str, typer.Argument(help="Of the application.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of the application.", show_default=False)],
     inputs: Inputs,
     url: AskUrl = URL,
     api_key: ApiKey = None,
@@ -37,20 +37,20 @@ session = typer.Typer(
 
 @session.command(cls=Command)
 def create(
-    application: Annotated[str, typer.Argument(help="Its name.", show_default=False)],
+    application: Annotated[str, typer.Argument(help="Name of the application.", show_default=False)],
     common_data: Annotated[
-        str, typer.Option(help="For `enter`: JSON, a text, or @FILE.", show_default=False)
+        str, typer.Option(help="Data for `enter`: JSON, a text, or @FILE.", show_default=False)
     ] = "",
     priority: Annotated[str, typer.Option(help="interactive or batch.")] = "interactive",
-    idle_s: Annotated[float, typer.Option(help="Idle seconds before it closes.")] = 3600,
+    idle_s: Annotated[float, typer.Option(help="Seconds without a task before the session expires.")] = 3600,
     timeout_s: Annotated[float, typer.Option(help="Time limit of each task in seconds.")] = 3600,
     min_instances: Annotated[int, typer.Option(min=0, help="Instances kept while it is open.")] = 0,
     max_instances: Annotated[
         int | None,
-        typer.Option(min=1, help="Most, if all open sessions set one.", show_default="as deployed"),
+        typer.Option(min=1, help="Maximum number of instances; applies if all open sessions set one.", show_default="as deployed"),
     ] = None,
     resources: Annotated[
-        str, typer.Option(help="Least resources of an instance: cpu=2,memory=4g,gpu=1.")
+        str, typer.Option(help="Minimum resources of an instance: cpu=2,memory=4g,gpu=1.")
     ] = "",
     url: AskUrl = URL,
     api_key: ApiKey = None,
@@ -77,7 +77,7 @@ def run_in(
         str,
         typer.Option(
             "--id",
-            help="Prefix of the task ids, before -0, -1 ...; tasks sent again under it are the same.",
+            help="Prefix of the task ids PREFIX-0, PREFIX-1 ...; a repeated id does not run the task again.",
             show_default="at random",
         ),
     ] = "",
@@ -113,13 +113,13 @@ def view(
 
 @session.command("close", cls=Command)
 def close_session(session_id: Session, url: AskUrl = URL, api_key: ApiKey = None) -> None:
-    """Take no more tasks, cancel those that wait; those that run are finished."""
+    """Close a session to new tasks, and cancel waiting tasks. Running tasks are finished."""
     from deploy import sessions
 
     sessions.run_close(connect(url, api_key), session_id)
 
 
 def add_to(root: typer.Typer) -> None:
-    """Put the commands into the command line."""
+    """Add the commands to the command line."""
     root.command(cls=Command)(run)
     root.add_typer(session, name="session")

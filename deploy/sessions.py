@@ -1,4 +1,4 @@
-"""What the commands of sessions do: send tasks, wait for them, show how they stand."""
+"""Implements `vlm run` and `vlm session`: sends tasks, waits for their results, shows their states."""
 
 import json
 import secrets
@@ -25,7 +25,7 @@ from shared.gateway_client import ApiFailed, Client
 _MAX_TASKS = 1000  # of one request
 _WAIT_S = 30
 _MAX_SHOWN_CHARS = 256
-#: Codes of errors that are one task's, of its input or its process.
+#: Codes of errors of a single task, after which other tasks are still sent.
 _TASK_ERRORS = (
     *("task_failed", "request_kills_workers", "too_many_attempts", "worker_lost"),
     *("engine_failure", "deadline_exceeded"),
@@ -35,14 +35,14 @@ _COUNTS = ("pending", "running", "succeed", "failed", "cancelled")
 
 
 def read_input(text: str) -> Any:
-    """JSON, a text that is none, or what `@FILE` holds of either. Raises: CommandFailed."""
+    """The input as JSON, or as a string if it is not JSON. `@FILE` reads it from a file. Raises: CommandFailed."""
     if text.startswith("@"):
         try:
             text = Path(text[1:]).read_text(encoding="utf-8")
         except OSError as error:
-            raise CommandFailed(f"{text}: it cannot be read: {error.strerror}", ARGUMENTS) from None
+            raise CommandFailed(f"{text}: cannot be read: {error.strerror}", ARGUMENTS) from None
         except UnicodeDecodeError as error:
-            raise CommandFailed(f"{text}: it is not UTF-8: {error}", ARGUMENTS) from None
+            raise CommandFailed(f"{text}: not UTF-8: {error}", ARGUMENTS) from None
     try:
         return json.loads(text)
     except ValueError:
@@ -50,7 +50,7 @@ def read_input(text: str) -> Any:
 
 
 def run_tasks(client: Client, name: str, inputs: Sequence[str]) -> None:
-    """One after another, without a session; a failed task does not end it. Raises: CommandFailed."""
+    """Run tasks in order, without a session; a failed task does not stop the others. Raises: CommandFailed."""
     num_failed = 0
     for number, text in enumerate(inputs, 1):
         body = {"input": read_input(text)}
@@ -75,10 +75,10 @@ def _end(num_failed: int, num_tasks: int) -> None:
 def run_create(
     client: Client, name: str, common_data: str, resources: str, body: dict[str, Any]
 ) -> None:
-    """Print the id. Raises: CommandFailed."""
+    """Open a session and print its id. Raises: CommandFailed."""
     if resources:
         wanted = msgspec.structs.asdict(parse_resources(resources))
-        if "cpu" not in resources:  # it is asked for only where it is named
+        if "cpu" not in resources:  # do not require the default of 1
             del wanted["cpu"]
         body = {**body, "resources": wanted}
     if common_data:
@@ -110,7 +110,7 @@ def run_in(
 
 
 def _send(client: Client, path: str, tasks: Sequence[dict[str, Any]]) -> None:
-    """Their ids make it safe to send them again while the queue is full."""
+    """Send tasks, and retry while the queue is full. Task ids make retries safe."""
     while True:
         try:
             client.ask("POST", path, {"tasks": list(tasks)})
@@ -149,7 +149,7 @@ def run_list(client: Client, form: str | None) -> None:
 
 
 def _resources(found: dict[str, Any]) -> str:
-    """As `--resources` takes them."""
+    """Resources in the format of `--resources`."""
     names = {"memory_bytes": "memory"}
     return ",".join(f"{names.get(name, name)}={value:g}" for name, value in found.items() if value)
 
@@ -176,7 +176,7 @@ def run_close(client: Client, session_id: str) -> None:
     """Raises: CommandFailed."""
     found = client.ask("POST", f"/v1/sessions/{session_id}:close", {})
     print(
-        f"{session_id}: closed; {found['running']} tasks are running still, {found['cancelled']} were cancelled"
+        f"{session_id}: closed; {found['running']} tasks are still running, {found['cancelled']} were cancelled"
     )
 
 

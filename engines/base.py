@@ -192,7 +192,7 @@ class AudioInfo(msgspec.Struct, frozen=True):
     length_s: float
     num_channels: int
     rate: int  #: samples a second
-    #: Where it is cut for a transcription; empty unless requested.
+    #: Ends of the segments of a transcription; empty unless requested.
     segment_ends: tuple[float, ...] = ()
 
 
@@ -223,7 +223,7 @@ def check_num_frames(count: int, video: OpenVideo) -> None:
     """Raises: InvalidImage if a request asks for more frames than the limit."""
     if count > video.max_frames:
         raise InvalidImage(
-            f"The video comes to {count} frames: send at most {video.max_frames}, "
+            f"The video would have {count} frames: send at most {video.max_frames}, "
             "by a lower fps or num_frames, or a shorter part.",
             "num_frames" if video.options.fps is None else "fps",
         )

@@ -1,8 +1,8 @@
-"""Child processes with one socket to their parent and an environment without addresses and keys.
+"""Child processes, connected by one socket, that do not inherit the environment, which contains addresses and keys.
 
-A child that reads untrusted input drops its rights first (`restrict`, `confine`): memory and, where the kernel filters
-system calls, files, sockets, programs and other processes. It may crash on its input. Used by the worker's image
-decoders and the grammar compiler.
+A child calls `restrict` and `confine` before it reads untrusted input: they limit its memory and, where the kernel
+supports seccomp, deny access to files, sockets, programs and other processes. Input that crashes the child does not
+affect the parent. Used by the worker's image decoders and the grammar compiler.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ _LOG_PIECE_BYTES = 64 * 1024
 #: Rate limit of a process's log: burst and bytes per second.
 _LOG_BYTES, _LOG_BYTES_PER_S = 64 * 1024, 8 * 1024
 _NUM_LINES = 300  #: last lines of the log that are searched for the cause of an exit
-#: vLLM's last exception only refers to the one before.
+#: An exception in a log, except vLLM's last one, which only refers to the root cause above it.
 _EXCEPTION = re.compile(r"\b[A-Za-z_.]+(?:Error|Exception): (?!.*root cause above).*")
 
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
@@ -80,7 +80,7 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         is_silent: bool = True,
     ) -> None:
-        """Run `python -m module NUMBER arguments...`, NUMBER being its end of the socket. Raises: OSError.
+        """Run `python -m module NUMBER arguments...`; NUMBER is the file descriptor of its socket. Raises: OSError.
 
         `buffer_bytes`: size of the socket's send buffers; 0: the system's default. The child's variables are the
         `environment` and PYTHONPATH. Its stderr is discarded if it `is_silent`.
@@ -141,7 +141,7 @@ class LogForwarder:
                 if dropped:
                     logger.warning("dropped %d bytes of the process's log", dropped)
                     dropped = 0
-                # whole lines, so that secrets are masked
+                # whole lines: a secret that is split between two pieces would not be masked
                 held += data
                 end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1
                 if len(held) > _LOG_PIECE_BYTES:

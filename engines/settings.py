@@ -37,7 +37,7 @@ class EngineSettings(BaseModel):
     served_name: str = ""
     """Name in the API; empty: the model's own."""
     max_num_seqs: int = Field(default=32, ge=1, le=4096)
-    """Most sequences per step."""
+    """Maximum number of sequences per step."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Context length; none: the model's own."""
 

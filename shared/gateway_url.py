@@ -43,7 +43,7 @@ def read_key(context: typer.Context, key: str | None) -> str | None:
 Url = Annotated[
     str,
     typer.Option(
-        "--url", envvar=URL_VARIABLE, help="Where the gateway listens.", callback=read_url
+        "--url", envvar=URL_VARIABLE, help="Address of the gateway.", callback=read_url
     ),
 ]
 #: The option `--url` of commands that call models. Eager, because it is read before the key.
@@ -52,7 +52,7 @@ AskUrl = Annotated[
     typer.Option(
         "--url",
         envvar=[URL_VARIABLE, "OPENAI_BASE_URL"],
-        help="Where the gateway listens.",
+        help="Address of the gateway.",
         callback=read_url,
         is_eager=True,
     ),

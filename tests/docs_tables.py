@@ -26,17 +26,17 @@ _WHAT_TO_DO = {
     400: "Correct the request; `param` names the field.",
     401: "Send a key that the server knows.",
     403: "Ask the operator for a key with this right, or to allow the host.",
-    404: "Look at the name: `GET /v1/models` lists the models.",
+    404: "Check the name: `GET /v1/models` lists the models.",
     405: "Use the method that the reference names.",
     408: "Send the body faster.",
-    409: "Read the message: the state is another one than the request expects.",
+    409: "Read the message: the object is not in the state that the request expects.",
     413: "Send less; the message names the limit.",
     415: "Send UTF-8 without compression.",
     422: "Read the message: the application, or the first request under this key, decides.",
     429: "Wait for `retry-after`.",
     500: "Do not repeat the request; report its id to the operator.",
-    503: "Repeat it after `retry-after`, where the answer has one; otherwise tell the operator.",
-    504: "Ask for less, or for a longer deadline of the operator.",
+    503: "Repeat the request after `retry-after`, if the answer has it; otherwise tell the operator.",
+    504: "Request fewer tokens, or ask the operator for a longer deadline.",
 }
 _TABLE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 

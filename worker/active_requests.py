@@ -291,7 +291,7 @@ class ActiveRequests:
     async def _prepare(self, active: ActiveRequest) -> None:
         try:
             if active.claim.may_be_poison and not await self._begin(active.claim):
-                self.drop(active, "taken back before it began")
+                self.drop(active, "another worker took it over before it began")
                 return
             request = await self._preprocessor.prepare(
                 active.call,

@@ -51,7 +51,7 @@ DEPLOY: SettingOptions = {
     "deploy.store": option(
         str,
         "--store",
-        "Packages and records: file:///DIRECTORY, s3://, gs:// or az:// BUCKET/PREFIX.",
+        "Where packages and deployments are stored: file:///DIRECTORY, s3://, gs:// or az:// BUCKET/PREFIX.",
     ),
     "deploy.cpu": option(float, "--cpu", "Processors for instances.", "the machine's"),
 }
@@ -75,7 +75,7 @@ def serve(
     ] = False,
     data_dir: Annotated[
         Path | None,
-        typer.Option(help="Where the bundled Redis keeps its files.", show_default="by port"),
+        typer.Option(help="Directory of the bundled Redis.", show_default="by port"),
     ] = None,
     ray: Annotated[
         str,

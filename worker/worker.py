@@ -285,7 +285,7 @@ class QueueLoops:
     async def _reclaim_once(self) -> None:
         """Take over requests of lost workers and lost replies, one by one: others may try other possible poison requests.
 
-        While no lease has expired, one worker looks for them per half heartbeat.
+        While no lease has expired, only one worker per half heartbeat looks for expired leases.
         """
         self._active_requests.start(await self.queue.reconcile())
         if self.queue.num_backlog:

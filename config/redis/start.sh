@@ -1,7 +1,7 @@
 #!/bin/sh
 # redis-server with redis.conf and the users of users.acl. Further arguments are options of redis-server.
 #
-# The passwords come by REDIS_GATEWAY_PASSWORD, REDIS_WORKER_PASSWORD and, where there are nodes or KEDA,
+# The passwords are in REDIS_GATEWAY_PASSWORD, REDIS_WORKER_PASSWORD and, where there are nodes or KEDA,
 # REDIS_NODE_PASSWORD and REDIS_KEDA_PASSWORD. The server gets their digests only, in a file that nobody else can read,
 # and forgets the variables.
 set -eu

@@ -78,7 +78,7 @@ def read_variables(number: int) -> Variables:
             return msgspec.json.decode(file.read(), type=Variables)
     except (OSError, msgspec.MsgspecError):
         raise EngineStartError(
-            "VLM_ENGINE__VARIABLES_FD is no open file with variables: the node sets it, unset it"
+            "VLM_ENGINE__VARIABLES_FD: only a node may set it, to an open file of variables; unset it"
         ) from None
 
 

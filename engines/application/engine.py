@@ -199,7 +199,7 @@ class ApplicationEngine(Engine[TaskInput]):
             task.entered_at = task.entered_at or now
             self._state, self._cancel_until = "running", 0.0
             name, _, attempt = task.request_id.partition("@")
-            # An attempt at the call is up to MAX_TRIES here: numbers grow, and some are skipped.
+            # Each attempt of the queue may be MAX_TRIES runs here, so some numbers are skipped.
             number = MAX_TRIES * (int(attempt or 1) - 1) + task.num_tries
             told = {"task_id": task.task.id or name, "attempt": number}
             child.send(_line(type="run", session=session, **told, input=task.task.input))
@@ -345,7 +345,7 @@ def load_application_engine(
 ) -> LoadedEngine:
     """An application, set up. Raises: EngineStartError, EngineLoadFailed."""
     if not settings.entry and not settings.command:
-        raise EngineStartError("VLM_ENGINE__ENTRY: name module:Class, or VLM_ENGINE__COMMAND")
+        raise EngineStartError("set VLM_ENGINE__ENTRY to module:Class, or VLM_ENGINE__COMMAND to a program")
     if find_bubblewrap() is None or settings.isolation == "none":
         logger.warning("the application runs without bubblewrap: limits alone are not a sandbox")
     engine = ApplicationEngine(settings)

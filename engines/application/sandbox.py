@@ -71,7 +71,7 @@ def make_command(settings: ApplicationSettings, scratch: Path) -> list[str]:
     package = Path(settings.model).resolve()
     bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
     values = {"NOFILE": MAX_FILES, "FSIZE": MAX_FILE_BYTES, "DATA": settings.memory_bytes}
-    if bubblewrap is not None:  # without a user namespace, all processes of the user count
+    if bubblewrap is not None:  # without a user namespace, the limit would count all processes of the user
         values["NPROC"] = settings.max_processes
     limits = [f"{name}={value}" for name, value in values.items() if value]
     program = _program(settings, package)
@@ -102,7 +102,7 @@ def _program(settings: ApplicationSettings, package: Path) -> list[str]:
 def _sandbox(program: str, settings: ApplicationSettings, package: Path) -> Iterator[str]:
     yield from (*_NAMESPACES, "--unshare-cgroup-try", "--die-with-parent", "--new-session")
     yield from ("--cap-drop", "ALL", "--hostname", "application")
-    if _runs(program, "--disable-userns"):  # in a nested one it could mount without a limit
+    if _runs(program, "--disable-userns"):  # a nested namespace could mount tmpfs without a limit
         yield "--disable-userns"
     if not settings.network:
         yield "--unshare-net"

@@ -10,15 +10,15 @@ Isolation = Literal["auto", "require", "none"]
 
 
 class ApplicationSettings(EngineSettings):
-    """An application's package is its `model`, a directory. Tasks run one at a time."""
+    """`model` is the directory of the application's package. Tasks run one at a time."""
 
     entry: str = ""
     """Class of a Python application: `module:Class`."""
     command: Json[tuple[str, ...]] = ()
-    """Command of another application: a program in the package, and arguments, as JSON."""
+    """Command of an application that is not a Python class: a program in the package, and arguments, as JSON."""
     packages: str = ""
-    """Directory of further Python packages; empty: the worker's."""
-    #: Number of an open file with its variables as JSON, from the node; -1: none.
+    """Directory of the application's Python packages; empty: it uses the worker's."""
+    #: File descriptor from which the application's variables are read as JSON, opened by the node; -1: no variables.
     variables_fd: int = Field(default=-1, json_schema_extra=UNLISTED)
     isolation: Isolation = "auto"
     """Set by a node from `VLM_NODE__ISOLATION`."""
@@ -32,11 +32,11 @@ class ApplicationSettings(EngineSettings):
     memory_bytes: int = Field(default=0, ge=0)
     """Memory limit of all processes of the engine together; a model sizes its caches by it. 0: no limit."""
     max_processes: int = Field(default=256, ge=1)
-    """Most processes and threads."""
+    """Maximum number of processes and threads."""
     max_output_bytes: int = Field(default=4 * 1024**2, ge=1024)
-    """Most output of one task."""
+    """Maximum output of one task."""
     max_sessions: int = Field(default=16, ge=1)
-    """Most sessions of one process; beyond that, the least recently used one is closed."""
+    """Maximum number of sessions of one process; beyond it, the least recently used one is closed."""
     start_s: float = Field(default=300.0, gt=0)
     """Time limit for the start of a replacement process."""
     grace_s: float = Field(default=2.0, gt=0)

@@ -162,7 +162,7 @@ class PromptingEngine(Engine[Request]):
 
 
 def _of_media(request: EngineRequest) -> str:
-    """The end of the error: how many tokens are of images, audio and videos, and what to send instead."""
+    """The second part of the error: tokens of images, audio and videos, and a suggestion."""
     videos = [item for item in request.images if item.num_frames]
     counts = Counter[str]()
     for item in request.images:

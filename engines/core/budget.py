@@ -1,7 +1,7 @@
 """Token and image budgets of a step, and the smaller prefill budget of a step that also decodes.
 
 An engine has one `StepLimits`: out-of-memory errors lower the limits, and step times adjust the prefill limit.
-`StepBudget` is the rest of these limits while the scheduler plans one step.
+`StepBudget` is the remaining part of these limits while the scheduler plans one step.
 """
 
 import logging
@@ -25,14 +25,14 @@ MAX_SLOWDOWN = 1.6
 #: Prompt tokens per step with logprobs; the logits of each have the size of the vocabulary.
 MAX_SCORED_TOKENS = 512
 _ASYNC_PREFILL_TOKENS = 512  #: prompt tokens of a step that also decodes, on a GPU
-_SMALLEST_CHUNK = 3  # with one decode token these are four, which CPU kernels compute together
+_SMALLEST_CHUNK = 3  # with one decode token, these fill a group of four rows of the CPU kernels
 _NUM_STREAMS = 8
 _TRIES = 2
 #: Factors of the limit after a step that was too long, and after any other step. About 1 % of steps are too long.
 _SHRINKING, _GROWING = 0.9, 1.001
 _SHARES = 0.2, 4.0  # bounds of the limit, as multiples of the initial measurement
 _LONGEST_RUN = 64  # steps with prompt tokens after which a step without is measured again
-#: Weight of the newest step in the average time of steps without prompts, usually and after a long gap.
+#: Weight of the newest step in the average time of steps without prompts; the second one applies after a long gap.
 _NEWEST, _FIRST_AGAIN = 0.1, 0.3
 
 

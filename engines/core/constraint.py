@@ -23,7 +23,7 @@ _TOKEN_S = 0.005
 DRAFT_S = 0.005
 _SHOWN = 64  #: last tokens of the answer that drafts and `Narrow` see
 IDLE = 4  #: tokens without a forced continuation after which drafting pauses until punctuation
-#: Value of the idle count after punctuation, where `IDLE` - 2 tokens distinguish names and choices from free text.
+#: Idle count after punctuation: free text is recognized after `IDLE` - 2 tokens without a forced continuation.
 _BEHIND_SIGN = 2
 
 TOO_COMPLEX = (

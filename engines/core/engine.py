@@ -200,8 +200,8 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
     def step(self) -> list[EngineOutput]:
         """One forward pass of a batch. Returns the outputs of its requests.
 
-        Raises: DeviceOutOfMemory if steps cannot be smaller, and any error of the runner that is not a
-        SequenceFailure; the engine is lost then.
+        Raises: DeviceOutOfMemory if a step of one token is too large, and any error of the runner that is not a
+        SequenceFailure. The engine cannot be used afterwards.
         """
         self._num_steps += 1
         early, self._finished_early = self._finished_early, []
@@ -298,7 +298,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
     def _token_output(
         self, answer: Answer, sequence: Sequence, choice: TokenChoice
     ) -> EngineOutput:
-        if sequence.sampling.max_tokens == 0:  # a request for its prompt alone
+        if sequence.sampling.max_tokens == 0:  # only the prompt was to be computed
             output = answer.end(FinishReason.LENGTH)
         else:
             tokens = (choice, *choice.following) if choice.following else (choice,)

@@ -85,7 +85,7 @@ class StepResult(Struct):
     """The result of a step: one token per item, or None if the item's prompt is unfinished.
 
     `vision_s` is the time of image encoding. `deferred` requests were not computed, because an image is not encoded.
-    `over_budget` requests will be deferred by the next step that also decodes too, as their image needs several steps.
+    `over_budget` requests need several steps for their image, so the next step that also decodes will defer them too.
     """
 
     choices: list[TokenChoice | None]

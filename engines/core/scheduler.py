@@ -245,7 +245,7 @@ class Scheduler:
             sequence = next(iter(self.waiting.values()))
             prefix = self.blocks.find_prefix(sequence)
             if self.blocks.is_promised(sequence, len(prefix)):
-                return  # in the next step, the prefix cache has this prompt, as for n > 1
+                return  # wait a step: another sequence with this prompt (n > 1) is filling the prefix cache
             if not self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running)):
                 return
             start = len(prefix) * self.blocks.block_size

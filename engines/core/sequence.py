@@ -23,7 +23,7 @@ class ImageInput:
     """An image in a prompt: `num_tokens` tokens from `offset`. Image features replace the placeholder tokens (slots).
 
     `image_hash` identifies the image and its processing in every cache; `pixels` is the output of the runner's image
-    processor. Other tokens of the run, such as line breaks, are embedded as text.
+    processor. The image's other tokens, such as line breaks, are embedded as text.
     """
 
     offset: int

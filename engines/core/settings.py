@@ -13,10 +13,10 @@ class BatchingSettings(EngineSettings):
     """Limits of one engine. Units: tokens, sequences, bytes."""
 
     max_num_batched_tokens: int = Field(default=1024, ge=1)
-    """Most new tokens per step."""
+    """Maximum number of new tokens per step."""
     max_mixed_prefill_tokens: int | None = Field(default=None, ge=1)
-    """Most prompt tokens per step while other requests decode; none: measured, so that prompts make a step
-    less than twice as long."""
+    """Maximum number of prompt tokens per step while other requests decode; empty: measured, so that prompts make
+    a step less than twice as long."""
     #: Launch a step before the tokens of the previous one are known; none: only on a GPU.
     overlap_steps: bool | None = Field(default=None, json_schema_extra=UNLISTED)
     speculation: Literal["auto", "ngram", "off"] = "auto"
@@ -28,7 +28,7 @@ class BatchingSettings(EngineSettings):
     #: Tokens per KV block.
     block_size: int = Field(default=16, ge=1, le=256, json_schema_extra=UNLISTED)
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Size of the KV cache; none: from free memory."""
+    """Size of the KV cache; empty: computed from the free memory."""
     enable_prefix_cache: bool = True
     """Share KV blocks of equal prefixes."""
     encoder_cache_bytes: int = Field(default=256 * MIB, ge=0)
@@ -36,4 +36,4 @@ class BatchingSettings(EngineSettings):
     #: None: as many as `kv_cache_bytes` holds.
     num_kv_blocks: int | None = Field(default=None, ge=1, le=1 << 24, json_schema_extra=UNLISTED)
     max_images_per_step: int = Field(default=8, ge=1)
-    """Most images encoded per step."""
+    """Maximum number of images encoded per step."""

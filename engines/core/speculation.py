@@ -26,7 +26,7 @@ _MAX_PLACES = 4
 _MAX_MATCH = 16
 #: Tokens indexed per step, so that a long prompt does not delay other sequences.
 _MAX_INDEXED = 2048
-#: Draft lengths that are tried: kernels compute rows in groups of four.
+#: Draft lengths that are tried. 3, 7 and 11 with the last token fill the kernels' groups of four rows.
 _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
 #: Prior acceptance rates.
 _FORCED_RATE, _RATE = 0.9, 0.5
@@ -55,7 +55,7 @@ _MARGIN = 1.4
 #: Cap of one step time as a multiple of the average.
 _MAX_NOISE = 2.0
 
-#: Samples the next tokens of the items with these indices, whose sequences were extended by this many tokens.
+#: Called with indices of items, and the number of tokens that were added to their sequences; returns their next tokens.
 Sample = Callable[[list[int], int], list[TokenChoice]]
 
 
@@ -243,7 +243,7 @@ class Speculator:
         self._num_expected = 0.0
 
     def begin(self, sequence: Sequence) -> None:
-        # others' acceptance says little about this one, and rejected drafts cost time
+        # the acceptance rate of other sequences is a weak prior, and rejected drafts cost time
         sequence.history = History(min(self._first_rate, _RATE))
         self._first_rate += _FORGOTTEN * (_RATE - self._first_rate)
 

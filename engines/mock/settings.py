@@ -17,7 +17,7 @@ class MockSettings(BaseModel):
     decode_s: float = Field(default=0.005, ge=0)
     """Simulated time of one step."""
     tokens_per_image: int = Field(default=64, ge=1)
-    """Image slots of one image."""
+    """Tokens of one image."""
     num_reasoning_tokens: int = Field(default=0, ge=0)
     """Reasoning words before an answer, in `<think>`."""
     num_output_tokens: int = Field(default=24, ge=1)

@@ -1,7 +1,7 @@
 """An embedding engine without a model: real batches, simulated computation.
 
-Vectors and scores are the SHAKE-128 stream of their input, read as numbers: a function of the input, whatever the batch.
-A token is a word.
+Vectors and scores are SHAKE-128 hashes of the input, read as numbers, so they do not depend on the batch. Each word is
+one token.
 """
 
 import hashlib
@@ -113,7 +113,7 @@ class MockPoolingModel(PoolingModel):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Raises: InvalidRequest."""
-        raise InvalidRequest("the mock keeps no words: it cannot tell a text from ids", "tokens")
+        raise InvalidRequest("the mock engine cannot detokenize: it does not store words", "tokens")
 
     def compute(self, rows: Sequence[Row]) -> None:
         """Compute the results and sleep for the simulated time."""

@@ -47,14 +47,14 @@ class CachedModel:
         return f"{stored}, {method[:32]}" if isinstance(method, str) else stored
 
     def explain(self, find_engine: FindEngine) -> tuple[bool, str]:
-        """Whether an engine runs it here, and which one or why not."""
+        """Returns whether an engine on this machine can run the model, and the engine's name or the reason why not."""
         try:
             if missing := find_missing_weights(self.directory, self.file_names):
                 return False, (
-                    f"it lacks {len(missing)} files of weights, {missing[0]} first: vlm pull {self.name}"
+                    f"{len(missing)} weight files are missing, such as {missing[0]}: vlm pull {self.name}"
                 )
             if not any(name.endswith(".safetensors") for name in self.file_names):
-                return False, f"no safetensors weights are there: vlm pull {self.name}"
+                return False, f"there are no safetensors weights: vlm pull {self.name}"
             return True, find_engine(self.directory, self.num_weight_bytes)
         except EngineStartError as problem:
             return False, str(problem)

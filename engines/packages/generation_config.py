@@ -41,7 +41,7 @@ def read_sampling_defaults(directory: Path, choice: str) -> SamplingDefaults:
     )
     if given := [f"{name}={x}" for name, x in asdict(defaults).items() if x is not None]:
         logger.info(
-            "%s: defaults of requests are %s (VLM_ENGINE__GENERATION_CONFIG=none for OpenAI's defaults)",
+            "%s: requests default to %s (VLM_ENGINE__GENERATION_CONFIG=none for OpenAI's defaults)",
             _FILE,
             ", ".join(given),
         )
@@ -53,7 +53,7 @@ def _number(fields: Fields, name: str, least: float, most: float) -> float | Non
     try:
         return fields.number(name, above=least - 1e-9, at_most=most)
     except UnsupportedCheckpoint as problem:
-        logger.warning("this suggestion is left out: %s", problem)
+        logger.warning("ignoring a default of generation_config.json: %s", problem)
         return None
 
 
@@ -61,5 +61,5 @@ def _whole(fields: Fields, name: str, least: int, most: int) -> int | None:
     try:
         return fields.whole(name, at_least=least, at_most=most)
     except UnsupportedCheckpoint as problem:
-        logger.warning("this suggestion is left out: %s", problem)
+        logger.warning("ignoring a default of generation_config.json: %s", problem)
         return None

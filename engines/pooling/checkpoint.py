@@ -55,7 +55,7 @@ class SentenceConfig:
     pooling: Pooling = "mean"
     modules: tuple[DenseConfig | Normalize, ...] = ()  #: behind the pooling, in order
     prompts: dict[str, str] = field(default_factory=dict)
-    #: Name of the prompt of texts that name none.
+    #: Name of the prompt for requests that do not choose one.
     default_prompt: str = ""
     max_tokens: int | None = None
 
@@ -66,7 +66,7 @@ def read_sentence_config(directory: Path) -> SentenceConfig:
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if unknown := [kind for kind in kinds if kind not in _KINDS]:
         raise UnsupportedCheckpoint(
-            f"modules.json: the module {unknown[0]!r} is not supported: {', '.join(_KINDS)} are"
+            f"modules.json: the module {unknown[0]!r} is not supported; supported are {', '.join(_KINDS)}"
         )
     pooling: Pooling = "mean"
     max_tokens = None

@@ -35,7 +35,7 @@ from shared.protocol import (
     Usage,
 )
 
-#: Most rows of a step, however short they are.
+#: Maximum number of rows of a step, even if they are short.
 MAX_ROWS_PER_STEP = 512
 _ORDER = {priority: place for place, priority in enumerate(Priority)}
 #: Waiting work, in steps, that the engine accepts, so that each step is full.

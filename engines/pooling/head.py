@@ -36,8 +36,8 @@ class Dense(nn.Module):
         module, _, name = config.activation.rpartition(".")
         if not module.startswith("torch.nn") or name not in _ACTIVATIONS:
             raise UnsupportedCheckpoint(
-                f"{where}: the activation {config.activation!r} is not supported: "
-                f"{', '.join(_ACTIVATIONS)} of torch.nn are"
+                f"{where}: the activation {config.activation!r} is not supported; supported are "
+                f"{', '.join(_ACTIVATIONS)} of torch.nn"
             )
         self.activation = _ACTIVATIONS[name]()
         self.linear = nn.Linear(config.num_inputs, config.num_outputs, config.has_bias)

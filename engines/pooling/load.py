@@ -118,7 +118,7 @@ def load_encoder(
 def prepare_linears(model: torch.nn.Module, device: torch.device, is_int8: bool) -> None:
     """Pack or quantize the weights for the CPU kernels. Raises: EngineStartError."""
     if is_int8 and device.type != "cpu":
-        raise EngineStartError("VLM_ENGINE__QUANTIZATION: int8 is for the CPU here; send none")
+        raise EngineStartError("VLM_ENGINE__QUANTIZATION: embedding models support int8 on a CPU only; set none")
     if is_int8:
         quantize_linears(model)
     elif device.type == "cpu":
@@ -134,7 +134,7 @@ def _load_tokenizer(directory: Path) -> Any:
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         if not (directory / "tokenizer.json").is_file():
             raise UnsupportedCheckpoint(
-                f"{directory} has no tokenizer.json, and transformers makes no fast tokenizer of what it has"
+                f"{directory} has no tokenizer.json, and transformers cannot create a fast tokenizer from its files"
             )
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     return tokenizer
@@ -183,23 +183,23 @@ def _kind(architecture: str, config: Any, directory: Path) -> Any:
     if architecture.endswith("ForSequenceClassification"):
         if config.num_labels != 1:
             raise UnsupportedCheckpoint(
-                f"config.json: {architecture} has {config.num_labels} labels: a model for rerank has one"
+                f"config.json: {architecture} has {config.num_labels} labels; a model for rerank must have one"
             )
         if config.model_type not in SCORER_TYPES:
             raise UnsupportedCheckpoint(
-                f"config.json: {config.model_type} cannot score yet: {', '.join(SCORER_TYPES)} can"
+                f"config.json: {config.model_type} is not supported for rerank; supported are {', '.join(SCORER_TYPES)}"
             )
         return AutoModelForSequenceClassification
     if not all(hasattr(config, name) for name in ("hidden_size", "vocab_size")):
         raise UnsupportedCheckpoint(
-            f"config.json: {architecture or config.model_type} is not an encoder of texts; of towers for texts and "
-            "images CLIPModel and SiglipModel are supported"
+            f"config.json: {architecture or config.model_type} is not a text encoder; models that embed texts and "
+            "images must be CLIPModel or SiglipModel"
         )
     is_sentence = (directory / "modules.json").is_file()
     if not is_sentence and "For" in architecture and not architecture.endswith("ForMaskedLM"):
         raise UnsupportedCheckpoint(
-            f"config.json: {architecture} makes no vectors; without modules.json an encoder does, such "
-            "as BertModel. VLM_ENGINE__KIND=torch serves models that chat"
+            f"config.json: {architecture} is not an embedding model: it is not an encoder such as BertModel, and "
+            "has no modules.json. For a chat model, set VLM_ENGINE__KIND=torch"
         )
     return AutoModel
 

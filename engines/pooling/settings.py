@@ -11,9 +11,9 @@ class PoolingSettings(EngineSettings):
     """Limits of one engine. Units: tokens, calls."""
 
     max_calls: int = Field(default=256, ge=1, le=4096)
-    """Most concurrent calls of an embedding engine."""
+    """Maximum number of concurrent calls of an embedding engine."""
     max_batch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens per step of an embedding engine."""
+    """Maximum number of tokens per step of an embedding engine."""
     result_cache_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
     """Size of an embedding engine's cache of vectors and scores, per input and tenant; 0: none."""
     result_cache_s: float = Field(default=3600.0, gt=0)

@@ -22,7 +22,7 @@ def to_tokenizer_json(tekken: Fields, letters: Mapping[int, str]) -> dict[str, A
         names = {each["rank"]: each["token_str"] for each in special}
         tokens = [base64.b64decode(each["token_bytes"]) for each in vocab]
     except (KeyError, TypeError, ValueError):
-        raise tekken.refuse("vocab", "and special_tokens are no lists of tokens") from None
+        raise tekken.refuse("vocab", "and special_tokens are not lists of tokens") from None
     if max(map(len, tokens), default=0) > _MAX_TOKEN_BYTES:
         raise tekken.refuse("vocab", f"has a token of more than {_MAX_TOKEN_BYTES} bytes")
     names = {place: names.get(place, f"<SPECIAL_{place}>") for place in range(count)}

@@ -50,7 +50,7 @@ HERMES = ToolFormat(
     "\n</tool_call>\n<tool_call>\n",
     "\n</tool_call>",
 )
-#: For models without a tool template, which may not end strings or objects.
+#: For models without a tool template. Strings are limited and objects closed, because such models may never end them.
 TOLD = dataclasses.replace(HERMES, name="told", max_text_chars=64)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", " [", '", "arguments": ', ", ", "]")
 LLAMA3 = ToolFormat("llama3", "", "", '", "parameters": ', "; ", "")
@@ -307,7 +307,7 @@ class CallReader:
         return True
 
 
-#: A Python call in a list up to its arguments, and prefixes of that.
+#: The start of a Python call in a list, before its arguments; and all prefixes of such a start.
 _BEGUN = re.compile(r"[\[,]\s*([\w.:/-]{1,256})\(")
 _MAY_BEGIN = re.compile(r"([\[,]\s*[\w.:/-]{0,256})?")
 

@@ -11,7 +11,7 @@ _limit = 0
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Limit the memory that this process assumes on the machine, including what it uses; 0: no limit."""
+    """Limit the total memory of this process that `free_bytes` assumes on the CPU; 0: no limit."""
     global _limit
     _limit = num_bytes
 

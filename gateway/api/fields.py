@@ -126,14 +126,14 @@ class EchoedStruct(RequestStruct, frozen=True, kw_only=True):
 
 
 class SamplingOfFrames(RequestStruct, frozen=True, kw_only=True):
-    """Which frames of a video are used. Send at most one field; by default the model decides."""
+    """Selects frames of a video. Send at most one field; by default the model decides."""
 
     fps: Annotated[float, Meta(gt=0, le=1000)] | None = None
     num_frames: Annotated[int, Meta(ge=1)] | None = None
 
 
 class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
-    """Which part of a video is used, and which frames of the part. Units: seconds."""
+    """Selects a part of a video, and frames of the part. Units: seconds."""
 
     start_s: Annotated[float, Meta(ge=0)] = 0.0
     end_s: Annotated[float, Meta(gt=0)] | None = None

@@ -241,7 +241,7 @@ class Keys(Resource):
             raise conflict(message, code="key_exists", param="name")
         self._check_budget(body)
         if len(keys.records) >= MAX_KEYS:
-            raise invalid("name", f"{MAX_KEYS} keys exist, the most; rotate one instead")
+            raise invalid("name", f"the maximum of {MAX_KEYS} keys exists; rotate one instead")
         key, digest = new_key()
         now = time.time()  # noqa: TID251
         record = KeyRecord(

@@ -243,7 +243,7 @@ class Sessions(Resource):
         most = self._limits.max_sessions
         if not await self._store.take_place(session, most):
             raise conflict(
-                f"This key has {most} sessions, the most: use an open one, or wait until one expires.",
+                f"This key has the maximum of {most} sessions: use an open one, or wait until one expires.",
                 code="too_many_sessions",
             )
         if body.common_data is not UNSET:
@@ -325,7 +325,7 @@ class Sessions(Resource):
             assert body.input is not UNSET
             tasks = [TaskInput(input=body.input, id=body.id)]
         elif body.id is not None:
-            raise invalid("id", "it excludes tasks; give each of tasks an id of its own")
+            raise invalid("id", "send an id in each of tasks instead")
         check_most("tasks", len(tasks), self._limits.max_tasks, "at a time")
         session = (await self._find(caller)).session
         card = await self._find_card(session.application, session.id, caller.context.tenant)
@@ -334,7 +334,7 @@ class Sessions(Resource):
         if session.common is not None and not await self._lifecycle.blobs.hold(
             session.common, session.id, ttl_s=session.ttl_s
         ):
-            raise conflict("The session's common data is lost: open another.", code="session_lost")
+            raise conflict("The session's common data is lost: open a new session.", code="session_lost")
         inputs = [compact(task.input, "input", self._limits.max_task_bytes) for task in tasks]
         submits = [
             self._submit(caller, session, card, task.id or token_hex(8), data)
@@ -373,7 +373,7 @@ class Sessions(Resource):
             raise _refused(refused.reason, self._limits) from None
         if task.fingerprint != wanted.fingerprint:
             raise conflict(
-                f"The task {task_id} has another input: take another id.", code="task_id_reused"
+                f"The task {task_id} has another input: send another id.", code="task_id_reused"
             )
         if state == "new" or (state == "open" and now < task.deadline_at):
             run = Run(data, session.id, common, keep_s=session.idle_s, id=task_id)
@@ -601,7 +601,7 @@ class Sessions(Resource):
         card = await self._lifecycle.models.find(name, side, "run", tenant, "name")
         if "run" not in card.tasks:
             raise InvalidRequest(
-                "This is a model, not an application: ask it by the APIs of models.",
+                "This is a model, not an application: use a model API, such as /v1/chat/completions.",
                 param="name",
                 code="wrong_task",
             )
@@ -629,5 +629,5 @@ def _show_task(session: Session, task: TaskRecord, state: TaskState) -> TaskObje
 def _refused(reason: str, limits: LimitSettings) -> InvalidRequest:
     if reason == "full":
         most = limits.max_session_tasks
-        return conflict(f"The session has {most} tasks: open another.", code="session_full")
-    return conflict("The session is closed: open another.", code="session_closed")
+        return conflict(f"The session has the maximum of {most} tasks: open a new session.", code="session_full")
+    return conflict("The session is closed: open a new one.", code="session_closed")

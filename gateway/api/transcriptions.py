@@ -221,7 +221,7 @@ class Transcriptions(Translations):
             raise invalid("response_format", "send json with stream")
         if granularities := request.timestamp_granularities:
             if "word" in granularities:
-                problem = "models of this server give no times of words; send segment"
+                problem = "timestamps of words are not supported; send segment"
                 raise invalid("timestamp_granularities", problem)
             if request.response_format != "verbose_json":
                 problem = "send it with response_format verbose_json"
@@ -349,7 +349,7 @@ def _has_space(around: str) -> bool:
 
 
 def _time(seconds: float, point: str) -> str:
-    """As hours:minutes:seconds with three decimals."""
+    """A time as hours:minutes:seconds with three decimals."""
     ms = round(seconds * 1000)
     return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02}{point}{ms % 1000:03}"
 

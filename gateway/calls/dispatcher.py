@@ -229,7 +229,7 @@ class Dispatcher:
                 call.choices[choice].has_gap = True
 
     def on_lost(self, shard: str) -> None:
-        """Look up the open requests of a shard that is down for long."""
+        """Look up the open requests of a shard that has been down for a long time."""
         for call, choice in self._all_routes():
             progress = call.choices[choice]
             if shard_of(progress.request_id) == shard:

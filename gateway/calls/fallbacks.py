@@ -27,7 +27,7 @@ class Fallbacks:
         """Queue a request to a model, or to its fallback.
 
         Only generated text falls back, as vectors, scores and token counts of another model would be wrong. If the
-        fallback refuses the request, this error is ignored, and the request is the model's again. Raises: as `ask`.
+        fallback refuses the request, this error is ignored, and the original model decides. Raises: as `ask`.
         """
         models, context = self._models, recorder.context
         name = asked if asked in self._names else models.target(asked)

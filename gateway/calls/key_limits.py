@@ -71,7 +71,7 @@ class BudgetExceeded(Overloaded):
 
     def __init__(self, budget: float, period: Period) -> None:
         _, ends_at = period_of(period, now := time.time())  # noqa: TID251
-        message = f"This key has spent its budget of ${budget:g} per {period}. Wait, or ask for a larger one."
+        message = f"This key has spent its budget of ${budget:g} per {period}. Wait, or ask the operator for a larger one."
         super().__init__(
             "key_budget", message, code="insufficient_quota", retry_after_s=math.ceil(ends_at - now)
         )

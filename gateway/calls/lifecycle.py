@@ -534,7 +534,7 @@ def check_images(
         if given and not medium.is_taken(card):
             problem = f"this model takes no {medium.plural}; send text only"
             if kind == "video" and card.supports_images:
-                problem = "this model takes no videos; send frames of it as images"
+                problem = "this model takes no videos; send its frames as images"
             raise _bad_image(given[0], problem, code="unsupported_image")
         most = medium.max_count(limits)
         if kind == "image" and task != "generate":

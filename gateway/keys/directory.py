@@ -24,7 +24,7 @@ STALE_S = 2.0  #: after this long without Redis, stored keys are neither accepte
 _SYNC_S = 30.0  #: interval of comparing Redis with the package store
 _PREFIX = "vlm-"
 GUEST = "oidc-"  #: prefix of the tenants of callers with a token
-#: For a guest that this gateway no longer knows.
+#: Record of a guest that this gateway no longer knows.
 _NOBODY = KeyRecord("", 0, "", "", models=("",), is_revoked=True)
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,9 @@ class KeyDirectory:
             raise unavailable()
 
     def admit(self, tenant: str, key: str, name: str) -> KeyRecord | None:
-        """The record of a guest: a caller with a token that names a stored key, which must be active.
+        """The record of a guest, a caller whose token names the stored key `key`. None if that key is not active.
 
-        Raises: Overloaded as `find`.
+        Raises: Overloaded if the copy is too old.
         """
         self._check_fresh()
         if (found := self.records.get(key)) is None or not found.is_active(_now()):
@@ -90,7 +90,7 @@ class KeyDirectory:
         return [tenant for tenant, known in found.items() if known == name]
 
     def guest(self, tenant: str) -> str:
-        """The name of a guest, which other gateways pass to `is_active`. Empty for other tenants."""
+        """The name of a guest, which other gateways need for `is_active`. Empty if the tenant is not a guest."""
         return self._guests.get(tenant, "")
 
     def of(self, tenant: str) -> KeyRecord | None:
@@ -102,7 +102,7 @@ class KeyDirectory:
         return replace(record, name=name or short_hash(tenant), tenant=tenant)
 
     def name_of(self, tenant: str) -> str:
-        """The name of a tenant's key; of a key in the settings, a hash."""
+        """The name of a tenant's key; a hash if the key is in the settings."""
         record = self.of(tenant)
         return short_hash(tenant) if record is None else record.name
 
@@ -165,7 +165,7 @@ class KeyDirectory:
             self._end()
 
     async def keep_synced(self) -> None:
-        """Write records to Redis that only the package store has. Keys work meanwhile."""
+        """Copy records that are only in the package store to Redis. Keys work meanwhile."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SYNC_S):

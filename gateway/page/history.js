@@ -127,7 +127,7 @@ export class HistoryView {
       await this.kept.put(conversation);
       return "";
     } catch {
-      return "This browser does not keep the conversation: it allows the page no room.";
+      return "The conversation is not saved: the browser does not allow this page to store data.";
     }
   }
 

@@ -41,7 +41,7 @@ export function askForKey() {
 
 function useKey(key) {
   setKey(key);
-  if (key) problem.textContent = "The gateway did not take that key.";
+  if (key) problem.textContent = "The gateway refused that key.";
 }
 
 // Escape does not close the dialog, as the page is empty without a key.

@@ -8,7 +8,7 @@ const DAY_S = 86400;
 const SHOWN_ELSEWHERE = ["object", "name", "state"];
 const ACTIONS = {
   Rotate: { act: rotateKey, text: "It gets a new key with the same data, limits and expiry. The present one ends within two seconds." },
-  Revoke: { act: revokeKey, text: "Its open requests end, and within two seconds no gateway accepts it. Its name stays taken. This cannot be undone." },
+  Revoke: { act: revokeKey, text: "Its open requests end, and within two seconds no gateway accepts it. Its name cannot be used again. This cannot be undone." },
 };
 const find = (selector) => document.querySelector(selector);
 

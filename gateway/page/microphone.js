@@ -20,7 +20,7 @@ export class Microphone {
     try {
       stream = await navigator.mediaDevices.getUserMedia({ audio: true });
     } catch {
-      this.onProblem("The browser gives no microphone: allow it for this page, or add a file.");
+      this.onProblem("The browser denies access to the microphone: allow it for this page, or add a file.");
       return;
     }
     const parts = [];

@@ -21,7 +21,7 @@ _KEY = re.compile(
     r"|AKIA[A-Z0-9]{16}|AIza|eyJ|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
-#: Least length of a random run of letters and digits, and the longest run of one kind in it.
+#: At least this many letters and digits in a row look random if their words (runs of one kind) are shorter on average.
 _LEAST_RANDOM, _LONGEST_RANDOM_WORD = 16, 3
 #: Variables that applications may not set, by the reason; a trailing * matches any suffix. The process that
 #: sets up the sandbox (bubblewrap, Python, `launch.py`) already has the application's variables, so they must

@@ -199,7 +199,7 @@ def _check_config(config: PackageConfig, paths: set[str]) -> None:
     for name in config.engine:
         first = name.split("__")[0]
         if config.kind != "model" or first in _NOT_OF_PACKAGES:
-            raise BadPackage(f"config.engine: only the node sets {name}; leave it out")
+            raise BadPackage(f"config.engine: this package cannot set {name}; leave it out")
         if not _ENGINE_SETTING.fullmatch(name):
             raise BadPackage(f"config.engine: {name!r} is not the name of a setting")
 

@@ -67,7 +67,7 @@ class Usage(Report, frozen=True, omit_defaults=True):
 
     @property
     def num_text_tokens(self) -> int:
-        """Of the prompt."""
+        """Text tokens of the prompt."""
         return self.num_prompt_tokens - self.num_image_tokens - self.num_audio_tokens
 
     def __add__(self, other: "Usage") -> "Usage":

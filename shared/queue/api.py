@@ -159,7 +159,7 @@ class Reservation(Struct, frozen=True):
 
 
 class Budget(Struct, frozen=True):
-    """What a tenant may spend in a month or day. Units: nano-dollars, seconds."""
+    """The amount that a tenant may spend in a month or day. Units: nano-dollars, seconds."""
 
     period: str  #: name of the month or day
     most: int
@@ -174,7 +174,7 @@ class Charge(Struct, frozen=True):
     #: Price of an input, cached and output token, and of an image.
     prices: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     budget: Budget | None = None
-    #: What is counted for the first call. request: the request, input and output; prompt: input and output.
+    #: Counted for the first call: `request`: the request, input and output; `prompt`: input and output.
     counts: Literal["request", "prompt", "output"] = "request"
 
     def of_call(self, index: int, num_calls: int) -> "Charge":

@@ -58,7 +58,7 @@ class LimitSettings(Group):
     max_json_depth: ClassVar[int] = 100  #: nesting of a field of arbitrary JSON
     max_image_side: ClassVar[int] = 16_384  #: pixels of the longer side
     max_image_aspect: ClassVar[float] = 200.0  #: longer side over shorter side
-    #: Of the chosen frames of a video together; larger ones are scaled down.
+    #: Pixels of all chosen frames of a video; larger frames are scaled down.
     max_video_pixels: ClassVar[int] = 128_000_000
     max_audio_channels: ClassVar[int] = 8
     max_audio_segments: ClassVar[int] = 512  #: of a file that is transcribed
@@ -84,7 +84,7 @@ class LimitSettings(Group):
     max_input_tokens: ClassVar[int] = 300_000  #: of all inputs of a request together
     max_input_chars: ClassVar[int] = 2_000_000  #: characters of all inputs together
     max_input_images: ClassVar[int] = 64  #: images among the inputs
-    #: Of a body with inputs: between token ids, and in usual texts.
+    #: Commas in a body with inputs: those between token ids, and as many as usual texts have.
     max_input_commas: ClassVar[int] = max_input_tokens + _COMMAS_BESIDE_TEXTS
     max_search_queries: ClassVar[int] = 16  #: queries of one search
     max_filters: ClassVar[int] = 64  #: comparisons, `and` and `or` of one filter

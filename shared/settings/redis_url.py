@@ -22,7 +22,7 @@ class SentinelUrl:
 
     @classmethod
     def parse(cls, url: str) -> "SentinelUrl | None":
-        """None: a URL of one server. Raises: ValueError."""
+        """Returns None for the URL of a single server. Raises: ValueError."""
         parts = urlsplit(url)
         if not parts.scheme.endswith(_SENTINEL):
             return None
@@ -30,7 +30,7 @@ class SentinelUrl:
         name, _, database = parts.path.removeprefix("/").partition("/")
         scheme = parts.scheme.removesuffix(_SENTINEL)
         if scheme == "unix" or not name or (database and not database.isdecimal()):
-            raise ValueError("a socket, no name of the primary, or no number of a database")
+            raise ValueError("a Sentinel URL needs hosts, the name of the primary, and a number as the database")
         primary = f"{scheme}://{credentials}{at}primary/{database}?{parts.query}"
         return cls(tuple(map(_parse_host, hosts.split("+"))), unquote(name), primary)
 

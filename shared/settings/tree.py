@@ -76,7 +76,7 @@ def _is_name(name: str) -> bool:
 
 
 class ModelDefaults(Group):
-    """Sampling fields of a model that requests leave out."""
+    """Defaults of a model for sampling fields that a request does not set."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -90,7 +90,8 @@ class OidcSettings(Group):
     """Callers with tokens of an OpenID Connect issuer."""
 
     issuer: str = ""
-    """https:// URL, equal to `iss` in its tokens (JWT), which are accepted as API keys; empty: none are."""
+    """https:// URL of the issuer, equal to `iss` in its tokens (JWT), which are accepted as API keys; empty: no
+    tokens are accepted."""
     audience: str = ""
     """Audience (`aud`) that tokens must have."""
     jwks_url: str = ""
@@ -100,11 +101,11 @@ class OidcSettings(Group):
     key_claim: str = "vlm_key"
     """Claim that names the stored key whose roles, models and limits a caller has."""
     default_key: str = ""
-    """Stored key for tokens without this claim; empty: they are refused."""
+    """Stored key for tokens without the key claim; empty: these tokens are refused."""
 
 
 class Prices(Group):
-    """What a model costs. Units: dollars for a million tokens, and for an image."""
+    """Prices of a model. Units: dollars for a million tokens, and for an image."""
 
     input: float = Field(default=0.0, ge=0, le=1e5)
     cached_input: float | None = Field(default=None, ge=0, le=1e5)
@@ -138,15 +139,15 @@ class GatewaySettings(Group):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     api_keys: Secrets = ()
-    """Accepted API keys, comma separated. None: no authentication, on a loopback address only."""
+    """Accepted API keys, comma separated. Empty: no authentication, which only a loopback address allows."""
 
     admin_keys: Secrets = ()
-    """API keys that may also load and unload adapters, comma separated. None: nobody may. If this is set, only
+    """API keys that may also load and unload adapters, comma separated. Empty: none. If this is set, only
     these keys may read /metrics."""
     deploy_keys: Secrets = ()
-    """API keys that may also deploy, comma separated. None: nobody may."""
+    """API keys that may also deploy, comma separated. Empty: none."""
     root_key: Annotated[SecretStr | None, BeforeValidator(lambda key: key or None)] = None
-    """The key that manages API keys (`vlm keys`). None: only the API keys of these settings exist."""
+    """The key that manages API keys (`vlm keys`). Empty: the API keys in the settings are the only ones."""
     oidc: OidcSettings = OidcSettings()
     allow_open: bool = False
     """Serve without API keys on addresses other than loopback."""
@@ -158,7 +159,7 @@ class GatewaySettings(Group):
     request_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """Deadline of a request, from its acceptance to its last token."""
     body_timeout_s: float = Field(default=30.0, gt=0)
-    """Time limit without a byte of a request's body; slower bodies than 16 KiB/s are refused too."""
+    """Longest pause between two parts of a request's body. Bodies slower than 16 KiB/s are also refused."""
     response_ttl_s: float = Field(default=3600.0, ge=0, le=2_592_000)
     """How long answers of `/v1/responses` are kept for `previous_response_id`, and images for their file ids;
     0: not at all."""
@@ -166,13 +167,13 @@ class GatewaySettings(Group):
     """Longest time that requests with images or long prompts wait for the worker that has them in its caches;
     0: they do not wait."""
     files: str = ""
-    """Batches and their files: file:///DIRECTORY that all gateways share, or s3://, gs:// or az://
-    BUCKET/PREFIX; empty: no batches, but `vlm serve` stores them in its data directory."""
+    """Where batches and their files are stored: file:///DIRECTORY that all gateways share, or s3://, gs:// or
+    az:// BUCKET/PREFIX; empty: batches are disabled, except in `vlm serve`, which uses its data directory."""
     drain_s: float = Field(default=30.0, ge=0)
     """Time to finish open requests after SIGTERM."""
     remote_images: Names = ()
     """Hosts from which images are fetched, comma separated: `host` (ports 80 and 443), `host:port` or
-    `any-public`. None: no fetching."""
+    `any-public`. Empty: no images are fetched."""
 
     aliases: Json[str] = Field(default={})
     """Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`."""
@@ -187,17 +188,17 @@ class GatewaySettings(Group):
     """Models that answer while another one's queue is full or it has no worker, as JSON, such as
     `{"qwen2.5-vl": "smolvlm2"}`. Empty: none."""
     hooks: Names = ()
-    """Code that sees prompts and answers, comma separated: `module:object`, or names of entry points of
-    installed packages. The hooks run in this order."""
+    """Hooks: code that reads or changes prompts and answers, comma separated: `module:object`, or names of entry
+    points of installed packages. They run in this order."""
     hook_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit of each hook."""
     hook_failure: Literal["closed", "open"] = "closed"
-    """If a hook fails or takes too long: `closed` answers 503, `open` goes on without it."""
+    """If a hook fails or takes too long: `closed` answers 503, `open` continues without the hook."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """Unknown fields of a request: `ignore` and list them in `x-vlm-ignored`, or `refuse` with a 400."""
     cors_origins: Names = ()
     """Origins whose web pages may call the APIs, comma separated, such as `https://app.example.com`, or `*`.
-    None: no page of another origin."""
+    Empty: only the gateway's own pages."""
 
     @field_validator("aliases")
     @classmethod
@@ -277,7 +278,7 @@ class WorkerSettings(Group):
     health_host: str = "127.0.0.1"
     """Address of the health and metrics server, or the path of a unix socket."""
     health_port: int = Field(default=0, ge=0, le=65535)
-    """Its port; 0 takes a free one."""
+    """Port of the health and metrics server; 0 takes a free one."""
     lease_s: float = Field(default=10.0, gt=0.5)
     """A request goes to another worker if its worker does not renew its lease for this time."""
     drain_s: float = Field(default=30.0, ge=0)
@@ -287,8 +288,8 @@ class WorkerSettings(Group):
     preprocess_threads: int = Field(default=2, ge=1, le=64)
     """Threads that decode and resize images."""
     decode_processes: int = Field(default=2, ge=0, le=64)
-    """Sandboxed processes that decode images, and as many for videos and audio; 0: threads decode images, and one
-    process videos and audio."""
+    """Sandboxed processes for images, and the same number for videos and audio; 0: threads decode images, and one
+    process decodes videos and audio."""
 
     lora: Names = ()
     """LoRA adapters to load at the start, comma separated: `name=directory` or `name=org/repo[@revision]`."""
@@ -331,7 +332,7 @@ class EngineValues(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     kind: str = "auto"
-    """Which engine runs the model; auto: `pooling` for `shapes-clip`, else `torch`."""
+    """Engine that runs the model; auto: `pooling` for `shapes-clip`, else `torch`."""
 
     def values(self) -> dict[str, Any]:
         return self.model_dump()
@@ -373,7 +374,7 @@ class RedisSettings(Group):
 
 
 class BlobSettings(Group):
-    """Where images are kept while requests need them."""
+    """Storage of images while requests need them."""
 
     store: str = Field(default="", pattern=r"^((file|s3|gs|az)://.+)?$")
     """Where media above 256 KiB are stored: s3://, gs:// or az:// BUCKET/PREFIX, or file:///DIRECTORY that
@@ -384,13 +385,14 @@ class SearchSettings(Group):
     """Vector stores: the search process, and its address for gateways."""
 
     url: str = ""
-    """Where the search process listens: unix:///PATH or http://HOST:PORT; empty: no vector stores."""
+    """Address of the search process: unix:///PATH or http://HOST:PORT; empty: no vector stores."""
     token: SecretStr = SecretStr("")
     """Token that gateways send to the search process; required if other machines can reach it."""
     data_dir: str = ""
     """Directory of the search process; empty: below XDG_STATE_HOME."""
     index: str = ""
-    """lance:///DIRECTORY or postgresql://USER@HOST/DATABASE; empty: lance in the data directory."""
+    """Where vectors are stored: lance:///DIRECTORY or postgresql://USER@HOST/DATABASE; empty: Lance in the data
+    directory."""
     collections: Names = ()
     """Directories of `vlm embed`, comma separated: read-only stores for every key."""
     default_store: str = ""
@@ -415,8 +417,8 @@ class DeploySettings(Group):
     """Deployments: the package store, and the limits of instances."""
 
     store: str = ""
-    """Packages and records: file:///DIRECTORY, or s3://, gs:// or az:// BUCKET/PREFIX; empty: no
-    deployments."""
+    """Where packages and deployments are stored: file:///DIRECTORY, or s3://, gs:// or az:// BUCKET/PREFIX;
+    empty: no deployments."""
     node_id: str = Field(default="", pattern="^[A-Za-z0-9._-]*$")
     """Name of the node; empty: host, process id and a random part."""
     cache_dir: str = ""
@@ -434,8 +436,8 @@ class DeploySettings(Group):
     environment: str = ""
     """Variables and names of secrets of this package, as JSON."""
     allowed_signers: str = ""
-    """File of SSH keys, one of which must have signed a package, as OpenSSH's `allowed_signers`; empty:
-    none."""
+    """File of SSH public keys in OpenSSH's `allowed_signers` format; a package must be signed by one of them.
+    Empty: no signature is required."""
 
     @property
     def signers(self) -> Path | None:
@@ -448,14 +450,14 @@ class NodeSettings(Group):
     metrics_host: str = "127.0.0.1"
     """Address where `vlm node` serves its workers' metrics."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Its port; 0 takes a free one."""
+    """Port of these metrics; 0 takes a free one."""
     worker_redis_url: RedisUrl = ""
     """Redis URL of the node's workers; required if the node's own URL holds a password."""
     isolation: Literal["auto", "require", "none"] = "auto"
     """Run applications in bubblewrap: `auto` if it is installed, `require` always (a node without it does not
     start), `none` never."""
     secrets_dir: str = ""
-    """Directory whose files are secrets of applications by their names; empty: none."""
+    """Directory of secrets of applications, one file per secret, named as the secret; empty: none."""
     secrets: Names = ()
     """Environment variables of the node that are secrets of applications, comma-separated; other processes do
     not get them."""
@@ -465,7 +467,7 @@ class LogSettings(Group):
     level: Literal["debug", "info", "warning", "error"] | None = None
     """Minimum level of log lines. Empty: `info`, or `warning` with `vlm serve`."""
     format: Literal["text", "json"] = "text"
-    """Lines for people or for machines."""
+    """Format of log lines: `text` for people, `json` for programs."""
 
 
 class TraceSettings(Group):

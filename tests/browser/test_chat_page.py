@@ -719,7 +719,7 @@ def test_a_key_is_asked_for_and_a_gateway_that_goes_away_is_said_kindly(browser,
     page.keep("key")
     page.find("#key").send_keys("sk-wrong", Keys.ENTER)
     refused = page.wait_for(lambda: page.find("#key-error").text)
-    assert refused == "The gateway did not take that key."
+    assert refused == "The gateway refused that key."
     page.find("#key").send_keys("sk-one", Keys.ENTER)
     assert page.wait_for_model() == "mock"
     assert not page.find("#key-dialog").is_displayed()

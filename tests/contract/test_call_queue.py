@@ -459,7 +459,7 @@ async def test_a_call_that_loses_its_workers_is_given_up(opened):
     assert b"request_kills_workers" in (await arrivals(opened.mailbox, 1))[0]
 
 
-async def test_a_suspect_that_did_not_begin_is_not_blamed(opened):
+async def test_a_possible_poison_request_that_did_not_begin_gets_no_crash_count(opened):
     await submit(opened)
     claim = await claim_one(await opened.worker("a"))
     await opened.lose_lease(claim)

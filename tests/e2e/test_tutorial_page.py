@@ -64,7 +64,7 @@ def test_every_block_prints_what_the_page_shows(shapes_fleet: Served, folder: Pa
 def test_the_key_of_a_colleague_works(folder: Path):
     """The commands with keys, whose server the page starts anew."""
     [create] = re.findall(r"^(VLM_API_KEY=.* vlm keys create .*)$", PAGE, re.M)
-    [ask] = re.findall(r"^VLM_API_KEY=sk-\.\.\. (vlm chat) --url \S+ (.*)$", PAGE, re.M)
+    [ask] = re.findall(r"^VLM_API_KEY=vlm-\.\.\. (vlm chat) --url \S+ (.*)$", PAGE, re.M)
     fleet = start_fleet(folder / "keys", engine="mock", VLM_GATEWAY__ROOT_KEY=ROOT_KEY)
     try:
         created = run(create, folder, fleet.url, VLM_GATEWAY__ROOT_KEY=ROOT_KEY)

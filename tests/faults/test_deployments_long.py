@@ -121,7 +121,7 @@ def test_updates_and_rollbacks_of_one_another(deployer: Deployer):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("--resources", "cpu=1,memory=20m"), "MB of memory, of 20 MB"),
+        (("--resources", "cpu=1,memory=20m"), "MB of memory, its limit is 20 MB"),
         (("--start-s", "0.1"), "not ready within 0.1 s"),
     ],
     ids=["ends", "hangs"],

@@ -73,7 +73,7 @@ def test_a_version_that_takes_more_memory_than_it_states_is_ended_and_told(deplo
     small = deployer.deploy(6, "--resources", "cpu=1,memory=20m")
     assert small.returncode == 5
     said = " ".join(small.stderr.split())
-    assert "MB of memory, of 20 MB: deploy it with --resources memory=" in said
+    assert "MB of memory, its limit is 20 MB: deploy it with --resources memory=" in said
     assert deployer.active() == old
     deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {old})
 

@@ -1,4 +1,4 @@
-"""What a process of ours does with its memory once it has started."""
+"""Memory of a process after its start: huge pages, and mapped files that stay untouched."""
 
 import os
 import re

@@ -48,18 +48,18 @@ async def test_batch_work_starts_only_when_no_interactive_work_waits(ends, answe
     assert ended(answers).index(requests[0].id) >= len(requests) - 2
 
 
-async def test_seats_that_batch_work_frees_are_taken_by_batch_work_at_once(ends, answers):
-    """Though the worker waits for interactive work all the while."""
+async def test_slots_that_batch_work_frees_are_taken_by_batch_work_at_once(ends, answers):
+    """Although the worker waits for interactive work all the time."""
     async with run_worker(ends, max_num_seqs=2, mock={"num_output_tokens": 4}):
         requests = [await ends.enqueue(batch(4)) for _ in range(30)]
-        # a look at Redis each time that nothing came would take longer
+        # one timed-out read of Redis per batch request would take longer
         async with asyncio.timeout(1.9):
             for request in requests:
                 await answers.end(request)
 
 
 async def test_batch_work_is_not_overtaken_for_ever(ends, answers):
-    """Ten clients keep one seat busy; the batch request is let in among theirs, after it has let enough pass."""
+    """Ten clients keep one slot busy; the batch request gets it after enough of their requests have overtaken it."""
     waiting = await ends.enqueue(batch(2))
 
     async def ask_on() -> None:

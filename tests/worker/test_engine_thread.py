@@ -160,7 +160,7 @@ def test_an_idle_engine_is_left_alone():
 
 
 async def test_whoever_waits_for_room_looks_again_though_nothing_was_said():
-    """A step without output may end what held others up, and says nothing of it."""
+    """A step without output may end a request that others waited for."""
     active_requests = ActiveRequests(None, None, None, 1, None)  # type: ignore[arg-type]
     async with asyncio.timeout(5.0):
         await active_requests.wait_for_change()

@@ -1,4 +1,4 @@
-"""What waits to be published merges without losing or repeating anything."""
+"""Events that wait to be published are merged, without loss or repetition."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What is the operator's to mend ends a worker with exit code 78 and one line."""
+"""Errors that the operator has to fix end a worker with exit code 78 and one line."""
 
 import logging
 import os

@@ -316,8 +316,8 @@ async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
     assert running.engine.company[place:] == [0] * (3 - place)  # alone, and left alone
 
 
-async def test_nobody_is_blamed_for_a_death_while_it_waits_to_run_alone(ends, answers):
-    """Three requests that have failed twice; whatever ends this worker can only be the first of them."""
+async def test_a_request_that_waits_to_run_alone_gets_no_crash_count(ends, answers):
+    """Three requests with a crash count of two run one by one, so only the first can have crashed this worker."""
     suspects = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(3)]
     claims = [await ends.claim(ends.worker("first")) for _ in suspects]
     second = ends.worker("second")
@@ -340,7 +340,7 @@ async def test_nobody_is_blamed_for_a_death_while_it_waits_to_run_alone(ends, an
     assert failed.code is ErrorCode.REQUEST_KILLS_WORKERS
 
 
-async def test_a_suspect_is_joined_once_it_came_further_than_before(ends, answers):
+async def test_a_possible_poison_request_is_joined_once_it_is_cleared(ends, answers):
     suspects = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(2)]
     claims = [await ends.claim(ends.worker("victim")) for _ in suspects]
     for claim in claims:

@@ -68,7 +68,7 @@ UNKNOWN_S = 10.0
 TENANT_TRIES = 10
 MAX_LOG_CHARS = 500  #: of a log line
 _LOST_MESSAGE = (
-    "No instance can answer the request: those that had it ended, or none can start; retry."
+    "No instance can answer the request: the instances that ran it ended, or none can start; retry."
 )
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class NodeAgent:
             await self._send_logs()
             await self._deployments.withdraw(self.id)
         except (RedisError, OSError):
-            logger.info("could not say goodbye: it expires")
+            logger.info("could not delete the node's record, which will expire")
 
     # One pass over all deployments
 
@@ -255,14 +255,14 @@ class NodeAgent:
     def _obey(self, apps: Mapping[str, App]) -> None:
         """Drain instances whose slots were removed, and forget ended ones that were reported."""
         for key, instance in list(self._instances.items()):
-            if key[0] in self._deployments.unreadable:  # it runs on until the record can be read
-                # Nodes that can read the record know by then how it ended.
+            if key[0] in self._deployments.unreadable:  # keep it until the record can be read
+                # After this time, nodes that can read the record have recorded the end of the instance.
                 if instance.is_over and self._unknown_s(key) > UNKNOWN_S:
                     self._forget(key)
                 continue
             slots = apps[key[0]].slots if key[0] in apps else ()
             slot = next((each for each in slots if each.id == key[1]), None)
-            # One that is ours and still waits is what the record does not know yet.
+            # "": the record does not have this node's claim yet.
             if slot is not None and slot.node in ("", self.id):
                 self._unknown_since.pop(key, None)
                 if slot.state == "draining":
@@ -345,7 +345,7 @@ class NodeAgent:
         """Roll back to the previous version, unless there is none or the deployment has changed meanwhile."""
         try:
             history = await asyncio.to_thread(read_history, self._store, app.name)
-        except Unreadable as error:  # it goes on where it is
+        except Unreadable as error:  # leave the deployment as it is
             self._log_once(error)
             return app
         active = app.active

@@ -45,7 +45,7 @@ class Uses:
 
 
 class Cache:
-    """A directory of at most `max_bytes`, unless more is in use. 0: limited by the disk."""
+    """A directory of at most `max_bytes`, or more if all of it is in use. 0: limited by the disk."""
 
     def __init__(self, folder: Path, max_bytes: int = 0) -> None:
         self.folder = folder

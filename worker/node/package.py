@@ -87,7 +87,7 @@ class PackagedWorker:
         if "memory_bytes" in taken:
             values["memory_bytes"] = str(self.resources.memory_bytes)
         package = f"{self.name}@{self.package}"
-        if self.version != self.package:  # the environment makes another version
+        if self.version != self.package:  # with an environment, the version differs from the package
             package += f"+{short[1:]}"
         settings = settings.model_copy(update={"engine": EngineValues.model_validate(values)})
         settings = settings.changed(worker={"package": package, "lora": (), **worker})
@@ -97,7 +97,7 @@ class PackagedWorker:
 
 def run_package(settings: Settings) -> int:
     """Run a worker of the package of `settings.deploy` until a signal. Returns the exit code."""
-    from worker.main import run_worker  # noqa: PLC0415 - nodes need it not
+    from worker.main import run_worker  # noqa: PLC0415 - not needed by nodes
 
     hide_process()
     try:
@@ -111,8 +111,8 @@ def run_package(settings: Settings) -> int:
 def _become(settings: Settings) -> Settings:
     """Install the package, and make this process its worker. Blocks.
 
-    Returns the worker's settings. They replace the variables of this process, among them credentials of the store.
-    Raises: EngineStartError, SettingsError.
+    Returns the worker's settings, and replaces the environment of this process by them, because it contains the
+    store's credentials. Raises: EngineStartError, SettingsError.
     """
     deploy = settings.deploy
     name, _, package = deploy.package.partition("@")
@@ -123,7 +123,7 @@ def _become(settings: Settings) -> Settings:
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # the first process of a container has no defaults
+    ):  # the kernel has no default actions for a container's process 1
         signal.signal(number, lambda *_: os._exit(0))
     try:
         environment = msgspec.json.decode(deploy.environment or "{}", type=Environment)

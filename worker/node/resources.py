@@ -45,10 +45,10 @@ def used_bytes(pid: int) -> int:
 
 
 def too_much(used: int, limit: int, *, is_ready: bool) -> str:
-    """The error of an instance beyond its memory limit. One that still loads will need more."""
+    """The error of an instance beyond its memory limit. It suggests more memory for an instance that still loads."""
     ask = math.ceil(max(1.5 * limit, (1.25 if is_ready else 3) * used) / 1e8) * 100
     return (
-        f"it used {used / 1e6:.0f} MB of memory, of {limit / 1e6:.0f} MB: deploy it with "
+        f"the instance used {used / 1e6:.0f} MB of memory, its limit is {limit / 1e6:.0f} MB: deploy it with "
         f"--resources memory={ask}m, or without memory=, which sets no limit"
     )
 

@@ -42,7 +42,7 @@ class Secrets:
         """The names of all available secrets."""
         files: list[str] = []
         if self._folder is not None:
-            with suppress(OSError):  # gone since, or closed to us: then it has nothing to give
+            with suppress(OSError):  # deleted meanwhile, or not readable: no secrets
                 files = [name for name in os.listdir(self._folder) if self._has(name)]
         found = {name for name in self._variables if name in os.environ}
         return tuple(sorted(found.union(filter(is_secret_name, files))))

@@ -121,7 +121,7 @@ def run_node(
 def _with_deployments(settings: Settings, data_dir: Path | None) -> Settings:
     """A store, a cache and a deploy key in the data directory, unless they are set.
 
-    Whoever can read the key's file may deploy; `vlm deploy` on this machine finds it.
+    Any user who can read the key's file may deploy; `vlm deploy` on this machine finds it.
     """
     folder = _data_dir(settings, data_dir).absolute()
     deploy = {
@@ -171,7 +171,7 @@ async def _run(
 ) -> None:
     agent = NodeAgent(settings) if settings.deploy.store else None
     await stop_on_signals(node, partial(_say_stopping, node), agent.kill if agent else lambda: None)
-    # Beyond the end of the node: its drain needs Redis.
+    # Redis ends after the node, whose drain needs it.
     watcher = asyncio.create_task(keep_running(redis)) if redis else None
     deployed = asyncio.create_task(agent.run(), name="deployments") if agent else None
     try:

@@ -1,7 +1,7 @@
 """The supervisor of one machine: starts processes by their `vlm` command lines, watches them, drains them in order.
 
-A process that ends is started again, with growing pauses. Until all could serve, a process that fails three times ends
-the node, and one that `must_start`, a gateway, at once: its port or its settings are wrong.
+A process that ends is started again, with growing pauses. Until all processes are ready, the node ends if a process
+fails three times, or if a process that `must_start`, the gateway, fails once: its port or its settings are wrong.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ MAX_STARTS = 3  #: of a process, until all are ready
 class NodeError(Exception):
     """The node could not start or had to stop; the message says why and what to do.
 
-    `exit_code`: of `vlm serve`. An empty message: the failed process has logged it.
+    `exit_code`: exit code of `vlm serve`. The message is empty if the failed process has logged the reason.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -152,7 +152,7 @@ class Node:
             if not self.was_ready and (child.must_start or num_starts == MAX_STARTS):
                 times = "" if child.must_start else f" in {MAX_STARTS} starts"
                 hint = "; its last lines say why" if code > 0 else ""
-                raise NodeError(f"{child.name} {end}{times} before it could serve{hint}")
+                raise NodeError(f"{child.name} {end}{times} before it was ready{hint}")
             pause_s = child.pauses.next_s()
             logger.warning("%s %s; again in %.1f s", child.name, end, pause_s)
             await asyncio.sleep(pause_s)

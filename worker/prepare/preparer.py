@@ -152,7 +152,7 @@ class Preprocessor:
         output_token_ids: tuple[int, ...] = (),
         num_published: int = 0,
     ) -> EngineInput | None:
-        """As `prepare`, if that is quick and needs no waiting; else None. Raises: RequestError."""
+        """Like `prepare`, but returns None if that would be slow or would have to wait. Raises: RequestError."""
         task = request.task
         num_chars = sum([len(text) for text in task.texts()])
         self._check(task, num_chars, len(output_token_ids), num_published)

@@ -203,7 +203,7 @@ class DecodedVideo(OpenVideo):
 
 @contextmanager
 def _on_disk(file: IO[bytes]) -> Iterator[IO[bytes]]:
-    """A file with a descriptor, at its beginning; one that has it stays open."""
+    """The file, or a copy on disk if it has no descriptor; at its beginning. Only a copy is closed after the block."""
     file.seek(0)
     try:
         file.fileno()

@@ -204,7 +204,7 @@ def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:
     names = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
     if kind not in ("linear", "llama3"):
         refusal = parameters.refuse(
-            "rope_type", f"{shown(kind)} is not supported; 'linear' and 'llama3' are"
+            "rope_type", f"{shown(kind)} is not supported; supported are 'linear' and 'llama3'"
         )
         raise BeyondOurProgram(str(refusal)) if isinstance(kind, str) else refusal
     factors = [parameters.number(name, above=0, at_most=1e6) for name in names[kind]]

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt with images attend to later ones, found by a model's `create_masks_for_generate`."""
+"""Finds the prompt tokens that attend to later ones, such as an image's, by a model's `create_masks_for_generate`."""
 
 import inspect
 from typing import Any

@@ -38,7 +38,7 @@ EXAMPLE_TEXT = TextConfig(
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where operators run, and the shapes of their examples."""
+    """The device and dtype of operators, and the shapes of their examples."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32

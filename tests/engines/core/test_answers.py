@@ -39,7 +39,7 @@ def make_processor(
 
 @dataclass
 class Transcript:
-    """What a client has of an answer."""
+    """The part of an answer that a client has received."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

@@ -14,7 +14,7 @@ def make_blocks(num_blocks: int = 16, **options: bool) -> BlockManager:
 
 
 def compute(blocks: BlockManager, sequence: Sequence) -> None:
-    """What scheduler and runner do to a whole prompt."""
+    """Compute a whole prompt, as scheduler and runner do."""
     blocks.admit(sequence, blocks.find_prefix(sequence))
     sequence.status = SequenceStatus.RUNNING
     assert blocks.grow(sequence, sequence.num_tokens)
@@ -29,7 +29,7 @@ def compute_and_free(blocks: BlockManager, sequence: Sequence) -> None:
 
 
 def find_shared(first: Sequence, second: Sequence) -> int:
-    """How many blocks the second sequence would take over from the first."""
+    """Number of blocks that the second sequence shares with the first."""
     blocks = make_blocks()
     compute(blocks, first)
     return len(blocks.find_prefix(second))
@@ -83,7 +83,7 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_
     assert len(blocks.find_prefix(make_sequence(token_ids=[2] * 5))) == 1
 
 
-def test_withdrawn_blocks_are_found_by_nobody_nor_what_was_computed_from_them():
+def test_withdrawn_blocks_and_blocks_computed_from_them_are_not_found():
     blocks = make_blocks()
     compute_and_free(blocks, make_sequence(17))  # goes on where the one that fails ends
     failed, holder, other = make_sequence(9), make_sequence(9), make_sequence(9, cache_salt="b")

@@ -1,4 +1,4 @@
-"""How much a step may compute: as memory allows, and beside running streams within twice its time."""
+"""Budgets of steps: limits of memory, and prefill that makes steps with running streams at most twice as long."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +107,7 @@ def test_on_an_asynchronous_device_the_limit_is_fixed_and_not_measured(max_token
 
 
 def follow(limit: PrefillLimit, token_s: float, num_steps: int) -> list[float]:
-    """By what steps are longer than those without a prompt, which take a second."""
+    """Durations of steps with a prompt, where steps without one take a second."""
     slowdowns = []
     for _ in range(num_steps):
         limit.note(1, 0, 1.0)
@@ -119,7 +119,7 @@ def follow(limit: PrefillLimit, token_s: float, num_steps: int) -> list[float]:
 
 @pytest.mark.parametrize(("token_s", "most"), [(0.02, 120), (0.01, 120), (0.005, 120)])
 def test_the_limit_follows_what_steps_take(token_s: float, most: int):
-    """Measured was 0.01 s a token, hence 80 of them; later they cost more, the same, or less."""
+    """The limit was measured at 0.01 s per token, so it is 80. Later a token costs more, the same, or less."""
     limit = PrefillLimit(80, spare_s=0.3)
 
     slowdowns = follow(limit, token_s, 300)[100:]
@@ -153,7 +153,7 @@ def test_steps_beside_as_many_streams_are_compared():
     limit = PrefillLimit(80)
     limit.note(1, 0, 1.0)
     for _ in range(10):
-        limit.note(4, 80, 2.5)  # nobody knows yet what four streams alone take
+        limit.note(4, 80, 2.5)  # four streams without a prompt were not measured yet
     assert limit.beside(1) == 80
     limit.note(4, 0, 2.0)
     limit.note(4, 80, 2.5)
@@ -212,8 +212,8 @@ def test_batch_streams_are_not_kept_smooth():
     assert shares(run_step(scheduler)) == {"batch": 1, "interactive": 20}
 
 
-def test_who_waits_for_an_image_leaves_the_prompt_tokens_to_those_behind():
-    """They are given back one step late, and taken again once the image is there."""
+def test_a_request_that_waits_for_its_image_leaves_the_prompt_budget_to_others():
+    """Its budget goes to others one step later, and back to it when the image is encoded."""
     scheduler = make_scheduler(prefill_limit=PrefillLimit(6))
     scheduler.add(make_sequence(4, "stream"))
     run_step(scheduler)

@@ -59,7 +59,7 @@ class Anything:
         return False
 
 
-def test_amid_a_text_nothing_is_looked_for_before_a_sign():
+def test_no_draft_is_looked_up_in_free_text_before_punctuation():
     text = [1] * 20 + [100] + [1] * 20
     drafts = Signs()
     constraint = Constraint(Anything(), drafts)

@@ -182,8 +182,8 @@ def test_what_the_model_cannot_honour_is_refused(request_: EngineRequest, reason
     assert not engine.has_work()
 
 
-def test_what_a_failed_request_computed_is_found_by_nobody():
-    """Its first chunk was published before the scores behind the last one turned out to be no numbers."""
+def test_blocks_of_a_failed_request_are_not_found():
+    """Its first chunk was published before the logits of the last one turned out not to be finite."""
     engine = make_engine(max_num_batched_tokens=16)
     assert isinstance(engine.runner, CheckingRunner)
     engine.add(make_request("a", "x" * 40))
@@ -317,7 +317,7 @@ class Life:
         self.requests.pop(request_id, None)
 
     def lose_and_take_over(self, request_id: str) -> None:
-        """The request starts again elsewhere, in the same engine for want of another."""
+        """The request is taken over, here by the same engine."""
         request, answer = self.requests[request_id], self.answers[request_id]
         if answer.last is not None:
             return

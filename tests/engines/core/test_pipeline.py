@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of those before them are known."""
+"""Steps that are launched before the tokens of the previous step are known."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ HOST_S = 0.25  #: of handling a token
 
 
 class SlowTokenizer(MockTokenizer):
-    """Stands for the host's work: each token takes its time, and is an event."""
+    """Simulates the host's work: each token takes time, and is an event."""
 
     def __init__(self, events: list[str], clock: Clock) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class SlowTokenizer(MockTokenizer):
 
 
 class Device(MockRunner):
-    """The mock's, whose time passes beside the host's; launches are events."""
+    """The mock runner, which computes while the host works; launches are events."""
 
     events: list[str]
     runs_async = True
@@ -102,7 +102,7 @@ def step_until(engine: BatchingEngine, is_enough: Callable[[], bool]) -> list[st
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int | None]]:
-    """By launch: who is in the step, and whose index in the step in flight it has."""
+    """By launch: the sequences of the step, and their indices in the step in flight."""
     seen: list[dict[str, int | None]] = []
     launch = CheckingRunner.launch
 
@@ -147,7 +147,7 @@ def test_newcomers_are_started_as_soon_as_the_step_under_way_is_done(
     assert launches[2:] == [{"a": 0}, {"a": None, "b": None}, {"a": 0, "b": 1}]
 
 
-def test_who_finds_no_seat_does_not_keep_the_device_waiting(
+def test_a_request_without_a_free_slot_does_not_keep_the_device_waiting(
     launches: list[dict[str, int | None]],
 ):
     run_all(
@@ -202,7 +202,7 @@ def test_a_step_without_memory_is_tried_again_and_so_is_what_was_launched_behind
         assert answers[request.request_id].text == answer_alone(request).text
 
 
-def test_a_failure_beyond_the_end_of_an_answer_is_nobodys(monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_beyond_the_end_of_an_answer_fails_no_request(monkeypatch: pytest.MonkeyPatch):
     """The sixth token ends one of two, and its share of the seventh step is computed in vain."""
     sixth = answer_alone(make_request()).text.split()[5]
     short, long = make_request("a", stop=(sixth,)), make_request("b", "y" * 9)
@@ -213,7 +213,7 @@ def test_a_failure_beyond_the_end_of_an_answer_is_nobodys(monkeypatch: pytest.Mo
     assert answers["b"].text == answer_alone(long).text
 
 
-def test_what_cannot_be_followed_is_not(monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_launched_after_a_step_that_cannot_be_followed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CheckingStep, "can_be_followed", False)
     engine = overlapping()
     run_all(engine, make_request())

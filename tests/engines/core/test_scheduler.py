@@ -19,7 +19,7 @@ def make_batch(num_tokens: int = 4, request_id: str = "batch", **fields):
 
 
 def other(num_tokens: int, request_id: str, token_id: int = 9, **fields):
-    """Begins as no sequence of `make_sequence` does."""
+    """A sequence that shares no prefix with sequences of `make_sequence`."""
     return make_sequence(token_ids=[token_id] * num_tokens, request_id=request_id, **fields)
 
 
@@ -33,7 +33,7 @@ def dog_at(offset: int, num_tokens: int):
 
 NO_CACHE = {"enable_prefix_cache": False}
 ONE_IMAGE = {"max_images_per_step": 1}
-#: What is added, the new tokens of each in a step, and who waits (a list) behind it.
+#: By name: added sequences; for each step, the new tokens by sequence, and then optionally the waiting ones (a list).
 COURSES = {
     "a prompt is computed in chunks of the budget": (
         {"max_num_batched_tokens": 8}, make_sequence(20, "a"), {"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}
@@ -60,7 +60,7 @@ COURSES = {
         {"max_num_seqs": 1, **NO_CACHE}, make_sequence(4, "first"), make_batch(), make_sequence(4, "second"),
         ["first", "second", "batch"],
     ),
-    "a seat is taken from the youngest of batch work, which waits before its like": (
+    "the youngest batch sequence is preempted for its slot, and waits first in its class": (
         {"max_num_seqs": 2}, *(make_batch(4, name) for name in ("old", "young", "waiting")), {"old": 4, "young": 4},
         other(4, "interactive"), {"old": 1, "interactive": 4}, ["young", "waiting"],
     ),
@@ -190,7 +190,7 @@ def test_batch_is_preempted_before_a_younger_interactive_sequence():
 
 
 def test_a_batch_sequence_is_passed_a_limited_number_of_times():
-    """Newcomers without end: it gets its seat after so many, and nobody takes it away again."""
+    """New requests arrive all the time: it gets a slot after a number of them, and keeps it."""
     scheduler = make_scheduler(max_num_seqs=1)
     batch = make_batch(4, max_output_tokens=3)
     scheduler.add(batch)
@@ -205,7 +205,7 @@ def test_a_batch_sequence_is_passed_a_limited_number_of_times():
 
 
 def test_a_batch_prompt_that_has_begun_is_passed_a_limited_number_of_times():
-    """Newcomers without end, each with an image behind its first tokens, of which a step encodes one."""
+    """New requests arrive all the time, each with an image after its first tokens; a step encodes one image."""
     scheduler = make_scheduler(max_images_per_step=1, enable_prefix_cache=False)
     batch = make_batch(12, images=(make_image(4, 4, "batch"),), max_output_tokens=1)
     scheduler.add(make_sequence(12, "n", images=(make_image(4, 4, "n"),), max_output_tokens=1))
@@ -221,7 +221,7 @@ def test_a_batch_prompt_that_has_begun_is_passed_a_limited_number_of_times():
         assert num_newcomers < MAX_OVERTAKES + 10
 
 
-def test_a_batch_stream_is_passed_by_nobody_and_yields_its_seat_however_many_come():
+def test_a_batch_stream_is_not_overtaken_and_yields_its_slot_however_many_come():
     scheduler = make_scheduler(max_num_seqs=3)
     scheduler.add(make_batch(4))
     run_step(scheduler)

@@ -1,4 +1,4 @@
-"""Drafts change nothing but the number of steps: whatever is guessed, the answer is the same."""
+"""Drafts change only the number of steps: the answer is the same with any drafts."""
 
 import json
 from itertools import product, takewhile
@@ -66,7 +66,7 @@ def nothing(matcher, output):
 
 
 class Eager(Speculator):
-    """Guesses as much as it may, whatever that costs."""
+    """Drafts as many tokens as allowed, at any cost."""
 
     def draft(self, sequence, num_running, most, most_beside):
         self._plain_s[num_running] = 1.0
@@ -144,7 +144,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_answer_is_the_same_whatever_is_guessed(off, on, way):
+def test_an_answer_is_the_same_whatever_is_drafted(off, on, way):
     calls = [call(str(i), **WAYS[way]) for i in range(2)]
     expected, num_steps = answers(off, calls)
     for draft in (None, wrong, illegal, ends, nothing) if way == "plain" else (None, wrong):
@@ -156,7 +156,7 @@ def test_an_answer_is_the_same_whatever_is_guessed(off, on, way):
             assert on.stats().num_accepted_tokens > 0
 
 
-def test_choices_and_patterns_are_guessed_too(off, on):
+def test_choices_and_patterns_are_drafted_too(off, on):
     for grammar in (("choice", json.dumps(CHOICE)), ("regex", "(the same words){3}[0-9]{2} more")):
         expected, num_steps = answers(off, [call("x", grammar)])
         found, num_fewer = answers(on, [call("x", grammar)])
@@ -165,7 +165,7 @@ def test_choices_and_patterns_are_guessed_too(off, on):
 
 
 def test_an_answer_goes_on_from_any_of_its_tokens(off, on):
-    """As after a death, on an engine with drafts or without."""
+    """As after the loss of a worker, on an engine with or without drafts."""
     whole, _ = answers(off, [call("x")])
     tokens = whole["x"][0]
     for num_known, engine in product(range(0, len(tokens), 34), (on, off)):
@@ -184,7 +184,7 @@ def test_preempted_answers_are_the_same(off):
 
 
 def test_a_step_that_is_taken_back_leaves_the_grammar_where_it_was(off, on, monkeypatch):
-    """Another sequence fails behind a draft that was right: all others are computed again."""
+    """Another sequence fails after a draft was accepted: all other sequences are computed again."""
     expected, _ = answers(off, [call("a")])
     for name in ("a", "b"):
         on.add(on.prepare(call(name), []))
@@ -211,24 +211,24 @@ def draft_of(token_ids, most=16, **fields):
     return History(0.5).find(make_sequence(token_ids=token_ids, **fields), most)
 
 
-def test_what_stood_before_is_guessed():
+def test_the_continuation_of_an_earlier_n_gram_is_drafted():
     assert draft_of([1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6, 1, 2, 3]
     assert draft_of([1, 2, 3, 4, 5, 6, 1, 2, 3], most=2) == [4, 5]
     assert draft_of([1, 2, 3, 4, 5, 6, 1, 2, 3, 9]) == []
     assert draft_of([1, 2, 3]) == draft_of([1]) == []
 
 
-def test_the_longest_of_what_stood_before_goes_on():
+def test_the_continuation_of_the_longest_match_is_drafted():
     assert draft_of([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3])[:1] == [4]
     assert draft_of([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 1, 2, 3])[:1] == [5]
 
 
-def test_what_repeats_itself_goes_on_beyond_the_end():
+def test_a_repetition_is_drafted_beyond_the_end_of_the_text():
     assert draft_of([7, 7, 7, 7, 7, 7, 7, 7, 7])[:16] == [7] * 16
     assert draft_of([1, 2, 1, 2, 1, 2, 1, 2, 1, 2], most=5) == [1, 2, 1, 2, 1]
 
 
-def test_slots_of_images_are_not_guessed():
+def test_image_placeholder_tokens_are_not_drafted():
     token_ids = [1, 2, 3, 4, 0, 0, 0, 0, 5, 1, 2, 3]
     assert draft_of(token_ids, images=(make_image(4, 4),)) == [4]
     assert draft_of([*token_ids[:9], 3, 4, 0], images=(make_image(4, 4),)) == []
@@ -259,14 +259,14 @@ def test_long_prompts_are_indexed_in_parts():
 
 
 class Steps:
-    """What a speculator sees of sequences whose steps take a known time, and whose text is given."""
+    """A speculator with sequences of given text, whose steps take a known time."""
 
     def __init__(self, token_cost, text):
         self.speculator = Speculator()
         self.text, self._token_cost = text, token_cost
 
     def run(self, num_running=1):
-        """Each has the text. Returns tokens of drafts, right ones, and how much longer it took than without."""
+        """All sequences have this text. Returns drafted tokens, accepted tokens, and the time relative to no drafts."""
         speculator = self.speculator
         before = speculator.num_drafted, speculator.num_accepted
         sequences = [
@@ -302,7 +302,7 @@ class Steps:
 
 
 @pytest.mark.parametrize(("num_running", "token_cost"), [(1, 0.3), (8, 0.1)])
-def test_text_that_is_guessed_wrong_takes_no_more_time(num_running, token_cost):
+def test_text_whose_drafts_are_rejected_takes_no_more_time(num_running, token_cost):
     random = Random(1)
     steps = Steps(token_cost, random.choices(range(6), k=1200))
     num_drafted, num_right, slowdown = steps.run(num_running)
@@ -312,13 +312,13 @@ def test_text_that_is_guessed_wrong_takes_no_more_time(num_running, token_cost):
 
 
 @pytest.mark.parametrize(("num_running", "token_cost"), [(1, 0.2), (8, 0.05)])
-def test_text_that_comes_again_takes_fewer_steps(num_running, token_cost):
+def test_repeated_text_takes_fewer_steps(num_running, token_cost):
     prose = Random(1).choices(range(1000), k=100)
     _, _, slowdown = Steps(token_cost, prose * 4).run(num_running)
     assert slowdown < 0.75
 
 
-def test_a_sequence_that_was_guessed_wrong_is_tried_again_when_it_repeats_itself():
+def test_a_sequence_with_rejected_drafts_is_tried_again_when_it_repeats_itself():
     random = Random(1)
     steps = Steps(0.2, [*random.choices(range(6), k=600), *[7, 8, 9] * 200])
     _, num_right, slowdown = steps.run()
@@ -326,7 +326,7 @@ def test_a_sequence_that_was_guessed_wrong_is_tried_again_when_it_repeats_itself
     assert slowdown < 0.85
 
 
-def test_nothing_is_guessed_where_a_token_more_costs_a_step():
+def test_nothing_is_drafted_where_one_more_token_costs_a_step():
     steps = Steps(1.5, [1, 2, 3] * 400)
     num_drafted, _, slowdown = steps.run()
     assert num_drafted < 60

@@ -224,8 +224,8 @@ def test_special_tokens_of_a_tekken_file_are_control_tokens(tekken: Path) -> Non
     ("changes", "reason"),
     [
         ({"special_tokens": None}, "tekken.json: special_tokens are missing"),
-        ({"vocab": [{"rank": 0}]}, "tekken.json: vocab and special_tokens are no lists of tokens"),
-        ({"vocab": 3}, "tekken.json: vocab and special_tokens are no lists of tokens"),
+        ({"vocab": [{"rank": 0}]}, "tekken.json: vocab and special_tokens are not lists of tokens"),
+        ({"vocab": 3}, "tekken.json: vocab and special_tokens are not lists of tokens"),
         (
             {"vocab": [{"rank": 0, "token_bytes": "YWFh" * 200}]},
             "vocab has a token of more than 512 bytes",

@@ -1,4 +1,4 @@
-"""`/v1/applications`: who may deploy what, and what two who deploy at once are told. No node is there."""
+"""`/v1/applications` without nodes: permissions, checks, canaries, and deployments at the same time."""
 
 import asyncio
 import io
@@ -33,7 +33,7 @@ DEPLOY = {"authorization": "Bearer may-deploy"}
 
 
 class Deployments:
-    """A gateway with a store, and what a node would do."""
+    """A gateway with a store; methods do the work of a node."""
 
     def __init__(self, gateway: RunningGateway, store_url: str) -> None:
         self.gateway = gateway

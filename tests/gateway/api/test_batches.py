@@ -1,4 +1,4 @@
-"""Batches over HTTP: OpenAI's client unchanged, each line answered once, whoever stops or is full."""
+"""Batches over HTTP: OpenAI's client works unchanged, and each line is answered once, even if a gateway stops."""
 
 import asyncio
 import contextlib
@@ -228,7 +228,7 @@ async def statuses(asked):
 
 @pytest.mark.parametrize("limits", [{"max_open_batches": 4}])
 async def test_many_batches_at_once_are_no_more_than_may_be_open(client, others, worker):
-    """One gateway fills what there is; several, which do not know of each other, take no more."""
+    """One gateway fills the limit; several gateways, which do not know of each other, do not exceed it."""
     worker.script = say_nothing
     batch = await begin(client, [LINE])
     body = {"input_file_id": batch.input_file_id, "endpoint": CHAT, "completion_window": "24h"}
@@ -283,7 +283,7 @@ async def test_lines_that_were_not_answered_in_time_are_told(client, worker, mon
 
 @pytest.mark.parametrize("limits", [{"max_batch_queue_depth": 1, "max_key_open_requests": 8}])
 async def test_a_full_queue_is_waited_for(client, worker):
-    """No line fails of it, and a line that the fleet lost is asked again."""
+    """No line fails because of it, and a line whose request was lost is sent again."""
     lost = set()
 
     async def lose_once(answer):
@@ -447,7 +447,7 @@ async def test_a_result_that_is_being_kept_as_the_last_line_ends_is_kept_once(tm
 
 
 def test_results_of_two_gateways_count_once(batches):
-    """One was thought dead, and keeps its results all the same."""
+    """One of them was considered dead, but stores its results."""
     record = make_batch(batches, [to_line(str(i)) for i in range(4)])
     batches.add_part(record, "one", [result(0, 1), result(1, 1)])
     batches.add_part(record, "two", [result(1, 2), result(2, 2), result(3, 2)])

@@ -1,4 +1,4 @@
-"""What is sent twice is computed once, through two gateways, whoever leaves or dies; never for another tenant."""
+"""Equal inputs are computed once, also through two gateways and if a client leaves, but never shared by tenants."""
 
 import asyncio
 from contextlib import AsyncExitStack

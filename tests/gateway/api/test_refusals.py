@@ -1,4 +1,4 @@
-"""What each API refuses: a change of a request that would be answered, and the code and field of the refusal.
+"""Refusals of each API: a change of a valid request, and the code and field of the error.
 
 What the lifecycle refuses for all of them is in tests/contract/test_surface.py, what chat refuses whatever the
 model in tests/gateway/api/chat/test_bad_inputs.py.

@@ -1,4 +1,4 @@
-"""Answers that outlive their connection: taken up again on any gateway, once and in order, by their own tenant only."""
+"""Resumable answers: any gateway continues them, each event once and in order, for their own tenant only."""
 
 import asyncio
 import json

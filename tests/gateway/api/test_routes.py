@@ -1,4 +1,4 @@
-"""Routes: which versions have a name's requests, by weight, and what is refused so that no name is unserved."""
+"""Routes split a name's requests between versions by weight; changes that would leave a name unserved are refused."""
 
 import asyncio
 from collections import Counter

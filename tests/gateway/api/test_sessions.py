@@ -1,4 +1,4 @@
-"""Sessions of applications: tasks that anybody of the same key finds again, once, whoever waits."""
+"""Sessions of applications: each task runs once, and any client with the same key finds it again."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def card():
 
 
 class Scripted:
-    """A worker that answers with what it was asked, when it may."""
+    """A worker that answers a task with its input, when the test allows it."""
 
     def __init__(self, worker) -> None:
         self.worker = worker

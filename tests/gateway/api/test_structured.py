@@ -1,4 +1,4 @@
-"""What an answer must be: fields that ask for it, their bounds, and what of them is passed on."""
+"""Structured outputs: the fields that request them, their limits, and the grammar that the worker gets."""
 
 import json
 from typing import Any

@@ -221,7 +221,7 @@ async def test_a_resumable_request_is_one_call(gateway, worker):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "timestamp_granularities", "no times of words"),
+        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "timestamp_granularities", "timestamps of words are not supported"),
         ({"timestamp_granularities[]": "letter"}, "timestamp_granularities.[0]", "segment"),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "verbose_json"),
         ({"timestamp_granularities": "segment"}, "timestamp_granularities", "array"),

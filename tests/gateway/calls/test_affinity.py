@@ -1,4 +1,4 @@
-"""What shares a affinity, and what comes of a request whose affinity does not come for it."""
+"""Affinity keys of requests, and requests that their preferred worker does not claim."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -34,19 +34,19 @@ def name(*args: Any, **changes: Any) -> str | None:
 RED, BLUE = make_image("red"), make_image("blue")
 
 
-def test_requests_share_the_home_of_their_first_image():
+def test_requests_with_the_same_first_image_share_an_affinity():
     assert name("what?", images=(RED,)) == name(LONG, images=(RED, BLUE))
     assert name("what?", images=(RED,)) != name("what?", images=(BLUE,))
 
 
-def test_requests_share_the_home_of_a_long_beginning():
+def test_requests_with_the_same_long_prefix_share_an_affinity():
     assert name(LONG + "what?") == name(LONG + "and why?")
     assert name(LONG) != name("other " + LONG)
     turns = tuple(ChatMessage("user", (TextPart(text),)) for text in (LONG, "and then?"))
     assert name(messages=turns) == name(messages=turns[:1])
 
 
-def test_tenants_and_adapters_share_nothing():
+def test_tenants_and_adapters_have_separate_affinities():
     names = [name(LONG), name(LONG, tenant="other"), name(LONG, adapter="digest")]
     assert None not in names
     assert len(set(names)) == 3
@@ -63,16 +63,16 @@ def test_tenants_and_adapters_share_nothing():
         (affinities(grace_s=0), {"text": LONG}),
     ],
 )
-def test_others_have_none(affinities, changes):
+def test_other_requests_have_no_affinity(affinities, changes):
     assert affinities(make_request(**changes)) is None
 
 
-# On a fleet
+# With a gateway and workers
 
 
 @pytest.fixture
 async def absent(worker, gateway, redis, redis_blocking, redis_prefix) -> AsyncIterator[str]:
-    """A second worker, which has rung for work and does not come for it."""
+    """A second worker that reads once, so that requests may be reserved for it, and then claims none."""
     queue = RedisWorkerQueue(
         redis, redis_blocking, keys_prefix=redis_prefix, model=CARD.name, worker_id="absent",
         lease_s=10.0, max_attempts=3, batch_age_s=60.0,
@@ -100,7 +100,7 @@ async def only_home(redis, prefix: str) -> bytes:
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"home_grace_s": 0.05}}])
-async def test_others_serve_what_its_home_does_not_come_for(gateway, absent, redis, redis_prefix):
+async def test_another_worker_serves_an_unclaimed_reservation(gateway, absent, redis, redis_prefix):
     body = ask_about(data_url())
     assert (await gateway.chat(body)).status_code == 200
     key = await only_home(redis, redis_prefix)
@@ -114,7 +114,7 @@ async def test_others_serve_what_its_home_does_not_come_for(gateway, absent, red
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"home_grace_s": 10.0}}])
-async def test_a_home_that_comes_keeps_it(gateway, absent):
+async def test_a_preferred_worker_that_claims_in_time_gets_the_request(gateway, absent):
     body = ask_about(data_url())
 
     for _ in range(3):

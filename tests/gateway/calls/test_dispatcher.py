@@ -1,4 +1,4 @@
-"""Events on their way from mailbox to request: order, repeats, gaps, silence, deadlines."""
+"""Delivery of events from the mailbox to requests: order, repeats, gaps, silence, deadlines."""
 
 import asyncio
 import time
@@ -343,7 +343,7 @@ async def test_an_event_that_cannot_be_taken_ends_that_request_alone(gateway, wo
 
 @pytest.fixture
 async def dispatcher(redis, redis_blocking, redis_prefix):
-    """A gateway's dispatcher without the rest; nobody works on what it queues."""
+    """The dispatcher of a gateway, alone; no worker serves the requests that it queues."""
     queue = RedisGatewayQueue(redis, redis_prefix)
     mailbox = RedisMailbox(redis_blocking, redis_prefix, GATEWAY)
     dispatcher = Dispatcher(

@@ -1,4 +1,4 @@
-"""Fallbacks: who answers while a model is full or has no worker, and that the answer names it."""
+"""Fallbacks: another model answers while a model is full or has no worker, and the answer names it."""
 
 import asyncio
 from contextlib import asynccontextmanager

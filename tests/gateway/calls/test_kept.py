@@ -1,4 +1,4 @@
-"""What is kept for later requests holds its images, and nothing else does."""
+"""Stored answers hold their images; answers that are not stored do not."""
 
 import pytest
 

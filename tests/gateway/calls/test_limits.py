@@ -1,4 +1,4 @@
-"""Every limit of the table: what is at it passes, what is one above is refused with its field and its number."""
+"""Every limit of the table: a request at the limit passes, one above it is refused with the field and the limit."""
 
 import re
 import time
@@ -54,7 +54,7 @@ def video(**options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """A limit, the least that it may be, and a body that has as many of its quantity as one asks for."""
+    """A limit, the least value that it may have, and a function that makes a body with a given quantity."""
 
     limit: str
     make: Callable[[int], dict[str, Any]]

@@ -1,4 +1,4 @@
-"""When to come back, by the pace at which requests ended."""
+"""`retry-after` is computed from the rate at which requests end."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from gateway.http.body import Admission
 def test_who_is_sent_away_is_told_when_those_that_are_open_will_have_ended(
     monkeypatch, num_ended, wait_s
 ):
-    """Forty are open; what ended more than ten seconds ago is no pace."""
+    """Forty requests are open; requests that ended more than ten seconds ago do not count for the rate."""
     now = 1000.0
     monkeypatch.setattr(body, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(body.random, "uniform", lambda low, high: (low + high) / 2)

@@ -1,4 +1,4 @@
-"""Remote images, where allowed: which addresses are refused, who answers for whom, and how little an answer tells."""
+"""Remote images: refused addresses, connections to checked addresses only, and errors that reveal nothing."""
 
 import asyncio
 import inspect
@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
 
 class Site(httpcore.AsyncNetworkBackend):
-    """The world outside: every address is one server of this process, which answers as `answer` says."""
+    """A fake internet: every address leads to one server of this process, which answers with `answer`."""
 
     def __init__(self, answer: Callable[[Request], Any]) -> None:
         self.answer = answer

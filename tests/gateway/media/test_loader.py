@@ -1,4 +1,4 @@
-"""Images at the door: headers read without decoding, strict base64, bounds."""
+"""Images at the gateway: headers are read without decoding, base64 is strict, sizes are limited."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""The chat page's files: who gets them, with which rules, and that they are complete."""
+"""The files of the chat page: public, complete, and with a content security policy."""
 
 import hashlib
 import re

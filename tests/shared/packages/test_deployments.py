@@ -1,4 +1,4 @@
-"""Records of deployments: written once, and enough to know again what serves."""
+"""Records of deployments are written once, and suffice to restore the active version."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -87,7 +87,7 @@ def test_a_spec_out_of_its_limits_is_refused(spec):
 
 
 class EarlierSpec(msgspec.Struct, forbid_unknown_fields=True):
-    """What gateways and nodes know that are older than a canary's times, variables and secrets."""
+    """The record as gateways and nodes read it that are older than canary times, variables and secrets."""
 
     min_instances: int = 0
     max_instances: int = 4
@@ -100,7 +100,7 @@ class EarlierSpec(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EarlierRecord(msgspec.Struct):
-    """Of a generation; a revision in Redis has the same spec."""
+    """The record of a generation; a revision in Redis has the same spec."""
 
     digest: str
     spec: EarlierSpec

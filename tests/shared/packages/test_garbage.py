@@ -1,4 +1,4 @@
-"""What is collected is what nothing names: whoever uploads, deploys or is killed at the same time."""
+"""Garbage collection removes only unreferenced packages, also during uploads, deployments and kills."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Rollouts by a clock that the test turns: what is started, what is stopped, and when the pointer flips."""
+"""Rollouts by a clock of the test: which instances start and stop, and when the active version changes."""
 
 import itertools
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Who may sign is a file of SSH keys; what nobody of them has signed is refused by gateway and node."""
+"""Allowed signers are in a file of SSH keys; gateway and node refuse packages without a signature of one of them."""
 
 import shutil
 import subprocess

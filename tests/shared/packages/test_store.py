@@ -1,4 +1,4 @@
-"""A store keeps blobs by their hash and records by who comes first; a directory and buckets alike."""
+"""Stores in a directory and in buckets: blobs are stored by hash, and a record by its first writer."""
 
 import io
 import os

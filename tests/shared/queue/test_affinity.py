@@ -1,4 +1,4 @@
-"""Requests that share something go to the worker that last served such, against a real server; and when they do not."""
+"""Prefix affinity, on a real Redis server: requests are reserved for the worker that last served their affinity key."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ AFFINITY = Affinity("an-image", num_workers=4, num_seats=8)
 
 @pytest.fixture
 async def workers(ends) -> tuple[RedisWorkerQueue, RedisWorkerQueue]:
-    """Two that have read once, so that requests may be reserved for them."""
+    """Two workers that have read once, so that requests may be reserved for them."""
     both = ends.worker("a"), ends.worker("b")
     await both[0].create_group()
     for worker in both:
@@ -34,7 +34,7 @@ async def end(worker: RedisWorkerQueue, claim: Claim) -> None:
 
 
 async def serve(ends: Ends, worker: RedisWorkerQueue, name: str = "first") -> None:
-    """Make a worker the affinity."""
+    """Make a worker the preferred one."""
     await submit(ends, name)
     [claim] = await worker.read(1, 1.0)
     await end(worker, claim)
@@ -44,7 +44,7 @@ def names(claims: list[Claim]) -> list[str]:
     return [claim.id for claim in claims]
 
 
-async def test_the_worker_that_last_served_such_gets_it(ends, workers):
+async def test_the_worker_that_last_served_the_affinity_is_preferred(ends, workers):
     a, b = workers
     assert await submit(ends, "first") == "new"
     [claim] = await b.read(1, 1.0)
@@ -67,7 +67,7 @@ async def test_a_worker_that_waits_is_woken(ends, workers):
         assert names(await waiting) == ["second", "third"]
 
 
-async def test_one_read_brings_what_is_reserved_and_what_waits_for_any_worker(ends, workers):
+async def test_one_read_returns_reserved_requests_and_requests_for_any_worker(ends, workers):
     await serve(ends, workers[0])
     await submit(ends, "second")
     await submit(ends, "plain", affinity=None)
@@ -75,7 +75,7 @@ async def test_one_read_brings_what_is_reserved_and_what_waits_for_any_worker(en
     assert names(await workers[0].read(4, 1.0)) == ["second", "plain"]
 
 
-async def test_whoever_serves_it_next_is_its_home(ends, workers):
+async def test_the_next_worker_that_serves_the_affinity_becomes_preferred(ends, workers):
     a, b = workers
     await serve(ends, a)
     await submit(ends, "second")
@@ -88,7 +88,7 @@ async def test_whoever_serves_it_next_is_its_home(ends, workers):
     assert names(await b.read(1, 1.0)) == ["third"]
 
 
-async def test_what_is_shared_is_nobodys_any_more(ends, workers):
+async def test_a_shared_request_is_no_longer_reserved(ends, workers):
     a, b = workers
     await serve(ends, a)
     await submit(ends, "second")
@@ -101,7 +101,7 @@ async def test_what_is_shared_is_nobodys_any_more(ends, workers):
     assert await ends.num_open() == 1
 
 
-async def test_nothing_is_put_aside_for_a_worker_that_leaves(ends, workers):
+async def test_nothing_is_reserved_for_a_worker_that_leaves(ends, workers):
     a, b = workers
     await serve(ends, a)
     await submit(ends, "second")
@@ -112,7 +112,7 @@ async def test_nothing_is_put_aside_for_a_worker_that_leaves(ends, workers):
     assert sorted(names(await b.read(4, 1.0))) == ["second", "third"]
 
 
-async def test_nothing_is_put_aside_for_a_worker_that_is_gone(ends, workers):
+async def test_nothing_is_reserved_for_a_worker_that_is_gone(ends, workers):
     await serve(ends, workers[0])
     # as it does by itself when nobody renews it
     await ends.redis.delete(ends.keys.wakeups(MODEL, "a"))
@@ -122,7 +122,7 @@ async def test_nothing_is_put_aside_for_a_worker_that_is_gone(ends, workers):
     assert names(await workers[1].read(1, 1.0)) == ["second"]
 
 
-async def test_it_takes_more_again_once_its_wakeups_were_lost(ends, workers):
+async def test_a_worker_gets_reservations_again_after_its_wakeups_were_lost(ends, workers):
     await serve(ends, workers[0])
     await ends.redis.delete(ends.keys.wakeups(MODEL, "a"))
 
@@ -133,7 +133,7 @@ async def test_it_takes_more_again_once_its_wakeups_were_lost(ends, workers):
     assert names(await workers[0].read(1, 1.0)) == ["second"]
 
 
-async def test_nothing_is_put_aside_while_others_wait(ends, workers):
+async def test_nothing_is_reserved_while_other_requests_wait(ends, workers):
     await serve(ends, workers[0])
     await submit(ends, "plain", affinity=None)
 
@@ -150,7 +150,7 @@ async def test_nothing_is_put_aside_while_others_wait(ends, workers):
         (Affinity("an-image", 2, 9), 9),
     ],
 )
-async def test_a_home_gets_no_more_than_its_seats_and_about_twice_its_share(
+async def test_a_preferred_worker_gets_at_most_its_capacity_and_twice_its_share(
     ends, workers, affinity, num_there
 ):
     a, _ = workers
@@ -162,7 +162,7 @@ async def test_a_home_gets_no_more_than_its_seats_and_about_twice_its_share(
     assert await submit(ends, "beyond", affinity=affinity) == "busy"
 
 
-async def test_a_worker_that_does_not_come_is_given_no_more_than_its_share(ends, workers):
+async def test_a_worker_that_does_not_claim_gets_no_more_than_its_share(ends, workers):
     await serve(ends, workers[0])
 
     outcomes = [await submit(ends, f"r-{number}") for number in range(5)]
@@ -170,8 +170,8 @@ async def test_a_worker_that_does_not_come_is_given_no_more_than_its_share(ends,
     assert outcomes == ["home"] * 4 + ["busy"]
 
 
-async def test_what_a_dead_home_has_not_claimed_is_taken_over_without_blame(ends, workers):
-    """The gateway that would have shared it is dead too."""
+async def test_a_reservation_for_a_dead_worker_is_taken_over_without_a_crash_count(ends, workers):
+    """The gateway that would have shared the request is dead too."""
     a, b = workers
     await serve(ends, a)
     await submit(ends, "second")

@@ -1,4 +1,4 @@
-"""Batch work in Redis, against a real server: who goes first, who is woken, and that nobody waits for ever."""
+"""Batch work, on a real Redis server: order, wakeups, and no starvation."""
 
 import asyncio
 
@@ -97,7 +97,7 @@ async def test_a_take_whose_reply_was_lost_is_found_again(ends):
     assert call_of(claim) == request
 
 
-async def test_batch_work_that_comes_and_goes_leaves_one_nudge_at_most(ends):
+async def test_batch_work_that_comes_and_goes_leaves_at_most_one_wakeup(ends):
     await ends.worker("a").create_group()
     for _ in range(5):
         request = await ends.enqueue(make_request(priority=Priority.BATCH))

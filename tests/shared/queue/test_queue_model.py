@@ -73,12 +73,12 @@ WORKERS = ("a", "b")
 #: Of the tenant t: an output token costs 3, and an open call reserves 5.
 BUDGET = Budget("2026-11", most=10**12, reserved=5, ttl_s=600)
 CHARGES = {"": None, "t": Charge(prices=(1.0, 1.0, 3.0, 1.0), budget=BUDGET)}
-#: It may hold everything.
+#: One worker, with room for all requests.
 AFFINITY = Affinity("an-image", num_workers=1, num_seats=1000)
 
 
 class PatientRedis(RedisSettings):
-    """A disk that is busy for seconds holds Redis up; a call given up then may have been carried out or not."""
+    """Long timeouts: a busy disk may stall Redis for seconds, and a call that times out may have run or not."""
 
     command_timeout_s: ClassVar[float] = 60.0
 
@@ -88,20 +88,20 @@ class Modelled:
     """A request as it should stand in Redis."""
 
     is_batch: bool = False
-    num_possible: int = 1  #: tokens that it may come to
+    num_possible: int = 1  #: tokens that it may use
     tenant: str = ""
     state: str = "queued"
     attempt: int = 0
     failures: int = 0
-    losses: int = 0  #: of workers, whether they count against it or not
-    num_claimed_tokens: int = 0  #: that it had when it was last claimed
+    losses: int = 0  #: lost workers, also those that do not count as crashes
+    num_claimed_tokens: int = 0  #: output tokens at its last claim
     has_begun: bool = False
     num_tokens: int = 0
     is_late: bool = False
-    sets_preferred: bool = False  #: of whoever claims it, for what it shares with others
+    sets_preferred: bool = False  #: whether the worker that claims it becomes the preferred one
     is_counted: bool = True
     is_first: bool = True  #: of its request's choices
-    lost_by: RedisWorkerQueue | None = None  #: who claimed it by a read whose reply was lost
+    lost_by: RedisWorkerQueue | None = None  #: worker that claimed it by a read whose reply was lost
 
     @property
     def is_live(self) -> bool:
@@ -127,7 +127,7 @@ class Modelled:
 
 @dataclass(slots=True, eq=False)
 class Hand:
-    """A claim in a worker's hands, which may be a zombie's."""
+    """A claim that a worker believes to have; the worker may be a zombie."""
 
     worker: RedisWorkerQueue
     claim: Claim
@@ -141,7 +141,7 @@ class Hand:
 
 @contextmanager
 def losing_first_reply(link: type, method: str) -> Iterator[list[Any]]:
-    """The next call of the method is carried out and fails; what was lost is listed."""
+    """The next call of the method runs, but raises; the list receives its reply."""
     call, lost = getattr(link, method), []
 
     async def lose_first(*arguments: Any) -> Any:
@@ -166,8 +166,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.keys = RedisKeys(self.prefix)
         self.requests: dict[str, Modelled] = {}
         self.hands: list[Hand] = []
-        self.preferred: str | None = None  #: who claimed last what shares
-        self.has_flushed = False  #: once is enough: what came before cannot matter any more
+        self.preferred: str | None = None  #: the preferred worker of `AFFINITY`
+        self.has_flushed = False  #: once is enough: nothing before it can have an effect
         self.has_restarted = False
         self.run(self._open())
 
@@ -258,7 +258,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), repeats=st.integers(1, 2))
     def share(self, data, repeats: int) -> None:
-        """The grace time is over: what its affinity has not claimed is for all, and nothing else changes."""
+        """The grace time is over: a request that the preferred worker has not claimed is for all workers."""
         name = self._any_request(data)
         request, key = self.requests[name], self.keys.request(MODEL, name)
         entry, aside = self.eye.hmget(key, "entry", "aside")
@@ -273,7 +273,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(r.is_live for r in self.requests.values()))
     @rule(priority=st.sampled_from(Priority), num_tokens=st.integers(1, 9))
     def enqueue_too_much(self, priority: Priority, num_tokens: int) -> None:
-        """What is refused leaves nothing behind."""
+        """A refused request leaves nothing in Redis."""
         request = make_request(priority=priority)
         most = sum(r.num_possible for r in self.requests.values() if r.is_live)
         with pytest.raises(QueueRefused, match="open_tokens"):
@@ -311,12 +311,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS))
     def lose_the_wakeups(self, name: str) -> None:
-        """It was not renewed: the worker was stopped for long."""
+        """The stream of wakeups has expired, because the worker was stopped for long."""
         self.eye.delete(self.keys.wakeups(MODEL, name))
 
     @rule(name=st.sampled_from(WORKERS))
     def leave(self, name: str) -> None:
-        """It drains: what it has not claimed goes back at once, and nothing more is put aside for it."""
+        """The worker drains: requests that it has not claimed are released, and no more are reserved for it."""
         worker = self.workers[name]
         keep = [hand.claim for hand in self.hands if hand.worker is worker]
         kept = {claim.entry_id for claim in keep}
@@ -333,7 +333,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def take(self, name: str, count: int) -> None:
-        """Batch work only where no interactive request waits."""
+        """Batch requests are taken only if no interactive request waits."""
         unread, backlog = self._unread(), self._backlog()
         claims = self.run(self.workers[name].take(count))
         taken = {claim.id for claim in claims}
@@ -360,7 +360,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def lose_the_reply_of_a_read(self, name: str, count: int) -> None:
-        """Redis has claimed what the worker never learns of."""
+        """Redis has claimed requests for the worker, which does not get the reply."""
         if not self._has_group():
             return
         worker = self.workers[name]
@@ -379,7 +379,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
     def lose_the_reply_of_a_claim(self, data) -> None:
-        """The same claim again, by its nonce, is no second attempt."""
+        """A repeated claim with the same nonce is not a second attempt."""
         hand = self._any_hand(data)
         request = self.requests.get(hand.id)
         if request is None or request.verdict(hand.claim.attempt) != "ok" or request.is_late:
@@ -430,7 +430,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.hands.remove(hand)
 
     def _say(self, hand: Hand, events, repeats: int) -> str:
-        """Publish, perhaps twice as after a lost reply; the verdict is the model's."""
+        """Publish, twice as after a lost reply if `repeats` is 2. Returns the verdict of the model."""
         request = self.requests.get(hand.id)
         verdict = "gone" if request is None else request.verdict(hand.claim.attempt)
         if (
@@ -439,7 +439,7 @@ class QueueMachine(RuleBasedStateMachine):
             and request is not None
             and request.state == ("finished" if isinstance(events[-1], Finished) else "failed")
         ):
-            verdict = "repeated"  # it is the end that is known already
+            verdict = "repeated"  # the same end was published before
         hand.number += 1
         said = publication(hand.claim, hand.number, hand.num_tokens, *events)
         for _ in range(repeats):
@@ -470,12 +470,12 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
     def pause_beyond_the_lease(self, data) -> None:
-        """The worker is stopped, or cut off; what it holds may be taken, and it may come back as a zombie."""
+        """The worker is stopped or cut off: its requests may be taken over, and it may continue as a zombie."""
         self._expire_lease(self._any_hand(data).claim.entry_id)
 
     @rule(name=st.sampled_from(WORKERS))
     def crash(self, name: str) -> None:
-        """The process is gone with all that it knew; one of the same name takes its place."""
+        """The process is replaced by a new one of the same name, without its state."""
         gone, self.workers[name] = self.workers[name], self._worker(name)
         self.hands = [hand for hand in self.hands if hand.worker is not gone]
 
@@ -509,7 +509,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.has_restarted)
     @rule()
     def restart(self) -> None:
-        """Killed without a word; what was acknowledged is in the file."""
+        """Redis is killed; acknowledged writes are in its file."""
         self.has_restarted = True
         assert self.server.pid is not None
         wait_until_written(self.eye)
@@ -518,9 +518,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.server.start()
         self.eye.close()
         self._look_again()
-        self.run(asyncio.sleep(0.01))  # the connections learn that they are closed
+        self.run(asyncio.sleep(0.01))  # lets the connections notice that they are closed
 
-    # What must hold after every step
+    # Invariants
 
     @invariant()
     def reservations_are_those_of_live_requests(self) -> None:

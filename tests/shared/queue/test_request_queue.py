@@ -147,8 +147,8 @@ async def come_further(worker: RedisWorkerQueue, claim: Claim, num_tokens: int) 
     assert await worker.publish([publication(claim, 1, index, delta)]) == {}
 
 
-async def test_losses_of_workers_that_others_may_have_ended_are_no_evidence(ends):
-    """Workers die again and again while it runs beside others: it goes on, far beyond its attempts."""
+async def test_losses_of_workers_that_ran_other_requests_too_do_not_count_as_crashes(ends):
+    """The request is retried far beyond its attempts while its workers die with other requests."""
     await ends.enqueue()
     claim = await ends.claim(ends.worker("first"))
     worker = ends.worker("a", max_attempts=2)
@@ -169,7 +169,7 @@ async def test_losses_of_workers_that_others_may_have_ended_are_no_evidence(ends
     assert events[-1].code is ErrorCode.TOO_MANY_ATTEMPTS
 
 
-async def test_losses_before_a_suspect_is_cleared_are_evidence(ends):
+async def test_losses_before_a_poison_request_is_cleared_count_as_crashes(ends):
     await ends.enqueue()
     worker = ends.worker("a", max_attempts=2)
     claim = await ends.take_over(worker, await ends.claim(ends.worker("first")))
@@ -213,7 +213,7 @@ async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends)
     }
 
 
-async def test_a_read_whose_reply_was_lost_is_found_and_nobody_blamed(ends, far, proxy):
+async def test_a_read_whose_reply_was_lost_is_found_without_a_crash_count(ends, far, proxy):
     worker = far.worker("a", unknown_after_s=0.001)
     await ends.enqueue()
     await ends.claim(worker)  # teaches Redis the script
@@ -276,7 +276,7 @@ async def test_a_worker_that_leaves_gives_back_what_it_read_but_never_claimed(en
     assert b"a" not in {consumer["name"] for consumer in consumers}
 
 
-async def test_a_claim_interrupted_by_a_stop_is_given_back_without_blame(ends, far, proxy):
+async def test_a_claim_interrupted_by_a_stop_is_released_without_a_crash_count(ends, far, proxy):
     leaving, other = far.worker("a"), ends.worker("b")
     await leaving.create_group()
     requests = [await ends.enqueue() for _ in range(3)]
@@ -295,7 +295,7 @@ async def test_a_claim_interrupted_by_a_stop_is_given_back_without_blame(ends, f
     assert await leaving.renew([running]) == {}
 
 
-async def test_a_takeover_interrupted_by_a_stop_still_blames_the_one_that_was_lost(ends):
+async def test_a_takeover_interrupted_by_a_stop_still_counts_the_crash_of_the_lost_worker(ends):
     lost, leaving, other = ends.worker("a"), ends.worker("b"), ends.worker("c")
     await ends.enqueue()
     claim = await ends.claim(lost)

@@ -1,4 +1,4 @@
-"""The wire to Redis: commands share a write, nothing hangs, nothing is repeated behind one's back."""
+"""Connections to Redis: commands share a write, nothing hangs, and nothing is retried implicitly."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""An outage of Redis is told once, then seldom, and its end is told too."""
+"""An outage of Redis is logged once, then seldom, and its end is logged too."""
 
 import asyncio
 

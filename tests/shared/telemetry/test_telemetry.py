@@ -1,4 +1,4 @@
-"""Latencies by their definitions, metrics of deployments, lines of logs, and trace headers."""
+"""Definitions of latencies, metrics of deployments, log lines, and trace headers."""
 
 import json
 import logging

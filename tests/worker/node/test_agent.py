@@ -1,4 +1,4 @@
-"""Two real nodes on one Redis and one store; their instances alone are not processes."""
+"""Two real nodes on one Redis and one store; only their instances are not real processes."""
 
 import asyncio
 import threading
@@ -85,7 +85,7 @@ class Machines:
         return agent
 
     async def kill(self, name: str) -> None:
-        """As kill -9: it says nothing more."""
+        """As after `kill -9`: the node sends nothing more."""
         agent, task = self.running.pop(name)
         agent.tick = lambda: asyncio.sleep(3600)  # type: ignore[method-assign]
         task.cancel()

@@ -1,4 +1,4 @@
-"""A node's cache: what runs stays, of the rest the least recently used goes first."""
+"""A node's cache: packages in use stay; of the others, the least recently used is removed first."""
 
 import os
 import shutil

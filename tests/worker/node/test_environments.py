@@ -1,4 +1,4 @@
-"""What an application imports besides: from its own wheels, by its lock file, without a network."""
+"""Python packages of an application: from its own wheels, by its lock file, without network access."""
 
 import base64
 import hashlib

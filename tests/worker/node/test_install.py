@@ -1,4 +1,4 @@
-"""A node takes no byte on trust: what the store has is checked again, and nothing is unpacked elsewhere."""
+"""A node verifies every byte of a package again, and unpacks nothing outside its folder."""
 
 import io
 import os

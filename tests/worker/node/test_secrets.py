@@ -1,4 +1,4 @@
-"""What a node has of secrets, and how it hands them to one process alone."""
+"""Secrets of a node, and how it passes them to a single process."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""What `vlm serve` makes of the settings, and of a gateway that starts."""
+"""`vlm serve`: processes and screen for its settings, and the wait for a gateway that starts."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def listed(name: str, num_workers: int = 1, **more: str) -> dict[str, object]:
     return {"id": name, "num_workers": num_workers, "parent": None, **more}
 
 
-#: What was deployed, what an adapter of the first model is, and what ran yesterday.
+#: Entries of `/v1/models` that are no model of this start: deployed, an adapter, and one that ran yesterday.
 OTHERS = [
     listed("app@1f2e3d4c5b6a", package="app@sha256:1f2e3d4c5b6a"),
     listed("app", parent="app@1f2e3d4c5b6a", package="app@sha256:1f2e3d4c5b6a"),

@@ -15,7 +15,7 @@ async def standby():
     await standby.keep(None)
 
 
-async def test_a_spare_becomes_a_worker_with_the_environment_that_it_is_told(standby):
+async def test_a_warm_process_becomes_a_worker_with_the_given_environment(standby):
     await standby.keep("mock")
     warm = standby.take()
     assert warm is not None
@@ -27,7 +27,7 @@ async def test_a_spare_becomes_a_worker_with_the_environment_that_it_is_told(sta
     assert b"VLM_NO_SUCH" in said
 
 
-async def test_one_that_nobody_needs_is_stopped_and_one_that_ended_is_replaced(standby):
+async def test_an_unneeded_warm_process_is_stopped_and_an_ended_one_is_replaced(standby):
     await standby.keep("mock")
     first = standby.take()
     assert first is not None
@@ -39,6 +39,6 @@ async def test_one_that_nobody_needs_is_stopped_and_one_that_ended_is_replaced(s
     assert standby.take() is None
 
 
-async def test_one_that_ends_by_itself_is_not_replaced_at_once(standby):
+async def test_a_warm_process_that_ends_by_itself_is_not_replaced_at_once(standby):
     await until_equal(lambda: standby.keep("no such engine"), False, 60)
     assert standby.take() is None

@@ -1,4 +1,4 @@
-"""Audio of strangers: one channel at the wanted rate, or a sentence; the next file is decoded either way."""
+"""Untrusted audio becomes one channel at the requested rate, or an error; the next file is decoded either way."""
 
 import io
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Hostile images: each is refused at the door or in a child process, or shown as a viewer shows it."""
+"""Hostile images: each is refused by the gateway or in a child process, or decoded as image viewers do."""
 
 import base64
 import contextlib

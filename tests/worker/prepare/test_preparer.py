@@ -1,4 +1,4 @@
-"""What one tenant's slow images delay, which decoded images are kept, and which sizes are refused."""
+"""Preparation: fairness between tenants, cached images, and refused sizes."""
 
 import asyncio
 import threading

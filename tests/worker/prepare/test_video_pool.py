@@ -1,4 +1,4 @@
-"""Videos of strangers: frames at the times at which they are shown, or a sentence; the next video is decoded either way."""
+"""Untrusted videos become frames at the requested times, or an error; the next video is decoded either way."""
 
 import io
 import os
@@ -214,7 +214,7 @@ def test_no_frame_is_seen_twice_or_left_out(pool: VideoPool, fps: int, num_frame
 
 
 def test_many_videos_at_once_share_the_children(pool: VideoPool):
-    """Each ends by itself, and no more children than the pool has are left, of bounded memory."""
+    """Each video is decoded, and at most as many children as the pool has are left, with bounded memory."""
     bad = ["nonsense", "large frames", "sound"]
     names = ["mp4", bad[0], "large", "vp9", bad[1], "large", "hevc", bad[2]]
 

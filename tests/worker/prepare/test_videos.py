@@ -1,4 +1,4 @@
-"""A video is decoded once: its caches know it by file, frames and tenant, however the frames were asked for."""
+"""A video is decoded once: its cache key is the file, the frames and the tenant, not the way they were requested."""
 
 from collections.abc import Iterator
 from hashlib import sha256

@@ -16,8 +16,8 @@ class ImageForm:
 
     output_class: type[ModelOutput]
     field: str  #: the output's field with the features
-    #: Whether the features are a tensor, else a list of one per image; then each level of deepstack features, which are
-    #: added to hidden states after later decoder layers.
+    #: Whether the features are one tensor, or a list of one per image; then the same for each level of deepstack
+    #: features, which are added to hidden states after later decoder layers.
     are_tensors: tuple[bool, ...]
 
     @classmethod

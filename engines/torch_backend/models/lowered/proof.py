@@ -51,7 +51,7 @@ def observe(front: Any, stack: Any) -> Observed:
     """
     model: Any = front.inner
     ids = torch.tensor([_TRIAL_TOKENS], device=stack.embed_tokens.weight.device)
-    # a single row of positions has no restarts, which transformers would take for packed prompts
+    # a single row of positions must increase by 1: transformers would treat jumps as packed prompts
     steps = torch.arange(1, front.num_position_rows + 1)[:, None]
     positions = (steps * torch.arange(ids.shape[1]) + 3).to(ids.device)
     head = model.get_output_embeddings()
@@ -63,13 +63,13 @@ def observe(front: Any, stack: Any) -> Observed:
     for call in watched.calls(stack):
         odd = {name for name, x in call.kwargs.items() if isinstance(x, Tensor)} - _PLAIN_INPUTS
         if odd:
-            raise BeyondOurProgram(f"its decoder takes other tensors: {', '.join(sorted(odd))}")
+            raise BeyondOurProgram(f"the decoder takes more than tokens and positions: {', '.join(sorted(odd))}")
     calls = [call for layer in stack.layers for call in watched.calls(layer)]
     if len(calls) != len(stack.layers):
         raise BeyondOurProgram("layers are computed several times")
     ends = [watched.calls(x)[-1:] for x in (stack.embed_tokens, stack.norm, head)]
     if not all(ends):
-        raise BeyondOurProgram("its embeddings, its last norm or its head are not called")
+        raise BeyondOurProgram("the model does not call its embeddings, its last norm or its head")
     [[embedded], [normed], [scored]] = ends
     outputs = [embedded.output, *(first_of(x.output) for x in calls), normed.output, scores[-1]]
     inputs = [*(x.input for x in calls), normed.input, scored.input, logits]
@@ -123,7 +123,7 @@ def check_levels(seen: Observed, stack: Any) -> None:
 
 @torch.inference_mode()
 def compare(seen: Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
-    """Compare each layer in float32; for a large model each kind of layer, and the last one."""
+    """Compare the output of each layer in float32. In a large model, compare one layer of each kind, and the last."""
     text, device = decoder.text, seen.positions.device
     num_tokens = seen.positions.shape[1]
     num_blocks = -(-num_tokens // _BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""What the door refuses: each row is an input and the status, code and field with which it is refused.
+"""Refused inputs: each row is an input, and the status, code and field of the error.
 
 After every row: the error has OpenAI's shape, is small, echoes no input, and nothing reached the worker.
 """
