@@ -159,7 +159,9 @@ def deploy(
     api_key: DeployKey = None,
     store: Annotated[
         str | None,
-        typer.Option(help="Store of packages.", show_default="the gateway's, by upload to the gateway"),
+        typer.Option(
+            help="Store of packages.", show_default="the gateway's, by upload to the gateway"
+        ),
     ] = None,
     sign: Annotated[
         Path | None, typer.Option(help="An SSH key that signs the package.", show_default=False)
@@ -169,7 +171,9 @@ def deploy(
         Literal["fleet", "kubernetes"],
         typer.Option(help="kubernetes: upload, and print manifests of workers of this version."),
     ] = "fleet",
-    image: Annotated[str, typer.Option(help="Container image of the workers on Kubernetes.")] = "vlm-fleet-worker",
+    image: Annotated[
+        str, typer.Option(help="Container image of the workers on Kubernetes.")
+    ] = "vlm-fleet-worker",
     output: Annotated[
         Literal["yaml", "json"], typer.Option("-o", help="Format of --dry-run and --target.")
     ] = "yaml",

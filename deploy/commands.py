@@ -392,7 +392,9 @@ def run_route(client: Client, name: str, weights: list[str]) -> None:
     """Set the weights of versions such as `3f2a91b0c4d5=90`; without any, remove the route. Raises: CommandFailed."""
     parts = [each.partition("=") for each in weights]
     if len({version for version, _, weight in parts if weight.isdecimal()}) < len(parts):
-        text = f"{' '.join(weights)}: write VERSION=WEIGHT, each version once, such as 3f2a91b0c4d5=90"
+        text = (
+            f"{' '.join(weights)}: write VERSION=WEIGHT, each version once, such as 3f2a91b0c4d5=90"
+        )
         raise CommandFailed(text, ARGUMENTS)
     body = {"weights": {version: int(weight) for version, _, weight in parts}}
     found = client.call("POST", f"/{name}:route", body)

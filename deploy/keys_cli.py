@@ -132,8 +132,7 @@ def list_keys(url: Url = URL, api_key: Key = None) -> None:
     )
     for key in connect(url, api_key).ask("GET", _PATH)["data"]:
         limits = (
-            key[field]
-            for field in ("requests_per_minute", "tokens_per_minute", "open_requests")
+            key[field] for field in ("requests_per_minute", "tokens_per_minute", "open_requests")
         )
         table.add_row(
             key["name"], key["state"], ", ".join(key["roles"]), ", ".join(key["models"] or ["all"]),
@@ -223,9 +222,7 @@ def usage(
         return
     counts = ("requests", "input_tokens", "cached_input_tokens", "output_tokens", "images")
     groups = by.split(",")
-    table = commands.new_table(
-        *groups, *(name.replace("_", " ") for name in counts), "cost ($)"
-    )
+    table = commands.new_table(*groups, *(name.replace("_", " ") for name in counts), "cost ($)")
     for row in connect(url, api_key).ask("GET", f"/v1/usage?{query}")["data"]:
         cost = "-" if row["cost"] is None else f"{row['cost']:.6f}"
         table.add_row(

@@ -43,7 +43,9 @@ def render(
     if urlsplit(store).scheme == "file":
         raise CannotRender(f"{store}: pods cannot reach it; give --store s3://, gs:// or az://")
     if manifest.config.kind == "model" and environment != Environment():
-        raise CannotRender("--env, --secret: a model has no variables; set options of its engine with --set")
+        raise CannotRender(
+            "--env, --secret: a model has no variables; set options of its engine with --set"
+        )
     model = version_name(name, version_digest(manifest.digest, environment))
     unique = model.replace("@", "-")
     labels = {"app": "version", "version": unique}

@@ -236,7 +236,9 @@ def unpack(archive: Path, folder: Path, max_bytes: int = MAX_PACKAGE_BYTES) -> N
     except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile) as error:
         raise BadPackage(f"{archive.name}: incomplete, or not a .tar.gz: {error}") from None
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        raise BadPackage(f"{archive.name}: a file and a folder have the same name: {error}") from None
+        raise BadPackage(
+            f"{archive.name}: a file and a folder have the same name: {error}"
+        ) from None
     _leave_out_folder(folder)
 
 
@@ -294,7 +296,9 @@ def _in_groups(engine: Mapping[str, str]) -> dict[str, object]:
         for each in groups:
             group = group.setdefault(each, {})
             if not isinstance(group, dict):
-                raise BadPackage(f"--set {name}: {each} is set to a value, so it cannot be a group too")
+                raise BadPackage(
+                    f"--set {name}: {each} is set to a value, so it cannot be a group too"
+                )
         group[last] = value
     return tree
 

@@ -37,17 +37,25 @@ session = typer.Typer(
 
 @session.command(cls=Command)
 def create(
-    application: Annotated[str, typer.Argument(help="Name of the application.", show_default=False)],
+    application: Annotated[
+        str, typer.Argument(help="Name of the application.", show_default=False)
+    ],
     common_data: Annotated[
         str, typer.Option(help="Data for `enter`: JSON, a text, or @FILE.", show_default=False)
     ] = "",
     priority: Annotated[str, typer.Option(help="interactive or batch.")] = "interactive",
-    idle_s: Annotated[float, typer.Option(help="Seconds without a task before the session expires.")] = 3600,
+    idle_s: Annotated[
+        float, typer.Option(help="Seconds without a task before the session expires.")
+    ] = 3600,
     timeout_s: Annotated[float, typer.Option(help="Time limit of each task in seconds.")] = 3600,
     min_instances: Annotated[int, typer.Option(min=0, help="Instances kept while it is open.")] = 0,
     max_instances: Annotated[
         int | None,
-        typer.Option(min=1, help="Maximum number of instances; applies if all open sessions set one.", show_default="as deployed"),
+        typer.Option(
+            min=1,
+            help="Maximum number of instances; applies if all open sessions set one.",
+            show_default="as deployed",
+        ),
     ] = None,
     resources: Annotated[
         str, typer.Option(help="Minimum resources of an instance: cpu=2,memory=4g,gpu=1.")

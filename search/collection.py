@@ -164,7 +164,6 @@ class Part:
         )
 
 
-
 def _map(path: Path) -> dict[str, np.ndarray]:
     """Map the tensors of a file. Raises: BadCollection."""
     try:

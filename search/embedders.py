@@ -148,7 +148,9 @@ class RemoteEmbedder:
             rows |= zip(texts, self._ask(inputs, prompt), strict=True)
         for first in range(0, len(images), 16):
             some = images[first : first + 16]
-            inputs = [{"image": base64.b64encode(_read(sources[index].image)).decode()} for index in some]
+            inputs = [
+                {"image": base64.b64encode(_read(sources[index].image)).decode()} for index in some
+            ]
             rows |= zip(some, self._ask(inputs, {}), strict=True)
         return np.stack([rows[index] for index in range(len(sources))])
 

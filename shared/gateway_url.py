@@ -42,9 +42,7 @@ def read_key(context: typer.Context, key: str | None) -> str | None:
 
 Url = Annotated[
     str,
-    typer.Option(
-        "--url", envvar=URL_VARIABLE, help="Address of the gateway.", callback=read_url
-    ),
+    typer.Option("--url", envvar=URL_VARIABLE, help="Address of the gateway.", callback=read_url),
 ]
 #: The option `--url` of commands that call models. Eager, because it is read before the key.
 AskUrl = Annotated[

@@ -70,7 +70,13 @@ class Worker:
         self._num_ended: dict[str, int] = {"finished": 0, "failed": 0}
         self._loops = [
             QueueLoops(
-                self._settings, self.queues, name, self._engine, self.active_requests, outboxes, self._num_ended
+                self._settings,
+                self.queues,
+                name,
+                self._engine,
+                self.active_requests,
+                outboxes,
+                self._num_ended,
             )
             for name in self.queues
         ]

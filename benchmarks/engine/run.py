@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-
 from benchmarks.engine.cost import ModelCost
 from benchmarks.engine.machine import Machine, measure_machine, peak_bytes
 from benchmarks.engine.measure import Run, WorkCounter, run_in_turn, run_requests

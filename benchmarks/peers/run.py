@@ -129,9 +129,7 @@ class Comparison:
                     self._print(f"{workload.name}, {number + 1} of {len(self.workloads)} workloads")
                     yield from self._take_turns(fleet, systems, workload)
 
-    def _take_turns(
-        self, fleet: Fleet, systems: list[str], workload: Workload
-    ) -> Iterator[Result]:
+    def _take_turns(self, fleet: Fleet, systems: list[str], workload: Workload) -> Iterator[Result]:
         """What is known of a system after each of its turns."""
         if workload.task == "decode":  # the first touches weights and chooses caches
             for system in systems:

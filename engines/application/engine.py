@@ -345,7 +345,9 @@ def load_application_engine(
 ) -> LoadedEngine:
     """An application, set up. Raises: EngineStartError, EngineLoadFailed."""
     if not settings.entry and not settings.command:
-        raise EngineStartError("set VLM_ENGINE__ENTRY to module:Class, or VLM_ENGINE__COMMAND to a program")
+        raise EngineStartError(
+            "set VLM_ENGINE__ENTRY to module:Class, or VLM_ENGINE__COMMAND to a program"
+        )
     if find_bubblewrap() is None or settings.isolation == "none":
         logger.warning("the application runs without bubblewrap: limits alone are not a sandbox")
     engine = ApplicationEngine(settings)

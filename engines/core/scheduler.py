@@ -395,7 +395,9 @@ class StepPipeline:
             return Batch(), StepResult([])
         except SequenceFailure as failure:
             self.discard()
-            failed = (i.sequence for i in batch.items if i.sequence.request_id == failure.request_id)
+            failed = (
+                i.sequence for i in batch.items if i.sequence.request_id == failure.request_id
+            )
             if any(each.status is SequenceStatus.FINISHED for each in failed):
                 return Batch(), StepResult([])
             raise

@@ -118,7 +118,9 @@ def load_encoder(
 def prepare_linears(model: torch.nn.Module, device: torch.device, is_int8: bool) -> None:
     """Pack or quantize the weights for the CPU kernels. Raises: EngineStartError."""
     if is_int8 and device.type != "cpu":
-        raise EngineStartError("VLM_ENGINE__QUANTIZATION: embedding models support int8 on a CPU only; set none")
+        raise EngineStartError(
+            "VLM_ENGINE__QUANTIZATION: embedding models support int8 on a CPU only; set none"
+        )
     if is_int8:
         quantize_linears(model)
     elif device.type == "cpu":

@@ -50,9 +50,7 @@ def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) 
         raise Refusal("properties is not an object, or required is not a list")
     named = {**properties, **{str(each): True for each in required if each not in properties}}
     if function.is_strict and not (schema.keys() <= _OF_PARAMETERS):
-        raise Refusal(
-            "this model's strict calls support only properties and required of an object"
-        )
+        raise Refusal("this model's strict calls support only properties and required of an object")
     if not all(map(_NAME.fullmatch, named)):
         raise Refusal("this model's calls cannot contain the name of a parameter")
     rules = _Rules(name, schema, is_lenient=not function.is_strict)
@@ -125,9 +123,7 @@ class _Rules:
         """A rule for a JSON value. Raises: Refusal."""
         whole = {**schema, **self._defs}
         if not all(reference.startswith(_SHARED) for reference in _references(whole)):
-            raise Refusal(
-                "this model's calls support $ref only to #/$defs/ of the parameters"
-            )
+            raise Refusal("this model's calls support $ref only to #/$defs/ of the parameters")
         name = f"{self._name}_value{len(self._made)}"
         self._made.append(
             f"{name}: %json {json.dumps(prepare(whole, is_lenient=self._is_lenient))}"

@@ -265,9 +265,7 @@ class Files(Resource):
             if stored is None:
                 raise _no_file()
             length = {"content-length": str(image.num_bytes)}
-            return StreamingResponse(
-                _read(stored), media_type=image.media_type, headers=length
-            )
+            return StreamingResponse(_read(stored), media_type=image.media_type, headers=length)
         asked = ReadFile(tenant=caller.tenant, file=name, with_data=True)
         self._check_searched()
         record = await self._search.ask(asked, FileRecord)

@@ -334,7 +334,9 @@ class Sessions(Resource):
         if session.common is not None and not await self._lifecycle.blobs.hold(
             session.common, session.id, ttl_s=session.ttl_s
         ):
-            raise conflict("The session's common data is lost: open a new session.", code="session_lost")
+            raise conflict(
+                "The session's common data is lost: open a new session.", code="session_lost"
+            )
         inputs = [compact(task.input, "input", self._limits.max_task_bytes) for task in tasks]
         submits = [
             self._submit(caller, session, card, task.id or token_hex(8), data)
@@ -629,5 +631,7 @@ def _show_task(session: Session, task: TaskRecord, state: TaskState) -> TaskObje
 def _refused(reason: str, limits: LimitSettings) -> InvalidRequest:
     if reason == "full":
         most = limits.max_session_tasks
-        return conflict(f"The session has the maximum of {most} tasks: open a new session.", code="session_full")
+        return conflict(
+            f"The session has the maximum of {most} tasks: open a new session.", code="session_full"
+        )
     return conflict("The session is closed: open a new one.", code="session_closed")

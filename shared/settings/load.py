@@ -93,7 +93,9 @@ def to_environment(settings: BaseModel | Mapping[str, Any], prefix: str = PREFIX
     values = settings
     if isinstance(settings, BaseModel):
         defaults = {name: field.default for name, field in type(settings).model_fields.items()}
-        values = {name: getattr(settings, name) for name in (*defaults, *(settings.model_extra or ()))}
+        values = {
+            name: getattr(settings, name) for name in (*defaults, *(settings.model_extra or ()))
+        }
     variables: dict[str, str] = {}
     for name, value in dict(values).items():
         variable = prefix + name.upper()

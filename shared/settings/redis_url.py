@@ -30,7 +30,9 @@ class SentinelUrl:
         name, _, database = parts.path.removeprefix("/").partition("/")
         scheme = parts.scheme.removesuffix(_SENTINEL)
         if scheme == "unix" or not name or (database and not database.isdecimal()):
-            raise ValueError("a Sentinel URL needs hosts, the name of the primary, and a number as the database")
+            raise ValueError(
+                "a Sentinel URL needs hosts, the name of the primary, and a number as the database"
+            )
         primary = f"{scheme}://{credentials}{at}primary/{database}?{parts.query}"
         return cls(tuple(map(_parse_host, hosts.split("+"))), unquote(name), primary)
 

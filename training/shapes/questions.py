@@ -300,7 +300,9 @@ def _is_so(asker: Asker) -> Question:
 
 
 def _size_word(size: str, rng: Random) -> str:
-    return rng.choice(("large", "big", "large") if size == "large" else ("small", "small", "little"))
+    return rng.choice(
+        ("large", "big", "large") if size == "large" else ("small", "small", "little")
+    )
 
 
 _OF_ANY = ("kind", "kind", "both", "color")

@@ -87,7 +87,9 @@ class PackagedWorker:
         if "memory_bytes" in taken:
             values["memory_bytes"] = str(self.resources.memory_bytes)
         package = f"{self.name}@{self.package}"
-        if self.version != self.package:  # with an environment, the version differs from the package
+        if (
+            self.version != self.package
+        ):  # with an environment, the version differs from the package
             package += f"+{short[1:]}"
         settings = settings.model_copy(update={"engine": EngineValues.model_validate(values)})
         settings = settings.changed(worker={"package": package, "lora": (), **worker})

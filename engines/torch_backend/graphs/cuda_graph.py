@@ -50,7 +50,9 @@ class DecodeStep:
     """A launched decode step; the next one may read its tokens on the device before the host has them."""
 
     request_ids: list[str]
-    token_ids: Tensor  #: on the host, valid after `arrival`. Shape: (B,), with rows for all requests
+    token_ids: (
+        Tensor  #: on the host, valid after `arrival`. Shape: (B,), with rows for all requests
+    )
     arrival: torch.cuda.Event | None
     can_be_followed = True
 

@@ -46,7 +46,9 @@ class ModelTooLarge(EngineStartError):
 class WeightReader:
     """Reads a checkpoint's tensors to a device, in the dtypes and quantization of the model's layers."""
 
-    model: nn.Module  #: needs no weights, but its linear layers must already have the method `scheme`
+    model: (
+        nn.Module
+    )  #: needs no weights, but its linear layers must already have the method `scheme`
     rename: Callable[[str], str | None]
     scheme: QuantizedMethod | None
     device: torch.device

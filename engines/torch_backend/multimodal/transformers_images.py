@@ -413,7 +413,9 @@ class _Videos:
     _processor: Any
     _options: Mapping[str, Any]
     placeholder: str
-    _slots: Mapping[MediaKind, tuple[str, int]]  #: texts and ids of slot tokens that a video may have
+    _slots: Mapping[
+        MediaKind, tuple[str, int]
+    ]  #: texts and ids of slot tokens that a video may have
     _hooks: PositionHooks
 
     def process(self, video: OpenVideo) -> ProcessedImage:

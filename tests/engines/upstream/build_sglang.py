@@ -21,7 +21,7 @@ PYTHON = FOLDER / "bin" / "python"
 _LEFT_OUT = re.compile(
     r"torch|cuda|flash|humming|kernels|nvidia|nvshmem|quack|sgl|smg|tilelang|tml|deepseek|build"
 )
-_STUB = '''
+_STUB = """
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
@@ -30,7 +30,7 @@ def __getattr__(name):
         raise NotImplementedError(name)
 
     return missing
-'''
+"""
 
 
 def main() -> None:

@@ -101,14 +101,15 @@ def main(name: str) -> None:
         with server.run(model) as (url, _):
             for each, request in requests(server).items():
                 abort_url = url + server.abort_path if each == ABORTED else ""
-                print(json.dumps({"name": each, **_record(url, dialect, request, abort_url)}), file=file)
+                print(
+                    json.dumps({"name": each, **_record(url, dialect, request, abort_url)}),
+                    file=file,
+                )
             gets = {path: httpx.get(url + path, trust_env=False).json() for path in server.gets}
             print(json.dumps({"name": "server", "gets": gets}), file=file)
 
 
-def _record(
-    url: str, dialect: Dialect, request: UpstreamRequest, abort_url: str
-) -> dict[str, Any]:
+def _record(url: str, dialect: Dialect, request: UpstreamRequest, abort_url: str) -> dict[str, Any]:
     address, body = url + dialect.path, dialect.body(request, [])
     lines = []
     with httpx.stream("POST", address, json=body, timeout=60.0, trust_env=False) as streamed:

@@ -47,9 +47,7 @@ def make_settings(model: Path, **changes: object) -> SglangSettings:
     return SglangSettings.model_validate(values)
 
 
-def run_sglang(
-    model: Path, **changes: object
-) -> AbstractContextManager[tuple[str, ServerProcess]]:
+def run_sglang(model: Path, **changes: object) -> AbstractContextManager[tuple[str, ServerProcess]]:
     """Its address and process."""
     skip_without_sglang()
     settings = make_settings(model, **changes)

@@ -381,9 +381,7 @@ def test_an_aborted_request_is_closed_at_the_server(api: str, checkpoint: Path):
         engine.close()
 
 
-def test_sglang_is_told_of_aborted_and_stopped_requests_alone(
-    checkpoint: Path, server: StandIn
-):
+def test_sglang_is_told_of_aborted_and_stopped_requests_alone(checkpoint: Path, server: StandIn):
     """It aborts the request of a closed stream 2 s later."""
     engine = load("sglang", checkpoint, server)
     text = text_of(answer(engine, make_call()))

@@ -48,9 +48,7 @@ def make_settings(model: Path, **changes: object) -> VllmSettings:
     return VllmSettings.model_validate(values)
 
 
-def run_vllm(
-    model: Path, **changes: object
-) -> AbstractContextManager[tuple[str, ServerProcess]]:
+def run_vllm(model: Path, **changes: object) -> AbstractContextManager[tuple[str, ServerProcess]]:
     """Its address and process."""
     skip_without_vllm()
     settings = make_settings(model, **changes)

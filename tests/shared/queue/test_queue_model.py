@@ -101,7 +101,9 @@ class Modelled:
     sets_preferred: bool = False  #: whether the worker that claims it becomes the preferred one
     is_counted: bool = True
     is_first: bool = True  #: of its request's choices
-    lost_by: RedisWorkerQueue | None = None  #: worker that claimed it by a read whose reply was lost
+    lost_by: RedisWorkerQueue | None = (
+        None  #: worker that claimed it by a read whose reply was lost
+    )
 
     @property
     def is_live(self) -> bool:

@@ -42,9 +42,7 @@ class FakeInstance:
     failing: ClassVar[set[str]] = set()
     all: ClassVar[list["FakeInstance"]] = []
 
-    def __init__(
-        self, *, app: str, slot: Slot, revision: Revision, gpus: list[str], **_: Any
-    ):
+    def __init__(self, *, app: str, slot: Slot, revision: Revision, gpus: list[str], **_: Any):
         self.slot, self.revision, self.gpus, self.digest = slot, revision, gpus, slot.digest
         self.key = (app, slot.id)
         self.engine = "mock"

@@ -12,7 +12,7 @@ from worker.node.ray_workers import RayWorkers
 class FakeRay:
     """A cluster whose actors end at once; it keeps the options of the first."""
 
-    class exceptions:  # noqa: N801
+    class exceptions:
         RayError = OSError
 
     def __init__(self, num_gpus: float) -> None:

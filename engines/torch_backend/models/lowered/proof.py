@@ -63,7 +63,9 @@ def observe(front: Any, stack: Any) -> Observed:
     for call in watched.calls(stack):
         odd = {name for name, x in call.kwargs.items() if isinstance(x, Tensor)} - _PLAIN_INPUTS
         if odd:
-            raise BeyondOurProgram(f"the decoder takes more than tokens and positions: {', '.join(sorted(odd))}")
+            raise BeyondOurProgram(
+                f"the decoder takes more than tokens and positions: {', '.join(sorted(odd))}"
+            )
     calls = [call for layer in stack.layers for call in watched.calls(layer)]
     if len(calls) != len(stack.layers):
         raise BeyondOurProgram("layers are computed several times")

@@ -123,9 +123,7 @@ def test_only_linear_maps_are_packed_and_of_the_decoder_the_head(ops: Ops):
 @torch.inference_mode()
 def test_without_a_right_kernel_the_tower_stays_as_it_is(ops: Ops):
     model = make_model()
-    left = choose(
-        ops.site, {"linear_float", "linear_int8", "linear_int4", "dense_attention"}
-    )
+    left = choose(ops.site, {"linear_float", "linear_int8", "linear_int4", "dense_attention"})
     pixels = make_pixels(model)
     full = plain(model, pixels)
 
