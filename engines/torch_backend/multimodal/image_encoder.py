@@ -176,21 +176,7 @@ class ImageEncoder:
         this step's time, and those of them whose images are still incomplete. Encoded images are pinned for their
         requests. Raises: SequenceFailure.
         """
-        missing: dict[ImageKey, _Missing] = {}
-        for item in items:
-            request_id = item.sequence.request_id
-            for image in item.images:
-                key = _key(item.sequence, image)
-                if self.cache.is_pinned_by(request_id, key):
-                    continue
-                if key in self.cache:
-                    self.cache.count_query(hit=True)
-                    self.cache.pin(request_id, key)
-                    continue
-                if key not in missing:
-                    self._check(item.sequence, image)
-                    missing[key] = _Missing(image)
-                missing[key].readers.append(request_id)
+        missing = self._find_missing(items)
         started = time.perf_counter()
         has_streams = any(map(_is_stream, items))
         if max_vision_s is None:
@@ -214,6 +200,25 @@ class ImageEncoder:
             for keys in (missing, over_budget)
         )
         return vision_s, deferred if has_streams else still_missing, still_missing
+
+    def _find_missing(self, items: list[ScheduledSequence]) -> dict[ImageKey, _Missing]:
+        """The images of a step that are not in the cache; the others are pinned. Raises: SequenceFailure."""
+        missing: dict[ImageKey, _Missing] = {}
+        for item in items:
+            request_id = item.sequence.request_id
+            for image in item.images:
+                key = _key(item.sequence, image)
+                if self.cache.is_pinned_by(request_id, key):
+                    continue
+                if key in self.cache:
+                    self.cache.count_query(hit=True)
+                    self.cache.pin(request_id, key)
+                    continue
+                if key not in missing:
+                    self._check(item.sequence, image)
+                    missing[key] = _Missing(image)
+                missing[key].readers.append(request_id)
+        return missing
 
     def place(
         self, items: list[ScheduledSequence], sequences: list[SequenceRows]
