@@ -50,6 +50,7 @@ Narrow = Callable[[bytes, Items[int]], bytes]
 class Constraint:
     _matcher: "LLMatcher"
     drafts: "Drafter | None" = None
+    speller: "Drafter | None" = None  #: spells forced text; None: in any tokens
     _narrow: Narrow | None = None
     source: str = ""  #: the grammar without reasoning, in the syntax of llguidance
     _num_consumed: int = 0
@@ -60,7 +61,9 @@ class Constraint:
     def begin(self) -> "Constraint":
         """Copy the constraint for the start of another answer."""
         assert self._num_consumed == 0
-        return Constraint(self._matcher.deep_copy(), self.drafts, self._narrow, self.source)
+        return Constraint(
+            self._matcher.deep_copy(), self.drafts, self.speller, self._narrow, self.source
+        )
 
     def is_silent(self, token_ids: Items[int]) -> bool:
         """Whether there is no draft after these tokens: without a drafter, or within free text."""
@@ -75,9 +78,11 @@ class Constraint:
             new = list(token_ids[num_prompt_tokens + self._num_consumed :])
             started_s = time.thread_time()
             self._mask = self._advance(new)
+            last = list(token_ids[max(num_prompt_tokens, len(token_ids) - _SHOWN) :])
             if self._narrow is not None:
-                last = token_ids[max(num_prompt_tokens, len(token_ids) - _SHOWN) :]
                 self._mask = self._narrow(self._mask, last)
+            if self.speller and (forced := self.speller.spell(self._matcher, last)) is not None:
+                self._mask = _only(self._mask, forced)
             self._num_consumed = num_output_tokens
             self._cpu_s += time.thread_time() - started_s
             if self._cpu_s > BURST_S + _TOKEN_S * num_output_tokens:
@@ -124,3 +129,11 @@ class Constraint:
         if time.thread_time() - started_s > DRAFT_S:
             self.drafts = None
         return found
+
+
+def _only(mask: bytes, token_id: int) -> bytes:
+    """The mask of one token, if the mask allows it."""
+    place, bit = token_id // 8, 1 << token_id % 8
+    if place >= len(mask) or not mask[place] & bit:
+        return mask
+    return bytes(place) + bytes([bit]) + bytes(len(mask) - place - 1)

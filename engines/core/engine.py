@@ -133,7 +133,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             adapter=self._find_adapter(call.adapter),
             is_thinking=prompt.is_thinking,
             is_raw=call.task.prompt is not None,
-            constraint=self._constrain(call.task.grammar, tools, prompt),
+            constraint=self._constrain(call.task, tools, prompt),
             tool_format=None if tools is None else self.processor.tool_format,
         )
 
@@ -143,9 +143,8 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             return tools
         return tools if self._shows_tools and self._grammars is not None else None
 
-    def _constrain(
-        self, grammar: Grammar | None, tools: Tools | None, prompt: Prompt
-    ) -> Constraint | None:
+    def _constrain(self, task: Generate, tools: Tools | None, prompt: Prompt) -> Constraint | None:
+        grammar = task.grammar
         if grammar is None and tools is None:
             return None
         if self._grammars is None:
@@ -154,9 +153,13 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         is_thinking = prompt.is_thinking
         if tools is not None:
             form = self.processor.tool_format
-            return self._grammars.compile_tools(tools, form, grammar, is_thinking=is_thinking)
-        assert grammar is not None
-        return self._grammars.compile(grammar, is_thinking=is_thinking)
+            found = self._grammars.compile_tools(tools, form, grammar, is_thinking=is_thinking)
+        else:
+            assert grammar is not None
+            found = self._grammars.compile(grammar, is_thinking=is_thinking)
+        if task.sampling.allowed_token_ids:
+            found.speller = None  # its spelling may need other tokens
+        return found
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
         """Load an adapter. Raises: BadAdapter."""

@@ -1,4 +1,4 @@
-"""Drafts for answers that are constrained by a grammar.
+"""Drafts for answers that are constrained by a grammar, and tokens of forced text.
 
 Forced text is certain except for its tokenization. Between forced texts, JSON has optional spaces and punctuation; the
 answer so far shows whether the model writes spaces.
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _MAX_BYTES = 96
 _CONTEXT_TOKENS = 8
 _SHOWN_TOKENS = 48
+_WORD = bytes(code for code in range(256) if code >= 128 or chr(code).isalnum() or code == ord("_"))
 _SIGNS = (b'"', b":", b",", b"}", b"]", b"{", b"[")
 #: Where one of these is allowed, the position is inside a string or number.
 _INSIDE = (b"0", b"a")
@@ -49,6 +50,18 @@ class Drafter:
             found += piece
             piece = self._find(copy, bytes(found), output)
         return self._cut(output, bytes(found))
+
+    def spell(self, matcher: "LLMatcher", output: list[int]) -> int | None:
+        """The first token of forced text, as the tokenizer spells the text.
+
+        None if no text is forced, or if what follows may change the token: it ends in the text's last word or sign.
+        """
+        forced = bytes(matcher.compute_ff_bytes()[:_MAX_BYTES])
+        num_certain = len(forced.rstrip(_WORD)) - 1
+        if num_certain < 1:
+            return None
+        token_id = self._cut(output, forced)[0]
+        return token_id if len(self._text(token_id)) <= num_certain else None
 
     def resumes(self, token_id: int) -> bool:
         """Whether a token has other characters than letters and spaces."""

@@ -131,7 +131,9 @@ class GrammarCompiler:
         """Raises: Refusal."""
         matcher = self._find(self._to_source(body, others, is_thinking=is_thinking))
         narrow = self._bound_numbers if is_json else None
-        return Constraint(matcher, self._drafter, narrow, self._bare_source(body, others))
+        return Constraint(
+            matcher, self._drafter, self._drafter, narrow, self._bare_source(body, others)
+        )
 
     def close(self) -> None:
         with self._judging:
