@@ -214,7 +214,7 @@ class NodeList(Data[NodeObject]):
 
 @dataclass
 class Applications(DeployResource):
-    _deploy: DeploySettings
+    _settings: DeploySettings
     _deployments: DeploymentState
     _models: ModelDirectory
 
@@ -232,7 +232,7 @@ class Applications(DeployResource):
         found += [self._to_unreadable(name) for name in self._deployments.unreadable]
         found.sort(key=lambda each: each.name)
         weights = {name: routes[name].weights for name in sorted(routes) if routes[name].versions}
-        return ApplicationList(found, routes=weights, store=self._deploy.store)
+        return ApplicationList(found, routes=weights, store=self._settings.store)
 
     @operation("GET", _PATH)
     async def retrieve_application(self, caller: Caller) -> Application:
@@ -490,7 +490,7 @@ class Applications(DeployResource):
     @asynccontextmanager
     async def _held(self, digest: str, signature: str | None = None) -> AsyncIterator[Manifest]:
         """A complete, signed package, protected from deletion inside the block. Raises: ApiError, StoreError."""
-        store, signers = self._store, self._deploy.signers
+        store, signers = self._store, self._settings.signers
         key = await asyncio.to_thread(write_hold, store, package=digest)
         try:
             manifest = await asyncio.to_thread(_check_package, store, digest)
