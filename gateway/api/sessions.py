@@ -306,12 +306,12 @@ class Sessions(Resource):
     async def _look_at_open(self, found: Sequence[SessionState]) -> list[list[TaskState]]:
         """States of each session's open tasks. Tasks that have ended are marked as such in the store."""
         looked = iter(await self._look([task for each in found for task in each.open_tasks]))
-        all_states = [[next(looked) for _ in each.open_tasks] for each in found]
-        for each, states in zip(found, all_states, strict=True):
+        every: list[list[TaskState]] = [[next(looked) for _ in each.open_tasks] for each in found]
+        for each, states in zip(found, every, strict=True):
             stands = zip(each.open_tasks, states, strict=True)
             ended = {task.id: state for task, state in stands if state in ENDED}
             await self._store.settle(each.session.id, ended)
-        return all_states
+        return every
 
     # Tasks
 
