@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 import vlm
-from gateway.api import forget
 from gateway.batches.runner import MAX_RUNNING
 from gateway.keys.records import KeyStore
 from search.embed import embed
@@ -222,7 +221,7 @@ async def test_batches_wait_until_a_gateway_knows_the_keys(
 async def test_more_batches_than_a_gateway_runs_are_forgotten_while_others_run(
     gateway: RunningGateway, redis_server, redis_prefix, monkeypatch
 ):
-    monkeypatch.setattr(forget, "_ENDS_WITHIN_S", 5.0)
+    monkeypatch.setattr("gateway.api.keys._ENDS_WITHIN_S", 5.0)
     users = [User(gateway, await create(gateway, "--name", name)) for name in ("bob", "alice")]
 
     async def begin(user: User, count: int) -> None:
