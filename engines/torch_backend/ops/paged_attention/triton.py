@@ -192,8 +192,8 @@ def attend_decodes(
     max_seen = min(tables.shape[1] * pool.block_size, window or _UNLIMITED)
     num_parts = choose_num_parts(num_sequences * num_kv_heads, max_seen)
     part_shape = (num_sequences, num_heads, num_parts)
-    part_out = query.new_empty((*part_shape, head_dim), dtype=torch.float32)
-    part_max, part_sum = (query.new_empty(part_shape, dtype=torch.float32) for _ in range(2))
+    sizes = ((*part_shape, head_dim), part_shape, part_shape)  # of outputs, maxima and sums
+    parts = [query.new_empty(size, dtype=torch.float32) for size in sizes]
     block_d = triton.next_power_of_2(head_dim)
     constants = {
         "BLOCK_SIZE": pool.block_size,
@@ -216,9 +216,7 @@ def attend_decodes(
         values,
         tables,
         lengths,
-        part_out,
-        part_max,
-        part_sum,
+        *parts,
         head_dim**-0.5,
         tables.shape[1],
         window or _UNLIMITED,
@@ -226,17 +224,9 @@ def attend_decodes(
         num_warps=4,
         num_stages=2,
     )
-    return _join(part_out, part_max, part_sum, query.dtype)
-
-
-def _join(part_out: Tensor, part_max: Tensor, part_sum: Tensor, dtype: torch.dtype) -> Tensor:
-    """Shapes: parts (S, H, P, D), maxima and sums (S, H, P); returns (S, H * D)."""
-    num_sequences, num_heads, num_parts, head_dim = part_out.shape
-    out = part_out.new_empty(num_sequences, num_heads * head_dim, dtype=dtype)
+    out = query.new_empty(num_sequences, num_heads * head_dim)
     _join_kernel[(num_sequences * num_heads,)](
-        part_out,
-        part_max,
-        part_sum,
+        *parts,
         out,
         D=head_dim,
         P=num_parts,
