@@ -205,7 +205,9 @@ class Services:
             refunds=self.refunds,
             fallbacks=Fallbacks(names, self.models, self.metrics) if names else None,
             hooks=hooks,
-            kept=KeptAnswers(self.answers, self.blobs, self.blob_reader, settings.response_ttl_s),
+            kept=KeptAnswers(
+                self.answers, self.blobs, self.blob_reader.open, settings.response_ttl_s
+            ),
             metrics=self.metrics,
             tracer=self.tracer,
         )

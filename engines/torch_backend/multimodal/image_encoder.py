@@ -56,10 +56,10 @@ class EncoderCache:
     def is_pinned_by(self, request_id: str, key: ImageKey) -> bool:
         return key in self._pinned.get(request_id, ())
 
-    def count_query(self, *, hit: bool) -> None:
-        """Count a lookup of an image, and whether the image was found."""
-        self.num_queries += 1
-        self.num_hits += hit
+    def count(self, num_queries: int, num_hits: int) -> None:
+        """Count lookups of an image, and how many found it."""
+        self.num_queries += num_queries
+        self.num_hits += num_hits
 
     def put(self, key: ImageKey, features: Tensor, readers: Iterable[str] = ()) -> None:
         """Store features, pinned for the requests that read them."""
@@ -193,8 +193,7 @@ class ImageEncoder:
                 continue
             if key not in self.cache:
                 raise SequenceFailure(each.readers[0], NOT_FINITE)
-            for position in range(len(each.readers)):
-                self.cache.count_query(hit=position > 0)
+            self.cache.count(len(each.readers), len(each.readers) - 1)
         deferred, still_missing = (
             frozenset(request_id for key in keys for request_id in missing[key].readers)
             for keys in (missing, over_budget)
@@ -211,7 +210,7 @@ class ImageEncoder:
                 if self.cache.is_pinned_by(request_id, key):
                     continue
                 if key in self.cache:
-                    self.cache.count_query(hit=True)
+                    self.cache.count(1, 1)
                     self.cache.pin(request_id, key)
                     continue
                 if key not in missing:

@@ -117,7 +117,7 @@ def multiply_int4(x: Tensor, pairs: Tensor, scale_zero: Tensor) -> Tensor:
 
 
 def _launch(
-    kernel: Any, x: Tensor, weights: tuple[Tensor, Tensor], num_outputs: int, **constants: int
+    kernel: Any, x: Tensor, weights: tuple[Tensor, Tensor], num_outputs: int, **constants: Any
 ) -> Tensor:
     """Shapes: x (M, K); returns (M, N)."""
     num_rows, num_inputs = x.shape
