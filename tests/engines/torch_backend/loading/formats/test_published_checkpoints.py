@@ -22,7 +22,6 @@ from engines.torch_backend.loading import published
 from engines.torch_backend.loading import weights as module
 from engines.torch_backend.loading.formats import detect
 from engines.torch_backend.loading.formats.reader import Integers
-from engines.torch_backend.loading.published import PublishedLinears
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models.config import UnsupportedCheckpoint
@@ -375,14 +374,15 @@ def test_no_map_is_ever_made_of_full_numbers(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     formats.write_text_checkpoint(tmp_path / "q", *ALL["awq"])
-    replace, sizes = PublishedLinears.replace, []
+    find, sizes = published.find_stand_ins, []
 
-    def note(self: Any, linear: Any, model: nn.Module, path: str, dtype: torch.dtype) -> None:
-        weight: Any = model.get_submodule(path).weight
-        sizes.append(weight.untyped_storage().nbytes() / weight.nbytes)
-        replace(self, linear, model, path, dtype)
+    def note(model: nn.Module, stand_ins: dict[str, Tensor]) -> dict[str, str]:
+        places = find(model, stand_ins)
+        weights: list[Any] = [model.get_submodule(path).weight for path in places.values()]
+        sizes.extend(x.untyped_storage().nbytes() / x.nbytes for x in weights)
+        return places
 
-    monkeypatch.setattr(PublishedLinears, "replace", note)
+    monkeypatch.setattr(published, "find_stand_ins", note)
     family, config = find_family(tmp_path / "q")
     load_model(tmp_path / "q", family, config, CPU, dtype)
 
