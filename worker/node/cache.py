@@ -93,6 +93,7 @@ class Cache:
         Keeps the blobs of the digests in `wanted`. Does nothing while another download fills the cache: that one,
         or the next, makes room. Raises: OSError.
         """
+        self.folder.mkdir(parents=True, exist_ok=True)
         names = {each.removeprefix("sha256:") for each in wanted}
         lock = _locked(self.folder / _LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with suppress(BlockingIOError), lock:
