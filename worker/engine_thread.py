@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from msgspec import Struct
 
 from engines.base import Engine, EngineInput, EngineOutput, EngineStats, LoadedEngine, RequestError
-from shared.redis.link import settle
+from shared.futures import settle
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from redis import exceptions
 from redis.asyncio import Redis
 
-from shared.redis.link import Command, RedisLink, settle
+from shared.futures import settle
+from shared.redis.link import Command, RedisLink
 
 WITHIN_S = 0.5
 #: Interval of checks whether the primary has replicas.

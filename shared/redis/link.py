@@ -27,6 +27,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from shared.futures import settle
 from shared.redis.sentinel import SentinelPool
 
 
@@ -223,16 +224,6 @@ class _Wire(asyncio.Protocol):
         except asyncio.CancelledError:
             self.fail(ConnectionError("interrupted"))  # pending replies have no reader
             raise
-
-
-def settle(future: asyncio.Future[Any], result: Any) -> None:
-    """Set the result, or raise an exception that is the result; nothing if the future is done."""
-    if future.done():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
 
 
 def with_ttl(key: str, ttl_ms: int, *command: Part) -> Command:

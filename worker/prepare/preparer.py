@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -32,7 +32,6 @@ from engines.base import (
 )
 from engines.image_decoder import decode_image
 from shared.blobs.api import BlobsUnavailable
-from shared.blobs.object_store import UrlBlobReader
 from shared.media import MEDIA
 from shared.protocol import (
     BlobRef,
@@ -47,6 +46,9 @@ from shared.protocol import (
 )
 from shared.settings.limits import LimitSettings
 from worker.prepare.video_pool import AUDIO_TOO_LONG, TOO_LONG, VideoPool
+
+if TYPE_CHECKING:
+    from shared.blobs.object_store import UrlBlobReader
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class Preprocessor:
     """Prepares requests for one model."""
 
     _engine: Engine
-    _blobs: UrlBlobReader
+    _blobs: "UrlBlobReader"
     _limits: LimitSettings
     _num_threads: int
     decode: Decode = decode_image
