@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication, QueueUnavailable
-from shared.queue.entries import MAX_UNKNOWN, Entry, QueueEntries
+from shared.queue.entries import Entry, QueueEntries
 from shared.queue.keys import (
     AFFINITY_TTL_S,
     CRASH_TTL_S,
@@ -44,7 +44,7 @@ UNKNOWN_AFTER_S = 3.0
 #: A lease is renewed at this age, or at a quarter of it if that is sooner: late heartbeats must not cost it.
 RENEW_AFTER_S = 2.5
 #: Heartbeats between checks of all requests of a worker, in case Redis has lost writes.
-CHECK_EVERY = 30
+CHECK_EVERY = 60
 #: Interval between deletions of old consumers.
 REAP_EVERY_S = 600.0
 #: Interactive calls that overtake batch calls before the oldest batch call joins the queue.
@@ -281,27 +281,28 @@ class RedisWorkerQueue:
         self._num_renewals += 1
         checks_all = self._num_renewals % CHECK_EVERY == 0
         checked: list[Claim] = []
-        due: list[str] = []
+        due: list[bytes] = []
         for claim in claims:
             if checks_all or claim.entry_id not in own or not self._holds(claim):
                 checked.append(claim)
             elif own[claim.entry_id] >= self._renew_after_ms:
-                due.append(claim.entry_id.decode())
-        if not checked and not due:
-            return {}
+                due.append(claim.entry_id)
+        if due:
+            await self.entries.renew(due, self._renew_after_ms)
+        return await self._check(checked) if checked else {}
+
+    async def _check(self, claims: Sequence[Claim]) -> dict[str, str]:
+        """Renew the leases of the requests that still belong to this attempt. Returns the others, with reasons."""
         keys = [self._queue]
-        keys += [self._keys.request(self._model, claim.id) for claim in checked]
+        keys += [self._keys.request(self._model, claim.id) for claim in claims]
         arguments = named(
             group=GROUP,
             worker=self._worker_id,
             queue_ttl_ms=to_ms(QUEUE_TTL_S),
-            due=due,
-            due_ms=self._renew_after_ms,
-            max_own=len(claims) + MAX_UNKNOWN,
-            items=_items(checked),
+            items=_items(claims),
         )
-        refused = refusals(checked, await self._sender.run(RENEW, keys, arguments))
-        for claim in checked:
+        refused = refusals(claims, await self._sender.run(RENEW, keys, arguments))
+        for claim in claims:
             if claim.id in refused:
                 self._let_go(claim)
         return refused

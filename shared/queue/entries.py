@@ -126,6 +126,14 @@ class QueueEntries:
             return {}
         return {entry[0]: entry[2] for entry in pending}
 
+    async def renew(self, entry_ids: Sequence[bytes], age_ms: int) -> None:
+        """Renew the leases of this worker's entries that are at least `age_ms` old. Raises: RedisError.
+
+        An entry that another worker has taken since it was listed is younger, and stays where it is.
+        """
+        command = ("XCLAIM", self._queue, GROUP, self._worker_id, age_ms)
+        await self._sender.execute(*command, *entry_ids, "JUSTID")
+
     async def unknown(self, idle_s: float, held: Collection[bytes]) -> Sequence[bytes]:
         """Entries that Redis counts as this worker's and that are not `held`. Raises: RedisError."""
         return [entry for entry in await self.own(len(held), idle_s) if entry not in held]

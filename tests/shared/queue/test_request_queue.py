@@ -402,12 +402,26 @@ async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, monkeypatch):
 
     async def own_before_the_takeover(*arguments):
         found = await own(*arguments)
-        await set_lease(ends, claim, "b", 9000)
+        await set_lease(ends, claim, "b", 0)
         return found
 
     monkeypatch.setattr(worker.entries, "own", own_before_the_takeover)
     assert await worker.renew([claim]) == {}
     assert (await lease_of(ends, claim))[0] == b"b"
+
+
+async def test_an_entry_that_an_earlier_owner_took_back_returns_to_the_attempt_that_runs(ends):
+    """A command of a worker that was stopped reached Redis after the takeover."""
+    first, second = ends.worker("a"), ends.worker("b")
+    await ends.enqueue()
+    claim = await ends.claim(first)
+    later = await ends.take_over(second, claim)
+    await set_lease(ends, claim, "a", 0)
+
+    assert await second.renew([later]) == {}
+    assert (await lease_of(ends, claim))[0] == b"b"
+    assert await first.renew([claim]) == {claim.id: "fenced"}
+    assert await second.publish([publication(later, 1, 0, make_finished(later))]) == {}
 
 
 async def set_lease(ends, claim: Claim, owner: str, age_ms: int) -> None:
