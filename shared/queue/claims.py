@@ -98,6 +98,9 @@ class RedisWorkerQueue:
         self.publisher = Publisher(self._sender, self._keys, model, worker_id)
         self._held: dict[bytes, int] = {}  # attempts of this worker's entries
         self._renew_after_ms = to_ms(min(RENEW_AFTER_S, lease_s / 4))
+        self._knows_all = (
+            False  # whether the renewal since the last `reconcile` listed held entries only
+        )
         self._num_renewals = randrange(CHECK_EVERY)  # not all workers check at once
         self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
 
@@ -168,9 +171,11 @@ class RedisWorkerQueue:
     @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
         """See `WorkerQueue.reconcile`. Consumers without entries are deleted every `REAP_EVERY_S`."""
-        _, unknown = await asyncio.gather(
-            self.entries.refresh(), self.entries.unknown(self._unknown_after_s, self._held)
-        )
+        await self.entries.refresh()
+        unknown: Sequence[bytes] = ()
+        if not self._knows_all:
+            unknown = await self.entries.unknown(self._unknown_after_s, self._held)
+        self._knows_all = False
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
             await self.entries.reap()
@@ -278,6 +283,7 @@ class RedisWorkerQueue:
         """
         claims = list(claims)
         own = await self.entries.own(len(claims))
+        self._knows_all = own.keys() <= self._held.keys()
         self._num_renewals += 1
         checks_all = self._num_renewals % CHECK_EVERY == 0
         checked: list[Claim] = []

@@ -361,6 +361,7 @@ async def test_a_claim_that_redis_lost_is_fenced_while_its_entry_is_still_the_wo
 
     fenced = {request.id: "fenced"}
     assert fenced in [await worker.renew([claim]) for _ in range(CHECK_EVERY)]
+    assert await worker.renew([claim]) == fenced
     [again] = await worker.reconcile()
     assert call_of(again) == request
 
@@ -374,7 +375,8 @@ async def test_a_request_that_its_worker_claims_again_is_its_own_by_the_later_at
     assert await worker.renew([claim]) == {claim.id: "fenced"}
     delta = publication(claim, 1, 0, make_delta(claim, 0, 5))
     assert await worker.publish([delta]) == {claim.id: "fenced"}
-    assert await worker.reconcile() == []
+    for _ in range(2):  # the first may rely on the last renewal
+        assert await worker.reconcile() == []
     assert await worker.renew([later]) == {}
 
 
