@@ -82,8 +82,8 @@ test-vllm: $(STAMP)  ## install vLLM for CPUs into an environment of its own (3 
 
 test-sglang: $(STAMP)  ## install SGLang for CPUs into an environment of its own (1 GB), and test it behind the fleet
 	$(BIN)/python -m tests.engines.upstream.build_sglang
-	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_servers.py tests/faults/test_upstream_long.py \
-	  -k sglang $(ARGS)
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_servers.py tests/contract/test_engine.py \
+	  tests/faults/test_upstream_long.py -k sglang $(ARGS)
 
 hostile: $(STAMP)  ## send every attack of docs/security.md to real processes
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/hostile tests/engines/text/test_template_rendering.py $(ARGS)

@@ -39,6 +39,7 @@ class _Finish(msgspec.Struct):
 class _Meta(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    queue_time: float = 0.0  #: seconds
     finish_reason: _Finish | None = None
     output_token_logprobs: list[_Scored] = []
     output_top_logprobs: list[list[_Scored] | None] = []
@@ -138,7 +139,7 @@ class Sglang(Dialect):
         meta = event.meta_info
         chunk = Chunk(
             num_prompt_tokens=meta.prompt_tokens, num_cached_tokens=meta.cached_tokens,
-            tokens=_tokens(event.output_ids, meta),
+            queue_s=meta.queue_time, tokens=_tokens(event.output_ids, meta),
         )  # fmt: skip
         if meta.finish_reason is not None:
             chunk.finish = FINISH.get(meta.finish_reason.type)

@@ -53,10 +53,9 @@ from shared.protocol import (
 from shared.settings.limits import LimitSettings
 from tests.contract.test_pooling_engine import SETTINGS as POOLING_SETTINGS
 from tests.contract.toys.engine import TOY
+from tests.engines.upstream import sglang, vllm
 from tests.engines.upstream.llama import run_llama_server, write_model
 from tests.engines.upstream.stand_in import StandIn, run_stand_in
-from tests.engines.upstream.vllm import run_vllm
-from tests.engines.upstream.vllm import write_model as write_llava
 from tests.factories_engine import make_mock
 from tests.factories_gateway import (
     RunningGateway,
@@ -72,16 +71,16 @@ from tests.worker.conftest import answers as answers
 
 #: Engines whose server is a stand-in.
 STAND_INS = ("vllm", "sglang", "openai")
-#: vLLM itself, on a CPU.
-VLLM_CPU = "vllm-cpu"
+#: vLLM and SGLang themselves, on a CPU.
+VLLM_CPU, SGLANG_CPU = "vllm-cpu", "sglang-cpu"
 #: Servers whose sampling noise is not a function of the position. vLLM's is on GPUs, by its model runner V2.
-RESTARTS_NOISE = ("llama-server", VLLM_CPU)
+RESTARTS_NOISE = ("llama-server", VLLM_CPU, SGLANG_CPU)
 SETTINGS: dict[str, dict[str, Any]] = {
     "mock": {"mock": make_mock(num_output_tokens=12).model_dump()},
     "torch": {"device": "cpu", "dtype": "float32", "kv_cache_bytes": 4 * 2**20},
     "toy": {"greeting": "you said:"},
     "application": {"entry": "app:Words", "isolation": "none"},
-    **{name: {} for name in ("vllm", VLLM_CPU, "sglang", "llama-server")},
+    **{name: {} for name in ("vllm", VLLM_CPU, "sglang", SGLANG_CPU, "llama-server")},
     "openai": {"takes_images": True},
 }
 APPLICATION = """
@@ -99,6 +98,11 @@ SCORES = (
 )
 SKIPPED = {
     VLLM_CPU: SCORES,
+    SGLANG_CPU: (
+        *SCORES,
+        "test_only_allowed_tokens_are_sampled",
+        "test_one_seed_gives_one_answer",
+    ),
     "llama-server": (
         *SCORES,
         "test_images_count",
@@ -140,8 +144,16 @@ def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
 @pytest.fixture(scope="module")
 def vllm_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """Address and model of a real vLLM."""
-    model = write_llava(tmp_path_factory.mktemp("llava") / "tiny")
-    with run_vllm(model) as (url, _):
+    model = vllm.write_model(tmp_path_factory.mktemp("llava") / "tiny")
+    with vllm.run_vllm(model) as (url, _):
+        yield url, model
+
+
+@pytest.fixture(scope="module")
+def sglang_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Address and model of a real SGLang."""
+    model = sglang.write_model(tmp_path_factory.mktemp("qwen") / "tiny")
+    with sglang.run_sglang(model) as (url, _):
         yield url, model
 
 
@@ -279,6 +291,8 @@ def case(
         case.url, models["llama-server"] = request.getfixturevalue("llama_server")
     if case.name == VLLM_CPU:
         case.url, models["vllm"] = request.getfixturevalue("vllm_cpu")
+    if case.name == SGLANG_CPU:
+        case.url, models["sglang"] = request.getfixturevalue("sglang_cpu")
     yield case
     for loaded in case.loaded:
         loaded.engine.close()
@@ -306,7 +320,7 @@ async def served(case: Case, ends: Ends, redis_server: str, load: Any = None):
 
 
 def test_every_engine_keeps_this_contract():
-    assert set(engine_kinds()) == {*SETTINGS, *POOLING_SETTINGS} - {VLLM_CPU}
+    assert set(engine_kinds()) == {*SETTINGS, *POOLING_SETTINGS} - {VLLM_CPU, SGLANG_CPU}
 
 
 # Driven directly
@@ -466,6 +480,8 @@ def test_answers_in_company_equal_answers_alone(case: Case):
 
 
 def test_one_seed_gives_one_answer(generating: Case):
+    if generating.name == SGLANG_CPU:
+        generating.skip("SGLang's kernels alone take seeds")
     sampled = make_call(temperature=1.0, seed=7)
     assert answer(generating.engine, sampled).text == answer(generating.start(), sampled).text
 

@@ -21,7 +21,14 @@ PYTHON = FOLDER / "bin" / "python"
 _LEFT_OUT = re.compile(
     r"torch|cuda|flash|humming|kernels|nvidia|nvshmem|quack|sgl|smg|tilelang|tml|deepseek|build"
 )
-_STUB = """
+#: The kernels that SGLang's models of Qwen bind when they are imported.
+_STUB = '''
+import torch
+
+for name in ("sigmoid_mul", "qk_gemma_rmsnorm", "qk_gemma_rmsnorm_with_gate", "qkvzba_split_reshape_cat_contiguous"):
+    torch.library.define(f"sgl_kernel::fused_{name}_cpu", "() -> ()")
+
+
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
@@ -30,7 +37,7 @@ def __getattr__(name):
         raise NotImplementedError(name)
 
     return missing
-"""
+'''
 
 
 def main() -> None:

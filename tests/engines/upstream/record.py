@@ -112,7 +112,7 @@ def main(name: str) -> None:
 def _record(url: str, dialect: Dialect, request: UpstreamRequest, abort_url: str) -> dict[str, Any]:
     address, body = url + dialect.path, dialect.body(request, [])
     lines = []
-    with httpx.stream("POST", address, json=body, timeout=60.0, trust_env=False) as streamed:
+    with httpx.stream("POST", address, json=body, timeout=120.0, trust_env=False) as streamed:
         for line in filter(None, streamed.iter_lines()):
             lines.append(line)
             if abort_url and len(lines) == 1:
@@ -121,7 +121,7 @@ def _record(url: str, dialect: Dialect, request: UpstreamRequest, abort_url: str
     if not abort_url:
         body |= {"stream": False}
         body.pop("stream_options", None)
-        answer = httpx.post(address, json=body, timeout=60.0, trust_env=False)
+        answer = httpx.post(address, json=body, timeout=120.0, trust_env=False)
         found["whole"] = answer.json()
     return found
 

@@ -24,7 +24,9 @@ ARGUMENTS = (
     "--device cpu --attention-backend torch_native --max-total-tokens 4096 --skip-server-warmup "
     "--log-level warning"
 )
-ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE",
+}  # fmt: skip
 
 
 def skip_without_sglang() -> None:
