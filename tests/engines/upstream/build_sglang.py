@@ -22,7 +22,7 @@ _LEFT_OUT = re.compile(
     r"torch|cuda|flash|humming|kernels|nvidia|nvshmem|quack|sgl|smg|tilelang|tml|deepseek|build"
 )
 #: The kernels that SGLang's models of Qwen bind when they are imported.
-_STUB = '''
+_STUB = """
 import torch
 
 for name in ("sigmoid_mul", "qk_gemma_rmsnorm", "qk_gemma_rmsnorm_with_gate", "qkvzba_split_reshape_cat_contiguous"):
@@ -37,7 +37,7 @@ def __getattr__(name):
         raise NotImplementedError(name)
 
     return missing
-'''
+"""
 
 
 def main() -> None:

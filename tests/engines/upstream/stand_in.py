@@ -116,18 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         state: StandIn = self.server.state
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.path == "/abort_request":
-            state.aborted.append(body["rid"])
-            self._answer(200, b"")
-            return
-        if self.path.endswith("_adapter"):
-            self._answer(*_change_adapters(state.adapters, self.path, body))
-            return
-        if body.get("sampling_params", {}).get("extra_args", {}).get(PLUGIN) == PROBE:
-            found = (400, PLUGIN_VERSION) if state.has_plugin else (200, "")
-            status, message = state.refuse_with or found
-            state.refuse_with = None
-            self._answer(status, json.dumps({"error": {"message": message}}).encode())
+        if (control := _control(state, self.path, body)) is not None:
+            self._answer(*control)
             return
         state.bodies.append(body)
         if answer := _VECTORS.get(self.path):
@@ -136,12 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
             self._answer(status, json.dumps(content).encode())
             return
-        if len(str(body)) > MAX_CHARS:
-            state.refuse_with = (400, "the prompt exceeds the context")
-        if rid := body.get("rid"):
-            if any(rid.startswith(each) or each.startswith(rid) for each in state.rids):
-                state.refuse_with = (400, f"Duplicate request ID detected: {rid}")
-            state.rids.add(rid)
+        _check(state, body)
         if state.refuse_with is not None:
             (status, message), state.refuse_with = state.refuse_with, None
             error = json.dumps({"error": {"message": message, "code": status}}).encode()
@@ -158,12 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         limit = state.break_after.pop(0) if state.break_after else None
         state.num_open += 1
         try:
-            events = _APIS[self.path](body)
-            if state.abort_with is not None:
-                (status, message), state.abort_with = state.abort_with, None
-                reason = {"type": "abort", "message": message, "status_code": status}
-                meta = {"prompt_tokens": 1, "finish_reason": reason}
-                events = iter([{"output_ids": [1], "meta_info": meta}])
+            events = _events(state, self.path, body)
             for number, event in enumerate(events):
                 if number == limit:
                     return
@@ -182,6 +162,39 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+def _control(state: StandIn, path: str, body: dict[str, Any]) -> tuple[int, bytes] | None:
+    """Status and answer of a request that asks for no tokens."""
+    if path == "/abort_request":
+        state.aborted.append(body["rid"])
+        return 200, b""
+    if path.endswith("_adapter"):
+        return _change_adapters(state.adapters, path, body)
+    if body.get("sampling_params", {}).get("extra_args", {}).get(PLUGIN) != PROBE:
+        return None
+    found = (400, PLUGIN_VERSION) if state.has_plugin else (200, "")
+    status, message = state.refuse_with or found
+    state.refuse_with = None
+    return status, json.dumps({"error": {"message": message}}).encode()
+
+
+def _check(state: StandIn, body: dict[str, Any]) -> None:
+    """Refuse a long prompt, and an id that SGLang has seen, or that it would take for another when it aborts."""
+    if len(str(body)) > MAX_CHARS:
+        state.refuse_with = (400, "the prompt exceeds the context")
+    if rid := body.get("rid"):
+        if any(rid.startswith(each) or each.startswith(rid) for each in state.rids):
+            state.refuse_with = (400, f"Duplicate request ID detected: {rid}")
+        state.rids.add(rid)
+
+
+def _events(state: StandIn, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if state.abort_with is None:
+        return _APIS[path](body)
+    (status, message), state.abort_with = state.abort_with, None
+    reason = {"type": "abort", "message": message, "status_code": status}
+    return iter([{"output_ids": [1], "meta_info": {"prompt_tokens": 1, "finish_reason": reason}}])
 
 
 def _change_adapters(
