@@ -246,7 +246,7 @@ async def test_messages_of_applications_are_shown_as_they_are(
         assert all(word in done.output for word in text.split())
 
 
-async def test_who_waits_no_longer_is_told_that_the_rollout_goes_on(
+async def test_an_interrupted_deploy_says_that_the_rollout_continues(
     package: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ):
     def interrupt(_: float) -> None:
@@ -255,7 +255,7 @@ async def test_who_waits_no_longer_is_told_that_the_rollout_goes_on(
     monkeypatch.setattr("deploy.commands.time.sleep", interrupt)
     done = await asyncio.to_thread(run, *deploy_of(package), url=url)
     assert done.exit_code == 130
-    assert "generation 1 goes on" in said(done)
+    assert "the rollout of generation 1 continues" in said(done)
 
 
 async def test_what_does_not_serve_in_time_ends_with_5_and_what_nobody_waits_for_with_0(
