@@ -29,7 +29,6 @@ from engines.text.grammar import GrammarCompiler
 from shared.protocol import (
     FinishReason,
     Generate,
-    Grammar,
     Task,
     Tools,
 )
