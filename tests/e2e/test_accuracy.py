@@ -17,11 +17,11 @@ IS_LONG = bool(os.environ.get("ACCURACY_SCENES"))  #: `make accuracy`
 SLACK = 0.0 if IS_LONG else 0.05
 #: What the checkpoint reaches; what it should reach is in the README of the model.
 GOALS = {
-    "single questions": 0.92,
+    "single questions": 0.96,
     "full descriptions": 0.95,
     "two images": 0.97,
-    "descriptions of two images": 0.82,
-    "follow-up questions": 0.88,
+    "descriptions of two images": 0.90,
+    "follow-up questions": 0.93,
 }
 
 

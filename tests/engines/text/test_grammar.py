@@ -17,6 +17,7 @@ from engines.registry import create_engine
 from engines.text import grammar as module
 from engines.text.grammar import GrammarCompiler
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
+from engines.text.tokenizer import HfTokenizer
 from shared.protocol import (
     ChatMessage,
     FinishReason,
@@ -26,6 +27,7 @@ from shared.protocol import (
     TextPart,
     join_calls,
 )
+from tests.schemas.checking import CHECKPOINT
 from tests.schemas.hostile import HOSTILE
 
 TOKENIZER = MockTokenizer()
@@ -192,6 +194,27 @@ def test_hostile_grammars_are_refused_or_followed_within_bounds(compiler, place)
         outcome = follow_at_random(constraint)
     assert outcome
     assert time.process_time() - began_s < 10.0  # in this process, which compiles what passed
+
+
+def test_forced_text_is_spelled_as_the_tokenizer_spells_it():
+    """Fragments spell it too; what a model writes after them is often wrong."""
+    tokenizer = HfTokenizer(CHECKPOINT, None)
+    compiler = GrammarCompiler.create(tokenizer, tokenizer.vocab_size, None)
+    assert compiler is not None
+    schema = {"type": "object", "properties": {"shapes": {"enum": ["star", "square"]}}}
+    schema |= {"required": ["shapes"], "additionalProperties": False}
+    constraint = compiler.compile(make_grammar("json", schema))
+
+    def allowed(text: str) -> set[str]:
+        mask = constraint.begin().mask(tokenizer.encode(text), 0)
+        ids = (i for i in range(tokenizer.vocab_size) if mask[i >> 3] >> (i & 7) & 1)
+        return {tokenizer.token_bytes(i).decode(errors="replace") for i in ids}
+
+    assert allowed('{"') == {"shapes"}
+    assert allowed('{"shapes') == {'"'}
+    assert {":", ": "} <= allowed('{"shapes"'), "what may follow can change the token"
+    assert {"s", "star", "square"} <= allowed('{"shapes": "'), "nothing is forced"
+    compiler.close()
 
 
 def test_a_child_that_is_lost_costs_one_grammar(compiler, monkeypatch):
