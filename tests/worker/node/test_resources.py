@@ -137,4 +137,4 @@ def test_a_container_has_no_more_than_it_may_use(tmp_path: Path, name: str):
 def test_it_is_told_what_to_deploy_with(used: float, limit: float, is_ready: bool, ask: str):
     said = too_much(int(used), int(limit), is_ready=is_ready)
     assert f"--resources memory={ask}," in said
-    assert f"of {limit / 1e6:.0f} MB" in said
+    assert f"limit is {limit / 1e6:.0f} MB" in said
