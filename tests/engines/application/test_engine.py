@@ -270,7 +270,7 @@ def test_what_an_application_says_of_its_task_is_told(toy):
     assert toy.refused({"do": "crash"}) == (ErrorCode.TASK_FAILED, "RuntimeError: broken")
     for value in ("nan", "half"):  # half a character: no text in UTF-8 has it
         code, message = toy.refused({"do": value})
-        assert "no JSON" in message
+        assert "not JSON" in message
         assert code is ErrorCode.TASK_FAILED
     assert toy.refused({"do": "fail_by_half"}) == (ErrorCode.TASK_FAILED, "no ?")
 
