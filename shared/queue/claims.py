@@ -40,7 +40,8 @@ Replies = Mapping[bytes, list[Any]]  #: replies of the claim script, by entry
 NO_REPLIES: Replies = MappingProxyType({})
 
 #: After this idle time, an entry that is this worker's in Redis, but unknown to it, was in a reply that got lost.
-UNKNOWN_AFTER_S = 3.0
+#: Renewed leases do not become so old: those of another worker of the same name are left alone.
+UNKNOWN_AFTER_S = 4.0
 #: A lease is renewed at this age, or at a quarter of it if that is sooner: late heartbeats must not cost it.
 RENEW_AFTER_S = 2.5
 #: Heartbeats between checks of all requests of a worker, in case Redis has lost writes.
