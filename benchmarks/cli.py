@@ -245,8 +245,8 @@ def bench_embeddings(
     shapes: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: minilm-l6, bge-base.",
-            callback=_names("minilm-l6", "bge-base"),
+            help="Comma-separated: minilm-l6, bge-base, clip-vit-b-32.",
+            callback=_names("minilm-l6", "bge-base", "clip-vit-b-32"),
         ),
     ] = "minilm-l6",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
@@ -257,7 +257,7 @@ def bench_embeddings(
         ),
     ] = None,
 ) -> None:
-    """Measure the embedding engine beside transformers, sentence-transformers and infinity, one thread."""
+    """Measure the embedding engine beside transformers, sentence-transformers, infinity and open_clip, one thread."""
     from benchmarks.engine.embeddings import run
 
     run(shapes.split(","), rounds, peers)

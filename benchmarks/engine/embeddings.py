@@ -1,4 +1,4 @@
-"""The embedding engine beside others, on the same random weights, in turn, from texts to vectors.
+"""The embedding engine beside others, on the same random weights, in turn: from texts to vectors, from pixels to vectors.
 
 One thread, CPU time: what other programs take of the machine counts for nobody. Peers run in processes and environments
 of their own.
@@ -10,7 +10,9 @@ import base64
 import json
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -18,14 +20,17 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import AutoModel, BertConfig, BertModel, CLIPConfig, CLIPModel
 
 from benchmarks.peers.fleet import PeerProcess
 from benchmarks.peers.install import embedder_python
 from benchmarks.tables import new_table, show
 from engines.base import EngineCall
+from engines.pooling.batch import Row
+from engines.pooling.clip import ClipEncoder
+from engines.pooling.encoder import PixelInput
 from engines.pooling.engine import PoolingEngine
-from engines.pooling.load import load_encoder
+from engines.pooling.load import load_encoder, prepare_linears
 from engines.pooling.settings import PoolingSettings
 from shared.protocol import Embed, TextPart
 
@@ -39,6 +44,8 @@ LENGTHS: dict[str, tuple[int, int, int]] = {
     "long": (40, 256, 24),
     "mixed": (6, 256, 32),
 }
+CLIP = "clip-vit-b-32"
+NUM_IMAGES = 8
 BATCH_SIZE = 32  # of the others
 NUM_WORDS = 30_000
 #: What a peer is asked for, by its environment.
@@ -54,7 +61,7 @@ def run(shapes: Sequence[str], rounds: int, peers: Path | None) -> None:
     torch.set_num_threads(1)
     table = new_table("", "shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
     for shape in shapes:
-        for row in measure(shape, rounds, peers):
+        for row in measure_images(rounds) if shape == CLIP else measure(shape, rounds, peers):
             table.add_row(shape, *row)
     show(table)
 
@@ -83,6 +90,29 @@ def measure(shape: str, rounds: int, peers: Path | None) -> list[Sequence[str]]:
             for process in processes.values():
                 process.close()
     return rows
+
+
+def measure_images(rounds: int) -> list[Sequence[str]]:
+    """The image tower of CLIP ViT-B/32 beside that of open_clip; each has weights of its own."""
+    import open_clip  # noqa: PLC0415 - takes seconds
+
+    pixels = list(torch.rand(NUM_IMAGES, 3, 224, 224))
+    systems: dict[str, Compute] = {}
+    theirs = open_clip.create_model("ViT-B-32-quickgelu").eval()
+    for dtype in (torch.float32, torch.bfloat16):
+        systems[f"open_clip {_name(dtype)}"] = _timed(_open_clip(theirs, dtype))
+    with tempfile.TemporaryDirectory() as folder:
+        CLIPModel(CLIPConfig()).save_pretrained(folder)
+        for dtype, is_int8 in (
+            (torch.float32, False),
+            (torch.bfloat16, False),
+            (torch.float32, True),
+        ):
+            model = CLIPModel.from_pretrained(folder, dtype=dtype).eval()
+            prepare_linears(model, torch.device("cpu"), is_int8)
+            name = f"ours {'int8' if is_int8 else _name(dtype)}"
+            systems[name] = _timed(_our_images(ClipEncoder(model, None, None)))  # type: ignore[arg-type]
+    return _measure("images", pixels, 50 * NUM_IMAGES, rounds, systems)
 
 
 def make_checkpoint(folder: Path, shape: str) -> Path:
@@ -211,6 +241,29 @@ def _timed(compute: Callable[[Sequence[Any]], torch.Tensor]) -> Compute:
     return timed
 
 
+def _open_clip(model: Any, dtype: torch.dtype) -> Callable[[Sequence[Any]], torch.Tensor]:
+    model = deepcopy(model).to(dtype)
+
+    @torch.inference_mode()
+    def compute(pixels: Sequence[Any]) -> torch.Tensor:
+        return model.encode_image(torch.stack(list(pixels)).to(dtype), normalize=True)
+
+    return compute
+
+
+def _our_images(encoder: ClipEncoder) -> Callable[[Sequence[Any]], torch.Tensor]:
+    def compute(pixels: Sequence[Any]) -> torch.Tensor:
+        rows = [Row(PixelInput(each), encoder.image_tokens, "image") for each in pixels]
+        encoder.compute(rows)
+        return torch.tensor([array("f", row.result) for row in rows])
+
+    return compute
+
+
 def _text(chance: Random, num_tokens: int) -> str:
     """Of so many tokens, two of which are put around it."""
     return " ".join(f"w{chance.randrange(NUM_WORDS)}" for _ in range(num_tokens))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
