@@ -59,6 +59,10 @@ class Variables(msgspec.Struct, frozen=True):
     plain: dict[str, str] = {}
     secrets: dict[str, str] = {}
 
+    @property
+    def all(self) -> dict[str, str]:
+        return self.plain | self.secrets
+
     def concealer(self) -> Callable[[str], str]:
         """A function that masks secrets in a text, multi-line secrets line by line."""
         parts = {line.strip() for value in self.secrets.values() for line in value.splitlines()}
