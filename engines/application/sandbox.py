@@ -71,9 +71,8 @@ def make_command(settings: ApplicationSettings, scratch: Path) -> list[str]:
     package = Path(settings.model).resolve()
     bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
     values = {"NOFILE": MAX_FILES, "FSIZE": MAX_FILE_BYTES, "DATA": settings.memory_bytes}
-    if (
-        bubblewrap is not None
-    ):  # without a user namespace, the limit would count all processes of the user
+    # Without a user namespace, the limit would count all processes of the user.
+    if bubblewrap is not None:
         values["NPROC"] = settings.max_processes
     limits = [f"{name}={value}" for name, value in values.items() if value]
     program = _program(settings, package)

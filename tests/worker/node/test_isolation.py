@@ -19,15 +19,16 @@ def test_a_node_refuses_to_start_without_the_sandbox_that_is_required(tmp_path, 
 
 
 def test_a_container_that_lets_bubblewrap_mount_no_proc_has_no_sandbox(tmp_path: Path, monkeypatch):
-    program = tmp_path / "bwrap"
-    program.write_text('#!/bin/sh\ncase "$*" in *--proc*) exit 1;; esac\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    find_bubblewrap.cache_clear()
-    try:
-        assert find_bubblewrap() is None
-        program.write_text("#!/bin/sh\n")
+    whole, refused = tmp_path / "whole", tmp_path / "refused"
+    scripts = {whole: "#!/bin/sh\n", refused: '#!/bin/sh\ncase "$*" in *--proc*) exit 1;; esac\n'}
+    for folder, script in scripts.items():
+        folder.mkdir()
+        (folder / "bwrap").write_text(script)
+        (folder / "bwrap").chmod(0o755)
+    for folder, found in ((refused, None), (whole, str(whole / "bwrap"))):
+        monkeypatch.setenv("PATH", str(folder))
         find_bubblewrap.cache_clear()
-        assert find_bubblewrap() == str(program)
-    finally:
-        find_bubblewrap.cache_clear()
+        try:
+            assert find_bubblewrap() == found
+        finally:
+            find_bubblewrap.cache_clear()
