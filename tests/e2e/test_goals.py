@@ -24,7 +24,7 @@ GOALS = {
     "both images": 0.90,
     "small talk": 0.98,
     "foreign pictures": 0.92,
-    "json": 0.95,
+    "json": 0.92,
     "other json": 1.0,
     "tools": 0.95,
     "motion": 0.90,
