@@ -124,7 +124,7 @@ def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
 def test_the_key_stays_in_the_tab_and_refusals_are_sentences(page: ChatPage, managed: Served):
     page.wait_for(lambda: page.find("#key-dialog").is_displayed())
     page.find("#key").send_keys("wrong", Keys.ENTER)
-    page.wait_for(lambda: "did not take" in page.find("#key-error").text)
+    page.wait_for(lambda: "refused" in page.find("#key-error").text)
     enter(page)
     user = create(page, "user")
     page.find("#new-dialog .primary").click()

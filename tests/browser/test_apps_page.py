@@ -45,7 +45,7 @@ def test_versions_instances_and_events_are_shown_to_who_may_deploy(browser, depl
     page.open(DESK)
     page.wait_for(lambda: page.find("#key-dialog").is_displayed())
     page.find("#key").send_keys("wrong", Keys.ENTER)
-    page.wait_for(lambda: "did not take" in page.find("#key-error").text)
+    page.wait_for(lambda: "refused" in page.find("#key-error").text)
     page.find("#key").send_keys(key, Keys.ENTER)
 
     def rows(kind: str) -> list[list[str]]:
