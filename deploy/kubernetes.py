@@ -86,20 +86,11 @@ def _secret(key: str) -> dict[str, str]:
     return {"name": "vlm-fleet", "key": key}
 
 
-def _pod(
-    name: str,
-    manifest: Manifest,
-    spec: Spec,
-    store: str,
-    environment: Environment,
-    image: str,
-) -> dict[str, Any]:
-    needed, secrets = spec.resources, sorted(set(environment.secrets.values()))
-    requests: dict[str, Any] = {"cpu": f"{needed.cpu:g}"}
-    limits: dict[str, Any] = {"nvidia.com/gpu": needed.gpu} if needed.gpu else {}
-    if needed.memory_bytes:
-        requests["memory"] = limits["memory"] = str(needed.memory_bytes)
-    password = {"secretKeyRef": _secret("redis-worker-password")}
+def _settings(
+    name: str, manifest: Manifest, spec: Spec, store: str, environment: Environment
+) -> dict[str, str]:
+    """The environment variables of the worker, without its Redis password."""
+    needed = spec.resources
     settings = {
         "VLM_REDIS_URL": "redis://worker:$(REDIS_PASSWORD)@redis:6379/0",
         "VLM_DEPLOY__PACKAGE": f"{name}@{manifest.digest}",
@@ -119,6 +110,24 @@ def _pod(
         text = msgspec.json.encode(environment, order="sorted").decode()
         settings["VLM_DEPLOY__ENVIRONMENT"] = text.replace("$", "$$")  # Kubernetes expands it
         settings["VLM_NODE__SECRETS_DIR"] = _SECRETS
+    return settings
+
+
+def _pod(
+    name: str,
+    manifest: Manifest,
+    spec: Spec,
+    store: str,
+    environment: Environment,
+    image: str,
+) -> dict[str, Any]:
+    needed, secrets = spec.resources, sorted(set(environment.secrets.values()))
+    requests: dict[str, Any] = {"cpu": f"{needed.cpu:g}"}
+    limits: dict[str, Any] = {"nvidia.com/gpu": needed.gpu} if needed.gpu else {}
+    if needed.memory_bytes:
+        requests["memory"] = limits["memory"] = str(needed.memory_bytes)
+    password = {"secretKeyRef": _secret("redis-worker-password")}
+    settings = _settings(name, manifest, spec, store, environment)
     ready = {"httpGet": {"path": "/readyz", "port": "health"}}
     alive = {"httpGet": {"path": "/healthz", "port": "health"}}
     num_probes = math.ceil(spec.start_s / _PROBE_S)

@@ -32,7 +32,7 @@ class Result:
 
 @dataclass(slots=True)
 class Results:
-    """All that is known, and of which model and machine. A later result of a system takes the place of an earlier one."""
+    """The results of one model on one machine. A later result of a system replaces the earlier one."""
 
     about: dict[str, str | int]
     by_cell: dict[tuple[str, str], Result] = field(default_factory=dict)

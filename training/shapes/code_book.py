@@ -21,7 +21,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "background": BACKGROUNDS,
     "count": tuple(map(str, range(1 + len(PLACES)))),
 }
-GAIN = 6.0  # makes logits of dot products, which are 1 for what is there
+GAIN = 6.0  # scales dot products, which are 1 for properties that are present, to logits
 EMPTY_CELL_WEIGHT = 0.3  # most cells are empty; they must not drown the others
 
 
@@ -37,7 +37,7 @@ class CodeBook:
         self.vectors = dict(zip(CLASSES, vectors, strict=True))
 
     def loss(self, features: Tensor, codes: Tensor) -> Tensor:
-        """Cross-entropy of what is read, summed over the properties, and the distance from what should be given.
+        """The cross-entropy of the decoded properties, and the distance of the features from their targets.
 
         Shapes: (N, P, width), uint8 (N, CODE_LENGTH).
         """

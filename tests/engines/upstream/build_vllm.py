@@ -46,7 +46,7 @@ def _metadata(wheel: Path) -> str:
 
 
 def requirements(metadata: str, left_out: re.Pattern[str]) -> list[str]:
-    """What a distribution requires, without its extras and what is left out."""
+    """The requirements of a distribution, without extras and without the packages that are left out."""
     lines = metadata.splitlines()
     found = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
     return [each for each in found if "extra ==" not in each and not left_out.match(each)]

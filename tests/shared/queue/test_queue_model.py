@@ -454,7 +454,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
     def renew(self, data) -> None:
-        """The lease of what is still its own is fresh; what is another's stays so."""
+        """Entries of this worker have fresh leases; entries of other workers are unchanged."""
         hand = self._any_hand(data)
         request = self.requests.get(hand.id)
         verdict = "gone" if request is None else request.verdict(hand.claim.attempt)
