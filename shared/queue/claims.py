@@ -39,10 +39,10 @@ from shared.redis.link import Command, RedisLink, RedisSender
 Replies = Mapping[bytes, list[Any]]  #: replies of the claim script, by entry
 NO_REPLIES: Replies = MappingProxyType({})
 
-#: After this idle time, an entry that is this worker's in Redis, but unknown to it, was in a reply that got lost.
-#: Renewed leases do not become so old: those of another worker of the same name are left alone.
+#: Idle time after which an entry that Redis assigns to this worker, but that the worker does not hold, counts as lost in
+#: a reply. Above the age of any renewed lease, so that entries of a worker with the same name are not taken.
 UNKNOWN_AFTER_S = 4.0
-#: A lease is renewed at this age, or at a quarter of it if that is sooner: late heartbeats must not cost it.
+#: Age at which a lease is renewed; at most a quarter of the lease, so that late heartbeats do not lose it.
 RENEW_AFTER_S = 2.5
 #: Heartbeats between checks of all requests of a worker, in case Redis has lost writes.
 CHECK_EVERY = 60
@@ -99,9 +99,8 @@ class RedisWorkerQueue:
         self.publisher = Publisher(self._sender, self._keys, model, worker_id)
         self._held: dict[bytes, int] = {}  # attempts of this worker's entries
         self._renew_after_ms = to_ms(min(RENEW_AFTER_S, lease_s / 4))
-        self._knows_all = (
-            False  # whether the renewal since the last `reconcile` listed held entries only
-        )
+        # Whether the last renewal found only held entries; reset by `reconcile`.
+        self._knows_all = False
         self._num_renewals = randrange(CHECK_EVERY)  # not all workers check at once
         self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
 
