@@ -217,6 +217,25 @@ def test_forced_text_is_spelled_as_the_tokenizer_spells_it():
     compiler.close()
 
 
+def test_forced_text_is_spelled_in_the_tokens_that_a_request_allows():
+    engine = create_engine({"kind": "torch", "model": str(CHECKPOINT), "device": "cpu"}).engine
+    tokenizer = HfTokenizer(CHECKPOINT, None)
+    letters = {i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1}
+    sampling = SamplingParams(
+        temperature=0, max_tokens=40, allowed_token_ids=tuple(letters | tokenizer.eos_token_ids)
+    )
+    schema = {"type": "object", "properties": {"shapes": {"const": 1}}}
+    schema |= {"required": ["shapes"], "additionalProperties": False}
+    message = ChatMessage("user", (TextPart("Describe it."),))
+    task = Generate((message,), sampling, grammar=make_grammar("json", schema))
+    engine.add(engine.prepare(EngineCall("r", task), []))
+    text = ""
+    while engine.has_work():
+        text += "".join(output.text for output in engine.step())
+    engine.close()
+    assert json.loads(text) == {"shapes": 1}
+
+
 def test_a_child_that_is_lost_costs_one_grammar(compiler, monkeypatch):
     compiler.compile(make_grammar("choice", ["there"]))
     with monkeypatch.context() as patch:
