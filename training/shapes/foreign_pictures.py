@@ -375,23 +375,30 @@ def _object(rng: Random) -> Image.Image:
 
 
 def _flakes(rng: Random) -> Image.Image:
-    """Snow, rain, confetti or bubbles, maybe before a hill or with something round behind them."""
+    """Snow, rain, dust, confetti or bubbles, maybe before a hill or with something round behind them."""
     ground, color = _color(rng), _color(rng)
     while sum(abs(a - b) for a, b in zip(ground, color, strict=True)) < 240:
         ground, color = _color(rng), _color(rng)
     image, pen, width, height = _canvas(rng, ground)
-    if rng.random() < 0.4:
-        x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(10, 30)
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=_color(rng))
-    if rng.random() < 0.4:
+    if rng.random() < 0.5:
+        x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(8, 30)
+        pale = tuple(round(0.7 * WHITE[i] + 0.3 * level) for i, level in enumerate(_color(rng)))
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=rng.choice((_color(rng), color, pale)))
+    if rng.random() < 0.5:
         top = rng.uniform(0.5, 0.9) * height
         ridge = [(x, top + rng.uniform(-12, 12)) for x in range(0, width + 20, 20)]
-        pen.polygon([(0, height), *ridge, (width, height)], fill=_color(rng))
-    is_colored = rng.random() < 0.4
-    size, length = rng.choice((1, 2, 4)), rng.choice((0, 0, 4, 12))
+        shade = tuple(round(level * rng.uniform(0.3, 1)) for level in ground)
+        fill = rng.choice((_color(rng), shade))
+        pen.polygon([(0, height), *ridge, (width, height)], fill=fill)
+    is_colored = rng.random() < 0.3
+    size, length = rng.choice((0.3, 0.5, 1, 2, 4)), rng.choice((0, 0, 0, 4, 12))
     for _ in range(rng.randint(90, 250)):
         x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.5, 1.2) * size
-        fill = _color(rng) if is_colored else color
+        light = rng.uniform(0.4, 1)
+        faint = tuple(
+            round(light * a + (1 - light) * b) for a, b in zip(color, ground, strict=True)
+        )
+        fill = _color(rng) if is_colored else faint
         if length:
             pen.line((x, y, x + length / 3, y + length), fill=fill, width=max(1, round(r)))
         else:

@@ -56,6 +56,17 @@ DESCRIBE = (
     "What is in it?",
     "Which shapes are where{where}?",
     "What does it show?",
+    "Identify the shapes{where}.",
+    "Which things are in the {image}?",
+    "Recognize what is in the {image}.",
+    "Tell me what the {image} shows.",
+    "What is drawn{where}?",
+    "What has been drawn{where}?",
+    "Go through the {image} for me.",
+    "Put the {image} into words.",
+    "Give a full description of the {image}.",
+    "What would you say is in the {image}?",
+    "Sum up the {image}.",
 )
 COUNT = (
     "How many {nouns} are there{where}?",
@@ -82,6 +93,18 @@ COUNT = (
     "In total, how many {nouns} are there{where}?",
     "Do you know how many {nouns} there are{where}?",
     "How many {nouns} have you found{where}?",
+    "Give me the number of {nouns}{where}.",
+    "The number of {nouns}{where}?",
+    "How many {nouns} have been drawn{where}?",
+    "What number of {nouns} do you see{where}?",
+    "{nouns}{where}: how many?",
+    "Amount of {nouns}{where}?",
+    "Say how many {nouns} you see{where}.",
+    "There are how many {nouns}{where}?",
+    "Do a count of the {nouns}{where}.",
+    "How many {nouns} make up the {image}?",
+    "I count the {nouns}{where} and get...",
+    "The {image} has how many {nouns}?",
 )
 COLOR = (
     "What color is the {noun}{where}?",
@@ -104,6 +127,22 @@ COLOR = (
     "What color are the {nouns}{where}?",
     "The {noun}{where}: what color?",
     "What color did they paint the {noun}{where}?",
+    "Tell me what color the {noun} is{where}.",
+    "Which color has the {noun}{where}?",
+    "What shade is the {noun}{where}?",
+    "What is the hue of the {noun}{where}?",
+    "What tint does the {noun} have{where}?",
+    "Tell me the hue of the {noun}{where}.",
+    "The color of the {noun}{where} is...",
+    "The {noun}{where} has the color...",
+    "Complete: the {noun}{where} is ___",
+    "Do you know which color the {noun} has{where}?",
+    "How is the {noun} colored{where}?",
+    "The {noun} was painted in which color{where}?",
+    "Please name the hue of the {noun}{where}.",
+    "How would you describe the color of the {noun}{where}?",
+    "Say which color the {noun} is{where}.",
+    "the color of this {noun}{where}?",
 )
 KIND = (
     "What shape is {color}{where}?",
@@ -128,6 +167,22 @@ KIND = (
     "What is the {color} thing{where}?",
     "The {color} shape{where}: what is it?",
     "Is the {color} shape a circle, a square or something else{where}?",
+    "Identify what is {color}{where}.",
+    "Recognize the {color} shape{where}.",
+    "Can you name the {color} shape{where}?",
+    "Could you tell me which shape is {color}{where}?",
+    "What type of shape is {color}{where}?",
+    "What sort of figure is {color}{where}?",
+    "Which kind of shape is the {color} one{where}?",
+    "What type is the {color} shape{where}?",
+    "The {color} shape{where} is a...",
+    "The {color} one{where} is which shape?",
+    "What do you call the {color} shape{where}?",
+    "What is the name of the {color} shape{where}?",
+    "Do you recognize the {color} thing{where}?",
+    "Say what the {color} shape is{where}.",
+    "Please identify whatever is {color}{where}.",
+    "What is painted {color}{where}?",
 )
 CONTENT = (
     "What is {at}{where}?",
@@ -151,6 +206,16 @@ CONTENT = (
     "What do we have {at}{where}?",
     "And what is {at}{where}?",
     "Describe what is {at}{where}.",
+    "Identify the shape {at}{where}.",
+    "What was put {at}{where}?",
+    "What sort of shape is {at}{where}?",
+    "Say what is {at}{where}.",
+    "What is the shape {at}{where}?",
+    "What is to be seen {at}{where}?",
+    "Which figure is {at}{where}?",
+    "Can you tell what is {at}{where}?",
+    "{at} there is...",
+    "Which type of shape stands {at}{where}?",
 )
 PLACE = (
     "Where is the {noun}{where}?",
@@ -178,6 +243,17 @@ PLACE = (
     "Position of the {noun}{where}?",
     "Where in the {image} is the {noun}?",
     "Where in the {image} do you see the {noun}?",
+    "Which part of the {image} holds the {noun}?",
+    "Point me to the {noun}{where}.",
+    "The {noun} is where{where}?",
+    "The position of the {noun}{where} is...",
+    "On which side is the {noun}{where}?",
+    "Where was the {noun} put{where}?",
+    "Where was the {noun} drawn{where}?",
+    "Whereabouts do you see the {noun}{where}?",
+    "Give me the position of the {noun}{where}.",
+    "At which place is the {noun}{where}?",
+    "What is the spot of the {noun}{where}?",
 )
 SIZE = (
     "What size is the {noun}{where}?",
@@ -194,6 +270,14 @@ SIZE = (
     "Which size is the {noun}{where}?",
     "Size of the {noun}{where}?",
     "Is it a small or a large {noun}{where}?",
+    "Tell me how big the {noun} is{where}.",
+    "Is the {noun} a large or a small shape{where}?",
+    "How big was the {noun} drawn{where}?",
+    "The size of the {noun}{where} is...",
+    "Is this {noun} little or big{where}?",
+    "Do you see a big or a small {noun}{where}?",
+    "Say whether the {noun} is small or large{where}.",
+    "Of what size is the {noun}{where}?",
 )
 EXISTS = (
     "Is there {a_noun}{where}?",
@@ -220,6 +304,19 @@ EXISTS = (
     "Could you check whether there is {a_noun}{where}?",
     "Tell me if there is {a_noun}{where}.",
     "Do you find {a_noun}{where}?",
+    "Do you notice {a_noun}{where}?",
+    "Did you spot {a_noun}{where}?",
+    "Do you spot any {noun}{where}?",
+    "Can you detect {a_noun}{where}?",
+    "Is {a_noun} among the shapes{where}?",
+    "Is one of the shapes {a_noun}{where}?",
+    "Is {a_noun} shown{where}?",
+    "Can one see {a_noun}{where}?",
+    "Does {a_noun} appear{where}?",
+    "Has {a_noun} been drawn{where}?",
+    "Do any of the shapes look like {a_noun}{where}?",
+    "I am looking for {a_noun}. Is there one{where}?",
+    "Was {a_noun} drawn{where}?",
 )
 IS_AT = (
     "Is there {a_noun} {at}{where}?",
@@ -231,6 +328,10 @@ IS_AT = (
     "Is the shape {at} {a_noun}{where}?",
     "Is the {noun} located {at}{where}?",
     "Is that {a_noun} {at}{where}?",
+    "Was {a_noun} drawn {at}{where}?",
+    "Can you spot {a_noun} {at}{where}?",
+    "Does {a_noun} appear {at}{where}?",
+    "Is it {a_noun} that is {at}{where}?",
 )
 IS_COLOR = (
     "Is the {noun} {color}{where}?",
@@ -240,6 +341,10 @@ IS_COLOR = (
     "Would you say the {noun} is {color}{where}?",
     "Is the {noun} painted {color}{where}?",
     "Is it true that the {noun} is {color}{where}?",
+    "Has the {noun} been painted {color}{where}?",
+    "Did they make the {noun} {color}{where}?",
+    "Do you see the {noun} as {color}{where}?",
+    "Is {color} the color of the {noun}{where}?",
 )
 BACKGROUND = (
     "What color is the background{where}?",
@@ -260,6 +365,19 @@ BACKGROUND = (
     "What is the color behind everything{where}?",
     "The background is which color{where}?",
     "How is the background colored{where}?",
+    "What is the hue of the background{where}?",
+    "What shade is the background{where}?",
+    "The background{where} is...",
+    "The color of the background{where} is...",
+    "Name the color of the background{where}.",
+    "What color was put behind the shapes{where}?",
+    "What is the color of the backdrop{where}?",
+    "What backdrop do you see{where}?",
+    "Color of the backdrop{where}?",
+    "Which color is everything drawn on{where}?",
+    "Say what color the background is{where}.",
+    "What is the ground color{where}?",
+    "The shapes stand in front of which color{where}?",
 )
 WHICH_HAS = (
     "Which {image} has {a_noun}?",
@@ -280,6 +398,12 @@ WHICH_HAS = (
     "Which of them has {a_noun}?",
     "Which {image} do you see {a_noun} in?",
     "Tell me which {image} has {a_noun}.",
+    "Which {image} is the one with {a_noun}?",
+    "In which of the two {image}s does {a_noun} appear?",
+    "{a_noun}: in which {image}?",
+    "Which of the {image}s shows {a_noun}?",
+    "Where do you see {a_noun}, in the first or the second {image}?",
+    "Which {image} was {a_noun} drawn in?",
 )
 WHICH_HAS_BACKGROUND = (
     "Which {image} has {a_color} background?",
@@ -309,6 +433,13 @@ SAME = (
     "Do the {image}s differ?|",
     "Are these {image}s different?|",
     "Is it twice the same {image}?",
+    "Is it the same {image} twice?",
+    "Are the two {image}s alike?",
+    "Do these {image}s match?",
+    "Is the second {image} a copy of the first?",
+    "Did anything change between the two {image}s?|",
+    "Are the two {image}s unlike?|",
+    "Do I see the same {image} two times?",
 )
 DESCRIBE_ALL = (
     "Describe the {image}s.",
@@ -332,6 +463,10 @@ DESCRIBE_ALL = (
     "What do you see in each of them?",
     "Describe them both.",
     "List the shapes of both {image}s.",
+    "Put both {image}s into words.",
+    "Tell me about each of the {image}s.",
+    "Describe first one {image}, then the other.",
+    "What is shown in each of the two {image}s?",
 )
 
 PRONOUN = {
@@ -380,12 +515,19 @@ COUNT_COLOR = (
     "How many {color} things do you see{where}?",
     "How many shapes have the color {color}{where}?",
     "How many {color}{where}?",
+    "Count the {color} ones{where}.",
+    "Number of {color} shapes{where}?",
+    "How many of those are {color}{where}?",
+    "How many shapes were painted {color}{where}?",
 )
 COUNT_SIZE = (
     "How many {size} {nouns} are there{where}?",
     "How many {size} {nouns} do you see{where}?",
     "Count the {size} {nouns}{where}.",
     "How many {nouns} are {size}{where}?",
+    "What is the number of {size} {nouns}{where}?",
+    "How many of the {nouns} are {size}{where}?",
+    "Number of {size} {nouns}{where}?",
 )
 COUNT_DIFFERENT = (
     "How many different {things} are there{where}?",
@@ -393,6 +535,10 @@ COUNT_DIFFERENT = (
     "How many different {things} do you see{where}?",
     "How many {things} do the shapes have{where}?",
     "What is the number of different {things}{where}?",
+    "Count the different {things}{where}.",
+    "How many {things} can be found{where}?",
+    "How many {things} appear{where}?",
+    "How many {things} were used{where}?",
 )
 IS_BESIDE = (
     "Is the {noun} {beside} the {other}{where}?",
@@ -400,6 +546,9 @@ IS_BESIDE = (
     "Does the {noun} stand {beside} the {other}{where}?",
     "Is it true that the {noun} is {beside} the {other}{where}?",
     "Do you see the {noun} {beside} the {other}{where}?",
+    "Can you see the {noun} {beside} the {other}{where}?",
+    "Has the {noun} been drawn {beside} the {other}{where}?",
+    "Would I find the {noun} {beside} the {other}{where}?",
 )
 WHAT_IS_BESIDE = (
     "What is {beside} the {other}{where}?",
@@ -408,6 +557,10 @@ WHAT_IS_BESIDE = (
     "What do you see {beside} the {other}{where}?",
     "What stands {beside} the {other}{where}?",
     "Is there anything {beside} the {other}? What{where}?",
+    "Name what is {beside} the {other}{where}.",
+    "What was drawn {beside} the {other}{where}?",
+    "Which objects stand {beside} the {other}{where}?",
+    "What can be found {beside} the {other}{where}?",
 )
 BESIDE = {
     "left": ("to the left of", "left of", "on the left of", "on the left side of"),
@@ -423,6 +576,11 @@ ALL_SAME = (
     "Are they all the same {thing}{where}?",
     "Is every shape of the same {thing}{where}?",
     "all same {thing}{where}?",
+    "Do the shapes have one {thing} in common{where}?",
+    "Is the {thing} of all shapes the same{where}?",
+    "Is there just one {thing}{where}?",
+    "Do they all share the same {thing}{where}?",
+    "Do the shapes differ in {thing}{where}?|",
 )
 ALL_ARE = (
     "Are all shapes {color}{where}?",
@@ -430,7 +588,33 @@ ALL_ARE = (
     "Is everything {color}{where}?",
     "Is every shape {color}{where}?",
     "Are all of them {color}{where}?",
+    "Is all of it {color}{where}?",
+    "Have all shapes been painted {color}{where}?",
+    "Are the shapes {color} without exception{where}?",
 )
+#: Of one thing alone
+ALL_SAME_OF = {
+    "color": (
+        "Are all shapes of one color{where}?",
+        "Are the shapes colored alike{where}?",
+        "Is there only one color among the shapes{where}?",
+        "Do you see shapes of different colors{where}?|",
+    ),
+    "kind": (
+        "Are all shapes of one kind{where}?",
+        "Is there only one kind of shape{where}?",
+        "Do all of them have one form{where}?",
+        "Do you see different kinds of shapes{where}?|",
+    ),
+    "size": (
+        "Are all shapes equally big{where}?",
+        "Are the shapes equal in size{where}?",
+        "Is every shape as big as the others{where}?",
+        "Are the shapes all of one size{where}?",
+        "Do the sizes of the shapes differ{where}?|",
+        "Is one shape larger than another{where}?|",
+    ),
+}
 COLORS_OF_ALL = (
     "What colors do the shapes have{where}?",
     "What colors are the shapes{where}?",
@@ -444,12 +628,27 @@ COLORS_OF_ALL = (
     "What are the colors of the shapes{where}?",
     "Which colors do they have{where}?",
     "What color are the shapes{where}?",
+    "What colors appear{where}?",
+    "Which colors appear among the shapes{where}?",
+    "Give me a list of the colors{where}.",
+    "In which colors are the shapes drawn{where}?",
+    "Which colors are used for the shapes{where}?",
+    "What hues do the shapes have{where}?",
+    "Tell me the colors of the shapes{where}.",
+    "Say which colors the shapes have{where}.",
+    "What colors were the shapes painted in{where}?",
+    "Which colors do you find on the shapes{where}?",
+    "Enumerate the colors of the shapes{where}.",
+    "All colors of the shapes{where}?",
 )
 MORE = (
     "Are there more {nouns} than {others}{where}?",
     "Do you see more {nouns} than {others}{where}?",
     "Is the number of {nouns} larger than that of {others}{where}?",
     "Does the {image} have more {nouns} than {others}?",
+    "Are the {nouns} more than the {others}{where}?",
+    "Would you count more {nouns} than {others}{where}?",
+    "Do {nouns} outnumber the {others}{where}?",
 )
 ANYTHING = (
     "Are there any shapes{where}?",
@@ -461,6 +660,9 @@ ANYTHING = (
     "Is the {image} empty?|",
     "Is the {image} blank?|",
     "Is there nothing in the {image}?|",
+    "Has anything been drawn{where}?",
+    "Is something in the {image}?",
+    "Do you see nothing at all{where}?|",
 )
 ANYTHING_AT = (
     "Is there anything {at}{where}?",
@@ -470,6 +672,9 @@ ANYTHING_AT = (
     "Is something {at}{where}?",
     "Is there nothing {at}{where}?|",
     "Is it empty {at}{where}?|",
+    "Has anything been drawn {at}{where}?",
+    "Can something be seen {at}{where}?",
+    "Is the place {at} free{where}?|",
 )
 OF_SIZE = (
     "Which shape is {size}{where}?",
@@ -479,6 +684,11 @@ OF_SIZE = (
     "Name the {size} shapes{where}.",
     "Which one is {size}{where}?",
     "Which of the shapes are {size}{where}?",
+    "Identify the {size} shapes{where}.",
+    "Which objects are {size}{where}?",
+    "Tell me what is {size}{where}.",
+    "List what is {size}{where}.",
+    "What are the {size} ones{where}?",
 )
 COLOR_AT = (
     "What color is the shape {at}{where}?",
@@ -486,6 +696,11 @@ COLOR_AT = (
     "Which color does the shape {at} have{where}?",
     "What color is the thing {at}{where}?",
     "What color is it {at}{where}?",
+    "Tell me the color of the shape {at}{where}.",
+    "What hue is the shape {at}{where}?",
+    "Which color do you see {at}{where}?",
+    "The shape {at}{where} has what color?",
+    "Name the color of what is {at}{where}.",
 )
 IN_BAND = (
     "What is in the {band}{where}?",
@@ -493,29 +708,43 @@ IN_BAND = (
     "What do you see in the {band}{where}?",
     "What shapes are in the {band}{where}?",
     "List the shapes in the {band}{where}.",
+    "Which shapes fill the {band}{where}?",
+    "What stands in the {band}{where}?",
+    "Tell me what is in the {band}{where}.",
+    "Name the shapes in the {band}{where}.",
 )
 COUNT_IN_BAND = (
     "How many shapes are in the {band}{where}?",
     "How many shapes do you see in the {band}{where}?",
     "Count the shapes in the {band}{where}.",
+    "How many are in the {band}{where}?",
+    "Number of shapes in the {band}{where}?",
+    "How many objects stand in the {band}{where}?",
 )
 IS_KIND = (
     "Is the {color} shape {a_kind}{where}?",
     "Is the {color} one {a_kind}{where}?",
     "Is the {color} thing {a_kind}{where}?",
     "Is {a_kind} what is {color}{where}?",
+    "Would you call the {color} shape {a_kind}{where}?",
+    "Has the {color} shape the form of {a_kind}{where}?",
 )
 IS_SIZE = (
     "Is the {noun} {size}{where}?",
     "Is that {noun} {size}{where}?",
     "Is it a {size} {noun}{where}?",
     "Would you say the {noun} is {size}{where}?",
+    "Would you call the {noun} {size}{where}?",
+    "Has the {noun} been drawn {size}{where}?",
 )
 IS_BACKGROUND = (
     "Is the background {color}{where}?",
     "Is {color} the color of the background{where}?",
     "Does the {image} have {a_color} background?",
     "Is it on {a_color} background{where}?",
+    "Are the shapes on {a_color} background{where}?",
+    "Was {color} used for the background{where}?",
+    "Is the backdrop {color}{where}?",
 )
 
 PLACE_SYNONYMS = {
@@ -553,7 +782,7 @@ PREFIXES = (
     "Can you tell me: ", "I'd like to know: ", "Look at this picture. ", "Here is an image. ", "Here's a picture: ", "Sorry, ",
 )  # fmt: skip
 SUFFIXES = (
-    " Answer briefly.", " Answer in one word.", " Answer with one word.", " Please answer.", " Thanks!", " Thank you!", " please", " pls",
+    " Answer briefly.", " Answer in one word.", " Answer with one word.", " Please answer.", " Thanks!", " Thank you!", " please", " pls", ", please.", ", please", ", please?", ", thanks.",
     " Be precise.", " Answer yes or no.", " I can't tell.", " Just the answer.", " Keep it short.", " Do you know?",
     "\nAnswer the question using a single word or phrase.",
 )  # fmt: skip

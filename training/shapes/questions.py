@@ -237,7 +237,8 @@ def _all_same(asker: Asker) -> Question:
         return asker.put("all same", phrasings.ALL_ARE, answer, color=color)
     what = rng.choice(("color", "color", "kind", "size"))
     answer = answers.yes_no(len({getattr(shape, what) for shape in shapes}) <= 1)
-    return asker.put("all same", phrasings.ALL_SAME, answer, thing=what)
+    templates = phrasings.ALL_SAME_OF[what] if rng.random() < 0.3 else phrasings.ALL_SAME
+    return asker.put("all same", templates, answer, thing=what)
 
 
 def _colors(asker: Asker) -> Question:
@@ -374,6 +375,8 @@ def vary(text: str, rng: Random) -> str:
         text = text.replace("center", "centre")
     if "gray" in text and rng.random() < 0.3:
         text = text.replace("gray", "grey")
+    if "background" in text and rng.random() < 0.04:
+        text = text.replace("background", "backdrop")
     if "shape" in text and rng.random() < 0.12:
         text = text.replace("shape", rng.choice(phrasings.SHAPE_SYNONYMS))
     if rng.random() < 0.04:
@@ -392,8 +395,9 @@ def _type(text: str, rng: Random) -> str:
         text = text.rstrip("?.") + rng.choice(("??", "?!", "!", " ?", "...", "."))
     if rng.random() < 0.2:
         text = text[0].lower() + text[1:]
-    if rng.random() < 0.08:
-        text += rng.choice(phrasings.SUFFIXES)
+    if rng.random() < 0.1:
+        suffix = rng.choice(phrasings.SUFFIXES)
+        text = (text.rstrip("?.") if suffix.startswith(",") else text) + suffix
     if rng.random() < 0.04:
         text = misspell(text, rng)
     if rng.random() < 0.06:
