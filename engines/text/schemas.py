@@ -18,9 +18,9 @@ _VALUES = frozenset(("const", "enum", "default", "examples"))
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 #: Keywords that limit the length of a string.
 _TEXT_BOUNDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
-#: Keywords that define additional members.
-_MEMBER_BOUNDS = frozenset(
-    ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+#: Keywords that define the members of an object.
+_MEMBERS = frozenset(
+    ("properties", "required", "minProperties", "patternProperties", "additionalProperties")
 )
 
 _BY_NUMBER = re.compile(r"\\u00(?:[01]|7f)")
@@ -64,22 +64,23 @@ class Refusal(Exception):
 def prepare(
     schema: dict[str, Any], *, is_lenient: bool = False, max_text_chars: int | None = None
 ) -> dict[str, Any]:
-    """A copy of the schema for llguidance. Raises: Refusal.
+    """A copy of the schema for llguidance. Objects get no members beside `properties`, unless the schema has
+    `additionalProperties` or combines schemas of objects. Raises: Refusal.
 
-    `is_lenient`: ignore unsupported keywords. `max_text_chars`: limit of unbounded strings; objects with named members
-    are closed then.
+    `is_lenient`: ignore unsupported keywords. `max_text_chars`: limit of unbounded strings.
     """
     try:
-        made = _Preparation(is_lenient, max_text_chars).prepare(schema)
+        made = _Preparation(is_lenient, max_text_chars, not _is_combined(schema)).prepare(schema)
     except RecursionError:
         raise Refusal("the schema has too many levels; send fewer") from None
     return made | {"x-guidance": _OPTIONS | {"lenient": is_lenient}}
 
 
 class _Preparation:
-    def __init__(self, is_lenient: bool, max_text_chars: int | None) -> None:
+    def __init__(self, is_lenient: bool, max_text_chars: int | None, is_closed: bool) -> None:
         self._is_lenient = is_lenient
         self._max_text_chars = max_text_chars
+        self._is_closed = is_closed
 
     def prepare(self, schema: Any) -> Any:
         """Prepare a schema or any value, since references may point anywhere."""
@@ -89,7 +90,9 @@ class _Preparation:
             return schema
         made = {key: self._prepare_value(key, value) for key, value in schema.items()}
         if self._max_text_chars is not None:
-            _bound(made, self._max_text_chars)
+            _bound_text(made, self._max_text_chars)
+        if self._is_closed:
+            _close(made)
         if not self._is_lenient:
             _check_members(made)
         exact = _FORMATS.get(form) if isinstance(form := made.get("format"), str) else None
@@ -130,16 +133,30 @@ def _check_members(schema: dict[str, Any]) -> None:
         )
 
 
-def _bound(schema: dict[str, Any], max_text_chars: int) -> None:
-    """Add limits to a schema that has none; conforming values conform to the original."""
+def _bound_text(schema: dict[str, Any], max_chars: int) -> None:
     if schema.get("type") == "string" and _TEXT_BOUNDS.isdisjoint(schema):
         least = schema.get("minLength")
-        schema["maxLength"] = max(max_text_chars, least if isinstance(least, int) else 0)
+        schema["maxLength"] = max(max_chars, least if isinstance(least, int) else 0)
+
+
+def _is_combined(schema: Any) -> bool:
+    """Whether one object may have to conform to several schemas, each with members of its own."""
+    if isinstance(schema, list):
+        return any(map(_is_combined, schema))
+    if not isinstance(schema, dict):
+        return False
+    combines = {"allOf", "oneOf"} & schema.keys()
+    alternates = {"anyOf", "$ref"} & schema.keys() and not _MEMBERS.isdisjoint(schema)
+    return bool(combines or alternates) or any(map(_is_combined, schema.values()))
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Forbid members without a name: models would invent some."""
     named, required = schema.get("properties"), schema.get("required", [])
     if (
         named
         and isinstance(named, dict)
-        and _MEMBER_BOUNDS.isdisjoint(schema)
+        and {"additionalProperties", "patternProperties", "minProperties"}.isdisjoint(schema)
         and isinstance(required, list)
         and all(isinstance(name, str) and name in named for name in required)
     ):

@@ -19,10 +19,10 @@ from tests.schemas.make_suite import SUITE
 
 #: Measured: 187 of 438 schemas are taken. Most of the others are there for keywords that are refused.
 LEAST_TAKEN = 180
-#: Measured: 41 of 534 values that conform to one of them are not accepted. They are numbers and objects that a schema
-#: names and that are spelled otherwise (1.0 for 1, another order), leap seconds, rare addresses, control characters;
-#: and values that break a `format`, which the suite takes for a remark.
-MOST_REJECTED = 45
+#: Measured: 48 of 534 values that conform to one of them are not accepted. They are numbers and objects that a schema
+#: names and that are spelled otherwise (1.0 for 1, another order), objects with members that no schema names, leap
+#: seconds, rare addresses, control characters; and values that break a `format`, which the suite takes for a remark.
+MOST_REJECTED = 50
 
 #: `jsonschema` reads patterns as Python does, and divides floating-point numbers.
 NOT_FOR_THE_ORACLE = (
