@@ -678,6 +678,8 @@ def test_it_fits_a_phone_and_the_dark(page: ChatPage):
         assert root.get_property("scrollWidth") <= size[0]
         main = page.find("#main")
         assert main.get_property("scrollWidth") <= main.get_property("clientWidth")
+        field = page.find("#question")  # without a scroll bar below
+        assert field.get_property("clientHeight") == field.get_property("offsetHeight")
         page.keep(f"answer-{name}")
     assert is_dark(page)
     page.open()
