@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -77,12 +77,13 @@ class ChildProcess:
         module: str,
         *arguments: int,
         buffer_bytes: int = 0,
+        pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
         is_silent: bool = True,
     ) -> None:
         """Run `python -m module NUMBER arguments...`; NUMBER is the file descriptor of its socket. Raises: OSError.
 
-        `buffer_bytes`: size of the socket's send buffers; 0: the system's default. The child's variables are the
+        `buffer_bytes`: size of the socket's send buffers; 0: the system's default. The child inherits `pass_fds`. Its variables are the
         `environment` and PYTHONPATH. Its stderr is discarded if it `is_silent`.
         """
         self._is_ready = False
@@ -92,10 +93,16 @@ class ChildProcess:
                 for end in (self.socket, theirs):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
             number = theirs.fileno()
-            command = [sys.executable, "-m", module, str(number), *map(str, arguments)]
+            command = [
+                sys.executable,
+                "-m",
+                module,
+                str(number),
+                *map(str, (*arguments, *pass_fds)),
+            ]
             try:
                 self.process = subprocess.Popen(
-                    command, pass_fds=(number,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    command, pass_fds=(number, *pass_fds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL if is_silent else None, cwd="/",
                     env={**(environment or {}), "PYTHONPATH": str(_SOURCE)},
                     start_new_session=True,

@@ -151,6 +151,7 @@ class WorkerProcess:
             return decode_image
         pool = DecoderPool(
             settings.worker.decode_processes,
+            settings.limits.max_image_bytes,
             settings.limits.max_image_pixels,
             settings.worker.decode_timeout_s,
         )

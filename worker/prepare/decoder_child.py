@@ -2,11 +2,12 @@
 
 It has no keys and no address of Redis, its memory and CPU time are limited, and where the kernel supports it, it
 cannot open files or sockets. It may crash on an image.
-A request on the socket is size and admitted width and height, then the file; an answer is a status, width and height,
-then RGB pixels or an error message.
+The file is in a memory that the worker shares, and its RGB pixels or an error message take its place. A request on the
+socket is the file's size and the admitted width and height; an answer is width, height and the length of the error.
 """
 
 import io
+import mmap
 import resource
 import socket
 import struct
@@ -22,7 +23,7 @@ from engines.child_process import READY, confine, receive, restrict
 from engines.image_decoder import FORMATS, decode_image
 
 REQUEST = struct.Struct(">QII")  #: bytes of the file, width, height
-ANSWER = struct.Struct(">?QII")  #: whether it is pixels, bytes that follow, width, height
+ANSWER = struct.Struct(">III")  #: width, height, bytes of an error message or 0
 
 
 def allow_cpu(max_cpu_s: int) -> None:
@@ -33,26 +34,22 @@ def allow_cpu(max_cpu_s: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (int(used_s) + 1 + max_cpu_s, hard))
 
 
-def answer(data: bytes, size: tuple[int, int]) -> tuple[bytes, bytes]:
-    """Head and body of the answer to an image."""
-    try:
-        image = decode_image(data, size)
-    except InvalidImage as error:
-        text = str(error).encode()
-        return ANSWER.pack(False, len(text), 0, 0), text
-    pixels = image.tobytes()
-    return ANSWER.pack(True, len(pixels), image.width, image.height), pixels
-
-
-def serve(sock: socket.socket, max_cpu_s: int) -> None:
+def serve(sock: socket.socket, max_cpu_s: int, memory_fd: int) -> None:
     """Decode until the worker disconnects. Raises: EOFError, OSError."""
+    memory = mmap.mmap(memory_fd, 0)
     sock.sendall(READY)
     while True:
         num_bytes, width, height = REQUEST.unpack(receive(sock, REQUEST.size))
-        data = bytes(receive(sock, num_bytes))
+        data = memory[:num_bytes]
         allow_cpu(max_cpu_s)
-        for part in answer(data, (width, height)):
-            sock.sendall(part)
+        try:
+            image = decode_image(data, (width, height))
+            body, answer = image.tobytes(), (*image.size, 0)
+        except InvalidImage as error:
+            body = str(error).encode()
+            answer = width, height, len(body)
+        memory[: len(body)] = body
+        sock.sendall(ANSWER.pack(*answer))
 
 
 def load_decoders() -> None:
@@ -67,14 +64,17 @@ def load_decoders() -> None:
         decode_image(file.getvalue(), (8, 8))
 
 
-def run(load: Callable[[], None], serve: Callable[[socket.socket, int], None]) -> None:
-    """Load, enter the sandbox, and serve. Arguments: number of the socket, limits of memory in bytes and CPU in s."""
-    number, max_bytes, max_cpu_s = (int(argument) for argument in sys.argv[1:4])
+def run(load: Callable[[], None], serve: Callable[..., None]) -> None:
+    """Load, enter the sandbox, and serve.
+
+    Arguments: file descriptor of the socket, limits of memory in bytes and CPU in s, further file descriptors.
+    """
+    number, max_bytes, max_cpu_s, *fds = map(int, sys.argv[1:])
     load()
     restrict(max_bytes)
     confine()
     with socket.socket(fileno=number) as sock, suppress(EOFError, OSError):
-        serve(sock, max_cpu_s)
+        serve(sock, max_cpu_s, *fds)
 
 
 if __name__ == "__main__":

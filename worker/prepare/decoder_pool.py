@@ -6,12 +6,17 @@ file fails. Such a child, and one that has decoded many files, is replaced.
 
 import logging
 import math
+import mmap
+import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
+from tempfile import TemporaryFile
+from weakref import WeakKeyDictionary
 
 from PIL import Image
 
@@ -22,10 +27,13 @@ from worker.prepare import decoder_child
 from worker.prepare.decoder_child import ANSWER, REQUEST
 
 TOO_LONG = "The image takes too long to decode: send a smaller or simpler one."
+TOO_LARGE = "The image is larger than this worker's limits: send a smaller one."
 _BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, with its libraries
 _BYTES_PER_PIXEL = 32  #: a decoded image, its copies with transparency composited, and the answer
 _WAITING_RATIO = 3.0  #: limit of the wall time, as a multiple of the CPU time
 _SOCKET_BYTES = 1024 * 1024
+_KEPT_BYTES = 4 * 1024 * 1024  #: a child's shared memory is freed after larger images
+_MAX_ERROR_BYTES = 1024
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +41,14 @@ logger = logging.getLogger(__name__)
 class Child(ChildProcess):
     """One decoding process."""
 
-    def __init__(self, module: str, max_bytes: int, max_cpu_s: float) -> None:
+    def __init__(
+        self, module: str, max_bytes: int, max_cpu_s: float, fds: Sequence[int] = ()
+    ) -> None:
         self.num_files = 0
         self.is_lost = False  #: whether the child must be replaced
-        super().__init__(module, max_bytes, math.ceil(max_cpu_s), buffer_bytes=_SOCKET_BYTES)
+        super().__init__(
+            module, max_bytes, math.ceil(max_cpu_s), buffer_bytes=_SOCKET_BYTES, pass_fds=fds
+        )
 
     @contextmanager
     def talking(self, cannot_decode: str, too_long: str) -> Iterator[None]:
@@ -95,8 +107,8 @@ class ChildPool:
                 child = self._replace(child)
             self._idle.put(child)
 
-    def _start_child(self) -> Child:
-        child = Child(self.module, self._max_bytes, self._max_cpu_s)
+    def _start_child(self, *fds: int) -> Child:
+        child = Child(self.module, self._max_bytes, self._max_cpu_s, fds)
         self._children.add(child)
         return child
 
@@ -118,30 +130,48 @@ class ChildPool:
 
 
 class DecoderPool(ChildPool):
-    """Decodes images."""
+    """Decodes images. Files and pixels are in a memory that a child shares."""
 
     module = decoder_child.__name__
     max_files = 1000
 
-    def __init__(self, num_processes: int, max_pixels: int, max_cpu_s: float) -> None:
-        super().__init__(num_processes, _BASE_BYTES + _BYTES_PER_PIXEL * max_pixels, max_cpu_s)
+    def __init__(
+        self, num_processes: int, max_file_bytes: int, max_pixels: int, max_cpu_s: float
+    ) -> None:
+        self._shared_bytes = max(max_file_bytes, 3 * max_pixels)
+        self._memories: WeakKeyDictionary[Child, mmap.mmap] = WeakKeyDictionary()
+        max_bytes = _BASE_BYTES + _BYTES_PER_PIXEL * max_pixels + self._shared_bytes
+        super().__init__(num_processes, max_bytes, max_cpu_s)
+
+    def _start_child(self, *fds: int) -> Child:
+        is_linux = sys.platform == "linux"
+        with os.fdopen(os.memfd_create("images"), "r+b") if is_linux else TemporaryFile() as file:
+            file.truncate(self._shared_bytes)
+            memory = mmap.mmap(file.fileno(), self._shared_bytes)
+            child = super()._start_child(*fds, file.fileno())
+        self._memories[child] = memory
+        return child
 
     def decode(self, data: bytes, size: tuple[int, int] | None) -> Image.Image:
         """An RGB image. Raises: InvalidImage; OSError if no child can be started."""
         assert size is not None
+        num_bytes = 3 * size[0] * size[1]
+        used = max(len(data), num_bytes)
+        if used > self._shared_bytes:
+            raise InvalidImage(TOO_LARGE)
         with self.borrow() as child, child.talking(CANNOT_DECODE, TOO_LONG):
-            until = time.monotonic() + self.timeout_s
+            memory = self._memories[child]
+            memory[: len(data)] = data
             child.socket.settimeout(self.timeout_s)
             child.socket.sendall(REQUEST.pack(len(data), *size))
-            child.socket.sendall(data)
-            is_image, num_bytes, width, height = ANSWER.unpack(
-                receive(child.socket, ANSWER.size, until)
-            )
-            if num_bytes > 3 * max(size) ** 2 + 4096 or (
-                is_image and num_bytes != 3 * width * height
-            ):
+            answer = receive(child.socket, ANSWER.size, time.monotonic() + self.timeout_s)
+            width, height, error_bytes = ANSWER.unpack(answer)
+            if error_bytes > _MAX_ERROR_BYTES or sorted((width, height)) != sorted(size):
                 raise EOFError  # not a valid answer
-            body = receive(child.socket, num_bytes, until)
-        if not is_image:
-            raise InvalidImage(body.decode(errors="replace"))
-        return Image.frombuffer("RGB", (width, height), body, "raw", "RGB", 0, 1)
+            if error_bytes:
+                raise InvalidImage(memory[:error_bytes].decode(errors="replace"))
+            with memoryview(memory) as view, view[:num_bytes] as pixels:
+                image = Image.frombytes("RGB", (width, height), pixels)
+            if used > _KEPT_BYTES and sys.platform == "linux":
+                memory.madvise(mmap.MADV_REMOVE)
+        return image

@@ -35,7 +35,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[DecoderPool]:
-    pool = DecoderPool(1, LIMITS.max_image_pixels, max_cpu_s=2.0)
+    pool = DecoderPool(1, LIMITS.max_image_bytes, LIMITS.max_image_pixels, max_cpu_s=2.0)
     yield pool
     pool.close()
 
@@ -102,6 +102,19 @@ async def test_an_image_of_changed_bytes_is_refused_or_decoded(pool: DecoderPool
         assert image.width * image.height == size[0] * size[1]
 
 
+def test_an_image_beyond_the_limits_is_refused_and_its_memory_is_freed():
+    pool = DecoderPool(1, 10_000_000, 4_000_000, max_cpu_s=5.0)
+    before = psutil.Process().memory_info().shared
+    for size in ((4000, 1000), (1000, 4000)):
+        assert pool.decode(encoded(size=size), size).size == size
+    assert psutil.Process().memory_info().shared - before < 6_000_000
+    for data, size in ((encoded(), (4001, 1000)), (bytes(12_000_001), SIZE)):
+        with pytest.raises(InvalidImage, match="limits"):
+            pool.decode(data, size)
+    assert pool.decode(encoded(), SIZE).size == SIZE
+    pool.close()
+
+
 def test_a_child_that_dies_costs_one_image(pool: DecoderPool):
     pool.decode(encoded(), SIZE)
     [victim] = children()
@@ -113,7 +126,7 @@ def test_a_child_that_dies_costs_one_image(pool: DecoderPool):
 
 
 def test_a_child_that_hangs_costs_one_image():
-    pool = DecoderPool(1, 10_000, max_cpu_s=1.0)
+    pool = DecoderPool(1, 100_000, 10_000, max_cpu_s=1.0)
     before = children()
     pool.decode(encoded(), SIZE)
     [victim] = children() - before
@@ -127,7 +140,7 @@ def test_a_child_that_hangs_costs_one_image():
 
 def test_a_child_is_replaced_after_many_images(monkeypatch):
     monkeypatch.setattr(DecoderPool, "max_files", 2)
-    pool = DecoderPool(1, 10_000, max_cpu_s=5.0)
+    pool = DecoderPool(1, 100_000, 10_000, max_cpu_s=5.0)
     before = children()
     seen = set()
     for _ in range(4):
@@ -139,7 +152,7 @@ def test_a_child_is_replaced_after_many_images(monkeypatch):
 
 def test_a_child_knows_no_secrets(pool: DecoderPool, monkeypatch):
     monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-secret")
-    fresh = DecoderPool(1, 10_000, max_cpu_s=5.0)
+    fresh = DecoderPool(1, 100_000, 10_000, max_cpu_s=5.0)
     before = children()
     fresh.decode(encoded(), SIZE)
     [child] = children() - before
@@ -196,7 +209,7 @@ def test_decoders_are_confined(pool: DecoderPool):
 
 
 def test_memory_beyond_the_limit_is_not_given():
-    pool = DecoderPool(1, -15_000_000, max_cpu_s=5.0)
+    pool = DecoderPool(1, 90_000_000, -15_000_000, max_cpu_s=5.0)
     with pytest.raises(InvalidImage):
         pool.decode(encoded(size=(6000, 5000)), (6000, 5000))
     pool.close()
