@@ -6,7 +6,7 @@ time is Redis's own, so that the figures do not depend on other processes of the
 
 import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.tables import new_table
 from shared.protocol import Envelope, ModelCard, Priority
-from shared.queue.api import Claim, Submission
+from shared.queue.api import Submission
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.registry import Registry, WorkerRecord
@@ -57,30 +57,29 @@ async def _measure(redis: Redis, num_workers: int, rounds: int) -> Table:
     workers = [_worker(redis, str(number), settings) for number in range(num_workers)]
     await workers[0].create_group()
     await _submit(RedisGatewayQueue(redis, PREFIX), num_workers * NUM_SEATS)
-    claims = [await worker.take(NUM_SEATS) for worker in workers]
+    claims = [await worker.read(NUM_SEATS, 1.0) for worker in workers]
     assert all(len(each) == NUM_SEATS for each in claims)
     pairs = list(zip(workers, claims, strict=True))
     card = ModelCard(MODEL, created_at=0, max_model_len=4096, vocab_size=32_000)
     records = [WorkerRecord(str(number), card, "mock") for number in range(num_workers)]
 
-    async def all_of(of: Callable[[RedisWorkerQueue, Sequence[Claim]], Awaitable[object]]) -> None:
+    async def renew_all() -> None:
         for worker, own in pairs:
-            await of(worker, own)
+            await asyncio.gather(worker.renew(own), worker.cancel_deserted(own))
+
+    async def reconcile_all() -> None:
+        for worker in workers:
+            await asyncio.gather(worker.reconcile(), worker.take_scan(heartbeat_s / 2))
+
+    async def announce_all() -> None:
+        for record in records:
+            await registry.announce(record, 60.0)
 
     kinds: Kinds = {
-        "renew leases": (heartbeat_s, lambda: all_of(lambda worker, own: worker.renew(own))),
-        "find lost replies": (heartbeat_s, lambda: all_of(lambda worker, _: worker.reconcile())),
-        "find lost gateways": (
-            heartbeat_s, lambda: all_of(lambda worker, own: worker.cancel_deserted(own)),
-        ),
-        "ask for the scan": (
-            heartbeat_s, lambda: all_of(lambda worker, _: worker.take_scan(heartbeat_s / 2)),
-        ),
+        "renew leases, find lost gateways": (heartbeat_s, renew_all),
+        "find lost replies, ask for the scan": (heartbeat_s, reconcile_all),
         "scan for expired leases": (heartbeat_s / 2, lambda: workers[0].reclaim(1)),
-        "announce workers": (
-            heartbeat_s,
-            lambda: asyncio.gather(*(registry.announce(record, 60.0) for record in records)),
-        ),
+        "announce workers": (heartbeat_s, announce_all),
         "gateways read the registry": (
             GATEWAYS_EVERY_S / NUM_GATEWAYS, lambda: asyncio.gather(registry.workers(), registry.models()),
         ),
@@ -123,11 +122,12 @@ def _worker(redis: Redis, name: str, settings: WorkerSettings) -> RedisWorkerQue
 
 
 async def _submit(queue: RedisGatewayQueue, count: int) -> None:
-    for number in range(count):
-        envelope = Envelope(
-            f"request-{number}", MODEL, "gateway", "tenant", Priority.INTERACTIVE, PAYLOAD
-        )
-        await queue.submit(Submission([envelope], timeout_s=3600.0, max_waiting=count))
+    envelopes = [
+        Envelope(f"request-{number}", MODEL, "gateway", "tenant", Priority.INTERACTIVE, PAYLOAD)
+        for number in range(count)
+    ]
+    submissions = (Submission([each], timeout_s=3600.0, max_waiting=count) for each in envelopes)
+    await asyncio.gather(*map(queue.submit, submissions))
 
 
 async def _cpu_s(redis: Redis) -> float:
