@@ -43,13 +43,24 @@ async def measure_growth(num_workers: int, rounds: int) -> Table:
     ):
         redis = create_redis(RedisSettings(url=server.url))
         try:
-            return await _measure(redis, num_workers, rounds)
+            costs = await measure_costs(redis, num_workers, rounds, WorkerSettings())
         finally:
             await redis.aclose()
+    table = new_table(
+        f"{num_workers} workers, {num_workers * NUM_SEATS} running requests",
+        "at each heartbeat", "CPU of Redis in ms per second",
+    )  # fmt: skip
+    for name, each in costs.items():
+        table.add_row(name, f"{median(each):.2f}")
+    total_ms = sum(map(median, costs.values()))
+    table.add_row("all", f"{total_ms:.1f} ({total_ms / 10:.1f} % of a core)")
+    return table
 
 
-async def _measure(redis: Redis, num_workers: int, rounds: int) -> Table:
-    settings = WorkerSettings()
+async def measure_costs(
+    redis: Redis, num_workers: int, rounds: int, settings: WorkerSettings
+) -> dict[str, list[float]]:
+    """CPU time of Redis for each kind of work and round, in ms per second."""
     heartbeat_s = settings.heartbeat_s
     registry = Registry(redis, PREFIX)
     mailbox = RedisMailbox(redis, PREFIX, "gateway")
@@ -84,20 +95,9 @@ async def _measure(redis: Redis, num_workers: int, rounds: int) -> Table:
             GATEWAYS_EVERY_S / NUM_GATEWAYS, lambda: asyncio.gather(registry.workers(), registry.models()),
         ),
     }  # fmt: skip
-    table = new_table(
-        f"{num_workers} workers, {num_workers * NUM_SEATS} running requests",
-        "at each heartbeat", "CPU of Redis in ms per second",
-    )  # fmt: skip
-    costs: dict[str, list[float]] = {name: [] for name in kinds}
-    for _ in range(1 + rounds):  # the first one loads the scripts
-        for name, cost_ms in (await _measure_round(redis, kinds, heartbeat_s)).items():
-            costs[name].append(cost_ms)
-    medians = {name: median(each[1:]) for name, each in costs.items()}
-    for name, cost_ms in medians.items():
-        table.add_row(name, f"{cost_ms:.2f}")
-    total_ms = sum(medians.values())
-    table.add_row("all", f"{total_ms:.1f} ({total_ms / 10:.1f} % of a core)")
-    return table
+    await _measure_round(redis, kinds, heartbeat_s)  # loads the scripts
+    measured = [await _measure_round(redis, kinds, heartbeat_s) for _ in range(rounds)]
+    return {name: [costs[name] for costs in measured] for name in kinds}
 
 
 async def _measure_round(redis: Redis, kinds: Kinds, heartbeat_s: float) -> dict[str, float]:

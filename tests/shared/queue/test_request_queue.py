@@ -418,6 +418,29 @@ async def test_a_heartbeat_between_renewals_names_requests_that_were_cancelled_o
     assert await worker.renew([failed, kept]) == {failed.id: "ended", kept.id: "ended"}
 
 
+async def test_a_heartbeat_between_renewals_costs_the_same_for_one_request_and_for_many(
+    ends, clock
+):
+    sent = []
+    for name, num_requests in (("a", 1), ("b", 50)):
+        worker = ends.worker(name)
+        for _ in range(num_requests):
+            await ends.enqueue()
+        await worker.create_group()
+        claims = await worker.read(num_requests, 1.0)
+        for _ in range(2):
+            assert await worker.renew(claims) == {}
+        before = await sent_bytes(ends)
+        assert await worker.renew(claims) == {}
+        sent.append(await sent_bytes(ends) - before)
+    assert len(claims) == 50
+    assert sent[1] < sent[0] + 100
+
+
+async def sent_bytes(ends) -> int:
+    return (await ends.redis.info("stats"))["total_net_output_bytes"]
+
+
 @pytest.mark.parametrize("gap", ["deleted", "trimmed", "restored"])
 async def test_a_gap_in_the_wakeups_of_a_worker_hides_no_lost_request(ends, clock, gap):
     """`restored`: a replica without the last wakeups became the primary, and its clock is slow."""
