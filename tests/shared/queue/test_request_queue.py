@@ -381,8 +381,7 @@ async def test_a_request_that_its_worker_claims_again_is_its_own_by_the_later_at
     assert await worker.renew([later]) == {}
 
 
-async def test_leases_are_renewed_at_intervals(ends, clock, monkeypatch):
-    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
+async def test_leases_are_renewed_at_intervals(ends, clock):
     worker = ends.worker("a", lease_s=10.0)
     await ends.enqueue()
     claim = await ends.claim(worker)
@@ -478,7 +477,6 @@ async def test_a_stream_of_wakeups_that_no_worker_reads_is_not_created(ends):
 
 
 async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, clock, monkeypatch):
-    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
     worker, other = ends.worker("a"), ends.worker("b")
     await ends.enqueue()
     claim = await ends.claim(worker)
@@ -512,8 +510,10 @@ async def test_an_entry_that_an_earlier_owner_took_back_returns_to_the_attempt_t
 
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
+    """Also: requests are not all checked now and then."""
     clock = Clock()
     monkeypatch.setattr("shared.queue.claims.time", clock)
+    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
     return clock
 
 
