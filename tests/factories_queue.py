@@ -118,6 +118,19 @@ async def enqueue(
     await queue.submit(Submission(envelopes, timeout_s, max_waiting, reservation))
 
 
+class Clock:
+    """Stands still until `pass_time`, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class Ends:
     """The gateway's and the workers' ends of the queues under one prefix."""
 

@@ -293,19 +293,24 @@ class QueueLoops:
 
         While no lease has expired, only one worker per half heartbeat looks for expired leases.
         """
-        self._active_requests.start(await self.queue.reconcile())
-        if self.queue.num_backlog:
-            self._batch_waits.set()
-        heartbeat_s = self._settings.heartbeat_s
-        until = time.monotonic() + heartbeat_s
-        has_room = self._limit(self._active_requests.room()) > 0
-        if not has_room or not await self.queue.take_scan(heartbeat_s / 2):
+        until = time.monotonic() + self._settings.heartbeat_s
+        _, may_scan = await asyncio.gather(self._reconcile(), self._may_scan())
+        if not may_scan:
             return
         while self._limit(self._active_requests.room()) and (claims := await self.queue.reclaim(1)):
             self._active_requests.start(claims)
             await self.queue.end_scan()
             while self._active_requests.is_held_up() and time.monotonic() < until:
                 await self._active_requests.wait_for_change()
+
+    async def _reconcile(self) -> None:
+        self._active_requests.start(await self.queue.reconcile())
+        if self.queue.num_backlog:
+            self._batch_waits.set()
+
+    async def _may_scan(self) -> bool:
+        has_room = self._limit(self._active_requests.room()) > 0
+        return has_room and await self.queue.take_scan(self._settings.heartbeat_s / 2)
 
     async def _publish_once(self) -> None:
         """Publish the events since the last call, and retry those that Redis did not acknowledge."""
@@ -335,7 +340,13 @@ class QueueLoops:
             self._renewed_at = time.monotonic()
             return
         try:
-            refused = await self.queue.renew([active.claim for active in active_requests])
+            refused, deserted = await asyncio.gather(
+                self.queue.renew([active.claim for active in active_requests]),
+                # Cancel the requests of gateways that have stopped.
+                self.queue.cancel_deserted(
+                    [active.claim for active in active_requests if not active.call.is_resumable]
+                ),
+            )
         except QueueUnavailable:
             # If the shard has been down for longer than a lease, others get the slots of its requests.
             if self._others and time.monotonic() - self._renewed_at > self._settings.lease_s:
@@ -346,9 +357,7 @@ class QueueLoops:
         for active in active_requests:
             if active.request_id in refused and self._active_requests.find(active.claim):
                 self._active_requests.drop(active, refused[active.request_id])
-        # Cancel the requests of gateways that have stopped.
-        waited_for = [f.claim for f in self.active() if not f.call.is_resumable]
-        for claim in await self.queue.cancel_deserted(waited_for):
+        for claim in deserted:
             if (active := self._active_requests.find(claim)) is not None:
                 self._active_requests.drop(active, "cancelled")
 

@@ -6,7 +6,7 @@ time is Redis's own, so that the figures do not depend on other processes of the
 
 import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.tables import new_table
 from shared.protocol import Envelope, ModelCard, Priority
-from shared.queue.api import Claim, Submission
+from shared.queue.api import Submission
 from shared.queue.claims import RedisWorkerQueue
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.registry import Registry, WorkerRecord
@@ -43,13 +43,24 @@ async def measure_growth(num_workers: int, rounds: int) -> Table:
     ):
         redis = create_redis(RedisSettings(url=server.url))
         try:
-            return await _measure(redis, num_workers, rounds)
+            costs = await measure_costs(redis, num_workers, rounds, WorkerSettings())
         finally:
             await redis.aclose()
+    table = new_table(
+        f"{num_workers} workers, {num_workers * NUM_SEATS} running requests",
+        "at each heartbeat", "CPU of Redis in ms per second",
+    )  # fmt: skip
+    for name, each in costs.items():
+        table.add_row(name, f"{median(each):.2f}")
+    total_ms = sum(map(median, costs.values()))
+    table.add_row("all", f"{total_ms:.1f} ({total_ms / 10:.1f} % of a core)")
+    return table
 
 
-async def _measure(redis: Redis, num_workers: int, rounds: int) -> Table:
-    settings = WorkerSettings()
+async def measure_costs(
+    redis: Redis, num_workers: int, rounds: int, settings: WorkerSettings
+) -> dict[str, list[float]]:
+    """CPU time of Redis for each kind of work and round, in ms per second."""
     heartbeat_s = settings.heartbeat_s
     registry = Registry(redis, PREFIX)
     mailbox = RedisMailbox(redis, PREFIX, "gateway")
@@ -57,48 +68,36 @@ async def _measure(redis: Redis, num_workers: int, rounds: int) -> Table:
     workers = [_worker(redis, str(number), settings) for number in range(num_workers)]
     await workers[0].create_group()
     await _submit(RedisGatewayQueue(redis, PREFIX), num_workers * NUM_SEATS)
-    claims = [await worker.take(NUM_SEATS) for worker in workers]
+    claims = [await worker.read(NUM_SEATS, 1.0) for worker in workers]
     assert all(len(each) == NUM_SEATS for each in claims)
     pairs = list(zip(workers, claims, strict=True))
     card = ModelCard(MODEL, created_at=0, max_model_len=4096, vocab_size=32_000)
     records = [WorkerRecord(str(number), card, "mock") for number in range(num_workers)]
 
-    async def all_of(of: Callable[[RedisWorkerQueue, Sequence[Claim]], Awaitable[object]]) -> None:
+    async def renew_all() -> None:
         for worker, own in pairs:
-            await of(worker, own)
+            await asyncio.gather(worker.renew(own), worker.cancel_deserted(own))
+
+    async def reconcile_all() -> None:
+        for worker in workers:
+            await asyncio.gather(worker.reconcile(), worker.take_scan(heartbeat_s / 2))
+
+    async def announce_all() -> None:
+        for record in records:
+            await registry.announce(record, 60.0)
 
     kinds: Kinds = {
-        "renew leases": (heartbeat_s, lambda: all_of(lambda worker, own: worker.renew(own))),
-        "find lost replies": (heartbeat_s, lambda: all_of(lambda worker, _: worker.reconcile())),
-        "find lost gateways": (
-            heartbeat_s, lambda: all_of(lambda worker, own: worker.cancel_deserted(own)),
-        ),
-        "ask for the scan": (
-            heartbeat_s, lambda: all_of(lambda worker, _: worker.take_scan(heartbeat_s / 2)),
-        ),
+        "renew leases, find lost gateways": (heartbeat_s, renew_all),
+        "find lost replies, ask for the scan": (heartbeat_s, reconcile_all),
         "scan for expired leases": (heartbeat_s / 2, lambda: workers[0].reclaim(1)),
-        "announce workers": (
-            heartbeat_s,
-            lambda: asyncio.gather(*(registry.announce(record, 60.0) for record in records)),
-        ),
+        "announce workers": (heartbeat_s, announce_all),
         "gateways read the registry": (
             GATEWAYS_EVERY_S / NUM_GATEWAYS, lambda: asyncio.gather(registry.workers(), registry.models()),
         ),
     }  # fmt: skip
-    table = new_table(
-        f"{num_workers} workers, {num_workers * NUM_SEATS} running requests",
-        "at each heartbeat", "CPU of Redis in ms per second",
-    )  # fmt: skip
-    costs: dict[str, list[float]] = {name: [] for name in kinds}
-    for _ in range(1 + rounds):  # the first one loads the scripts
-        for name, cost_ms in (await _measure_round(redis, kinds, heartbeat_s)).items():
-            costs[name].append(cost_ms)
-    medians = {name: median(each[1:]) for name, each in costs.items()}
-    for name, cost_ms in medians.items():
-        table.add_row(name, f"{cost_ms:.2f}")
-    total_ms = sum(medians.values())
-    table.add_row("all", f"{total_ms:.1f} ({total_ms / 10:.1f} % of a core)")
-    return table
+    await _measure_round(redis, kinds, heartbeat_s)  # loads the scripts
+    measured = [await _measure_round(redis, kinds, heartbeat_s) for _ in range(rounds)]
+    return {name: [costs[name] for costs in measured] for name in kinds}
 
 
 async def _measure_round(redis: Redis, kinds: Kinds, heartbeat_s: float) -> dict[str, float]:
@@ -123,11 +122,12 @@ def _worker(redis: Redis, name: str, settings: WorkerSettings) -> RedisWorkerQue
 
 
 async def _submit(queue: RedisGatewayQueue, count: int) -> None:
-    for number in range(count):
-        envelope = Envelope(
-            f"request-{number}", MODEL, "gateway", "tenant", Priority.INTERACTIVE, PAYLOAD
-        )
-        await queue.submit(Submission([envelope], timeout_s=3600.0, max_waiting=count))
+    envelopes = [
+        Envelope(f"request-{number}", MODEL, "gateway", "tenant", Priority.INTERACTIVE, PAYLOAD)
+        for number in range(count)
+    ]
+    submissions = (Submission([each], timeout_s=3600.0, max_waiting=count) for each in envelopes)
+    await asyncio.gather(*map(queue.submit, submissions))
 
 
 async def _cpu_s(redis: Redis) -> float:

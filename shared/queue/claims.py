@@ -42,8 +42,8 @@ NO_REPLIES: Replies = MappingProxyType({})
 #: Idle time after which an entry that Redis assigns to this worker, but that the worker does not hold, counts as lost in
 #: a reply. Above the age of any renewed lease, so that entries of a worker with the same name are not taken.
 UNKNOWN_AFTER_S = 4.0
-#: Age at which a lease is renewed; at most a quarter of the lease, so that late heartbeats do not lose it.
-RENEW_AFTER_S = 2.5
+#: Interval between renewals of a worker's leases; at most a quarter of a lease, so that late heartbeats do not lose it.
+RENEW_EVERY_S = 2.5
 #: Heartbeats between checks of all requests of a worker, in case Redis has lost writes.
 CHECK_EVERY = 60
 #: Interval between deletions of old consumers.
@@ -98,9 +98,9 @@ class RedisWorkerQueue:
         self._last_reap_at = time.monotonic()
         self.publisher = Publisher(self._sender, self._keys, model, worker_id)
         self._held: dict[bytes, int] = {}  # attempts of this worker's entries
-        self._renew_after_ms = to_ms(min(RENEW_AFTER_S, lease_s / 4))
-        # Whether the last renewal found only held entries; reset by `reconcile`.
-        self._knows_all = False
+        self._renew_every_s = min(RENEW_EVERY_S, lease_s / 4)
+        self._renew_at = 0.0  # by the monotonic clock: next renewal of leases
+        self._doubtful: set[bytes] = set()  # entries that this worker may have lost
         self._num_renewals = randrange(CHECK_EVERY)  # not all workers check at once
         self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
 
@@ -171,11 +171,9 @@ class RedisWorkerQueue:
     @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
         """See `WorkerQueue.reconcile`. Consumers without entries are deleted every `REAP_EVERY_S`."""
-        await self.entries.refresh()
-        unknown: Sequence[bytes] = ()
-        if not self._knows_all:
-            unknown = await self.entries.unknown(self._unknown_after_s, self._held)
-        self._knows_all = False
+        _, unknown = await asyncio.gather(
+            self.entries.refresh(), self.entries.unknown(self._unknown_after_s, self._held)
+        )
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
             await self.entries.reap()
@@ -278,23 +276,26 @@ class RedisWorkerQueue:
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
         """See `WorkerQueue.renew`.
 
-        One command lists this worker's entries. Requests that were cancelled, have ended or were taken over are not
-        among them: only these are checked one by one, and now and then all. A lease is renewed once it is old enough.
+        Scripts that cancel or take over a request add its entry to the stream of wakeups of the worker that runs it.
+        Leases are renewed at intervals, by one command. Requests are checked one by one if their entry is in the stream
+        or was not renewed; all are if the stream may have a gap, and every `CHECK_EVERY` calls.
         """
         claims = list(claims)
-        own = await self.entries.own(len(claims))
-        self._knows_all = own.keys() <= self._held.keys()
+        entry_ids = {claim.entry_id for claim in claims}
+        lost = await self.entries.lost()
         self._num_renewals += 1
-        checks_all = self._num_renewals % CHECK_EVERY == 0
-        checked: list[Claim] = []
-        due: list[bytes] = []
-        for claim in claims:
-            if checks_all or claim.entry_id not in own or not self._holds(claim):
-                checked.append(claim)
-            elif own[claim.entry_id] >= self._renew_after_ms:
-                due.append(claim.entry_id)
-        if due:
-            await self.entries.renew(due, self._renew_after_ms)
+        if lost is None or self._num_renewals % CHECK_EVERY == 0:
+            lost = entry_ids
+        self._doubtful |= lost
+        if time.monotonic() >= self._renew_at:
+            sure = [
+                c.entry_id for c in claims if self._holds(c) and c.entry_id not in self._doubtful
+            ]
+            renewed = await self.entries.renew(sure, to_ms(self._renew_every_s / 5))
+            # Entries of claims that are still on their way to the caller are kept for the next call.
+            self._doubtful = lost | (entry_ids - renewed)
+            self._renew_at = time.monotonic() + self._renew_every_s
+        checked = [c for c in claims if c.entry_id in self._doubtful or not self._holds(c)]
         return await self._check(checked) if checked else {}
 
     async def _check(self, claims: Sequence[Claim]) -> dict[str, str]:
@@ -308,6 +309,7 @@ class RedisWorkerQueue:
             items=_items(claims),
         )
         refused = refusals(claims, await self._sender.run(RENEW, keys, arguments))
+        self._doubtful.difference_update(claim.entry_id for claim in claims)
         for claim in claims:
             if claim.id in refused:
                 self._let_go(claim)
@@ -410,6 +412,7 @@ class ClaimScript:
             "max_losses": LOSSES_PER_ATTEMPT * max_attempts,
             "cleared_after": CLEARED_AFTER_TOKENS,
             "affinity_ms": to_ms(AFFINITY_TTL_S),
+            "wakeups": keys.wakeups(model, ""),
         }
         self._of_reads = self._common | {
             "nonce": self._read_nonce,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 from redis.exceptions import ResponseError
@@ -30,6 +31,7 @@ class QueueEntries:
         self._queue = keys.queue(model)
         self._wakeups = keys.wakeups(model, worker_id)
         self._seen: list[bytes] = []  # wakeups that are not acknowledged yet
+        self._last_wakeup = b"0"  # that `lost` has read
         self._batch_keys = (keys.queue(model), keys.backlog(model))
         self._requests = keys.requests(model)
         self._read = ("XREADGROUP", "GROUP", GROUP, worker_id, "COUNT")
@@ -85,7 +87,7 @@ class QueueEntries:
     async def refresh(self) -> None:
         """Read the length of the backlog, and renew the stream of wakeups. Raises: RedisError."""
         self.num_backlog, _ = await asyncio.gather(
-            self._sender.execute("XLEN", self._batch_keys[1]),
+            self._sender.execute_soon("XLEN", self._batch_keys[1]),
             self._sender.execute("PEXPIRE", self._wakeups, to_ms(WAKEUPS_TTL_S)),
         )
 
@@ -115,28 +117,46 @@ class QueueEntries:
         command = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(lease_s))
         return [entry for entry in await self._sender.execute(*command, *entry_ids) if entry]
 
-    async def own(self, num_held: int, idle_s: float = 0.0) -> dict[bytes, int]:
-        """Idle times (ms) of this worker's entries as Redis counts them, `num_held` and more. Raises: RedisError."""
-        most = num_held + MAX_UNKNOWN
+    async def renew(self, entry_ids: Sequence[bytes], age_ms: int) -> set[bytes]:
+        """Renew the leases of this worker's entries that are at least `age_ms` old. Raises: RedisError.
+
+        Returns the renewed entries. An entry that another worker has just taken is younger, and stays where it is.
+        """
+        if not entry_ids:
+            return set()
+        command = ("XCLAIM", self._queue, GROUP, self._worker_id, age_ms)
+        try:
+            return set(await self._sender.execute(*command, *entry_ids, "JUSTID"))
+        except ResponseError as error:
+            await self._handle_missing_queue(error)
+            return set()
+
+    async def lost(self) -> set[bytes] | None:
+        """Entries that this worker lost since the last call, from its stream of wakeups. Raises: RedisError.
+
+        None: the stream may have a gap, because Redis has trimmed, deleted or lost it. Entries that are lost after this
+        call are found by the next one.
+        """
+        found = await self._sender.execute_soon("XRANGE", self._wakeups, self._last_wakeup, "+")
+        if found and found[0][0] == self._last_wakeup:
+            self._last_wakeup = found[-1][0]
+            return {fields[1] for _, fields in found[1:] if fields[0] == b"lost"}
+        self._last_wakeup = b"0"
+        with suppress(ResponseError):  # memory is full
+            mark = await self._sender.execute("XADD", self._wakeups, "NOMKSTREAM", "*", "mark", "")
+            self._last_wakeup = mark or b"0"  # None: there is no stream
+        return None
+
+    async def unknown(self, idle_s: float, held: Collection[bytes]) -> Sequence[bytes]:
+        """Entries that Redis counts as this worker's and that are not `held`. Raises: RedisError."""
+        most = len(held) + MAX_UNKNOWN
         command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", most)
         try:
             pending = await self._sender.execute(*command, self._worker_id)
         except ResponseError as error:
             await self._handle_missing_queue(error)
-            return {}
-        return {entry[0]: entry[2] for entry in pending}
-
-    async def renew(self, entry_ids: Sequence[bytes], age_ms: int) -> None:
-        """Renew the leases of this worker's entries that are at least `age_ms` old. Raises: RedisError.
-
-        An entry that another worker has taken since it was listed is younger, and stays where it is.
-        """
-        command = ("XCLAIM", self._queue, GROUP, self._worker_id, age_ms)
-        await self._sender.execute(*command, *entry_ids, "JUSTID")
-
-    async def unknown(self, idle_s: float, held: Collection[bytes]) -> Sequence[bytes]:
-        """Entries that Redis counts as this worker's and that are not `held`. Raises: RedisError."""
-        return [entry for entry in await self.own(len(held), idle_s) if entry not in held]
+            return []
+        return [entry[0] for entry in pending if entry[0] not in held]
 
     async def find(self, entry_id: bytes) -> Entry | None:
         found = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)

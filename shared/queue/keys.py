@@ -102,7 +102,7 @@ class RedisKeys:
         return f"{self.prefix}:{{{model}}}:scan"
 
     def wakeups(self, model: str, worker_id: str) -> str:
-        """Stream with an entry for each request reserved for a worker; it exists while requests may be reserved."""
+        """Stream of the requests reserved for a worker, and of entries that it lost; it exists while the worker reads it."""
         return f"{self.prefix}:{{{model}}}:bell:{worker_id}"
 
     def crash(self, model: str, worker_id: str) -> str:
@@ -268,6 +268,7 @@ def cancel_arguments(keys: RedisKeys, model: str) -> dict[str, str | int]:
         "keep_ms": to_ms(AFTER_END_S),
         "left": keys.left(model, ""),
         "left_ttl_ms": to_ms(LEFT_TTL_S),
+        "wakeups": keys.wakeups(model, ""),
     }
 
 

@@ -79,7 +79,9 @@ class Registry(RedisStore):
         add_model = with_ttl(keys.models, ttl_ms, "SADD", keys.models, name)
         execute = self._sender.execute
         await asyncio.gather(
-            execute("SET", keys.worker(record.worker_id), encode(record), "PX", to_ms(ttl_s)),
+            self._sender.execute_soon(
+                "SET", keys.worker(record.worker_id), encode(record), "PX", to_ms(ttl_s)
+            ),
             execute(*add_worker),
             execute("SET", keys.model(name), encode(record.card), "PX", ttl_ms),
             execute(*add_model),

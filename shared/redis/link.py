@@ -353,6 +353,11 @@ class RedisSender:
                 loop.call_soon(self._send)
         return await future
 
+    async def execute_soon(self, *command: Part) -> Any:
+        """One command, in one write with those that other tasks send in this loop iteration. Raises: RedisError."""
+        self._was_alone = False
+        return await self.execute(*command)
+
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
         """Run a script by its digest, or by its text if the server does not know it. Raises: RedisError."""
         try:

@@ -1,7 +1,7 @@
 -- Cancel calls, or fail them if a failure is given: gateways get the event. Their entries leave the queue at once,
--- so that they are not claimed; a worker that runs one learns it at its next publish or heartbeat.
+-- so that they are not claimed; a worker that runs one learns it at its next publish, or by its stream of wakeups.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
--- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of `note_tenant`), left_ttl_ms; failure: absent, or
+-- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of `note_tenant`), left_ttl_ms, wakeups (prefix of the keys of streams, `wake.lua`); failure: absent, or
 --   code, message, ids (of the calls), max_entries, mailboxes (prefix of their keys)
 -- Returns for each item its earlier state, or gone.
 local queue, backlog, reservations = KEYS[1], KEYS[2], KEYS[3]
@@ -13,11 +13,11 @@ local time = redis.call('TIME')
 local now_ms = string.format('%d', time[1] * 1000 + math.floor(time[2] / 1000))
 
 -- The worker may still run the call for a moment: `crash_tenants.lua` counts its tenant until then.
-local function note_tenant(request)
-  local r = redis.call('HMGET', request, 'worker', 'begun', 'tenant')
-  if r[2] ~= '1' then return end
-  redis.pcall('HSET', args.left .. r[1], r[3] or '', now_ms)  -- pcall: an older ACL may not allow it
-  redis.pcall('PEXPIRE', args.left .. r[1], args.left_ttl_ms)
+local function note_tenant(request, worker)
+  local r = redis.call('HMGET', request, 'begun', 'tenant')
+  if r[1] ~= '1' then return end
+  redis.pcall('HSET', args.left .. worker, r[2] or '', now_ms)  -- pcall: an older ACL may not allow it
+  redis.pcall('PEXPIRE', args.left .. worker, args.left_ttl_ms)
 end
 
 local function fail(request, item)
@@ -33,7 +33,7 @@ end
 
 for item = 1, (#KEYS - 3) / 2 do
   local request, log = KEYS[2 * item + 2], KEYS[2 * item + 3]
-  local r = redis.call('HMGET', request, 'state', 'entry', 'backlog', 'reservation')
+  local r = redis.call('HMGET', request, 'state', 'entry', 'backlog', 'reservation', 'worker')
   if r[1] == 'queued' or r[1] == 'running' then
     if not r[3] or r[3] == '' then
       redis.call('XACK', queue, args.group, r[2])
@@ -41,11 +41,12 @@ for item = 1, (#KEYS - 3) / 2 do
     else
       redis.call('XDEL', backlog, r[3])
     end
+    if r[1] == 'running' then wake(args.wakeups .. r[5], 'lost', r[2]) end
     if r[4] and r[4] ~= '' then redis.call('ZADD', reservations, 'XX', 0, r[4]) end
     if failure then
       fail(request, item)
     else
-      if r[1] == 'running' then note_tenant(request) end
+      if r[1] == 'running' then note_tenant(request, r[5]) end
       redis.call('HSET', request, 'state', 'cancelled')
       redis.call('DEL', log)
     end

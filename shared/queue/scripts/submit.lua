@@ -168,7 +168,7 @@ end
 -- Prefix affinity: the calls are reserved for the worker that last served their affinity key, as if it had read them,
 -- unless other requests wait or it holds more than twice its share of the running calls.
 
-local MORE_THAN_SHARE, MAX_WAKEUPS = 2, 100
+local MORE_THAN_SHARE = 2
 local affinity, preferred, outcome = args.affinity, nil, nil
 
 local function find_preferred()
@@ -182,8 +182,7 @@ local function find_preferred()
   end
   local most = math.min(affinity.num_seats, 2 * num_all / affinity.num_workers + MORE_THAN_SHARE)
   if num_held > most then return nil, 'busy' end
-  local woken = redis.call('XADD', affinity.wakeups .. worker, 'NOMKSTREAM', 'MAXLEN', '~', MAX_WAKEUPS, '*', 'id', ids[1])
-  if not woken then return nil, 'gone' end
+  if not wake(affinity.wakeups .. worker, 'id', ids[1]) then return nil, 'gone' end
   return worker, 'home'
 end
 

@@ -56,6 +56,7 @@ from shared.settings.tree import RedisSettings
 from tests.factories_queue import (
     GATEWAY,
     MODEL,
+    Clock,
     enqueue,
     make_delta,
     make_finished,
@@ -166,6 +167,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.prefix = f"m{uuid4().hex[:10]}"
         self.keys = RedisKeys(self.prefix)
+        self.clock = Clock()
+        self.patch = patch("shared.queue.claims.time", self.clock)
+        self.patch.start()
         self.requests: dict[str, Modelled] = {}
         self.hands: list[Hand] = []
         self.preferred: str | None = None  #: the preferred worker of `AFFINITY`
@@ -456,18 +460,24 @@ class QueueMachine(RuleBasedStateMachine):
     def renew(self, data) -> None:
         """Entries of this worker have fresh leases; entries of other workers are unchanged."""
         hand = self._any_hand(data)
-        request = self.requests.get(hand.id)
-        verdict = "gone" if request is None else request.verdict(hand.claim.attempt)
-        before = self._lease(hand.claim.entry_id)
-        refused = self.run(hand.worker.renew([hand.claim]))
-        assert refused == ({} if verdict == "ok" else {hand.id: verdict})
-        after = self._lease(hand.claim.entry_id)
-        if verdict == "ok":
-            assert after is not None
-            assert self.workers[after["consumer"].decode()] is hand.worker
-            assert after["time_since_delivered"] < 60_000
-        else:
-            assert (before and before["consumer"]) == (after and after["consumer"])
+        hands = {h.id: h for h in self.hands if h.worker is hand.worker} | {hand.id: hand}
+        verdicts = {
+            name: self.requests[name].verdict(each.claim.attempt)
+            if name in self.requests
+            else "gone"
+            for name, each in hands.items()
+        }
+        before = {name: self._lease(each.claim.entry_id) for name, each in hands.items()}
+        refused = self.run(hand.worker.renew([each.claim for each in hands.values()]))
+        assert refused == {name: verdict for name, verdict in verdicts.items() if verdict != "ok"}
+        for name, each in hands.items():
+            lease, after = before[name], self._lease(each.claim.entry_id)
+            if verdicts[name] == "ok":
+                assert after is not None
+                assert self.workers[after["consumer"].decode()] is hand.worker
+                assert after["time_since_delivered"] < 60_000
+            else:
+                assert (lease and lease["consumer"]) == (after and after["consumer"])
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
@@ -631,6 +641,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.run(self._close())
             self.runner.close()
             self.eye.close()
+            self.patch.stop()
 
     def _end_all(self) -> None:
         survivor = self._worker("survivor")
@@ -696,6 +707,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _expire_lease(self, entry_id: bytes) -> None:
         """Whoever holds it has given no sign for an hour."""
+        self.clock.pass_time(3600.0)
         queue = self.keys.queue(MODEL)
         if self._has_group():
             pending = self.eye.xpending_range(queue, GROUP, entry_id, entry_id, 1)

@@ -24,6 +24,7 @@ from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings
 from tests.factories_queue import (
     MODEL,
+    Clock,
     call_of,
     enqueue,
     events_of,
@@ -380,35 +381,116 @@ async def test_a_request_that_its_worker_claims_again_is_its_own_by_the_later_at
     assert await worker.renew([later]) == {}
 
 
-async def test_only_leases_that_are_due_are_renewed(ends, monkeypatch):
-    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
-    worker = ends.worker("a", lease_s=8.0)
+async def test_leases_are_renewed_at_intervals(ends, clock):
+    worker = ends.worker("a", lease_s=10.0)
     await ends.enqueue()
     claim = await ends.claim(worker)
+    assert await worker.renew([claim]) == {}
 
-    for age_ms, is_due in ((1000, False), (3000, True)):
-        await set_lease(ends, claim, "a", age_ms)
+    for pause_s, is_renewed in ((1.0, False), (2.0, True)):
+        clock.pass_time(pause_s)
+        await set_lease(ends, claim, "a", 9000)
         assert await worker.renew([claim]) == {}
-        owner, left_ms = await lease_of(ends, claim)
+        owner, age_ms = await lease_of(ends, claim)
         assert owner == b"a"
-        assert (left_ms < age_ms) == is_due
+        assert (age_ms < 9000) == is_renewed
 
 
-async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, monkeypatch):
-    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
+async def test_a_heartbeat_between_renewals_names_requests_that_were_cancelled_or_taken_over(
+    ends, clock
+):
+    worker = ends.worker("a")
+    for _ in range(4):
+        await ends.enqueue()
+    await worker.create_group()
+    cancelled, taken, failed, kept = claims = await worker.read(4, 1.0)
+    for _ in range(2):  # the first call lists all entries
+        assert await worker.renew(claims) == {}
+
+    await ends.queue.cancel(MODEL, [cancelled.id])
+    await ends.take_over(ends.worker("b"), taken)
+    expected = {cancelled.id: "cancelled", taken.id: "fenced"}
+    assert await worker.renew([]) == {}  # these claims were not known to the worker's loop yet
+    assert await worker.renew(claims) == expected
+
+    await ends.queue.fail_all(MODEL, ErrorCode.WORKER_LOST, "gone")
+    assert await worker.renew([failed, kept]) == {failed.id: "ended", kept.id: "ended"}
+
+
+async def test_a_heartbeat_between_renewals_costs_the_same_for_one_request_and_for_many(
+    ends, clock
+):
+    sent = []
+    for name, num_requests in (("a", 1), ("b", 50)):
+        worker = ends.worker(name)
+        for _ in range(num_requests):
+            await ends.enqueue()
+        await worker.create_group()
+        claims = await worker.read(num_requests, 1.0)
+        for _ in range(2):
+            assert await worker.renew(claims) == {}
+        before = await sent_bytes(ends)
+        assert await worker.renew(claims) == {}
+        sent.append(await sent_bytes(ends) - before)
+    assert len(claims) == 50
+    assert sent[1] < sent[0] + 100
+
+
+async def sent_bytes(ends) -> int:
+    return (await ends.redis.info("stats"))["total_net_output_bytes"]
+
+
+@pytest.mark.parametrize("gap", ["deleted", "trimmed", "restored"])
+async def test_a_gap_in_the_wakeups_of_a_worker_hides_no_lost_request(ends, clock, gap):
+    """`restored`: a replica without the last wakeups became the primary, and its clock is slow."""
     worker = ends.worker("a")
     await ends.enqueue()
     claim = await ends.claim(worker)
-    await set_lease(ends, claim, "a", 9000)
-    own = worker.entries.own
+    stream = ends.keys.wakeups(MODEL, "a")
+    for _ in range(2):
+        assert await worker.renew([claim]) == {}
 
-    async def own_before_the_takeover(*arguments):
-        found = await own(*arguments)
-        await set_lease(ends, claim, "b", 0)
+    if gap != "trimmed":
+        await ends.redis.delete(stream)
+    if gap == "restored":
+        await ends.redis.xgroup_create(stream, GROUP, mkstream=True)
+        await ends.redis.xadd(stream, {"id": "another"}, id="1-1")
+        await ends.redis.expire(stream, 10)
+    await ends.queue.cancel(MODEL, [claim.id])
+    if gap == "trimmed":
+        await ends.redis.xtrim(stream, maxlen=0, approximate=False)
+    if gap == "deleted":
+        await ends.redis.xgroup_create(stream, GROUP, mkstream=True)
+
+    assert await worker.renew([claim]) == {claim.id: "cancelled"}
+
+
+async def test_a_stream_of_wakeups_that_no_worker_reads_is_not_created(ends):
+    worker = ends.worker("a")
+    await ends.enqueue()
+    await worker.create_group()
+    [claim] = await worker.take(1)
+    await ends.queue.cancel(MODEL, [claim.id])
+
+    assert await worker.renew([claim]) == {claim.id: "cancelled"}
+    assert not await ends.redis.exists(ends.keys.wakeups(MODEL, "a"))
+
+
+async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, clock, monkeypatch):
+    worker, other = ends.worker("a"), ends.worker("b")
+    await ends.enqueue()
+    claim = await ends.claim(worker)
+    assert await worker.renew([claim]) == {}
+    clock.pass_time(3.0)
+    lost = worker.entries.lost
+
+    async def lost_before_the_takeover():
+        found = await lost()
+        await ends.take_over(other, claim)
         return found
 
-    monkeypatch.setattr(worker.entries, "own", own_before_the_takeover)
-    assert await worker.renew([claim]) == {}
+    monkeypatch.setattr(worker.entries, "lost", lost_before_the_takeover)
+    assert await worker.renew([claim]) == {claim.id: "fenced"}
     assert (await lease_of(ends, claim))[0] == b"b"
 
 
@@ -424,6 +506,15 @@ async def test_an_entry_that_an_earlier_owner_took_back_returns_to_the_attempt_t
     assert (await lease_of(ends, claim))[0] == b"b"
     assert await first.renew([claim]) == {claim.id: "fenced"}
     assert await second.publish([publication(later, 1, 0, make_finished(later))]) == {}
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """Also: requests are not all checked now and then."""
+    clock = Clock()
+    monkeypatch.setattr("shared.queue.claims.time", clock)
+    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
+    return clock
 
 
 async def set_lease(ends, claim: Claim, owner: str, age_ms: int) -> None:
