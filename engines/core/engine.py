@@ -278,7 +278,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
                 )
 
     def _update(self, batch: Batch, result: StepResult, started_at: float) -> list[EngineOutput]:
-        self.scheduler.update(batch, result.choices, result.deferred, result.over_budget)
+        self.scheduler.update(batch, result)
         outputs: list[EngineOutput] = []
         for item, choice in zip(batch.items, result.choices, strict=True):
             sequence = item.sequence

@@ -84,13 +84,14 @@ class PromptScore(Struct):
 class StepResult(Struct):
     """The result of a step: one token per item, or None if the item's prompt is unfinished.
 
-    `vision_s` is the time of image encoding. `deferred` requests were not computed, because an image is not encoded.
-    `over_budget` requests need several steps for their image, so the next step that also decodes will defer them too.
+    `vision_s` is the time of image encoding. `over_budget` requests need several steps for their image, so the next
+    step that also decodes will not compute them.
     """
 
     choices: list[TokenChoice | None]
     vision_s: float = 0.0
-    deferred: frozenset[str] = frozenset()
+    #: Tokens computed of requests whose scheduled tokens reach an image that is not encoded: those before it, or 0.
+    num_computed: dict[str, int] = field(default_factory=dict)
     over_budget: frozenset[str] = frozenset()
     #: By request, for the tokens of `ScheduledSequence.scored`.
     prompt_scores: dict[str, list[PromptScore]] = field(default_factory=dict)
