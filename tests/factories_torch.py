@@ -25,7 +25,7 @@ from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig
 from engines.torch_backend.models.llava import FAMILY, Llava, VLMConfig
 from engines.torch_backend.models.registry import FamilyModel, rename_weights
-from engines.torch_backend.multimodal import image_encoder
+from engines.torch_backend.multimodal import image_encoder, processed
 from engines.torch_backend.ops.linear.cpu import pack_linears
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
 from engines.torch_backend.ops.registry import Ops
@@ -240,8 +240,9 @@ def make_engine(pair: ModelPair, ops: Ops | None = None, **changes: Any) -> Batc
 
 @contextmanager
 def smallest_chunks() -> Iterator[None]:
-    """Encode one part of an image in each engine step, and compute the tokens before an image at once."""
+    """Encode a video step by step, one part in each engine step, and compute the tokens of each chunk at once."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processed, "CHUNK_SLOTS", 1)
         patch.setattr(image_encoder, "FEWEST_TOKENS", 1)
         patch.setattr(image_encoder, "SECONDS_ALONE", 0.0)
         yield

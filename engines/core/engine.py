@@ -178,6 +178,9 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         sequence = Sequence.from_request(
             request, self._max_output_tokens(request), self.tokenizer.eos_token_ids
         )
+        sequence.images = tuple(
+            chunk for image in request.images for chunk in self.runner.split(image)
+        )
         answer = Answer.begin(request, self.processor)
         reason = self.scheduler.find_finish_reason(sequence)
         if answer.is_stopped:

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from engines.base import Adapter, AdapterLimits, Decode, OpenAudio, OpenVideo
 from engines.core.constraint import ConstraintFailure
-from engines.core.sequence import NO_OPTIONS, Batch, Prompt, Sequence
+from engines.core.sequence import NO_OPTIONS, Batch, ImageInput, Prompt, Sequence
 from engines.image_decoder import decode_image
 from engines.text.tokens import Tokenizer
 from shared.protocol import ChatMessage, Ending, ErrorCode, TemplateOption, Tools
@@ -140,6 +140,10 @@ class ModelRunner(Protocol):
 
     def run(self, batch: Batch) -> StepResult:
         """Launch a step and wait for it."""
+        ...
+
+    def split(self, image: ImageInput) -> Items[ImageInput]:
+        """Chunks of an image, video or audio that are encoded independently, in order."""
         ...
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:

@@ -17,7 +17,7 @@ from engines.core.runner import (
     StepResult,
     TokenChoice,
 )
-from engines.core.sequence import Batch, ScheduledSequence, Sequence, shorten
+from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence, shorten
 from engines.core.speculation import sample_drafts
 from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, runs_graphs
 from engines.torch_backend.kv_cache import KVCachePool, KVCacheTooSmall, plan_kv_cache
@@ -27,6 +27,7 @@ from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal.image_encoder import EncoderCache, ImageEncoder
+from engines.torch_backend.multimodal.processed import split
 from engines.torch_backend.ops.registry import CUDA_GRAPH, Ops, Site, choose, cpu_ops
 from engines.torch_backend.sampling.sampler import needs_host, sample, score_prompts
 from engines.torch_backend.settings import TorchSettings
@@ -133,6 +134,9 @@ class TorchRunner:
             raise DeviceOutOfMemory(
                 f"{self.device}: a step of {batch.num_tokens} tokens"
             ) from error
+
+    def split(self, image: ImageInput) -> list[ImageInput]:
+        return split(image)
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
         """Load a peft adapter. Raises: BadAdapter."""
