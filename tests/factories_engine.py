@@ -1,7 +1,7 @@
 """Things of the engine core with defaults, for tests that care about one of their properties."""
 
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -107,16 +107,17 @@ def shares(batch: Batch) -> dict[str, int]:
 def run_step(
     scheduler: Scheduler,
     token_id: int = 7,
-    deferred: Set[str] = frozenset(),
-    over_budget: Set[str] = frozenset(),
+    num_computed: dict[str, int] | None = None,
+    over_budget: frozenset[str] = frozenset(),
 ) -> Batch:
-    """Schedule and update as if a model had sampled `token_id` for everybody whom it did not defer."""
+    """Schedule and update as if a model had sampled `token_id` for all requests not in `num_computed`."""
     batch = scheduler.schedule()
+    fewer = num_computed or {}
     choices = [
-        TokenChoice(token_id) if item.samples and item.sequence.request_id not in deferred else None
+        TokenChoice(token_id) if item.samples and item.sequence.request_id not in fewer else None
         for item in batch.items
     ]
-    scheduler.update(batch, choices, deferred, over_budget)
+    scheduler.update(batch, StepResult(choices, num_computed=fewer, over_budget=over_budget))
     scheduler.check_integrity()
     return batch
 

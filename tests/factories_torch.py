@@ -1,9 +1,12 @@
 """Random tiny LLaVA models, as transformers' own and as ours with the same weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,6 +25,7 @@ from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig
 from engines.torch_backend.models.llava import FAMILY, Llava, VLMConfig
 from engines.torch_backend.models.registry import FamilyModel, rename_weights
+from engines.torch_backend.multimodal import image_encoder, processed
 from engines.torch_backend.ops.linear.cpu import pack_linears
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
 from engines.torch_backend.ops.registry import Ops
@@ -234,6 +238,16 @@ def make_engine(pair: ModelPair, ops: Ops | None = None, **changes: Any) -> Batc
     return BatchingEngine(runner, NumberProcessor(), config)
 
 
+@contextmanager
+def smallest_chunks() -> Iterator[None]:
+    """Encode a video step by step, one part in each engine step, and compute the tokens of each chunk at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processed, "CHUNK_SLOTS", 1)
+        patch.setattr(image_encoder, "FEWEST_TOKENS", 1)
+        patch.setattr(image_encoder, "SECONDS_ALONE", 0.0)
+        yield
+
+
 def encode_in_smallest_parts(engine: BatchingEngine) -> None:
     """Let no step beside streams have time to spare for images."""
     launch = engine.runner.launch
@@ -290,6 +304,18 @@ def run_to_end(engine: BatchingEngine, requests: list[EngineRequest]) -> dict[st
             assert output.error is None, output.error
             tokens[output.request_id] += output.token_ids
     return tokens
+
+
+def prefill_progress(engine: BatchingEngine, request: EngineRequest) -> list[tuple[int, int]]:
+    """Encoded images and computed prompt tokens after each step until the first token."""
+    engine.add(request)
+    found = []
+    while not found or found[-1][1] < len(request.prompt_token_ids):
+        engine.step()
+        engine.scheduler.check_integrity()
+        computed = engine.scheduler.find(request.request_id).num_computed_tokens
+        found.append((engine.runner.encoder_cache_counts()[0], computed))
+    return found
 
 
 class PlainAttention:

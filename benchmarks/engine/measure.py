@@ -15,7 +15,7 @@ from benchmarks.engine.cost import ModelCost, Work
 from engines.base import EngineOutput
 from engines.core.engine import BatchingEngine
 from engines.core.runner import ModelRunner, RunningStep, StepResult
-from engines.core.sequence import Batch, EngineRequest
+from engines.core.sequence import Batch, EngineRequest, shorten
 
 #: tokens of each stream before a late request comes
 NUM_ALONE = 8
@@ -40,8 +40,8 @@ class WorkCounter:
 
     def count(self, batch: Batch, result: StepResult, num_images: int) -> None:
         """Note a step that encoded so many images."""
-        computed = [i for i in batch.items if i.sequence.request_id not in result.deferred]
-        self.steps.append(self._cost.step(Batch(computed), num_images))
+        computed = filter(None, shorten(batch.items, result.num_computed))
+        self.steps.append(self._cost.step(Batch(list(computed)), num_images))
 
     def _num_encoded(self) -> int:
         num_queries, num_hits, _ = self._runner.encoder_cache_counts()

@@ -121,7 +121,7 @@ class StepLimits:
         if self._num_good_steps >= RECOVERY_STEPS:
             self._set(2 * self._num_tokens, 2 * self._num_images)
         prefill = self._prefill
-        if prefill is None or prefill.spare_s is None or result.vision_s or result.deferred:
+        if prefill is None or prefill.spare_s is None or result.vision_s or result.num_computed:
             return
         if any(item.draft for item in batch.items):
             return

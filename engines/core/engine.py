@@ -178,6 +178,9 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         sequence = Sequence.from_request(
             request, self._max_output_tokens(request), self.tokenizer.eos_token_ids
         )
+        sequence.images = tuple(
+            chunk for image in request.images for chunk in self.runner.split(image)
+        )
         answer = Answer.begin(request, self.processor)
         reason = self.scheduler.find_finish_reason(sequence)
         if answer.is_stopped:
@@ -278,7 +281,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
                 )
 
     def _update(self, batch: Batch, result: StepResult, started_at: float) -> list[EngineOutput]:
-        self.scheduler.update(batch, result.choices, result.deferred, result.over_budget)
+        self.scheduler.update(batch, result)
         outputs: list[EngineOutput] = []
         for item, choice in zip(batch.items, result.choices, strict=True):
             sequence = item.sequence

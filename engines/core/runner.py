@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from engines.base import Adapter, AdapterLimits, Decode, OpenAudio, OpenVideo
 from engines.core.constraint import ConstraintFailure
-from engines.core.sequence import NO_OPTIONS, Batch, Prompt, Sequence
+from engines.core.sequence import NO_OPTIONS, Batch, ImageInput, Prompt, Sequence
 from engines.image_decoder import decode_image
 from engines.text.tokens import Tokenizer
 from shared.protocol import ChatMessage, Ending, ErrorCode, TemplateOption, Tools
@@ -84,13 +84,14 @@ class PromptScore(Struct):
 class StepResult(Struct):
     """The result of a step: one token per item, or None if the item's prompt is unfinished.
 
-    `vision_s` is the time of image encoding. `deferred` requests were not computed, because an image is not encoded.
-    `over_budget` requests need several steps for their image, so the next step that also decodes will defer them too.
+    `vision_s` is the time of image encoding. `over_budget` requests need several steps for their image, so the next
+    step that also decodes will not compute them.
     """
 
     choices: list[TokenChoice | None]
     vision_s: float = 0.0
-    deferred: frozenset[str] = frozenset()
+    #: Tokens computed of requests whose scheduled tokens reach an image that is not encoded: those before it, or 0.
+    num_computed: dict[str, int] = field(default_factory=dict)
     over_budget: frozenset[str] = frozenset()
     #: By request, for the tokens of `ScheduledSequence.scored`.
     prompt_scores: dict[str, list[PromptScore]] = field(default_factory=dict)
@@ -139,6 +140,10 @@ class ModelRunner(Protocol):
 
     def run(self, batch: Batch) -> StepResult:
         """Launch a step and wait for it."""
+        ...
+
+    def split(self, image: ImageInput) -> Items[ImageInput]:
+        """Chunks of an image, video or audio that are encoded independently, in order."""
         ...
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:

@@ -22,7 +22,6 @@ from engines.core.runner import (
     RunningStep,
     SequenceFailure,
     StepResult,
-    TokenChoice,
 )
 from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence, SequenceStatus
 from engines.core.speculation import Speculator
@@ -70,25 +69,18 @@ class Scheduler:
             self._schedule_waiting(batch, budget)
         return batch
 
-    def update(
-        self,
-        batch: Batch,
-        choices: list[TokenChoice | None],
-        deferred: Set[str] = frozenset(),
-        over_budget: Set[str] = frozenset(),
-    ) -> None:
+    def update(self, batch: Batch, result: StepResult) -> None:
         """Append the tokens of a step, and free the blocks of finished sequences.
 
-        `deferred` requests were not computed and are scheduled again. `over_budget` requests will be deferred again
-        while other requests decode, so they use no prefill budget.
+        Requests that are over budget will not be computed while other requests decode, so they use no prefill budget.
         """
-        self._over_budget = over_budget
-        block_size = self.blocks.block_size
-        for item, choice in zip(batch.items, choices, strict=True):
+        self._over_budget = result.over_budget
+        block_size, num_computed = self.blocks.block_size, result.num_computed
+        for item, choice in zip(batch.items, result.choices, strict=True):
             sequence = item.sequence
-            if sequence.request_id in deferred:
+            end = item.start + num_computed.get(sequence.request_id, item.num_new_tokens)
+            if end == item.start:
                 continue
-            end = item.end
             if item.draft:  # rejected tokens do not count
                 assert choice is not None
                 end += len(choice.following) - len(item.draft)

@@ -265,6 +265,17 @@ class ScheduledSequence:
         ]
 
 
+def shorten(
+    items: Items[ScheduledSequence], num_tokens: Mapping[str, int]
+) -> list[ScheduledSequence | None]:
+    """The items with fewer tokens, by request; None for 0 tokens."""
+    return [
+        item if (num := num_tokens.get(item.sequence.request_id)) is None
+        else ScheduledSequence(item.sequence, num) if num else None
+        for item in items
+    ]  # fmt: skip
+
+
 class Batch(Struct):
     """One step: any mix of prefill chunks and decode tokens."""
 

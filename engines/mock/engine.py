@@ -280,6 +280,9 @@ class MockRunner:
                 result.prompt_scores[item.sequence.request_id] = _score(item.sequence, scored)
         return MockStep(result, self._free_at)
 
+    def split(self, image: ImageInput) -> tuple[ImageInput]:
+        return (image,)
+
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
         """An adapter with any `adapter_config.json`. Raises: BadAdapter if it is missing or too large."""
         file = directory / "adapter_config.json"

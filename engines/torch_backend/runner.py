@@ -17,7 +17,7 @@ from engines.core.runner import (
     StepResult,
     TokenChoice,
 )
-from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence, shorten
 from engines.core.speculation import sample_drafts
 from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, runs_graphs
 from engines.torch_backend.kv_cache import KVCachePool, KVCacheTooSmall, plan_kv_cache
@@ -27,6 +27,7 @@ from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal.image_encoder import EncoderCache, ImageEncoder
+from engines.torch_backend.multimodal.processed import split
 from engines.torch_backend.ops.registry import CUDA_GRAPH, Ops, Site, choose, cpu_ops
 from engines.torch_backend.sampling.sampler import needs_host, sample, score_prompts
 from engines.torch_backend.settings import TorchSettings
@@ -134,6 +135,9 @@ class TorchRunner:
                 f"{self.device}: a step of {batch.num_tokens} tokens"
             ) from error
 
+    def split(self, image: ImageInput) -> list[ImageInput]:
+        return split(image)
+
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
         """Load a peft adapter. Raises: BadAdapter."""
         if self._loras is None:
@@ -202,20 +206,19 @@ class TorchRunner:
         self._sampled = result.choices
         # Only tokens of graphs stay on the device, and the sampler needs all earlier ones.
         can_be_followed = not self.runs_async and not (
-            result.deferred or any(needs_host(item.sequence) for item in items)
+            result.num_computed or any(needs_host(item.sequence) for item in items)
         )
         return ComputedStep(result, can_be_followed)
 
     def _compute(self, items: list[ScheduledSequence], max_vision_s: float | None) -> StepResult:
+        vision_s, num_computed, over_budget = self._images.encode_missing(items, max_vision_s)
+        computed = shorten(items, num_computed) if num_computed else items
         # Sequences with one new token come first in a step; choices are returned in the batch's order.
-        order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
-        ordered = [items[place] for place in order]
-        vision_s, deferred, over_budget = self._images.encode_missing(ordered, max_vision_s)
-        if deferred:
-            order = [p for p in order if items[p].sequence.request_id not in deferred]
-            ordered = [items[place] for place in order]
-            if not ordered:
-                return StepResult([None] * len(items), vision_s, deferred, over_budget)
+        pairs = [(place, item) for place, item in enumerate(computed) if item is not None]
+        pairs.sort(key=lambda pair: pair[1].num_new_tokens != 1)
+        order, ordered = [place for place, _ in pairs], [item for _, item in pairs]
+        if not ordered:
+            return StepResult([None] * len(items), vision_s, num_computed, over_budget)
         sequences = _to_rows(ordered)
         sampling = [place for place, item in enumerate(ordered) if item.samples]
         rows: list[int] = []
@@ -246,7 +249,7 @@ class TorchRunner:
         for place, choice in enumerate(sampled):
             choices[order[place]] = choice
         self._images.unpin_done(ordered)
-        return StepResult(choices, vision_s, deferred, over_budget, prompt_scores)
+        return StepResult(choices, vision_s, num_computed, over_budget, prompt_scores)
 
     @torch.inference_mode()
     def logits(self, items: list[ScheduledSequence]) -> Tensor:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NOT_FINITE = "The model's features of an image are not finite numbers."
 #: Tokens of a part: few, so that a part is shorter than a decode step, but enough for efficient matrix products.
 TOKENS_PER_PART = 150
+#: Fewest prompt tokens that are computed while an image behind them is not encoded: a step reads all weights.
+FEWEST_TOKENS = 64
 #: Time for images in a step in which no request decodes; the watchdog, new requests and aborts wait no longer.
 SECONDS_ALONE = 0.25
 
@@ -168,37 +170,55 @@ class ImageEncoder:
 
     def encode_missing(
         self, items: list[ScheduledSequence], max_vision_s: float | None = None
-    ) -> tuple[float, frozenset[str], frozenset[str]]:
+    ) -> tuple[float, dict[str, int], frozenset[str]]:
         """Encode the images that a step reads and that are not in the cache.
 
         If `max_vision_s` is given, encoding stops after `max_vision_s` while other requests decode, otherwise after
-        `SECONDS_ALONE`. Returns the seconds spent, the requests that must wait for the next step because encoding used
-        this step's time, and those of them whose images are still incomplete. Encoded images are pinned for their
+        `SECONDS_ALONE`. Beside such streams, each request uses its step either for images or for tokens. Returns the
+        seconds spent, and `num_computed` and `over_budget` of the step's result. Encoded images are pinned for their
         requests. Raises: SequenceFailure.
         """
         missing = self._find_missing(items)
+        if not missing:
+            return 0.0, {}, frozenset()
         started = time.perf_counter()
-        has_streams = any(map(_is_stream, items))
+        before = self._num_ready(items, missing.keys())
+        wanted = missing
+        if has_streams := any(map(_is_stream, items)):
+            wanted = {
+                k: each for k, each in missing.items() if not all(map(before.get, each.readers))
+            }
         if max_vision_s is None:
-            over_budget = self._encode(missing)
+            unfinished = self._encode(wanted)
         elif has_streams:
-            over_budget = missing.keys() - {self._work_on_one(missing, max_vision_s)}
+            unfinished = wanted.keys() - {self._work_on_one(wanted, max_vision_s)}
         else:
-            over_budget = self._work_on_all(missing)
+            unfinished = self._work_on_all(wanted)
         if self._begun is not None and self._begun[0] in missing:
             self._wanted_by.update(missing[self._begun[0]].readers)
-        vision_s = time.perf_counter() - started if missing else 0.0
-        for key, each in missing.items():
-            if key in over_budget:
+        vision_s = time.perf_counter() - started if wanted else 0.0
+        for key, each in wanted.items():
+            if key in unfinished:
                 continue
             if key not in self.cache:
                 raise SequenceFailure(each.readers[0], NOT_FINITE)
             self.cache.count(len(each.readers), len(each.readers) - 1)
-        deferred, still_missing = (
-            frozenset(request_id for key in keys for request_id in missing[key].readers)
-            for keys in (missing, over_budget)
-        )
-        return vision_s, deferred if has_streams else still_missing, still_missing
+        ready = self._num_ready(items, unfinished | (missing.keys() - wanted.keys()))
+        num_computed = before if has_streams else ready
+        over_budget = frozenset(name for name, num in ready.items() if num == num_computed[name])
+        return vision_s, num_computed, over_budget
+
+    def _num_ready(self, items: list[ScheduledSequence], missing: Set[ImageKey]) -> dict[str, int]:
+        """Tokens that can be computed of requests that read one of these images: those before the first."""
+        ready: dict[str, int] = {}
+        for item in items:
+            for image in item.images:
+                if _key(item.sequence, image) in missing:
+                    count = image.offset - item.start
+                    is_enough = count >= FEWEST_TOKENS and not self._model.binds_prompts
+                    ready[item.sequence.request_id] = count if is_enough else 0
+                    break
+        return ready
 
     def _find_missing(self, items: list[ScheduledSequence]) -> dict[ImageKey, _Missing]:
         """The images of a step that are not in the cache; the others are pinned. Raises: SequenceFailure."""

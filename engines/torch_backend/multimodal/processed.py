@@ -1,15 +1,21 @@
 """The output of a checkpoint's processor for one image, video or audio."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from engines.core.sequence import ImageInput
 from shared.protocol import MediaKind
 
 #: Token types of slots.
 TYPES: Mapping[str, int] = {"image": 1, "video": 2, "audio": 3}
+#: Slots that are encoded at once: enough for efficient matrix products, few enough for the caches of a CPU.
+CHUNK_SLOTS = 256
+#: Inputs whose first number is that of the steps.
+_COUNT_STEPS = frozenset({"video_grid_thw", "num_frames_per_video"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +34,54 @@ class ProcessedImage:
     slots_of: MediaKind = "image"
     slot_id: int | None = None
     num_frames: int = 0  #: of a video
+    #: Parts of one size, such as the frames of a video, whose features do not depend on each other.
+    num_steps: int = 1
 
     @property
     def nbytes(self) -> int:
         own = sum(x.nbytes for x in self.inputs.values() if isinstance(x, Tensor))
         return own + (self.among_others.nbytes if self.among_others else 0)
+
+    def steps(self, start: int, stop: int) -> "ProcessedImage":
+        """The steps from `start` to before `stop`."""
+        inputs = {}
+        for name, x in self.inputs.items():
+            if name in _COUNT_STEPS:
+                inputs[name] = x.clone()
+                inputs[name].view(-1)[0] = stop - start
+            elif isinstance(x, Tensor) and len(x) % self.num_steps == 0:
+                size = len(x) // self.num_steps
+                inputs[name] = x[start * size : stop * size]
+            else:
+                inputs[name] = x
+        num_slots = self.num_slots // self.num_steps * (stop - start)
+        return replace(self, inputs=inputs, num_slots=num_slots, num_steps=stop - start)
+
+
+def split(image: ImageInput) -> list[ImageInput]:
+    """Chunks of about `CHUNK_SLOTS` slots, so that the decoder can start after the first."""
+    pixels = image.pixels
+    if not isinstance(pixels, ProcessedImage) or pixels.num_slots % pixels.num_steps:
+        return [image]
+    per_step = pixels.num_slots // pixels.num_steps
+    size = max(1, CHUNK_SLOTS // per_step)
+    if size >= pixels.num_steps:
+        return [image]
+    chunks = []
+    slots = np.concatenate([np.arange(start, stop) for start, stop in image.slot_runs])
+    for start in range(0, pixels.num_steps, size):
+        stop = min(start + size, pixels.num_steps)
+        own = slots[start * per_step : stop * per_step]
+        first, last = int(own[0]), int(own[-1])
+        runs = np.split(own - first, np.flatnonzero(np.diff(own) > 1) + 1)
+        chunks.append(
+            replace(
+                image,
+                offset=image.offset + first,
+                num_tokens=last + 1 - first,
+                image_hash=f"{image.image_hash}, steps {start} to {stop}",
+                pixels=pixels.steps(start, stop),
+                slots=tuple((int(run[0]), int(run[-1]) + 1) for run in runs),
+            )
+        )
+    return chunks

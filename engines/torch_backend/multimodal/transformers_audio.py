@@ -106,9 +106,11 @@ class Audios:
         # Gemma 3n has the same number of slots for audio of any length
         if num_slots == 0 or any(x.numel() == 0 for x in inputs.values()):
             raise InvalidImage("The audio is too short: it results in no tokens.")
+        # without masks, all windows have as many slots
+        num_steps = len(inputs["input_features"]) if inputs.keys() == {"input_features"} else 1
         return ProcessedImage(
-            inputs, text, num_slots, kind="audio", slots_of="audio", slot_id=self._slot_id
-        )
+            inputs, text, num_slots, kind="audio", slots_of="audio", slot_id=self._slot_id, num_steps=num_steps
+        )  # fmt: skip
 
     def _check(self, length_s: float) -> None:
         if length_s > self.max_s + _LENGTH_TOLERANCE_S:

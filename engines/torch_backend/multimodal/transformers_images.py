@@ -46,29 +46,28 @@ from engines.torch_backend.multimodal.transformers_audio import find_audio, load
 from shared.protocol import MediaKind
 
 logger = logging.getLogger(__name__)
-#: Models whose videos the tests compare with transformers'; others are refused.
-TAKES_VIDEO = frozenset(
-    {
-        "Exaone4_5_ForConditionalGeneration",
-        "Gemma4ForConditionalGeneration",
-        "Glm46VForConditionalGeneration",
-        "Glm4vForConditionalGeneration",
-        "Glm4vMoeForConditionalGeneration",
-        "InternVLForConditionalGeneration",
-        "LlavaNextVideoForConditionalGeneration",
-        "LlavaOnevisionForConditionalGeneration",
-        "MiniCPMV4_6ForConditionalGeneration",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5OmniThinkerForConditionalGeneration",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLMoeForConditionalGeneration",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
-        "SmolVLMForConditionalGeneration",
-        "VideoLlama3ForConditionalGeneration",
-    }
-)
+#: Models whose videos the tests compare with transformers'; others are refused. Whether temporal steps are encoded
+#: independently, so that a long video is encoded in chunks.
+TAKES_VIDEO = {
+    "Exaone4_5_ForConditionalGeneration": True,
+    "Gemma4ForConditionalGeneration": True,
+    "Glm46VForConditionalGeneration": True,
+    "Glm4vForConditionalGeneration": True,
+    "Glm4vMoeForConditionalGeneration": True,
+    "InternVLForConditionalGeneration": True,
+    "LlavaNextVideoForConditionalGeneration": False,
+    "LlavaOnevisionForConditionalGeneration": False,
+    "MiniCPMV4_6ForConditionalGeneration": False,
+    "Qwen2VLForConditionalGeneration": True,
+    "Qwen2_5OmniThinkerForConditionalGeneration": True,
+    "Qwen2_5_VLForConditionalGeneration": True,
+    "Qwen3VLForConditionalGeneration": True,
+    "Qwen3VLMoeForConditionalGeneration": True,
+    "Qwen3_5ForConditionalGeneration": True,
+    "Qwen3_5MoeForConditionalGeneration": True,
+    "SmolVLMForConditionalGeneration": False,
+    "VideoLlama3ForConditionalGeneration": False,
+}
 #: Outputs of the image encoder that a model's source reads, and that the engine retains.
 _READ = re.compile(r"""mm_encoder_outputs(?:\["image"\]|\.get\("image"\))\.(\w+)""")
 _ROWS = frozenset({
@@ -271,7 +270,8 @@ class TransformersImages(MultimodalProcessor):
             slots = {"video": (tokenizer.convert_ids_to_tokens(own), own), **slots}
         if getattr(processor.video_processor, "cap_pixels_per_frame", 0) is None:
             options["cap_pixels_per_frame"] = False  # its default will change
-        return _Videos(processor, options, placeholder, slots, self._hooks)
+        is_split = TAKES_VIDEO[model_class.__name__]
+        return _Videos(processor, options, placeholder, slots, self._hooks, is_split)
 
     def process_video(self, video: OpenVideo) -> ProcessedImage:
         """Raises: InvalidImage."""
@@ -417,6 +417,7 @@ class _Videos:
         MediaKind, tuple[str, int]
     ]  #: texts and ids of slot tokens that a video may have
     _hooks: PositionHooks
+    _is_split: bool  #: as in `TAKES_VIDEO`
 
     def process(self, video: OpenVideo) -> ProcessedImage:
         """Raises: InvalidImage."""
@@ -454,6 +455,10 @@ class _Videos:
             if name in wanted
         }
         slot, slot_id = self._slots[found]
+        num_steps = 1
+        if self._is_split:
+            grid = inputs.get("video_grid_thw")
+            num_steps = len(indices) if grid is None else int(grid[0, 0])
         return ProcessedImage(
             inputs,
             text,
@@ -462,6 +467,7 @@ class _Videos:
             slots_of=found,
             slot_id=slot_id,
             num_frames=len(indices),
+            num_steps=num_steps,
         )
 
     def _choose(self, video: OpenVideo) -> list[int]:

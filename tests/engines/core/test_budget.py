@@ -219,11 +219,11 @@ def test_a_request_that_waits_for_its_image_leaves_the_prompt_budget_to_others()
     run_step(scheduler)
     scheduler.add(make_sequence(10, "image", images=(make_image(2, 4),)))
     scheduler.add(make_sequence(token_ids=[9] * 20, request_id="text"))
-    waits = {"deferred": {"image"}, "over_budget": {"image"}}
+    waits: Any = {"num_computed": {"image": 0}, "over_budget": frozenset({"image"})}
     assert shares(run_step(scheduler, **waits)) == {"stream": 1, "image": 6}
     both = {"stream": 1, "image": 6, "text": 6}
     assert shares(run_step(scheduler, **waits)) == both
-    assert shares(run_step(scheduler, deferred={"image"})) == both
+    assert shares(run_step(scheduler, num_computed={"image": 0})) == both
     assert shares(run_step(scheduler)) == {"stream": 1, "image": 6}
     assert shares(run_step(scheduler)) == {"stream": 1, "image": 4, "text": 2}
 
@@ -282,7 +282,7 @@ MIXED = batch_of(1, 80)
     [
         pytest.param(MIXED, StepResult([]), True, id="streams and a prompt"),
         pytest.param(MIXED, StepResult([], vision_s=0.1), False, id="an image"),
-        pytest.param(MIXED, StepResult([], deferred=frozenset({"r1"})), False, id="left out"),
+        pytest.param(MIXED, StepResult([], num_computed={"r1": 0}), False, id="left out"),
         pytest.param(
             batch_of(1, 80, priority=Priority.BATCH), StepResult([]), False, id="batch work"
         ),

@@ -15,6 +15,9 @@ from tests.factories_torch import (
     make_model_pair,
     make_request,
     make_vlm_config,
+    prefill_progress,
+    run_to_end,
+    smallest_chunks,
 )
 
 PAIR = make_model_pair(make_vlm_config())
@@ -93,3 +96,32 @@ def test_a_prompt_behind_an_image_does_not_wait_for_it():
     engine.add(make_request(PAIR.config, "image", [1, [9]]))
     engine.add(make_request(PAIR.config, "text", [[1, 2, 3, 4, 5]]))
     assert steps_until_first_token(engine, "text") == 2 < NUM_PARTS
+
+
+def test_prefill_begins_when_the_first_image_is_encoded():
+    engine = make_engine(PAIR)
+    encode_in_smallest_parts(engine)
+    request = make_request(PAIR.config, "a", [1, 2, 3, [9]])
+    with smallest_chunks():
+        found = prefill_progress(engine, request)
+    per_image = PAIR.config.tokens_per_image
+    assert found == sorted(found)
+    assert [num * per_image for num, _ in found[:-1]] == [computed for _, computed in found[:-1]]
+    assert {num for num, _ in found} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("beside_a_stream", [False, True])
+def test_a_request_that_is_aborted_between_two_images_leaves_nothing(beside_a_stream: bool):
+    engine = make_streaming_engine(300) if beside_a_stream else make_engine(PAIR)
+    encode_in_smallest_parts(engine)
+    before = engine.blocks.num_free_blocks
+    request = make_request(PAIR.config, "a", [1, 2, [9]])
+    with smallest_chunks():
+        engine.add(request)
+        while engine.scheduler.find("a").num_computed_tokens == 0:
+            engine.step()
+        engine.abort("a")
+        assert engine.runner.encoder_cache_counts()[0] == 1
+        engine.abort("stream")
+        assert engine.blocks.num_free_blocks >= before
+        assert run_to_end(engine, [request]) == run_to_end(make_engine(PAIR), [request])

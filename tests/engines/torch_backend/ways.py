@@ -11,7 +11,7 @@ from engines.core.engine import BatchingEngine
 from engines.core.sequence import EngineRequest, Sequence
 from engines.core.speculation import History, Speculator
 from engines.torch_backend.sampling.sampler import needs_host
-from tests.factories_torch import encode_in_smallest_parts, run_to_end
+from tests.factories_torch import encode_in_smallest_parts, run_to_end, smallest_chunks
 from tests.long import IS_LONG
 
 Start = Callable[..., BatchingEngine]
@@ -39,7 +39,8 @@ def run_beside_smooth_streams(start: Start, wanted: list[EngineRequest]) -> Toke
     """The same, with prompts and images in the smallest parts."""
     engine = start(max_mixed_prefill_tokens=3)
     encode_in_smallest_parts(engine)
-    return _run_in_turn(engine, wanted)
+    with smallest_chunks():
+        return _run_in_turn(engine, wanted)
 
 
 def _run_in_turn(engine: BatchingEngine, wanted: list[EngineRequest]) -> Tokens:
@@ -95,7 +96,9 @@ def run_taken_over(start: Start, wanted: list[EngineRequest]) -> Tokens:
 def run_under_all_of_it(start: Start, wanted: list[EngineRequest]) -> Tokens:
     """Taken over in chunks, with few blocks, shared prefixes, and one image a step."""
     engine = start(num_kv_blocks=20, max_num_batched_tokens=5, max_images_per_step=1)
-    tokens = run_to_end(engine, begin_elsewhere(start, wanted))
+    begun = begin_elsewhere(start, wanted)
+    with smallest_chunks():
+        tokens = run_to_end(engine, begun)
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_prefix_hit_tokens > 0
     return tokens

@@ -426,15 +426,9 @@ class GenericModel(FamilyModel):
         base: Any = self.inner.base_model
         if pixels.kind == "audio":  # few models have a separate method that encodes audio
             inputs = {name: _placed(x, device, dtype) for name, x in pixels.inputs.items()}
-            windows = [inputs]
-            if inputs.keys() == {"input_features"}:
-                # without masks, all windows have as many slots; one by one, they need less memory
-                windows = [{"input_features": x} for x in inputs["input_features"].split(1)]
-            num_slots = pixels.num_slots // len(windows)
-            ids = torch.tensor([[pixels.slot_id] * num_slots], device=device)
+            ids = torch.tensor([[pixels.slot_id] * pixels.num_slots], device=device)
             decoder = self.inner.get_submodule(self._decoder_name)
-            rows = [embeddings_of(self.inner, decoder, input_ids=ids, **each) for each in windows]
-            return torch.cat(rows)
+            return embeddings_of(self.inner, decoder, input_ids=ids, **inputs)
         encode = base.get_image_features
         if pixels.kind == "video":
             encode = getattr(base, "get_video_features", encode)

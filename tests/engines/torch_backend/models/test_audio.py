@@ -24,6 +24,7 @@ from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.models.generic.family import FAMILY
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal import parts
+from engines.torch_backend.multimodal.processed import split
 from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO
 from gateway.api.transcriptions import TranscriptionRequest
 from shared.blobs.object_store import UrlBlobReader
@@ -52,7 +53,7 @@ from tests.engines.torch_backend.ways import Way
 from tests.factories_audio import SOUNDS, make_audio, sound
 from tests.factories_queue import make_request as make_queue_request
 from tests.factories_tekken import make_tekken
-from tests.factories_torch import run_to_end
+from tests.factories_torch import run_to_end, smallest_chunks
 from tests.long import IS_LONG
 from worker.prepare.preparer import Preprocessor
 from worker.prepare.video_pool import VideoPool
@@ -338,8 +339,30 @@ def test_long_audio_is_encoded(loaded: Loaded, pool: VideoPool) -> None:
     audio = make_audio(seconds=min(loaded.processor.max_audio_s, 40.0))
     made = process(pool, loaded.processor, audio, "audio/wav")
     image = ImageInput(0, made.num_slots, "audio", made, kind="audio")
-    [features] = loaded.model.encode([image], test_families.CPU, torch.float32)
+    with smallest_chunks():
+        chunks = split(image)
+    assert (len(chunks) > 1) is (loaded.family.name in ANY_LENGTH)
+    features, *found = loaded.model.encode([image, *chunks], CPU, torch.float32)
     assert len(features) == made.num_slots
+    torch.testing.assert_close(torch.cat(found), features)
+
+
+@pytest.mark.parametrize("name", ["Voxtral", "GLM-ASR"])
+def test_a_stream_goes_on_beside_ten_minutes_of_audio(
+    pool: VideoPool, tmp_path: Path, name: str
+) -> None:
+    [family] = [each for each in AUDIO_FAMILIES if each.name == name]
+    family_table.write_checkpoint(family, tmp_path)
+    test_families.allow_large_images(tmp_path)
+    for file in tmp_path.glob("*processor_config.json"):
+        file.write_text(file.read_text().replace('"max_audio_len": 40', '"max_audio_len": 600'))
+    model, processor = load(tmp_path)
+    made = process(pool, processor, make_audio(seconds=600.0, rate=8000), "audio/wav")
+    parts = (ImagePart(0), TextPart("What is it?"))
+    prompt = processor.build_prompt([ChatMessage("user", parts)], [("audio", made)])
+    assert prompt.images[0].num_tokens == 7500
+    median, p99, _ = test_families.gaps_beside(model, processor, prompt)
+    assert p99 <= max(2 * median, 0.25)
 
 
 @torch.inference_mode()

@@ -13,7 +13,11 @@ from engines.core.sequence import ImageInput, ScheduledSequence
 from engines.core.sequence import Sequence as EngineSequence
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal import image_encoder
-from engines.torch_backend.multimodal.image_encoder import EncoderCache, ImageEncoder
+from engines.torch_backend.multimodal.image_encoder import (
+    FEWEST_TOKENS,
+    EncoderCache,
+    ImageEncoder,
+)
 from engines.torch_backend.step import SequenceRows
 from shared.protocol import SamplingParams
 
@@ -188,18 +192,62 @@ def test_without_streams_a_long_image_takes_several_steps(monkeypatch: pytest.Mo
     items = [make_share("a", make_image("a", (2, 2)))]
     steps = 0
     while True:
-        _, deferred, over_budget = encoder.encode_missing(items, max_vision_s=0.0)
+        _, num_computed, over_budget = encoder.encode_missing(items, max_vision_s=0.0)
         steps += 1
-        assert deferred == over_budget
-        if not deferred:
+        assert num_computed == dict.fromkeys(over_budget, 0)
+        if not num_computed:
             break
     assert steps == 10
 
 
 def test_quick_images_without_streams_are_encoded_in_one_step():
     items = [make_share("a", make_image("a", (2, 2))), make_share("b", make_image("b", (4, 2)))]
-    _, deferred, over_budget = make_encoder().encode_missing(items, max_vision_s=0.0)
-    assert (deferred, over_budget) == (frozenset(), frozenset())
+    _, num_computed, over_budget = make_encoder().encode_missing(items, max_vision_s=0.0)
+    assert (num_computed, over_budget) == ({}, frozenset())
+
+
+def make_pair(request_id: str = "a") -> ScheduledSequence:
+    """A prompt with an image from token 100 and one from token 200."""
+    images = make_image("first", (4, 4), 100), make_image("second", (4, 10), 200)
+    return make_share(request_id, *images, num_tokens=300)
+
+
+def test_a_prompt_is_computed_up_to_the_first_image_that_is_not_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    _, encoder = make_slow(monkeypatch)
+    found = [encoder.encode_missing([make_pair()], max_vision_s=0.0)[1:] for _ in range(20)]
+    waits = frozenset({"a"})
+    assert found == [({"a": 100}, waits)] * 9 + [({"a": 200}, waits)] * 10 + [({}, frozenset())]
+
+
+def test_few_tokens_before_an_image_are_computed_with_it(monkeypatch: pytest.MonkeyPatch):
+    _, encoder = make_slow(monkeypatch)
+    item = make_share("a", make_image("image", (4, 4), FEWEST_TOKENS - 1), num_tokens=100)
+    assert encoder.encode_missing([item], max_vision_s=0.0)[1] == {"a": 0}
+
+
+def test_beside_streams_a_request_computes_tokens_or_encodes_images(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model, encoder = make_slow(monkeypatch)
+    item = make_pair()
+    photo = make_share("b", make_image("photo", (2, 2)))
+    found = encoder.encode_missing([make_stream(), item], max_vision_s=0.0)
+    assert (found[1:], model.log) == (({"a": 100}, {"a"}), [])
+    encoder.encode_missing([make_stream(), item, photo], max_vision_s=0.0)
+    assert model.log == ["photo"]
+    item.sequence.num_computed_tokens = 100
+    rest = ScheduledSequence(item.sequence, 200)
+    log = [encoder.encode_missing([make_stream(), rest], max_vision_s=0.0)[1:] for _ in range(11)]
+    assert model.log == ["photo", "closed"] + ["first"] * 10
+    assert log == [({"a": 0}, {"a"})] * 9 + [({"a": 0}, frozenset()), ({"a": 100}, {"a"})]
+
+
+def test_a_prompt_that_sees_itself_waits_for_all_its_images(monkeypatch: pytest.MonkeyPatch):
+    model, encoder = make_slow(monkeypatch)
+    model.binds_prompts = True
+    assert encoder.encode_missing([make_pair()], max_vision_s=0.0)[1] == {"a": 0}
 
 
 def test_an_image_that_only_an_ended_request_waits_for_is_left_at_once(
