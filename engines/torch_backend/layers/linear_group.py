@@ -123,7 +123,7 @@ class LinearGroup:
         return y
 
     def forward(self, x: Tensor) -> Tensor:
-        """Forward pass of one layer as transformers calls it, in the dtype of x. Shapes: (..., K); returns (..., N)."""
+        """Like a call, but in the dtype of x and divisible into parts. Shapes: (..., K); returns (..., N)."""
         if self.siblings is not None and self._delta is None:
             found = self.siblings.compute(self, x)
             if found is not None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from engines.torch_backend.models.registry import FamilyModel
 
 NOT_FINITE = "The model's features of an image are not finite numbers."
-#: Tokens of a part: few, so that a part is shorter than a decode step, but enough for efficient matrix products.
-TOKENS_PER_PART = 150
 #: Time for images in a step in which no request decodes; the watchdog, new requests and aborts wait no longer.
 SECONDS_ALONE = 0.25
 
@@ -289,7 +287,7 @@ class ImageEncoder:
             key = next(iter(missing))
             image = missing[key].image
             self.cache.reserve(image.num_slots)
-            parts = self._model.encode_in_parts(image, TOKENS_PER_PART, self._device, self._dtype)
+            parts = self._model.encode_in_parts(image, self._device, self._dtype)
             self._begun = key, EncodingRun(parts)
         key, run = self._begun
         started = before = time.perf_counter()
