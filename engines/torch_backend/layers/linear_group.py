@@ -79,11 +79,6 @@ class LinearGroup:
         return self.kernel is not self._reference
 
     @property
-    def is_adapted(self) -> bool:
-        """Whether a delta is added to every product."""
-        return self._delta is not None
-
-    @property
     def is_whole(self) -> bool:
         """Whether `kernel` alone computes the result of a call."""
         is_alone = self._after is None and self._order is None
