@@ -89,6 +89,7 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
         has_output_norms="self_attn.out_norm.weight" in names,
         embedding_scale=scale,
         windows=tuple(one.window for one in specs) if any(one.window for one in specs) else (),
+        has_bidirectional_images=spec.is_bidirectional,
     )
     return _fill(text, weights, dtype)
 
@@ -146,7 +147,9 @@ def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
             "a soft cap": spec.softcap,
             "sinks": spec.has_sinks,
             "keys of another layer": spec.shares is not None,
-            "bidirectional images": spec.is_bidirectional,
+            "bidirectional prompts": front.binds_prompts,
+            "bidirectional images, unlike layer 0": spec.is_bidirectional
+            != read[0].is_bidirectional,
         }
         if names := [name for name, is_there in odd.items() if is_there]:
             raise BeyondOurProgram(f"layer {number} has {', '.join(names)}")
