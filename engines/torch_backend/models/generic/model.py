@@ -21,7 +21,7 @@ from engines.core.sequence import ImageInput, Prompt
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear import FLOAT, Linear, QuantizedMethod
-from engines.torch_backend.layers.linear_group import LinearGroup, LinearSiblings, adopt
+from engines.torch_backend.layers.linear_group import adopt
 from engines.torch_backend.models.config import BeyondOurProgram, KVShape, UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
     NAME,
@@ -94,8 +94,6 @@ class GenericModel(FamilyModel):
         self._no_feature: dict[str, Tensor] = {}
         self._states = SequenceStates()
         self._calls_head = False
-        #: Names of linear layers that read the same tensor.
-        self._siblings: list[list[str]] = []
 
     # -- loading
     def take(
@@ -180,12 +178,6 @@ class GenericModel(FamilyModel):
         check_masks(self.inner, list(self.specs.values()))
         head = self.inner.get_output_embeddings()
         self._calls_head = type(head) is nn.Linear and bool(watched.calls(head))
-        self._siblings = [
-            [f"{name}.{child}" for child in group]
-            for name, module in self.inner.named_modules()
-            if name.startswith(f"{self._layers_name}.")
-            for group in watched.siblings(module)
-        ]
         if self.config.takes_images:
             self.binds_prompts = binds_prompts(self.inner)
             kinds = bidirectional_layers(self.inner)
@@ -294,11 +286,6 @@ class GenericModel(FamilyModel):
         for name in self._linear_names:
             adopt(self.inner, name)
         bind_layers(self.inner, ops, dtype)
-        for names in self._siblings if ops.is_native else ():
-            groups = [getattr(self.inner.get_submodule(name), "group", None) for name in names]
-            bound = [each for each in groups if isinstance(each, LinearGroup) and each.is_bound]
-            if len(bound) > 1:
-                LinearSiblings(bound, ops, dtype)
 
     def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
         """Quantize the linear layers of the decoder; towers and joined experts stay as they are."""

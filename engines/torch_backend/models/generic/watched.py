@@ -49,15 +49,6 @@ class Watched:
     def calls(self, module: nn.Module) -> list[Call]:
         return self._calls.get(module, [])
 
-    def siblings(self, module: nn.Module) -> list[list[str]]:
-        """Groups of direct children, by name, that are linear layers and read the same tensor."""
-        groups: dict[int, list[str]] = {}
-        for name, child in module.named_children():
-            calls = self.calls(child)
-            if type(child) is nn.Linear and len(calls) == 1:
-                groups.setdefault(id(calls[0].input), []).append(name)
-        return [names for names in groups.values() if len(names) > 1]
-
 
 def first_of(output: Any) -> Any:
     """The hidden states of a module's output."""

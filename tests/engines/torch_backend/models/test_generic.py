@@ -23,8 +23,7 @@ from engines.text.processor import (
     example_prompt,
 )
 from engines.torch_backend.kv_cache import KVCacheTooSmall, bytes_per_block
-from engines.torch_backend.layers.linear import METHODS, Linear, apply, quantized_layers
-from engines.torch_backend.layers.linear_group import LinearGroup, LinearSiblings
+from engines.torch_backend.layers.linear import METHODS, Linear, quantized_layers
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models.causal_lm import CausalFamily
 from engines.torch_backend.models.config import UnsupportedCheckpoint
@@ -495,33 +494,6 @@ def test_beside_layers_in_few_bits_the_head_is_in_int8_if_it_is_no_table_of_toke
         assert head.method is PACKED_INT8
     assert table.dtype == dtype
     check_with_kernels(model, dtype)
-
-
-@needs_kernels
-def test_maps_that_read_one_tensor_are_computed_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = made_for_kernels(named("Falcon-H1"), tmp_path, torch.float32, "")
-    model.bind(cpu_ops("fast"), torch.float32)
-    mlp: Any = model.inner.get_submodule("model.layers.0.feed_forward")
-    x = torch.randn(1, 3, 64)
-    calls = []
-    compute = LinearSiblings.compute
-
-    def note(self: LinearSiblings, member: LinearGroup, given: torch.Tensor) -> torch.Tensor | None:
-        calls.append(given is self._input)
-        return compute(self, member, given)
-
-    monkeypatch.setattr(LinearSiblings, "compute", note)
-    with torch.inference_mode():
-        up, gate = mlp.up_proj(x), mlp.gate_proj(x)
-        expected = [apply(each, x) for each in (mlp.up_proj, mlp.gate_proj)]
-        assert calls == [False, True]
-        for found, wanted in zip((up, gate), expected, strict=True):
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-        other = x.clone()
-        mlp.up_proj(x)
-        torch.testing.assert_close(mlp.gate_proj(other), expected[1], atol=1e-5, rtol=1e-4)
 
 
 def test_slots_of_an_image_see_each_other_where_the_model_says_so(tmp_path: Path) -> None:
