@@ -5,7 +5,7 @@ Unbound, a group runs plain torch; `bind` selects the operators of a device.
 Shape letters: M tokens, K inputs, N outputs of all layers together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -64,7 +64,6 @@ class LinearGroup:
     ) -> None:
         """`layers` are `Linear`, layers of transformers, or the embeddings that a head is tied to."""
         self.layers = layers
-        self.siblings: LinearSiblings | None = None
         self._before, self._after = before, after
         self._ops: Ops | None = None
         self._dtype: torch.dtype | None = None
@@ -72,16 +71,6 @@ class LinearGroup:
         self._reference: LinearKernel = ReferenceKernel(layers)
         self._delta: Delta | None = None
         self.kernel: LinearKernel = self._reference
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether an operator computes all layers at once."""
-        return self.kernel is not self._reference
-
-    @property
-    def is_adapted(self) -> bool:
-        """Whether a delta is added to every product."""
-        return self._delta is not None
 
     @property
     def is_whole(self) -> bool:
@@ -101,9 +90,7 @@ class LinearGroup:
         self._delta = delta
 
     def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
-        """Shapes: x (..., K), or (..., 2 K) for a gate; returns (..., N), added to `add_to` if it is given."""
-        if isinstance(x, Tensor) and x.dim() > 2:
-            return self(x.flatten(0, -2), add_to).unflatten(0, x.shape[:-1])
+        """Shapes: x (M, K), or (M, 2 K) for a gate; returns (M, N), added to `add_to` if it is given."""
         num_tokens = (x.tensor() if isinstance(x, Stream) else x).shape[0]
         kernel = self.kernel if num_tokens <= self.kernel.max_tokens else self._reference
         inputs = self._prepare(x, kernel)
@@ -123,11 +110,7 @@ class LinearGroup:
         return y
 
     def forward(self, x: Tensor) -> Tensor:
-        """Forward pass of one layer as transformers calls it, in the dtype of x. Shapes: (..., K); returns (..., N)."""
-        if self.siblings is not None and self._delta is None:
-            found = self.siblings.compute(self, x)
-            if found is not None:
-                return found
+        """Like a call, but in the dtype of x and divisible into parts. Shapes: (..., K); returns (..., N)."""
         # a function mode that splits operations and cannot see our kernels
         if has_torch_function((x,)):
             return handle_torch_function(self._forward, (x,), x)
@@ -176,36 +159,6 @@ class LinearGroup:
         if before.gate is F.silu and self._ops is not None:
             return self._ops["gate"](x)
         return before(x)
-
-
-class LinearSiblings:
-    """Layers that read the same tensor: the first call computes all of them."""
-
-    def __init__(self, groups: Sequence[LinearGroup], ops: Ops, dtype: torch.dtype) -> None:
-        """`groups` have one layer each."""
-        self._groups = groups
-        layers = [layer for group in groups for layer in group.layers]
-        self._all = LinearGroup(*layers)
-        self._all.bind(ops, dtype)
-        self._widths = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
-        self._input: Tensor | None = None
-        self._outputs: dict[LinearGroup, Tensor] = {}
-        for group in groups:
-            group.siblings = self if self._all.is_bound else None
-
-    def compute(self, group: LinearGroup, x: Tensor) -> Tensor | None:
-        """The output of one group; None if the group must run alone. Shapes: (..., K); returns (..., N)."""
-        if self._input is not x or group not in self._outputs:
-            if x.shape[:-1].numel() > self._all.kernel.max_tokens:
-                return None
-            rows = x.reshape(-1, x.shape[-1])
-            parts = self._all(rows.float()).split(self._widths, dim=1)
-            shaped = [part.to(x.dtype).contiguous().unflatten(0, x.shape[:-1]) for part in parts]
-            self._input, self._outputs = x, dict(zip(self._groups, shaped, strict=True))
-        output = self._outputs.pop(group)
-        if not self._outputs:
-            self._input = None
-        return output
 
 
 def adopt(model: nn.Module, name: str) -> Linear:

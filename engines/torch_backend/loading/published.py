@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,39 +157,6 @@ class PublishedLinears:
             if isinstance(x, Tensor):
                 finite(linear.name, x)
         return weights
-
-    def restore(self, model: nn.Module, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Replace floats by integers after the model was lowered to the native program.
-
-        `numbers`: the dequantized weights by stored names; scales are of `dtype`. No effect with placeholders.
-        """
-        if self._stand_ins is not None:
-            return
-        places = {
-            name.rpartition("layers.")[2]: name
-            for name, module in model.named_modules()
-            if isinstance(module, Linear) and "layers." in name
-        }
-        spared = 0
-        for linear in self.linears:
-            path, layout = places.get(linear.name.rpartition("layers.")[2]), self.layout(linear)
-            if path is None or layout.form == "float":
-                continue
-            layer: Any = model.get_submodule(path)
-            known = numbers[f"{linear.name}.weight"]
-            same = known.to(layer.weight)
-            if layout.shape != (layer.out_features, layer.in_features) or not torch.equal(
-                layer.weight, same
-            ):
-                continue  # for example a vision tower's
-            del numbers[f"{linear.name}.weight"]
-            stored = self.put(linear, model, path, dtype)
-            parts = {name.removeprefix(f"{linear.name}."): x for name, x in stored.items()}
-            model.get_submodule(path).load_state_dict(parts, strict=False, assign=True)
-            self._forms["float"] -= 1
-            spared += known.nbytes - layout.num_bytes(dtype)
-        self._forms += Counter()  # removes zero counts
-        self._num_bytes -= spared
 
     def drop_zero_biases(self, stored: list[StoredTensor], model: nn.Module) -> list[StoredTensor]:
         """Remove zero biases that the model does not have: quantizers write them for every layer."""

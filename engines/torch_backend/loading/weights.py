@@ -184,10 +184,7 @@ def load_model(
         plain = WeightReader(model, rename, None, torch.device("cpu"), None)
         chosen = plain if model.converts_weights else reader
         read = _read_all(chosen, stored, published, progress or (lambda share: None))
-        made = model.take(read, family, device, dtype, kept, partial(check_size, wide))
-        if published is not None and made.converts_weights:
-            published.restore(made, read, scales)
-        return made
+        return model.take(read, family, device, dtype, kept, partial(check_size, wide))
 
     check_size(reader)
     model = make(model)

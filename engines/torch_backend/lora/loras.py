@@ -153,7 +153,7 @@ class Loras:
     def _join(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[tuple[str, ...], Change]:
         """The changes of all sites. The first matrices of layers that run as one are joined, for one product."""
         changes: dict[tuple[str, ...], Change] = {}
-        for site in sorted(self._sites, key=lambda site: -len(site.names)):
+        for site in self._sites:
             parts: dict[str, Part] = {}
             start = rank = 0
             for name, layer in zip(site.names, site.layers, strict=True):
@@ -167,8 +167,6 @@ class Loras:
                 downs = [pairs[name][0] for name in parts]
                 joined = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
                 changes[site.names] = Change(joined, tuple(parts.values()))
-                # the parts share the memory of the joined matrices
-                pairs |= {name: (joined[:, part.ranks], part.up) for name, part in parts.items()}
         return changes
 
     # -- in steps
@@ -256,7 +254,7 @@ class _AdaptedRows:
 
 
 def _find_sites(layers: nn.Module) -> Iterator[Site]:
-    """The groups of a decoder's layers. A layer may be in several, of which a step computes one.
+    """The groups of a decoder's layers.
 
     Experts are skipped because they see some tokens only, and stateful layers because they run one sequence at a
     time.
@@ -264,10 +262,8 @@ def _find_sites(layers: nn.Module) -> Iterator[Site]:
     names = {module: name for name, module in layers.named_modules()}
     skipped: list[str] = []
     for module, name in names.items():
-        forward = vars(module).get("forward")
         groups = [each for each in vars(module).values() if isinstance(each, LinearGroup)]
-        groups += getattr(forward, "linears", ())
-        if (forward is not None and not groups) or name.endswith("experts"):
+        if "forward" in vars(module) or name.endswith("experts"):
             skipped.append(f"{name}.")
         if name.startswith(tuple(skipped)):
             continue

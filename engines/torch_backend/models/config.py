@@ -92,3 +92,4 @@ class TextConfig(KVShape, TextLimits):
     has_output_norms: bool = False  #: RMS norm of the outputs of attention and feed-forward
     embedding_scale: float = 1.0
     windows: tuple[int | None, ...] = ()  #: attention window of each layer; (): no windows
+    has_bidirectional_images: bool = False  #: whether the tokens of an image attend to each other

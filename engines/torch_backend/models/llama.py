@@ -4,6 +4,7 @@ It computes the new tokens of any number of sequences, concatenated. The `attend
 KV cache. The same code runs on every device; `bind` selects the operators.
 """
 
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -37,12 +38,13 @@ class SelfAttention(nn.Module):
         self.out_norm = _output_norm(config)
         self.out = LinearGroup(self.o_proj, after=self.out_norm)
         window = config.windows[number] if config.windows else None
+        self.heads = PLAIN if window is None else Heads(window=window)
         if config.has_head_norms:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.heads = Heads(self.q_norm, self.k_norm, window)
-        else:
-            self.heads = PLAIN if window is None else Heads(window=window)
+        if config.has_bidirectional_images:
+            self.heads = replace(self.heads, is_bidirectional=True)
 
     def forward(self, stream: Stream, attend: Attend) -> None:
         """The layer's attention output. Shapes: (N, C)."""

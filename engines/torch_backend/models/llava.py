@@ -83,7 +83,7 @@ class Projector(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Shapes: (B, P, layers * vision width); returns (B, P, decoder width)."""
-        return self._second(self._first(features))
+        return self._second.forward(self._first.forward(features))
 
 
 class Llava(FamilyModel):

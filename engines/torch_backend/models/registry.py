@@ -42,7 +42,7 @@ class FamilyModel(nn.Module):
     """A model for the runner: a decoder, and image features that replace some of its embeddings."""
 
     config: Any  #: of its family; `text` describes the decoder
-    vision_tower: Any  #: for fixed-size images, which are encoded in batches or in parts; else None
+    vision_tower: Any  #: for fixed-size images, which are encoded in batches; else None
     multi_modal_projector: Any
     #: The decoder, if the runner runs a `Llama` over one KV cache pool.
     language_model: Any
@@ -130,8 +130,7 @@ class FamilyModel(nn.Module):
         """Token embeddings, with image features in their slots. Shapes: (N,); returns (N, C)."""
         embeddings = self.language_model.embed(token_ids)
         for image in images:
-            stop = image.start + image.features.shape[0]
-            embeddings[image.start : stop] = image.features
+            image.place(embeddings)
         return embeddings
 
     def encode_images(self, pixels: Tensor) -> Tensor:
@@ -154,33 +153,20 @@ class FamilyModel(nn.Module):
 
         By default an image is one square, or several tiles of one size, and all are encoded together.
         """
-        tiles = [_tiles(image, device, dtype) for image in images]
+        pixels = [torch.as_tensor(image.pixels) for image in images]
+        tiles = [x.view(-1, *x.shape[-3:]).to(device, dtype) for x in pixels]
         features = self.encode_images(torch.cat(tiles))
         return [part.flatten(0, 1) for part in features.split([len(part) for part in tiles])]
 
     def encode_in_parts(
-        self, image: ImageInput, tokens_per_part: int, device: torch.device, dtype: torch.dtype
+        self, image: ImageInput, device: torch.device, dtype: torch.dtype
     ) -> Generator[None, None, Tensor]:
         """`encode` of one image; yields before each part, so that steps of other requests run in between."""
-        if self.vision_tower is None:
-            return (yield from in_parts(lambda: self.encode([image], device, dtype)[0]))
-        pixels = _tiles(image, device, dtype)
-        features = yield from self.vision_tower.in_parts(pixels, tokens_per_part)
-        projected = []
-        for piece in features.split(tokens_per_part, dim=1):
-            yield
-            projected.append(self.multi_modal_projector(piece))
-        return torch.cat(projected, dim=1).to(dtype).flatten(0, 1)
+        return in_parts(lambda: self.encode([image], device, dtype)[0])
 
     def example_image(self) -> ImageInput | None:
         """A dummy image for warm-up, at offset 0. None for text models."""
         return None
-
-
-def _tiles(image: ImageInput, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Shapes: returns (tiles, 3, size, size)."""
-    pixels = torch.as_tensor(image.pixels)
-    return pixels.view(-1, *pixels.shape[-3:]).to(device, dtype)
 
 
 class ModelFamily(Protocol):

@@ -5,8 +5,6 @@ Only the layers up to the last one that is used are created. Parameter names are
 Shape letters: B images, P patches, T = P + 1 tokens (the class token first), C channels.
 """
 
-from collections.abc import Generator
-
 import torch
 from torch import Tensor, nn
 
@@ -39,13 +37,11 @@ class PatchEmbeddings(nn.Module):
 
 
 class TowerBlock(nn.Module):
-    """A transformer block. All steps but `mix` work on single tokens.
-
-    Shape letters: t of the T tokens of each image.
-    """
+    """A transformer block."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
+        self._num_heads = config.num_heads
         width, inner = config.hidden_size, config.intermediate_size
         self.layer_norm1 = LayerNorm(width, config.layer_norm_eps)
         self.layer_norm2 = LayerNorm(width, config.layer_norm_eps)
@@ -71,23 +67,17 @@ class TowerBlock(nn.Module):
             linear.bind(ops, dtype)
         self._attend, self._dtype = ops["dense_attention"], dtype
 
-    def project(self, x: Tensor) -> Tensor:
-        """Norm, then queries, keys and values. Shapes: (B, t, C); returns (B, t, 3 C)."""
-        return self._in(self.layer_norm1(x)).to(self._dtype or x.dtype)
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (B, T, C), kept."""
+        x = x + self._out.forward(self._mix(self.layer_norm1(x)).to(x.dtype))
+        return x + self._narrow.forward(self._widen.forward(self.layer_norm2(x)))
 
-    def mix(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of some queries to all tokens. Shapes: (B, t, heads, D), two (B, T, heads, D); returns (B, t, C)."""
-        lengths = [(queries.shape[1], keys.shape[1])] * len(queries)
-        query, key, value = (x.flatten(0, 1) for x in (queries, keys, values))
-        return self._attend(query, key, value, lengths).unflatten(0, queries.shape[:2])
-
-    def add_mixed(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Add the attention output to the residual stream. Shapes: (B, t, C), modified."""
-        return x + self._out(mixed.to(x.dtype))
-
-    def add_feed(self, x: Tensor) -> Tensor:
-        """Add the feed-forward output to the residual stream. Shapes: (B, t, C), modified."""
-        return x + self._narrow(self._widen(self.layer_norm2(x)))
+    def _mix(self, x: Tensor) -> Tensor:
+        """Attention within each image. Shapes: (B, T, C), kept."""
+        qkv = self._in.forward(x).to(self._dtype or x.dtype)
+        heads = qkv.flatten(0, 1).unflatten(-1, (3, self._num_heads, -1))
+        lengths = [(x.shape[1], x.shape[1])] * len(x)
+        return self._attend(*heads.unbind(1), lengths).unflatten(0, x.shape[:2])
 
 
 def num_blocks_needed(config: VisionConfig, feature_layers: tuple[int, ...]) -> int:
@@ -117,8 +107,6 @@ class VisionTower(nn.Module):
         super().__init__()
         self.block_numbers = [_block_number(config, layer) for layer in feature_layers]
         self.with_class_token = with_class_token
-        self.num_heads = config.num_heads
-        self.num_tokens = config.num_patches + 1  #: per image, T
         self.embeddings = PatchEmbeddings(config)
         self.pre_layrnorm = LayerNorm(config.hidden_size, config.layer_norm_eps)  # sic
         blocks = (TowerBlock(config) for _ in range(max(self.block_numbers)))
@@ -136,55 +124,16 @@ class VisionTower(nn.Module):
 
         Shapes: pixels (B, 3, size, size); returns (B, P or T, layers * C).
         """
-        parts = self.in_parts(pixels, self.num_tokens)
-        while True:
-            try:
-                next(parts)
-            except StopIteration as stop:
-                return stop.value
-
-    def in_parts(self, pixels: Tensor, size: int) -> Generator[None, None, Tensor]:
-        """`forward` in parts of `size` tokens; yields before each part."""
-        yield
         x = self.pre_layrnorm(self.embeddings(pixels))
         x = x.float() if self._has_float32_stream else x
         read: dict[int, Tensor] = {}
         for number, block in enumerate(self.blocks, start=1):
-            x = yield from self._attend(block, x, size)
-            x = yield from self._feed(block, x, size)
+            x = block(x)
             if number in self.block_numbers:
                 read[number] = x
         features = torch.cat([read[number] for number in self.block_numbers], dim=-1)
         return features if self.with_class_token else features[:, 1:]
 
-    def _attend(self, block: TowerBlock, x: Tensor, size: int) -> Generator[None, None, Tensor]:
-        """A block's attention. Shapes: (B, T, C), modified."""
-        pieces = x.split(size, dim=1)
-        projected = []
-        for piece in pieces:
-            yield
-            projected.append(block.project(piece))
-        heads = joined(projected).unflatten(-1, (3, self.num_heads, -1))
-        queries, keys, values = heads.unbind(2)  # (B, T, heads, C / heads)
-        outputs = []
-        for piece, part in zip(pieces, queries.split(size, dim=1), strict=True):
-            yield
-            outputs.append(block.add_mixed(piece, block.mix(part, keys, values)))
-        return joined(outputs)
-
-    def _feed(self, block: TowerBlock, x: Tensor, size: int) -> Generator[None, None, Tensor]:
-        """A block's feed-forward part. Shapes: (B, T, C), modified."""
-        outputs = []
-        for piece in x.split(size, dim=1):
-            yield
-            outputs.append(block.add_feed(piece))
-        return joined(outputs)
-
     @property
     def blocks(self) -> list[TowerBlock]:
         return [b for b in self.encoder["layers"].children() if isinstance(b, TowerBlock)]
-
-
-def joined(pieces: list[Tensor]) -> Tensor:
-    """Concatenate along the tokens; a single piece is not copied."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from engines.torch_backend.models.registry import FamilyModel
 
 NOT_FINITE = "The model's features of an image are not finite numbers."
-#: Tokens of a part: few, so that a part is shorter than a decode step, but enough for efficient matrix products.
-TOKENS_PER_PART = 150
 #: Fewest prompt tokens that are computed while an image behind them is not encoded: a step reads all weights.
 FEWEST_TOKENS = 64
 #: Time for images in a step in which no request decodes; the watchdog, new requests and aborts wait no longer.
@@ -114,27 +112,6 @@ class EncoderCache:
         return self.num_bytes <= limit
 
 
-class EncodingRun:
-    """The encoding of one image: call `advance` until `is_done`, then read `features`."""
-
-    def __init__(self, parts: Generator[None, None, Tensor]) -> None:
-        """`parts`: from `FamilyModel.encode_in_parts`."""
-        self.is_done = False
-        self.features = torch.empty(0)  #: (slots, C) once `is_done`
-        self._parts = parts
-        next(parts)
-
-    def close(self) -> None:
-        """Cancel the encoding. Idempotent."""
-        self._parts.close()
-
-    def advance(self) -> None:
-        try:
-            next(self._parts)
-        except StopIteration as stop:
-            self.features, self.is_done = stop.value, True
-
-
 @dataclass(slots=True)
 class _Missing:
     """An image that is not in the cache, with the requests of the step that read it."""
@@ -152,7 +129,7 @@ class ImageEncoder:
     _max_batch: int  #: images that are encoded together
     _device: torch.device
     _dtype: torch.dtype
-    _begun: tuple[ImageKey, EncodingRun] | None = None
+    _begun: tuple[ImageKey, Generator[None, None, Tensor]] | None = None
     _wanted_by: set[str] = field(default_factory=set)  #: requests that wait for the begun image
 
     def release(self, request_id: str) -> None:
@@ -309,22 +286,24 @@ class ImageEncoder:
             key = next(iter(missing))
             image = missing[key].image
             self.cache.reserve(image.num_slots)
-            parts = self._model.encode_in_parts(image, TOKENS_PER_PART, self._device, self._dtype)
-            self._begun = key, EncodingRun(parts)
-        key, run = self._begun
+            parts = self._model.encode_in_parts(image, self._device, self._dtype)
+            next(parts)  # stops before the first part
+            self._begun = key, parts
+        key, parts = self._begun
         started = before = time.perf_counter()
         longest = 0.0
-        self._begun = None  # set again below, unless the run raises
-        while not run.is_done and (not longest or before - started + longest <= seconds):
-            run.advance()
+        self._begun = None  # set again below, unless a part raises or is the last
+        while not longest or before - started + longest <= seconds:
+            try:
+                next(parts)
+            except StopIteration as stop:
+                if stop.value.isfinite().all():
+                    self.cache.put(key, stop.value, missing[key].readers)
+                return key
             now = time.perf_counter()
             longest, before = max(longest, now - before), now
-        if not run.is_done:
-            self._begun = key, run
-            return None
-        if run.features.isfinite().all():
-            self.cache.put(key, run.features, missing[key].readers)
-        return key
+        self._begun = key, parts
+        return None
 
 
 def _is_stream(item: ScheduledSequence) -> bool:

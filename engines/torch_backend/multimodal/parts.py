@@ -132,8 +132,9 @@ def _cut_linear(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | N
 
 
 def _cut_group(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:
-    """A linear layer that a kernel computes."""
-    return _cut_rows(args[0], 2 * args[0].numel() * func.__self__.layers[0].out_features)
+    """Linear layers that a kernel computes."""
+    num_outputs = sum(layer.out_features for layer in func.__self__.layers)
+    return _cut_rows(args[0], 2 * args[0].numel() * num_outputs)
 
 
 def _cut_norm(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cut | None:

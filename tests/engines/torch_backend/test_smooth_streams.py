@@ -1,13 +1,15 @@
 """Beside running streams an image is encoded in parts, and nobody waits for it but those who asked about it."""
 
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import ImageInput
-from engines.torch_backend.multimodal.image_encoder import TOKENS_PER_PART, EncodingRun
+from engines.torch_backend.multimodal import parts
 from shared.protocol import Priority
 from tests.factories_torch import (
     encode_in_smallest_parts,
@@ -23,24 +25,19 @@ from tests.factories_torch import (
 PAIR = make_model_pair(make_vlm_config())
 
 
-def make_run(pixels: torch.Tensor | None = None, tokens_per_part: int = TOKENS_PER_PART):
+@pytest.fixture(autouse=True)
+def time_passes_by_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part has ten operations."""
+    ticks = count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * parts.PART_S / 9.5)
+    monkeypatch.setattr(parts, "time", clock)
+
+
+@torch.inference_mode()
+def count_parts() -> int:
     size = PAIR.config.vision.image_size
-    if pixels is None:
-        pixels = torch.zeros(1, 3, size, size)
-    image = ImageInput(0, len(pixels) * PAIR.config.tokens_per_image, "image", pixels)
-    cpu = torch.device("cpu")
-    return EncodingRun(PAIR.ours.encode_in_parts(image, tokens_per_part, cpu, torch.float32))
-
-
-def count_parts(run: EncodingRun) -> int:
-    num_parts = 0
-    while not run.is_done:
-        run.advance()
-        num_parts += 1
-    return num_parts
-
-
-NUM_PARTS = count_parts(make_run())
+    image = ImageInput(0, PAIR.config.tokens_per_image, "image", torch.zeros(3, size, size))
+    return sum(1 for _ in PAIR.ours.encode_in_parts(image, torch.device("cpu"), torch.float32))
 
 
 def make_streaming_engine(num_tokens: int, **changes: int) -> BatchingEngine:
@@ -68,7 +65,7 @@ def steps_until_first_token(engine: BatchingEngine, request_id: str) -> int:
 def test_a_stream_gets_a_token_with_each_part_of_an_image(num_images, cache_bytes):
     engine = make_streaming_engine(60, encoder_cache_bytes=cache_bytes)
     engine.add(make_request(PAIR.config, "late", [*range(num_images), [9]]))
-    assert steps_until_first_token(engine, "late") == num_images * NUM_PARTS
+    assert steps_until_first_token(engine, "late") == num_images * count_parts()
 
 
 def test_time_for_images_is_told_and_questions_to_the_cache_are_counted_once():
@@ -95,7 +92,7 @@ def test_a_prompt_behind_an_image_does_not_wait_for_it():
     engine = make_streaming_engine(60, max_mixed_prefill_tokens=3)
     engine.add(make_request(PAIR.config, "image", [1, [9]]))
     engine.add(make_request(PAIR.config, "text", [[1, 2, 3, 4, 5]]))
-    assert steps_until_first_token(engine, "text") == 2 < NUM_PARTS
+    assert steps_until_first_token(engine, "text") == 2 < count_parts()
 
 
 def test_prefill_begins_when_the_first_image_is_encoded():

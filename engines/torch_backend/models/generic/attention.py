@@ -20,8 +20,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.norm import RMSNorm
-from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.ops.paged_attention.reference import Attend, CreateAttention, Heads
 from engines.torch_backend.ops.registry import Ops
@@ -41,9 +39,6 @@ _LAYER_TYPES = frozenset({
 })  # fmt: skip
 #: Configuration fields that limit attention: in longer sequences, masks are not plain causal ones.
 _SIZES = ("sliding_window", "attention_chunk_size")
-#: Norms of queries and keys, per head.
-HeadNorms = tuple[RMSNorm | None, RMSNorm | None]
-NO_NORMS: HeadNorms = (None, None)
 #: Queries, keys and values. Shapes: (1, H, N, D), (1, K, N, D), (1, K, N, E).
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -70,16 +65,16 @@ class LayerSpec:
         """Heads and head dimension of the pool; the narrower of keys and values is padded."""
         return self.num_kv_heads, max(self.key_dim, self.value_dim)
 
-    def form(self, norms: HeadNorms = NO_NORMS, rotates: bool = True) -> Heads:
-        """Description of the heads and their norms for operators."""
+    def form(self, sinks: Tensor | None) -> Heads:
+        """Description of the heads for operators. The model's own modules have rotated queries and keys."""
         is_usual = abs(self.scale * self.key_dim**0.5 - 1) < 1e-9 and self.key_dim >= self.value_dim
         return Heads(
-            *norms,
             window=self.window,
-            rotates=rotates,
+            rotates=False,
             scale=None if is_usual else self.scale,
             chunk=self.chunk,
             softcap=self.softcap,
+            sinks=sinks,
             is_bidirectional=self.is_bidirectional,
         )
 
@@ -208,27 +203,6 @@ def _ours(spec: LayerSpec, length: int) -> Tensor:
     return seen
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Rotary embedding of the first `width` channels of queries and keys. Shapes: cos, sin (1, N, width)."""
-
-    cos: Tensor
-    sin: Tensor
-    width: int
-
-    def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for operators; the first half of the sines is negated. Shapes: returns two (N, 1, width)."""
-        left, right = self.sin[0].to(dtype).chunk(2, dim=-1)
-        return self.cos[0].to(dtype)[:, None], torch.cat([-left, right], dim=-1)[:, None]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Queries or keys with the rotation applied. Shapes: (N, heads, D); returns the same."""
-        turned = rotate(x[..., : self.width], *self.tables(x.dtype))
-        if self.width == x.shape[-1]:
-            return turned
-        return torch.cat([turned, x[..., self.width :]], dim=-1)
-
-
 class PagedStep:
     """The current step of a model: its inputs, and the attention of its layers."""
 
@@ -237,19 +211,14 @@ class PagedStep:
     def begin(self, inputs: StepInputs, pools: Sequence[KVCachePool], ops: Ops) -> None:
         self.inputs, self.pools = inputs, pools
         self._create: CreateAttention = ops["paged_attention"]
-        #: By id; each entry keeps its rotation alive, so that its id is not reused.
-        self._attends: dict[Any, tuple[Attend, Rotation | None]] = {}
+        self._attends: dict[tuple[int, int], Attend] = {}
 
-    def attend(
-        self, pool: int, num_heads: int, rotation: "Rotation | None", dtype: torch.dtype
-    ) -> Attend:
-        """The attention of layers with these heads, rotation and dtype."""
-        key = (pool, num_heads, rotation and id(rotation.cos))
+    def attend(self, pool: int, num_heads: int) -> Attend:
+        """The attention of layers with this number of query heads over a pool."""
+        key = (pool, num_heads)
         if key not in self._attends:
-            tables = rotation and rotation.tables(dtype)
-            made = self._create(num_heads, self.pools[pool], self.inputs, tables)
-            self._attends[key] = made, rotation
-        return self._attends[key][0]
+            self._attends[key] = self._create(num_heads, self.pools[pool], self.inputs, None)
+        return self._attends[key]
 
 
 class PagedLayer:
@@ -265,41 +234,10 @@ class PagedLayer:
         """Shapes: as `attend`. A layer that shares another layer's keys and values writes them again."""
         width, num_heads = self.step.pools[self._pool].head_dim, self.spec.num_heads
         joined = torch.cat([_widened(x[0].transpose(0, 1), width) for x in qkv], dim=1).flatten(1)
-        attend = self.step.attend(self._pool, num_heads, None, qkv[0].dtype)
-        form = replace(self.spec.form(), rotates=False, sinks=options.get("s_aux"))
-        out = attend(self._place, joined, form).view(1, len(joined), num_heads, width)
+        attend = self.step.attend(self._pool, num_heads)
+        out = attend(self._place, joined, self.spec.form(options.get("s_aux")))
+        out = out.view(1, len(joined), num_heads, width)
         return out[..., : self.spec.value_dim]
-
-    def attend(
-        self, qkv: Tensor, rotation: Rotation | None, dtype: torch.dtype, norms: HeadNorms
-    ) -> Tensor:
-        """Like `__call__`, for queries and keys before rotation and `norms`; may modify `qkv`.
-
-        `dtype` is that of the model. Pass `norms` only if `takes_norms` returns True.
-
-        Shapes: (N, (H + 2 K) D); returns (N, H D).
-        """
-        if self.takes_norms(rotation):
-            attend = self.step.attend(self._pool, self.spec.num_heads, rotation, dtype)
-            return attend(self._place, qkv, self.spec.form(norms, rotation is not None))
-        sizes = [self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads]
-        parts = qkv.to(dtype).view(len(qkv), sum(sizes), -1).split(sizes, dim=1)
-        if rotation is not None:
-            parts = rotation(parts[0]), rotation(parts[1]), parts[2]
-        query, key, value = (x.transpose(0, 1)[None] for x in parts)
-        return self((query, key, value), {})[0].flatten(1).to(qkv.dtype)
-
-    def takes_norms(self, rotation: Rotation | None) -> bool:
-        """Whether the operator accepts the joined projection and applies the head norms."""
-        spec, width = self.spec, self.step.pools[self._pool].head_dim
-        is_whole = rotation is None or rotation.width == spec.key_dim
-        return is_whole and width == spec.key_dim == spec.value_dim
-
-    def kernel(self, place: int, rotation: Rotation | None, dtype: torch.dtype) -> Attend | None:
-        """The operator, if it computes all of this layer's attention."""
-        if self._place != place or not self.takes_norms(rotation):
-            return None
-        return self.step.attend(self._pool, self.spec.num_heads, rotation, dtype)
 
 
 def counts_by_cache(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.torch_backend.layers.linear import FLOAT, Linear
-from engines.torch_backend.layers.linear_group import LinearGroup, adopt
+from engines.torch_backend.layers.linear_group import adopt
 from engines.torch_backend.ops.registry import Ops
 
 
@@ -21,12 +21,14 @@ def allow_int8(model: nn.Module, decoder: str, head: nn.Module | None) -> None:
 
 
 def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
-    """Bind layers that run alone. Without a kernel, float layers run in torch."""
+    """Bind linear layers. Without a kernel, float layers run in torch."""
     for layer in model.modules():
-        if isinstance(layer, Linear) and isinstance(layer.group, LinearGroup):
-            layer.group.siblings = None
-            if layer.method is not FLOAT or ops.uses("linear_float", "cpu"):
-                layer.group.bind(ops, dtype)
+        if (
+            isinstance(layer, Linear)
+            and layer.group is not None
+            and (layer.method is not FLOAT or ops.uses("linear_float", "cpu"))
+        ):
+            layer.group.bind(ops, dtype)
 
 
 def stored_places(

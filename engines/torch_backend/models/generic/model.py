@@ -21,7 +21,7 @@ from engines.core.sequence import ImageInput, Prompt
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear import FLOAT, Linear, QuantizedMethod
-from engines.torch_backend.layers.linear_group import LinearGroup, LinearSiblings, adopt
+from engines.torch_backend.layers.linear_group import adopt
 from engines.torch_backend.models.config import BeyondOurProgram, KVShape, UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
     NAME,
@@ -34,7 +34,6 @@ from engines.torch_backend.models.generic.attention import (
     counts_by_cache,
 )
 from engines.torch_backend.models.generic.config import GenericConfig
-from engines.torch_backend.models.generic.fused import Fused, Recognised, Watched
 from engines.torch_backend.models.generic.image_form import ImageForm
 from engines.torch_backend.models.generic.linears import (
     allow_int8,
@@ -52,6 +51,7 @@ from engines.torch_backend.models.generic.stand_ins import cast
 from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
 from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.generic.token_types import control_ids, token_types, type_names
+from engines.torch_backend.models.generic.watched import Watched
 from engines.torch_backend.models.lowered.model import lower
 from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names
 from engines.torch_backend.multimodal.image_masks import bidirectional_layers, binds_prompts
@@ -93,8 +93,6 @@ class GenericModel(FamilyModel):
         self._forms: dict[str, ImageForm] = {}  # by kind of slot: "image" or "video"
         self._no_feature: dict[str, Tensor] = {}
         self._states = SequenceStates()
-        self._watched: Watched | None = None
-        self.fused: Fused | None = None
         self._calls_head = False
 
     # -- loading
@@ -126,12 +124,11 @@ class GenericModel(FamilyModel):
             paths = stored_places(self.inner, self._linear_names, weights)
             check_room(paths.keys())
             self._make(weights, device, dtype, paths)
-        self._recognise(device)
         return self
 
     def forget_decoder(self) -> None:
         """Drop references to decoder layers, which would keep their weights alive."""
-        self.specs, self._watched, self.fused = {}, None, None
+        self.specs = {}
 
     def _make(
         self,
@@ -166,8 +163,8 @@ class GenericModel(FamilyModel):
                 module.forward = mixer
                 self._mixers.append(mixer)
         self.num_position_rows = len(self._probing_positions())
-        self._watched = Watched()
-        with self._watched.watching(self.inner):
+        watched = Watched()
+        with watched.watching(self.inner):
             self.specs = self._probe(device)
         self._decoder_name = self._layers_name.rpartition(".")[0]
         try:
@@ -180,7 +177,7 @@ class GenericModel(FamilyModel):
             ) from error
         check_masks(self.inner, list(self.specs.values()))
         head = self.inner.get_output_embeddings()
-        self._calls_head = type(head) is nn.Linear and self._watched.call(head) is not None
+        self._calls_head = type(head) is nn.Linear and bool(watched.calls(head))
         if self.config.takes_images:
             self.binds_prompts = binds_prompts(self.inner)
             kinds = bidirectional_layers(self.inner)
@@ -188,15 +185,6 @@ class GenericModel(FamilyModel):
                 module: replace(spec, is_bidirectional=kinds is None or spec.kind in kinds)
                 for module, spec in self.specs.items()
             }
-
-    @torch.inference_mode()
-    def _recognise(self, device: torch.device) -> None:
-        watched, self._watched = self._watched, None
-        assert watched is not None
-        if device.type == "cpu":
-            found = Recognised.of(self.inner, self._layers_name, self.specs, watched)
-            self.fused = Fused(found)
-            logger.info("our operators compute %s", found.counts() or "no module of transformers")
 
     def find_arguments(self) -> None:
         """Note the arguments of the model's forward pass."""
@@ -298,13 +286,6 @@ class GenericModel(FamilyModel):
         for name in self._linear_names:
             adopt(self.inner, name)
         bind_layers(self.inner, ops, dtype)
-        for names in self.fused.found.siblings if self.fused and ops.is_native else ():
-            groups = [getattr(self.inner.get_submodule(name), "group", None) for name in names]
-            bound = [each for each in groups if isinstance(each, LinearGroup) and each.is_bound]
-            if len(bound) > 1:
-                LinearSiblings(bound, ops, dtype)
-        if self.fused:
-            self.fused.bind(ops, dtype)
 
     def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
         """Quantize the linear layers of the decoder; towers and joined experts stay as they are."""
@@ -560,14 +541,10 @@ class GenericModel(FamilyModel):
     def as_transformers_does(self) -> Iterator[PreTrainedModel]:
         """The model with transformers' own attention, inside the block."""
         self._text._attn_implementation_internal = self._own_attention
-        if self.fused:
-            self.fused.remove()
         try:
             yield self.inner
         finally:
             self._text._attn_implementation_internal = NAME
-            if self.fused:
-                self.fused.put()
 
 
 def _loading_dtype(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear_group import Stream
 from engines.torch_backend.models.config import BeyondOurProgram
-from engines.torch_backend.models.generic.fused import Call, Watched, first_of
+from engines.torch_backend.models.generic.watched import Call, Watched, first_of
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered.rotary import Rotary, batched
 from engines.torch_backend.ops.paged_attention.reference import create_attention

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
 from engines.torch_backend.models.config import BeyondOurProgram, TextConfig
 from engines.torch_backend.models.generic.attention import LayerSpec
-from engines.torch_backend.models.generic.fused import find_norm
 from engines.torch_backend.models.llama import Llama
 
 
@@ -89,6 +89,7 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
         has_output_norms="self_attn.out_norm.weight" in names,
         embedding_scale=scale,
         windows=tuple(one.window for one in specs) if any(one.window for one in specs) else (),
+        has_bidirectional_images=spec.is_bidirectional,
     )
     return _fill(text, weights, dtype)
 
@@ -146,7 +147,9 @@ def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
             "a soft cap": spec.softcap,
             "sinks": spec.has_sinks,
             "keys of another layer": spec.shares is not None,
-            "bidirectional images": spec.is_bidirectional,
+            "bidirectional prompts": front.binds_prompts,
+            "bidirectional images, unlike layer 0": spec.is_bidirectional
+            != read[0].is_bidirectional,
         }
         if names := [name for name, is_there in odd.items() if is_there]:
             raise BeyondOurProgram(f"layer {number} has {', '.join(names)}")
@@ -179,19 +182,34 @@ def _in_order(name: str, x: Tensor, order: Tensor | None, head_dim: int) -> Tens
     return x.unflatten(0, (-1, head_dim))[:, order.to(x.device)].flatten(0, 1)
 
 
+#: Scales of random inputs of a norm: small ones reveal a wrong epsilon.
+_NORM_SIZES = (1e-3, 1.0, 30.0)
+#: Allowed difference to a norm's own forward pass, relative to its result.
+_NORM_TOLERANCE = 1e-5
 _LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
 )  # fmt: skip
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-#: Names of norms in layers that normalize their outputs.
-_FOUR_NORMS = {
-    "input_layernorm": "input_layernorm",
-    "post_attention_layernorm": "self_attn.out_norm",
-    "pre_feedforward_layernorm": "post_attention_layernorm",
-    "post_feedforward_layernorm": "mlp.down_norm",
-}
+#: Norms of the residual stream by transformers' names, and ours. Layers with four also normalize their outputs.
+_STREAM_NORMS = (
+    {
+        "input_layernorm": "input_layernorm",
+        "post_attention_layernorm": "self_attn.out_norm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "mlp.down_norm",
+    },
+    {
+        "input_layernorm": "input_layernorm",
+        "post_self_attn_layernorm": "self_attn.out_norm",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "post_mlp_layernorm": "mlp.down_norm",
+    },
+    {
+        "input_layernorm": "input_layernorm",
+        "post_attention_layernorm": "post_attention_layernorm",
+    },
+)
 
 
 def _read_layer(layer: nn.Module, spec: LayerSpec) -> tuple[dict[str, Tensor], set[float], str]:
@@ -202,9 +220,8 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> tuple[dict[str, Tensor], s
         if any(True for _ in module.parameters(recurse=False))
     }
     tensors: dict[str, Tensor] = {}
-    has_four = modules.keys() >= _FOUR_NORMS.keys()
+    of_stream = next((x for x in _STREAM_NORMS if x.keys() <= modules.keys()), _STREAM_NORMS[-1])
     qkv = _qkv_rows(spec.num_heads, spec.num_kv_heads, spec.key_dim)
-    of_stream: dict[str, str] = _FOUR_NORMS if has_four else dict(zip(_NORMS, _NORMS, strict=True))
     for name, module in list(modules.items()):
         if name in (*of_stream, *_HEAD_NORMS):
             continue
@@ -248,12 +265,27 @@ def _parted(name: str, x: Tensor, qkv: list[int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _read_norm(norm: Any) -> tuple[Tensor, float]:
-    """Gain and epsilon of an RMS norm. Raises: BeyondOurProgram for other norms."""
-    found = find_norm(deepcopy(norm).float())
-    if found is None:
-        raise BeyondOurProgram(f"{type(norm).__name__} is not an RMS norm")
-    is_stored = torch.equal(found.weight, norm.weight.float())
-    return norm.weight if is_stored else found.weight, found.eps
+    """Gain, `weight` or `1 + weight`, and epsilon of an RMS norm. Raises: BeyondOurProgram for other norms."""
+    wide = deepcopy(norm).float()
+    state = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
+    if [*state] == ["weight"] and state["weight"].dim() == 1:
+        weight = state["weight"].detach()
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randn(1, 2, len(weight), generator=generator).to(weight.device)
+        for eps in {v for v in vars(norm).values() if isinstance(v, float) and 0 < v < 0.1}:
+            for gain in (weight, 1 + weight):
+                if all(_is_norm(wide, size * numbers, gain, eps) for size in _NORM_SIZES):
+                    return norm.weight if gain is weight else gain, eps
+    raise BeyondOurProgram(f"{type(norm).__name__} is not an RMS norm")
+
+
+def _is_norm(norm: nn.Module, x: Tensor, gain: Tensor, eps: float) -> bool:
+    try:
+        found = norm(x)
+    except Exception:  # of any type: it takes other arguments
+        return False
+    difference = found - F.rms_norm(x, gain.shape, gain, eps)
+    return bool(difference.norm() <= _NORM_TOLERANCE * found.norm())
 
 
 @torch.inference_mode()

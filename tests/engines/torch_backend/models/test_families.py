@@ -321,7 +321,7 @@ def test_an_image_is_encoded_in_parts_of_bounded_work(
     piece = 60_000
     monkeypatch.setattr(parts, "PIECE_FLOPS_PER_THREAD", piece // torch.get_num_threads())
     monkeypatch.setattr(parts, "PART_S", 0.0)
-    encoding = loaded.model.encode_in_parts(image, 4, CPU, torch.float32)
+    encoding = loaded.model.encode_in_parts(image, CPU, torch.float32)
     flops = []
     while True:
         with FlopCounterMode(display=False) as counter:

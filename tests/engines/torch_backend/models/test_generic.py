@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -33,6 +34,8 @@ from engines.torch_backend.models.generic.states import LayerState
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.multimodal.transformers_images import PositionHooks
+from engines.torch_backend.ops.linear.cpu import PACKED_INT8
+from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
@@ -66,6 +69,20 @@ from tests.long import few
 LLAMA = text("Llama", "Llama")
 WINDOWED = text("Mistral", "Mistral", sliding_window=8)
 GENERIC = GenericFamily(lowers=False)
+KERNEL_FAMILIES = ("Llama", "Qwen3", "Gemma 2", "StableLM", "Cohere 2", "Falcon-H1")
+PRECISIONS = ("float32", "bfloat16", "int8", "int4")
+#: Each family and each precision at least once.
+KERNEL_CASES = [
+    *(("Falcon-H1", precision) for precision in PRECISIONS),
+    ("Llama", "int8"),
+    ("Qwen3", "bfloat16"),
+    ("Gemma 2", "float32"),
+    ("StableLM", "int4"),
+    ("Cohere 2", "bfloat16"),
+]
+needs_kernels = pytest.mark.skipif(
+    not cpu_ops("fast").is_native, reason="there are no C++ kernels here"
+)
 
 
 def write(family: Family, directory: Path, **changes: Any) -> Path:
@@ -433,6 +450,50 @@ def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
     assert ways.run_batched(loaded.start, loaded.requests) == tokens
     assert ways.run_chunked(loaded.start, loaded.requests) == tokens
     model.verify(start(model), "always")
+
+
+def made_for_kernels(
+    family: Family, directory: Path, dtype: torch.dtype, scheme: str
+) -> GenericModel:
+    write_checkpoint(family, directory)
+    config, ops = GENERIC.check(read_fields(directory)), cpu_ops("fast")
+    model = load_model(directory, GENERIC, config, CPU, dtype, METHODS.get(scheme), ops=ops)
+    assert isinstance(model, GenericModel)
+    return model
+
+
+def check_with_kernels(model: GenericModel, dtype: torch.dtype) -> None:
+    """The scores of steps are those of transformers' modules."""
+    settings = TorchSettings(num_kv_blocks=64, block_size=4)
+    model.verify(TorchRunner(model, settings, CPU, dtype, ops=cpu_ops("fast")), "always")
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "precision"), few(product(KERNEL_FAMILIES, PRECISIONS), KERNEL_CASES)
+)
+def test_scores_by_kernels_are_those_of_the_plain_modules(
+    name: str, precision: str, tmp_path: Path
+) -> None:
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    check_with_kernels(made_for_kernels(named(name), tmp_path, dtype, precision), dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_layers_in_few_bits_the_head_is_in_int8_if_it_is_no_table_of_tokens(
+    dtype: torch.dtype, is_tied: bool, tmp_path: Path
+) -> None:
+    family = text("Llama", "Llama", tie_word_embeddings=is_tied)
+    model = made_for_kernels(family, tmp_path, dtype, "int4")
+    head = model.inner.get_output_embeddings()
+    assert isinstance(head, Linear) != is_tied
+    table = model.inner.get_input_embeddings().weight
+    if isinstance(head, Linear):
+        assert head.method is PACKED_INT8
+    assert table.dtype == dtype
+    check_with_kernels(model, dtype)
 
 
 def test_slots_of_an_image_see_each_other_where_the_model_says_so(tmp_path: Path) -> None:

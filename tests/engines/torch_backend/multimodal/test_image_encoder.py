@@ -168,7 +168,7 @@ class Slow(Patches):
         self.log: list[str] = []
 
     def encode_in_parts(
-        self, image: ImageInput, tokens_per_part: int, device: torch.device, dtype: torch.dtype
+        self, image: ImageInput, device: torch.device, dtype: torch.dtype
     ) -> Generator[None, None, Tensor]:
         try:
             for _ in range(10):

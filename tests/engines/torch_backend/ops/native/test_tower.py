@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engines.core.sequence import ImageInput
 from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.models.llava import Llava
-from engines.torch_backend.multimodal.image_encoder import EncodingRun
+from engines.torch_backend.multimodal import parts
 from engines.torch_backend.ops.linear.cpu import PACKED_INT8, pack_int8_beside
 from engines.torch_backend.ops.registry import Ops, choose, cpu_ops
 from tests.factories_torch import make_model_pair, make_vlm_config
@@ -134,18 +134,23 @@ def test_without_a_right_kernel_the_tower_stays_as_it_is(ops: Ops):
 
 
 @in_both_modes
-@pytest.mark.parametrize("tokens_per_part", [1, 4, 1000])
+@pytest.mark.parametrize("piece_flops", [1, 50_000, 10**9])
 @torch.inference_mode()
-def test_in_parts_it_is_the_same(ops: Ops, tokens_per_part: int):
+def test_in_parts_it_is_the_same(ops: Ops, piece_flops: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parts, "PIECE_FLOPS_PER_THREAD", piece_flops)
+    monkeypatch.setattr(parts, "PART_S", 0.0)
     model = make_model()
     pack_int8_beside(model, ops)
     pixels = make_pixels(model)
     model.bind(ops, torch.float32)
     image = ImageInput(0, len(pixels) * model.config.tokens_per_image, "image", pixels)
     cpu = torch.device("cpu")
-    run = EncodingRun(model.encode_in_parts(image, tokens_per_part, cpu, torch.float32))
-    while not run.is_done:
-        run.advance()
+    encoding = model.encode_in_parts(image, cpu, torch.float32)
+    try:
+        while True:
+            next(encoding)
+    except StopIteration as stop:
+        features = stop.value
 
-    assert error(run.features, encode(model, ops, pixels).flatten(0, 1)) < 1e-2
-    assert error(run.features, plain(model, pixels).flatten(0, 1)) < 0.03
+    assert error(features, encode(model, ops, pixels).flatten(0, 1)) < 1e-2
+    assert error(features, plain(model, pixels).flatten(0, 1)) < 0.03
