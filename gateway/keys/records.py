@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from shared.packages.store import PackageStore
 from shared.protocol import Priority
 from shared.queue.keys import RedisStore, to_ms
-from shared.redis.link import load_script
+from shared.redis.client import load_script
 
 Role = Literal["use", "adapters", "deploy", "admin"]
 Period = Literal["day", "month"]

@@ -14,8 +14,7 @@ from redis.exceptions import RedisError
 from shared.blobs.api import BlobsUnavailable, Ref
 from shared.protocol import BlobRef
 from shared.queue.keys import BLOB_LINGER_S, RedisStore, to_ms
-from shared.redis.client import redis_errors_as
-from shared.redis.link import load_script, named
+from shared.redis.client import load_script, named, redis_errors_as
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,7 @@ from shared.queue.keys import (
 )
 from shared.queue.publish import Publisher, refusals
 from shared.queue.scripts import BEGIN, CANCEL, CLAIM, RELEASE, RENEW, named
-from shared.redis.client import redis_errors_as, retry_idempotent
-from shared.redis.link import Command, RedisLink, RedisSender
+from shared.redis.client import Command, RedisLink, RedisSender, redis_errors_as, retry_idempotent
 
 Replies = Mapping[bytes, list[Any]]  #: replies of the claim script, by entry
 NO_REPLIES: Replies = MappingProxyType({})

@@ -14,8 +14,7 @@ from redis.exceptions import RedisError
 
 from shared.queue.api import QueueUnavailable
 from shared.queue.keys import MAILBOX_TTL_S, RedisKeys, to_ms
-from shared.redis.client import BLOCK_S, redis_errors_as
-from shared.redis.link import RedisLink, RedisSender, with_ttl
+from shared.redis.client import BLOCK_S, RedisLink, RedisSender, redis_errors_as, with_ttl
 
 logger = logging.getLogger(__name__)
 

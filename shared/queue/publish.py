@@ -17,7 +17,7 @@ from shared.queue.keys import (
     to_ms,
 )
 from shared.queue.scripts import PUBLISH, named
-from shared.redis.link import RedisSender
+from shared.redis.client import RedisSender
 
 #: A gateway whose mailbox is missing for this long is gone: a live gateway creates it again sooner.
 GONE_AFTER_S = 10.0

@@ -34,9 +34,8 @@ from shared.queue.resume import Leases, ResumableCalls
 from shared.queue.rights import USERS as RIGHTS
 from shared.queue.submit import RedisGatewayQueue
 from shared.records.store import RecordStore
-from shared.redis.client import create_redis
+from shared.redis.client import RedisSender, Script, create_redis, with_ttl
 from shared.redis.confirm import Confirmer
-from shared.redis.link import RedisSender, Script, with_ttl
 from shared.sessions.store import Session, SessionStore
 from shared.settings.tree import RedisSettings
 from tests import factories_queue
