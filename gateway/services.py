@@ -39,11 +39,10 @@ from shared.blobs.sharded import ShardedBlobs
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.store import PackageStore, StoreError, open_store
 from shared.queue.api import GatewayQueue, Mailbox
-from shared.queue.mailbox import RedisMailbox
+from shared.queue.gateway import RedisGatewayQueue, RedisMailbox
 from shared.queue.registry import Registry
 from shared.queue.resume import Leases, ResumableCalls
 from shared.queue.shards import ShardedGatewayQueue, ShardedMailbox, Shards
-from shared.queue.submit import RedisGatewayQueue
 from shared.records.store import RecordStore
 from shared.redis.client import create_redis
 from shared.sessions.store import SessionStore

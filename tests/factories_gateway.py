@@ -40,8 +40,8 @@ from shared.protocol import (
     Vectors,
 )
 from shared.queue.api import Claim
-from shared.queue.claims import RedisWorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
+from shared.queue.worker import RedisWorkerQueue
 from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings, RedisSettings, SearchSettings, Settings

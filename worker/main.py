@@ -28,9 +28,9 @@ from shared.blobs.object_store import UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
 from shared.blobs.sharded import ShardedBlobs
 from shared.process import end_startup
-from shared.queue.claims import RedisWorkerQueue
 from shared.queue.registry import Registry
 from shared.queue.shards import Shards, check_shards
+from shared.queue.worker import RedisWorkerQueue
 from shared.redis.client import create_redis, wait_for_redis
 from shared.settings.tree import RedisSettings, Settings, SettingsError
 from shared.telemetry import create_tracer

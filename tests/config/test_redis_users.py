@@ -24,15 +24,13 @@ from shared.blobs.redis_store import RedisBlobStore
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.rollout import NodeRecord
 from shared.protocol import ModelCard, Tokens
-from shared.queue.claims import ClaimScript, RedisWorkerQueue
 from shared.queue.entries import QueueEntries
+from shared.queue.gateway import RedisGatewayQueue, RedisMailbox
 from shared.queue.keys import GROUP, RedisKeys
-from shared.queue.mailbox import RedisMailbox
-from shared.queue.publish import Publisher
 from shared.queue.registry import AdapterSource, Registry, WorkerRecord
 from shared.queue.resume import Leases, ResumableCalls
 from shared.queue.rights import USERS as RIGHTS
-from shared.queue.submit import RedisGatewayQueue
+from shared.queue.worker import ClaimScript, Publisher, RedisWorkerQueue
 from shared.records.store import RecordStore
 from shared.redis.client import RedisSender, Script, create_redis, with_ttl
 from shared.redis.confirm import Confirmer

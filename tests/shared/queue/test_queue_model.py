@@ -45,10 +45,10 @@ from shared.queue.api import (
     QueueUnavailable,
     Submission,
 )
-from shared.queue.claims import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
+from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.scripts import CLAIM, named
-from shared.queue.submit import RedisGatewayQueue
+from shared.queue.worker import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
 from shared.redis.client import RedisLink, RedisSender, create_redis
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings.tree import RedisSettings

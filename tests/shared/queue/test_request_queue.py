@@ -17,9 +17,9 @@ from shared.queue.api import (
     Claim,
     QueueUnavailable,
 )
-from shared.queue.claims import CHECK_EVERY, LOSSES_PER_ATTEMPT, RedisWorkerQueue
+from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import GROUP
-from shared.queue.submit import RedisGatewayQueue
+from shared.queue.worker import CHECK_EVERY, LOSSES_PER_ATTEMPT, RedisWorkerQueue
 from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings
 from tests.factories_queue import (
@@ -381,7 +381,7 @@ async def test_a_request_that_its_worker_claims_again_is_its_own_by_the_later_at
 
 
 async def test_only_leases_that_are_due_are_renewed(ends, monkeypatch):
-    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
+    monkeypatch.setattr("shared.queue.worker.CHECK_EVERY", 10**9)
     worker = ends.worker("a", lease_s=8.0)
     await ends.enqueue()
     claim = await ends.claim(worker)
@@ -395,7 +395,7 @@ async def test_only_leases_that_are_due_are_renewed(ends, monkeypatch):
 
 
 async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, monkeypatch):
-    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
+    monkeypatch.setattr("shared.queue.worker.CHECK_EVERY", 10**9)
     worker = ends.worker("a")
     await ends.enqueue()
     claim = await ends.claim(worker)
