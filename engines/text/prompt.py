@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from engines.base import InvalidRequest
 from engines.core.sequence import NO_OPTIONS, ImageInput, Prompt
 from engines.text.chat_template import ChatTemplate
 from engines.text.tokens import ControlToken
-from engines.text.tools import describe_in_text, move_images, to_openai, to_shown
+from engines.text.tools import describe_in_text, to_openai, to_shown
 from shared.protocol import ChatMessage, Ending, ImagePart, TemplateOption, TextPart, Tools
 
 if TYPE_CHECKING:
@@ -347,3 +349,16 @@ def _random_guard(texts: Sequence[Sequence[str]]) -> str:
         guard = "".join(secrets.choice(_GUARD_ALPHABET) for _ in range(12))
         if not any(guard in text for group in texts for text in group):
             return guard
+
+
+def move_images(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Move images of tool results into a user message behind them, because templates do not support them there."""
+    moved: list[ChatMessage] = []
+    for message in messages:
+        images = tuple(part for part in message.parts if isinstance(part, ImagePart))
+        if message.role != "tool" or not images:
+            moved.append(message)
+            continue
+        texts = tuple(part for part in message.parts if isinstance(part, TextPart))
+        moved += [replace(message, parts=texts), ChatMessage("user", images)]
+    return moved
