@@ -54,8 +54,8 @@ from engines.core.sequence import (
 from engines.core.speculation import sample_drafts
 from engines.image_decoder import FORMATS, decode_image
 from engines.mock.settings import MockEngineSettings
+from engines.text.detokenizer import Tokenizer
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
-from engines.text.tokens import Tokenizer
 from engines.text.tools import HERMES, describe_in_text
 from shared.protocol import (
     ChatMessage,

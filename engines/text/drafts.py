@@ -6,7 +6,7 @@ answer so far shows whether the model writes spaces.
 
 from typing import TYPE_CHECKING
 
-from engines.text.tokens import Tokenizer
+from engines.text.detokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

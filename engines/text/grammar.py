@@ -20,7 +20,7 @@ import msgspec
 from engines.child_process import ChildProcess, receive_message, send_message
 from engines.core.constraint import Constraint
 from engines.text import grammar_child
-from engines.text.detokenizer import NOTHING_SPELLED
+from engines.text.detokenizer import NOTHING_SPELLED, Tokenizer
 from engines.text.drafts import Drafter
 from engines.text.grammar_child import (
     Verdict,
@@ -31,7 +31,6 @@ from engines.text.grammar_child import (
 )
 from engines.text.reasoning import Reasoning
 from engines.text.schemas import Refusal, prepare
-from engines.text.tokens import Tokenizer
 from engines.text.tools import ToolFormat, to_rules
 from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
 

@@ -31,10 +31,10 @@ from engines.text.chat_template import (
     read_chat_template,
     with_videos,
 )
+from engines.text.detokenizer import Tokenizer
 from engines.text.prompt import Item, PromptBuilder
 from engines.text.reasoning import Reasoning, find_reasoning
 from engines.text.tokenizer import HfTokenizer
-from engines.text.tokens import Tokenizer
 from engines.text.tools import TOLD
 from shared.protocol import (
     THINKING_SWITCHES,

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from engines.base import InvalidRequest
 from engines.core.sequence import NO_OPTIONS, ImageInput, Prompt
 from engines.text.chat_template import ChatTemplate
-from engines.text.tokens import ControlToken
+from engines.text.detokenizer import ControlToken
 from engines.text.tools import describe_in_text, to_openai, to_shown
 from shared.protocol import ChatMessage, Ending, ImagePart, TemplateOption, TextPart, Tools
 
