@@ -33,8 +33,7 @@ from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.resume import ResumableCalls
 from shared.queue.worker import RedisWorkerQueue
 from tests.waiting import wait_for
-from worker.active_requests import read_claim
-from worker.outbox import to_publication
+from worker.active_requests import read_claim, to_publication
 
 MODEL = "tiny"
 WRITTEN_WITHIN_S = 30.0

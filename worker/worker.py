@@ -20,10 +20,9 @@ from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue, 
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import BLOCK_S
 from shared.settings.tree import WorkerSettings
-from worker.active_requests import ActiveRequest, ActiveRequests
+from worker.active_requests import ActiveRequest, ActiveRequests, Outboxes
 from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineThread
-from worker.outbox import Outboxes
 from worker.prepare.preparer import Preprocessor
 from worker.trace import RequestTracer
 
