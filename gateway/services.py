@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
-from gateway.batches.files import BatchFiles
-from gateway.batches.records import Batches
+from gateway.batches.records import Batches, BatchFiles
 from gateway.batches.runner import BatchRunner, ask_endpoint
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.fallbacks import Fallbacks
@@ -26,8 +25,7 @@ from gateway.calls.surface import Surface
 from gateway.http.body import Admission
 from gateway.http.server import DrainingServer, create_server
 from gateway.keys.audit import AuditLog
-from gateway.keys.directory import KeyDirectory
-from gateway.keys.records import KeyStore
+from gateway.keys.directory import KeyDirectory, KeyStore
 from gateway.keys.usage import UsageLog
 from gateway.media.fetch import ImageFetcher
 from gateway.media.loader import ImageLoader

@@ -8,16 +8,15 @@ listed below.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from gateway.api.adapters import Adapters
 from gateway.api.applications import Applications
 from gateway.api.batches import BatchResource
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
-from gateway.api.keys import Audit, Keys, TenantData
+from gateway.api.keys import Audit, Keys, TenantData, UsageReport
 from gateway.api.messages import CountTokens, Messages
-from gateway.api.models import Models
+from gateway.api.models import Adapters, Models
 from gateway.api.ollama import (
     OllamaChat,
     OllamaEmbed,
@@ -35,7 +34,6 @@ from gateway.api.sessions import Sessions
 from gateway.api.streams import Streams
 from gateway.api.tokenize import Detokenization, Tokenization
 from gateway.api.transcriptions import Transcriptions, Translations
-from gateway.api.usage import UsageReport
 from gateway.api.vector_stores import VectorStores
 from gateway.calls.surface import Surface
 from gateway.http.auth import tenant_of

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from gateway.keys.audit import AuditLog
-from gateway.keys.records import KeyStore
+from gateway.keys.directory import KeyStore
 from gateway.keys.usage import today
 from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore

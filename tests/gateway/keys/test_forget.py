@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import vlm
 from gateway.batches.runner import MAX_RUNNING
-from gateway.keys.records import KeyStore
+from gateway.keys.directory import KeyStore
 from search.embed import embed
 from search.embedders import LocalEmbedder
 from shared.packages.store import StoreError
