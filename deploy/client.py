@@ -8,7 +8,7 @@ import httpx
 
 from shared.gateway_client import ApiFailed, Client, read_content
 from shared.packages.manifest import MANIFEST_TYPE, Manifest
-from shared.packages.resumable_file import Report
+from shared.packages.store import Report
 
 _UPLOAD_S = 600.0
 _TRIES = 4

@@ -32,8 +32,7 @@ from gateway.media.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import ObjectBlobStore, UrlBlobReader
-from shared.blobs.redis_store import RedisBlobStore
-from shared.blobs.sharded import ShardedBlobs
+from shared.blobs.redis_store import RedisBlobStore, ShardedBlobs
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.store import PackageStore, StoreError, open_store
 from shared.queue.api import GatewayQueue, Mailbox

@@ -42,11 +42,15 @@ from shared.packages.deployments import (
     Generation,
     History,
     Outcome,
+    RoutedVersion,
+    RouteRecord,
     Spec,
     SpecBody,
     in_full,
     read_history,
+    read_routes,
     record_generation,
+    record_route,
     settle,
     version_name,
 )
@@ -54,7 +58,6 @@ from shared.packages.environment import BadEnvironment, Environment, check_envir
 from shared.packages.garbage import write_hold
 from shared.packages.manifest import BadPackage, Digest, Manifest
 from shared.packages.rollout import App, Event, LogLine, NodeRecord
-from shared.packages.routes import RoutedVersion, RouteRecord, read_routes, record_route
 from shared.packages.signature import (
     MAX_SIGNATURE_CHARS,
     BadSignature,

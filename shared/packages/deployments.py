@@ -1,10 +1,13 @@
-"""The desired state of deployments: records in the store, each written once.
+"""The desired state of deployments and routes: records in the store, each written once.
 
 `deployments/NAME/GENERATION.json` is the request, and `GENERATION.outcome.json` its outcome. Redis holds only the
-current state, which can be restored from these records.
+current state, which can be restored from these records. `routes/NAME/NUMBER.json` has the weights by which gateways
+split the requests to a name between versions; the highest number applies.
 """
 
+import logging
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -12,6 +15,7 @@ from msgspec import Meta
 
 from shared.packages.environment import Environment, version_digest
 from shared.packages.store import PackageStore, StoreError
+from shared.protocol import ModelCard
 
 #: `(?!\n)` because `$` also matches before a final newline in Python.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$(?!\n)"
@@ -19,6 +23,7 @@ NAME_RULE = "send 1 to 63 letters, digits, dots, dashes and underscores, a lette
 #: The version in a name of `version_name`.
 VERSION = r"^[0-9a-f]{12}$(?!\n)"
 _KEY = re.compile(r"deployments/([^/]+)/(\d{8})(\.outcome)?\.json")
+_ROUTE = re.compile(r"routes/([^/]+)/(\d{8})\.json")
 MAX_INSTANCES = 256
 
 Name = Annotated[str, Meta(pattern=NAME)]
@@ -26,6 +31,8 @@ Cause = Literal["deploy", "rollback", "scale", "undeploy"]
 Verdict = Literal["active", "rolled_back"]
 Requirement = Literal["environment"]
 Record = TypeVar("Record")
+
+logger = logging.getLogger(__name__)
 
 
 class Conflict(Exception):
@@ -219,3 +226,76 @@ def decode_record(store: PackageStore, key: str, kind: type[Record]) -> Record:
         raise Unreadable(
             f"{store.url}: the record {key} is damaged, or needs a newer release: {error}"
         ) from None
+
+
+class RoutedVersion(msgspec.Struct, frozen=True):
+    """A version and its weight. `card`: the model card of its workers, stored because no worker may be running."""
+
+    weight: int
+    card: ModelCard
+
+    @property
+    def package(self) -> str:
+        """The digest of the package."""
+        return self.card.package.partition("@")[2].partition("+")[0]
+
+
+class RouteRecord(msgspec.Struct, frozen=True):
+    """The versions of a name, by the first digits of their digests. None: the route was removed."""
+
+    name: str
+    number: int
+    versions: dict[str, RoutedVersion] = {}
+
+    @property
+    def weights(self) -> dict[str, int]:
+        return {version: each.weight for version, each in self.versions.items()}
+
+
+def record_route(store: PackageStore, route: RouteRecord) -> None:
+    """Raises: Conflict if its number exists; StoreError."""
+    if not store.put_if_absent(_route_key(route.name, route.number), msgspec.json.encode(route)):
+        raise Conflict(f"another client has just changed the route of {route.name}; try again")
+
+
+def read_routes(
+    store: PackageStore, known: Mapping[str, RouteRecord] = {}
+) -> dict[str, RouteRecord]:
+    """The latest route of each name, including removed routes. Unreadable routes are skipped. Raises: StoreError.
+
+    `known`: routes that were read before, and are not read again.
+    """
+    found: dict[str, RouteRecord] = {}
+    for name, numbers in _numbers(store).items():
+        try:
+            last, route = numbers[-1], known.get(name)
+            found[name] = route if route and route.number == last else _read(store, name, last)
+        except Unreadable as error:
+            logger.error("%s", error)
+    return found
+
+
+def read_packages(store: PackageStore, num_kept: int) -> set[str]:
+    """The packages of the last `num_kept` routes of each name. Raises: StoreError, such as Unreadable."""
+    routes = (
+        _read(store, name, number)
+        for name, numbers in _numbers(store).items()
+        for number in numbers[-num_kept:]
+    )
+    return {each.package for route in routes for each in route.versions.values()} - {""}
+
+
+def _numbers(store: PackageStore) -> dict[str, list[int]]:
+    """The numbers of each name's routes, in ascending order."""
+    numbers: dict[str, list[int]] = {}
+    for match in filter(None, map(_ROUTE.fullmatch, store.list("routes"))):
+        numbers.setdefault(match[1], []).append(int(match[2]))
+    return numbers
+
+
+def _read(store: PackageStore, name: str, number: int) -> RouteRecord:
+    return decode_record(store, _route_key(name, number), RouteRecord)
+
+
+def _route_key(name: str, number: int) -> str:
+    return f"routes/{name}/{number:08d}.json"
