@@ -45,6 +45,11 @@ LONGEST_PAUSE_S = 1.0
 
 
 class RequestTracer:
+    """Creates the spans of an attempt when it ends: queue, preprocess, vision, prefill and decode, without any text.
+
+    Their parent is the gateway's span, which the call names.
+    """
+
     def __init__(self, tracer: "Tracer") -> None:
         self._tracer = tracer
 
