@@ -143,7 +143,7 @@ kinds: dict[str, EngineKind] = {
         needs_checkpoint=True,
     ),
     "mock": EngineKind(
-        "engines.mock.settings:MockEngineSettings", "engines.mock.engine:load_mock_engine"
+        "engines.mock.engine:MockEngineSettings", "engines.mock.engine:load_mock_engine"
     ),
     "pooling": EngineKind(
         "engines.pooling.settings:EncoderSettings",
@@ -155,7 +155,7 @@ kinds: dict[str, EngineKind] = {
         needs_checkpoint=True,
     ),
     "mock_pooling": EngineKind(
-        "engines.mock_pooling.settings:MockPoolingSettings",
+        "engines.mock_pooling.engine:MockPoolingSettings",
         "engines.mock_pooling.engine:load_mock_pooling_engine",
     ),
     **{

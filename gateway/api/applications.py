@@ -37,8 +37,10 @@ from shared.packages.deployments import (
     NAME,
     NAME_RULE,
     VERSION,
+    BadEnvironment,
     Cause,
     Conflict,
+    Environment,
     Generation,
     History,
     Outcome,
@@ -46,6 +48,7 @@ from shared.packages.deployments import (
     RouteRecord,
     Spec,
     SpecBody,
+    check_environment,
     in_full,
     read_history,
     read_routes,
@@ -54,7 +57,6 @@ from shared.packages.deployments import (
     settle,
     version_name,
 )
-from shared.packages.environment import BadEnvironment, Environment, check_environment
 from shared.packages.garbage import write_hold
 from shared.packages.manifest import BadPackage, Digest, Manifest
 from shared.packages.rollout import App, Event, LogLine, NodeRecord

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from engines.application.child import Variables
-from shared.packages.environment import (
+from shared.packages.deployments import (
     Environment,
     check_environment,
     check_values,

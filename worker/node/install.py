@@ -33,8 +33,15 @@ from engines.application.sandbox import check_isolation
 from engines.base import EngineStartError
 from engines.child_process import hide_process
 from engines.registry import APPLICATION_KIND, EngineKind, check_package, find_kind, kind_of
-from shared.packages.deployments import NAME, Resources, Spec, version_name
-from shared.packages.environment import BadEnvironment, Environment, version_digest
+from shared.packages.deployments import (
+    NAME,
+    BadEnvironment,
+    Environment,
+    Resources,
+    Spec,
+    version_digest,
+    version_name,
+)
 from shared.packages.manifest import BadPackage, Layer, Manifest, check_content, is_digest
 from shared.packages.signature import BadSignature, check_signed
 from shared.packages.store import (

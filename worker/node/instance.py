@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.base import EngineStartError
-from shared.packages.deployments import version_name
-from shared.packages.environment import BadEnvironment
+from shared.packages.deployments import BadEnvironment, version_name
 from shared.packages.manifest import Manifest
 from shared.packages.rollout import ReportState, Revision, Slot, SlotReport
 from shared.protocol import ModelCard

@@ -12,8 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.client import GatewayStore
-from deploy.commands import upload
+from deploy.commands import GatewayStore, upload
 from deploy.pack import pack
 from shared.gateway_client import ApiFailed, Client
 from shared.packages.manifest import digest_of

@@ -10,7 +10,7 @@ import pytest
 
 from engines.application.child import read_variables
 from engines.base import EngineStartError
-from shared.packages.environment import BadEnvironment, Environment
+from shared.packages.deployments import BadEnvironment, Environment
 from shared.settings.limits import MAX_ENVIRONMENT_BYTES, MAX_SECRET_BYTES
 from shared.settings.load import load_settings
 from shared.settings.tree import NodeSettings, SettingsError
