@@ -48,7 +48,7 @@ from shared.protocol import (
     decode_call,
     decode_log,
     encode_events,
-    join_calls,
+    join_tokens,
 )
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Ending, Publication, shard_of
 from worker.engine_thread import Added, EngineEvent, EngineThread
@@ -226,39 +226,6 @@ def _split_off_result(events: Sequence[CallEvent]) -> tuple[Sequence[CallEvent],
             stored = replace(event, data=b"", is_stored=True)
             return (*events[:index], stored, *events[index + 1 :]), event.data
     return events, b""
-
-
-def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | Tokens]) -> Tokens:
-    """Merge consecutive tokens into one event."""
-    first = pieces[0]
-    token_ids, logprobs, calls = [*first.token_ids], [*first.logprobs], [*first.calls]
-    prompt_logprobs = first.prompt_logprobs
-    texts, thoughts, num_without_id = [first.text], [first.reasoning], first.num_without_id
-    for piece in pieces[1:]:  # most have few tokens and a short text
-        token_ids += piece.token_ids
-        texts.append(piece.text)
-        if piece.logprobs:
-            logprobs += piece.logprobs
-        if piece.calls:
-            calls += piece.calls
-        if piece.reasoning:
-            thoughts.append(piece.reasoning)
-        if piece.prompt_logprobs:
-            prompt_logprobs += piece.prompt_logprobs
-        if piece.num_without_id:
-            num_without_id += piece.num_without_id
-    return Tokens(
-        request_id,
-        attempt,
-        first.index,
-        tuple(token_ids),
-        "".join(texts),
-        tuple(logprobs),
-        num_without_id,
-        "".join(thoughts),
-        join_calls(calls) if calls else (),
-        prompt_logprobs,
-    )
 
 
 class Unreadable(Exception):
