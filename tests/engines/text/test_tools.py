@@ -13,7 +13,7 @@ from engines.mock.engine import MockProcessor
 from engines.registry import create_engine
 from engines.text import tools as module
 from engines.text.chat_template import ChatTemplate
-from engines.text.prompt import move_images
+from engines.text.processor import move_images
 from engines.text.tools import (
     HERMES,
     TOLD,
