@@ -14,11 +14,10 @@ from starlette.types import ASGIApp
 from gateway.batches.records import Batches, BatchFiles
 from gateway.batches.runner import BatchRunner, ask_endpoint
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks, load_hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
-from gateway.calls.lifecycle import Lifecycle
+from gateway.calls.lifecycle import Fallbacks, Lifecycle
 from gateway.calls.models import ModelDirectory
 from gateway.calls.resume import Resume
 from gateway.calls.surface import Surface
