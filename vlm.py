@@ -22,7 +22,7 @@ from shared.version import package_version
 def settings() -> None:
     """List every setting with its variable and default."""
     from engines.registry import settings_classes
-    from shared.settings.table import show
+    from shared.settings.load import show
 
     show(settings_classes())
 

@@ -1,4 +1,4 @@
-"""Implements the commands: pack, upload missing blobs, call the gateway, watch the rollout."""
+"""Implements the commands: pack, upload missing blobs, to a store or through the gateway, and watch the rollout."""
 
 import io
 import json
@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
+import httpx
 import msgspec
 import yaml
 from rich import box
@@ -24,21 +25,24 @@ from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from deploy.client import GatewayStore
 from deploy.kubernetes import CannotRender, render
 from deploy.pack import Packed, pack, pack_installed
-from shared.gateway_client import LOOPBACK, ApiFailed, Client
-from shared.packages.deployments import NAME, NAME_RULE, Resources, Spec, in_full
-from shared.packages.environment import (
+from shared.gateway_client import LOOPBACK, ApiFailed, Client, read_content
+from shared.packages.deployments import (
+    NAME,
+    NAME_RULE,
     BadEnvironment,
     Environment,
+    Resources,
+    Spec,
     check_environment,
+    in_full,
     version_digest,
 )
 from shared.packages.garbage import blobs_of, collect, hold
-from shared.packages.manifest import BadPackage, config_bytes, digest_of
+from shared.packages.manifest import MANIFEST_TYPE, BadPackage, Manifest, config_bytes, digest_of
 from shared.packages.signature import BadSignature, sign
-from shared.packages.store import PackageStore, StoreError, open_store
+from shared.packages.store import PackageStore, Report, StoreError, open_store
 
 ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as in Flame
 INTERRUPTED = 130
@@ -52,6 +56,9 @@ _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 # Without markup: messages of applications may contain `[/usr]`, a closing tag.
 console = Console(stderr=True, highlight=False, markup=False)
 screen = Console(markup=False, width=None if sys.stdout.isatty() else WIDE)
+_UPLOAD_S = 600.0
+_TRIES = 4
+_PIECE_BYTES = 256 * 1024
 
 
 class CommandFailed(Exception):
@@ -249,6 +256,71 @@ def show(content: Any, form: str) -> None:
     else:
         documents = content if isinstance(content, list) else [content]
         print(yaml.dump_all(documents, Dumper=_Whole, sort_keys=False), end="")
+
+
+class GatewayStore:
+    """The gateway as a store for clients without access to its store. Write-only."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.url = client.url
+        self._there: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
+
+    def begin(self, manifest: Manifest) -> None:
+        """Ask which blobs of a package are missing; they are protected from collection. Raises: ApiFailed."""
+        headers = {"content-type": MANIFEST_TYPE}
+        plan = self._client.send("POST", "/v1/packages", content=manifest.encode(), headers=headers)
+        missing = read_content(plan)["missing"]
+        self._starts = {each["digest"]: each["start"] for each in missing}
+        sizes = {layer.digest: layer.size for layer in manifest.layers}
+        self._there = {d: size for d, size in sizes.items() if d not in self._starts}
+
+    def size(self, digest: str) -> int | None:
+        """See `FileStore.size`. Raises: ApiFailed."""
+        return self._there.get(digest)
+
+    def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
+        """See `FileStore.put`; resumes after a broken connection. Raises: ApiFailed."""
+        size = file.seek(0, os.SEEK_END)
+        start = self._starts.get(digest, 0)
+        for is_last in (*[False] * (_TRIES - 1), True):
+            file.seek(start)
+            if report is not None:
+                report(start)
+            try:
+                sent = self._send(digest, file, start, size, report)
+                if sent.status_code != 409 or is_last:
+                    read_content(sent)
+                    return
+            except ApiFailed:
+                if is_last or (start := self._start(digest)) == 0:
+                    raise
+            else:
+                start = self._start(digest)
+            if report is not None:
+                report(-file.tell())
+
+    def _send(
+        self, digest: str, file: IO[bytes], start: int, size: int, report: Report | None
+    ) -> httpx.Response:
+        def pieces() -> Iterator[bytes]:
+            while piece := file.read(_PIECE_BYTES):
+                yield piece
+                if report is not None:
+                    report(len(piece))
+
+        headers = {"content-length": str(size - start), "content-type": "application/octet-stream"}
+        if start:
+            headers["content-range"] = f"bytes {start}-{size - 1}/{size}"
+        content = pieces() if size > start else b""
+        return self._client.send(
+            "PUT", f"/v1/blobs/{digest}", content=content, headers=headers, timeout=_UPLOAD_S
+        )
+
+    def _start(self, digest: str) -> int:
+        found = self._client.send("HEAD", f"/v1/blobs/{digest}")
+        return int(found.headers.get("upload-offset", "0"))
 
 
 @contextmanager

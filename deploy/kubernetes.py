@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shared.packages.deployments import Spec, version_name
-from shared.packages.environment import Environment, version_digest
+from shared.packages.deployments import Environment, Spec, version_digest, version_name
 from shared.packages.manifest import Manifest
 from shared.queue.keys import GROUP, RedisKeys
 

@@ -1,24 +1,90 @@
-"""Engines by name.
+"""Engines by name, and the choice of an installed server for a model when the engine is `auto`.
 
 An engine is a class of settings and a function that creates it. Engines of other packages are found by the entry point
 group `vlm_fleet.engines`, whose values are `EngineKind`s. Engines are imported lazily.
 """
 
+import logging
+import shutil
+import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own table
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from engines.base import EngineStartError, LoadedEngine, Progress
-from engines.installed import find_server
 from engines.settings import BadEngineSettings, EngineSettings, Spell, as_variable
 
+#: Tested versions of vLLM: from, and before.
+VLLM_VERSIONS = ("0.32", "0.34")
+#: Architectures of GGUF files that the torch engine reads.
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+GPU_DRIVER = Path("/proc/driver/nvidia/version")
+_HEADER_BYTES = 64 * 1024
+_ARCHITECTURE = b"general.architecture"
+
+logger = logging.getLogger(__name__)
 ENTRY_POINTS = "vlm_fleet.engines"
 AUTO = "auto"
 DEFAULT_KIND = "torch"
 APPLICATION_KIND = "application"  #: of applications
+
+
+@cache
+def find_server(model: str) -> str | None:
+    """`llama-server` or `vllm` if it suits model and machine better than the torch engine, else None."""
+    if model.endswith(".gguf"):
+        architecture = _read_architecture(Path(model).expanduser())
+        if architecture is None or architecture in GGUF_ARCHITECTURES:
+            return None
+        if shutil.which("llama-server") is None:
+            return None
+        logger.info("engine llama-server: the torch engine does not read %s", architecture)
+        return "llama-server"
+    version = _vllm_version() if GPU_DRIVER.exists() else None
+    if version is None:
+        return None
+    first, last = map(Version, VLLM_VERSIONS)
+    if not first <= version < last:
+        logger.info("engine torch: vLLM %s is not from %s and below %s", version, first, last)
+        return None
+    logger.info("engine vllm: vLLM %s is installed and there is a GPU", version)
+    return "vllm"
+
+
+def _read_architecture(file: Path) -> str | None:
+    """`general.architecture` of a GGUF file, which writers put first."""
+    try:
+        with file.open("rb") as opened:
+            header = opened.read(_HEADER_BYTES)
+    except OSError:
+        return None
+    place = header.find(_ARCHITECTURE) + len(_ARCHITECTURE)
+    if not header.startswith(b"GGUF") or place < len(_ARCHITECTURE):
+        return None
+    kind, length = struct.unpack_from("<IQ", header, place)
+    name = header[place + 12 : place + 12 + length]
+    return name.decode(errors="replace") if kind == 8 and length < 100 else None
+
+
+def _vllm_version() -> Version | None:
+    """The version of the `vllm` program, from its environment's metadata: running it takes seconds."""
+    program = shutil.which("vllm")
+    if program is None:
+        return None
+    packages = Path(program).parent.parent.glob("lib/python*/site-packages/vllm-*.dist-info")
+    for folder in packages:
+        try:
+            return Version(folder.name.removeprefix("vllm-").removesuffix(".dist-info"))
+        except InvalidVersion:
+            continue
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +143,7 @@ kinds: dict[str, EngineKind] = {
         needs_checkpoint=True,
     ),
     "mock": EngineKind(
-        "engines.mock.settings:MockEngineSettings", "engines.mock.engine:load_mock_engine"
+        "engines.mock.engine:MockEngineSettings", "engines.mock.engine:load_mock_engine"
     ),
     "pooling": EngineKind(
         "engines.pooling.settings:EncoderSettings",
@@ -89,7 +155,7 @@ kinds: dict[str, EngineKind] = {
         needs_checkpoint=True,
     ),
     "mock_pooling": EngineKind(
-        "engines.mock_pooling.settings:MockPoolingSettings",
+        "engines.mock_pooling.engine:MockPoolingSettings",
         "engines.mock_pooling.engine:load_mock_pooling_engine",
     ),
     **{

@@ -41,7 +41,7 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
     """Ask a question about images, videos and audio; prints the answer as it streams, and the time of each stage."""
-    from gateway.client.chat import ChatError, run_chat
+    from gateway.chat_client import ChatError, run_chat
 
     try:
         files = [*(image or []), *(video or []), *(audio or [])]

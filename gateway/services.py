@@ -11,39 +11,34 @@ from typing import TYPE_CHECKING
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
-from gateway.batches.files import BatchFiles
-from gateway.batches.records import Batches
+from gateway.batches.records import Batches, BatchFiles
 from gateway.batches.runner import BatchRunner, ask_endpoint
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks, load_hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
-from gateway.calls.lifecycle import Lifecycle
+from gateway.calls.lifecycle import Fallbacks, Lifecycle
 from gateway.calls.models import ModelDirectory
 from gateway.calls.resume import Resume
 from gateway.calls.surface import Surface
 from gateway.http.body import Admission
 from gateway.http.server import DrainingServer, create_server
 from gateway.keys.audit import AuditLog
-from gateway.keys.directory import KeyDirectory
-from gateway.keys.records import KeyStore
+from gateway.keys.directory import KeyDirectory, KeyStore
 from gateway.keys.usage import UsageLog
 from gateway.media.fetch import ImageFetcher
 from gateway.media.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import ObjectBlobStore, UrlBlobReader
-from shared.blobs.redis_store import RedisBlobStore
-from shared.blobs.sharded import ShardedBlobs
+from shared.blobs.redis_store import RedisBlobStore, ShardedBlobs
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.store import PackageStore, StoreError, open_store
 from shared.queue.api import GatewayQueue, Mailbox
-from shared.queue.mailbox import RedisMailbox
+from shared.queue.gateway import RedisGatewayQueue, RedisMailbox
 from shared.queue.registry import Registry
 from shared.queue.resume import Leases, ResumableCalls
 from shared.queue.shards import ShardedGatewayQueue, ShardedMailbox, Shards
-from shared.queue.submit import RedisGatewayQueue
 from shared.records.store import RecordStore
 from shared.redis.client import create_redis
 from shared.sessions.store import SessionStore

@@ -1,20 +1,90 @@
-"""Sends one question on a free connection, checks the answer, and reports a record.
+"""Sends one question on a free connection, checks that the answer is correct and complete, and reports a record.
 
-Used by the users of the closed loop and by the open loop, from many greenlets.
+A wrong answer is a failure like a refused request: a fast server that mixes up its requests is not fast. Used by the
+users of the closed loop and by the open loop, from many greenlets.
 """
 
+import base64
 import random
 import time
+from array import array
 from collections.abc import Callable
+from hashlib import sha256, shake_128
+from typing import Any
 
 from loadtest.albums import NUM_RUNS, create_album
-from loadtest.checks import fault_of
 from loadtest.client import Answer, AnswerError, ChatClient
 from loadtest.record import Order, Record
-from loadtest.scenarios import PROFILES, SCENARIOS, Question, to_chat_body
+from loadtest.scenarios import PROFILES, SCENARIOS, Message, Question, to_chat_body
 
+SLOT_ID = 257  # after the 256 bytes and the end token
+SYLLABLES = tuple(a + b for a, b in zip("bdfghjklmnprstvz", "aeiouaeiouaeioua", strict=True))
 #: The error of a request whose user was stopped before the answer.
 CUT = "no answer before the end of the run"
+
+
+def mock_answer(messages: list[Message], usage: dict[str, Any], num_words: int) -> str:
+    """The first words of the mock engine's greedy answer, by its published rule: a SHAKE-128 stream of prompt and images.
+
+    The answer's usage has the number of image tokens.
+    """
+    images = [part for message in messages for part in _parts(message) if "image_url" in part]
+    num_image_tokens = (usage.get("prompt_tokens_details") or {}).get("image_tokens", 0)
+    num_slots = num_image_tokens // max(1, len(images))
+    token_ids: list[int] = []
+    hashes: list[tuple[int, str]] = []
+    for message in messages:
+        token_ids += f"{message['role']}: ".encode()
+        for part in _parts(message):
+            if "image_url" in part:
+                data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+                hashes.append((len(token_ids), sha256(data).hexdigest()))
+                token_ids += [SLOT_ID] * num_slots
+            else:
+                token_ids += part["text"].encode()
+        token_ids += b"\n"
+    token_ids += b"assistant:"
+    stream = shake_128(repr((None, len(token_ids), hashes)).encode())
+    stream.update(array("q", token_ids))
+    return " ".join(
+        SYLLABLES[byte >> 4] + SYLLABLES[byte & 15] for byte in stream.digest(num_words)
+    )
+
+
+def _parts(message: Message) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+MOCK = "mock"
+
+
+def fault_of(
+    answer: Answer, question: Question, model: str, max_tokens: int, is_salted: bool = False
+) -> str:
+    """The fault of an answer. Empty: none was found.
+
+    `is_salted`: with an API key, image hashes depend on a secret of the server, so answers to images are not checked.
+    """
+    if answer.finish_reason not in ("stop", "length"):
+        return f"the answer ended with {answer.finish_reason}"
+    if answer.num_tokens > max_tokens:
+        return "the answer is longer than was asked for"
+    if answer.finish_reason == "length" and answer.num_tokens < max_tokens:
+        return "the answer is cut"
+    parts = (part for message in question.messages for part in message["content"])
+    if model == MOCK and not (is_salted and any("image_url" in part for part in parts)):
+        return _fault_of_mock(answer, question.messages)
+    if question.expected is not None and answer.text.strip() != question.expected:
+        return "the answer is wrong"
+    return ""
+
+
+def _fault_of_mock(answer: Answer, messages: list[Message]) -> str:
+    num_words = answer.num_tokens - (answer.finish_reason == "stop")  # the end is a token, no word
+    if answer.text != mock_answer(messages, answer.usage, num_words):
+        return "the answer is wrong"
+    return ""
 
 
 class Asker:

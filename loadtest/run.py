@@ -21,8 +21,11 @@ from loadtest.asking import first_model
 from loadtest.client import AnswerError
 from loadtest.fleet import ROOT, ServerError, run_fleet
 from loadtest.record import Objective, Order, Plan, Record, Target, Workload
-from loadtest.report import (
+from loadtest.result import (
     MAX_FAULTS,
+    Result,
+    failure_ratio,
+    failures,
     in_percent,
     progress_words,
     show,
@@ -31,7 +34,6 @@ from loadtest.report import (
     to_rate_table,
     to_stage_table,
 )
-from loadtest.result import Result, failure_ratio, failures
 
 DRIVER = (sys.executable, "-m", "loadtest.drive")
 PAUSE_S = 0.2

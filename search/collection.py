@@ -21,8 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from search.filters import matches
-from search.index import IndexStats
+from search.index import IndexStats, matches
 from shared.search import Attributes, Filter, Hit, Item, refuse
 
 MANIFEST = "manifest.json"

@@ -28,16 +28,19 @@ from search.collection import (
 )
 from search.embed import (
     PLAN,
+    QUERY_PROMPTS,
+    TIMEOUT_S,
+    TRIES,
     Embedder,
     EmbedError,
     Source,
     embed,
     fingerprint,
     list_images,
+    open_embedder,
     open_output,
     read_sources,
 )
-from search.embedders import QUERY_PROMPTS, TIMEOUT_S, TRIES, open_embedder
 from shared.gateway_client import ApiFailed, Client, GatewaySilent
 from shared.gateway_url import URL
 from shared.search import STORE_ID, Item

@@ -23,8 +23,7 @@ import numpy as np
 import pyarrow as pa
 from lancedb.index import BTree, IvfSq
 
-from search.filters import sql_text, to_json, to_sql
-from search.index import IndexStats, OrderedIds, SearchUnavailable
+from search.index import IndexStats, OrderedIds, SearchUnavailable, sql_text, to_json, to_sql
 from shared.search import Filter, Hit, Item
 from shared.settings.limits import MIB
 

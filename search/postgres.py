@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 
-from search.filters import hexadecimal, to_json, to_postgres
-from search.index import IndexStats, SearchUnavailable
+from search.index import IndexStats, SearchUnavailable, hexadecimal, to_json, to_postgres
 from shared.search import Filter, Hit, Item, refuse
 
 #: Up to this many items a scan takes no longer than the index.

@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import shared.search as wire
@@ -27,7 +29,7 @@ from search.catalog import Catalog, Sqlite
 from search.collection import BadCollection
 from search.index import IndexKind, SearchUnavailable, open_indexes
 from search.stores import Stores
-from shared.search import SearchError
+from shared.search import SearchError, refuse
 from shared.settings import SettingsError
 from shared.settings.tree import SearchSettings, Settings
 
@@ -58,67 +60,56 @@ class SearchApp:
         """Answer 200 with the result, 422 with a fault, or another status without a body."""
         if scope["type"] != "http":
             return
+        request = Request(scope, receive)
+        shown = request.headers.get("authorization", "").encode("latin-1")
         if scope["path"] == "/healthz":
-            await _send(send, 200, b"")
-            return
-        headers = dict(scope["headers"])
-        shown = headers.get(b"authorization", b"")
-        if self._authorization and not hmac.compare_digest(shown, self._authorization):
-            await _send(send, 401, b"")
-            return
-        self._num_open += 1
-        try:
-            answer = await self._serve(receive)
-        finally:
-            self._num_open -= 1
-        if answer is not None:
-            await _send(send, *answer)
-
-    async def _serve(self, receive: Receive) -> tuple[int, bytes] | None:
-        """Status and body; None if the gateway disconnected before its request was complete."""
-        body = bytearray()
-        has_more = True
-        while has_more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
+            answer = Response()
+        elif self._authorization and not hmac.compare_digest(shown, self._authorization):
+            answer = Response(status_code=401)
+        else:
+            self._num_open += 1
+            try:
+                answer = Response(*await self._serve(request))
+            except ClientDisconnect:
                 logger.info("a gateway disconnected in the middle of a request")
-                return None
-            body += message.get("body", b"")
-            has_more = message.get("more_body", False)
+                return
+            finally:
+                self._num_open -= 1
+        await answer(scope, receive, send)
+
+    async def _serve(self, request: Request) -> tuple[bytes, int]:
+        """Body and status. Raises: ClientDisconnect."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
             if len(body) > self._max_bytes:
-                return 422, _fault("too_large", "The request is too large.")
+                return _fault("too_large", "The request is too large.")
         if self._num_open > MAX_WAITING:
-            return 422, _fault("unavailable", "The search process is overloaded; retry.")
+            return _fault("unavailable", "The search process is overloaded; retry.")
         try:
-            request = self._decoder.decode(body)
+            asked = self._decoder.decode(body)
         except msgspec.MsgspecError:
             logger.exception("a request cannot be read")
-            return 422, _fault("unavailable", "The versions differ: update gateway and search.")
+            return _fault("unavailable", "The versions differ: update gateway and search.")
         del body
         loop = asyncio.get_running_loop()
         try:
-            threads = self._readers if isinstance(request, wire.Read) else self._writers
-            answer = await loop.run_in_executor(threads, self._answer, request)
+            threads = self._readers if isinstance(asked, wire.Read) else self._writers
+            answer = await loop.run_in_executor(threads, self._answer, asked)
         except SearchError as error:
-            return 422, msgspec.msgpack.encode(error.fault)
+            return msgspec.msgpack.encode(error.fault), 422
         except Exception:
-            logger.exception("%s failed", type(request).__name__)
-            return 500, b""
-        return 200, msgspec.msgpack.encode(answer)
+            logger.exception("%s failed", type(asked).__name__)
+            return b"", 500
+        return msgspec.msgpack.encode(answer), 200
 
     def close(self) -> None:
         self._readers.shutdown()
         self._writers.shutdown()
 
 
-async def _send(send: Send, status: int, content: bytes) -> None:
-    headers = [(b"content-length", b"%d" % len(content))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
-
-
-def _fault(code: str, message: str) -> bytes:
-    return msgspec.msgpack.encode(msgspec.convert({"code": code, "message": message}, wire.Fault))
+def _fault(code: str, message: str) -> tuple[bytes, int]:
+    return msgspec.msgpack.encode(refuse(code, message).fault), 422
 
 
 def data_directory(settings: SearchSettings) -> Path:

@@ -17,7 +17,7 @@ from engines.registry import settings_classes
 from gateway.api.chat.schemas import IGNORED_FIELDS
 from gateway.api.fields import UNSUPPORTED
 from gateway.http.error_codes import ERROR_CODES
-from shared.settings.table import rows as setting_rows
+from shared.settings.load import rows as setting_rows
 from tests.size import count
 
 ROOT = Path(__file__).parent.parent

@@ -14,8 +14,14 @@ from engines.core.engine import BatchingEngine
 from engines.core.runner import StepResult, TokenChoice
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, EngineRequest, ImageInput, ScheduledSequence, Sequence
-from engines.mock.engine import IMAGE_ID, MockProcessor, MockRunner, MockStep
-from engines.mock.settings import MockEngineSettings, MockSettings
+from engines.mock.engine import (
+    IMAGE_ID,
+    MockEngineSettings,
+    MockProcessor,
+    MockRunner,
+    MockSettings,
+    MockStep,
+)
 from shared.protocol import FinishReason, Priority, SamplingParams, Usage
 
 EOS_ID = 9999

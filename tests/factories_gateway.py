@@ -40,14 +40,13 @@ from shared.protocol import (
     Vectors,
 )
 from shared.queue.api import Claim
-from shared.queue.claims import RedisWorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
+from shared.queue.worker import RedisWorkerQueue
 from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings, RedisSettings, SearchSettings, Settings
 from tests.factories_settings import make_group
-from worker.active_requests import read_claim
-from worker.outbox import to_publication
+from worker.active_requests import read_claim, to_publication
 
 MODEL = "tiny"
 CARD = ModelCard(MODEL, created_at=1_700_000_000, max_model_len=512, vocab_size=1000)

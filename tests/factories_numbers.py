@@ -6,8 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from engines.base import LoadedEngine
-from engines.mock_pooling.engine import MockPoolingModel, numbers_of
-from engines.mock_pooling.settings import MockPoolingSettings
+from engines.mock_pooling.engine import MockPoolingModel, MockPoolingSettings, numbers_of
 from engines.registry import create_engine
 from shared.protocol import Embed, Rerank, TextPart, TokensPart
 from tests.factories_gateway import RunningGateway, make_settings, run_gateway_on_socket

@@ -28,14 +28,12 @@ from shared.protocol import (
     seal,
 )
 from shared.queue.api import Claim, Limits, Publication, Reservation, Submission
-from shared.queue.claims import RedisWorkerQueue
+from shared.queue.gateway import RedisGatewayQueue, RedisMailbox
 from shared.queue.keys import GROUP, RedisKeys
-from shared.queue.mailbox import RedisMailbox
 from shared.queue.resume import ResumableCalls
-from shared.queue.submit import RedisGatewayQueue
+from shared.queue.worker import RedisWorkerQueue
 from tests.waiting import wait_for
-from worker.active_requests import read_claim
-from worker.outbox import to_publication
+from worker.active_requests import read_claim, to_publication
 
 MODEL = "tiny"
 WRITTEN_WITHIN_S = 30.0

@@ -34,8 +34,7 @@ from tests.factories_settings import make_group
 from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineThread
 from worker.prepare.preparer import Preprocessor
-from worker.trace import RequestTracer
-from worker.worker import Worker
+from worker.worker import RequestTracer, Worker
 
 
 class StoppableEngine(Engine):

@@ -135,14 +135,14 @@ def test_a_list_that_nothing_can_measure_is_a_wrong_option(command, wrong):
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 def test_the_address_that_clients_are_given_is_one_of_a_gateway(end, monkeypatch):
     urls: list[str] = []
-    monkeypatch.setattr("gateway.client.chat.run_chat", lambda url, *rest: urls.append(url))
+    monkeypatch.setattr("gateway.chat_client.run_chat", lambda url, *rest: urls.append(url))
     run("chat", "hi", "--url", f"http://127.0.0.1:8000{end}")
     assert urls == ["http://127.0.0.1:8000"]
 
 
 def test_an_address_needs_no_scheme(monkeypatch):
     urls: list[str] = []
-    monkeypatch.setattr("gateway.client.chat.run_chat", lambda url, *rest: urls.append(url))
+    monkeypatch.setattr("gateway.chat_client.run_chat", lambda url, *rest: urls.append(url))
     run("chat", "hi", "--url", "gateway.example:8000")
     assert urls == ["http://gateway.example:8000"]
 

@@ -1,6 +1,8 @@
-"""The active requests of a worker, from their claim until they end or are dropped.
+"""The active requests of a worker, from their claim until they end or are dropped, and the outbox for their events.
 
-Runs on the event loop, called by the worker's loops. Events go to the outbox.
+Runs on the event loop, called by the worker's loops; it does no I/O. Redis's CPU time depends on the number of published
+items, so items are few: consecutive events of a request are merged while they wait. Answers that are not streamed are
+published every `HOLD_S` and at their end, and streams of a busy worker every `STREAM_HOLD_S`.
 """
 
 import asyncio
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from engines.base import (
     AdapterUnavailable,
@@ -32,6 +35,7 @@ from shared.protocol import (
     FinishReason,
     Generate,
     Priority,
+    Run,
     Scores,
     StageTimings,
     Started,
@@ -43,14 +47,22 @@ from shared.protocol import (
     Vectors,
     decode_call,
     decode_log,
+    encode_events,
+    join_tokens,
 )
-from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication
+from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Ending, Publication, shard_of
 from worker.engine_thread import Added, EngineEvent, EngineThread
-from worker.outbox import Outboxes, join_tokens, to_publication
 from worker.prepare.preparer import CannotContinue, ImageRefused, ImageUnavailable, Preprocessor
 
 logger = logging.getLogger(__name__)
 
+#: Longest delay of tokens of an answer that is not streamed; this much work is lost with a worker.
+HOLD_S = 0.25
+#: Minimum time between two publications of a stream, if the worker runs at least `MIN_COALESCED_STREAMS`.
+STREAM_HOLD_S = 0.05
+MIN_COALESCED_STREAMS = 16
+#: Vectors and scores up to this size are sent with their event, through log and mailbox.
+MAX_INLINE_BYTES = 16 * 1024
 LOOK_AGAIN_S = 0.25
 
 _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
@@ -63,6 +75,157 @@ _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
     (GrammarTooComplex, ErrorCode.GRAMMAR_TOO_COMPLEX),
     (RequestError, ErrorCode.INVALID_REQUEST),
 )
+
+
+class _Draft(Struct):
+    """Unpublished events of one request, in order."""
+
+    begun_at: float
+    posted: list[CallEvent] = []
+
+    @property
+    def is_last(self) -> bool:
+        return isinstance(self.posted[-1], Finished | Failed)
+
+    @property
+    def deltas(self) -> list[Tokens]:
+        return [event for event in self.posted if isinstance(event, Tokens)]
+
+    def events(self) -> Sequence[CallEvent]:
+        """The events; their tokens are merged into one."""
+        deltas = self.deltas
+        if len(deltas) < 2:
+            return self.posted
+        first, start = deltas[0], self.posted.index(deltas[0])
+        whole = join_tokens(first.request_id, first.attempt, deltas)
+        return (*self.posted[:start], whole, *self.posted[start + len(deltas) :])
+
+
+class Outbox:
+    """Events to be published to one shard. `hold_s`: see `HOLD_S`.
+
+    `published_at`: when tokens of each open stream were published; the outboxes of a worker share it.
+    """
+
+    def __init__(
+        self, hold_s: float = HOLD_S, published_at: "dict[ActiveRequest, float] | None" = None
+    ) -> None:
+        self._hold_s = hold_s
+        self._held: dict[ActiveRequest, _Draft] = {}  # delayed
+        self._due: dict[ActiveRequest, _Draft] = {}  # due
+        self._published_at = {} if published_at is None else published_at
+        self._timer: asyncio.TimerHandle | None = None  # for delayed streams
+        # Requests with a terminal event that are not yet dropped.
+        self._ended: set[ActiveRequest] = set()
+        self._refusals: list[Publication] = []
+        self._filled = asyncio.Event()
+
+    def post(self, active: "ActiveRequest", event: CallEvent) -> None:
+        """Add an event of a request; events after its terminal event are dropped."""
+        if active in self._ended:
+            return
+        now = time.monotonic()
+        draft = self._due.get(active) or self._held.pop(active, None) or _Draft(now)
+        draft.posted.append(event)
+        if draft.is_last:
+            self._ended.add(active)
+        elif not active.call.wants_stream and now - draft.begun_at < self._hold_s:
+            self._held[active] = draft
+            return
+        elif active not in self._due and (wait_s := self._wait_s(active, now)) > 0.0:
+            self._held[active] = draft
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._release)
+            return
+        self._due[active] = draft
+        self._filled.set()
+
+    def _wait_s(self, active: "ActiveRequest", now: float) -> float:
+        """Delay of a stream's tokens. The first tokens are not delayed."""
+        if len(self._published_at) < MIN_COALESCED_STREAMS or active not in self._published_at:
+            return 0.0
+        return self._published_at[active] + STREAM_HOLD_S - now
+
+    def _release(self) -> None:
+        self._timer = None
+        for active in [active for active in self._held if active.call.wants_stream]:
+            self._due[active] = self._held.pop(active)
+        self._filled.set()
+
+    async def take(self) -> list[Publication]:
+        """All due events, one publication per request; waits until there are some."""
+        while not self._due and not self._refusals:
+            self._filled.clear()
+            await self._filled.wait()
+        drafts, self._due = self._due, {}
+        now = time.monotonic()
+        for active, draft in drafts.items():
+            if active.call.wants_stream and not draft.is_last and draft.deltas:
+                self._published_at[active] = now
+        refusals, self._refusals = self._refusals, []
+        return refusals + [_publication(active, draft) for active, draft in drafts.items()]
+
+    def refuse(self, refusal: Publication) -> None:
+        self._refusals.append(refusal)
+        self._filled.set()
+
+    def drop(self, active: "ActiveRequest") -> None:
+        self._held.pop(active, None)
+        self._due.pop(active, None)
+        self._published_at.pop(active, None)
+        self._ended.discard(active)
+
+
+class Outboxes:
+    """One outbox for each shard, by name."""
+
+    def __init__(self, shards: Iterable[str]) -> None:
+        published_at: dict[ActiveRequest, float] = {}
+        self.by_shard = {name: Outbox(published_at=published_at) for name in shards}
+        self._first = next(iter(self.by_shard.values()))
+
+    def of(self, claim: Claim) -> Outbox:
+        return self.by_shard.get(shard_of(claim.id), self._first)
+
+
+def _publication(active: "ActiveRequest", draft: _Draft) -> Publication:
+    active.num_publications += 1
+    publication = to_publication(
+        active.claim, active.num_publications, active.num_tokens, draft.events()
+    )
+    if isinstance(active.call.task, Run) and active.call.task.keep_s:
+        publication = replace(publication, keep_s=active.call.task.keep_s)
+    active.num_tokens += publication.num_new_tokens
+    return publication
+
+
+def to_publication(
+    claim: Claim, number: int, num_tokens: int, events: Sequence[CallEvent], dead_reason: str = ""
+) -> Publication:
+    """Events for the queue; `num_tokens` output tokens came before them."""
+    last, result = events[-1], b""
+    ending: Ending | None = None
+    if isinstance(last, Finished | Failed):
+        ending = "finished" if isinstance(last, Finished) else "failed"
+        events, result = _split_off_result(events)
+    usage = None
+    for event in events:
+        if isinstance(event, Started | Finished):
+            usage = (event.usage.num_prompt_tokens, event.usage.num_cached_tokens)
+    num_new_tokens = sum([event.num_tokens for event in events if isinstance(event, Tokens)])
+    encoded = encode_events(events)
+    return Publication(
+        claim, number, num_tokens, num_new_tokens, encoded, ending, dead_reason, result, usage=usage
+    )
+
+
+def _split_off_result(events: Sequence[CallEvent]) -> tuple[Sequence[CallEvent], bytes]:
+    """The events without a large result, and that result."""
+    for index, event in enumerate(events):
+        if isinstance(event, Vectors | Scores) and len(event.data) > MAX_INLINE_BYTES:
+            stored = replace(event, data=b"", is_stored=True)
+            return (*events[:index], stored, *events[index + 1 :]), event.data
+    return events, b""
 
 
 class Unreadable(Exception):

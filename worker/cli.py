@@ -109,7 +109,7 @@ def ray_workers(
 def worker(settings: "Settings") -> None:
     """Run one worker process with the Redis at VLM_REDIS_URL."""
     if settings.deploy.package:
-        from worker.node.package import run_package as run
+        from worker.node.install import run_package as run
     else:
         from worker.main import run_worker as run
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -20,7 +21,6 @@ from queue import Empty, SimpleQueue
 from msgspec import Struct
 
 from engines.base import Engine, EngineInput, EngineOutput, EngineStats, LoadedEngine, RequestError
-from shared.futures import settle
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,10 @@ class EngineThread:
         self._create = create
         self.on_events = on_events  #: called on the loop
         self._loop = asyncio.get_running_loop()
-        self._loaded: asyncio.Future[LoadedEngine] = self._loop.create_future()
-        self._broken: asyncio.Future[None] = self._loop.create_future()
+        self._loaded: Future[LoadedEngine] = Future()
+        self._broken: Future[None] = Future()
+        for future in (self._loaded, self._broken):
+            future.set_running_or_notify_cancel()  # a caller that leaves does not cancel it
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._unsent: list[Command] = []  # commands of this turn of the loop
         self._events: deque[EngineEvent] = deque()
@@ -81,7 +83,7 @@ class EngineThread:
     async def start(self) -> LoadedEngine:
         """Create the engine and start the thread. Raises: what `create` raises."""
         self._thread.start()
-        return await self._loaded
+        return await asyncio.wrap_future(self._loaded)
 
     def add(self, request: EngineInput, *, is_patient: bool = False) -> None:
         """Add a request; `Added` or `Rejected` follows. `is_patient`: events before the last output may be delayed."""
@@ -121,7 +123,7 @@ class EngineThread:
 
     async def wait_until_broken(self) -> None:
         """Wait until a step raises. Raises: EngineBroken."""
-        await asyncio.shield(self._broken)
+        await asyncio.wrap_future(self._broken)
 
     async def close(self) -> None:
         """Close the engine and end the thread; waits up to `CLOSE_WITHIN_S` for the current step."""
@@ -129,7 +131,6 @@ class EngineThread:
         self._commands.put(None)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, CLOSE_WITHIN_S)
-        self._broken.cancel()
 
     # In the thread
 
@@ -137,16 +138,16 @@ class EngineThread:
         try:
             loaded = self._create()
         except BaseException as error:
-            self._call(settle, self._loaded, error)
+            self._loaded.set_exception(error)
             return
         self.stats, self._wake = loaded.engine.stats(), loaded.engine.wake
-        self._call(settle, self._loaded, loaded)
+        self._loaded.set_result(loaded)
         try:
             self._serve(loaded.engine)
         except Exception as error:
             self.step_started_at = None
             logger.exception("the engine broke")
-            self._call(settle, self._broken, EngineBroken(f"{type(error).__name__}: {error}"))
+            self._broken.set_exception(EngineBroken(f"{type(error).__name__}: {error}"))
         finally:
             with suppress(Exception):
                 loaded.engine.close()

@@ -25,12 +25,11 @@ from engines.image_decoder import decode_image
 from engines.registry import create_engine, kind_of, prepare_process
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import UrlBlobReader
-from shared.blobs.redis_store import RedisBlobStore
-from shared.blobs.sharded import ShardedBlobs
+from shared.blobs.redis_store import RedisBlobStore, ShardedBlobs
 from shared.process import end_startup
-from shared.queue.claims import RedisWorkerQueue
 from shared.queue.registry import Registry
 from shared.queue.shards import Shards, check_shards
+from shared.queue.worker import RedisWorkerQueue
 from shared.redis.client import create_redis, wait_for_redis
 from shared.settings.tree import RedisSettings, Settings, SettingsError
 from shared.telemetry import create_tracer
@@ -40,8 +39,7 @@ from worker.health import HealthServer, create_registry
 from worker.prepare.decoder_pool import DecoderPool
 from worker.prepare.preparer import Preprocessor
 from worker.prepare.video_pool import VideoPool
-from worker.trace import RequestTracer
-from worker.worker import Worker
+from worker.worker import RequestTracer, Worker
 
 EXIT_BROKEN = 71
 

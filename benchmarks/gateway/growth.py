@@ -16,10 +16,9 @@ from rich.table import Table
 from benchmarks.tables import new_table
 from shared.protocol import Envelope, ModelCard, Priority
 from shared.queue.api import Submission
-from shared.queue.claims import RedisWorkerQueue
-from shared.queue.mailbox import RedisMailbox
+from shared.queue.gateway import RedisGatewayQueue, RedisMailbox
 from shared.queue.registry import Registry, WorkerRecord
-from shared.queue.submit import RedisGatewayQueue
+from shared.queue.worker import RedisWorkerQueue
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings.tree import RedisSettings, WorkerSettings

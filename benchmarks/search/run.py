@@ -13,8 +13,7 @@ import numpy as np
 
 from benchmarks.tables import new_table, show
 from search.collection import FlatIndex, Manifest, write_manifest, write_part
-from search.filters import matches
-from search.index import VectorIndex, open_indexes
+from search.index import VectorIndex, matches, open_indexes
 from shared.search import Filter, Item
 
 K = 10

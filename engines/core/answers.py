@@ -26,9 +26,8 @@ from engines.base import (
 )
 from engines.core.runner import PixelLimits, Processor, PromptScore, TokenChoice
 from engines.core.sequence import EngineRequest, Prompt
-from engines.text.detokenizer import Detokenizer, decode
+from engines.text.detokenizer import Detokenizer, Tokenizer, decode
 from engines.text.reasoning import ReasoningDetokenizer
-from engines.text.tokens import Tokenizer
 from engines.text.tools import CallReader
 from shared.protocol import (
     ErrorCode,

@@ -14,7 +14,7 @@ from shared.protocol import ErrorCode
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from engines.text.drafts import Drafter
+    from engines.text.grammar import Drafter
 
 #: CPU time limit of an answer's masks: an initial amount, and an addition per token.
 BURST_S = 0.1

@@ -15,7 +15,7 @@ from engines.base import Adapter, AdapterLimits, Decode, OpenAudio, OpenVideo
 from engines.core.constraint import ConstraintFailure
 from engines.core.sequence import NO_OPTIONS, Batch, ImageInput, Prompt, Sequence
 from engines.image_decoder import decode_image
-from engines.text.tokens import Tokenizer
+from engines.text.detokenizer import Tokenizer
 from shared.protocol import ChatMessage, Ending, ErrorCode, TemplateOption, Tools
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
 
 from engines.base import (
     Adapter,
@@ -51,11 +52,11 @@ from engines.core.sequence import (
     ScheduledSequence,
     Sequence,
 )
+from engines.core.settings import BatchingSettings
 from engines.core.speculation import sample_drafts
 from engines.image_decoder import FORMATS, decode_image
-from engines.mock.settings import MockEngineSettings
+from engines.text.detokenizer import Tokenizer
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
-from engines.text.tokens import Tokenizer
 from engines.text.tools import HERMES, describe_in_text
 from shared.protocol import (
     ChatMessage,
@@ -86,6 +87,31 @@ FEATURE_BYTES_PER_TOKEN = 1024
 THINK_START, THINK_END = b"<think>\n", b"\n</think>\n\n"
 #: End of a prompt with reasoning disabled.
 NO_THINKING = list(b"<think>\n\n</think>\n\n")
+
+
+class MockSettings(BaseModel):
+    """What the mock simulates. Units: seconds, tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vision_s: float = Field(default=0.02, ge=0)
+    """Simulated time to encode one image."""
+    prefill_s_per_token: float = Field(default=0.00002, ge=0)
+    """Simulated time per prompt token."""
+    decode_s: float = Field(default=0.005, ge=0)
+    """Simulated time of one step."""
+    tokens_per_image: int = Field(default=64, ge=1)
+    """Tokens of one image."""
+    num_reasoning_tokens: int = Field(default=0, ge=0)
+    """Reasoning words before an answer, in `<think>`."""
+    num_output_tokens: int = Field(default=24, ge=1)
+    """Tokens of an answer that nothing else ends."""
+
+
+class MockEngineSettings(BatchingSettings):
+    """Real scheduling, simulated computation."""
+
+    mock: MockSettings = MockSettings()
 
 
 class MockTokenizer:

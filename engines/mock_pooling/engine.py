@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from engines.base import (
     Decode,
     InvalidRequest,
@@ -21,13 +23,34 @@ from engines.base import (
     Progress,
     PromptTooLong,
 )
-from engines.mock_pooling.settings import MockPoolingSettings
 from engines.pooling.batch import Row
 from engines.pooling.engine import PoolingEngine, PoolingModel
+from engines.pooling.settings import PoolingSettings
 from shared.protocol import Embed, ImagePart, ImageRef, ModelCard, Rerank, Task, TextPart, Truncate
 
 MAX_MODEL_LEN = 512
 VOCAB_SIZE = 65_536
+
+
+class MockPooling(BaseModel):
+    """Parameters of the simulation. Units: seconds, tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dimensions: int = Field(default=64, ge=1, le=4096)
+    """Length of the embeddings."""
+    step_s: float = Field(default=0.002, ge=0)
+    """Simulated time of one step."""
+    s_per_token: float = Field(default=0.00002, ge=0)
+    """Simulated time per token of a step."""
+    tokens_per_image: int = Field(default=64, ge=1)
+    """Tokens of one image."""
+
+
+class MockPoolingSettings(PoolingSettings):
+    """Real batches with simulated computation."""
+
+    mock: MockPooling = MockPooling()
 
 
 @dataclass(frozen=True, slots=True)

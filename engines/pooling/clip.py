@@ -14,7 +14,7 @@ from engines.base import Decode, PreparedImage
 from engines.pooling.batch import Row
 from engines.pooling.encoder import PixelInput, Texts, give_vectors
 from engines.pooling.engine import PoolingModel
-from engines.pooling.linears import num_bytes
+from engines.pooling.layers import num_bytes
 from shared.protocol import Embed, ImagePart, ImageRef, Task
 
 

@@ -17,9 +17,7 @@ from engines.base import InvalidRequest, PreparedImage
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import Pooling, SentenceConfig
 from engines.pooling.engine import PoolingModel
-from engines.pooling.head import num_outputs
-from engines.pooling.layers import Keeps, PackedLayers
-from engines.pooling.linears import num_bytes
+from engines.pooling.layers import Keeps, PackedLayers, num_bytes, num_outputs
 from engines.pooling.texts import Texts
 from shared.protocol import Embed, Rerank, Task
 

@@ -19,8 +19,7 @@ from engines.base import (
     PreparedImage,
     Tokenization,
 )
-from engines.pooling.batch import Row, Waiting
-from engines.pooling.cache import ResultCache, cache_key
+from engines.pooling.batch import ResultCache, Row, Waiting, cache_key
 from engines.pooling.settings import PoolingSettings
 from shared.protocol import (
     Embed,

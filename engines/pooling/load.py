@@ -31,9 +31,7 @@ from engines.pooling.encoder import (
     first_position,
 )
 from engines.pooling.engine import PoolingEngine
-from engines.pooling.head import build_head
-from engines.pooling.layers import take_layers
-from engines.pooling.linears import pack_linears, quantize_linears
+from engines.pooling.layers import build_head, pack_linears, quantize_linears, take_layers
 from engines.pooling.settings import EncoderSettings
 from engines.pooling.texts import Texts, Words
 from engines.silent_transformers import silent_transformers

@@ -1,24 +1,63 @@
 """A checkpoint's chat template: renders a conversation as text.
 
-Templates are untrusted: they get plain data only, in jinja's sandbox, with limits of time and memory.
+Templates are untrusted: they get plain data only, in jinja's sandbox, compiled as in transformers, with limits of time
+and memory. A Python thread cannot be stopped from outside. Therefore each operation of a template (loops, calls,
+filters, operators, outputs) estimates the size of its result first and checks the time and the characters of the
+rendering so far.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime  # noqa: TID251
 from pathlib import Path
 from typing import Any, Literal
 
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.runtime import Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
 from engines.base import InvalidRequest
 from engines.packages.checkpoint_json import read_json
-from engines.text.template_rendering import (
-    NO_OPTIONS,
-    CompiledTemplate,
-    TemplateFailure,
-    TemplateRefusal,
-    UnusableTemplate,
-)
 from engines.text.tools import ToolFormat, find_tool_format
 from shared.protocol import ChatMessage, ImagePart
 
+Messages = Sequence[Mapping[str, Any]]
+
+MAX_S = 1.0  #: CPU time of one rendering
+_COMPILE_S = 2.0
+_MAX_SOURCE_CHARS = 512 * 1024
+#: Limit of a prompt: this many characters plus a multiple of those of its conversation.
+_BASE_CHARS = 65_536
+_CHARS_RATIO = 4
+_MADE_RATIO = 100  #: limit of intermediate characters and items, as a multiple of the prompt limit
+_MAX_PRODUCT = 100_000_000  #: limit of the product of the sizes of a call's arguments
+_MAX_BITS = 4096  #: of an integer
+_MAX_DIGITS = 50  #: argument of `round`
+_NUMBER = re.compile(r"\d+")
+_WIDTH_FROM_VALUE = re.compile(r"%[^a-zA-Z%]*\*|\{[^}]*\{")
+#: Filters with super-linear results or time.
+_AMPLIFYING = frozenset({"batch", "center", "indent", "join", "slice", "tojson", "truncate"})
+#: Filters and functions with unbounded time that no prompt needs.
+_DROPPED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
+_DROPPED_GLOBALS = ("lipsum",)
+
+
+#: Variables that requests may not set.
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"}) | {
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+}
+NO_OPTIONS: Mapping[str, Any] = {}
 #: The template of llava-hf's LLaVA-1.5, for checkpoints without one.
 LLAVA_TEMPLATE = """\
 {% for message in messages %}\
@@ -36,6 +75,381 @@ LLAVA_TEMPLATE = """\
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 _PROBE = "probe"
 NO_CALLS: Mapping[int, list[dict[str, Any]]] = {}
+
+
+class UnusableTemplate(Exception):
+    """The template cannot be compiled, or does not render images or texts."""
+
+
+class TemplateRefusal(Exception):
+    """The template refuses the conversation with this message."""
+
+
+class TemplateFailure(Exception):
+    """The template fails, takes too long or writes too much."""
+
+
+class TooSlow(TemplateFailure):
+    """The template exceeds its time limit."""
+
+
+class _Work:
+    """The limits and counters of one rendering."""
+
+    def __init__(self, max_chars: int, max_s: float) -> None:
+        self.max_chars = max_chars
+        self.max_weight = 10 * max_chars  #: of one list or dictionary
+        self._num_left = _MADE_RATIO * max_chars
+        self._until = time.monotonic() + max_s
+        self._until_of_thread = time.thread_time() + max_s
+
+    def charge(self, size: int) -> None:
+        """Count `size` and check the time. Raises: TemplateFailure."""
+        self._num_left -= size
+        if self._num_left < 0:
+            raise TemplateFailure("makes too much")
+        # CPU time, because the machine may pause; wall time first, because it is cheaper to read.
+        if time.monotonic() > self._until and time.thread_time() > self._until_of_thread:
+            raise TooSlow("takes too long")
+
+    def check(self, value: Any) -> Any:
+        """Returns the value if it is not too large. Raises: TemplateFailure."""
+        if isinstance(value, str):
+            if len(value) > self.max_chars:
+                raise TemplateFailure("a text is too long")
+            self.charge(len(value))
+        elif isinstance(value, list | tuple | dict):
+            self.charge(self.weigh(value))
+        return value
+
+    def weigh(self, value: Any) -> int:
+        """Number of characters and items in a nested collection. Raises: TemplateFailure if too many."""
+        weight, waiting = 0, [value]
+        while waiting:
+            item = waiting.pop()
+            weight += 1
+            if isinstance(item, str | bytes):
+                weight += len(item)
+            elif isinstance(item, dict):
+                waiting += item.keys()
+                waiting += item.values()
+            elif isinstance(item, Namespace):
+                waiting.append(item._Namespace__attrs)  # type: ignore[attr-defined]
+            elif isinstance(item, list | tuple):
+                waiting += item
+            if weight + len(waiting) > self.max_weight:
+                raise TemplateFailure("a collection is too large")
+        return weight
+
+    def check_arguments(self, arguments: Sequence[Any]) -> None:
+        """Limit the result of a call by its arguments. Raises: TemplateFailure."""
+        product = 1
+        for argument in arguments:
+            if isinstance(argument, int | float):
+                size = abs(argument)
+            elif isinstance(argument, str | bytes):
+                size = len(argument)
+            elif isinstance(argument, list | tuple | dict | Namespace):
+                size = self.weigh(argument)
+            else:
+                continue
+            if size > 1:
+                product *= size
+            if not product <= _MAX_PRODUCT:  # NaN too
+                raise TemplateFailure("a call may make too much")
+        self.charge(1)
+
+
+_current: ContextVar[_Work | None] = ContextVar("work", default=None)
+
+
+@contextmanager
+def _working(max_chars: int, max_s: float) -> Iterator[None]:
+    token = _current.set(_Work(max_chars, max_s))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _work() -> _Work:
+    if (work := _current.get()) is None:
+        raise TemplateFailure("not rendering")
+    return work
+
+
+class CompiledTemplate:
+    """A compiled template. Thread-safe. Raises: UnusableTemplate."""
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        self._variables = variables
+        if len(source) > _MAX_SOURCE_CHARS:
+            raise UnusableTemplate(
+                f"the chat template has more than {_MAX_SOURCE_CHARS} characters"
+            )
+        try:
+            with _working(_BASE_CHARS, _COMPILE_S):
+                sandbox = _Sandbox()
+                self._template = sandbox.from_string(source)
+                read = find_undeclared_variables(jinja2.Environment.parse(sandbox, source))
+        except (
+            jinja2.TemplateError,
+            RecursionError,
+            MemoryError,
+            TemplateFailure,
+            SyntaxError,
+        ) as error:
+            raise UnusableTemplate(f"the chat template is not a jinja template: {error}") from None
+
+        #: variables that requests may set
+        self.options = frozenset(read - _OURS - variables.keys())
+
+    def render(
+        self,
+        messages: Messages,
+        max_s: float = MAX_S,
+        options: Mapping[str, Any] = NO_OPTIONS,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        is_answered: bool = True,
+    ) -> str:
+        """The text of a conversation. `options` are further variables, `tools` functions.
+
+        Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`.
+        """
+        num_chars = sum(_count_chars(each) for each in (*messages, *tools))
+        num_left = max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
+        pieces: list[str] = []
+        try:
+            with _working(max_chars, max_s):
+                for piece in self._template.generate(
+                    messages=messages,
+                    tools=list(tools) or None,
+                    documents=None,
+                    add_generation_prompt=is_answered,
+                    **self._variables,
+                    **{name: value for name, value in options.items() if name in self.options},
+                ):
+                    num_left -= len(piece)
+                    if num_left < 0:
+                        raise TemplateFailure("too long")
+                    pieces.append(piece)
+                return "".join(pieces)
+        except TemplateFailure:
+            raise
+        except jinja2.TemplateError as error:
+            raise TemplateRefusal(str(error)[:200]) from None
+        except Exception as error:  # a template can raise any error
+            raise TemplateFailure(type(error).__name__) from None
+
+
+def _count_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return 16 + sum(map(_count_chars, value.values())) + sum(map(len, value))
+    if not isinstance(value, list | tuple):
+        return 8
+    return sum(16 + _count_chars(item) for item in value)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Flags, filters and functions of transformers' chat templates, with every operation limited."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            finalize=_check_output,
+        )
+        for name in _DROPPED_FILTERS:
+            del self.filters[name]
+        for name in _DROPPED_GLOBALS:
+            del self.globals[name]
+        self.filters["tojson"] = _to_json
+        self.filters.update({name: _bounded(name, f) for name, f in self.filters.items()})
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        _count_work(template)
+        template.set_environment(self)
+        return template
+
+    def tick(self, num_chars: int) -> str:
+        """Count one round of a loop or call and its literal characters."""
+        _work().charge(1 + num_chars)
+        return ""
+
+    def concat_texts(self, *values: Any) -> str:
+        """The operator `~`."""
+        texts = [str(_check_output(value)) for value in values]
+        work = _work()
+        if sum(map(len, texts)) > work.max_chars:
+            raise TemplateFailure("a text is too long")
+        return work.check("".join(texts))
+
+    def collect(self, value: Any) -> Any:
+        """Check a literal list, tuple or dictionary."""
+        return _work().check(value)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """A binary operator. Raises: TemplateFailure if its result may be too large."""
+        work = _work()
+        work.charge(1)
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
+            if bits > _MAX_BITS:
+                raise TemplateFailure("a number is too large")
+        elif operator == "%" and isinstance(left, str):
+            _check_format(work, left, right)
+        elif operator == "*":
+            size = _length(left) * _length(right)
+            if size > work.max_weight:
+                raise TemplateFailure("a product is too large")
+        return work.check(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        work = _work()
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `format`
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, str) and name in ("format", "format_map"):
+            _check_format(work, owner, [*args, *kwargs.values()])
+        elif isinstance(owner, str) and name == "replace":
+            _check_replace(work, owner, args)
+        elif isinstance(owner, str | bytes | int | float | list | tuple | dict):
+            work.check_arguments([owner, *args, *kwargs.values()])
+        else:
+            work.charge(1)
+        return work.check(super().call(__context, __obj, *args, **kwargs))
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple) else abs(value)
+
+
+def _check_format(work: _Work, form: str, values: Any) -> None:
+    """Limit the widths of a format. Raises: TemplateFailure."""
+    widths = sum(int(number[:9]) for number in _NUMBER.findall(form))
+    if widths > work.max_chars or _WIDTH_FROM_VALUE.search(form):
+        raise TemplateFailure("a format is too wide")
+    work.check_arguments([form, values if isinstance(values, dict | list | tuple) else [values]])
+
+
+def _check_replace(work: _Work, text: str, arguments: Sequence[Any]) -> None:
+    old, new = (str(argument) for argument in arguments[:2])
+    if len(text) + text.count(old) * len(new) > work.max_chars + len(text):
+        raise TemplateFailure("a text is too long")
+    work.charge(len(text))
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a filter with checks of its arguments and result."""
+
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        work = _work()
+        given = [arg for arg in args if not isinstance(arg, jinja2.Environment)]
+        values = [*given, *kwargs.values()]
+        if name == "replace":
+            texts = [str(value) for value in values if isinstance(value, str)]
+            if len(texts) > 2:
+                _check_replace(work, texts[0], texts[1:])
+        elif name == "format":
+            _check_format(work, str(values[0]), values[1:])
+        elif name == "round" and any(
+            abs(v) > _MAX_DIGITS for v in values[1:] if isinstance(v, int)
+        ):
+            raise TemplateFailure("too many digits")
+        elif name == "sum" and any(isinstance(value, list | tuple | str) for value in values[2:]):
+            raise TemplateFailure("a sum of no numbers")
+        elif name in _AMPLIFYING:
+            work.check_arguments(values)
+        work.charge(1)
+        if name in ("string", "join"):
+            _check_output(given[0])
+        return work.check(function(*args, **kwargs))
+
+    return bounded
+
+
+def _check_output(value: Any) -> Any:
+    """Check a value that becomes text. Raises: TemplateFailure."""
+    work = _current.get()
+    if work is None or isinstance(value, str):
+        return value if work is None else work.check(value)
+    if isinstance(value, list | tuple | dict | Namespace):
+        work.charge(work.weigh(value))
+    return value
+
+
+def _count_work(template: nodes.Template) -> None:
+    """Insert checks into loops, macros, `~` and literal collections."""
+    for node in template.find_all(
+        (nodes.For, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
+    ):
+        num_chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        tick = nodes.ExprStmt(
+            _call("tick", [nodes.Const(num_chars)], node.lineno), lineno=node.lineno
+        )
+        node.body.insert(0, tick)
+    _Checks().visit(template)
+
+
+def _call(name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
+    method = nodes.EnvironmentAttribute(name, lineno=lineno)
+    return nodes.Call(method, arguments, [], None, None, lineno=lineno)
+
+
+class _Checks(NodeTransformer):
+    """Checks the operator `~` and literal collections."""
+
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        if isinstance(node, nodes.Concat):
+            return _call("concat_texts", node.nodes, node.lineno)
+        is_collection = isinstance(node, nodes.List | nodes.Dict) or (
+            isinstance(node, nodes.Tuple) and node.ctx == "load"
+        )
+        if (
+            isinstance(node, nodes.Expr)
+            and is_collection
+            and any(True for _ in node.find_all((nodes.Name, nodes.Call)))
+        ):
+            return _call("collect", [node], node.lineno)
+        return node
+
+
+class _Generation(Extension):
+    """Accepts `{% generation %}`, which marks assistant text for training."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Replace a `generation` block by its content."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """JSON without jinja's HTML escaping."""
+    if isinstance(value, Undefined):
+        raise TypeError("undefined is no JSON")
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    if len(form) > 200 or _NUMBER.search(form.replace("%0", "%")):
+        raise TemplateFailure("not a date's form")
+    return datetime.now().strftime(form)
 
 
 class ChatTemplate:

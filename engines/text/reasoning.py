@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from engines.text.detokenizer import Detokenizer
-from engines.text.tokens import ControlToken, Tokenizer
+from engines.text.detokenizer import ControlToken, Detokenizer, Tokenizer
 
 _MAX_HEAD_CHARS = 200  #: an answer without a marker in its first characters has no reasoning
 

@@ -1,5 +1,6 @@
 """A checkpoint's tokenizer.json or tekken.json: text to ids as in transformers, ids to bytes. Thread-safe."""
 
+import base64
 import json
 import math
 import re
@@ -12,8 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from engines.base import UnsupportedCheckpoint
 from engines.packages.checkpoint_json import Fields, read_json, shown
-from engines.text.tekken import to_tokenizer_json
-from engines.text.tokens import ControlToken
+from engines.text.detokenizer import ControlToken
 
 MAX_VOCAB_SIZE = 2**21
 #: Largest growth factor of a normalizer or decoder.
@@ -27,6 +27,7 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
+_MAX_TOKEN_BYTES = 512
 
 
 class HfTokenizer:
@@ -314,3 +315,62 @@ def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if decoder["type"] == "Sequence":
         return [step for inner in decoder["decoders"] for step in _flatten(inner)]
     return [decoder]
+
+
+def to_tokenizer_json(tekken: Fields, letters: Mapping[int, str]) -> dict[str, Any]:
+    """Mistral's tekken.json as the content of a tokenizer.json. Raises: UnsupportedCheckpoint.
+
+    `letters` are the characters of bytes in a byte-level vocabulary. Source: `Tekkenizer` of mistral-common.
+    """
+    settings = tekken.section("config")
+    special, vocab = tekken.get("special_tokens"), tekken.get("vocab")
+    if not isinstance(special, list):
+        raise tekken.refuse("special_tokens", "are missing; save the checkpoint's tokenizer.json")
+    count = settings.whole("default_num_special_tokens", len(special), at_most=MAX_VOCAB_SIZE)
+    size = settings.whole("default_vocab_size", at_least=count, at_most=MAX_VOCAB_SIZE)
+    try:
+        names = {each["rank"]: each["token_str"] for each in special}
+        tokens = [base64.b64decode(each["token_bytes"]) for each in vocab]
+    except (KeyError, TypeError, ValueError):
+        raise tekken.refuse("vocab", "and special_tokens are not lists of tokens") from None
+    if max(map(len, tokens), default=0) > _MAX_TOKEN_BYTES:
+        raise tekken.refuse("vocab", f"has a token of more than {_MAX_TOKEN_BYTES} bytes")
+    names = {place: names.get(place, f"<SPECIAL_{place}>") for place in range(count)}
+    tokens = tokens if size is None else tokens[: size - count]
+    ranks = {"".join(map(letters.__getitem__, x)): count + i for i, x in enumerate(tokens)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spell = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    split = {
+        "type": "Split", "pattern": {"Regex": settings.get("pattern")}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": name, "special": True, **flags} for i, name in names.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, spell]},
+        "post_processor": None,
+        "decoder": spell,
+        "model": {
+            "type": "BPE",
+            "vocab": {name: i for i, name in names.items()} | ranks,
+            "merges": find_merges(ranks),
+            "ignore_merges": True,
+        },
+    }
+
+
+def find_merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs that tokens are merged from, in the order of the tokens' ranks."""
+    found = []
+    for whole, rank in ranks.items():
+        cuts = ((whole[:i], whole[i:]) for i in range(1, len(whole)))
+        pairs = [(a, b) for a, b in cuts if a in ranks and b in ranks]
+        found += sorted((rank, ranks[a], ranks[b], a, b) for a, b in pairs)
+    return [(a, b) for *_, a, b in sorted(found)]

@@ -6,7 +6,7 @@ The output is constrained by a grammar built from the functions, so each family 
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from engines.text.pythonic import SHARED_RULES, KeywordArguments, MalformedCall, to_argument_rules
 from engines.text.schemas import prepare
-from shared.protocol import CallPiece, ChatMessage, Function, ImagePart, TextPart, ToolCall, Tools
+from shared.protocol import CallPiece, ChatMessage, Function, TextPart, ToolCall, Tools
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -190,19 +190,6 @@ def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> li
 
 def _spell(call: ToolCall) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
-
-
-def move_images(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """Move images of tool results into a user message behind them, because templates do not support them there."""
-    moved: list[ChatMessage] = []
-    for message in messages:
-        images = tuple(part for part in message.parts if isinstance(part, ImagePart))
-        if message.role != "tool" or not images:
-            moved.append(message)
-            continue
-        texts = tuple(part for part in message.parts if isinstance(part, TextPart))
-        moved += [replace(message, parts=texts), ChatMessage("user", images)]
-    return moved
 
 
 class CallReader:

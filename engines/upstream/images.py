@@ -18,8 +18,7 @@ from engines.base import Decode
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import read_json
-from engines.text.processor import MultimodalProcessor
-from engines.text.prompt import Item
+from engines.text.processor import Item, MultimodalProcessor
 from shared.protocol import FRAMES_TYPE
 
 _WAV_FORMAT, _IEEE_FLOAT = Struct("<HHIIHH"), 3

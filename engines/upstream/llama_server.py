@@ -12,8 +12,7 @@ import msgspec
 
 from engines.base import InvalidRequest
 from engines.core.runner import TokenChoice
-from engines.text.processor import ChatProcessor
-from engines.text.prompt import ControlSpelling
+from engines.text.processor import ChatProcessor, ControlSpelling
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import (
     Chunk,

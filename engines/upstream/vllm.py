@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engines.installed import VLLM_VERSIONS
+from engines.registry import VLLM_VERSIONS
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import (
     Chunk,

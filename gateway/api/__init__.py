@@ -5,19 +5,19 @@ from the class. `tests/contract/test_surface.py` tests all surfaces. Other endpo
 listed below.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
-from gateway.api.adapters import Adapters
 from gateway.api.applications import Applications
 from gateway.api.batches import BatchResource
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
-from gateway.api.keys import Audit, Keys, TenantData
+from gateway.api.keys import Audit, Keys, TenantData, UsageReport
 from gateway.api.messages import CountTokens, Messages
-from gateway.api.models import Models
+from gateway.api.models import Adapters, Models
 from gateway.api.ollama import (
     OllamaChat,
     OllamaEmbed,
@@ -32,14 +32,15 @@ from gateway.api.rerank import Reranking, Scoring
 from gateway.api.responses import ResponseInputTokens, Responses, StoredResponses
 from gateway.api.run import ApplicationRun
 from gateway.api.sessions import Sessions
-from gateway.api.streams import Streams
 from gateway.api.tokenize import Detokenization, Tokenization
 from gateway.api.transcriptions import Transcriptions, Translations
-from gateway.api.usage import UsageReport
 from gateway.api.vector_stores import VectorStores
+from gateway.calls.lifecycle import Lifecycle
+from gateway.calls.resume import STREAM_PATH
 from gateway.calls.surface import Surface
 from gateway.http.auth import tenant_of
 from gateway.http.endpoint import Endpoint, OperationServices, Resource, Serve
+from gateway.http.exchange import Exchange
 from gateway.services import Services
 from shared.settings.limits import LimitSettings
 
@@ -63,6 +64,26 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
     Transcriptions,
     Translations,
 )
+
+
+class Streams(Endpoint):
+    """Resume a stream, in the format of the API that began it."""
+
+    name = "resume_stream"
+    method = "GET"
+    path = STREAM_PATH + "{id}"
+    tag = "streams"
+    answers_text = "text/event-stream"
+    headers: ClassVar = {
+        "last-event-id": "The last event that was received. Without it, all events are sent."
+    }
+
+    def __init__(self, lifecycle: Lifecycle, surfaces: Mapping[str, Surface]) -> None:
+        self._lifecycle = lifecycle
+        self._surfaces = surfaces
+
+    async def serve(self, exchange: Exchange) -> None:
+        await self._lifecycle.serve_stream(self._surfaces, exchange)
 
 
 def create_endpoints(

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, Self
 
 import msgspec
@@ -22,7 +23,7 @@ from shared.protocol import (
     Tokenized,
     Tokens,
     Usage,
-    join_calls,
+    join_tokens,
 )
 from shared.version import package_version
 
@@ -126,20 +127,16 @@ def _to_scores(entry: PromptLogprob) -> dict[str, PromptTokenScore]:
 
 def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
     """Join adjacent token events of the same choice."""
-    held: tuple[int, Tokens] | None = None
-    for index, event in events:
-        if held is not None and isinstance(event, Tokens) and held[0] == index:
-            held = (index, _merge(held[1], event))
-            continue
-        if held is not None:
-            yield held
-        held = None
-        if isinstance(event, Tokens):
-            held = (index, event)
+    for (index, has_tokens), run in groupby(events, _run_of):
+        if has_tokens:
+            pieces: list[Any] = [event for _, event in run]
+            yield index, join_tokens(pieces[0].request_id, pieces[0].attempt, pieces)
         else:
-            yield index, event
-    if held is not None:
-        yield held
+            yield from run
+
+
+def _run_of(entry: ChoiceEvent) -> tuple[int, bool]:
+    return entry[0], isinstance(entry[1], Tokens)
 
 
 def with_ends(
@@ -164,21 +161,6 @@ def with_ends(
             ):
                 joined = end = later
         yield index, event, end
-
-
-def _merge(first: Tokens, second: Tokens) -> Tokens:
-    return Tokens(
-        first.request_id,
-        first.attempt,
-        first.index,
-        first.token_ids + second.token_ids,
-        first.text + second.text,
-        first.logprobs + second.logprobs,
-        first.num_without_id + second.num_without_id,
-        first.reasoning + second.reasoning,
-        join_calls((*first.calls, *second.calls)) if second.calls else first.calls,
-        first.prompt_logprobs + second.prompt_logprobs,
-    )
 
 
 class Block(msgspec.Struct):

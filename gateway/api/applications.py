@@ -37,24 +37,29 @@ from shared.packages.deployments import (
     NAME,
     NAME_RULE,
     VERSION,
+    BadEnvironment,
     Cause,
     Conflict,
+    Environment,
     Generation,
     History,
     Outcome,
+    RoutedVersion,
+    RouteRecord,
     Spec,
     SpecBody,
+    check_environment,
     in_full,
     read_history,
+    read_routes,
     record_generation,
+    record_route,
     settle,
     version_name,
 )
-from shared.packages.environment import BadEnvironment, Environment, check_environment
 from shared.packages.garbage import write_hold
 from shared.packages.manifest import BadPackage, Digest, Manifest
 from shared.packages.rollout import App, Event, LogLine, NodeRecord
-from shared.packages.routes import RoutedVersion, RouteRecord, read_routes, record_route
 from shared.packages.signature import (
     MAX_SIGNATURE_CHARS,
     BadSignature,

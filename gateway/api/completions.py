@@ -38,7 +38,7 @@ from gateway.api.fields import (
     translate_sampling,
     wants_timings,
 )
-from gateway.api.structured import StructuredFields, check_with_grammar, find_grammar
+from gateway.api.generation import StructuredFields, check_with_grammar, find_grammar
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext

@@ -11,7 +11,6 @@ from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Addition, Block, BlockStream, WholeAnswer, encode, find_tokenized
 from gateway.api.chat.schemas import ReasoningEffort
-from gateway.api.conversation import Conversation, Part, Role, switch_thinking
 from gateway.api.fields import (
     UNSUPPORTED,
     CallName,
@@ -28,8 +27,17 @@ from gateway.api.fields import (
     translate_sampling,
     wants_timings,
 )
-from gateway.api.structured import check_grammar, schema_grammar
-from gateway.api.tools import FunctionField, Offer, find_tools
+from gateway.api.generation import (
+    Conversation,
+    FunctionField,
+    Offer,
+    Part,
+    Role,
+    check_grammar,
+    find_tools,
+    schema_grammar,
+    switch_thinking,
+)
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import ApiError

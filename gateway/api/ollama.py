@@ -16,7 +16,6 @@ from msgspec import UNSET, Meta, UnsetType
 from gateway.api.answers import Block, Blocks, WholeAnswer, encode
 from gateway.api.chat import to_logprobs
 from gateway.api.chat.schemas import ChatLogprob
-from gateway.api.conversation import Conversation, Part, Role, find_effort, switch_thinking
 from gateway.api.embeddings import EmbeddingOptions, EmbeddingRequest, Embeddings, rows_of
 from gateway.api.fields import (
     UNSUPPORTED,
@@ -36,8 +35,20 @@ from gateway.api.fields import (
     invalid,
     translate_sampling,
 )
-from gateway.api.structured import any_object, check_grammar, schema_grammar, unquoted
-from gateway.api.tools import ToolField, find_tools, read_offer
+from gateway.api.generation import (
+    Conversation,
+    Part,
+    Role,
+    ToolField,
+    any_object,
+    check_grammar,
+    find_effort,
+    find_tools,
+    read_offer,
+    schema_grammar,
+    switch_thinking,
+    unquoted,
+)
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals

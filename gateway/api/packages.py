@@ -36,8 +36,7 @@ from shared.packages.manifest import (
     decode_manifest,
     is_digest,
 )
-from shared.packages.resumable_file import PIECE_BYTES
-from shared.packages.store import BadBlob, PackageStore, StoreError, WrongStart
+from shared.packages.store import PIECE_BYTES, BadBlob, PackageStore, StoreError, WrongStart
 from shared.settings.limits import LimitSettings
 
 logger = logging.getLogger(__name__)

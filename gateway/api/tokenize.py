@@ -25,7 +25,7 @@ from gateway.api.fields import (
     doc,
     invalid,
 )
-from gateway.api.tools import ToolField
+from gateway.api.generation import ToolField
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest

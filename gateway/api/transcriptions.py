@@ -21,7 +21,6 @@ from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
 from gateway.api.answers import encode, merge_tokens
-from gateway.api.conversation import Conversation
 from gateway.api.fields import (
     Ignored,
     ModelName,
@@ -33,6 +32,7 @@ from gateway.api.fields import (
     invalid,
     translate_sampling,
 )
+from gateway.api.generation import Conversation
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest

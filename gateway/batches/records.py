@@ -1,4 +1,4 @@
-"""The state of batches: records that are written once, in a folder for each batch.
+"""The files of batches, their lines, and their state: records that are written once, in a folder for each batch.
 
     record       the request for the batch
     beginning    the input file is valid, and has this many requests
@@ -9,20 +9,32 @@
 
 The first writer of a record wins, and a record depends only on earlier records. So it does not matter which gateway
 writes a record, or whether two gateways try. All methods block and raise StoreError.
+
+Source: OpenAI API reference, "The request input object", "The request output object".
 """
 
+import hashlib
+import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from tempfile import TemporaryFile
-from typing import IO, Literal, TypeVar
+from typing import IO, Annotated, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta, Raw
 
-from gateway.batches.files import FILE_ID, BatchFile, BatchFiles, make_id, time_of
-from gateway.batches.lines import LineError, LineResult, read_line, split_lines, to_failure
 from shared.packages.store import PIECE_BYTES, PackageStore, StoreError
 
+#: Maximum number of reported errors of a file.
+MAX_ERRORS = 100
+_MAX_CUSTOM_ID_CHARS = 512
+#: Prefix of the ids, which distinguishes these files from those of vector stores.
+FILE_ID = "file-batch-"
+_ID = re.compile(FILE_ID + "[0-9a-f]{32}")
+_FOLDER = "files"
+_TIME_DIGITS = 11
 BATCH_ID = "batch_"
 WINDOW_S = 24 * 3600.0
 _BATCHES, _OPEN, _CANCELLED = "batches", "open", "cancelled"
@@ -32,6 +44,234 @@ _EXPIRED = "This request could not be executed before the completion window expi
 
 Final = Literal["completed", "cancelled", "expired", "failed"]
 T = TypeVar("T", bound=msgspec.Struct)
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """An error in a line. `line`: from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class _Line(msgspec.Struct, frozen=True):
+    custom_id: Annotated[str, Meta(min_length=1, max_length=_MAX_CUSTOM_ID_CHARS)]
+    method: str
+    url: str
+    body: Raw
+
+
+class _Streams(msgspec.Struct, frozen=True):
+    stream: bool | None = None
+
+
+class _Response(msgspec.Struct, frozen=True):
+    status_code: int
+    request_id: str
+    body: Raw
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class _Result(msgspec.Struct, frozen=True):
+    id: str
+    custom_id: str
+    response: _Response | None
+    error: _Error | None
+
+
+class BatchLine(msgspec.Struct, frozen=True):
+    """A request of a batch. `number`: from 0; `body`: JSON."""
+
+    number: int
+    custom_id: str
+    body: bytes
+
+
+_decoder = msgspec.json.Decoder(_Line)
+_streams_decoder = msgspec.json.Decoder(_Streams)
+
+
+def split_lines(data: bytes) -> list[memoryview]:
+    """Lines that are not blank, without copies."""
+    view, lines, start = memoryview(data), [], 0
+    while start < len(data):
+        end = data.find(b"\n", start)
+        end = len(data) if end < 0 else end
+        if data[start:end].strip():
+            lines.append(view[start:end])
+        start = end + 1
+    return lines
+
+
+def read_line(line: memoryview, number: int) -> BatchLine:
+    found = _decoder.decode(line)
+    return BatchLine(number, found.custom_id, bytes(found.body))
+
+
+def check_lines(data: bytes, endpoint: str, max_lines: int) -> tuple[int, list[LineError]]:
+    lines = split_lines(data)
+    if not lines:
+        return 0, [
+            LineError("empty_file", "The file has no requests: send one JSON object a line.")
+        ]
+    if len(lines) > max_lines:
+        message = f"The file has {len(lines)} requests: send at most {max_lines} in a batch."
+        return len(lines), [LineError("too_many_requests", message)]
+    seen: set[str] = set()
+    found = (_check_line(line, number, endpoint, seen) for number, line in enumerate(lines, 1))
+    return len(lines), list(islice(filter(None, found), MAX_ERRORS))
+
+
+def _check_line(line: memoryview, number: int, endpoint: str, seen: set[str]) -> LineError | None:
+    try:
+        str(line, "utf-8")
+        found = _decoder.decode(line)
+    except msgspec.ValidationError:
+        return LineError(
+            "invalid_request",
+            "Send custom_id (1 to 512 characters), method, url and body in each line.",
+            line=number,
+        )
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return LineError("invalid_json_line", "The line is not valid JSON in UTF-8.", line=number)
+    if found.custom_id in seen:
+        message = "Another line has this custom_id: send a unique custom_id in each line."
+        return LineError("duplicate_custom_id", message, "custom_id", number)
+    seen.add(found.custom_id)
+    if found.method != "POST":
+        return LineError("invalid_method", "Send POST as method.", "method", number)
+    if found.url != endpoint:
+        message = f"The url is not the batch's endpoint: send {endpoint}."
+        return LineError("invalid_url", message, "url", number)
+    return _check_body(found.body, number)
+
+
+def _check_body(body: Raw, number: int) -> LineError | None:
+    try:
+        if _streams_decoder.decode(body).stream:
+            return LineError(
+                "invalid_request",
+                "A batch does not stream: leave out stream.",
+                "body.stream",
+                number,
+            )
+    except msgspec.ValidationError:  # validated by the endpoint
+        if not bytes(body).lstrip().startswith(b"{"):
+            return LineError("invalid_request", "Send an object as body.", "body", number)
+    return None
+
+
+def to_result(batch_id: str, line: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
+    response = _Response(status, request_id, Raw(body))
+    return msgspec.json.encode(
+        _Result(result_id(batch_id, line.number), line.custom_id, response, None)
+    )
+
+
+def to_failure(batch_id: str, line: BatchLine, code: str, message: str) -> bytes:
+    """The output line of a request that got no response."""
+    result_of = result_id(batch_id, line.number)
+    return msgspec.json.encode(_Result(result_of, line.custom_id, None, _Error(code, message)))
+
+
+def result_id(batch_id: str, number: int) -> str:
+    """The id of a result: a function of batch and line."""
+    return "batch_req_" + hashlib.sha256(f"{batch_id} {number}".encode()).hexdigest()[:32]
+
+
+class LineResult(msgspec.Struct, frozen=True):
+    """The result of a line. `data`: a line of one of the output files. Parts are groups of results."""
+
+    number: int
+    is_completed: bool
+    data: bytes
+
+
+class BatchFile(msgspec.Struct, frozen=True):
+    """A file. `created_at`: epoch seconds."""
+
+    id: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_at: int
+
+
+def make_id(beginning: str, now_s: float, name: str = "") -> str:
+    """An id that sorts by time. It ends in a hash of `name`, or in random digits without a name."""
+    tail = hashlib.sha256(name.encode()).hexdigest()[:21] if name else secrets.token_hex(11)[:21]
+    return f"{beginning}{int(now_s * 1000):0{_TIME_DIGITS}x}{tail}"
+
+
+def time_of(id_: str, beginning: str) -> float:
+    """The epoch seconds of an id; 0 for other ids."""
+    digits = id_.removeprefix(beginning)[:_TIME_DIGITS]
+    try:
+        return int(digits, 16) / 1000
+    except ValueError:
+        return 0.0
+
+
+class BatchFiles:
+    """The files of each owner. The record of a file is written after its bytes."""
+
+    def __init__(self, store: PackageStore) -> None:
+        self._store = store
+
+    def put(
+        self, owner: str, filename: str, purpose: str, pieces: Iterable[bytes], num_bytes: int
+    ) -> BatchFile:
+        now = time.time()  # noqa: TID251
+        file = BatchFile(make_id(FILE_ID, now), filename, purpose, num_bytes, int(now))
+        self.keep(owner, file, pieces)
+        return file
+
+    def keep(self, owner: str, file: BatchFile, pieces: Iterable[bytes]) -> None:
+        """Store a file. Idempotent."""
+        self._store.write(_data(owner, file), pieces)
+        self._store.put_if_absent(_record(owner, file.id), msgspec.json.encode(file))
+
+    def get(self, owner: str, id_: str) -> BatchFile | None:
+        if not _ID.fullmatch(id_):
+            return None
+        data = self._store.get(_record(owner, id_))
+        return None if data is None else msgspec.json.decode(data, type=BatchFile)
+
+    def read(self, owner: str, file: BatchFile) -> Iterator[bytes]:
+        return self._store.stream(_data(owner, file))
+
+    def delete(self, owner: str, file: BatchFile) -> None:
+        self._store.delete(_record(owner, file.id))
+        self._store.delete(_data(owner, file))
+
+    def ids(self, owner: str) -> list[str]:
+        keys = (key.rpartition("/")[2] for key in self._store.list(f"{_FOLDER}/{owner}"))
+        return sorted(name.removesuffix(".json") for name in keys if name.endswith(".json"))
+
+    def usage(self, owner: str) -> tuple[int, int]:
+        names = [key.rpartition(".")[2] for key in self._store.list(f"{_FOLDER}/{owner}")]
+        return names.count("json"), sum(int(name) for name in names if name.isdigit())
+
+    def sweep(self, before_s: float) -> None:
+        """Delete older files, bytes without a record, and leftovers of interrupted writes."""
+        self._store.delete_parts(before_s)
+        for key in self._store.list(_FOLDER):
+            if time_of(key.rpartition("/")[2], FILE_ID) < before_s:
+                self._store.delete(key)
+
+
+def _record(owner: str, id_: str) -> str:
+    return f"{_FOLDER}/{owner}/{id_}.json"
+
+
+def _data(owner: str, file: BatchFile) -> str:
+    """The key contains the size, so that listing an owner's keys gives its usage."""
+    return f"{_FOLDER}/{owner}/{file.id}.{file.num_bytes}"
 
 
 class BatchRecord(msgspec.Struct, frozen=True):

@@ -17,8 +17,11 @@ from dataclasses import KW_ONLY, dataclass
 import msgspec
 from starlette.types import Message
 
-from gateway.batches.lines import (
+from gateway.batches.records import (
+    Batches,
     BatchLine,
+    BatchRecord,
+    BatchView,
     LineError,
     LineResult,
     check_lines,
@@ -26,7 +29,6 @@ from gateway.batches.lines import (
     split_lines,
     to_result,
 )
-from gateway.batches.records import Batches, BatchRecord, BatchView
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Surface
 from gateway.http.exchange import Exchange, RequestContext

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from gateway.http.errors import AuthenticationError, Overloaded, RateLimited
 from gateway.http.exchange import Rate, RequestContext
-from gateway.keys.records import KeyRecord, Period
+from gateway.keys.directory import KeyRecord, Period
 from gateway.keys.usage import NANO, period_of
 from shared.protocol import (
     Call,

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.fallbacks import Fallbacks
 from gateway.calls.hooks import Hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds, to_rates
@@ -34,6 +33,7 @@ from gateway.http.errors import (
     ApiError,
     InvalidRequest,
     NotFound,
+    Overloaded,
     ServerError,
     to_api_error,
 )
@@ -65,6 +65,58 @@ _WATCH_AFTER_S = 0.02  #: before checking whether the client has disconnected
 _LEAST_TIMEOUT_S = 0.1  #: of a request that used its time to load media
 #: Images that are not released expire this long after the request's deadline.
 _IMAGE_GRACE_S = 60.0
+_FULL = ("queue_full", "open_tokens")  #: reasons for which a model's queue refuses a request
+
+#: Queues the request to a model. None: the request was answered at once.
+Ask = Callable[[str], Awaitable[Reply | None]]
+
+
+@dataclass
+class Fallbacks:
+    """The models that answer while a model's queue is full or no worker serves it. Fallbacks are not chained."""
+
+    _names: Mapping[str, str]
+    _models: ModelDirectory
+    _metrics: GatewayMetrics
+
+    async def ask(self, ask: Ask, asked: str, recorder: Recorder) -> Reply | None:
+        """Queue a request to a model, or to its fallback.
+
+        Only generated text falls back, as vectors, scores and token counts of another model would be wrong. If the
+        fallback refuses the request, this error is ignored, and the original model decides. Raises: as `ask`.
+        """
+        models, context = self._models, recorder.context
+        name = asked if asked in self._names else models.target(asked)
+        other = self._names.get(name, "")
+        is_possible = (
+            other
+            and recorder.surface.task == "generate"
+            and context.route  # lines of a batch wait
+            and models.may_use(context.tenant, other)
+            and models.num_ready(other) > 0
+        )
+        if not is_possible:
+            return await ask(asked)
+        models.check_use(context.tenant, asked)
+        refused = None
+        if models.num_ready(asked) or models.is_at_rest(asked):
+            try:
+                return await ask(asked)
+            except Overloaded as error:
+                if error.reason not in _FULL:
+                    raise
+                refused = error.with_traceback(None)  # frames would retain the body
+        model = recorder.model
+        context.fallback_from = asked
+        try:
+            reply = await ask(other)
+        except ApiError:
+            recorder.model, context.fallback_from = model, ""
+            if refused is not None:
+                raise refused from None
+            return await ask(asked)
+        self._metrics.count("fallbacks", name, other)
+        return reply
 
 
 @dataclass(kw_only=True, slots=True)

@@ -27,9 +27,8 @@ from gateway.http.errors import (
     store_unavailable,
 )
 from shared.packages.deployment_state import DeploymentState
-from shared.packages.deployments import in_full
+from shared.packages.deployments import RouteRecord, in_full, read_routes
 from shared.packages.rollout import App
-from shared.packages.routes import RouteRecord, read_routes
 from shared.packages.store import PackageStore, StoreError
 from shared.protocol import (
     PROTOCOL_VERSION,

@@ -19,8 +19,7 @@ import msgspec
 
 from gateway.http.auth import WrongKey, is_loopback
 from gateway.http.errors import unavailable
-from gateway.keys.directory import GUEST, KeyDirectory
-from gateway.keys.records import KeyRecord
+from gateway.keys.directory import GUEST, KeyDirectory, KeyRecord
 from shared.settings.tree import OidcSettings, SettingsError
 
 ALGORITHMS = ("RS256", "ES256", "EdDSA")

@@ -10,7 +10,7 @@ from datetime import UTC, date, datetime, timedelta  # noqa: TID251 (people ask 
 import msgspec
 from msgspec import Struct
 
-from gateway.keys.records import Period
+from gateway.keys.directory import Period
 from shared.packages.store import PackageStore, StoreError
 from shared.protocol import Call
 from shared.queue.api import Budget, GatewayQueue, QueueUnavailable

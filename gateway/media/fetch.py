@@ -21,7 +21,6 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httpcore
 
-from gateway.media.header import ImageRefused
 from shared.settings.limits import MAX_IMAGE_URL_CHARS
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -63,6 +62,15 @@ _FAILURES = (
     httpcore.ProtocolError,
     httpcore.UnsupportedProtocol,
 )
+
+
+class ImageRefused(Exception):
+    """An image, video or audio is unusable; the message is for the client."""
+
+    def __init__(self, message: str, code: str = "invalid_image") -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
 
 
 class ImageFetcher:

@@ -1,12 +1,12 @@
-"""Stores blobs in the Redis server of the queue."""
+"""Stores blobs in the Redis server of the queue, or on its shards."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -14,8 +14,8 @@ from redis.exceptions import RedisError
 from shared.blobs.api import BlobsUnavailable, Ref
 from shared.protocol import BlobRef
 from shared.queue.keys import BLOB_LINGER_S, RedisStore, to_ms
-from shared.redis.client import redis_errors_as
-from shared.redis.link import load_script, named
+from shared.queue.shards import Shard, Shards
+from shared.redis.client import load_script, named, redis_errors_as
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ RELEASE_BLOB = load_script(_SCRIPTS / "release.lua")
 MAX_REMEMBERED = 10_000
 #: Up to this many bytes, hashing in the event loop is faster than in a thread.
 MAX_INLINE_BYTES = 256 * 1024
+Result = TypeVar("Result")
 
 
 class RedisBlobStore(RedisStore):
@@ -128,3 +129,64 @@ def content_of(data: bytes | IO[bytes]) -> bytes:
         return data
     data.seek(0)
     return data.read()
+
+
+class ShardedBlobs:
+    """A `BlobStore` over shards. The hash of a blob ranks the shards, and the first one that is up stores it."""
+
+    takes_files = False
+
+    def __init__(self, shards: Shards, prefix: str) -> None:
+        self._shards = shards
+        self._stores = {s.name: RedisBlobStore(s.redis, prefix) for s in shards.all}
+
+    def _rank(self, digest: str) -> list[tuple[Shard, RedisBlobStore]]:
+        """The stores of all shards, ranked for a blob; shards that are up come first."""
+        ranked = sorted(self._shards.rank(digest), key=lambda shard: not shard.is_up)
+        return [(shard, self._stores[shard.name]) for shard in ranked]
+
+    async def put(
+        self, data: bytes | IO[bytes], holder: str, *, ttl_s: float, ref: BlobRef | None = None
+    ) -> BlobRef:
+        data = content_of(data)
+        ref = ref or BlobRef(await hash_of(data), len(data))
+        shard, store = self._rank(ref.sha256)[0]
+        return await shard.ask(store.put(data, holder, ttl_s=ttl_s, ref=ref), BlobsUnavailable)
+
+    async def get(self, ref: BlobRef) -> bytes | None:
+        return await self._first(ref, lambda store: store.get(ref))
+
+    async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
+        found = await self._first(ref, lambda store: store.hold(ref, holder, ttl_s=ttl_s))
+        return bool(found)
+
+    async def _first(
+        self, ref: BlobRef, ask: Callable[[RedisBlobStore], Coroutine[Any, Any, Result]]
+    ) -> Result | None:
+        """The first true result of the shards. Shards that are lost count as empty.
+
+        Raises: BlobsUnavailable if no result is true, and a shard did not answer.
+        """
+        failure = ""
+        for shard, store in self._rank(ref.sha256):
+            try:
+                if found := await shard.ask(ask(store), BlobsUnavailable):
+                    return found
+            except BlobsUnavailable as error:
+                if not shard.is_lost:
+                    failure = str(error)
+        if failure:
+            raise BlobsUnavailable(failure)
+        return None
+
+    async def locate(self, ref: Ref, ttl_s: float) -> Ref:
+        return ref
+
+    def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[Any]:
+        return asyncio.gather(*(s.release(holder, refs) for s in self._stores.values()))
+
+    async def open(self) -> None:
+        await asyncio.gather(*(s.open() for s in self._stores.values()), return_exceptions=True)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(store.close() for store in self._stores.values()))

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from shared.packages.rollout import App, LogLine, NodeRecord
 from shared.protocol import encode
 from shared.queue.keys import RedisStore, to_ms
-from shared.redis.link import load_script, named, with_ttl
+from shared.redis.client import load_script, named, with_ttl
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_APP = load_script(_SCRIPTS / "put_app.lua")

@@ -1,24 +1,59 @@
-"""The desired state of deployments: records in the store, each written once.
+"""The desired state of deployments and routes: records in the store, each written once.
 
 `deployments/NAME/GENERATION.json` is the request, and `GENERATION.outcome.json` its outcome. Redis holds only the
-current state, which can be restored from these records.
+current state, which can be restored from these records. `routes/NAME/NUMBER.json` has the weights by which gateways
+split the requests to a name between versions; the highest number applies.
+
+Environments have the names of secrets; nodes have their values. Decoding a record does not validate the variables: they
+are validated when a client sends them, and before use.
 """
 
+import logging
 import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from shared.packages.environment import Environment, version_digest
+from shared.packages.manifest import digest_of
 from shared.packages.store import PackageStore, StoreError
+from shared.protocol import ModelCard
+from shared.settings.limits import MAX_ENVIRONMENT_BYTES, MAX_VARIABLES, MAX_VARIABLES_BYTES
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+#: The name of a secret: a file name, or the name of an environment variable of the node.
+_SECRET = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
+#: Prefixes of the API keys of well-known services, and generated identifiers such as UUIDs.
+_SECRET_VALUE = re.compile(
+    r"(?:sk|pk|rk|hf|gh[a-z]|github_pat|glpat|npm|xox[a-z])[_-][\w.-]*[A-Za-z0-9]{16}"
+    r"|AKIA[A-Z0-9]{16}|AIza|eyJ|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+)
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+#: At least this many letters and digits in a row look random if their words (runs of one kind) are shorter on average.
+_LEAST_RANDOM, _LONGEST_RANDOM_WORD = 16, 3
+#: Variables that applications may not set, by the reason; a trailing * matches any suffix. The process that
+#: sets up the sandbox (bubblewrap, Python, `launch.py`) already has the application's variables, so they must
+#: not change it. Variables of the application's own interpreter (`NODE_OPTIONS`) are allowed, and so is `ENV`,
+#: which only interactive shells read.
+_RESERVED = {
+    "the node sets it": ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "VLM_*"),
+    "the dynamic loader or the C library reads it outside of the sandbox": (
+        *("LD_*", "DYLD_*", "GLIBC_*", "GCONV_PATH", "LOCPATH", "NLSPATH"),
+    ),
+    "Python reads it outside of the sandbox": ("PYTHON*", "__PYVENV_LAUNCHER__"),
+    "a shell that starts bubblewrap or Python reads it outside of the sandbox": (
+        *("BASH_*", "SHELLOPTS", "BASHOPTS", "PS4"),
+    ),
+}
 #: `(?!\n)` because `$` also matches before a final newline in Python.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$(?!\n)"
 NAME_RULE = "send 1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
 #: The version in a name of `version_name`.
 VERSION = r"^[0-9a-f]{12}$(?!\n)"
 _KEY = re.compile(r"deployments/([^/]+)/(\d{8})(\.outcome)?\.json")
+_ROUTE = re.compile(r"routes/([^/]+)/(\d{8})\.json")
 MAX_INSTANCES = 256
 
 Name = Annotated[str, Meta(pattern=NAME)]
@@ -26,6 +61,96 @@ Cause = Literal["deploy", "rollback", "scale", "undeploy"]
 Verdict = Literal["active", "rolled_back"]
 Requirement = Literal["environment"]
 Record = TypeVar("Record")
+
+logger = logging.getLogger(__name__)
+
+
+class BadEnvironment(ValueError):
+    """An invalid variable or secret; the message names it, without its value."""
+
+
+class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Variables of an application's process."""
+
+    variables: dict[str, str] = {}
+    secrets: dict[str, str] = {}  #: by variable, the secret's name on the node
+
+
+def check_environment(environment: Environment) -> None:
+    """Raises: BadEnvironment for variables that are not allowed."""
+    variables, secrets = environment.variables, environment.secrets
+    if (count := len(variables) + len(secrets)) > MAX_VARIABLES:
+        raise BadEnvironment(
+            f"variables, secrets: {count} of at most {MAX_VARIABLES}; move some into files of the package"
+        )
+    for group, names in (("variables", variables), ("secrets", secrets)):
+        for name in names:
+            _check_name(group, name)
+    for name, value in variables.items():
+        if "\0" in value or value.encode(errors="ignore").decode() != value:
+            raise BadEnvironment(f"variables.{name}: send UTF-8 text without NUL")
+        if name in secrets:
+            raise BadEnvironment(f"secrets.{name}: variables has the same name; remove one")
+    for name, secret in secrets.items():
+        if not is_secret_name(secret):
+            where = "secrets" if name == secret or is_random(name) else f"secrets.{name}"
+            raise BadEnvironment(
+                f"{where}: invalid name of a secret (not shown, because it may be the secret's value); "
+                "put the value into a file in VLM_NODE__SECRETS_DIR, and send the file's name: 1 to 63 "
+                "letters, digits, dots, dashes and underscores, no dot or dash first, and nothing that "
+                "reads like a key"
+            )
+    _check_size(variables, MAX_VARIABLES_BYTES, "variables: they", "use files of the package")
+
+
+def check_values(values: Mapping[str, str]) -> None:
+    """Check all values of a process, secrets included. Raises: BadEnvironment."""
+    whose = "secrets: with the variables they"
+    _check_size(values, MAX_ENVIRONMENT_BYTES, whose, "deploy with fewer or shorter ones")
+
+
+def _check_size(values: Mapping[str, str], most: int, whose: str, advice: str) -> None:
+    size = sum(len(name) + len(value.encode()) for name, value in values.items())
+    if size > most:
+        raise BadEnvironment(f"{whose} have {size} bytes of at most {most}; {advice}")
+
+
+def is_secret_name(text: str) -> bool:
+    """Whether the name of a secret is valid. A name that looks like a key is invalid."""
+    return _SECRET.fullmatch(text) is not None and not is_random(text)
+
+
+def is_random(text: str) -> bool:
+    """Whether a text looks like a random key or token."""
+    rows = re.split(r"[^A-Za-z0-9]", text)
+    return _SECRET_VALUE.match(text) is not None or any(
+        len(row) >= _LEAST_RANDOM and len(row) < _LONGEST_RANDOM_WORD * len(_WORD.findall(row))
+        for row in rows
+    )
+
+
+def why_reserved(name: str) -> str:
+    """The reason why a variable name is reserved; empty if it is not."""
+    for reason, patterns in _RESERVED.items():
+        if any(fnmatchcase(name.upper(), pattern) for pattern in patterns):
+            return reason
+    return ""
+
+
+def _check_name(group: str, name: str) -> None:
+    if not _VARIABLE.fullmatch(name):
+        raise BadEnvironment(
+            f"{group}: name each by 1 to 128 letters, digits and underscores, no digit first"
+        )
+    if reason := why_reserved(name):
+        raise BadEnvironment(f"{group}.{name}: {reason}; use another name")
+
+
+def version_digest(package: str, environment: Environment) -> str:
+    """The digest of a package and its environment; without variables, the digest of the package."""
+    if environment == Environment():
+        return package
+    return digest_of(msgspec.json.encode((package, environment), order="sorted"))
 
 
 class Conflict(Exception):
@@ -219,3 +344,76 @@ def decode_record(store: PackageStore, key: str, kind: type[Record]) -> Record:
         raise Unreadable(
             f"{store.url}: the record {key} is damaged, or needs a newer release: {error}"
         ) from None
+
+
+class RoutedVersion(msgspec.Struct, frozen=True):
+    """A version and its weight. `card`: the model card of its workers, stored because no worker may be running."""
+
+    weight: int
+    card: ModelCard
+
+    @property
+    def package(self) -> str:
+        """The digest of the package."""
+        return self.card.package.partition("@")[2].partition("+")[0]
+
+
+class RouteRecord(msgspec.Struct, frozen=True):
+    """The versions of a name, by the first digits of their digests. None: the route was removed."""
+
+    name: str
+    number: int
+    versions: dict[str, RoutedVersion] = {}
+
+    @property
+    def weights(self) -> dict[str, int]:
+        return {version: each.weight for version, each in self.versions.items()}
+
+
+def record_route(store: PackageStore, route: RouteRecord) -> None:
+    """Raises: Conflict if its number exists; StoreError."""
+    if not store.put_if_absent(_route_key(route.name, route.number), msgspec.json.encode(route)):
+        raise Conflict(f"another client has just changed the route of {route.name}; try again")
+
+
+def read_routes(
+    store: PackageStore, known: Mapping[str, RouteRecord] = {}
+) -> dict[str, RouteRecord]:
+    """The latest route of each name, including removed routes. Unreadable routes are skipped. Raises: StoreError.
+
+    `known`: routes that were read before, and are not read again.
+    """
+    found: dict[str, RouteRecord] = {}
+    for name, numbers in _numbers(store).items():
+        try:
+            last, route = numbers[-1], known.get(name)
+            found[name] = route if route and route.number == last else _read(store, name, last)
+        except Unreadable as error:
+            logger.error("%s", error)
+    return found
+
+
+def read_packages(store: PackageStore, num_kept: int) -> set[str]:
+    """The packages of the last `num_kept` routes of each name. Raises: StoreError, such as Unreadable."""
+    routes = (
+        _read(store, name, number)
+        for name, numbers in _numbers(store).items()
+        for number in numbers[-num_kept:]
+    )
+    return {each.package for route in routes for each in route.versions.values()} - {""}
+
+
+def _numbers(store: PackageStore) -> dict[str, list[int]]:
+    """The numbers of each name's routes, in ascending order."""
+    numbers: dict[str, list[int]] = {}
+    for match in filter(None, map(_ROUTE.fullmatch, store.list("routes"))):
+        numbers.setdefault(match[1], []).append(int(match[2]))
+    return numbers
+
+
+def _read(store: PackageStore, name: str, number: int) -> RouteRecord:
+    return decode_record(store, _route_key(name, number), RouteRecord)
+
+
+def _route_key(name: str, number: int) -> str:
+    return f"routes/{name}/{number:08d}.json"

@@ -14,7 +14,7 @@ from secrets import token_hex
 
 import msgspec
 
-from shared.packages.deployments import History, last_numbers, read_history
+from shared.packages.deployments import History, last_numbers, read_history, read_packages
 from shared.packages.manifest import (
     BadPackage,
     Digest,
@@ -23,7 +23,6 @@ from shared.packages.manifest import (
     decode_manifest,
     is_digest,
 )
-from shared.packages.routes import read_packages
 from shared.packages.store import Entry, PackageStore, StoreError, blob_key
 
 GRACE_S = 24 * 3600.0  #: blobs younger than this are kept

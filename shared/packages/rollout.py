@@ -16,12 +16,13 @@ import msgspec
 from msgspec.structs import replace
 
 from shared.packages.deployments import (
+    Environment,
     Generation,
     Outcome,
     Resources,
     Spec,
+    is_secret_name,
 )
-from shared.packages.environment import Environment, is_secret_name
 from shared.protocol import ModelCard
 
 SlotState = Literal["wanted", "starting", "ready", "draining"]

@@ -35,6 +35,7 @@ from shared.protocol.calls import (
     encode_events,
     explain_versions,
     join_calls,
+    join_tokens,
     seal,
 )
 from shared.protocol.tasks import (

@@ -11,7 +11,7 @@ Invariants of the events that workers publish, for each call:
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 from msgspec.structs import astuple
@@ -198,6 +198,39 @@ class Tokens(Event, frozen=True):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_without_id
+
+
+def join_tokens(request_id: str, attempt: int, pieces: Sequence[Any]) -> Tokens:
+    """Merge consecutive tokens, which are events or outputs of an engine, into one event."""
+    first = pieces[0]
+    token_ids, logprobs, calls = [*first.token_ids], [*first.logprobs], [*first.calls]
+    prompt_logprobs = first.prompt_logprobs
+    texts, thoughts, num_without_id = [first.text], [first.reasoning], first.num_without_id
+    for piece in pieces[1:]:  # most have few tokens and a short text
+        token_ids += piece.token_ids
+        texts.append(piece.text)
+        if piece.logprobs:
+            logprobs += piece.logprobs
+        if piece.calls:
+            calls += piece.calls
+        if piece.reasoning:
+            thoughts.append(piece.reasoning)
+        if piece.prompt_logprobs:
+            prompt_logprobs += piece.prompt_logprobs
+        if piece.num_without_id:
+            num_without_id += piece.num_without_id
+    return Tokens(
+        request_id,
+        attempt,
+        first.index,
+        tuple(token_ids),
+        "".join(texts),
+        tuple(logprobs),
+        num_without_id,
+        "".join(thoughts),
+        join_calls(calls) if calls else (),
+        prompt_logprobs,
+    )
 
 
 class Vectors(Event, frozen=True):

@@ -9,7 +9,7 @@ from redis.exceptions import ResponseError
 
 from shared.queue.keys import GROUP, QUEUE_TTL_S, WAKEUPS_TTL_S, RedisKeys, to_ms
 from shared.queue.scripts import REAP, TAKE, named
-from shared.redis.link import Command, RedisLink, RedisSender, with_ttl
+from shared.redis.client import Command, RedisLink, RedisSender, with_ttl
 
 Entry = tuple[bytes, list[bytes]]
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from shared.redis.client import retry_idempotent
+from shared.redis.client import Command, RedisSender, Script, named, retry_idempotent
 from shared.redis.confirm import Confirmer
-from shared.redis.link import Command, RedisSender, Script, named
 
 GROUP = "workers"  #: the consumer group of every queue
 RELEASED_CONSUMER = "released"  #: owner of released entries

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from shared.protocol import PROTOCOL_VERSION, ModelCard, Report, decode_card, encode
 from shared.queue.keys import MODEL_TTL_S, RedisStore, to_ms
-from shared.redis.link import with_ttl
+from shared.redis.client import with_ttl
 
 logger = logging.getLogger(__name__)
 

@@ -39,9 +39,8 @@ from shared.queue.api import (
     Submitted,
     shard_of,
 )
+from shared.queue.gateway import RedisGatewayQueue, RedisMailbox
 from shared.queue.keys import AFTER_DEADLINE_S, RedisKeys
-from shared.queue.mailbox import RedisMailbox
-from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.settings import SettingsError
 from shared.settings.tree import RedisSettings

@@ -9,8 +9,7 @@ from redis.asyncio import Redis
 
 from shared.protocol import ImageRef
 from shared.queue.keys import RedisStore, to_ms
-from shared.redis.client import redis_errors_as
-from shared.redis.link import load_script
+from shared.redis.client import load_script, redis_errors_as
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_RECORD = load_script(_SCRIPTS / "put_record.lua")

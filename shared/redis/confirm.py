@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from redis import exceptions
 from redis.asyncio import Redis
 
-from shared.futures import settle
-from shared.redis.link import Command, RedisLink
+from shared.redis.client import Command, RedisLink, settle
 
 WITHIN_S = 0.5
 #: Interval of checks whether the primary has replicas.

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from shared.settings.redis_url import SentinelUrl
 
 if TYPE_CHECKING:
-    from shared.redis.link import RedisLink
+    from shared.redis.client import RedisLink
 
 #: Timeout of one Sentinel; then the next one is asked.
 ANSWER_TIMEOUT_S = 0.5

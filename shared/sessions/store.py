@@ -15,8 +15,7 @@ from shared.packages.deployments import Resources
 from shared.protocol import BlobRef, Priority, encode
 from shared.queue.api import QueueUnavailable
 from shared.queue.keys import RedisStore, to_ms
-from shared.redis.client import redis_errors_as
-from shared.redis.link import load_script, with_ttl
+from shared.redis.client import load_script, redis_errors_as, with_ttl
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 OPEN_SESSION = load_script(_SCRIPTS / "open_session.lua")

@@ -14,7 +14,7 @@ MIB = 1024 * 1024
 
 
 class Group(BaseModel):
-    """Base of the sub-trees: frozen, no unknown keys. A docstring below a field is for `table.py`."""
+    """Base of the sub-trees: frozen, no unknown keys. A docstring below a field is for the table of settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

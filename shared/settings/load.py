@@ -1,12 +1,17 @@
-"""Loads settings from their sources, once in `main`, and passes them to child processes as variables.
+"""Loads settings from their sources, once in `main`, passes them to child processes as variables, and lists them.
 
 Called by the command line and by code that starts processes.
 """
 
+import ast
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
@@ -14,6 +19,8 @@ from pydantic_settings import SettingsError as UnparsedValue
 
 from shared.settings import KEY_VARIABLE, URL_VARIABLE
 from shared.settings.tree import CONFIG_VARIABLE, PREFIX, Settings, SettingsError
+
+ENGINE_PREFIX = f"{PREFIX}ENGINE__"
 
 
 def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) -> Settings:
@@ -68,8 +75,6 @@ def _as_typed(path: str, typed: Mapping[str, str]) -> str | None:
 
 def _unknown(variable: str) -> str:
     """The message for an unknown variable."""
-    from shared.settings.table import rows  # noqa: PLC0415 (it imports rich; most starts need it not)
-
     if variable.upper() in _constants(Settings, PREFIX):
         return "this setting was removed, as its value is fixed now: unset it"
     known = [row.variable for row in rows(())]
@@ -112,3 +117,58 @@ def _to_text(value: Any) -> str:
     if isinstance(value, dict):
         return TypeAdapter(dict).dump_json(value, exclude_none=True).decode()
     return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A setting in the table of all settings. `default`: as in the environment."""
+
+    variable: str
+    default: str
+    description: str
+
+
+def rows(engines: Iterable[type[BaseModel]]) -> list[Row]:
+    """All settings in the order of the tree; the first engine describes those that several engines have."""
+    found: dict[str, Row] = {}
+    for row in _rows(Settings, PREFIX):
+        found[row.variable] = row
+        if row.variable == ENGINE_PREFIX + "KIND":
+            for own in (own for one in engines for own in _rows(one, ENGINE_PREFIX)):
+                found.setdefault(own.variable, own)
+    return list(found.values())
+
+
+def _rows(group: type[BaseModel], prefix: str) -> Iterator[Row]:
+    meanings = _attribute_docstrings(group)
+    for name, field in group.model_fields.items():
+        variable = prefix + name.upper()
+        if isinstance(field.default, BaseModel):
+            yield from _rows(type(field.default), variable + "__")
+        elif field.json_schema_extra != {"is_listed": False}:  # those are for tests and nodes
+            default = "" if field.default in (None, (), "", {}) else str(field.default)
+            yield Row(variable, default, meanings.get(name) or field.description or "")
+
+
+def _attribute_docstrings(group: type[BaseModel]) -> dict[str, str]:
+    """The docstrings below fields, read only here: pydantic would read them at every start."""
+    found: dict[str, str] = {}
+    for base in reversed(group.mro()):
+        if base.__module__.partition(".")[0] in ("builtins", "pydantic", "pydantic_settings"):
+            continue
+        [definition] = ast.parse(dedent(inspect.getsource(base))).body
+        for field, text in pairwise(definition.body):  # type: ignore[attr-defined]
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(words))):
+                    found[name] = " ".join(words.split())
+    return found
+
+
+def show(engines: Iterable[type[BaseModel]]) -> None:
+    from rich.console import Console  # noqa: PLC0415 (most starts need it not)
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table("variable", "default", "meaning")
+    for row in rows(engines):
+        table.add_row(row.variable, row.default, row.description)
+    Console().print(table)

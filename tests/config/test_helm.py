@@ -11,8 +11,8 @@ import yaml
 
 from engines.registry import settings_classes
 from loadtest.fleet import ROOT
+from shared.settings.load import rows
 from shared.settings.redis_url import SentinelUrl
-from shared.settings.table import rows
 from tests.config import test_kubernetes as example
 from tests.config.manifests import (
     check_pod,

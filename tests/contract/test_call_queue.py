@@ -26,7 +26,7 @@ from shared.queue.api import (
     Submission,
     WorkerQueue,
 )
-from shared.queue.mailbox import RedisMailbox
+from shared.queue.gateway import RedisMailbox
 from shared.queue.resume import ResumableCalls
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import installed
+from engines import registry
 from engines.registry import kind_of
 from tests import factories_gguf
 
@@ -15,7 +15,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "env" / "bin"
     folder.mkdir(parents=True)
     monkeypatch.setenv("PATH", str(folder))
-    installed.find_server.cache_clear()
+    registry.find_server.cache_clear()
     return folder
 
 
@@ -60,7 +60,7 @@ def test_vllm_runs_models_on_a_gpu_if_its_version_is_tested(
     monkeypatch: pytest.MonkeyPatch,
 ):
     driver = tmp_path / "version"
-    monkeypatch.setattr(installed, "GPU_DRIVER", driver)
+    monkeypatch.setattr(registry, "GPU_DRIVER", driver)
     if has_gpu:
         driver.touch()
     if version is not None:

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from engines.base import EngineCall, LoadedEngine
-from engines.mock.engine import load_mock_engine
-from engines.mock.settings import MockEngineSettings
+from engines.mock.engine import MockEngineSettings, load_mock_engine
 from engines.registry import (
     EngineKind,
     create_engine,

@@ -20,7 +20,7 @@ from engines.pooling.batch import Row
 from engines.pooling.engine import PoolingEngine, PoolingInput
 from shared.protocol import Embed, Task, TextPart, decode_call
 from shared.queue.api import Publication
-from shared.queue.publish import Publisher
+from shared.queue.worker import Publisher
 
 #: Output tokens after which the faults of decoding are played.
 FAULT_AT_TOKEN = 5
@@ -111,12 +111,12 @@ def _text_of(task: Task) -> str:
 
 def main() -> None:
     """Run a worker with these faults in it."""
-    import shared.queue.claims  # noqa: PLC0415
+    import shared.queue.worker  # noqa: PLC0415
 
     engines.mock.engine.MockRunner = FaultyRunner
     engines.mock_pooling.engine.MockPoolingModel = FaultyPoolingModel
     engines.mock_pooling.engine.PoolingEngine = FaultyPoolingEngine
-    shared.queue.claims.Publisher = FaultyPublisher
+    shared.queue.worker.Publisher = FaultyPublisher
     sys.argv = [
         "vlm",
         "worker",

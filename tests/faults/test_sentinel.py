@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
-from shared.redis.client import create_redis, wait_for_redis
+from shared.redis.client import RedisLink, create_redis, wait_for_redis
 from shared.redis.embedded import find_redis_server
-from shared.redis.link import RedisLink
 from shared.settings.tree import RedisSettings
 from tests.faults.clients import Clients
 from tests.faults.fleet import Fleet, playing, run_fleet_at, tokens_seen

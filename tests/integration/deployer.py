@@ -13,8 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from deploy.client import GatewayStore
-from deploy.commands import upload
+from deploy.commands import GatewayStore, upload
 from deploy.pack import pack
 from shared.gateway_client import Client
 from shared.packages.manifest import PackageConfig, make_manifest

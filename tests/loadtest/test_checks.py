@@ -3,7 +3,7 @@
 import pytest
 
 from loadtest.albums import NoiseAlbum
-from loadtest.checks import fault_of, mock_answer
+from loadtest.asking import fault_of, mock_answer
 from loadtest.client import Answer
 from loadtest.scenarios import Question, text_part, user_message
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from loadtest.record import percentile
-from loadtest.report import in_ms, in_number, new_table, show, to_failure_table
+from loadtest.result import in_ms, in_number, new_table, show, to_failure_table
 from tests.loadtest.factories import record, result
 
 

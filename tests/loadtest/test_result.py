@@ -7,13 +7,15 @@ from rich.table import Table
 
 from loadtest.load_plan import Phase
 from loadtest.record import LATENCIES, Objective
-from loadtest.report import describe_load, to_latency_table, to_rate_table
 from loadtest.result import (
     Sight,
     counted,
+    describe_load,
     failure_ratio,
     failures,
     mean_stages_s,
+    to_latency_table,
+    to_rate_table,
     values_of,
 )
 from tests.loadtest.factories import load_result, record, result

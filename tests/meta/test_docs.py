@@ -9,7 +9,7 @@ from engines.registry import settings_classes
 from gateway.http.error_codes import ERROR_CODES
 from shared.protocol import ErrorCode
 from shared.settings import KEY_VARIABLE, URL_VARIABLE
-from shared.settings.table import rows
+from shared.settings.load import rows
 from shared.settings.tree import OidcSettings
 from shared.telemetry.metrics import METRICS
 from tests.docs_tables import TABLES, fill, table

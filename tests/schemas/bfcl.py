@@ -23,8 +23,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from engines.text.tekken import find_merges
-from engines.text.tokenizer import HfTokenizer
+from engines.text.tokenizer import HfTokenizer, find_merges
 from tests.integration.fleet_process import ROOT
 from tests.schemas.calls import FORMATS, PLAIN, CallCase, CallWriter, Outcome, quantiles, read_case
 from tests.schemas.checking import CHECKPOINT

@@ -17,8 +17,7 @@ from engines.core.engine import BatchingEngine
 from engines.core.runner import SequenceFailure, StepResult, TokenChoice, token_mask
 from engines.core.sequence import Batch
 from engines.core.speculation import Speculator
-from engines.mock.engine import MockProcessor, MockRunner
-from engines.mock.settings import MockEngineSettings, MockSettings
+from engines.mock.engine import MockEngineSettings, MockProcessor, MockRunner, MockSettings
 from engines.text import tools
 from engines.text.tokenizer import HfTokenizer
 from engines.text.tools import ToolFormat

@@ -21,7 +21,7 @@ from engines.base import BadGrammar, GrammarTooComplex
 from engines.core.constraint import Constraint, ConstraintFailure
 from engines.text.grammar import GrammarCompiler
 from engines.text.tokenizer import HfTokenizer
-from gateway.api.structured import schema_grammar
+from gateway.api.generation import schema_grammar
 from gateway.http.errors import InvalidRequest
 from shared.settings.limits import LimitSettings
 

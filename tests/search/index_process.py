@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 
 from search.collection import FlatIndex, Manifest, write_manifest, write_part, write_whole
-from search.filters import matches
-from search.index import VectorIndex
+from search.index import VectorIndex, matches
 from search.lance import LanceIndexes
 from search.postgres import open_postgres
 from shared.search import Filter, Hit, Item

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from benchmarks.search.run import make_items, make_vectors
-from search.filters import matches
-from search.index import OrderedIds, SearchUnavailable, open_indexes
+from search.index import OrderedIds, SearchUnavailable, matches, open_indexes
 from search.lance import LanceIndexes, Readers
 from shared.search import Filter, Item
 from tests.fuzzing import IS_LONG

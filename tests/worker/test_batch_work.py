@@ -3,7 +3,7 @@
 import asyncio
 
 from shared.protocol import Call, Finished, Priority, SamplingParams
-from shared.queue.claims import OVERTAKES_PER_AGED
+from shared.queue.worker import OVERTAKES_PER_AGED
 from tests.factories_queue import make_request
 from tests.factories_worker import Answers, run_worker, token_ids
 

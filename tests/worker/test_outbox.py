@@ -26,8 +26,7 @@ from shared.protocol import (
 )
 from shared.queue.api import Claim
 from tests.factories_queue import make_request
-from worker.active_requests import ActiveRequest
-from worker.outbox import MIN_COALESCED_STREAMS, Outbox
+from worker.active_requests import MIN_COALESCED_STREAMS, ActiveRequest, Outbox
 
 
 def make_active(
@@ -109,7 +108,7 @@ async def test_what_waits_is_not_taken_with_another_request():
 
 async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
     """The first token and the end go at once; what waits is published without a further token."""
-    monkeypatch.setattr("worker.outbox.STREAM_HOLD_S", 0.5)
+    monkeypatch.setattr("worker.active_requests.STREAM_HOLD_S", 0.5)
     outbox, streams = Outbox(), [make_active() for _ in range(MIN_COALESCED_STREAMS)]
     for active in streams:
         outbox.post(active, delta(active, 0, 1))
@@ -132,7 +131,7 @@ async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
 
 
 async def test_streams_of_a_worker_with_few_are_published_at_once(monkeypatch):
-    monkeypatch.setattr("worker.outbox.STREAM_HOLD_S", 1000.0)
+    monkeypatch.setattr("worker.active_requests.STREAM_HOLD_S", 1000.0)
     outbox, streams = Outbox(), [make_active() for _ in range(MIN_COALESCED_STREAMS - 1)]
     for index in range(3):
         for active in streams:

@@ -14,7 +14,7 @@ from shared.telemetry.tracing import epoch_ns
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker
 from tests.otlp_collector import run_collector
-from worker.trace import RequestTracer
+from worker.worker import RequestTracer
 
 CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
 CONSUMER = 5

@@ -8,7 +8,7 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-import shared.queue.publish
+import shared.queue.worker
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import (
     ChatMessage,
@@ -25,9 +25,9 @@ from shared.protocol import (
     encode,
 )
 from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
-from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import GROUP
 from shared.queue.registry import Registry
+from shared.queue.worker import RedisWorkerQueue
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker, text, token_ids
 from tests.rounds import in_one_round
@@ -154,7 +154,7 @@ async def test_a_cancelled_request_leaves_the_engine_within_two_steps_and_a_seco
 
 
 async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, monkeypatch):
-    monkeypatch.setattr(shared.queue.publish, "GONE_AFTER_S", 0.2)
+    monkeypatch.setattr(shared.queue.worker, "GONE_AFTER_S", 0.2)
     async with run_worker(ends, mock=SLOW) as running:
         deserted = await ends.enqueue(make_request(reply_to="gone", sampling=LONG))
         detached = make_request(reply_to="gone", sampling=LONG, is_resumable=True)

@@ -50,10 +50,10 @@ from shared.redis.client import OutageLog, create_redis
 from shared.settings.tree import Settings, SettingsError
 from worker.health import HealthServer, collect_metrics
 from worker.node.cache import Uses, open_cache
+from worker.node.environment import Secrets
 from worker.node.install import install, make_packages
 from worker.node.instance import Instance, is_of_node
 from worker.node.resources import find_gpus, room_bytes
-from worker.node.secrets import Secrets
 from worker.node.standby import Standby
 
 TICK_S = 0.5

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from shared.packages.resumable_file import SUFFIX
+from shared.packages.store import SUFFIX
 from shared.settings.tree import DeploySettings
 
 #: Disk space that the cache leaves free.

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.base import EngineStartError
-from shared.packages.deployments import version_name
-from shared.packages.environment import BadEnvironment
+from shared.packages.deployments import BadEnvironment, version_name
 from shared.packages.manifest import Manifest
 from shared.packages.rollout import ReportState, Revision, Slot, SlotReport
 from shared.protocol import ModelCard
 from worker.node.cache import Uses
-from worker.node.install import InstallError
-from worker.node.package import VARIABLES_FD, PackagedWorker
+from worker.node.environment import SecretMissing, hand_over
+from worker.node.install import VARIABLES_FD, InstallError, PackagedWorker
 from worker.node.resources import VARIABLE, too_much, used_bytes
-from worker.node.secrets import SecretMissing, hand_over
 from worker.node.standby import WarmProcess
 from worker.node.supervisor import describe_end, start_process
 

@@ -23,8 +23,7 @@ from engines.core.sequence import ImageInput
 from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import LLAVA_TEMPLATE
-from engines.text.processor import MultimodalProcessor
-from engines.text.prompt import Item
+from engines.text.processor import Item, MultimodalProcessor
 from engines.torch_backend.layers.activation import ACTIVATIONS
 from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.layers.linear_group import LinearGroup

@@ -12,8 +12,7 @@ from transformers import AutoProcessor, ProcessorMixin
 
 from engines.base import InvalidImage, InvalidRequest, OpenAudio, UnsupportedCheckpoint
 from engines.text.chat_template import PLAIN_TEMPLATE
-from engines.text.processor import MultimodalProcessor
-from engines.text.prompt import Item
+from engines.text.processor import Item, MultimodalProcessor
 from engines.torch_backend.multimodal.processed import ProcessedImage
 
 #: Models whose audio the tests compare with transformers'; others are refused.

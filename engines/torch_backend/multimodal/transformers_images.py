@@ -38,8 +38,7 @@ from engines.base import (
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.core.sequence import ImageInput, Positions, Prompt
 from engines.image_decoder import decode_image
-from engines.text.processor import MultimodalProcessor
-from engines.text.prompt import Item
+from engines.text.processor import Item, MultimodalProcessor
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
 from engines.torch_backend.multimodal.transformers_audio import find_audio, load_processor

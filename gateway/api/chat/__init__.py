@@ -48,14 +48,6 @@ from gateway.api.chat.schemas import (
     VideoContent,
     VideoUrl,
 )
-from gateway.api.conversation import (
-    Conversation,
-    Part,
-    Role,
-    find_effort,
-    find_template_options,
-    switch_thinking,
-)
 from gateway.api.fields import (
     UNSUPPORTED,
     check_model,
@@ -71,8 +63,21 @@ from gateway.api.fields import (
     translate_sampling,
     wants_timings,
 )
-from gateway.api.structured import StructuredFields, check_with_grammar, find_grammar
-from gateway.api.tools import check_arguments, find_tools, read_call, read_offer
+from gateway.api.generation import (
+    Conversation,
+    Part,
+    Role,
+    StructuredFields,
+    check_arguments,
+    check_with_grammar,
+    find_effort,
+    find_grammar,
+    find_template_options,
+    find_tools,
+    read_call,
+    read_offer,
+    switch_thinking,
+)
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext

@@ -24,8 +24,13 @@ from gateway.api.fields import (
     VideoFields,
     doc,
 )
-from gateway.api.structured import StructuredFields
-from gateway.api.tools import CalledFunction, CallField, ToolChoice, ToolField
+from gateway.api.generation import (
+    CalledFunction,
+    CallField,
+    StructuredFields,
+    ToolChoice,
+    ToolField,
+)
 from shared.protocol import TemplateOption
 from shared.settings.limits import (
     MAX_METADATA_ENTRIES,

@@ -34,8 +34,7 @@ from gateway.api.fields import (
     VideoFields,
     doc,
 )
-from gateway.api.structured import JsonObjectFormat, TextFormat
-from gateway.api.tools import Arguments
+from gateway.api.generation import Arguments, JsonObjectFormat, TextFormat
 from shared.settings.limits import (
     MAX_FORMAT_DESCRIPTION_CHARS,
     MAX_FORMAT_NAME_CHARS,

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from gateway.api.chat.schemas import RefusalContent
-from gateway.api.conversation import Conversation, Part, Role, find_effort
 from gateway.api.fields import (
     check_most,
     find_priority,
@@ -16,6 +15,20 @@ from gateway.api.fields import (
     missing,
     translate_sampling,
     wants_timings,
+)
+from gateway.api.generation import (
+    Conversation,
+    FunctionField,
+    JsonObjectFormat,
+    Offer,
+    Part,
+    Role,
+    any_object,
+    check_arguments,
+    check_grammar,
+    find_effort,
+    find_tools,
+    schema_grammar,
 )
 from gateway.api.responses.schemas import (
     CALL_ITEMS,
@@ -39,8 +52,6 @@ from gateway.api.responses.schemas import (
     ShownText,
     ShownTool,
 )
-from gateway.api.structured import JsonObjectFormat, any_object, check_grammar, schema_grammar
-from gateway.api.tools import FunctionField, Offer, check_arguments, find_tools
 from gateway.calls.surface import Plan
 from gateway.http.errors import NotFound
 from gateway.http.exchange import RequestContext

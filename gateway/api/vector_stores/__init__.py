@@ -6,8 +6,7 @@ model of a store cannot be changed.
 Source: OpenAI API reference, "Vector stores", "Vector store files".
 """
 
-from gateway.api.vector_stores.checks import cut_chunks
-from gateway.api.vector_stores.schemas import Deleted, ListQuery, Metadata, PageQuery
+from gateway.api.vector_stores.schemas import Deleted, ListQuery, Metadata, PageQuery, cut_chunks
 from gateway.api.vector_stores.stores import VectorStores
 
 __all__ = ["Deleted", "ListQuery", "Metadata", "PageQuery", "VectorStores", "cut_chunks"]

@@ -15,22 +15,6 @@ from gateway.api.embeddings import (
 )
 from gateway.api.fields import UNSUPPORTED, check_chars, check_num, invalid
 from gateway.api.rerank import Reranking, scores_of
-from gateway.api.vector_stores.checks import (
-    check_attributes,
-    check_filter,
-    check_items,
-    check_metadata,
-    check_search,
-    check_text,
-    chunk_sizes,
-    cut_chunks,
-    decode_text,
-    find_prompt,
-    name_of_image,
-    pack_vector,
-    read_query,
-    to_image,
-)
 from gateway.api.vector_stores.schemas import (
     AttachFileRequest,
     ChangeFileRequest,
@@ -60,7 +44,21 @@ from gateway.api.vector_stores.schemas import (
     StoreFileObject,
     StoreList,
     VectorStore,
+    check_attributes,
+    check_filter,
+    check_items,
+    check_metadata,
+    check_search,
+    check_text,
+    chunk_sizes,
+    cut_chunks,
+    decode_text,
+    find_prompt,
+    name_of_image,
+    pack_vector,
+    read_query,
     to_hit,
+    to_image,
     to_stored,
 )
 from gateway.calls.lifecycle import Lifecycle

@@ -17,8 +17,7 @@ from engines.core.sequence import ImageInput, Positions, Prompt
 from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import LLAVA_TEMPLATE
-from engines.text.processor import MultimodalProcessor
-from engines.text.prompt import Item
+from engines.text.processor import Item, MultimodalProcessor
 from engines.torch_backend.models import llava
 from engines.torch_backend.models.llava import Llava, VLMConfig
 

@@ -21,7 +21,7 @@ from engines.application.settings import ApplicationSettings
 from engines.base import EngineCall, EngineLoadFailed, EngineOutput, EngineStartError
 from shared.protocol import ErrorCode, FinishReason, Run
 from tests.waiting import wait_for
-from worker.node.secrets import hand_over
+from worker.node.environment import hand_over
 
 WITHIN_S = 30.0
 

@@ -7,8 +7,14 @@ import pytest
 from engines.core.engine import BatchingEngine
 from engines.core.runner import DeviceOutOfMemory, SequenceFailure
 from engines.core.sequence import Batch
-from engines.mock.engine import EOS_ID, MockProcessor, MockRunner, MockStep, MockTokenizer
-from engines.mock.settings import MockEngineSettings
+from engines.mock.engine import (
+    EOS_ID,
+    MockEngineSettings,
+    MockProcessor,
+    MockRunner,
+    MockStep,
+    MockTokenizer,
+)
 from shared.protocol import FinishReason
 from tests.factories_engine import (
     CheckingRunner,

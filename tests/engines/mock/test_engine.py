@@ -9,11 +9,11 @@ from engines.mock.engine import (
     EOS_ID,
     IMAGE_ID,
     VOCAB_SIZE,
+    MockEngineSettings,
     MockProcessor,
     MockTokenizer,
     load_mock_engine,
 )
-from engines.mock.settings import MockEngineSettings
 from engines.registry import create_engine
 from shared.protocol import (
     ChatMessage,

@@ -4,9 +4,8 @@ import random
 from array import array
 
 from engines.base import EngineCall, PreparedImage
-from engines.mock_pooling.engine import MockPoolingModel, numbers_of
-from engines.mock_pooling.settings import MockPoolingSettings
-from engines.pooling.cache import ResultCache
+from engines.mock_pooling.engine import MockPoolingModel, MockPoolingSettings, numbers_of
+from engines.pooling.batch import ResultCache
 from engines.pooling.engine import PoolingEngine
 from shared.protocol import Embed, ImagePart, ImageRef, Priority, Rerank, TextPart
 

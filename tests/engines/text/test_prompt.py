@@ -26,10 +26,11 @@ from engines.text.chat_template import (
 )
 from engines.text.processor import (
     ChatProcessor,
+    Item,
     MultimodalProcessor,
+    PromptBuilder,
     create_processor,
 )
-from engines.text.prompt import Item, PromptBuilder
 from engines.text.tokenizer import HfTokenizer
 from shared.protocol import ChatMessage, ImagePart, TextPart
 from tests.factories_tokenizers import (

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from engines.core.answers import Answer
 from engines.core.runner import TokenChoice
 from engines.core.sequence import EngineRequest
+from engines.text.detokenizer import ControlToken
 from engines.text.reasoning import (
     REASONING_FORMATS,
     Reasoning,
     find_reasoning,
 )
-from engines.text.tokens import ControlToken
 from shared.protocol import FinishReason, SamplingParams
 from tests.engines.core.test_answers import make_processor
 from tests.engines.text.test_detokenizer import split

@@ -10,9 +10,13 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from engines.base import InvalidRequest
-from engines.text import template_rendering
-from engines.text.chat_template import LLAVA_TEMPLATE, ChatTemplate
-from engines.text.template_rendering import CompiledTemplate, UnusableTemplate
+from engines.text import chat_template
+from engines.text.chat_template import (
+    LLAVA_TEMPLATE,
+    ChatTemplate,
+    CompiledTemplate,
+    UnusableTemplate,
+)
 from shared.protocol import ChatMessage, ImagePart, TextPart
 from tests.long import few
 from tests.rounds import in_one_round
@@ -106,7 +110,7 @@ def test_an_attack_ends_the_one_prompt_and_nothing_else(attack: str) -> None:
 
     assert os.getcwd() not in str(refused.value)
     # Of this thread's own time, which other programs do not lengthen; tracing takes its share.
-    assert time.thread_time() - begun < 5 * template_rendering.MAX_S
+    assert time.thread_time() - begun < 5 * chat_template.MAX_S
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 300 * 1024 * 1024

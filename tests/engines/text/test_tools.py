@@ -13,13 +13,13 @@ from engines.mock.engine import MockProcessor
 from engines.registry import create_engine
 from engines.text import tools as module
 from engines.text.chat_template import ChatTemplate
+from engines.text.processor import move_images
 from engines.text.tools import (
     HERMES,
     TOLD,
     CallReader,
     describe_in_text,
     find_tool_format,
-    move_images,
 )
 from shared.protocol import (
     ChatMessage,

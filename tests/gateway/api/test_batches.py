@@ -12,9 +12,7 @@ import openai
 import pytest
 
 from gateway.batches import records
-from gateway.batches.files import BatchFiles
-from gateway.batches.lines import LineResult, check_lines
-from gateway.batches.records import Batches
+from gateway.batches.records import Batches, BatchFiles, LineResult, check_lines
 from gateway.batches.runner import BatchRunner, LineAnswer
 from shared.packages.store import FileStore
 from shared.protocol import ErrorCode, Priority

@@ -12,14 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.client import GatewayStore
-from deploy.commands import upload
+from deploy.commands import GatewayStore, upload
 from deploy.pack import pack
 from shared.gateway_client import ApiFailed, Client
 from shared.packages.manifest import digest_of
-from shared.packages.resumable_file import PIECE_BYTES
 from shared.packages.signature import sign
-from shared.packages.store import PackageStore, open_store, read_manifest
+from shared.packages.store import PIECE_BYTES, PackageStore, open_store, read_manifest
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import RunningGateway, make_settings, run_gateway_on_socket
 

@@ -10,8 +10,8 @@ import pytest
 from gateway.calls.resume import BEGINS_WITHIN_S
 from shared.protocol import ErrorCode
 from shared.queue.api import QueueRefused, QueueUnavailable, Submitted
+from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import BLOB_LINGER_S, RedisKeys
-from shared.queue.submit import RedisGatewayQueue
 from tests.factories_gateway import (
     CHAT,
     Answer,

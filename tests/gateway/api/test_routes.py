@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from deploy.commands import CommandFailed, run_apps, run_route
 from gateway.http.errors import ApiError
 from shared.gateway_client import ApiFailed, Client
-from shared.packages import routes
 from shared.packages.deployments import (
     Generation,
     Outcome,
     Spec,
+    read_routes,
     record_generation,
     settle,
     version_name,
@@ -173,7 +173,7 @@ async def test_commands_set_show_and_remove_a_route(deployments, capsys):
             run_route(client, "n", wrong)
         assert failed.value.code == 1
     await asyncio.to_thread(run_route, client, "n", [])
-    assert not routes.read_routes(deployments.store)["n"].versions
+    assert not read_routes(deployments.store)["n"].versions
 
 
 async def test_weights_that_cannot_be_are_refused(deployments):
@@ -198,7 +198,7 @@ async def test_a_package_that_the_store_lacks_is_refused(deployments):
 
 async def test_of_two_routes_at_once_one_is_refused(deployments, monkeypatch):
     [pods] = await serving(deployments, "{}")
-    before = routes.read_routes(deployments.store)
+    before = read_routes(deployments.store)
     await route(deployments, {pods: 1})
     monkeypatch.setattr("gateway.api.applications.read_routes", lambda _: before)
     assert (await route(deployments, {pods: 2})).status_code == 409

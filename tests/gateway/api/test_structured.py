@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.api.structured import (
+from gateway.api.generation import (
     StructuredFields,
     check_with_grammar,
     find_grammar,

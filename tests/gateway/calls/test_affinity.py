@@ -11,9 +11,9 @@ import pytest
 from gateway.calls.models import PREFIX_CHARS, ModelDirectory, find_affinity
 from shared.protocol import Call, ChatMessage, Priority, TextPart, Tokenize
 from shared.queue.api import Affinity
-from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import WorkerRecord
+from shared.queue.worker import RedisWorkerQueue
 from tests.factories_gateway import CARD, make_body
 from tests.factories_images import data_url, image_part
 from tests.factories_queue import MODEL, make_image, make_request
@@ -23,7 +23,7 @@ LONG = "word " * PREFIX_CHARS
 
 def affinities(num_workers: int = 2, grace_s: float = 0.1) -> Callable[[Call], Affinity | None]:
     models = SimpleNamespace(num_workers=Counter({MODEL: num_workers}), num_seats={MODEL: 8})
-    return partial(find_affinity, cast(ModelDirectory, models), grace_s)
+    return partial(find_affinity, cast("ModelDirectory", models), grace_s)
 
 
 def name(*args: Any, **changes: Any) -> str | None:

@@ -24,9 +24,8 @@ from shared.protocol import (
     encode_events,
 )
 from shared.queue.api import Budget, Charge, DuplicateRequest, QueueUnavailable
+from shared.queue.gateway import RedisGatewayQueue, RedisMailbox
 from shared.queue.keys import RedisKeys
-from shared.queue.mailbox import RedisMailbox
-from shared.queue.submit import RedisGatewayQueue
 from shared.telemetry.metrics import GatewayMetrics
 from tests.factories_gateway import (
     MODEL,

@@ -17,8 +17,7 @@ from gateway.calls.lifecycle import check_images
 from gateway.http.body import Admission, HeldBody, JsonBody, read_body
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from gateway.media.header import ImageHeader, ImageRefused, check_header
-from gateway.media.loader import ImageLoader, ImageSource
+from gateway.media.loader import ImageHeader, ImageLoader, ImageRefused, ImageSource, check_header
 from shared.settings import limits as limits_module
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import CARD, make_body

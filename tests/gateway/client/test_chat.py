@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.client.chat import ChatError, Conversation, first_model, printable, run_chat
+from gateway.chat_client import ChatError, Conversation, first_model, printable, run_chat
 from tests.loadtest.fake_server import FakeServer, chunk, event, run_fake_server, stream
 
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from gateway.http.errors import NotFound
 from shared.protocol import AdapterCard, BlobRef, ModelCard, SamplingDefaults
 from shared.queue.registry import WorkerRecord
-from shared.redis.link import RedisLink
+from shared.redis.client import RedisLink
 from tests.factories_gateway import (
     CARD,
     CHAT,

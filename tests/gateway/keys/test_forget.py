@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 import vlm
 from gateway.batches.runner import MAX_RUNNING
-from gateway.keys.records import KeyStore
-from search.embed import embed
-from search.embedders import LocalEmbedder
+from gateway.keys.directory import KeyStore
+from search.embed import LocalEmbedder, embed
 from shared.packages.store import StoreError
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import (

@@ -12,7 +12,7 @@ import pytest
 from redis.exceptions import RedisError
 
 from gateway.keys import directory
-from gateway.keys.records import KeyStore
+from gateway.keys.directory import KeyStore
 from shared.packages.store import StoreError, open_store
 from shared.queue.keys import RedisKeys
 from shared.redis.embedded import EmbeddedRedis

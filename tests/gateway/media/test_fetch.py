@@ -17,7 +17,7 @@ import pytest
 
 from gateway.media import fetch as image_fetch
 from gateway.media.fetch import CANNOT_FETCH, ImageFetcher, is_public, parse_url
-from gateway.media.header import ImageRefused
+from gateway.media.loader import ImageRefused
 from shared.settings.tree import GatewaySettings
 from tests.factories_gateway import make_body
 from tests.factories_images import encoded, image_part

@@ -8,6 +8,7 @@ import pytest
 from shared.packages import rollout
 from shared.packages.deployments import (
     Conflict,
+    Environment,
     Generation,
     Outcome,
     Resources,
@@ -18,7 +19,6 @@ from shared.packages.deployments import (
     record_generation,
     settle,
 )
-from shared.packages.environment import Environment
 from shared.packages.store import StoreError, open_store
 
 A, B = (f"sha256:{letter * 64}" for letter in "ab")

@@ -3,10 +3,13 @@
 import msgspec
 import pytest
 
-from shared.packages.deployments import Generation, History, Outcome, Spec
-from shared.packages.environment import (
+from shared.packages.deployments import (
     BadEnvironment,
     Environment,
+    Generation,
+    History,
+    Outcome,
+    Spec,
     check_environment,
     version_digest,
 )

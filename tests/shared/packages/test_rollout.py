@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from shared.packages import rollout
-from shared.packages.deployments import Generation, Outcome, Resources, Spec
-from shared.packages.environment import Environment
+from shared.packages.deployments import Environment, Generation, Outcome, Resources, Spec
 from shared.packages.rollout import App, Load, NodeRecord, SlotReport
 from shared.protocol import ModelCard
 

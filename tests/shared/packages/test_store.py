@@ -12,8 +12,16 @@ from uuid import uuid4
 import pytest
 
 from shared.packages.manifest import digest_of
-from shared.packages.resumable_file import PIECE_BYTES, ResumableFile
-from shared.packages.store import BadBlob, FileStore, PackageStore, StoreError, blob_key, open_store
+from shared.packages.store import (
+    PIECE_BYTES,
+    BadBlob,
+    FileStore,
+    PackageStore,
+    ResumableFile,
+    StoreError,
+    blob_key,
+    open_store,
+)
 
 
 @pytest.fixture(params=["file", "s3"])

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from shared.queue.api import Affinity, Claim, Submission
-from shared.queue.claims import RedisWorkerQueue
 from shared.queue.keys import GROUP
+from shared.queue.worker import RedisWorkerQueue
 from tests.factories_queue import MODEL, Ends, make_finished, make_request, publication, seal
 
 AFFINITY = Affinity("an-image", num_workers=4, num_seats=8)

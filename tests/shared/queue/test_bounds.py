@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-import shared.queue.publish
+import shared.queue.worker
 from shared.protocol import (
     Call,
     OutputLogprob,
@@ -18,7 +18,7 @@ from shared.protocol import (
     encode,
 )
 from shared.queue.api import QueueRefused, QueueUnavailable
-from shared.queue.submit import RedisGatewayQueue
+from shared.queue.gateway import RedisGatewayQueue
 from tests.factories_queue import (
     MODEL,
     Ends,
@@ -72,7 +72,7 @@ async def test_three_gateways_admit_as_much_as_one(gateways, options, reason):
 
 
 async def test_a_deserted_call_releases_its_reservation(ends, monkeypatch):
-    monkeypatch.setattr(shared.queue.publish, "GONE_AFTER_S", 0.0)
+    monkeypatch.setattr(shared.queue.worker, "GONE_AFTER_S", 0.0)
     await ends.enqueue(make_request(reply_to="gone"), num_tokens=7)
     worker = ends.worker("a")
     claim = await ends.claim(worker)

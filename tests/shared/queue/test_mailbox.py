@@ -5,10 +5,10 @@ from contextlib import suppress
 
 import pytest
 
-import shared.queue.mailbox
+import shared.queue.gateway
 from shared.protocol import ErrorCode, Failed, decode_events, encode
+from shared.queue.gateway import RedisMailbox
 from shared.queue.keys import RedisKeys
-from shared.queue.mailbox import RedisMailbox
 from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings
 
@@ -152,7 +152,7 @@ async def test_after_an_outage_all_models_are_looked_up_and_lost_mailboxes_made_
 async def test_entries_trimmed_before_they_were_read_are_told(
     open_mailbox, post, redis, redis_prefix, monkeypatch
 ):
-    monkeypatch.setattr(shared.queue.mailbox, "MAX_ENTRIES_PER_READ", 4)
+    monkeypatch.setattr(shared.queue.gateway, "MAX_ENTRIES_PER_READ", 4)
     gaps: list[str] = []
     mailbox = open_mailbox(on_gap=gaps.append)
     await mailbox.open(["m"])

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from shared.queue.api import QueueUnavailable
+from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import GROUP
-from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings
 from tests.factories_queue import MODEL

@@ -45,13 +45,12 @@ from shared.queue.api import (
     QueueUnavailable,
     Submission,
 )
-from shared.queue.claims import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
+from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.scripts import CLAIM, named
-from shared.queue.submit import RedisGatewayQueue
-from shared.redis.client import create_redis
+from shared.queue.worker import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
+from shared.redis.client import RedisLink, RedisSender, create_redis
 from shared.redis.embedded import EmbeddedRedis
-from shared.redis.link import RedisLink, RedisSender
 from shared.settings.tree import RedisSettings
 from tests.factories_queue import (
     GATEWAY,

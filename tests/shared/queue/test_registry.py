@@ -4,8 +4,8 @@ import pytest
 
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
-from shared.queue.publish import GONE_AFTER_S, GatewayLiveness
 from shared.queue.registry import Registry, WorkerRecord
+from shared.queue.worker import GONE_AFTER_S, GatewayLiveness
 
 
 @pytest.fixture

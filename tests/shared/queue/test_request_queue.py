@@ -17,9 +17,9 @@ from shared.queue.api import (
     Claim,
     QueueUnavailable,
 )
-from shared.queue.claims import CHECK_EVERY, LOSSES_PER_ATTEMPT, RedisWorkerQueue
+from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import GROUP
-from shared.queue.submit import RedisGatewayQueue
+from shared.queue.worker import CHECK_EVERY, LOSSES_PER_ATTEMPT, RedisWorkerQueue
 from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings
 from tests.factories_queue import (
@@ -512,8 +512,8 @@ async def test_an_entry_that_an_earlier_owner_took_back_returns_to_the_attempt_t
 def clock(monkeypatch) -> Clock:
     """Also: requests are not all checked now and then."""
     clock = Clock()
-    monkeypatch.setattr("shared.queue.claims.time", clock)
-    monkeypatch.setattr("shared.queue.claims.CHECK_EVERY", 10**9)
+    monkeypatch.setattr("shared.queue.worker.time", clock)
+    monkeypatch.setattr("shared.queue.worker.CHECK_EVERY", 10**9)
     return clock
 
 

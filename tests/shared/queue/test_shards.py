@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from gateway.keys.usage import UsageLog, today
 from shared.blobs.api import BlobsUnavailable
-from shared.blobs.sharded import ShardedBlobs
+from shared.blobs.redis_store import ShardedBlobs
 from shared.packages.store import open_store
 from shared.protocol import BlobRef, seal
 from shared.queue.api import (

@@ -6,7 +6,7 @@ import pytest
 
 from shared.protocol import ImageRef
 from shared.records.store import Record, RecordStore
-from shared.redis.link import RedisSender
+from shared.redis.client import RedisSender
 from tests.waiting import until_equal
 
 IMAGE = ImageRef("a" * 64, 50, "image/png", 1, 1)

@@ -16,9 +16,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore
-from shared.queue.submit import RedisGatewayQueue
-from shared.redis.client import create_redis, retry_idempotent
-from shared.redis.link import RedisLink, RedisSender
+from shared.queue.gateway import RedisGatewayQueue
+from shared.redis.client import RedisLink, RedisSender, create_redis, retry_idempotent
 from shared.settings.tree import RedisSettings
 from tests.factories_settings import make_group
 from tests.faults.proxy import run_proxy

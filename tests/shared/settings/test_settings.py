@@ -5,10 +5,9 @@ import json
 import pytest
 from pydantic import BaseModel
 
-from engines.mock.settings import MockEngineSettings
+from engines.mock.engine import MockEngineSettings
 from engines.registry import read_settings, settings_classes
-from shared.settings.load import load_settings, to_environment
-from shared.settings.table import Row, rows
+from shared.settings.load import Row, load_settings, rows, to_environment
 from shared.settings.tree import SettingsError
 
 

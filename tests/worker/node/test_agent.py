@@ -22,9 +22,9 @@ from shared.packages.manifest import digest_of
 from shared.packages.rollout import App, Revision, Slot, SlotReport
 from shared.packages.store import FileStore
 from shared.protocol import ModelCard
+from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import Registry, WorkerRecord
-from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.settings.tree import DeploySettings, RedisSettings, Settings
 from tests.factories_queue import enqueue, make_request

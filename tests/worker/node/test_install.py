@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
-from shared.packages.resumable_file import PIECE_BYTES
-from shared.packages.store import FileStore, blob_key
+from shared.packages.store import PIECE_BYTES, FileStore, blob_key
 from worker.node.cache import Cache
 from worker.node.install import InstallError, install
 

@@ -10,12 +10,17 @@ import pytest
 
 from engines.application.child import read_variables
 from engines.base import EngineStartError
-from shared.packages.environment import BadEnvironment, Environment
+from shared.packages.deployments import BadEnvironment, Environment
 from shared.settings.limits import MAX_ENVIRONMENT_BYTES, MAX_SECRET_BYTES
 from shared.settings.load import load_settings
 from shared.settings.tree import NodeSettings, SettingsError
-from worker.node.environment import WORKER_GROUPS, child_environment
-from worker.node.secrets import SecretMissing, Secrets, hand_over
+from worker.node.environment import (
+    WORKER_GROUPS,
+    SecretMissing,
+    Secrets,
+    child_environment,
+    hand_over,
+)
 
 
 @pytest.fixture

@@ -1,1 +1,0 @@
-"""Terminal clients of a gateway. They use its public API only."""
