@@ -167,7 +167,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.prefix = f"m{uuid4().hex[:10]}"
         self.keys = RedisKeys(self.prefix)
         self.clock = Clock()
-        self.patch = patch("shared.queue.claims.time", self.clock)
+        self.patch = patch("shared.queue.worker.time", self.clock)
         self.patch.start()
         self.requests: dict[str, Modelled] = {}
         self.hands: list[Hand] = []
