@@ -4,7 +4,7 @@ Each trial says what is sent, and judges what comes back. Its goals are in `test
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -140,11 +140,71 @@ NATURAL = (
 )  # fmt: skip
 
 
-def natural(number: int = 200) -> Iterator[Trial]:
+#: Written when training was over, by someone who had not seen its phrasings.
+LATER = (
+    ("I am blind, so please put this picture into words for me.", "{all}"), ("What's going on in this image?", "{all}"),
+    ("Tell me everything that you see.", "{all}"), ("can u discribe the pic plz", "{all}"),
+    ("Explain to my little son what is on this picture, please.", "{all}"), ("WHAT IS SHOWN IN THIS IMAGE", "{all}"),
+    ("This image shows...", "{all}"), ("I'd need an alt text for this image.", "{all}"), ("So, what did I just upload?", "{all}"),
+    ("The number of shapes in this drawing is", "{n}"), ("Would you mind counting all the shapes?", "{n}"),
+    ("how mnay shapes are their", "{n}"), ("I lost count, how many figures are on this one in total?", "{n}"), ("shape count?", "{n}"),
+    ("What is the number of {ks} in the image?", "1"), ("I need to know how many {gks} were drawn.", "0"),
+    ("{ks}: how many of them?", "1"), ("how many shapes have the colour {c2}", "1"), ("Count only the {c} ones, please.", "1"),
+    ("Tell me the number of {gc} shapes.", "0"), ("Of all those shapes, how many came out {c}?", "1"),
+    ("How many small ones are among them?", "{many_small}"), ("I was wondering what colour the {k} might be.", "{c}"),
+    ("wat colour iz the {k}", "{c}"), ("The colour of the {k2} is", "{c2}"), ("In which color was the {k} painted?", "{c}"),
+    ("My kid asks which color the {k} is, can you help?", "{c}"), ("Look at the {k2}. Its color?", "{c2}"),
+    ("TELL ME THE COLOR OF THE {K}", "{c}"), ("{k2} - colour?", "{c2}"),
+    ("Excuse me, is it possible for you to say what color that {k2} has?", "{c2}"), ("The thing {at} is which color?", "{c}"),
+    ("List all the colours that the shapes have.", "{colors}"), ("In what colors did they draw the shapes?", "{colors}"),
+    ("The {c} shape is a...", "{k}"), ("What kind of thing did somebody colour {c2} here?", "{k2}|a {c2} {k2}"),
+    ("I see something {c}, but which shape is it?", "{k}"), ("wich shape is {c2}?", "{k2}|a {c2} {k2}"),
+    ("Please say what geometric shape the {c2} object has.", "{k2}"), ("hey whats that {c} thingy", "{k}|a {c} {k}"),
+    ("The {k} sits at the", "{p}"), ("in which part of the image do i find the {c} shape", "{p}"), ("wheres teh {k}", "{p}"),
+    ("Point me to the {c2} {k2}.", "{p2}"), ("I can't find the {c} figure, help me please", "{p}"),
+    ("Which of the nine spots does the {k} occupy?", "{p}"), ("What's the location of the {c2} thing?", "{p2}"),
+    ("FIND THE {K2} AND TELL ME ITS PLACE", "{p2}"), ("Where on the picture should I look if I want to see the {c} {k}?", "{p}"),
+    ("Have they included a {k}?", "yes"), ("any {gks} in this one?", "no"), ("I wonder whether there is a {gk} in this picture.", "no"),
+    ("Does a {k2} appear in the drawing?", "yes"), ("Are there any shapes coloured {gc}?", "no"),
+    ("Is at least one of the shapes {c}?", "yes"), ("do u see a {gc} {k}", "no"), ("Is there a {c} {k2} in the image?", "no"),
+    ("IS THERE A {K} IN THE PICTURE?", "yes"), ("What has been drawn {at}?", "a {c} {k}"),
+    ("There's something {at}, what is it?", "a {c} {k}"), ("whats {at}", "a {c} {k}"),
+    ("Please be so kind as to tell me what's located {at}.", "a {c} {k}"), ("I look {at} and I see...", "a {c} {k}"),
+    ("Name the figure that stands {at}", "a {c} {k}|{k}"), ("What sort of figure is to be seen {at}?", "a {c} {k}|{k}"),
+    ("Small or large: which one is the {k}?", "{s}"), ("tell me the size of the {c} shape", "{s}"),
+    ("Would you say the {k} is rather small?", "{is_s_small}"), ("Is the {c} {k} a large one?", "{is_s_large}"),
+    ("What size does the {k2} come in?", "{s2}"), ("Is every shape here the same size?", "{same_size}"),
+    ("I think the {k} is {other}, is that so?", "no"), ("Does the {k} stand left of the {k2}?", "{is_left}"),
+    ("is the {k2} more to the right then the {k}?", "{is_left}"),
+    ("Is the {c} one somewhere to the right of the {c2} one?", "{is_right}"),
+    ("Compared with the {k2}, is the {k} higher up?", "{is_above}"), ("Can I find the {k} somewhere below the {k2}?", "{is_below}"),
+    ("Is the {c2} shape positioned lower than the {c} shape?", "{is_above}"), ("is teh {k} above teh {k2}", "{is_above}"),
+    ("Does the {k2} lie to the left of the {k}?", "{is_right}"), ("Did they use only one colour for all the shapes?", "no"),
+    ("Is every shape a {k}?", "no"), ("Are these shapes all of one kind?", "no"), ("Do all the shapes have different colors?", "yes"),
+    ("My friend claims that the {k} is {c}. Is she right?", "yes"), ("Somebody told me that the {k2} was {gc}, is that correct?", "no"),
+    ("the {k} is {at}, isn't it?", "yes"), ("Am I right that the {k2} is {at}?", "no"),
+    ("Is it correct to say that there are {n} shapes?", "yes"), ("Is the {c} shape really a {k2}?", "no"),
+    ("I'd say the {c2} figure is a {k2}, agreed?", "yes"), ("The background is", "{bg}"), ("wich color is the bakground?", "{bg}"),
+    ("The shapes are drawn on what colour?", "{bg}"), ("Did they make the backdrop {c}?", "no"),
+    ("Leaving the shapes aside, what color is the rest of the picture?", "{bg}"), ("Is this just a blank image?", "no"),
+    ("Has anything been drawn here at all?", "yes"), ("Is the center of the picture occupied by a shape?", "{anything}"),
+    ("Is the spot {at} empty?", "no"),
+)  # fmt: skip
+
+
+def natural() -> Iterator[Trial]:
+    yield from _as_people_ask("natural phrasings", NATURAL, 200)
+
+
+def later() -> Iterator[Trial]:
+    yield from _as_people_ask("later phrasings", LATER, len(LATER))
+
+
+def _as_people_ask(goal: str, phrasings: Sequence[tuple[str, str]], number: int) -> Iterator[Trial]:
     """Questions as people put them, each about a scene of its own."""
     for index in range(number):
-        question, answer = NATURAL[index % len(NATURAL)]
-        rng = Random(f"natural/{index}")
+        question, answer = phrasings[index % len(phrasings)]
+        rng = Random(f"{goal.partition(' ')[0]}/{index}")
         scene = _scene(rng)
         slots = _slots(scene, rng)
         one = next(shape for shape in scene.shapes if shape.kind == slots["k"])
@@ -155,7 +215,7 @@ def natural(number: int = 200) -> Iterator[Trial]:
         }
         question = _with_articles(question.format(**slots))
         answers = [_with_articles(each.format(**slots)) for each in answer.split("|")]
-        yield _says("natural phrasings", (draw_as_a_stranger(scene, rng),), question, *answers)
+        yield _says(goal, (draw_as_a_stranger(scene, rng),), question, *answers)
 
 
 def _with_articles(text: str) -> str:
@@ -522,6 +582,7 @@ class _Camera:
 
 ALL: tuple[Callable[[], Iterator[Trial]], ...] = (
     natural,
+    later,
     wide,
     both,
     talk,
