@@ -355,7 +355,7 @@ class QueueLoops:
     async def _reclaim_once(self) -> None:
         """Take over requests of lost workers and lost replies, one by one: others may try other possible poison requests.
 
-        While no lease has expired, only one worker per half heartbeat looks for expired leases.
+        While no lease has expired, only one worker per heartbeat looks for expired leases.
         """
         until = time.monotonic() + self._settings.heartbeat_s
         _, may_scan = await asyncio.gather(self._reconcile(), self._may_scan())
@@ -374,7 +374,8 @@ class QueueLoops:
 
     async def _may_scan(self) -> bool:
         has_room = self._limit(self._active_requests.room()) > 0
-        return has_room and await self.queue.take_scan(self._settings.heartbeat_s / 2)
+        # Less than a heartbeat: a worker that is alone looks at each of its own.
+        return has_room and await self.queue.take_scan(0.9 * self._settings.heartbeat_s)
 
     async def _publish_once(self) -> None:
         """Publish the events since the last call, and retry those that Redis did not acknowledge."""

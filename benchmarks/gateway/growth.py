@@ -79,7 +79,7 @@ async def measure_costs(
 
     async def reconcile_all() -> None:
         for worker in workers:
-            await asyncio.gather(worker.reconcile(), worker.take_scan(heartbeat_s / 2))
+            await asyncio.gather(worker.reconcile(), worker.take_scan(heartbeat_s))
 
     async def announce_all() -> None:
         for record in records:
@@ -88,7 +88,7 @@ async def measure_costs(
     kinds: Kinds = {
         "renew leases, find lost gateways": (heartbeat_s, renew_all),
         "find lost replies, ask for the scan": (heartbeat_s, reconcile_all),
-        "scan for expired leases": (heartbeat_s / 2, lambda: workers[0].reclaim(1)),
+        "scan for expired leases": (heartbeat_s, lambda: workers[0].reclaim(1)),
         "announce workers": (heartbeat_s, announce_all),
         "gateways read the registry": (
             GATEWAYS_EVERY_S / NUM_GATEWAYS, lambda: asyncio.gather(registry.workers(), registry.models()),

@@ -1,6 +1,5 @@
 """The entries of one queue in Redis, as one worker reads and removes them."""
 
-import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
@@ -84,12 +83,13 @@ class QueueEntries:
         """Move the oldest batch call into the queue, if it has waited that long. Raises: RedisError."""
         await self.take(0, age_s)
 
-    async def refresh(self) -> None:
-        """Read the length of the backlog, and renew the stream of wakeups. Raises: RedisError."""
-        self.num_backlog, _ = await asyncio.gather(
-            self._sender.execute_soon("XLEN", self._batch_keys[1]),
-            self._sender.execute("PEXPIRE", self._wakeups, to_ms(WAKEUPS_TTL_S)),
-        )
+    async def count_backlog(self) -> None:
+        """Update `num_backlog`. Raises: RedisError."""
+        self.num_backlog = await self._sender.execute_soon("XLEN", self._batch_keys[1])
+
+    async def keep_wakeups(self) -> None:
+        """Renew the stream of wakeups. Raises: RedisError."""
+        await self._sender.execute("PEXPIRE", self._wakeups, to_ms(WAKEUPS_TTL_S))
 
     async def end_reservations(self) -> None:
         """Delete the stream of wakeups: nothing more is reserved for this worker. Raises: RedisError."""

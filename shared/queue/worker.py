@@ -47,7 +47,7 @@ UNKNOWN_AFTER_S = 4.0
 #: Interval between renewals of a worker's leases; at most a quarter of a lease, so that late heartbeats do not lose it.
 RENEW_EVERY_S = 2.5
 #: Heartbeats between checks of all requests of a worker, in case Redis has lost writes.
-CHECK_EVERY = 60
+CHECK_EVERY = 240
 #: Interval between deletions of old consumers.
 REAP_EVERY_S = 600.0
 #: Interactive calls that overtake batch calls before the oldest batch call joins the queue.
@@ -105,7 +105,8 @@ class RedisWorkerQueue:
         self.publisher = Publisher(self._sender, self._keys, model, worker_id)
         self._held: dict[bytes, int] = {}  # attempts of this worker's entries
         self._renew_every_s = min(RENEW_EVERY_S, lease_s / 4)
-        self._renew_at = 0.0  # by the monotonic clock: next renewal of leases
+        self._find_at = 0.0  # by the monotonic clock: next search for unknown entries
+        self._renew_at = 0.0  # next renewal of leases
         self._doubtful: set[bytes] = set()  # entries that this worker may have lost
         self._num_renewals = randrange(CHECK_EVERY)  # not all workers check at once
         self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
@@ -177,9 +178,7 @@ class RedisWorkerQueue:
     @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
         """See `WorkerQueue.reconcile`. Consumers without entries are deleted every `REAP_EVERY_S`."""
-        _, unknown = await asyncio.gather(
-            self.entries.refresh(), self.entries.unknown(self._unknown_after_s, self._held)
-        )
+        _, unknown = await asyncio.gather(self.entries.count_backlog(), self._find_unknown())
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
             await self.entries.reap()
@@ -191,6 +190,16 @@ class RedisWorkerQueue:
             else:
                 entries.append(found)
         return await self._claim_entries(entries, "reconciled", 0)
+
+    async def _find_unknown(self) -> Sequence[bytes]:
+        """Entries whose claim reply was lost. Redis is asked as often as leases are renewed."""
+        if time.monotonic() < self._find_at:
+            return ()
+        unknown, _ = await asyncio.gather(
+            self.entries.unknown(self._unknown_after_s, self._held), self.entries.keep_wakeups()
+        )
+        self._find_at = time.monotonic() + self._renew_every_s
+        return unknown
 
     async def _claim_entries(
         self, entries: Sequence[Entry], kind: str, free: int, replies: Replies = NO_REPLIES

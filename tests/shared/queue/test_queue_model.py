@@ -356,6 +356,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS))
     def reconcile(self, name: str) -> None:
+        self.clock.pass_time(10.0)
         self._take(name, self.run(self.workers[name].reconcile()))
 
     @rule(name=st.sampled_from(WORKERS))
