@@ -1,10 +1,10 @@
-"""The interface of a backend, implemented by mock and torch.
+"""The interface of a backend, implemented by mock and torch, and the sampling after drafts, which both share.
 
 A `ModelRunner` computes steps on the engine thread. A `Processor` turns messages and images into prompts; it is
 thread-safe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -13,7 +13,14 @@ from msgspec import Struct, field
 
 from engines.base import Adapter, AdapterLimits, Decode, OpenAudio, OpenVideo
 from engines.core.constraint import ConstraintFailure
-from engines.core.sequence import NO_OPTIONS, Batch, ImageInput, Prompt, Sequence
+from engines.core.sequence import (
+    NO_OPTIONS,
+    Batch,
+    ImageInput,
+    Prompt,
+    ScheduledSequence,
+    Sequence,
+)
 from engines.image_decoder import decode_image
 from engines.text.detokenizer import Tokenizer
 from shared.protocol import ChatMessage, Ending, ErrorCode, TemplateOption, Tools
@@ -79,6 +86,45 @@ class PromptScore(Struct):
     logprob: float = 0.0
     rank: int = 0  #: 0 for the first token, which has no logprob
     top: tuple[tuple[int, float], ...] = ()
+
+
+#: Called with indices of items, and the number of tokens that were added to their sequences; returns their next tokens.
+Sample = Callable[[list[int], int], list[TokenChoice]]
+
+
+def sample_drafts(
+    items: Items[ScheduledSequence], choices: list[TokenChoice | None], sample: Sample
+) -> None:
+    """Sample the tokens after accepted draft tokens, and append them to `following` of the choices.
+
+    During calls of `sample` the sequences contain the tokens sampled so far.
+    """
+    places = [place for place, item in enumerate(items) if item.draft]
+    if not places:
+        return
+    ends = {place: len(items[place].sequence.token_ids) for place in places}
+    last = {place: choices[place] for place in places}
+    try:
+        num_more = 0
+        while places := [p for p in places if _is_accepted(items[p], last[p], num_more)]:
+            for place in places:
+                choice = last[place]
+                assert choice is not None
+                items[place].sequence.token_ids.append(choice.token_id)
+            num_more += 1
+            for place, choice in zip(places, sample(places, num_more), strict=True):
+                first = choices[place]
+                assert first is not None
+                first.following += (choice,)
+                last[place] = choice
+    finally:
+        for place, end in ends.items():
+            del items[place].sequence.token_ids[end:]
+
+
+def _is_accepted(item: ScheduledSequence, choice: TokenChoice | None, num_more: int) -> bool:
+    draft = item.draft
+    return choice is not None and num_more < len(draft) and draft[num_more] == choice.token_id
 
 
 class StepResult(Struct):

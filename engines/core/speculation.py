@@ -1,18 +1,17 @@
 """Speculative decoding: a step verifies a draft of several tokens after the last token.
 
-The sampler samples each position as usual and stops at the first token that differs from the draft, so the output is
-the same with and without drafts, at any temperature. Drafts come from the grammar of an answer, which forces much of
-it, and from n-grams of prompt and answer (edits of code, quotes, extracts). The draft length follows measured step
-times and acceptance rates.
+The sampler samples each position as usual (`runner.sample_drafts`) and stops at the first token that
+differs from the draft, so the output is the same with and without drafts, at any temperature. Drafts come
+from the grammar of an answer, which forces much of it, and from n-grams of prompt and answer (edits of
+code, quotes, extracts). The draft length follows measured step times and acceptance rates.
 """
 
 from array import array
-from collections.abc import Callable, Set
-from collections.abc import Sequence as Items
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from engines.core.runner import StepResult, TokenChoice
+from engines.core.runner import StepResult
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 
 #: Longest draft.
@@ -54,44 +53,6 @@ _FIRST_COST = 0.25
 _MARGIN = 1.4
 #: Cap of one step time as a multiple of the average.
 _MAX_NOISE = 2.0
-
-#: Called with indices of items, and the number of tokens that were added to their sequences; returns their next tokens.
-Sample = Callable[[list[int], int], list[TokenChoice]]
-
-
-def sample_drafts(
-    items: Items[ScheduledSequence], choices: list[TokenChoice | None], sample: Sample
-) -> None:
-    """Sample the tokens after accepted draft tokens, and append them to `following` of the choices.
-
-    During calls of `sample` the sequences contain the tokens sampled so far.
-    """
-    places = [place for place, item in enumerate(items) if item.draft]
-    if not places:
-        return
-    ends = {place: len(items[place].sequence.token_ids) for place in places}
-    last = {place: choices[place] for place in places}
-    try:
-        num_more = 0
-        while places := [p for p in places if _is_accepted(items[p], last[p], num_more)]:
-            for place in places:
-                choice = last[place]
-                assert choice is not None
-                items[place].sequence.token_ids.append(choice.token_id)
-            num_more += 1
-            for place, choice in zip(places, sample(places, num_more), strict=True):
-                first = choices[place]
-                assert first is not None
-                first.following += (choice,)
-                last[place] = choice
-    finally:
-        for place, end in ends.items():
-            del items[place].sequence.token_ids[end:]
-
-
-def _is_accepted(item: ScheduledSequence, choice: TokenChoice | None, num_more: int) -> bool:
-    draft = item.draft
-    return choice is not None and num_more < len(draft) and draft[num_more] == choice.token_id
 
 
 @dataclass(slots=True, eq=False)

@@ -41,6 +41,7 @@ from engines.core.runner import (
     PromptScore,
     StepResult,
     TokenChoice,
+    sample_drafts,
     token_mask,
 )
 from engines.core.sequence import (
@@ -53,7 +54,6 @@ from engines.core.sequence import (
     Sequence,
 )
 from engines.core.settings import BatchingSettings
-from engines.core.speculation import sample_drafts
 from engines.image_decoder import FORMATS, decode_image
 from engines.text.detokenizer import Tokenizer
 from engines.text.reasoning import REASONING_FORMATS, Reasoning

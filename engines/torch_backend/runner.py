@@ -16,9 +16,9 @@ from engines.core.runner import (
     RunningStep,
     StepResult,
     TokenChoice,
+    sample_drafts,
 )
 from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence, shorten
-from engines.core.speculation import sample_drafts
 from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, runs_graphs
 from engines.torch_backend.kv_cache import KVCachePool, KVCacheTooSmall, plan_kv_cache
 from engines.torch_backend.layers.rotary import RotaryTable
