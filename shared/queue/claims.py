@@ -172,7 +172,8 @@ class RedisWorkerQueue:
     @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
         """See `WorkerQueue.reconcile`. Consumers without entries are deleted every `REAP_EVERY_S`."""
-        _, unknown = await asyncio.gather(self.entries.count_backlog(), self._find_unknown())
+        await self.entries.count_backlog()
+        unknown = await self._find_unknown()
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
             await self.entries.reap()

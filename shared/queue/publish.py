@@ -93,8 +93,10 @@ class Publisher:
         """The gateways that are gone. Raises: RedisError."""
         names = list(gateways)
         keys = [self._keys.mailbox(self._model, name) for name in names]
-        found = await asyncio.gather(*(self._sender.execute("EXISTS", key) for key in keys))
-        missing = [name for name, count in zip(names, found, strict=True) if count == 0]
+        missing: list[str] = []
+        if keys and await self._sender.execute("EXISTS", *keys) < len(keys):
+            found = [await self._sender.execute("EXISTS", key) for key in keys]
+            missing = [name for name, count in zip(names, found, strict=True) if count == 0]
         return self._liveness.update(missing, time.monotonic())
 
     async def _send(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
