@@ -88,8 +88,9 @@ class QueueEntries:
         self.num_backlog = await self._sender.execute_soon("XLEN", self._batch_keys[1])
 
     async def keep_wakeups(self) -> None:
-        """Renew the stream of wakeups. Raises: RedisError."""
-        await self._sender.execute("PEXPIRE", self._wakeups, to_ms(WAKEUPS_TTL_S))
+        """Renew the stream of wakeups, or create it. Raises: RedisError."""
+        if not await self._sender.execute("PEXPIRE", self._wakeups, to_ms(WAKEUPS_TTL_S)):
+            await self._create(self._wakeups, WAKEUPS_TTL_S)
 
     async def end_reservations(self) -> None:
         """Delete the stream of wakeups: nothing more is reserved for this worker. Raises: RedisError."""

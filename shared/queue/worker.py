@@ -178,7 +178,8 @@ class RedisWorkerQueue:
     @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
         """See `WorkerQueue.reconcile`. Consumers without entries are deleted every `REAP_EVERY_S`."""
-        _, unknown = await asyncio.gather(self.entries.count_backlog(), self._find_unknown())
+        await self.entries.count_backlog()
+        unknown = await self._find_unknown()
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
             await self.entries.reap()
@@ -564,8 +565,10 @@ class Publisher:
         """The gateways that are gone. Raises: RedisError."""
         names = list(gateways)
         keys = [self._keys.mailbox(self._model, name) for name in names]
-        found = await asyncio.gather(*(self._sender.execute("EXISTS", key) for key in keys))
-        missing = [name for name, count in zip(names, found, strict=True) if count == 0]
+        missing: list[str] = []
+        if keys and await self._sender.execute("EXISTS", *keys) < len(keys):
+            found = [await self._sender.execute("EXISTS", key) for key in keys]
+            missing = [name for name, count in zip(names, found, strict=True) if count == 0]
         return self._liveness.update(missing, time.monotonic())
 
     async def _send(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:

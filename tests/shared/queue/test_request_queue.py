@@ -440,6 +440,32 @@ async def sent_bytes(ends) -> int:
     return (await ends.redis.info("stats"))["total_net_output_bytes"]
 
 
+async def test_the_commands_of_a_heartbeat_share_writes(ends, clock):
+    worker = ends.worker("a")
+    await ends.enqueue()
+    claims = [await ends.claim(worker)]
+    await worker.renew(claims)
+    await worker.reconcile()
+
+    async def renew() -> None:
+        await asyncio.gather(worker.renew(claims), worker.cancel_deserted(claims))
+
+    async def reconcile() -> None:
+        await asyncio.gather(worker.reconcile(), worker.take_scan(1.0))
+
+    for work in (renew, reconcile):
+        num_writes = []
+        for _ in range(5):  # the mailbox writes now and then
+            before = await received_writes(ends)
+            await work()
+            num_writes.append(await received_writes(ends) - before - 1)
+        assert min(num_writes) == 1
+
+
+async def received_writes(ends) -> int:
+    return (await ends.redis.info("stats"))["total_reads_processed"]
+
+
 @pytest.mark.parametrize("gap", ["deleted", "trimmed", "restored"])
 async def test_a_gap_in_the_wakeups_of_a_worker_hides_no_lost_request(ends, clock, gap):
     """`restored`: a replica without the last wakeups became the primary, and its clock is slow."""

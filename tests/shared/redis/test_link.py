@@ -124,6 +124,11 @@ async def test_commands_of_one_turn_share_a_write(sender, monkeypatch):
 
     assert batches == [1, 9, 10]  # one that was alone before is taken to be alone again
 
+    await sender.execute("PING")
+    await sender.execute("PING")
+    await asyncio.gather(sender.execute_soon("PING"), sender.execute("PING"))
+    assert batches[3:] == [1, 1, 2]
+
 
 async def test_commands_wait_for_the_round_trip_before_and_go_together(sender):
     first = asyncio.create_task(sender.execute("BLPOP", "nothing", "0.05"))
