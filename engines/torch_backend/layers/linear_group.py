@@ -96,9 +96,7 @@ class LinearGroup:
         self._delta = delta
 
     def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
-        """Shapes: x (..., K), or (..., 2 K) for a gate; returns (..., N), added to `add_to` if it is given."""
-        if isinstance(x, Tensor) and x.dim() > 2:
-            return self(x.flatten(0, -2), add_to).unflatten(0, x.shape[:-1])
+        """Shapes: x (M, K), or (M, 2 K) for a gate; returns (M, N), added to `add_to` if it is given."""
         num_tokens = (x.tensor() if isinstance(x, Stream) else x).shape[0]
         kernel = self.kernel if num_tokens <= self.kernel.max_tokens else self._reference
         inputs = self._prepare(x, kernel)
