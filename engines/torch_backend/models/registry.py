@@ -130,8 +130,7 @@ class FamilyModel(nn.Module):
         """Token embeddings, with image features in their slots. Shapes: (N,); returns (N, C)."""
         embeddings = self.language_model.embed(token_ids)
         for image in images:
-            stop = image.start + image.features.shape[0]
-            embeddings[image.start : stop] = image.features
+            image.place(embeddings)
         return embeddings
 
     def encode_images(self, pixels: Tensor) -> Tensor:
