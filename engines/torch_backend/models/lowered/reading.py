@@ -190,15 +190,26 @@ _LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
 )  # fmt: skip
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-#: Names of norms in layers that normalize their outputs.
-_FOUR_NORMS = {
-    "input_layernorm": "input_layernorm",
-    "post_attention_layernorm": "self_attn.out_norm",
-    "pre_feedforward_layernorm": "post_attention_layernorm",
-    "post_feedforward_layernorm": "mlp.down_norm",
-}
+#: Norms of the residual stream by transformers' names, and ours. Layers with four also normalize their outputs.
+_STREAM_NORMS = (
+    {
+        "input_layernorm": "input_layernorm",
+        "post_attention_layernorm": "self_attn.out_norm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "mlp.down_norm",
+    },
+    {
+        "input_layernorm": "input_layernorm",
+        "post_self_attn_layernorm": "self_attn.out_norm",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "post_mlp_layernorm": "mlp.down_norm",
+    },
+    {
+        "input_layernorm": "input_layernorm",
+        "post_attention_layernorm": "post_attention_layernorm",
+    },
+)
 
 
 def _read_layer(layer: nn.Module, spec: LayerSpec) -> tuple[dict[str, Tensor], set[float], str]:
@@ -209,9 +220,8 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> tuple[dict[str, Tensor], s
         if any(True for _ in module.parameters(recurse=False))
     }
     tensors: dict[str, Tensor] = {}
-    has_four = modules.keys() >= _FOUR_NORMS.keys()
+    of_stream = next((x for x in _STREAM_NORMS if x.keys() <= modules.keys()), _STREAM_NORMS[-1])
     qkv = _qkv_rows(spec.num_heads, spec.num_kv_heads, spec.key_dim)
-    of_stream: dict[str, str] = _FOUR_NORMS if has_four else dict(zip(_NORMS, _NORMS, strict=True))
     for name, module in list(modules.items()):
         if name in (*of_stream, *_HEAD_NORMS):
             continue

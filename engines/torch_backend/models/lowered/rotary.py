@@ -86,12 +86,18 @@ class Rotary:
         cos, sin = self._module(torch.zeros(1, 1, 1, device=device), given, *more)
         if cos.dim() != 3:
             raise BeyondOurProgram("its rotary module returns another shape than (1, N, D)")
-        return cos[0], sin[0]
+        return _in_halves(cos[0]), _in_halves(sin[0])
 
 
 def batched(positions: Tensor) -> Tensor:
     """Positions with a batch dimension, as transformers takes them. Shapes: (R, N); returns (1, N), or (R, 1, N)."""
     return positions if len(positions) == 1 else positions[:, None]
+
+
+def _in_halves(x: Tensor) -> Tensor:
+    """The angles of neighbouring channels in the order of halves of a head. Shapes: (N, D), kept."""
+    left, right = x[:, ::2], x[:, 1::2]
+    return torch.cat([left, right], dim=1) if torch.equal(left, right) else x
 
 
 def _with_still(x: Tensor, num_still: int, value: int) -> Tensor:
