@@ -124,7 +124,8 @@ applications: $(STAMP)  ## run applications: the examples on the built-in model,
 
 store-test: $(STAMP)  ## test packages and images in a bucket of moto, an S3-compatible server that is installed separately
 	test -x .cache/moto/bin/moto_server || { $(PYTHON) -m venv .cache/moto && .cache/moto/bin/pip install --quiet 'moto[server]>=5.1'; }
-	MOTO_SERVER=.cache/moto/bin/moto_server $(BIN)/python -m pytest tests/shared/packages tests/shared/blobs $(ARGS)
+	MOTO_SERVER=.cache/moto/bin/moto_server $(BIN)/python -m pytest tests/shared/packages tests/shared/blobs \
+		tests/integration/test_large_media.py $(ARGS)
 
 lint: $(STAMP)  ## check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

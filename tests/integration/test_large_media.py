@@ -12,6 +12,7 @@ import pytest
 from tests.factories_video import clip
 from tests.integration.fleet_process import Served, run_vlm, start_fleet
 from tests.integration.test_video import chat, num_frames, video
+from tests.shared.conftest import s3_url as s3_url
 
 MIB = 1024 * 1024
 NUM_BYTES = 200_000_000
@@ -19,13 +20,16 @@ NUM_BYTES = 200_000_000
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory):
+@pytest.fixture(scope="module", params=["directory", "bucket"])
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     pytest.importorskip("obstore")
     folder = tmp_path_factory.mktemp("large")
+    is_bucket = request.param == "bucket"
     fleet = start_fleet(
         folder,
-        VLM_BLOBS__STORE=f"file://{folder / 'blobs'}",
+        VLM_BLOBS__STORE=request.getfixturevalue("s3_url")
+        if is_bucket
+        else f"file://{folder / 'blobs'}",
         VLM_LIMITS__MAX_VIDEO_BYTES=str(NUM_BYTES),
         VLM_LIMITS__MAX_KEY_RESPONSE_BYTES=str(2 * NUM_BYTES),
     )
