@@ -75,9 +75,9 @@ class TowerBlock(nn.Module):
     def _mix(self, x: Tensor) -> Tensor:
         """Attention within each image. Shapes: (B, T, C), kept."""
         qkv = self._in.forward(x).to(self._dtype or x.dtype)
-        heads = qkv.flatten(0, 1).unflatten(-1, (3, self._num_heads, -1))
+        q, k, v = qkv.flatten(0, 1).unflatten(-1, (3, self._num_heads, -1)).unbind(1)
         lengths = [(x.shape[1], x.shape[1])] * len(x)
-        return self._attend(*heads.unbind(1), lengths).unflatten(0, x.shape[:2])
+        return self._attend(q, k, v, lengths).unflatten(0, x.shape[:2])
 
 
 def num_blocks_needed(config: VisionConfig, feature_layers: tuple[int, ...]) -> int:
