@@ -1,8 +1,9 @@
 -- Cancel calls, or fail them if a failure is given: gateways get the event. Their entries leave the queue at once,
 -- so that they are not claimed; a worker that runs one learns it at its next publish, or by its stream of wakeups.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
--- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of `note_tenant`), left_ttl_ms, wakeups (prefix of the keys of streams, `wake.lua`); failure: absent, or
---   code, message, ids (of the calls), max_entries, mailboxes (prefix of their keys)
+-- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of
+--   `note_tenant`), left_ttl_ms, wakeups (prefix of the keys of streams, `wake.lua`); failure: absent, or code,
+--   message, ids (of the calls), max_entries, mailboxes (prefix of their keys)
 -- Returns for each item its earlier state, or gone.
 local queue, backlog, reservations = KEYS[1], KEYS[2], KEYS[3]
 local args = cmsgpack.unpack(ARGV[1])

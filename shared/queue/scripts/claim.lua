@@ -1,8 +1,8 @@
 -- Claim requests for a worker, each under its next attempt number, which fences all earlier attempts.
 -- KEYS: queue, then request and log of one request to claim; without these: claim all of the worker's last read
 -- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, affinity_ms (time to live of a preferred
---   worker), wakeups (prefix of the keys of streams, `wake.lua`); for one: read_nonce (nonce of this worker's reads); for all: count, requests and logs (prefixes of their
---   keys), and `entry` is the last one that was claimed before
+--   worker), wakeups (prefix of the keys of streams, `wake.lua`); for one: read_nonce (nonce of this worker's reads);
+--   for all: count, requests and logs (prefixes of their keys), and `entry` is the last one that was claimed before
 -- Returns for one {verdict, attempt, failures, payload, reply_to, waited_ms, remaining_ms, piece of the log...}. Verdicts:
 --   ok | expired (deadline passed) | kills_workers (max_attempts crashes) | exhausted (max_losses lost workers),
 -- or {unknown}: the entry has no live request, and is removed.
@@ -19,8 +19,8 @@ local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function claim(entry, request, log, is_new, read_nonce)
   local r = redis.call('HMGET', request, 'state', 'attempt', 'failures', 'claim', 'entry',
-    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items', 'tokens', 'claimed_tokens', 'losses', 'home', 'earlier',
-    'worker')
+    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items', 'tokens', 'claimed_tokens', 'losses', 'home',
+    'earlier', 'worker')
   local losses = tonumber(r[14] or 0)
   local state, attempt, failures, is_first = r[1], r[2], r[3], r[2] == '0'
   if (state ~= 'queued' and state ~= 'running') or r[5] ~= entry then
