@@ -27,7 +27,7 @@ from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal.image_encoder import EncoderCache, ImageEncoder
-from engines.torch_backend.multimodal.processed import split
+from engines.torch_backend.multimodal.processed import ProcessedImage, split
 from engines.torch_backend.ops.registry import CUDA_GRAPH, Ops, Site, choose, cpu_ops
 from engines.torch_backend.sampling.sampler import needs_host, sample, score_prompts
 from engines.torch_backend.settings import TorchSettings
@@ -136,7 +136,7 @@ class TorchRunner:
             ) from error
 
     def split(self, image: ImageInput) -> list[ImageInput]:
-        return split(image)
+        return split(image) if isinstance(image.pixels, ProcessedImage) else [image]
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
         """Load a peft adapter. Raises: BadAdapter."""

@@ -59,9 +59,9 @@ class ProcessedImage:
 
 
 def split(image: ImageInput) -> list[ImageInput]:
-    """Chunks of about `CHUNK_SLOTS` slots, so that the decoder can start after the first."""
-    pixels = image.pixels
-    if not isinstance(pixels, ProcessedImage) or pixels.num_slots % pixels.num_steps:
+    """Chunks of about `CHUNK_SLOTS` slots of a processed image, so that the decoder can start after the first."""
+    pixels: ProcessedImage = image.pixels
+    if pixels.num_slots % pixels.num_steps:
         return [image]
     per_step = pixels.num_slots // pixels.num_steps
     size = max(1, CHUNK_SLOTS // per_step)
