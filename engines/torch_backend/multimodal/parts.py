@@ -148,7 +148,9 @@ def _cut_elementwise(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cu
         return None
     narrowed: dict[Any, int] = {0: dim}
     if isinstance(other, Tensor):
-        if other.ndim > x.ndim or torch.broadcast_shapes(x.shape, other.shape) != x.shape:
+        # not by torch.broadcast_shapes, which imports sympy
+        pairs = zip(other.shape[::-1], x.shape[::-1], strict=False)
+        if other.ndim > x.ndim or any(count not in (1, length) for count, length in pairs):
             return None
         if other.ndim >= -dim and other.shape[dim] > 1:
             narrowed[1] = dim
