@@ -24,7 +24,7 @@ from gateway.http.router import Router
 from gateway.http.server import RESERVED_FILES
 from gateway.page import PageEndpoint, load_page
 from gateway.services import Services
-from shared.process import end_startup
+from shared.process import end_startup, return_large_buffers
 from shared.queue.shards import check_shards
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import Settings
@@ -118,6 +118,7 @@ def raise_file_limit(num_needed: int) -> None:
 
 def run_gateway(settings: Settings) -> int:
     """Serve until a signal. Returns the exit code. Raises: SettingsError."""
+    return_large_buffers()
     check_exposure(settings.gateway)
     raise_file_limit(settings.limits.max_open_requests + RESERVED_FILES)
     for name in ("uvicorn.error", "uvicorn.access"):

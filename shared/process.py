@@ -15,6 +15,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 MADV_COLLAPSE = 25
+_M_MMAP_THRESHOLD = -3  # malloc.h
 HUGE_PAGE = 2 << 20
 #: Maximum size of a mapping that is moved into huge pages; larger mappings are weights or caches.
 MAX_COLLAPSED = 64 << 20
@@ -38,6 +39,16 @@ def end_startup() -> None:
     gc.set_threshold(COLLECT_EVERY, 20, 20)
     if _libc is not None:  # in a thread, because this takes up to a second if memory is fragmented
         threading.Thread(target=_collapse_heaps, name="huge pages", daemon=True).start()
+
+
+def return_large_buffers() -> None:
+    """Have glibc return freed allocations above 1 MiB to the system, such as parts of uploads to a bucket.
+
+    By default the first such free raises that limit, and the heap of each thread keeps later ones.
+    """
+    with suppress(AttributeError):  # other C libraries
+        if _libc is not None and _libc.gnu_get_libc_version:
+            _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _collapse_heaps() -> None:
