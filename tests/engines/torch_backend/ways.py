@@ -151,7 +151,7 @@ def run_with_drafts(start: Start, wanted: list[EngineRequest]) -> Tokens:
 
 def run_with_drafts_under_all_of_it(start: Start, wanted: list[EngineRequest]) -> Tokens:
     """Taken over in chunks, with few blocks; those with the most to come last: nothing is guessed beside prompts."""
-    engine = start(num_kv_blocks=12, max_num_batched_tokens=5, max_num_seqs=3)
+    engine = start(num_kv_blocks=20, max_num_batched_tokens=5, max_num_seqs=3)
     answers = run_batched(start, wanted)
     return _run_with_drafts(engine, answers, begin_elsewhere(start, wanted)[::-1])
 
