@@ -9,7 +9,7 @@ import pytest
 from tests.integration.fleet_process import ROOT
 
 
-@pytest.mark.parametrize(("engine", "most"), [("mock", 50), ("torch", 61)])
+@pytest.mark.parametrize(("engine", "most"), [("mock", 42), ("torch", 61)])
 def test_the_way_of_a_request_is_printed_by_package_and_grows_no_longer(engine, most):
     done = subprocess.run(
         [sys.executable, "-m", "tests.trace_request", "--engine", engine, "--image"],

@@ -12,6 +12,7 @@ import torch
 import typer
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch import nn
 
 from training.shapes.architecture import (
     IMAGE_MEAN,
@@ -133,9 +134,20 @@ def _write(file: Path, content: dict) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def main(finetuned: Path, folder: Path) -> None:
-    """Make a checkpoint of what `finetune` wrote."""
-    export(*load_finetuned(finetuned), folder)
+def blend(model: nn.Module, other: Path, share: float) -> None:
+    """Replace the weights by an average with those of a checkpoint, which have this share."""
+    weights = LlavaForConditionalGeneration.from_pretrained(other, dtype=torch.float32).state_dict()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.lerp_(weights[name], share)
+
+
+def main(finetuned: Path, folder: Path, other: Path | None = None, share: float = 0.0) -> None:
+    """Make a checkpoint of what `finetune` wrote, averaged with the checkpoint `--other` by `--share`."""
+    model, tokenizer = load_finetuned(finetuned)
+    if other is not None:
+        blend(model, other, share)
+    export(model, tokenizer, folder)
 
 
 if __name__ == "__main__":
