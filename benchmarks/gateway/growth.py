@@ -66,7 +66,8 @@ async def measure_costs(
     await mailbox.open([MODEL])
     workers = [_worker(redis, str(number), settings) for number in range(num_workers)]
     await workers[0].create_group()
-    await _submit(RedisGatewayQueue(redis, PREFIX), num_workers * NUM_SEATS)
+    queue = RedisGatewayQueue(redis, PREFIX)
+    await _submit(queue, num_workers * NUM_SEATS)
     claims = [await worker.read(NUM_SEATS, 1.0) for worker in workers]
     assert all(len(each) == NUM_SEATS for each in claims)
     pairs = list(zip(workers, claims, strict=True))
@@ -96,6 +97,8 @@ async def measure_costs(
     }  # fmt: skip
     await _measure_round(redis, kinds, heartbeat_s)  # loads the scripts
     measured = [await _measure_round(redis, kinds, heartbeat_s) for _ in range(rounds)]
+    for each in (*workers, queue, mailbox, registry):
+        await each.close()
     return {name: [costs[name] for costs in measured] for name in kinds}
 
 
