@@ -140,7 +140,7 @@ NATURAL = (
 )  # fmt: skip
 
 
-#: Written when training was over, by someone who had not seen its phrasings.
+#: Written without knowing the phrasings of training, which they have not changed.
 LATER = (
     ("I am blind, so please put this picture into words for me.", "{all}"), ("What's going on in this image?", "{all}"),
     ("Tell me everything that you see.", "{all}"), ("can u discribe the pic plz", "{all}"),
