@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine.machine import device_name
+from benchmarks.engine.machine import measure_machine
 from benchmarks.make_checkpoint import LLAVA_SHAPES, SHAPES, make_checkpoint
 from benchmarks.peers.fleet import Fleet, PeerFailure
 from benchmarks.peers.install import LLAMA_CPP_VERSION, is_installed
@@ -93,12 +93,16 @@ class Comparison:
             raise ValueError(f"{reason}; leave it out of --systems")
 
     def about(self) -> dict[str, str | int]:
-        """What the numbers belong to."""
+        """Model, software, and the rates that limit decoding and prefill, measured before the systems start."""
+        torch.set_num_threads(self.options.num_threads)
+        machine = measure_machine(torch.device(self.options.device), torch.bfloat16)
         return {
             "model": self.checkpoint.name,
             "context": self.num_context,
             "image": "x".join(map(str, IMAGE_SIZE)),
-            "device": device_name(torch.device(self.options.device)),
+            "device": machine.device,
+            "memory": f"{machine.bytes_per_s / 1e9:.1f} GB/s",
+            "bfloat16 product": f"{machine.flops_per_s / 1e9:,.0f} GFLOP/s",
             "threads": self.options.num_threads,
             "torch": version("torch"),
             "transformers": version("transformers"),
