@@ -54,7 +54,8 @@ async def overload(client: LoadClient) -> None:
     assert (
         goodput >= 0.8 * capacity
     )  # measured in turn: other work of the machine may fall into either
-    assert quantile(refused, 0.99) < 0.1
+    assert quantile(refused, 0.5) < usual / 2
+    assert quantile(refused, 0.99) < max(0.1, usual)
     assert quantile(served, 0.99) < usual + 2 * MAX_WAITING / capacity
     assert back_after_s < 10.0
 

@@ -31,12 +31,12 @@ def test_first_text_counts_and_not_the_role(fake):
 
 @in_one_round
 def test_each_gap_is_the_one_between_two_tokens(fake):
-    fake.pieces = stream(pause_s=0.03)
+    fake.pieces = stream(pause_s=0.15)
     answer = ask(fake)
     sent_at = fake.sent_at[1:4]
     assert len(answer.itl_s) == 2
     for gap, before, after in zip(answer.itl_s, sent_at, sent_at[1:], strict=False):
-        assert gap == pytest.approx(after - before, abs=0.02)
+        assert gap == pytest.approx(after - before, abs=0.1)
 
 
 def test_end_to_end_includes_what_comes_after_the_last_text(fake):

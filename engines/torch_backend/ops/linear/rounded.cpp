@@ -1,9 +1,10 @@
 // Products of bfloat16 weights in the order of checkpoints with activations rounded to bfloat16, summed in float32.
 //
-// A lane has two inputs. One or two tokens are multiplied by one row at a time, because one stream is read from memory
-// at twice the rate of four. More tokens are packed by `RoundedTokens`, because rows a power of two apart would share
+// A lane has two inputs. One or two tokens are multiplied by four rows that are far apart, because four adjacent rows
+// are read from memory at half the rate. More tokens are packed by `RoundedTokens`, because rows a power of two apart would share
 // sets of the L1 cache. The order of a token's sums is fixed: its result does not depend on other tokens.
 #include <algorithm>
+#include <type_traits>
 
 #include "linear.h"
 
@@ -80,6 +81,7 @@ struct Sums {
     const Linear& linear;
     Target target;
     bool is_first;
+    int64_t apart = 1;  // rows between the outputs of a pass
 
     void put(int64_t m, int64_t n, float value) const {
         float& place = target.y[m * target.stride + n];
@@ -88,6 +90,10 @@ struct Sums {
     }
 
     void put(int64_t m, int64_t n, Quad value) const {
+        if (apart > 1) {
+            for (int64_t r = 0; r < 4; r++) put(m, n + r * apart, value[r]);
+            return;
+        }
         float* place = target.y + m * target.stride + n;
         Quad other;
         if (is_first && linear.bias) {
@@ -202,11 +208,15 @@ void multiply_rounded(const Linear& linear, int64_t num_tokens, const BFloat16* 
     const RoundedTokens tokens(num_tokens, linear.num_inputs);
     const int64_t width = linear.num_inputs;
     if (num_tokens <= MAX_ROW_TOKENS) {
-        for (int64_t n = start; n < stop; n++)
+        const int64_t apart = (stop - start) / 4;
+        const auto multiply = [&](auto rows, int64_t n) {
             for (int64_t k = 0; k < width; k += INPUTS)
-                multiply_tokens<1, 0>(num_tokens, x + tokens.place(0, 0, k),
-                                      (const BFloat16*)linear.weights + n * width + k, width,
-                                      std::min(INPUTS, width - k), nullptr, 0, n, {linear, target, k == 0});
+                multiply_tokens<rows, 0>(num_tokens, x + tokens.place(0, 0, k),
+                                         (const BFloat16*)linear.weights + n * width + k, apart * width,
+                                         std::min(INPUTS, width - k), nullptr, 0, n, {linear, target, k == 0, apart});
+        };
+        for (int64_t n = start; n < start + apart; n++) multiply(std::integral_constant<int, 4>(), n);
+        for (int64_t n = start + 4 * apart; n < stop; n++) multiply(std::integral_constant<int, 1>(), n);
         return;
     }
     const int64_t most = std::max<int64_t>(4, PANEL_WEIGHTS / width / 4 * 4);

@@ -458,6 +458,7 @@ def test_numbers_are_spelled_as_num2words_does(number: int, words: str) -> None:
     assert in_words(number) == words
 
 
+@pytest.mark.timeout(300)
 def test_a_stream_goes_on_beside_a_video_of_64_frames(pool: VideoPool, tmp_path: Path) -> None:
     def enlarge(processor: Any) -> None:
         _qwen(processor)
