@@ -134,7 +134,7 @@ class Files(Resource):
         if purpose == IMAGES:
             return await self._create_image(caller.context.tenant, filename, file.file)
         put = PutFile(tenant=caller.tenant, filename=filename, purpose=purpose, data=file.data)
-        return FileObject.of(await self._search.ask(put, FileRecord))
+        return FileObject.of(await self._search.ask(put))
 
     async def _create_image(self, tenant: str, filename: str, content: IO[bytes]) -> FileObject:
         """Store an image, or renew it: equal images have the same id."""
@@ -229,7 +229,7 @@ class Files(Resource):
         self, owner: str, query: FilesQuery
     ) -> tuple[list[FileObject], bool]:
         asked = ListFiles(tenant=owner, page=query.page, purpose=query.purpose)
-        records, has_more = query.cut(await self._search.ask(asked, list[FileRecord]))
+        records, has_more = query.cut(await self._search.ask(asked))
         return [FileObject.of(record) for record in records], has_more
 
     @operation("GET", "/v1/files/{file_id}")
@@ -243,7 +243,7 @@ class Files(Resource):
             return msgspec.json.decode(record.data, type=FileObject)
         asked = ReadFile(tenant=caller.tenant, file=name)
         self._check_searched()
-        return FileObject.of(await self._search.ask(asked, FileRecord))
+        return FileObject.of(await self._search.ask(asked))
 
     @operation("GET", "/v1/files/{file_id}/content")
     async def download_file(self, caller: Caller) -> Response:
@@ -268,7 +268,7 @@ class Files(Resource):
             return StreamingResponse(_read(stored), media_type=image.media_type, headers=length)
         asked = ReadFile(tenant=caller.tenant, file=name, with_data=True)
         self._check_searched()
-        record = await self._search.ask(asked, FileRecord)
+        record = await self._search.ask(asked)
         return Response(record.data, media_type=media_type)
 
     @operation("DELETE", "/v1/files/{file_id}")
@@ -286,7 +286,7 @@ class Files(Resource):
                 raise _no_file()
         else:
             self._check_searched()
-            await self._search.ask(DropFile(tenant=caller.tenant, file=name), bool)
+            await self._search.ask(DropFile(tenant=caller.tenant, file=name))
         return Deleted(name, "file")
 
     def _check_searched(self) -> None:

@@ -37,7 +37,7 @@ from gateway.keys.usage import NANO, UsageLog, Used, today
 from gateway.search import SearchClient
 from shared.packages.store import StoreError
 from shared.protocol import Priority
-from shared.search import DropFile, DropStore, FileRecord, ListFiles, ListStores, Page, StoreRecord
+from shared.search import DropFile, DropStore, ListFiles, ListStores, Page
 from shared.sessions.store import SessionStore
 
 _PATH = "/v1/admin/keys"
@@ -162,19 +162,15 @@ class TenantData:
             page = Page(limit=_PAGE)
             while stores := [
                 each
-                for each in await self._search.ask(
-                    ListStores(tenant=owner, page=page), list[StoreRecord]
-                )
+                for each in await self._search.ask(ListStores(tenant=owner, page=page))
                 if not each.is_read_only  # collections are shared by all tenants
             ]:
                 for store in stores:
-                    await self._search.ask(DropStore(tenant=owner, store=store.id), bool)
+                    await self._search.ask(DropStore(tenant=owner, store=store.id))
                 found.vector_stores += len(stores)
-            while files := await self._search.ask(
-                ListFiles(tenant=owner, page=page), list[FileRecord]
-            ):
+            while files := await self._search.ask(ListFiles(tenant=owner, page=page)):
                 for file in files:
-                    await self._search.ask(DropFile(tenant=owner, file=file.id), bool)
+                    await self._search.ask(DropFile(tenant=owner, file=file.id))
                 found.files += len(files)
 
     async def end_sessions(self, tenant: str) -> None:

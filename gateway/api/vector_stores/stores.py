@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
+import shared.search as wire
 from gateway.api.embeddings import (
     Embeddings,
     check_dimensions,
@@ -15,52 +16,7 @@ from gateway.api.embeddings import (
 )
 from gateway.api.fields import UNSUPPORTED, check_chars, check_num, invalid
 from gateway.api.rerank import Reranking, scores_of
-from gateway.api.vector_stores.schemas import (
-    AttachFileRequest,
-    ChangeFileRequest,
-    ChangeStoreRequest,
-    Content,
-    CreateStoreRequest,
-    Deleted,
-    DeleteItemsRequest,
-    FileBatchObject,
-    FileBatchRequest,
-    FileContent,
-    FilesQuery,
-    ItemList,
-    ItemQuery,
-    ItemsDeleted,
-    ItemsQuery,
-    ItemsStored,
-    ListQuery,
-    PutItemsRequest,
-    RankingOptions,
-    SearchPage,
-    SearchRequest,
-    SimilarAnswer,
-    SimilarRequest,
-    StoredItem,
-    StoreFileList,
-    StoreFileObject,
-    StoreList,
-    VectorStore,
-    check_attributes,
-    check_filter,
-    check_items,
-    check_metadata,
-    check_search,
-    check_text,
-    chunk_sizes,
-    cut_chunks,
-    decode_text,
-    find_prompt,
-    name_of_image,
-    pack_vector,
-    read_query,
-    to_hit,
-    to_image,
-    to_stored,
-)
+from gateway.api.vector_stores import schemas
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import NoOptions, Plan
 from gateway.http.endpoint import Caller, Resource, operation
@@ -68,33 +24,6 @@ from gateway.http.errors import ApiError, InvalidRequest, NotFound, conflict
 from gateway.media.loader import ImageSource
 from gateway.search import SearchClient
 from shared.protocol import Embed, ImagePart, ModelCard, Priority, Rerank, TextPart, Truncate
-from shared.search import (
-    STORE_ID,
-    AttachFile,
-    ChangeStore,
-    ChangeStoreFile,
-    CreateStore,
-    DetachFile,
-    DropItems,
-    DropStore,
-    FileBatch,
-    FileRecord,
-    Hit,
-    Item,
-    ListStoreFiles,
-    ListStores,
-    Page,
-    PutFileBatch,
-    PutItems,
-    Query,
-    ReadFile,
-    ReadFileBatch,
-    ReadItems,
-    ReadStore,
-    ReadStoreFile,
-    StoreFile,
-    StoreRecord,
-)
 from shared.settings.limits import MIB
 
 #: Number of hits that a reranker gets, per requested hit.
@@ -135,35 +64,40 @@ class VectorStores(Resource):
     # Stores
 
     @operation("POST", _STORES)
-    async def create_vector_store(self, caller: Caller, body: CreateStoreRequest) -> VectorStore:
+    async def create_vector_store(
+        self, caller: Caller, body: schemas.CreateStoreRequest
+    ) -> schemas.VectorStore:
         """Create a vector store."""
-        check_metadata(body.metadata)
+        schemas.check_metadata(body.metadata)
         card = await self._choose_model(body.embedding_model, caller.context.tenant)
         check_dimensions(body.dimensions, card)
-        create = CreateStore(
+        create = wire.CreateStore(
             tenant=caller.tenant,
-            name=check_text("name", body.name or ""),
+            name=schemas.check_text("name", body.name or ""),
             model=card.name,
             digest=card.digest,
             dimensions=body.dimensions or card.dimensions,
-            prompt=find_prompt("prompt", body.prompt, card, _DOCUMENT_PROMPTS),
-            query_prompt=find_prompt("query_prompt", body.query_prompt, card, _QUERY_PROMPTS),
+            prompt=schemas.find_prompt("prompt", body.prompt, card, _DOCUMENT_PROMPTS),
+            query_prompt=schemas.find_prompt(
+                "query_prompt", body.query_prompt, card, _QUERY_PROMPTS
+            ),
             metadata=body.metadata or {},
             expires_after_days=body.expires_after.days if body.expires_after else 0,
         )
-        store = await self._search.ask(create, StoreRecord)
+        store = await self._search.ask(create)
         if not body.file_ids:
-            return VectorStore.of(store)
+            return schemas.VectorStore.of(store)
         strategy = body.chunking_strategy
         wanted = [
-            AttachFileRequest(file_id=name, chunking_strategy=strategy) for name in body.file_ids
+            schemas.AttachFileRequest(file_id=name, chunking_strategy=strategy)
+            for name in body.file_ids
         ]
         try:
             files = await self._attach_all(wanted, store, caller)
         except BaseException:  # the client does not get the store's id
-            await self._search.ask(DropStore(tenant=caller.tenant, store=store.id), bool)
+            await self._search.ask(wire.DropStore(tenant=caller.tenant, store=store.id))
             raise
-        made = VectorStore.of(await self._find(caller, store.id))
+        made = schemas.VectorStore.of(await self._find(caller, store.id))
         made.file_counts.failed = sum(file.status == "failed" for file in files)
         made.file_counts.total = len(files)
         return made
@@ -194,67 +128,72 @@ class VectorStores(Resource):
         return card
 
     @operation("GET", _STORES)
-    async def list_vector_stores(self, caller: Caller, query: ListQuery) -> StoreList:
+    async def list_vector_stores(
+        self, caller: Caller, query: schemas.ListQuery
+    ) -> schemas.StoreList:
         """List vector stores."""
-        asked = ListStores(tenant=caller.tenant, page=query.page)
-        records, has_more = query.cut(await self._search.ask(asked, list[StoreRecord]))
-        data = [VectorStore.of(record) for record in records]
-        return StoreList.of(data, has_more)
+        asked = wire.ListStores(tenant=caller.tenant, page=query.page)
+        records, has_more = query.cut(await self._search.ask(asked))
+        data = [schemas.VectorStore.of(record) for record in records]
+        return schemas.StoreList.of(data, has_more)
 
     @operation("GET", _STORE)
-    async def retrieve_vector_store(self, caller: Caller) -> VectorStore:
+    async def retrieve_vector_store(self, caller: Caller) -> schemas.VectorStore:
         """Retrieve a vector store."""
-        return VectorStore.of(await self._find(caller))
+        return schemas.VectorStore.of(await self._find(caller))
 
-    async def _find(self, caller: Caller, name: str | None = None) -> StoreRecord:
+    async def _find(self, caller: Caller, name: str | None = None) -> wire.StoreRecord:
         if name is None:
             name = caller.path["vector_store_id"]
-            if not name.startswith(STORE_ID):  # names are set by the operator
+            if not name.startswith(wire.STORE_ID):  # names are set by the operator
                 raise NotFound(
                     "There is no such vector store.", param="vector_store_id", code="not_found"
                 )
-        asked = ReadStore(tenant=caller.tenant, store=name)
-        return await self._search.ask(asked, StoreRecord)
+        asked = wire.ReadStore(tenant=caller.tenant, store=name)
+        return await self._search.ask(asked)
 
     @operation("POST", _STORE)
-    async def modify_vector_store(self, caller: Caller, body: ChangeStoreRequest) -> VectorStore:
+    async def modify_vector_store(
+        self, caller: Caller, body: schemas.ChangeStoreRequest
+    ) -> schemas.VectorStore:
         """Modify a vector store."""
-        check_metadata(body.metadata)
+        schemas.check_metadata(body.metadata)
         days = body.expires_after.days if body.expires_after else 0
-        change = ChangeStore(
+        change = wire.ChangeStore(
             tenant=caller.tenant,
             store=caller.path["vector_store_id"],
-            name=None if body.name is None else check_text("name", body.name),
+            name=None if body.name is None else schemas.check_text("name", body.name),
             metadata=body.metadata,
             expires_after_days=None if body.expires_after is UNSET else days,
         )
-        return VectorStore.of(await self._search.ask(change, StoreRecord))
+        return schemas.VectorStore.of(await self._search.ask(change))
 
     @operation("DELETE", _STORE)
-    async def delete_vector_store(self, caller: Caller) -> Deleted:
+    async def delete_vector_store(self, caller: Caller) -> schemas.Deleted:
         """Delete a vector store."""
         name = caller.path["vector_store_id"]
-        await self._search.ask(DropStore(tenant=caller.tenant, store=name), bool)
-        return Deleted(name, "vector_store.deleted")
+        await self._search.ask(wire.DropStore(tenant=caller.tenant, store=name))
+        return schemas.Deleted(name, "vector_store.deleted")
 
     # Items
 
     @operation("PUT", _ITEMS, unsupported=UNSUPPORTED["/v1/vector_stores/{id}/items"])
-    async def put_items(self, caller: Caller, body: PutItemsRequest) -> ItemsStored:
+    async def put_items(self, caller: Caller, body: schemas.PutItemsRequest) -> schemas.ItemsStored:
         """Insert or replace items."""
         items = body.items
-        check_items(items, self._limits)
+        schemas.check_items(items, self._limits)
         images = [
-            name_of_image(item.image, f"items.[{index}].image") for index, item in enumerate(items)
+            schemas.name_of_image(item.image, f"items.[{index}].image")
+            for index, item in enumerate(items)
         ]
         store = await self._find(caller)
         vectors: dict[int, bytes] = {}
         parts: dict[int, str | ImageSource] = {}
         for index, item in enumerate(items):
             if item.embedding is not None:
-                vectors[index] = pack_vector(item.embedding, f"items.[{index}].embedding")
+                vectors[index] = schemas.pack_vector(item.embedding, f"items.[{index}].embedding")
             elif item.image is not None:
-                parts[index] = to_image(item.image, f"items.[{index}].image")
+                parts[index] = schemas.to_image(item.image, f"items.[{index}].image")
             else:
                 parts[index] = item.text or ""
         names = [
@@ -263,12 +202,12 @@ class VectorStores(Resource):
         ]
         made = await self._embed(list(parts.values()), names, store, store.prompt, caller)
         vectors |= dict(zip(parts, made, strict=True))
-        put = PutItems(
+        put = wire.PutItems(
             tenant=caller.tenant,
             store=store.id,
             digest=store.digest if parts else "",
             items=[
-                Item(
+                wire.Item(
                     id=item.id,
                     vector=vectors[index],
                     text=item.text or "",
@@ -280,80 +219,83 @@ class VectorStores(Resource):
         )
         record = await self._search.ask(
             put,
-            StoreRecord,
             lambda index: f"items.[{index}].embedding" if index.isdigit() else index,
         )
-        return ItemsStored(len(items), VectorStore.of(record))
+        return schemas.ItemsStored(len(items), schemas.VectorStore.of(record))
 
     @operation("GET", _ITEMS)
-    async def list_items(self, caller: Caller, query: ItemsQuery) -> ItemList:
+    async def list_items(self, caller: Caller, query: schemas.ItemsQuery) -> schemas.ItemList:
         """List items."""
         store = await self._find(caller)
-        asked = ReadItems(
+        asked = wire.ReadItems(
             tenant=caller.tenant,
             store=store.id,
-            page=Page(limit=query.limit, after=query.after),
+            page=wire.Page(limit=query.limit, after=query.after),
             with_vectors=query.include == "embedding",
         )
-        items = await self._search.ask(asked, list[Item])
+        items = await self._search.ask(asked)
         data, num_bytes = [], 0
         for item in items[: query.limit]:
-            stored = to_stored(item)
+            stored = schemas.to_stored(item)
             num_bytes += len(msgspec.json.encode(stored))
             if data and num_bytes > _MAX_PAGE_BYTES:
                 break
             data.append(stored)
-        return ItemList.of(data, len(items) > len(data))
+        return schemas.ItemList.of(data, len(items) > len(data))
 
     @operation("GET", _ITEMS + "/{item_id:path}")
-    async def retrieve_item(self, caller: Caller, query: ItemQuery) -> StoredItem:
+    async def retrieve_item(self, caller: Caller, query: schemas.ItemQuery) -> schemas.StoredItem:
         """Retrieve an item."""
         store = await self._find(caller)
-        asked = ReadItems(
+        asked = wire.ReadItems(
             tenant=caller.tenant,
             store=store.id,
             ids=[caller.path["item_id"]],
             with_vectors=query.include == "embedding",
         )
-        items = await self._search.ask(asked, list[Item])
+        items = await self._search.ask(asked)
         if not items:
             raise NotFound("There is no such item.", param="item_id", code="not_found")
-        return to_stored(items[0])
+        return schemas.to_stored(items[0])
 
     @operation("DELETE", _ITEMS, hints=_HINTS)
-    async def delete_items(self, caller: Caller, body: DeleteItemsRequest) -> ItemsDeleted:
+    async def delete_items(
+        self, caller: Caller, body: schemas.DeleteItemsRequest
+    ) -> schemas.ItemsDeleted:
         """Delete items by ids or filter."""
         if (body.ids is None) == (body.filters is None):
             raise invalid("ids", "send either ids or filters")
         check_num("ids", len(body.ids or ()), self._limits.max_inputs, "ids")
         if body.filters is not None:
-            check_filter(body.filters, self._limits)
+            schemas.check_filter(body.filters, self._limits)
         store = await self._find(caller)
-        drop = DropItems(
+        drop = wire.DropItems(
             tenant=caller.tenant,
             store=store.id,
             ids=None if body.ids is None else list(dict.fromkeys(body.ids)),
             where=body.filters,
         )
-        return ItemsDeleted(await self._search.ask(drop, int))
+        return schemas.ItemsDeleted(await self._search.ask(drop))
 
     # Search
 
     @operation("POST", _STORE + "/search", hints=_HINTS)
-    async def search_vector_store(self, caller: Caller, body: SearchRequest) -> SearchPage:
+    async def search_vector_store(
+        self, caller: Caller, body: schemas.SearchRequest
+    ) -> schemas.SearchPage:
         """Search a vector store."""
-        check_search(body, self._limits)
+        schemas.check_search(body, self._limits)
         store = await self._find(caller)
-        texts, parts, vectors = read_query(body.query)
+        texts, parts, vectors = schemas.read_query(body.query)
         many = isinstance(body.query, list)
         names = [f"query.[{index}]" if many else "query" for index in range(len(parts))]
         made = await self._embed(parts, names, store, store.query_prompt, caller)
-        options = body.ranking_options or RankingOptions()
+        options = body.ranking_options or schemas.RankingOptions()
         wanted = body.max_num_results or 10
         ranker = None if options.ranker in (None, *_NO_RANKERS) else options.ranker
         if ranker and not texts:
             raise invalid("ranking_options.ranker", "a ranker requires a text query")
-        query = Query(
+        query = wire.Query(
             tenant=caller.tenant,
             store=store.id,
             digest=store.digest if parts else "",
@@ -362,15 +304,15 @@ class VectorStores(Resource):
             where=body.filters,
         )
         name = "query.embedding" if vectors else "query"
-        hits = await self._search.ask(query, list[Hit], lambda p: name if p.isdigit() else p)
+        hits = await self._search.ask(query, lambda p: name if p.isdigit() else p)
         if ranker:
             hits = (await self._rerank(ranker, texts, hits, caller))[:wanted]
         least = options.score_threshold
         kept = [hit for hit in hits if least is None or hit.score >= least]
-        return SearchPage(texts, [to_hit(hit) for hit in kept])
+        return schemas.SearchPage(texts, [schemas.to_hit(hit) for hit in kept])
 
     @operation("POST", "/similar")
-    async def similar(self, caller: Caller, body: SimilarRequest) -> SimilarAnswer:
+    async def similar(self, caller: Caller, body: schemas.SimilarRequest) -> schemas.SimilarAnswer:
         """Find the nearest items of the default store."""
         words = body.keywords
         text = body.text or (words if isinstance(words, str) else " ".join(words or ()))
@@ -383,38 +325,40 @@ class VectorStores(Resource):
             )
         store = await self._find(caller, self._default_store)
         made = await self._embed([text], ["text"], store, store.query_prompt, caller)
-        query = Query(
+        query = wire.Query(
             tenant=caller.tenant,
             store=store.id,
             digest=store.digest,
             vectors=made,
             k=body.num_results,
         )
-        hits = await self._search.ask(query, list[Hit])
+        hits = await self._search.ask(query)
         shown = ((h.item.text or h.item.image, h.item.id, h.score) for h in hits)
-        return SimilarAnswer([f"Item: {t} (index: {i} score:{score:.2f})" for t, i, score in shown])
+        return schemas.SimilarAnswer(
+            [f"Item: {t} (index: {i} score:{score:.2f})" for t, i, score in shown]
+        )
 
     # Files
 
     @operation("POST", _FILES, hints=_CHUNKS)
     async def create_vector_store_file(
-        self, caller: Caller, body: AttachFileRequest
-    ) -> StoreFileObject:
+        self, caller: Caller, body: schemas.AttachFileRequest
+    ) -> schemas.StoreFileObject:
         """Attach a file. Returns when all chunks are on disk."""
-        check_attributes(body.attributes, "attributes")
+        schemas.check_attributes(body.attributes, "attributes")
         store = await self._find(caller)
-        return StoreFileObject.of(await self._attach(body, store, caller))
+        return schemas.StoreFileObject.of(await self._attach(body, store, caller))
 
     async def _attach(
-        self, request: AttachFileRequest, store: StoreRecord, caller: Caller
-    ) -> StoreFile:
+        self, request: schemas.AttachFileRequest, store: wire.StoreRecord, caller: Caller
+    ) -> wire.StoreFile:
         """Raises: ApiError, QueueUnavailable."""
         card = await self._lifecycle.models.find(store.model, tenant=caller.context.tenant)
-        size, overlap = chunk_sizes(request.chunking_strategy, card)
-        asked = ReadFile(tenant=caller.tenant, file=request.file_id, with_data=True)
-        file = await self._search.ask(asked, FileRecord)
+        size, overlap = schemas.chunk_sizes(request.chunking_strategy, card)
+        asked = wire.ReadFile(tenant=caller.tenant, file=request.file_id, with_data=True)
+        file = await self._search.ask(asked)
         caller.held.add(len(file.data))
-        chunks = cut_chunks(decode_text(file), size, overlap)
+        chunks = schemas.cut_chunks(schemas.decode_text(file), size, overlap)
         if len(chunks) > self._limits.max_inputs:
             raise InvalidRequest(
                 f"The file has {len(chunks)} chunks, at most {self._limits.max_inputs} are allowed: send a "
@@ -427,13 +371,13 @@ class VectorStores(Resource):
             chunks, ["file_id"] * len(chunks), store, store.prompt, caller, truncate="end"
         )
         attributes = dict(request.attributes or {})
-        attach = AttachFile(
+        attach = wire.AttachFile(
             tenant=caller.tenant,
             store=store.id,
             file=file.id,
             digest=store.digest,
             items=[
-                Item(
+                wire.Item(
                     id=f"{file.id}:{number}",
                     vector=vector,
                     text=text,
@@ -447,11 +391,11 @@ class VectorStores(Resource):
             chunk_overlap_tokens=overlap,
             attributes=attributes,
         )
-        return await self._search.ask(attach, StoreFile)
+        return await self._search.ask(attach)
 
     async def _attach_all(
-        self, requests: Sequence[AttachFileRequest], store: StoreRecord, caller: Caller
-    ) -> list[StoreFile]:
+        self, requests: Sequence[schemas.AttachFileRequest], store: wire.StoreRecord, caller: Caller
+    ) -> list[wire.StoreFile]:
         """Attach files one by one; a failure does not stop the others.
 
         Raises: ApiError if workers or search are unavailable, or the key has expired or is limited; QueueUnavailable.
@@ -463,7 +407,7 @@ class VectorStores(Resource):
             except ApiError as error:
                 if error.status >= 500 or error.status in (401, 403, 429):
                     raise
-                failed = StoreFile(
+                failed = wire.StoreFile(
                     id=request.file_id, store_id=store.id, filename="", status="failed",
                     created_at=int(time.time()),  # noqa: TID251
                     num_chunks=0, num_bytes=0, max_chunk_tokens=0, chunk_overlap_tokens=0,
@@ -476,30 +420,30 @@ class VectorStores(Resource):
 
     @operation("POST", _FILE)
     async def update_vector_store_file(
-        self, caller: Caller, body: ChangeFileRequest
-    ) -> StoreFileObject:
+        self, caller: Caller, body: schemas.ChangeFileRequest
+    ) -> schemas.StoreFileObject:
         """Change a file's attributes."""
-        check_attributes(body.attributes, "attributes")
-        change = ChangeStoreFile(
+        schemas.check_attributes(body.attributes, "attributes")
+        change = wire.ChangeStoreFile(
             tenant=caller.tenant,
             store=caller.path["vector_store_id"],
             file=caller.path["file_id"],
             attributes=dict(body.attributes or {}),
         )
-        return StoreFileObject.of(await self._search.ask(change, StoreFile))
+        return schemas.StoreFileObject.of(await self._search.ask(change))
 
     @operation("POST", _BATCHES, hints=_CHUNKS)
     async def create_vector_store_file_batch(
-        self, caller: Caller, body: FileBatchRequest
-    ) -> FileBatchObject:
+        self, caller: Caller, body: schemas.FileBatchRequest
+    ) -> schemas.FileBatchObject:
         """Attach files. Returns when all are attached."""
         if (body.file_ids is None) == (body.files is None):
             raise invalid("file_ids", "send either file_ids or files")
         if body.files is not None and (body.attributes or body.chunking_strategy):
             raise invalid("files", "send attributes and chunking_strategy in each of files")
-        check_attributes(body.attributes, "attributes")
+        schemas.check_attributes(body.attributes, "attributes")
         files = body.files or [
-            AttachFileRequest(
+            schemas.AttachFileRequest(
                 file_id=name,
                 attributes=body.attributes,
                 chunking_strategy=body.chunking_strategy,
@@ -507,79 +451,85 @@ class VectorStores(Resource):
             for name in body.file_ids or ()
         ]
         for index, file in enumerate(files):
-            check_attributes(file.attributes, f"files.[{index}].attributes")
+            schemas.check_attributes(file.attributes, f"files.[{index}].attributes")
         store = await self._find(caller)
         attached = await self._attach_all(files, store, caller)
-        put = PutFileBatch(tenant=caller.tenant, store=store.id, files=attached)
-        return FileBatchObject.of(await self._search.ask(put, FileBatch))
+        put = wire.PutFileBatch(tenant=caller.tenant, store=store.id, files=attached)
+        return schemas.FileBatchObject.of(await self._search.ask(put))
 
     @operation("GET", _BATCH)
-    async def retrieve_vector_store_file_batch(self, caller: Caller) -> FileBatchObject:
+    async def retrieve_vector_store_file_batch(self, caller: Caller) -> schemas.FileBatchObject:
         """Retrieve a file batch."""
-        return FileBatchObject.of(await self._find_batch(caller))
+        return schemas.FileBatchObject.of(await self._find_batch(caller))
 
     @operation("POST", _BATCH + "/cancel")
-    async def cancel_vector_store_file_batch(self, caller: Caller) -> FileBatchObject:
+    async def cancel_vector_store_file_batch(self, caller: Caller) -> schemas.FileBatchObject:
         """Cancel a file batch. Has no effect, as file batches have ended when they are created."""
-        return FileBatchObject.of(await self._find_batch(caller))
+        return schemas.FileBatchObject.of(await self._find_batch(caller))
 
-    async def _find_batch(self, caller: Caller) -> FileBatch:
-        asked = ReadFileBatch(
+    async def _find_batch(self, caller: Caller) -> wire.FileBatch:
+        asked = wire.ReadFileBatch(
             tenant=caller.tenant,
             store=caller.path["vector_store_id"],
             batch=caller.path["batch_id"],
         )
-        return await self._search.ask(asked, FileBatch)
+        return await self._search.ask(asked)
 
     @operation("GET", _BATCH + "/files")
     async def list_files_in_vector_store_batch(
-        self, caller: Caller, query: FilesQuery
-    ) -> StoreFileList:
+        self, caller: Caller, query: schemas.FilesQuery
+    ) -> schemas.StoreFileList:
         """List the files of a file batch."""
         files, has_more = query.choose((await self._find_batch(caller)).files)
-        data = [StoreFileObject.of(file) for file in files]
-        return StoreFileList.of(data, has_more)
+        data = [schemas.StoreFileObject.of(file) for file in files]
+        return schemas.StoreFileList.of(data, has_more)
 
     @operation("GET", _FILES)
-    async def list_vector_store_files(self, caller: Caller, query: FilesQuery) -> StoreFileList:
+    async def list_vector_store_files(
+        self, caller: Caller, query: schemas.FilesQuery
+    ) -> schemas.StoreFileList:
         """List attached files; all are completed."""
         store = await self._find(caller)
         if query.filter not in ("", "completed"):
-            return StoreFileList.of([], False)
-        asked = ListStoreFiles(tenant=caller.tenant, store=store.id, page=query.page)
-        records, has_more = query.cut(await self._search.ask(asked, list[StoreFile]))
-        data = [StoreFileObject.of(record) for record in records]
-        return StoreFileList.of(data, has_more)
+            return schemas.StoreFileList.of([], False)
+        asked = wire.ListStoreFiles(tenant=caller.tenant, store=store.id, page=query.page)
+        records, has_more = query.cut(await self._search.ask(asked))
+        data = [schemas.StoreFileObject.of(record) for record in records]
+        return schemas.StoreFileList.of(data, has_more)
 
     @operation("GET", _FILE)
-    async def retrieve_vector_store_file(self, caller: Caller) -> StoreFileObject:
+    async def retrieve_vector_store_file(self, caller: Caller) -> schemas.StoreFileObject:
         """Retrieve an attached file."""
-        return StoreFileObject.of(await self._find_file(caller))
+        return schemas.StoreFileObject.of(await self._find_file(caller))
 
-    async def _find_file(self, caller: Caller) -> StoreFile:
-        asked = ReadStoreFile(
+    async def _find_file(self, caller: Caller) -> wire.StoreFile:
+        asked = wire.ReadStoreFile(
             tenant=caller.tenant,
             store=caller.path["vector_store_id"],
             file=caller.path["file_id"],
         )
-        return await self._search.ask(asked, StoreFile)
+        return await self._search.ask(asked)
 
     @operation("GET", _FILE + "/content")
-    async def retrieve_vector_store_file_content(self, caller: Caller) -> FileContent:
+    async def retrieve_vector_store_file_content(self, caller: Caller) -> schemas.FileContent:
         """Retrieve the chunks of an attached file."""
         file = await self._find_file(caller)
         ids = [f"{file.id}:{number}" for number in range(file.num_chunks)]
-        asked = ReadItems(tenant=caller.tenant, store=file.store_id, ids=ids)
-        items = {item.id: item for item in await self._search.ask(asked, list[Item])}
-        return FileContent([Content("text", items[key].text) for key in ids if key in items])
+        asked = wire.ReadItems(tenant=caller.tenant, store=file.store_id, ids=ids)
+        items = {item.id: item for item in await self._search.ask(asked)}
+        return schemas.FileContent(
+            [schemas.Content("text", items[key].text) for key in ids if key in items]
+        )
 
     @operation("DELETE", _FILE)
-    async def delete_vector_store_file(self, caller: Caller) -> Deleted:
+    async def delete_vector_store_file(self, caller: Caller) -> schemas.Deleted:
         """Detach a file."""
         name = caller.path["file_id"]
-        detach = DetachFile(tenant=caller.tenant, store=caller.path["vector_store_id"], file=name)
-        await self._search.ask(detach, bool)
-        return Deleted(name, "vector_store.file.deleted")
+        detach = wire.DetachFile(
+            tenant=caller.tenant, store=caller.path["vector_store_id"], file=name
+        )
+        await self._search.ask(detach)
+        return schemas.Deleted(name, "vector_store.file.deleted")
 
     # Vectors and scores, by calls to workers
 
@@ -587,7 +537,7 @@ class VectorStores(Resource):
         self,
         parts: Sequence[str | ImageSource],
         names: Sequence[str],
-        store: StoreRecord,
+        store: wire.StoreRecord,
         prompt: str,
         caller: Caller,
         truncate: Truncate = "none",
@@ -631,8 +581,8 @@ class VectorStores(Resource):
         return [bytes(row) for row in rows_of(events)]
 
     async def _rerank(
-        self, model: str, texts: Sequence[str], hits: Sequence[Hit], caller: Caller
-    ) -> list[Hit]:
+        self, model: str, texts: Sequence[str], hits: Sequence[wire.Hit], caller: Caller
+    ) -> list[wire.Hit]:
         """Sort hits by a reranker's scores for the first query text. Hits without text come last."""
         param, tenant = "ranking_options.ranker", caller.context.tenant
         card = await self._lifecycle.models.find(model, task="rerank", tenant=tenant, param=param)
@@ -650,11 +600,11 @@ class VectorStores(Resource):
             error.param = param if error.param == "model" else "query"
             raise
         ranked = [
-            Hit(item=hit.item, score=score)
+            wire.Hit(item=hit.item, score=score)
             for hit, score in zip(scored, scores_of(events), strict=True)
         ]
         ranked.sort(key=lambda hit: (-hit.score, hit.item.id))
-        return ranked + [Hit(item=hit.item, score=0.0) for hit in hits if not hit.item.text]
+        return ranked + [wire.Hit(item=hit.item, score=0.0) for hit in hits if not hit.item.text]
 
 
 def _rename(param: str | None, names: Sequence[str]) -> str | None:
