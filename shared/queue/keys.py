@@ -4,14 +4,20 @@ The keys of one model share the hash tag `{model}`, those of one blob its hash. 
 leaves nothing behind.
 """
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from redis.asyncio import Redis
 
 from shared.redis.client import Command, RedisSender, Script, named, retry_idempotent
 from shared.redis.confirm import Confirmer
+
+Member = TypeVar("Member")
+
+logger = logging.getLogger(__name__)
 
 GROUP = "workers"  #: the consumer group of every queue
 RELEASED_CONSUMER = "released"  #: owner of released entries
@@ -278,6 +284,8 @@ class RedisStore:
         self._keys = RedisKeys(prefix)
         self._sender = RedisSender(redis)
         self._confirmer = Confirmer(redis, self._keys.confirmation)
+        #: Values that the last read could not decode, by key.
+        self._unreadable: set[str] = set()
 
     async def _ask(self, *command: str | bytes | int) -> Any:
         return await retry_idempotent(lambda: self._sender.execute(*command))
@@ -289,6 +297,42 @@ class RedisStore:
     async def _confirm(self, *proofs: Command) -> None:
         """Wait until a replica has the writes that `proofs` read, if there is a replica. Raises: RedisError."""
         await self._confirmer.confirm(*proofs)
+
+    async def _members(
+        self, index: str, key_of: Callable[[str], str], decode: Callable[[bytes], Member]
+    ) -> list[Member]:
+        """The values of a set's members. Members whose value has expired are removed from the set."""
+        names = await self._ask("SMEMBERS", index)
+        if not names:
+            return []
+        keys = [key_of(name.decode(errors="replace")) for name in names]
+        values = await self._ask("MGET", *keys)
+        gone = [name for name, value in zip(names, values, strict=True) if value is None]
+        if gone:
+            await self._sender.execute("SREM", index, *gone)
+        return [
+            member
+            for key, value in zip(keys, values, strict=True)
+            if value is not None and (member := self._decode(key, value, decode)) is not None
+        ]
+
+    def _decode(self, key: str, value: bytes, decode: Callable[[bytes], Member]) -> Member | None:
+        """The decoded value; None, and an error in the log, if it is invalid."""
+        try:
+            member = decode(value)
+        except (msgspec.MsgspecError, ValueError) as error:
+            if key not in self._unreadable:
+                logger.error("cannot read %s, skipping it: %s", key, error)
+                self._unreadable.add(key)
+            return None
+        self._unreadable.discard(key)
+        return member
+
+    async def _withdraw(self, index: str, name: str, *keys: str) -> None:
+        """Delete keys, and the name from the index."""
+        for key in keys:
+            await self._sender.execute("DEL", key)
+        await self._sender.execute("SREM", index, name)
 
     async def close(self) -> None:
         await self._confirmer.close()
