@@ -1,4 +1,4 @@
-"""The APIs, one file or folder each.
+"""The APIs, one file each.
 
 An API that calls models is a `Surface`, listed in `SURFACES`; its route, OpenAPI description and error format follow
 from the class. `tests/contract/test_surface.py` tests all surfaces. Other endpoints are operations of a `Resource`,

@@ -14,8 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Block, Blocks, WholeAnswer, encode
-from gateway.api.chat import to_logprobs
-from gateway.api.chat.schemas import ChatLogprob
+from gateway.api.chat import ChatLogprob, to_logprobs
 from gateway.api.embeddings import EmbeddingOptions, EmbeddingRequest, Embeddings, rows_of
 from gateway.api.fields import (
     UNSUPPORTED,
