@@ -235,7 +235,6 @@ def _from_wire(item: dict[str, Any]) -> Item:
 
 
 def _content(item: dict[str, Any]) -> tuple[str, str]:
-    """The text and the image URL of an item."""
     pieces = item["content"]
     images = (piece.get("image_url", {}).get("url", "") for piece in pieces)
     return "".join(piece.get("text", "") for piece in pieces), "".join(images)

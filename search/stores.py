@@ -495,7 +495,6 @@ class Stores:
     # Open stores, quotas, compaction
 
     def _kind(self) -> IndexKind:
-        """Raises: SearchError."""
         if self._indexes is None:
             raise refuse(
                 "read_only", "This search process serves collections only and cannot store."
@@ -541,7 +540,6 @@ class Stores:
                     return
 
     def _note_change(self, record: wire.StoreRecord, index: VectorIndex) -> wire.StoreRecord:
-        """Update the counts of the store's record."""
         stats = index.stats()
 
         def change(current: wire.StoreRecord) -> wire.StoreRecord:

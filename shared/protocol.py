@@ -780,7 +780,6 @@ encode = _encoder.encode
 
 
 def seal(call: Call) -> Envelope:
-    """Encode a call for the queue."""
     return Envelope(call.id, call.model, call.reply_to, call.tenant, call.priority, encode(call))
 
 
@@ -833,7 +832,6 @@ def _is_unknown(word: object, known: type[StrEnum]) -> bool:
 
 
 def decode_card(data: bytes) -> ModelCard:
-    """Raises: msgspec.MsgspecError."""
     card = _any_card_decoder.decode(data)
     if card.version != PROTOCOL_VERSION:
         return ModelCard(card.name, 0, 0, 0, version=card.version)

@@ -42,7 +42,6 @@ class WorkerAdapters:
 
     @property
     def card(self) -> ModelCard:
-        """The model's card, with its adapters."""
         if not self._held:
             return self._model_card
         return replace(self._model_card, adapters=tuple(held.card for held in self._held.values()))

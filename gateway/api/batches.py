@@ -198,7 +198,6 @@ async def blocking(work: Callable[[], T]) -> T:
 
 
 def not_served() -> NotFound:
-    """The error of a gateway without a batch store."""
     return NotFound(
         "Batches are not served here: set VLM_GATEWAY__FILES to a directory or a bucket.",
         code="batches_not_served",

@@ -415,8 +415,6 @@ def split_inputs(
     card: ModelCard,
     headers: Mapping[bytes, bytes],
 ) -> list[Embed]:
-    """Split the inputs into tasks of limited size."""
-
     def num_tokens(part: TextPart | TokensPart | ImagePart) -> int:
         if isinstance(part, TextPart):
             return len(part.text) // CHARS_PER_TOKEN + 1

@@ -77,7 +77,6 @@ class UpdateKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tag: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET  #: label in usage reports
 
     def changes(self, now: float) -> dict[str, Any]:
-        """The record's fields that the request changes."""
         found: dict[str, Any] = {}
         for name in UpdateKey.__struct_fields__:
             value = getattr(self, name)

@@ -411,7 +411,6 @@ class _Anthropic(Surface):
 
 
 def render_error(error: ApiError) -> tuple[int, bytes]:
-    """Status and body of an error in Anthropic's format."""
     return _ERRORS.get(error.status, (error.status, ""))[0], _encode_error(error)
 
 

@@ -223,7 +223,6 @@ def _order(card: ModelCard) -> tuple[bool, bool, bool, int, str]:
 
 
 def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
-    """The gateway's limits for requests to this model."""
     found = ModelLimits()
     if "generate" in card.tasks:
         found.max_output_tokens = min(limits.max_output_tokens, card.max_model_len - 1)

@@ -326,7 +326,6 @@ def render_error(error: ApiError) -> tuple[int, bytes]:
 
 
 def _without_tag(request: Any) -> Any:
-    """The request without the tag in the model's name."""
     return msgspec.structs.replace(request, model=request.model.removesuffix(_LATEST))
 
 

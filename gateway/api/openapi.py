@@ -89,7 +89,6 @@ def create_openapi(endpoints: Iterable[Endpoint], limits: LimitSettings) -> dict
 
 
 def describe(endpoint: Endpoint, path: str, limits: LimitSettings) -> dict[str, Any]:
-    """The operation object of an endpoint."""
     answers: dict[str, Any] = {}
     if endpoint.answer_type is not None:
         answers["application/json"] = {"schema": _reference(endpoint.answer_type)}

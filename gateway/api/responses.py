@@ -579,7 +579,6 @@ def _sampling(
 def template_options(
     request: ResponseFields, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """The template variables for the reasoning effort."""
     effort = None if request.reasoning is None else request.reasoning.effort
     return find_effort(card, effort, "reasoning.effort", context)
 
@@ -748,7 +747,6 @@ class _Items:
         return ToolCall(item.call_id, name, arguments)
 
     def _end_turn(self) -> None:
-        """Complete the assistant's message, if there is one."""
         if self._said or self._calls:
             parts = self._said or [self._conversation.text("")]
             self._conversation.add("assistant", parts, self._thought, self._calls)
@@ -1036,7 +1034,6 @@ class ResponseAnswer(BlockStream):
         return encode(KeptConversation(messages, msgspec.Raw(encode(self._final))))
 
     def failed(self, error: ApiError) -> bytes:
-        """The last events of a stream that fails."""
         response = self._response("failed", None)
         response.error = ResponseError(_SERVER_ERROR, error.message)
         failed = self._event("response.failed", response=response)

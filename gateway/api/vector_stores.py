@@ -210,7 +210,6 @@ class ListQuery(PageQuery, frozen=True, kw_only=True):
 
     @property
     def page(self) -> wire.Page:
-        """The page in the search process's format."""
         return wire.Page(
             limit=self.limit,
             after=self.after,
@@ -448,13 +447,11 @@ def _content(item: wire.Item) -> list[Content]:
 
 
 def to_stored(item: wire.Item) -> StoredItem:
-    """An item in the format of a response."""
     vector = base64.b64encode(item.vector).decode() if item.vector else UNSET
     return StoredItem(item.id, _content(item), item.attributes, vector)
 
 
 def to_hit(hit: wire.Hit) -> SearchHit:
-    """A hit in the format of a response."""
     item = hit.item
     return SearchHit(
         id=item.id,
@@ -531,7 +528,6 @@ def check_attributes(attributes: Mapping[str, Any] | None, param: str) -> None:
 
 
 def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
-    """Raises: InvalidRequest."""
     check_num("items", len(items), limits.max_inputs, "items")
     places: dict[str, int] = {}
     for index, item in enumerate(items):
@@ -555,7 +551,6 @@ def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
 
 
 def check_search(request: SearchRequest, limits: LimitSettings) -> None:
-    """Raises: InvalidRequest."""
     if request.rewrite_query:
         raise unsupported("rewrite_query")
     if request.filters is not None:

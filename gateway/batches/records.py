@@ -296,8 +296,6 @@ class Beginning(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """The client cancelled the batch."""
-
     at: int
 
 
@@ -319,8 +317,6 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class BatchView(msgspec.Struct, frozen=True):
-    """The state of a batch."""
-
     record: BatchRecord
     beginning: Beginning | None
     cancel: Cancel | None
@@ -432,7 +428,6 @@ class Batches:
         return {key.rpartition("/")[2] for key in self._store.list(_CANCELLED)}
 
     def begin(self, record: BatchRecord, total: int) -> None:
-        """Record that the input file is valid."""
         self._write(record, "beginning", Beginning(_now(), total))
 
     def add_part(self, record: BatchRecord, writer: str, results: list[LineResult]) -> None:

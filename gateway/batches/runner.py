@@ -55,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 
 class LineAnswer(msgspec.Struct, frozen=True):
-    """The response of an endpoint to a line."""
-
     status: int
     headers: Mapping[bytes, bytes]
     request_id: str
@@ -104,7 +102,6 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def look(self) -> None:
-        """Check for new and cancelled batches."""
         self._changed.set()
         for computing in self._computing:
             computing.wake()
@@ -250,7 +247,6 @@ class BatchRunner:
         return LineResult(line.number, answer.status == 200, data)
 
     async def keep(self, record: BatchRecord, results: list[LineResult]) -> None:
-        """Write a part. Raises: StoreError."""
         await asyncio.to_thread(self._batches.add_part, record, self.holder, results)
 
     async def is_cancelled(self, record: BatchRecord) -> bool:

@@ -74,7 +74,6 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Start reading the mailbox and enforcing deadlines."""
         for loop in (
             self._read_mailbox,
             self._keep_deadlines,
@@ -102,7 +101,6 @@ class Dispatcher:
         return len(self._routes)
 
     def has_open(self, model: str) -> bool:
-        """Whether a client waits for a choice of the model."""
         return any(call.model == model for call, _ in self._all_routes())
 
     def _all_routes(self) -> Iterator[Route]:

@@ -70,7 +70,6 @@ class KeptAnswers:
         return await self._blobs.locate(image, _READ_S)
 
     async def open(self, image: ImageRef) -> IO[bytes] | None:
-        """A stored image; None if it does not exist."""
         return await self._open_blob(image)
 
     async def _put(self, tenant: str, name: str, record: Record, *, anew: bool = False) -> bool:
@@ -114,12 +113,10 @@ class KeptAnswers:
         return await self._records.get(owner_of(tenant, "records"), name)
 
     async def delete_all(self, tenant: str) -> int:
-        """Delete a tenant's answers and images; returns how many."""
         names = await self._records.names(owner_of(tenant, "records"))
         return sum([await self.delete(tenant, name) for name in names])
 
     async def delete(self, tenant: str, name: str) -> bool:
-        """Delete an answer. Returns whether it existed."""
         record = await self._records.delete(owner_of(tenant, "records"), name)
         if record is not None:
             self._blobs.release(_holder(name), record.images)

@@ -105,7 +105,6 @@ class Recorder:
         self.context.trace_parent = self._span.trace_parent
 
     def describe(self, request: Any) -> None:
-        """Add the request's parameters to the span."""
         if self._span is not None:
             numbers = self.surface.describe(request)
             self._span.add(

@@ -51,8 +51,6 @@ class StoredKey(Protocol):
 
 
 class StoredKeys(Protocol):
-    """Finds stored keys."""
-
     async def find(self, key: bytes) -> StoredKey | None: ...
 
     def is_active(self, tenant: str, guest: str = "") -> bool: ...

@@ -95,8 +95,6 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class OperationServices:
-    """Dependencies of operations."""
-
     admission: Admission
     limits: LimitSettings
     body_timeout_s: float
@@ -110,8 +108,6 @@ def owner_of(tenant: str, kind: str = "search") -> str:
 
 
 class Caller(Struct, frozen=True):
-    """One request of an operation."""
-
     context: RequestContext
     held: HeldBody
     #: A body that is not JSON.
@@ -163,8 +159,6 @@ def operation(method: str, path: str, **attributes: Any) -> Callable[[H], H]:
 
 
 class Operation(Endpoint):
-    """One operation of a resource."""
-
     def __init__(
         self,
         resource: Resource,

@@ -165,7 +165,6 @@ class ServerError(ApiError):
 
 
 def from_failed(event: Failed) -> ApiError:
-    """The error for a worker's terminal event."""
     status, _ = ERROR_CODES[event.code.value]
     error = ServerError if status >= 500 else InvalidRequest
     may_pass = status == 503 or event.code is ErrorCode.ADAPTER_UNAVAILABLE
@@ -178,7 +177,6 @@ def from_failed(event: Failed) -> ApiError:
 
 
 def method_not_allowed(methods: Collection[str]) -> NotFound:
-    """The error for a method that a path does not have."""
     error = NotFound(f"Method Not Allowed: send {', '.join(methods)}.", code="method_not_allowed")
     error.allow = ", ".join(methods)
     return error
@@ -215,7 +213,6 @@ def unavailable(
 
 
 def record_unreadable() -> ApiError:
-    """The error for a deployment whose record this gateway cannot read."""
     return ServerError(
         "A newer version of vlm-fleet wrote the record of this deployment: update this gateway, "
         "whose log names the field that it cannot read.",
@@ -224,7 +221,6 @@ def record_unreadable() -> ApiError:
 
 
 def store_unavailable() -> ApiError:
-    """The error while the store of packages does not answer."""
     return ServerError(
         "The store of packages does not answer; the gateway's log says why.",
         code="store_unavailable",

@@ -195,7 +195,6 @@ class Router:
 def _choose(
     route: Route | None, path: str, method: str, known: Collection[str]
 ) -> tuple[Endpoint, Serve]:
-    """The endpoint of a method. Raises: NotFound."""
     if route is None or path in _NOT_SERVED:
         raise unknown_path(path, known)
     found = route.endpoints.get("GET" if method == "HEAD" else method)

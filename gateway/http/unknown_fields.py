@@ -174,7 +174,6 @@ def _log(names: list[str]) -> None:
 
 
 def unsupported(param: str, hint: str = "") -> ApiError:
-    """The error for an unknown field, or for a field that is not supported."""
     return InvalidRequest(
         f"Unsupported parameter: {param}. {hint or 'Remove it.'}",
         param=param,

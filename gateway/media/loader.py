@@ -61,8 +61,6 @@ Encoded = TypeVar("Encoded", str, bytes)
 
 
 class ImageHeader(Struct, frozen=True):
-    """Properties of an image file."""
-
     media_type: str
     width: int
     height: int

@@ -127,7 +127,6 @@ class DeploymentState(RedisStore):
         return [_lines.decode(line) for line in found]
 
     async def nodes(self) -> dict[str, NodeRecord]:
-        """The nodes with a record, by id."""
         nodes = await self._members(self._keys.nodes, self._keys.node, _nodes.decode)
         return {node.id: node for node in nodes}
 

@@ -119,7 +119,6 @@ class Registry(RedisStore):
         await self._sender.execute(*with_ttl(key, ttl_ms, "HSET", key, name, encode(source)))
 
     async def keep_adapters(self, model: str) -> None:
-        """Renew the list of adapters."""
         await self._sender.execute("PEXPIRE", self._keys.adapters(model), to_ms(MODEL_TTL_S))
 
     async def remove_adapter(self, model: str, name: str) -> None:

@@ -128,7 +128,6 @@ class _Wire(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether commands can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -285,7 +284,6 @@ class RedisLink:
         return True
 
     async def execute(self, *command: Part) -> Any:
-        """One command. Raises: RedisError."""
         [reply] = await self.exchange([command])
         if isinstance(reply, Exception):
             raise reply
@@ -368,7 +366,6 @@ class RedisSender:
         self._connecting: asyncio.Task[None] | None = None
 
     async def execute(self, *command: Part) -> Any:
-        """One command. Raises: RedisError."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._waiting.append(_Call(command, future, loop.time()))

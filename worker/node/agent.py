@@ -75,8 +75,6 @@ logger = logging.getLogger(__name__)
 
 
 class NodeAgent:
-    """The node of one machine."""
-
     def __init__(self, settings: Settings, *, tick_s: float = TICK_S) -> None:
         """Raises: SettingsError."""
         deploy = settings.deploy
@@ -137,7 +135,6 @@ class NodeAgent:
             instance.kill()
 
     async def run(self) -> None:
-        """Serve until `stop`."""
         logger.info("node %s: packages from %s", self.id, self._store.url)
         with contextlib.suppress(RedisError, OSError):  # of an earlier process of this name
             await self._deployments.withdraw(self.id)

@@ -97,7 +97,6 @@ class Secrets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all available secrets."""
         files: list[str] = []
         if self._folder is not None:
             with suppress(OSError):  # deleted meanwhile, or not readable: no secrets

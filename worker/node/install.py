@@ -276,7 +276,6 @@ class PackagedWorker:
 
     @property
     def engine(self) -> str:
-        """The kind of the engine."""
         config = self.manifest.config
         if config.kind != "model":
             return APPLICATION_KIND
