@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
-from gateway.api.applications import Applications
+from gateway.api.applications import Applications, Packages
 from gateway.api.batches import BatchResource
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
-from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
 from gateway.api.keys import Audit, Keys, TenantData, UsageReport
 from gateway.api.messages import CountTokens, Messages
@@ -26,9 +25,8 @@ from gateway.api.ollama import (
     OllamaModelList,
 )
 from gateway.api.openapi import OpenApi
-from gateway.api.packages import Packages
+from gateway.api.pooling import Embeddings, Reranking, Scoring
 from gateway.api.probes import Probes
-from gateway.api.rerank import Reranking, Scoring
 from gateway.api.responses import ResponseInputTokens, Responses, StoredResponses
 from gateway.api.run import ApplicationRun
 from gateway.api.sessions import Sessions

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from gateway.api.fields import Data, Listing, RequestStruct, invalid
 from gateway.api.vector_stores import Metadata, PageQuery
-from gateway.batches.records import Batches, BatchView, LineError
+from gateway.batches import Batches, BatchView, LineError
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import NotFound, RateLimited, unavailable
 from shared.packages.store import StoreError

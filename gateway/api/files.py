@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from gateway.api.batches import PURPOSE, blocking, not_served
 from gateway.api.fields import Listing, invalid, missing
 from gateway.api.vector_stores import Deleted, ListQuery
-from gateway.batches.records import FILE_ID, BatchFile, BatchFiles
+from gateway.batches import FILE_ID, BatchFile, BatchFiles
 from gateway.calls.kept import IMAGE_ID, image_name
 from gateway.calls.lifecycle import Lifecycle
 from gateway.http.body import read_pieces

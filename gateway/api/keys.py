@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, UnsetType, field
 from starlette.responses import Response
 
 from gateway.api.fields import Data, NewestQuery, invalid
-from gateway.batches.records import Batches
+from gateway.batches import Batches
 from gateway.calls.lifecycle import Lifecycle
 from gateway.http.endpoint import Caller, Resource, operation, owner_of
 from gateway.http.errors import InvalidRequest, NotFound, conflict, unavailable

@@ -15,7 +15,6 @@ from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Block, Blocks, WholeAnswer, encode
 from gateway.api.chat import ChatLogprob, to_logprobs
-from gateway.api.embeddings import EmbeddingOptions, EmbeddingRequest, Embeddings, rows_of
 from gateway.api.fields import (
     UNSUPPORTED,
     CallName,
@@ -48,6 +47,7 @@ from gateway.api.generation import (
     switch_thinking,
     unquoted,
 )
+from gateway.api.pooling import EmbeddingOptions, EmbeddingRequest, Embeddings, rows_of
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals

@@ -18,13 +18,6 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 import shared.search as wire
-from gateway.api.embeddings import (
-    Embeddings,
-    check_dimensions,
-    rows_of,
-    split_documents,
-    split_inputs,
-)
 from gateway.api.fields import (
     UNSUPPORTED,
     Listing,
@@ -35,7 +28,15 @@ from gateway.api.fields import (
     check_num,
     invalid,
 )
-from gateway.api.rerank import Reranking, scores_of
+from gateway.api.pooling import (
+    Embeddings,
+    Reranking,
+    check_dimensions,
+    rows_of,
+    scores_of,
+    split_documents,
+    split_inputs,
+)
 from gateway.calls.key_limits import CHARS_PER_TOKEN
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import NoOptions, Plan

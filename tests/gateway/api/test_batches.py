@@ -11,9 +11,15 @@ import msgspec
 import openai
 import pytest
 
-from gateway.batches import records
-from gateway.batches.records import Batches, BatchFiles, LineResult, check_lines
-from gateway.batches.runner import BatchRunner, LineAnswer
+from gateway.batches import (
+    Batches,
+    BatchFiles,
+    BatchRunner,
+    LineAnswer,
+    LineResult,
+    check_lines,
+    records,
+)
 from shared.packages.store import FileStore
 from shared.protocol import ErrorCode, Priority
 from tests.factories_gateway import (
