@@ -111,10 +111,8 @@ class DeployResource(Resource):
     def _store(self) -> PackageStore:
         """Raises: NotFound."""
         if self._configured is None:
-            raise NotFound(
-                "Deployments are off: set VLM_DEPLOY__STORE for gateways and nodes.",
-                code="deployments_off",
-            )
+            message = "Deployments are off: set VLM_DEPLOY__STORE for gateways and nodes."
+            raise NotFound(message, code="deployments_off")
         return self._configured
 
     def to_error(self, error: Exception) -> Exception:
@@ -286,11 +284,8 @@ def _extent(headers: Mapping[bytes, bytes]) -> tuple[int, int]:
     """Offset of the body in the blob, and the blob's size. Raises: InvalidRequest."""
     length = headers.get(b"content-length", b"")
     if not length.isdigit() or int(length) > MAX_PACKAGE_BYTES:
-        raise InvalidRequest(
-            f"Send Content-Length: at most {MAX_PACKAGE_BYTES} bytes.",
-            status=411,
-            code="invalid_http",
-        )
+        message = f"Send Content-Length: at most {MAX_PACKAGE_BYTES} bytes."
+        raise InvalidRequest(message, status=411, code="invalid_http")
     size, given = int(length), headers.get(b"content-range")
     if given is None:
         return 0, size
@@ -307,11 +302,7 @@ def _check_digest(caller: Caller) -> str:
     """Raises: InvalidRequest."""
     digest = caller.path["digest"]
     if not is_digest(digest):
-        raise InvalidRequest(
-            "Invalid value for digest: send sha256: and 64 hex digits.",
-            param="digest",
-            code="invalid_value",
-        )
+        raise invalid("digest", "send sha256: and 64 hex digits")
     return digest
 
 
@@ -699,11 +690,8 @@ class Applications(DeployResource):
         nodes = await self._deployments.nodes()
         node = nodes.get(caller.path["name"])
         if node is None:
-            raise NotFound(
-                f"There is no node of this name. Nodes: {', '.join(sorted(nodes)) or 'none'}.",
-                param="name",
-                code="node_not_found",
-            )
+            message = f"There is no node of this name. Nodes: {', '.join(sorted(nodes)) or 'none'}."
+            raise NotFound(message, param="name", code="node_not_found")
         await self._deployments.drain(node.id)
         return NodeObject.of(replace(node, is_stopping=True))
 

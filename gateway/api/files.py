@@ -121,11 +121,8 @@ class Files(Resource):
         limits = self._lifecycle.limits
         most = limits.max_file_bytes if purpose in PURPOSES else limits.max_body_bytes
         if num_bytes > most and purpose != IMAGES:
-            raise InvalidRequest(
-                f"The file is too large: send at most {most} bytes.",
-                param="file",
-                code="text_too_long",
-            )
+            message = f"The file is too large: send at most {most} bytes."
+            raise InvalidRequest(message, param="file", code="text_too_long")
         filename = "".join(c for c in file.filename or "" if c.isprintable())
         if not 0 < len(filename) <= MAX_FILENAME_CHARS:
             raise invalid("file", f"send a file name of 1 to {MAX_FILENAME_CHARS} characters")

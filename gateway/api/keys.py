@@ -347,11 +347,8 @@ class Keys(Resource):
 def _find(keys: KeyDirectory, caller: Caller) -> KeyRecord:
     record = keys.records.get(caller.path["name"])
     if record is None:
-        raise NotFound(
-            "There is no key of this name: `vlm keys list` shows all.",
-            param="name",
-            code="key_not_found",
-        )
+        message = "There is no key of this name: `vlm keys list` shows all."
+        raise NotFound(message, param="name", code="key_not_found")
     return record
 
 

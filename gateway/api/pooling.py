@@ -365,10 +365,8 @@ def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str | None:
             return name
     if names == _DOCUMENT:  # models with a prompt for queries only embed documents as they are
         return None
-    raise invalid(
-        "input_type",
-        f"the prompts of this model are: {', '.join(card.prompts)}; name one in prompt_name",
-    )
+    message = f"the prompts of this model are: {', '.join(card.prompts)}; name one in prompt_name"
+    raise invalid("input_type", message)
 
 
 def _find_truncation(request: EmbeddingRequest) -> Truncate:

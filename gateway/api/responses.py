@@ -699,11 +699,8 @@ class _Items:
         elif item.type in HOSTED_ITEMS:
             pass
         elif item.type == "item_reference":
-            raise NotFound(
-                "Items are not stored: send the item itself.",
-                param=f"{param}.id",
-                code="item_not_found",
-            )
+            message = "Items are not stored: send the item itself."
+            raise NotFound(message, param=f"{param}.id", code="item_not_found")
         elif item.type != "message":
             self._end_turn()
             is_shell = item.type == "local_shell_call_output"  # its `id` is the call's

@@ -640,11 +640,8 @@ def decode_text(file: wire.FileRecord) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise InvalidRequest(
-            "The file is not UTF-8 text: convert it before you upload it.",
-            param="file_id",
-            code="unsupported_file",
-        )
+        message = "The file is not UTF-8 text: convert it before you upload it."
+        raise InvalidRequest(message, param="file_id", code="unsupported_file")
     if not text.strip():
         raise invalid("file_id", "the file is empty")
     return text
@@ -764,11 +761,8 @@ class VectorStores(Resource):
         card = await models.find(name, task="embed", tenant=tenant, param="embedding_model")
         if "embed" not in card.tasks:
             offered = ", ".join(card.tasks)
-            raise InvalidRequest(
-                f"This model makes no embeddings; it supports: {offered}.",
-                param="embedding_model",
-                code="wrong_task",
-            )
+            message = f"This model makes no embeddings; it supports: {offered}."
+            raise InvalidRequest(message, param="embedding_model", code="wrong_task")
         return card
 
     @operation("GET", _STORES)
@@ -954,10 +948,8 @@ class VectorStores(Resource):
         if (body.text is None) == (words is None) or not text:
             raise invalid("text", "send either text or keywords")
         if not self._default_store:
-            raise NotFound(
-                "There is no default store: set VLM_SEARCH__DEFAULT_STORE at the gateway.",
-                code="search_not_served",
-            )
+            message = "There is no default store: set VLM_SEARCH__DEFAULT_STORE at the gateway."
+            raise NotFound(message, code="search_not_served")
         store = await self._find(caller, self._default_store)
         made = await self._embed([text], ["text"], store, store.query_prompt, caller)
         query = wire.Query(

@@ -364,10 +364,7 @@ class Dispatcher:
                         await self._look_up(routes[start : start + MAX_LOOKS])
 
     async def _look_up(self, routes: Sequence[Route]) -> None:
-        """Read the logs of requests again, and fail those that no worker runs.
-
-        Raises: QueueUnavailable.
-        """
+        """Read the logs of requests again, and fail those that no worker runs. Raises: QueueUnavailable."""
         results = await asyncio.gather(
             *(self._look_up_one(call, choice) for call, choice in routes),
             return_exceptions=True,

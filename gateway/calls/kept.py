@@ -42,10 +42,7 @@ class KeptAnswers:
         self._ttl_s = ttl_s
 
     async def put(self, tenant: str, name: str, data: bytes, images: tuple[ImageRef, ...]) -> None:
-        """Store an answer. Beyond the limit, the oldest answers are evicted.
-
-        Does nothing if the time to live is 0.
-        """
+        """Store an answer. Beyond the limit, the oldest answers are evicted. Does nothing if the time to live is 0."""
         if self._ttl_s <= 0:
             return
         await self.hold(name, images, self._ttl_s)

@@ -70,10 +70,7 @@ class StageClock(Struct):
 
 
 class Recorder:
-    """Records one request. `model` is a metrics label and always a known name.
-
-    Units: seconds.
-    """
+    """Records one request. `model` is a metrics label and always a known name. Units: seconds."""
 
     def __init__(self, surface: Surface, context: RequestContext, metrics: GatewayMetrics) -> None:
         self.surface = surface

@@ -49,12 +49,8 @@ class Admission:
     def __enter__(self) -> None:
         """Admit a request. Raises: Overloaded."""
         if self.is_draining:
-            raise Overloaded(
-                "draining",
-                "The server is shutting down; retry.",
-                code="server_overloaded",
-                retry_after_s=1,
-            )
+            message = "The server is shutting down; retry."
+            raise Overloaded("draining", message, code="server_overloaded", retry_after_s=1)
         if self.num_open >= self.max_open:
             raise self.overloaded("open_requests")
         self.num_open += 1

@@ -135,10 +135,7 @@ class NotFound(ApiError):
 
 
 class Overloaded(ApiError):
-    """The queue is full, the gateway is stopping, or Redis is unreachable.
-
-    `reason` is a label of the metrics.
-    """
+    """The queue is full, the gateway is stopping, or Redis is unreachable. `reason` is a label of the metrics."""
 
     status = 503
     type = "server_error"
@@ -183,10 +180,7 @@ def method_not_allowed(methods: Collection[str]) -> NotFound:
 
 
 def unknown_path(path: str, known: Collection[str]) -> ApiError:
-    """The error for an unknown path, with the closest known one.
-
-    The client's path is not echoed.
-    """
+    """The error for an unknown path, with the closest known one. The client's path is not echoed."""
     near = sorted(own for own in known if path in (own.removeprefix("/v1"), "/v1" + own, own + "/"))
     if near:
         message = f"Not Found: this server serves {near[0]}; check that the base URL has /v1 once."

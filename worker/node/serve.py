@@ -339,10 +339,8 @@ def find_port(host: str, port: int) -> int:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise NodeError(
-                f"cannot listen on {host}:{port} ({error.strerror}); {_other_place(error)}",
-                os.EX_CONFIG,
-            ) from None
+            message = f"cannot listen on {host}:{port} ({error.strerror}); {_other_place(error)}"
+            raise NodeError(message, os.EX_CONFIG) from None
         return probe.getsockname()[1]
 
 
