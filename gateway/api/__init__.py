@@ -11,8 +11,7 @@ from typing import ClassVar
 
 from gateway.api.applications import Applications, Packages
 from gateway.api.batches import BatchResource
-from gateway.api.chat import ChatCompletions
-from gateway.api.completions import Completions
+from gateway.api.completions import ChatCompletions, Completions
 from gateway.api.files import Files
 from gateway.api.keys import Audit, Keys, TenantData, UsageReport
 from gateway.api.messages import CountTokens, Messages

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Addition, Block, BlockStream, WholeAnswer, encode, find_tokenized
-from gateway.api.chat import ReasoningEffort
+from gateway.api.completions import ReasoningEffort
 from gateway.api.fields import (
     UNSUPPORTED,
     CallName,

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Block, Blocks, WholeAnswer, encode
-from gateway.api.chat import ChatLogprob, to_logprobs
+from gateway.api.completions import ChatLogprob, to_logprobs
 from gateway.api.fields import (
     UNSUPPORTED,
     CallName,

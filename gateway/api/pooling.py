@@ -19,7 +19,7 @@ from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
 from gateway.api.answers import WholeAnswer
-from gateway.api.chat import ImageContent, TextContent
+from gateway.api.completions import ImageContent, TextContent
 from gateway.api.fields import (
     ModelName,
     RequestStruct,

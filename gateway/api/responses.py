@@ -23,7 +23,7 @@ from gateway.api.answers import (
     find_tokenized,
     num_reasoning_tokens,
 )
-from gateway.api.chat import (
+from gateway.api.completions import (
     ChatLogprob,
     Detail,
     ReasoningEffort,

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.answers import WholeAnswer, find_tokenized
-from gateway.api.chat import ChatCompletionRequest, ChatMessageParam, translate
+from gateway.api.completions import ChatCompletionRequest, ChatMessageParam, translate
 from gateway.api.fields import (
     UNSUPPORTED,
     ModelName,
