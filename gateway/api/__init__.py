@@ -10,9 +10,8 @@ from functools import partial
 from typing import ClassVar
 
 from gateway.api.applications import Applications, Packages
-from gateway.api.batches import BatchResource
 from gateway.api.completions import ChatCompletions, Completions
-from gateway.api.files import Files
+from gateway.api.files import BatchResource, Files
 from gateway.api.keys import Audit, Keys, TenantData, UsageReport
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Adapters, Models

@@ -10,9 +10,9 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from msgspec.structs import replace
 
 from gateway.calls.surface import Totals
+from gateway.http.body import Unsupported
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from gateway.http.unknown_fields import Unsupported
 from shared.protocol import (
     Generate,
     ModelCard,
@@ -116,7 +116,7 @@ def doc(text: str) -> Meta:
 
 
 class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Immutable base of request types. See `gateway.http.unknown_fields`."""
+    """Immutable base of request types. See `gateway.http.body`."""
 
 
 class EchoedStruct(RequestStruct, frozen=True, kw_only=True):

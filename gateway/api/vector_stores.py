@@ -40,9 +40,9 @@ from gateway.api.pooling import (
 from gateway.calls.key_limits import CHARS_PER_TOKEN
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import NoOptions, Plan
+from gateway.http.body import unsupported
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, InvalidRequest, NotFound, conflict
-from gateway.http.unknown_fields import unsupported
 from gateway.media.loader import ImageSource
 from gateway.search import SearchClient
 from shared.protocol import Embed, ImagePart, ModelCard, Priority, Rerank, TextPart, Truncate

@@ -18,10 +18,9 @@ from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive
 
-from gateway.http.body import JSON, Admission, HeldBody, JsonBody, locate, read_body
+from gateway.http.body import JSON, Admission, HeldBody, JsonBody, Unsupported, locate, read_body
 from gateway.http.errors import ApiError, ClientGone, ErrorBody
 from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
-from gateway.http.unknown_fields import Unsupported
 from shared.settings.limits import LimitSettings
 
 Serve = Callable[[Exchange], Awaitable[None]]

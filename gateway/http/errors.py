@@ -1,10 +1,10 @@
 """Errors in OpenAI's format, `{"error": {message, type, param, code}}`, and their status.
 
     ApiError
--- InvalidRequest       400, and 413, 415 ...   for the client to fix; never retried
--- AuthenticationError  401
--- NotFound             404, 405
--- Overloaded           503, retry-after        retry later
+    |-- InvalidRequest       400, and 413, 415 ...   for the client to fix; never retried
+    |-- AuthenticationError  401
+    |-- NotFound             404, 405
+    |-- Overloaded           503, retry-after        retry later
     `-- ServerError          500, 503, 504           failures of workers and the gateway
 
 Messages are short fixed texts with numbers, without input, addresses, paths or tracebacks.
