@@ -487,15 +487,13 @@ def create_redis(settings: RedisSettings, *, blocking: bool = False) -> Redis:
     return redis
 
 
-async def retry_idempotent(
-    call: Callable[[], Awaitable[Result]], *, attempts: int = 3, longest_pause_s: float = 0.5
-) -> Result:
-    """Retry an idempotent call. Raises: RedisError of the last try."""
-    for attempt in range(attempts - 1):
+async def retry_idempotent(call: Callable[[], Awaitable[Result]]) -> Result:
+    """Retry an idempotent call twice. Raises: RedisError of the last try."""
+    for longest_pause_s in (0.02, 0.04):
         try:
             return await call()
         except TRANSIENT:
-            await asyncio.sleep(random.random() * min(longest_pause_s, 0.02 * 2**attempt))
+            await asyncio.sleep(random.random() * longest_pause_s)
     return await call()
 
 
