@@ -592,15 +592,10 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
             )  # fmt: skip
     revisions = new_table("generation", "cause", "digest", "outcome", "message")
     for each in app["generations"][-8:]:
-        digest = each["version"][:19]
-        row = (
-            str(each["generation"]),
-            each["cause"],
-            digest,
-            each["outcome"] or "-",
+        revisions.add_row(
+            str(each["generation"]), each["cause"], each["version"][:19], each["outcome"] or "-",
             each["message"],
-        )
-        revisions.add_row(*row)
+        )  # fmt: skip
     slots = new_table("slot", "digest", "state", "node")
     for slot in app["slots"]:
         state = f"{slot['state']} ({slot['phase']})" if slot["phase"] else slot["state"]

@@ -16,8 +16,7 @@ from loadtest.record import Order, Profile, Target, Workload, parse_objective
 Users = Annotated[
     str | None,
     typer.Option(
-        help="Concurrent users: 8, steps 2,4,8 or a ramp 1..16.",
-        show_default=DEFAULT_USERS,
+        help="Concurrent users: 8, steps 2,4,8 or a ramp 1..16.", show_default=DEFAULT_USERS
     ),
 ]
 Rate = Annotated[

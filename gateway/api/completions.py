@@ -971,11 +971,7 @@ class Completions(Surface):
             for prompt in prompts
             for task in split_choices(
                 Generate(
-                    (),
-                    sampling,
-                    prompt=prompt,
-                    add_special_tokens=adds_special,
-                    grammar=grammar,
+                    (), sampling, prompt=prompt, add_special_tokens=adds_special, grammar=grammar
                 ),
                 count,
             )

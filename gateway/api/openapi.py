@@ -78,11 +78,7 @@ def create_openapi(endpoints: Iterable[Endpoint], limits: LimitSettings) -> dict
     schemas["ErrorFields"]["properties"]["code"]["description"] = "\n".join(meanings)
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "vlm-fleet",
-            "description": _DESCRIPTION,
-            "version": package_version(),
-        },
+        "info": {"title": "vlm-fleet", "description": _DESCRIPTION, "version": package_version()},
         "paths": paths,
         "components": {"schemas": schemas},
     }

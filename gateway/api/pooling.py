@@ -450,9 +450,7 @@ def split_documents(
 
 
 def _split(
-    items: Sequence[Item],
-    num_tokens: Callable[[Item], int],
-    headers: Mapping[bytes, bytes],
+    items: Sequence[Item], num_tokens: Callable[[Item], int], headers: Mapping[bytes, bytes]
 ) -> Iterator[tuple[int, Sequence[Item]]]:
     """The items of each call, with the index of the first one.
 

@@ -784,11 +784,7 @@ def _thought(content: str | Sequence[InputPart]) -> str:
 
 _SERVER_ERROR = "server_error"
 #: Names of a block's text in events.
-_KINDS = {
-    "thought": "reasoning_text",
-    "text": "output_text",
-    "call": "function_call_arguments",
-}
+_KINDS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
 class _Input(Surface):
@@ -1089,10 +1085,7 @@ class ResponseAnswer(BlockStream):
 
     def _place(self, block: Block) -> dict[str, object]:
         """The fields of events that identify the block."""
-        place: dict[str, object] = {
-            "item_id": self._item_id(block),
-            "output_index": block.index,
-        }
+        place: dict[str, object] = {"item_id": self._item_id(block), "output_index": block.index}
         return place if block.kind == "call" else place | {"content_index": 0}
 
     def _event(self, type_: str, **fields: object) -> bytes:

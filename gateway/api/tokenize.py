@@ -29,14 +29,7 @@ from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from shared.protocol import (
-    Generate,
-    ModelCard,
-    SamplingParams,
-    TemplateOption,
-    TextPart,
-    Tokenize,
-)
+from shared.protocol import Generate, ModelCard, SamplingParams, TemplateOption, TextPart, Tokenize
 
 
 class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):

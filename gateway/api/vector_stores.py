@@ -212,10 +212,7 @@ class ListQuery(PageQuery, frozen=True, kw_only=True):
     @property
     def page(self) -> wire.Page:
         return wire.Page(
-            limit=self.limit,
-            after=self.after,
-            before=self.before,
-            is_ascending=self.order == "asc",
+            limit=self.limit, after=self.after, before=self.before, is_ascending=self.order == "asc"
         )
 
     def cut(self, entries: list[Any]) -> tuple[list[Any], bool]:
@@ -851,8 +848,7 @@ class VectorStores(Resource):
             ],
         )
         record = await self._search.ask(
-            put,
-            lambda index: f"items.[{index}].embedding" if index.isdigit() else index,
+            put, lambda index: f"items.[{index}].embedding" if index.isdigit() else index
         )
         return ItemsStored(len(items), VectorStore.of(record))
 
@@ -1069,9 +1065,7 @@ class VectorStores(Resource):
         check_attributes(body.attributes, "attributes")
         files = body.files or [
             AttachFileRequest(
-                file_id=name,
-                attributes=body.attributes,
-                chunking_strategy=body.chunking_strategy,
+                file_id=name, attributes=body.attributes, chunking_strategy=body.chunking_strategy
             )
             for name in body.file_ids or ()
         ]
@@ -1127,9 +1121,7 @@ class VectorStores(Resource):
 
     async def _find_file(self, caller: Caller) -> wire.StoreFile:
         asked = wire.ReadStoreFile(
-            tenant=caller.tenant,
-            store=caller.path["vector_store_id"],
-            file=caller.path["file_id"],
+            tenant=caller.tenant, store=caller.path["vector_store_id"], file=caller.path["file_id"]
         )
         return await self._search.ask(asked)
 

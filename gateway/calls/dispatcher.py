@@ -129,10 +129,7 @@ class Dispatcher:
             if any(not c.is_follower and not c.choices[i].is_finished for c, i in routes):
                 raise DuplicateRequest(f"request {each.id} is open")
         call = OpenCall(
-            calls[0].model,
-            [each.id for each in calls],
-            time.monotonic() + timeout_s,
-            self._forget,
+            calls[0].model, [each.id for each in calls], time.monotonic() + timeout_s, self._forget
         )
         call.tenant = calls[0].tenant
         call.is_resumable = calls[0].is_resumable
@@ -366,8 +363,7 @@ class Dispatcher:
     async def _look_up(self, routes: Sequence[Route]) -> None:
         """Read the logs of requests again, and fail those that no worker runs. Raises: QueueUnavailable."""
         results = await asyncio.gather(
-            *(self._look_up_one(call, choice) for call, choice in routes),
-            return_exceptions=True,
+            *(self._look_up_one(call, choice) for call, choice in routes), return_exceptions=True
         )
         unavailable: QueueUnavailable | None = None
         for (call, choice), error in zip(routes, results, strict=True):

@@ -20,14 +20,7 @@ from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.surface import Surface, Totals
 from gateway.http.errors import ApiError, Headers, Overloaded, from_failed
 from gateway.http.exchange import RequestContext, short_hash
-from shared.protocol import (
-    ErrorCode,
-    Failed,
-    Finished,
-    FinishReason,
-    Priority,
-    Tokens,
-)
+from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Priority, Tokens
 from shared.telemetry.metrics import GatewayMetrics, RequestRecord
 from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns, trace_id_of
 

@@ -446,8 +446,7 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
 
 def _too_large(limit: str) -> ApiError:
     return InvalidRequest(
-        f"The request body is too large: send at most {limit}.",
-        code="request_too_large",
+        f"The request body is too large: send at most {limit}.", code="request_too_large"
     )
 
 

@@ -329,9 +329,7 @@ class ImageLoader:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="image")
 
     async def load_all(
-        self,
-        sources: Sequence[ImageSource],
-        reserve: Callable[[int], None],
+        self, sources: Sequence[ImageSource], reserve: Callable[[int], None]
     ) -> list[LoadedImage]:
         """Load images in order. `reserve` is called with a number of fetched bytes before they are stored.
 

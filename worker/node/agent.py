@@ -196,9 +196,8 @@ class NodeAgent:
                 self._outage.failed(error)
             else:
                 now = time.monotonic()
-                if (
-                    now - self._beaten_at > RECORD_TTL_S / 2
-                ):  # other nodes may have been cut off, too
+                # Other nodes may have been cut off, too.
+                if now - self._beaten_at > RECORD_TTL_S / 2:
                     self._trusts_at = now + RECORD_TTL_S
                 self._beaten_at = now
             await asyncio.sleep(self._tick_s)

@@ -38,14 +38,7 @@ from worker.node.environment import (
     child_environment,
 )
 from worker.node.resources import find_gpus, share_gpus
-from worker.node.supervisor import (
-    Child,
-    Node,
-    NodeError,
-    Pauses,
-    describe_end,
-    stop_on_signals,
-)
+from worker.node.supervisor import Child, Node, NodeError, Pauses, describe_end, stop_on_signals
 
 SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 TEXT_QUESTION = "Write a sentence about the sea."
