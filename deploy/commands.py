@@ -114,14 +114,12 @@ def parse_resources(text: str) -> Resources:
 
 
 def _parse_processors(text: str) -> float:
-    """Raises: ValueError."""
     if not math.isfinite(number := float(text)):
         raise ValueError
     return number
 
 
 def _parse_size(text: str) -> int:
-    """Raises: KeyError, ValueError, OverflowError."""
     size = text.removesuffix("b")
     unit = size.lstrip("0123456789.")
     return int(float(size.removesuffix(unit)) * _UNITS[unit])
@@ -193,7 +191,6 @@ def run_deploy(
 
 
 def _pack(application: str, package: dict[str, Any], *, is_named: bool) -> Packed:
-    """Raises: CommandFailed."""
     engine = dict(_assignment("--set", each) for each in package["engine"] or ())
     command = shlex.split(package["command"])
     if is_named == package["installed"]:
@@ -210,7 +207,6 @@ def _pack(application: str, package: dict[str, Any], *, is_named: bool) -> Packe
 
 
 def run_logs(client: Client, name: str, slot: int | None, num_lines: int) -> None:
-    """Print the latest lines. Raises: CommandFailed."""
     chosen = "" if slot is None else f"&slot={slot}"
     found = client.call("GET", f"/{name}/logs?limit={num_lines}{chosen}")
     for line in found["data"]:
@@ -219,7 +215,6 @@ def run_logs(client: Client, name: str, slot: int | None, num_lines: int) -> Non
 
 
 def find_store(client: Client) -> str:
-    """The store of the gateway. Raises: CommandFailed."""
     return client.call("GET")["store"]
 
 
@@ -492,7 +487,6 @@ def run_gc(url: str, older_than_s: float, num_kept: int, *, is_dry: bool) -> Non
 
 
 def run_apps(client: Client, form: str | None) -> None:
-    """List deployments. Raises: CommandFailed."""
     found = client.call("GET")
     if form:
         show(found, form)
@@ -514,7 +508,6 @@ def run_apps(client: Client, form: str | None) -> None:
 
 
 def run_nodes(client: Client, form: str | None) -> None:
-    """List nodes. Raises: CommandFailed."""
     found = client.ask("GET", "/v1/nodes")
     if form:
         show(found, form)
@@ -599,15 +592,10 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
             )  # fmt: skip
     revisions = new_table("generation", "cause", "digest", "outcome", "message")
     for each in app["generations"][-8:]:
-        digest = each["version"][:19]
-        row = (
-            str(each["generation"]),
-            each["cause"],
-            digest,
-            each["outcome"] or "-",
+        revisions.add_row(
+            str(each["generation"]), each["cause"], each["version"][:19], each["outcome"] or "-",
             each["message"],
-        )
-        revisions.add_row(*row)
+        )  # fmt: skip
     slots = new_table("slot", "digest", "state", "node")
     for slot in app["slots"]:
         state = f"{slot['state']} ({slot['phase']})" if slot["phase"] else slot["state"]

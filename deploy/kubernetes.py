@@ -27,12 +27,7 @@ class CannotRender(ValueError):
 
 
 def render(
-    name: str,
-    manifest: Manifest,
-    spec: Spec,
-    store: str,
-    environment: Environment,
-    image: str,
+    name: str, manifest: Manifest, spec: Spec, store: str, environment: Environment, image: str
 ) -> list[dict[str, Any]]:
     """Render the manifests, in the style of `config/kubernetes`. Raises: CannotRender."""
     if not _NAME.fullmatch(name):
@@ -113,12 +108,7 @@ def _settings(
 
 
 def _pod(
-    name: str,
-    manifest: Manifest,
-    spec: Spec,
-    store: str,
-    environment: Environment,
-    image: str,
+    name: str, manifest: Manifest, spec: Spec, store: str, environment: Environment, image: str
 ) -> dict[str, Any]:
     needed, secrets = spec.resources, sorted(set(environment.secrets.values()))
     requests: dict[str, Any] = {"cpu": f"{needed.cpu:g}"}

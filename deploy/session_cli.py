@@ -1,11 +1,32 @@
-"""Commands for users of applications: `vlm run` and `vlm session`."""
+"""Commands for users of applications, `vlm run` and `vlm session`: send tasks, wait for results, show states."""
 
-from typing import Annotated
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from deploy.cli import Command, Form, Group, connect
 from shared.gateway_url import URL, ApiKey, AskUrl
+
+if TYPE_CHECKING:
+    from shared.gateway_client import Client
+
+_MAX_TASKS = 1000  # of one request
+_WAIT_S = 30
+_MAX_SHOWN_CHARS = 256
+#: Codes of errors of a single task, after which other tasks are still sent.
+_TASK_ERRORS = (
+    *("task_failed", "request_kills_workers", "too_many_attempts", "worker_lost"),
+    *("engine_failure", "deadline_exceeded"),
+)
+_ENDED = ("succeed", "failed", "cancelled")
+_COUNTS = ("pending", "running", "succeed", "failed", "cancelled")
 
 Session = Annotated[str, typer.Argument(help="Id of the session.", show_default=False)]
 Inputs = Annotated[
@@ -22,10 +43,23 @@ def run(
     url: AskUrl = URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Run tasks of an application, and print the result of each as a line of JSON."""
-    from deploy import sessions
+    """Run tasks of an application in order, and print the result of each as a line of JSON."""
+    from deploy import commands
+    from shared.gateway_client import ApiFailed
 
-    sessions.run_tasks(connect(url, api_key), name, inputs)
+    client, num_failed = connect(url, api_key), 0
+    for number, text in enumerate(inputs, 1):
+        body = {"input": _read_input(text)}
+        try:
+            answer = client.ask("POST", f"/v1/applications/{name}/run", body)
+        except ApiFailed as error:
+            if error.code not in _TASK_ERRORS:
+                raise commands.CommandFailed(f"task {number}: {error}", commands.API) from None
+            num_failed += 1
+            print(f"task {number}: {error}", file=sys.stderr)
+        else:
+            print(json.dumps(answer["output"]), flush=True)
+    _end(num_failed, len(inputs))
 
 
 session = typer.Typer(
@@ -64,17 +98,23 @@ def create(
     api_key: ApiKey = None,
 ) -> None:
     """Open a session, and print its id."""
-    from deploy import sessions
+    from deploy import commands
 
-    body = {
+    body: dict[str, Any] = {
         "priority": priority,
         "idle_s": idle_s,
         "timeout_s": timeout_s,
         "min_instances": min_instances,
         "max_instances": max_instances,
     }
-    client = connect(url, api_key)
-    sessions.run_create(client, application, common_data, resources, body)
+    if resources:
+        body["resources"] = wanted = msgspec.structs.asdict(commands.parse_resources(resources))
+        if "cpu" not in resources:  # do not require the default of 1
+            del wanted["cpu"]
+    if common_data:
+        body["common_data"] = _read_input(common_data)
+    path = f"/v1/applications/{application}/sessions"
+    print(connect(url, api_key).ask("POST", path, body)["id"])
 
 
 @session.command("run", cls=Command)
@@ -96,17 +136,54 @@ def run_in(
     api_key: ApiKey = None,
 ) -> None:
     """Send tasks to a session. The exit code is 5 if one fails."""
-    from deploy import sessions
-
-    sessions.run_in(connect(url, api_key), session_id, inputs, prefix, wait)
+    client, prefix = connect(url, api_key), prefix or secrets.token_hex(4)
+    tasks = [{"id": f"{prefix}-{i}", "input": _read_input(t)} for i, t in enumerate(inputs)]
+    path = f"/v1/sessions/{session_id}/tasks"
+    for first in range(0, len(tasks), _MAX_TASKS):
+        _send(client, path, tasks[first : first + _MAX_TASKS])
+    if not wait:
+        print("\n".join(task["id"] for task in tasks))
+        return
+    num_failed = 0
+    for shown in _results(client, path, [task["id"] for task in tasks]):
+        if "output" in shown:
+            print(json.dumps(shown["output"]))
+        else:
+            num_failed += 1
+            said = shown.get("error", {}).get("message", shown["state"])
+            print(f"{shown['id']}: {said}", file=sys.stderr)
+    _end(num_failed, len(tasks))
 
 
 @session.command("list", cls=Command)
 def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> None:
     """List the sessions and the states of their tasks."""
-    from deploy import sessions
+    from rich.table import Table
 
-    sessions.run_list(connect(url, api_key), output)
+    from deploy import commands
+
+    found = list(connect(url, api_key).pages("/v1/sessions"))
+    if output is not None:
+        commands.show(found, output)
+        return
+    names = (
+        "ID",
+        "State",
+        "App",
+        "Resources",
+        "Priority",
+        *map(str.capitalize, _COUNTS),
+        "Created",
+    )
+    table = Table(*names, box=None, header_style="bold")
+    for each in found:
+        counts = [str(each[state]) for state in _COUNTS]
+        table.add_row(
+            each["id"], each["state"].capitalize(), each["application"],
+            _resources(each.get("resources") or {}), each["priority"], *counts,
+            _ago(each["created"]),
+        )  # fmt: skip
+    commands.screen.print(table)
 
 
 @session.command(cls=Command)
@@ -114,17 +191,94 @@ def view(
     session_id: Session, url: AskUrl = URL, api_key: ApiKey = None, output: Form = None
 ) -> None:
     """Show a session and its tasks."""
-    from deploy import sessions
+    from rich.table import Table
 
-    sessions.run_view(connect(url, api_key), session_id, output)
+    from deploy import commands
+
+    client, path = connect(url, api_key), f"/v1/sessions/{session_id}"
+    found = client.ask("GET", path)
+    found["tasks"] = list(client.pages(f"{path}/tasks", include="results"))
+    if output is not None:
+        commands.show(found, output)
+        return
+    counts = ", ".join(f"{found[state]} {state}" for state in _COUNTS)
+    print(f"{found['id']} of {found['application']}: {found['state']}; {counts}")
+    table = Table("Task", "State", "Input", "Result", box=None, header_style="bold")
+    for task in found["tasks"]:
+        result = json.dumps(task["output"]) if "output" in task else ""
+        said = task.get("error", {}).get("message", result)
+        table.add_row(task["id"], task["state"], task["input"], said[:_MAX_SHOWN_CHARS])
+    commands.screen.print(table)
 
 
 @session.command("close", cls=Command)
 def close_session(session_id: Session, url: AskUrl = URL, api_key: ApiKey = None) -> None:
     """Close a session to new tasks, and cancel waiting tasks. Running tasks are finished."""
-    from deploy import sessions
+    found = connect(url, api_key).ask("POST", f"/v1/sessions/{session_id}:close", {})
+    print(
+        f"{session_id}: closed; {found['running']} tasks are still running, {found['cancelled']} were cancelled"
+    )
 
-    sessions.run_close(connect(url, api_key), session_id)
+
+def _read_input(text: str) -> Any:
+    """The input as JSON, or as a string if it is not JSON. `@FILE` reads it from a file. Raises: CommandFailed."""
+    from deploy.commands import ARGUMENTS, CommandFailed
+
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except OSError as error:
+            raise CommandFailed(f"{text}: cannot be read: {error.strerror}", ARGUMENTS) from None
+        except UnicodeDecodeError as error:
+            raise CommandFailed(f"{text}: not UTF-8: {error}", ARGUMENTS) from None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _end(num_failed: int, num_tasks: int) -> None:
+    """Raises: CommandFailed."""
+    from deploy.commands import ROLLOUT, CommandFailed
+
+    if num_failed:
+        raise CommandFailed(f"{num_failed} of {num_tasks} tasks failed", ROLLOUT)
+
+
+def _send(client: "Client", path: str, tasks: Sequence[dict[str, Any]]) -> None:
+    """Send tasks, and retry while the queue is full. Task ids make retries safe."""
+    from shared.gateway_client import ApiFailed
+
+    while True:
+        try:
+            client.ask("POST", path, {"tasks": list(tasks)})
+            return
+        except ApiFailed as error:
+            if error.retry_after_s is None:
+                raise
+            time.sleep(error.retry_after_s)
+
+
+def _results(client: "Client", path: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for name in names:
+        shown: dict[str, Any] = {"state": "pending"}
+        while shown["state"] not in _ENDED:
+            shown = client.ask("GET", f"{path}/{name}?wait={_WAIT_S}")
+        yield shown
+
+
+def _resources(found: dict[str, Any]) -> str:
+    """Resources in the format of `--resources`."""
+    names = {"memory_bytes": "memory"}
+    return ",".join(f"{names.get(name, name)}={value:g}" for name, value in found.items() if value)
+
+
+def _ago(at: float) -> str:
+    seconds = max(0, int(time.time() - at))  # noqa: TID251
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds // size}{unit} ago"
+    return f"{seconds}s ago"
 
 
 def add_to(root: typer.Typer) -> None:

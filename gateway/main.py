@@ -46,8 +46,7 @@ _SHOWN_TO_PAGES = (
 
 
 def create_app(
-    services: Services,
-    surfaces: Sequence[Callable[[LimitSettings], Surface]] = SURFACES,
+    services: Services, surfaces: Sequence[Callable[[LimitSettings], Surface]] = SURFACES
 ) -> ASGIApp:
     settings = services.settings
     gateway, limits = settings.gateway, settings.limits

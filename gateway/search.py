@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import httpx
@@ -41,9 +41,7 @@ class SearchClient:
             trust_env=False,
         )
 
-    async def ask(
-        self, request: Request, type_: type[T], name: Callable[[str], str | None] | None = None
-    ) -> T:
+    async def ask(self, request: Request[T], name: Callable[[str], str | None] | None = None) -> T:
         """Send a request and decode the answer. `name`: returns the API's name of the parameter of a fault.
 
         Raises: ApiError.
@@ -65,7 +63,8 @@ class SearchClient:
             raise to_error(msgspec.msgpack.decode(answer.content, type=Fault), name)
         if answer.status_code != 200:
             raise _away()
-        return msgspec.msgpack.decode(answer.content, type=type_)
+        [base] = type(request).__orig_bases__  # type: ignore[attr-defined]
+        return msgspec.msgpack.decode(answer.content, type=get_args(base)[0])
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
-from gateway.batches.records import Batches, BatchFiles
-from gateway.batches.runner import BatchRunner, ask_endpoint
+from gateway.batches import Batches, BatchFiles, BatchRunner, ask_endpoint
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.hooks import Hooks, load_hooks
 from gateway.calls.kept import KeptAnswers

@@ -11,13 +11,12 @@ from typing import Annotated
 import typer
 
 from loadtest.load_plan import DEFAULT_USERS, make_plan
-from loadtest.record import Profile, Workload, parse_objective
+from loadtest.record import Order, Profile, Target, Workload, parse_objective
 
 Users = Annotated[
     str | None,
     typer.Option(
-        help="Concurrent users: 8, steps 2,4,8 or a ramp 1..16.",
-        show_default=DEFAULT_USERS,
+        help="Concurrent users: 8, steps 2,4,8 or a ramp 1..16.", show_default=DEFAULT_USERS
     ),
 ]
 Rate = Annotated[
@@ -101,11 +100,12 @@ def loadtest(
         think_s=think_time,
         seed=seed,
     )
-    from loadtest.run import LoadTestError, Wanted, run
+    from loadtest.run import LoadTestError, run
 
-    wanted = Wanted(host, engine, model, api_key, timeout, workload, plan, objective)
+    target = Target(url=host, model=model, timeout_s=timeout, api_key=api_key)
+    order = Order(target=target, workload=workload, plan=plan)
     try:
-        sys.exit(run(wanted, max_failures, json, html))
+        sys.exit(run(order, objective, max_failures, engine, json, html))
     except LoadTestError as error:
         typer.secho(str(error), err=True, fg="red")
         sys.exit(1)

@@ -127,11 +127,7 @@ def report_to_locust(environment: Environment, record: Record) -> None:
 
 
 def fire(
-    environment: Environment,
-    kind: str,
-    name: str,
-    value_s: float,
-    error: Exception | None = None,
+    environment: Environment, kind: str, name: str, value_s: float, error: Exception | None = None
 ) -> None:
     """Report one entry. Locust's times are milliseconds."""
     environment.events.request.fire(

@@ -14,13 +14,14 @@ from threading import Thread
 
 import msgspec
 import psutil
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from loadtest.asking import first_model
 from loadtest.client import AnswerError
 from loadtest.fleet import ROOT, ServerError, run_fleet
-from loadtest.record import Objective, Order, Plan, Record, Target, Workload
+from loadtest.record import Objective, Order, Plan, Record
 from loadtest.result import (
     MAX_FAULTS,
     Result,
@@ -44,25 +45,16 @@ class LoadTestError(Exception):
     """The test could not run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The options of the command. `url`: empty for a fleet of its own with `engine`."""
-
-    url: str
-    engine: str
-    model: str
-    api_key: str
-    timeout_s: float
-    workload: Workload
-    plan: Plan
-    objective: Objective
-
-
 def run(
-    wanted: Wanted, max_failure_ratio: float, json: Path | None = None, html: Path | None = None
+    order: Order,
+    objective: Objective,
+    max_failure_ratio: float,
+    engine: str = "mock",
+    json: Path | None = None,
+    html: Path | None = None,
 ) -> int:
     """Run the test and show its result; returns the exit code. Raises: LoadTestError."""
-    result = make_load(wanted)
+    result = make_load(order, objective, engine)
     tables = [to_rate_table, to_latency_table, to_stage_table]
     show([table for make in tables if (table := make(result)).rows])
     if html:
@@ -80,29 +72,29 @@ def run(
     return int(failure_ratio(result) > max_failure_ratio)
 
 
-def make_load(wanted: Wanted) -> Result:
-    """Load the server, or a temporary fleet. Raises: LoadTestError."""
+def make_load(order: Order, objective: Objective, engine: str) -> Result:
+    """Load the server, or without a URL a temporary fleet with `engine`. Raises: LoadTestError."""
     if find_spec("locust") is None:
         raise LoadTestError("Locust is not installed: pip install '.[loadtest]'")
+    wanted = order.target
     try:
-        with nullcontext() if wanted.url else run_fleet(wanted.engine) as fleet:
+        with nullcontext() if wanted.url else run_fleet(engine) as fleet:
             url = fleet.url if fleet else wanted.url
             api_key = wanted.api_key if wanted.url else ""  # a temporary fleet has none
             model = wanted.model or first_model(url, api_key)
-            target = Target(url=url, model=model, timeout_s=wanted.timeout_s, api_key=api_key)
-            order = Order(target=target, workload=wanted.workload, plan=wanted.plan)
-            records, core_ratio = drive(order)
+            target = replace(wanted, url=url, model=model, api_key=api_key)
+            records, core_ratio = drive(replace(order, target=target))
     except (AnswerError, ServerError, ValueError) as error:
         raise LoadTestError(str(error)) from None
     return Result(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        url=url if wanted.url else "a fleet of its own",
+        url=wanted.url or "a fleet of its own",
         model=model,
         machine=f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         client_core_ratio=core_ratio,
-        workload=wanted.workload,
-        plan=wanted.plan,
-        objective=wanted.objective,
+        workload=order.workload,
+        plan=order.plan,
+        objective=objective,
         records=records,
     )
 

@@ -60,7 +60,6 @@ class Sqlite:
         return connection
 
     def create(self, tables: str) -> None:
-        """Create tables, if they do not exist."""
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.executescript(tables)
 
@@ -111,7 +110,6 @@ class Catalog:
         self._write("INSERT INTO orphans (id) VALUES (?)", name)
 
     def orphans(self) -> list[str]:
-        """Indexes without a store."""
         return [row[0] for row in self._rows("SELECT id FROM orphans")]
 
     def drop_orphan(self, name: str) -> None:

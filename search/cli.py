@@ -12,7 +12,7 @@ from shared.options import SettingOptions, option, takes_settings
 from shared.settings import URL_VARIABLE
 
 if TYPE_CHECKING:
-    from search.embed import Embedder
+    from search.commands import Embedder
     from shared.settings.tree import Settings
 
 SEARCH: SettingOptions = {

@@ -299,10 +299,7 @@ class SearchUnavailable(SettingsError):
 
 
 #: Functions that open the indexes of a URL, by its scheme.
-INDEXES = {
-    "lance": "search.lance:open_lance",
-    "postgresql": "search.postgres:open_postgres",
-}
+INDEXES = {"lance": "search.lance:open_lance", "postgresql": "search.postgres:open_postgres"}
 INSTALL = "pip install 'vlm-fleet[search]'"
 
 

@@ -303,11 +303,8 @@ class Stores:
                 and file_id.startswith(wire.FILE_ID)
                 and self._catalog.store_file(record.id, file_id)
             ):
-                raise refuse(
-                    "invalid",
-                    "This is the id of a chunk of a file in this store: send another id.",
-                    f"items.[{number}].id",
-                )
+                message = "This is the id of a chunk of a file in this store: send another id."
+                raise refuse("invalid", message, f"items.[{number}].id")
 
     def _upsert(
         self, record: wire.StoreRecord, index: VectorIndex, items: Sequence[wire.Item]
@@ -495,7 +492,6 @@ class Stores:
     # Open stores, quotas, compaction
 
     def _kind(self) -> IndexKind:
-        """Raises: SearchError."""
         if self._indexes is None:
             raise refuse(
                 "read_only", "This search process serves collections only and cannot store."
@@ -541,7 +537,6 @@ class Stores:
                     return
 
     def _note_change(self, record: wire.StoreRecord, index: VectorIndex) -> wire.StoreRecord:
-        """Update the counts of the store's record."""
         stats = index.stats()
 
         def change(current: wire.StoreRecord) -> wire.StoreRecord:
@@ -649,21 +644,15 @@ def _check_vectors(vectors: Sequence[bytes], record: wire.StoreRecord) -> np.nda
     size = record.dimensions * 4
     for index, vector in enumerate(vectors):
         if len(vector) != size:
-            raise refuse(
-                "invalid",
-                f"A vector has {len(vector) // 4} dimensions: send {record.dimensions}.",
-                str(index),
-            )
+            message = f"A vector has {len(vector) // 4} dimensions: send {record.dimensions}."
+            raise refuse("invalid", message, str(index))
     rows = np.frombuffer(b"".join(vectors), "<f4").reshape(len(vectors), record.dimensions)
     with np.errstate(over="ignore", invalid="ignore"):
         lengths = np.linalg.norm(rows.astype("f8"), axis=1)
     bad = np.flatnonzero(~(np.isfinite(lengths) & (lengths > 0)))
     if len(bad):
-        raise refuse(
-            "invalid",
-            "A vector is zero or not finite: send finite numbers that are not all zero.",
-            str(int(bad[0])),
-        )
+        message = "A vector is zero or not finite: send finite numbers that are not all zero."
+        raise refuse("invalid", message, str(int(bad[0])))
     if np.abs(lengths - 1).max(initial=0) < LENGTH_TOLERANCE:
         return rows
     return (rows / lengths[:, None]).astype("<f4")

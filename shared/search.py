@@ -4,13 +4,14 @@ MessagePack over HTTP. The gateway validates requests; the search process checks
 dimensions of vectors.
 """
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 #: The value of an attribute. Booleans are not numbers: `true` does not equal `1`.
 Value = str | bool | float
 Attributes = dict[str, Value]
+Answer = TypeVar("Answer")
 
 #: Prefixes of ids, as in OpenAI's API.
 STORE_ID, FILE_ID, FILE_BATCH_ID = "vs_", "file-", "vsfb_"
@@ -119,19 +120,17 @@ class Page(_Wire, frozen=True, kw_only=True):
     is_ascending: bool = False
 
 
-class Request(_Wire, frozen=True, tag=True):
-    """Base of the requests. `tenant`: hash of the API key."""
+class Request(_Wire, Generic[Answer], frozen=True, kw_only=True, tag=True):
+    """Base of the requests, with the type of their answer. `tenant`: hash of the API key."""
 
     tenant: str = ""
 
 
-class Read(Request, frozen=True):
+class Read(Request[Answer], frozen=True):
     """Base of the requests that only read. They do not wait for writers."""
 
 
-class CreateStore(Request, frozen=True, kw_only=True):
-    """-> StoreRecord"""
-
+class CreateStore(Request[StoreRecord], frozen=True, kw_only=True):
     name: str
     model: str
     digest: str
@@ -142,20 +141,18 @@ class CreateStore(Request, frozen=True, kw_only=True):
     expires_after_days: int = 0
 
 
-class ReadStore(Read, frozen=True, kw_only=True):
-    """-> StoreRecord. `store`: an id, or a name."""
-
-    store: str
+class ReadStore(Read[StoreRecord], frozen=True, kw_only=True):
+    store: str  #: an id, or a name
 
 
-class ListStores(Read, frozen=True, kw_only=True):
-    """-> list[StoreRecord], one more than the limit if there are more."""
+class ListStores(Read[list[StoreRecord]], frozen=True, kw_only=True):
+    """The answer has one more than the limit if there are more. So have those of other lists."""
 
     page: Page
 
 
-class ChangeStore(Request, frozen=True, kw_only=True):
-    """-> StoreRecord. None: unchanged."""
+class ChangeStore(Request[StoreRecord], frozen=True, kw_only=True):
+    """None: unchanged."""
 
     store: str
     name: str | None = None
@@ -163,30 +160,28 @@ class ChangeStore(Request, frozen=True, kw_only=True):
     expires_after_days: int | None = None
 
 
-class DropStore(Request, frozen=True, kw_only=True):
-    """-> True"""
-
+class DropStore(Request[bool], frozen=True, kw_only=True):
     store: str
 
 
-class PutItems(Request, frozen=True, kw_only=True):
-    """Upsert items by id, all or none. -> StoreRecord, once durable."""
+class PutItems(Request[StoreRecord], frozen=True, kw_only=True):
+    """Upsert items by id, all or none. They are durable when it is answered."""
 
     store: str
     digest: str  #: of the embedding model; empty: the client computed the vectors
     items: list[Item]
 
 
-class DropItems(Request, frozen=True, kw_only=True):
-    """Delete by ids or by filter. -> int: the number of deleted items."""
+class DropItems(Request[int], frozen=True, kw_only=True):
+    """Delete by ids or by filter. The answer is the number of deleted items."""
 
     store: str
     ids: list[str] | None = None
     where: Filter | None = None
 
 
-class ReadItems(Read, frozen=True, kw_only=True):
-    """-> list[Item] by ids; without ids a page in the order of ids, one more than its limit."""
+class ReadItems(Read[list[Item]], frozen=True, kw_only=True):
+    """Items by ids; without ids a page in the order of ids."""
 
     store: str
     ids: list[str] | None = None
@@ -194,8 +189,8 @@ class ReadItems(Read, frozen=True, kw_only=True):
     with_vectors: bool = False
 
 
-class Query(Read, frozen=True, kw_only=True):
-    """-> list[Hit], best first; the score of an item is its best over all vectors."""
+class Query(Read[list[Hit]], frozen=True, kw_only=True):
+    """The best hits first; the score of an item is its best over all vectors."""
 
     store: str
     digest: str
@@ -204,36 +199,30 @@ class Query(Read, frozen=True, kw_only=True):
     where: Filter | None = None
 
 
-class PutFile(Request, frozen=True, kw_only=True):
-    """-> FileRecord"""
-
+class PutFile(Request[FileRecord], frozen=True, kw_only=True):
     filename: str
     purpose: str
     data: bytes
 
 
-class ReadFile(Read, frozen=True, kw_only=True):
-    """-> FileRecord"""
-
+class ReadFile(Read[FileRecord], frozen=True, kw_only=True):
     file: str
     with_data: bool = False
 
 
-class ListFiles(Read, frozen=True, kw_only=True):
-    """-> list[FileRecord], one more than the limit if there are more."""
-
+class ListFiles(Read[list[FileRecord]], frozen=True, kw_only=True):
     page: Page
     purpose: str = ""
 
 
-class DropFile(Request, frozen=True, kw_only=True):
-    """-> True. The file's chunks remain in their stores."""
+class DropFile(Request[bool], frozen=True, kw_only=True):
+    """The file's chunks remain in their stores."""
 
     file: str
 
 
-class AttachFile(Request, frozen=True, kw_only=True):
-    """Replace a file's chunks in a store. -> StoreFile, once durable."""
+class AttachFile(Request[StoreFile], frozen=True, kw_only=True):
+    """Replace a file's chunks in a store. They are durable when it is answered."""
 
     store: str
     file: str
@@ -244,44 +233,40 @@ class AttachFile(Request, frozen=True, kw_only=True):
     attributes: Attributes = {}
 
 
-class ReadStoreFile(Read, frozen=True, kw_only=True):
-    """-> StoreFile"""
-
+class ReadStoreFile(Read[StoreFile], frozen=True, kw_only=True):
     store: str
     file: str
 
 
-class ListStoreFiles(Read, frozen=True, kw_only=True):
-    """-> list[StoreFile], one more than the limit if there are more."""
-
+class ListStoreFiles(Read[list[StoreFile]], frozen=True, kw_only=True):
     store: str
     page: Page
 
 
-class ChangeStoreFile(Request, frozen=True, kw_only=True):
-    """Replace the attributes of a file's chunks. -> StoreFile, once durable."""
+class ChangeStoreFile(Request[StoreFile], frozen=True, kw_only=True):
+    """Replace the attributes of a file's chunks. They are durable when it is answered."""
 
     store: str
     file: str
     attributes: Attributes
 
 
-class PutFileBatch(Request, frozen=True, kw_only=True):
-    """Record the files of a batch request. -> FileBatch"""
+class PutFileBatch(Request[FileBatch], frozen=True, kw_only=True):
+    """Record the files of a batch request."""
 
     store: str
     files: list[StoreFile]
 
 
-class ReadFileBatch(Read, frozen=True, kw_only=True):
-    """-> FileBatch, without files that were detached since"""
+class ReadFileBatch(Read[FileBatch], frozen=True, kw_only=True):
+    """The answer omits files that were detached since."""
 
     store: str
     batch: str
 
 
-class DetachFile(Request, frozen=True, kw_only=True):
-    """Remove a file's chunks from a store. -> True"""
+class DetachFile(Request[bool], frozen=True, kw_only=True):
+    """Remove a file's chunks from a store."""
 
     store: str
     file: str

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from engines.registry import settings_classes
-from gateway.api.chat.schemas import IGNORED_FIELDS
+from gateway.api.completions import IGNORED_FIELDS
 from gateway.api.fields import UNSUPPORTED
 from gateway.http.error_codes import ERROR_CODES
 from shared.settings.load import rows as setting_rows

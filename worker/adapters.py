@@ -42,7 +42,6 @@ class WorkerAdapters:
 
     @property
     def card(self) -> ModelCard:
-        """The model's card, with its adapters."""
         if not self._held:
             return self._model_card
         return replace(self._model_card, adapters=tuple(held.card for held in self._held.values()))
@@ -90,10 +89,8 @@ class WorkerAdapters:
         except RedisError as error:
             logger.warning("cannot look for an adapter: %s", error)
         if not self._holds(digest):
-            raise AdapterUnavailable(
-                "The adapter was unloaded or replaced after the request came; send it again.",
-                "model",
-            )
+            message = "The adapter was unloaded or replaced after the request came; send it again."
+            raise AdapterUnavailable(message, "model")
 
     def _holds(self, digest: str) -> bool:
         return any(held.card.digest == digest for held in self._held.values())

@@ -74,8 +74,7 @@ def serve(
         bool, typer.Option("--search", help="Also start the search process, for vector stores.")
     ] = False,
     data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the bundled Redis.", show_default="by port"),
+        Path | None, typer.Option(help="Directory of the bundled Redis.", show_default="by port")
     ] = None,
     ray: Annotated[
         str,

@@ -96,7 +96,6 @@ class EngineThread:
         self._send(request_id)
 
     def note_end(self, request_id: str) -> None:
-        """The request's last output has arrived."""
         self._patient.discard(request_id)
 
     def hold(self) -> None:

@@ -1,4 +1,4 @@
-"""The APIs, one file or folder each.
+"""The APIs, one file each.
 
 An API that calls models is a `Surface`, listed in `SURFACES`; its route, OpenAPI description and error format follow
 from the class. `tests/contract/test_surface.py` tests all surfaces. Other endpoints are operations of a `Resource`,
@@ -9,12 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
-from gateway.api.applications import Applications
-from gateway.api.batches import BatchResource
-from gateway.api.chat import ChatCompletions
-from gateway.api.completions import Completions
-from gateway.api.embeddings import Embeddings
-from gateway.api.files import Files
+from gateway.api.applications import Applications, Packages
+from gateway.api.completions import ChatCompletions, Completions
+from gateway.api.files import BatchResource, Files
 from gateway.api.keys import Audit, Keys, TenantData, UsageReport
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Adapters, Models
@@ -26,9 +23,8 @@ from gateway.api.ollama import (
     OllamaModelList,
 )
 from gateway.api.openapi import OpenApi
-from gateway.api.packages import Packages
+from gateway.api.pooling import Embeddings, Reranking, Scoring
 from gateway.api.probes import Probes
-from gateway.api.rerank import Reranking, Scoring
 from gateway.api.responses import ResponseInputTokens, Responses, StoredResponses
 from gateway.api.run import ApplicationRun
 from gateway.api.sessions import Sessions

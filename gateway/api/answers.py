@@ -232,7 +232,6 @@ class Blocks:
         return added
 
     def add_all(self, events: Sequence[ChoiceEvent]) -> None:
-        """Add all events of an answer with one choice."""
         for _, event in events:
             if isinstance(event, Tokens):
                 self.add(event)
@@ -331,7 +330,6 @@ class ChunkStream:
         raise NotImplementedError
 
     def empty(self, index: int) -> Any:
-        """The choice of a chunk without content."""
         raise NotImplementedError
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
@@ -457,6 +455,5 @@ class WholeAnswer:
 
 
 def find_tokenized(events: Sequence[ChoiceEvent]) -> Tokenized:
-    """The result of the worker's tokenizer."""
     [made] = [event for _, event in events if isinstance(event, Tokenized)]
     return made

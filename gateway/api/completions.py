@@ -1,59 +1,866 @@
-"""`POST /v1/completions`: continue a prompt without a chat template.
+"""`POST /v1/chat/completions` and `POST /v1/completions`: conversations about text and images, and texts to be
+continued, as OpenAI defines them.
 
-Source: OpenAI API reference, "Create completion"; vLLM, "Completions API".
+Fixed limits are part of the types; `translate` checks the limits that an operator can change.
+
+Source: OpenAI API reference, "Create chat completion", "Streaming events", "The chat completion chunk object" and
+"Create completion".
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
 from gateway.api.answers import (
+    Blocks,
     ChunkOptions,
     ChunkStream,
     CompletionUsage,
     PromptLogprobs,
     PromptTokens,
+    call_id,
     merge_tokens,
     to_usage,
 )
 from gateway.api.fields import (
     UNSUPPORTED,
+    AudioData,
+    EchoedStruct,
+    Ignored,
+    IgnoredStreamFields,
     ModelName,
+    RequestStruct,
+    SamplingOfFrames,
     Timings,
     TokenId,
+    VideoFields,
     check_chars,
     check_model,
     check_most,
     check_stream,
     doc,
+    find_num_logprobs,
     find_priority,
     invalid,
+    missing,
     num_choices,
     split_choices,
     timings_of,
     translate_sampling,
     wants_timings,
 )
-from gateway.api.generation import StructuredFields, check_with_grammar, find_grammar
+from gateway.api.generation import (
+    CalledFunction,
+    CallField,
+    Conversation,
+    Part,
+    Role,
+    StructuredFields,
+    ToolChoice,
+    ToolField,
+    check_arguments,
+    check_with_grammar,
+    find_effort,
+    find_grammar,
+    find_template_options,
+    find_tools,
+    read_call,
+    read_offer,
+    switch_thinking,
+)
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
 from gateway.http.exchange import RequestContext
+from gateway.media.loader import ImageSource
+from shared.media import MEDIA
 from shared.protocol import (
     CallEvent,
+    CallPiece,
+    Ending,
     Finished,
     Generate,
     ModelCard,
     OutputLogprob,
     PromptLogprob,
     SamplingParams,
+    Started,
+    TemplateOption,
     TextPart,
+    TokenLogprob,
     Tokens,
     TokensPart,
+    ToolCall,
+    VideoOptions,
 )
+from shared.settings.limits import (
+    MAX_METADATA_ENTRIES,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_VALUE_CHARS,
+    MAX_NAME_CHARS,
+    LimitSettings,
+)
+
+Detail = Literal["auto", "low", "high", "original"]
+
+
+class IgnoredImageFields(RequestStruct, frozen=True, kw_only=True):
+    """Image options without effect: the model's own resolution is used."""
+
+    detail: Detail = "auto"
+
+
+class ImageUrl(IgnoredImageFields, frozen=True, kw_only=True):
+    """An image: a `data:` URL, or an http(s) one if the operator allows it."""
+
+    url: str
+
+
+class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True):
+    """Cache hints that some clients add to parts; no effect."""
+
+    cache_control: Ignored = UNSET
+    prompt_cache_breakpoint: Ignored = UNSET
+
+
+class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    text: str
+
+
+PixelCount = Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class PixelFields(RequestStruct, frozen=True, kw_only=True):
+    """Minimum and maximum pixels to scale an image or a frame to, within the model's limits."""
+
+    min_pixels: PixelCount | None = None
+    max_pixels: PixelCount | None = None
+
+
+class MediaFields(RequestStruct, frozen=True, kw_only=True):
+    """Options for all media of a kind."""
+
+    video: SamplingOfFrames | None = None
+
+
+class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
+    """An image; many clients send the URL as a string."""
+
+    image_url: ImageUrl | str
+    min_pixels: Annotated[
+        PixelCount | None,
+        doc("Minimum pixels to scale the image to; overrides `mm_processor_kwargs`."),
+    ] = None
+    max_pixels: PixelCount | None = None
+
+
+class VideoUrl(VideoFields, frozen=True, kw_only=True):
+    """A video: a `data:` URL of a file or of JPEG frames, an http(s) one if the operator allows it, or a file's id."""
+
+    url: str
+
+
+class VideoContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="video_url"):
+    """A video."""
+
+    video_url: VideoUrl | str
+
+
+class AudioUrl(RequestStruct, frozen=True, kw_only=True):
+    """An audio file: a `data:` URL, an http(s) one if the operator allows it, or a file's id."""
+
+    url: str
+
+
+class AudioContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="audio_url"):
+    """Audio in vLLM's format."""
+
+    audio_url: AudioUrl | str
+
+
+class InputAudioContent(
+    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_audio"
+):
+    """Audio in OpenAI's format."""
+
+    input_audio: AudioData
+
+
+class InputTextContent(
+    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"
+):
+    """Text in the format of the Responses API."""
+
+    text: str
+
+
+class InputImageContent(
+    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_image"
+):
+    """An image in the format of the Responses API."""
+
+    image_url: str
+    detail: Detail = "auto"
+
+
+class FileField(EchoedStruct, frozen=True, kw_only=True):
+    """A file: a `data:` URL of text, an image, a video or audio, or the id of an uploaded image, video or audio."""
+
+    file_data: str | None = None
+    file_id: str | None = None
+
+
+class FileContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="file"):
+    """A text file, an image, a video or audio."""
+
+    file: FileField
+
+
+class ThinkingContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+    thinking: str
+
+
+class RefusalContent(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
+    """An earlier refusal of the assistant, made by another server."""
+
+    refusal: str
+
+
+ContentPart = (
+    TextContent
+    | ImageContent
+    | VideoContent
+    | AudioContent
+    | InputAudioContent
+    | InputTextContent
+    | InputImageContent
+    | FileContent
+    | ThinkingContent
+    | RefusalContent
+)
+
+
+class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
+    """Fields of a message without effect."""
+
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    annotations: Ignored = UNSET
+    refusal: str | None = None
+
+
+class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
+    """A message. Clients send an assistant's message back with all fields of the answer, and with some of their own."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    #: null or missing only in assistant messages
+    content: str | Annotated[list[ContentPart], Meta(min_length=1)] | UnsetType | None = UNSET
+    #: The assistant's reasoning; some clients name it `reasoning`. Other values than text are ignored.
+    reasoning: Ignored = UNSET
+    reasoning_content: Ignored = UNSET
+    tool_calls: Annotated[list[CallField] | None, doc("Calls of the assistant.")] = None
+    #: OpenAI's older format of a call. The message with its result has the role `function` and the function's name.
+    function_call: CalledFunction | None = None
+    tool_call_id: Annotated[
+        Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None,
+        doc("In a tool message: id of the call that it answers."),
+    ] = None
+
+
+MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
+MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
+RequestMetadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)]
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ThinkingType(EchoedStruct, frozen=True, kw_only=True):
+    """Whether the model thinks; `auto`: the model's default."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
+class IgnoredFields(StructuredFields, frozen=True, kw_only=True):
+    """Fields without effect on answers, logs and metrics."""
+
+    metadata: RequestMetadata | None = None
+    store: Ignored = UNSET
+    safety_identifier: Ignored = UNSET
+    prompt_cache_key: Ignored = UNSET
+    prompt_cache_options: Ignored = UNSET
+    prompt_cache_retention: Ignored = UNSET
+    verbosity: Ignored = UNSET
+
+
+#: Fields without effect, as listed in docs/api-chat.md.
+IGNORED_FIELDS = (
+    *IgnoredFields.__annotations__,
+    *(f"stream_options.{name}" for name in IgnoredStreamFields.__struct_fields__),
+    *(f"messages[].{name}" for name in IgnoredMessageFields.__struct_fields__),
+    *(f"messages[].content[].{name}" for name in IgnoredPartFields.__struct_fields__),
+    *(f"messages[].content[].image_url.{name}" for name in IgnoredImageFields.__struct_fields__),
+)
+
+
+class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
+    model: ModelName
+    messages: Annotated[list[ChatMessageParam], Meta(min_length=1)]
+    tools: list[ToolField] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: Annotated[bool | None, doc("false leaves out the model's reasoning.")] = None
+    enable_thinking: Annotated[
+        bool | None, doc("Whether the model reasons; sets the chat template's variable.")
+    ] = None
+    thinking: Annotated[bool | ThinkingType | None, doc("The same as `enable_thinking`.")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, TemplateOption] | None, doc("Variables of the chat template.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, doc("Whether the prompt ends with the start of an assistant message.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, doc("Continue the last message, which must be the assistant's.")
+    ] = None
+    mm_processor_kwargs: Annotated[
+        PixelFields | None, doc("Bounds on the pixels of all images, and of each frame of a video.")
+    ] = None
+    media_io_kwargs: Annotated[
+        MediaFields | None, doc("Frame sampling of videos that have neither fps nor num_frames.")
+    ] = None
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct):
+    """One entry per token of the content."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class AnswerFunction(msgspec.Struct):
+    """The called function; `arguments` are JSON. In a chunk: the delta."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class AnswerCall(msgspec.Struct):
+    """A function call. In chunks: `index` and `function`; the first one also has `id` and `type`."""
+
+    function: AnswerFunction
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class AnswerMessage(msgspec.Struct):
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  #: reasoning before the content
+
+
+class Choice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: ChoiceLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: CompletionUsage
+    system_fingerprint: str
+    service_tier: str | UnsetType = UNSET  #: if the request names one
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    timings: Timings = UNSET
+
+
+class ChoiceDelta(msgspec.Struct):
+    """The delta of a choice. The first one has the role; the last one is empty."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  #: before the content
+    tool_calls: list[AnswerCall] | UnsetType = UNSET  #: after the content
+
+
+class ChunkChoice(msgspec.Struct):
+    """The delta of one choice in a chunk."""
+
+    index: int
+    delta: ChoiceDelta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    """A chunk of a streamed response. `usage` is present if the client asks for it."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    service_tier: str | UnsetType = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  #: with the first chunk
+    timings: Timings = UNSET
+
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+class ChatOptions(ChunkOptions, frozen=True):
+    with_reasoning: bool = True
+
+
+class ChatCompletions(Surface):
+    """Chat completions about text and images."""
+
+    name = "chat"
+    path = "/v1/chat/completions"
+    tag = "chat"
+    task = "generate"
+    id_prefix = "chatcmpl-"
+    batchable = True
+    options = ChatOptions
+    request_type = ChatCompletionRequest
+    answer_type = ChatCompletion
+    chunk_type = ChatCompletionChunk
+    traced = (
+        "stream", "max_tokens", "n", "temperature", "top_p", "top_k", "seed", "frequency_penalty",
+        "presence_penalty",
+    )  # fmt: skip
+    unsupported = UNSUPPORTED["/v1/chat/completions"]
+    hints: ClassVar = {
+        "role": "Supported roles are system, developer, user, assistant, tool and function.",
+        "type": "Supported content parts are text, image_url, video_url, audio_url, input_audio, file (of "
+        "text, an image, a video or audio) and thinking.",
+        "response_format.type": "Supported formats are text, json_object and json_schema.",
+        "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
+        "detail": "Supported values are auto, low, high and original.",
+        "functions": "Send tools instead.",
+        "function_call": "Send tools and tool_choice instead.",
+    }
+
+    def read(self, body: bytes, context: RequestContext) -> ChatCompletionRequest:
+        request: ChatCompletionRequest = super().read(body, context)
+        check_stream(request)
+        return request
+
+    def plan(
+        self, request: ChatCompletionRequest, context: RequestContext, card: ModelCard
+    ) -> Plan:
+        return translate(request, context, card, self.limits)
+
+    def answer(self, options: ChatOptions, head: AnswerHead) -> Answer:
+        return ChatAnswer(options, head)
+
+    def describe(self, request: ChatCompletionRequest) -> Mapping[str, Any]:
+        max_tokens = request.max_completion_tokens or request.max_tokens
+        return {**super().describe(request), "max_tokens": max_tokens}
+
+    def describe_fields(self, properties: dict[str, Any]) -> None:
+        limits = self.limits
+        properties["messages"]["description"] = (
+            f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
+            f"together. An image: {MEDIA['image'].formats} of at most {limits.max_image_bytes} bytes, "
+            f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
+            f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {MEDIA['video'].formats} "
+            f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds, "
+            f"{limits.max_frame_pixels} pixels a frame and {limits.max_video_frames} chosen frames. "
+            f"At most {limits.max_audios} audio files: {MEDIA['audio'].formats} of at most {limits.max_audio_bytes} bytes "
+            f"and {limits.max_audio_s:g} seconds."
+        )
+        for name in StructuredFields.__annotations__:
+            properties[name]["description"] = (
+                "Constrains the answer. Send one such field. A schema: at most "
+                f"{limits.max_schema_bytes} bytes, {limits.max_schema_depth} levels and "
+                f"{limits.max_schema_values} values; a pattern: {limits.max_pattern_chars} characters; "
+                f"choices: {limits.max_choice_texts}; a grammar: {limits.max_grammar_bytes} bytes."
+            )
+        for name in IGNORED_FIELDS:
+            if name in properties:
+                properties[name]["description"] = "Accepted, and has no effect."
+
+
+def translate(
+    request: ChatCompletionRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
+) -> Plan:
+    """The tasks of a request, one per choice. Raises: InvalidRequest."""
+    priority = find_priority(request.service_tier, context)
+    count = num_choices(request, limits)
+    sampling = translate_sampling(
+        request,
+        limits,
+        context,
+        card.sampling,
+        *_max_tokens(request),
+        num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, limits),
+    )
+    conversation = translate_messages(request, limits)
+    check_model(sampling, card)
+    options = _template_options(request, card, context)
+    grammar = find_grammar(request, card, limits)
+    tools = None
+    if request.tools or request.tool_choice is not None:
+        asked = read_offer(request.tools, request.tool_choice, request.parallel_tool_calls)
+        tools = find_tools(asked, card, limits)
+    if grammar is not None or tools is not None:
+        check_with_grammar(sampling)
+    task = Generate(
+        tuple(conversation.messages),
+        sampling,
+        template_options=options,
+        ending=_ending(request, conversation),
+        grammar=grammar,
+        tools=tools,
+    )
+    return Plan(
+        tasks=split_choices(task, count),
+        images=conversation.sources,
+        is_streamed=bool(request.stream),
+        shows_timings=wants_timings(request.timings, context.headers),
+        priority=priority,
+        options=ChatOptions.of(
+            request,
+            priority,
+            with_logprobs=bool(request.logprobs),
+            with_reasoning=request.include_reasoning is not False,
+        ),
+    )
+
+
+def translate_messages(request: ChatCompletionRequest, limits: LimitSettings) -> Conversation:
+    """The conversation, with its media in `sources`. Raises: InvalidRequest."""
+    messages, conversation = request.messages, Conversation()
+    check_most("messages", len(messages), limits.max_messages, "messages")
+    translated = _Messages(request, limits, conversation)
+    for index, message in enumerate(messages):
+        translated.add(message, f"messages.[{index}]")
+    conversation.check("messages", limits, f"messages.[{len(messages) - 1}].role")
+    return conversation
+
+
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """Adds the messages of a request to a conversation. Raises: InvalidRequest."""
+
+    _request: ChatCompletionRequest
+    _limits: LimitSettings
+    _conversation: Conversation
+
+    def add(self, message: ChatMessageParam, param: str) -> None:
+        conversation, role, content = self._conversation, _ROLES[message.role], message.content
+        if content is msgspec.UNSET and role != "assistant":
+            raise missing(f"{param}.content")
+        if content is None or content is msgspec.UNSET:
+            if role not in ("assistant", "tool"):
+                raise invalid(f"{param}.content", "send a string or a list of parts")
+            content = ""
+        reasoning = ""
+        if isinstance(content, str):
+            parts: tuple[Part, ...] = (conversation.text(content),)
+        else:
+            thoughts = [part.thinking for part in content if isinstance(part, ThinkingContent)]
+            reasoning = "".join(thoughts)
+            parts = tuple(
+                self._part(part, role, f"{param}.content.[{index}]")
+                for index, part in enumerate(content)
+                if not isinstance(part, ThinkingContent)
+            )
+        reasoning = (_reasoning(message) or reasoning) if role == "assistant" else ""
+        calls = _calls(message, param) if role == "assistant" else ()
+        call_id = message.tool_call_id or ""
+        if message.role == "function":
+            call_id = message.name or ""
+        conversation.add(role, parts or (conversation.text(""),), reasoning, calls, call_id)
+
+    def _part(self, part: ContentPart, role: Role, param: str) -> Part:
+        assert not isinstance(part, ThinkingContent)
+        conversation = self._conversation
+        if isinstance(part, FileContent):
+            return self._file(part.file, role, f"{param}.file")
+        if isinstance(part, RefusalContent):
+            return conversation.text(part.refusal)
+        if isinstance(part, InputAudioContent):
+            where = f"{param}.input_audio"
+            return conversation.medium(
+                ImageSource(part.input_audio.url, where, is_audio=True), role
+            )
+        if isinstance(part, AudioContent):
+            audio = part.audio_url
+            url = audio if isinstance(audio, str) else audio.url
+            return conversation.medium(ImageSource(url, f"{param}.audio_url", is_audio=True), role)
+        if isinstance(part, VideoContent):
+            return self._video(part.video_url, role, f"{param}.video_url")
+        if not isinstance(part, ImageContent | InputImageContent):
+            return conversation.text(part.text)
+        url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+        bounds = self._bounds(part if isinstance(part, ImageContent) else None, param)
+        return conversation.medium(ImageSource(url, f"{param}.image_url", None, *bounds), role)
+
+    def _file(self, file: FileField, role: Role, param: str) -> Part:
+        conversation = self._conversation
+        if file.file_id is not None:
+            where = f"{param}.file_id"
+            options = self._options(VideoUrl(url=file.file_id), where)
+            source = ImageSource(file.file_id, where, None, *self._bounds(), if_video=options)
+            return conversation.medium(source, role)
+        data, param = file.file_data or "", f"{param}.file_data"
+        media_type, _, encoded = data.partition(";base64,")
+        if media_type.startswith("data:image/"):
+            return conversation.medium(ImageSource(data, param, None, *self._bounds()), role)
+        if media_type.startswith("data:video/"):
+            return self._video(data, role, param)
+        if media_type.startswith("data:audio/"):
+            return conversation.medium(ImageSource(data, param, is_audio=True), role)
+        if not media_type.startswith(("data:text/", "data:application/json")):
+            raise invalid(param, "send a data: URL of text, an image, a video or audio, in base64")
+        try:
+            return conversation.text(msgspec.convert(encoded, bytes).decode())
+        except (msgspec.ValidationError, UnicodeDecodeError):
+            raise invalid(param, "send text in UTF-8, in base64") from None
+
+    def _video(self, given: VideoUrl | str, role: Role, param: str) -> Part:
+        video = VideoUrl(url=given) if isinstance(given, str) else given
+        options = self._options(video, param)
+        source = ImageSource(video.url, param, None, *self._bounds(), options)
+        return self._conversation.medium(source, role)
+
+    def _options(self, video: VideoUrl, param: str) -> VideoOptions:
+        """Frame options of the part, else of the request."""
+        default = self._request.media_io_kwargs
+        return video.options(param, self._limits, default and default.video)
+
+    def _bounds(self, own: ImageContent | None = None, param: str = "") -> tuple[int, int]:
+        """Minimum and maximum pixels to scale an image to. 0: no bound. `own`: the image's part."""
+        given = self._request.mm_processor_kwargs or PixelFields()
+        least, most = given.min_pixels, given.max_pixels
+        if own is None:
+            param = "mm_processor_kwargs"
+        else:
+            least, most = own.min_pixels or least, own.max_pixels or most
+        if least and most and least > most:
+            raise invalid(f"{param}.min_pixels", f"send at most max_pixels, which is {most}")
+        return least or 0, most or 0
+
+
+def _calls(message: ChatMessageParam, param: str) -> tuple[ToolCall, ...]:
+    calls = tuple(
+        read_call(call, place, f"{param}.tool_calls.[{place}]")
+        for place, call in enumerate(message.tool_calls or ())
+    )
+    older = message.function_call
+    if older is None or calls:
+        return calls
+    arguments = check_arguments(older.arguments, f"{param}.function_call.arguments")
+    return (ToolCall(older.name, older.name, arguments),)
+
+
+def _reasoning(message: ChatMessageParam) -> str:
+    """The reasoning of an assistant message, if the client sends it."""
+    for value in (message.reasoning_content, message.reasoning):
+        if value is not msgspec.UNSET and memoryview(value)[:1] == b'"':
+            with suppress(msgspec.DecodeError):
+                return msgspec.json.decode(value, type=str)
+    return ""
+
+
+def _wants_thinking(request: ChatCompletionRequest) -> bool | None:
+    if not isinstance(request.thinking, ThinkingType):
+        return request.thinking
+    return {"enabled": True, "disabled": False}.get(request.thinking.type)
+
+
+def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Ending:
+    """How the prompt ends: a final assistant message is continued. Raises: InvalidRequest."""
+    continues, adds = request.continue_final_message, request.add_generation_prompt
+    if continues and adds:
+        raise invalid("continue_final_message", "send it or add_generation_prompt, not both")
+    if continues and conversation.ending != "message":
+        raise invalid("continue_final_message", "the last message must be the assistant's")
+    if conversation.ending == "message" and continues is not False and adds is None:
+        return "message"
+    if continues:
+        return "message"
+    return "none" if adds is False else "answer"
+
+
+def _template_options(
+    request: ChatCompletionRequest, card: ModelCard, context: RequestContext
+) -> dict[str, TemplateOption]:
+    """Variables of the chat template: `chat_template_kwargs`, and the switches of thinking."""
+    options = find_template_options(card, request.chat_template_kwargs, context)
+    for name, wanted in (
+        ("thinking", _wants_thinking(request)),
+        ("enable_thinking", request.enable_thinking),
+    ):
+        if wanted is not None:
+            options |= switch_thinking(card, wanted, name, context)
+    return options | find_effort(card, request.reasoning_effort, "reasoning_effort", context)
+
+
+def _max_tokens(request: ChatCompletionRequest) -> tuple[int | None, str]:
+    """The requested maximum, and its field. Raises: InvalidRequest."""
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise invalid("max_tokens", "send it or max_completion_tokens; they differ")
+    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+
+
+class ChatAnswer(ChunkStream):
+    chunk_type = ChatCompletionChunk
+
+    def __init__(self, options: ChatOptions, head: AnswerHead) -> None:
+        super().__init__(options, head)
+        self.options = options
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        choices = [
+            _GatheredChoice(self.head.id, index, self.options)
+            for index in range(len(totals.finished))
+        ]
+        prompt = PromptTokens()
+        for index, event in events:
+            choices[index].add(event)
+            if index == 0:
+                prompt.add(event)
+        options = self.options
+        return self.encode(
+            ChatCompletion,
+            [choice.to_choice(index) for index, choice in enumerate(choices)],
+            usage=to_usage(totals),
+            timings=timings_of(totals),
+            prompt_logprobs=prompt.to_prompt_logprobs() if options.with_prompt_logprobs else UNSET,
+            prompt_token_ids=prompt.token_ids if options.with_token_ids else UNSET,
+        )
+
+    def first_chunk(self, index: int, event: CallEvent) -> bytes:
+        token_ids = UNSET
+        if isinstance(event, Started) and self.options.with_token_ids:
+            token_ids = event.prompt_token_ids
+        choice = ChunkChoice(index, ChoiceDelta("assistant", ""))
+        return self.chunk(choice, prompt_token_ids=token_ids)
+
+    def empty(self, index: int) -> ChunkChoice:
+        return ChunkChoice(index, ChoiceDelta())
+
+    def content(self, index: int, event: Tokens) -> ChunkChoice | None:
+        options = self.options
+        has_content = (
+            event.text
+            or event.calls
+            or (event.reasoning and options.with_reasoning)
+            or (event.logprobs and options.with_logprobs)
+            or (event.token_ids and options.with_token_ids)
+        )
+        if not has_content:
+            return None
+        logprobs = ChoiceLogprobs(to_logprobs(event.logprobs)) if options.with_logprobs else None
+        delta = ChoiceDelta(content=event.text)
+        if event.reasoning and options.with_reasoning:
+            delta.reasoning_content = event.reasoning
+            delta.content = event.text or UNSET
+        if event.calls:
+            delta.tool_calls = [self._call(index, piece) for piece in event.calls]
+            delta.content = event.text or UNSET
+        token_ids = event.token_ids if options.with_token_ids else UNSET
+        return ChunkChoice(index, delta, logprobs, token_ids=token_ids)
+
+    def _call(self, choice: int, piece: CallPiece) -> AnswerCall:
+        """A delta of a call. Only the first delta has id and name."""
+        call = AnswerCall(AnswerFunction(arguments=piece.arguments), index=piece.index)
+        if piece.name:
+            call.id, call.type = call_id(self.head.id, choice, piece.index), "function"
+            call.function.name = piece.name
+        return call
+
+
+class _GatheredChoice:
+    def __init__(self, answer_id: str, index: int, options: ChatOptions) -> None:
+        self._options = options
+        self._blocks = Blocks(answer_id, index, with_thought=options.with_reasoning)
+        self._logprobs: list[OutputLogprob] = []
+        self._token_ids: list[int] = []
+        self._finish_reason = ""
+
+    def add(self, event: object) -> None:
+        if isinstance(event, Tokens):
+            self._blocks.add(event)
+            self._logprobs.extend(event.logprobs)
+            self._token_ids.extend(event.token_ids)
+        elif isinstance(event, Finished):
+            self._finish_reason = event.finish_reason.value
+
+    def to_choice(self, index: int) -> Choice:
+        logprobs = None
+        if self._options.with_logprobs:
+            logprobs = ChoiceLogprobs(to_logprobs(self._logprobs))
+        message = AnswerMessage(self._blocks.text)
+        if thought := self._blocks.thought:
+            message.reasoning_content = thought
+        if calls := self._blocks.calls:
+            message.content = message.content or None
+            message.tool_calls = [
+                AnswerCall(AnswerFunction(call.name, call.text), call.call_id, "function")
+                for call in calls
+            ]
+        token_ids = self._token_ids if self._options.with_token_ids else UNSET
+        return Choice(index, message, self._finish_reason, logprobs, token_ids)
+
+
+def to_logprobs(logprobs: Sequence[OutputLogprob]) -> list[ChatLogprob]:
+    return [
+        ChatLogprob(
+            *_to_fields(entry.chosen), [TopLogprob(*_to_fields(rival)) for rival in entry.top]
+        )
+        for entry in logprobs
+    ]
+
+
+def _to_fields(entry: TokenLogprob) -> tuple[str, float, tuple[int, ...]]:
+    return entry.token, entry.logprob, tuple(entry.token_bytes)
+
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -164,11 +971,7 @@ class Completions(Surface):
             for prompt in prompts
             for task in split_choices(
                 Generate(
-                    (),
-                    sampling,
-                    prompt=prompt,
-                    add_special_tokens=adds_special,
-                    grammar=grammar,
+                    (), sampling, prompt=prompt, add_special_tokens=adds_special, grammar=grammar
                 ),
                 count,
             )
@@ -329,7 +1132,7 @@ class CompletionAnswer(ChunkStream):
             return None
         begin = self._num_chars.get(index, 0)
         self._num_chars[index] = begin + len(event.text)
-        return to_logprobs(event.logprobs, begin)
+        return to_text_logprobs(event.logprobs, begin)
 
 
 def to_echoed_logprobs(entries: Sequence[PromptLogprob], text: str) -> CompletionLogprobs:
@@ -348,7 +1151,7 @@ def to_echoed_logprobs(entries: Sequence[PromptLogprob], text: str) -> Completio
     return found
 
 
-def to_logprobs(entries: Sequence[OutputLogprob], begin: int) -> CompletionLogprobs:
+def to_text_logprobs(entries: Sequence[OutputLogprob], begin: int) -> CompletionLogprobs:
     """The `logprobs` object of tokens. `begin`: offset of the first token in the text."""
     found = CompletionLogprobs([], [], [], [])
     for entry in entries:

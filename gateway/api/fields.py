@@ -10,9 +10,9 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from msgspec.structs import replace
 
 from gateway.calls.surface import Totals
+from gateway.http.body import Unsupported
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from gateway.http.unknown_fields import Unsupported
 from shared.protocol import (
     Generate,
     ModelCard,
@@ -21,18 +21,12 @@ from shared.protocol import (
     SamplingParams,
     VideoOptions,
 )
-from shared.settings.limits import (
-    MAX_MODEL_CHARS,
-    MAX_NAME_CHARS,
-    MAX_USER_CHARS,
-    LimitSettings,
-)
+from shared.settings.limits import MAX_MODEL_CHARS, MAX_NAME_CHARS, MAX_USER_CHARS, LimitSettings
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
 User = Annotated[
-    UserName | None,
-    Meta(description="The end user, of whom the log has only a short hash."),
+    UserName | None, Meta(description="The end user, of whom the log has only a short hash.")
 ]
 ShowsTimings = Annotated[
     bool | None, Meta(description="Return the durations of the answer's stages.")
@@ -74,11 +68,7 @@ _TEXT: Unsupported = {
 }
 _MESSAGES: Unsupported = {"container": (), "mcp_servers": ([],), "thread": ()}
 _RESPONSES: Unsupported = {"conversation": (), "moderation": (), "prompt": ()}
-_OLLAMA: Unsupported = {
-    "options.mirostat": (0,),
-    "options.tfs_z": (1,),
-    "options.typical_p": (1,),
-}
+_OLLAMA: Unsupported = {"options.mirostat": (0,), "options.tfs_z": (1,), "options.typical_p": (1,)}
 #: Unsupported fields that would change the answer, by path, with their no-op values; null is always a no-op.
 #: Other unknown fields are ignored.
 UNSUPPORTED: dict[str, Unsupported] = {
@@ -116,7 +106,7 @@ def doc(text: str) -> Meta:
 
 
 class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Immutable base of request types. See `gateway.http.unknown_fields`."""
+    """Immutable base of request types. See `gateway.http.body`."""
 
 
 class EchoedStruct(RequestStruct, frozen=True, kw_only=True):

@@ -131,10 +131,7 @@ class Conversation(Struct):
 def find_template_options(
     card: ModelCard, given: Mapping[str, TemplateOption] | None, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """Variables of the chat template that a client sends by name; unknown names are ignored.
-
-    Raises: InvalidRequest.
-    """
+    """Variables of the chat template that a client sends by name; unknown names are ignored. Raises: InvalidRequest."""
     if not given:
         return {}
     param = "chat_template_kwargs"

@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, UnsetType, field
 from starlette.responses import Response
 
 from gateway.api.fields import Data, NewestQuery, invalid
-from gateway.batches.records import Batches
+from gateway.batches import Batches
 from gateway.calls.lifecycle import Lifecycle
 from gateway.http.endpoint import Caller, Resource, operation, owner_of
 from gateway.http.errors import InvalidRequest, NotFound, conflict, unavailable
@@ -37,7 +37,7 @@ from gateway.keys.usage import NANO, UsageLog, Used, today
 from gateway.search import SearchClient
 from shared.packages.store import StoreError
 from shared.protocol import Priority
-from shared.search import DropFile, DropStore, FileRecord, ListFiles, ListStores, Page, StoreRecord
+from shared.search import DropFile, DropStore, ListFiles, ListStores, Page
 from shared.sessions.store import SessionStore
 
 _PATH = "/v1/admin/keys"
@@ -77,7 +77,6 @@ class UpdateKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tag: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET  #: label in usage reports
 
     def changes(self, now: float) -> dict[str, Any]:
-        """The record's fields that the request changes."""
         found: dict[str, Any] = {}
         for name in UpdateKey.__struct_fields__:
             value = getattr(self, name)
@@ -162,19 +161,15 @@ class TenantData:
             page = Page(limit=_PAGE)
             while stores := [
                 each
-                for each in await self._search.ask(
-                    ListStores(tenant=owner, page=page), list[StoreRecord]
-                )
+                for each in await self._search.ask(ListStores(tenant=owner, page=page))
                 if not each.is_read_only  # collections are shared by all tenants
             ]:
                 for store in stores:
-                    await self._search.ask(DropStore(tenant=owner, store=store.id), bool)
+                    await self._search.ask(DropStore(tenant=owner, store=store.id))
                 found.vector_stores += len(stores)
-            while files := await self._search.ask(
-                ListFiles(tenant=owner, page=page), list[FileRecord]
-            ):
+            while files := await self._search.ask(ListFiles(tenant=owner, page=page)):
                 for file in files:
-                    await self._search.ask(DropFile(tenant=owner, file=file.id), bool)
+                    await self._search.ask(DropFile(tenant=owner, file=file.id))
                 found.files += len(files)
 
     async def end_sessions(self, tenant: str) -> None:
@@ -352,11 +347,8 @@ class Keys(Resource):
 def _find(keys: KeyDirectory, caller: Caller) -> KeyRecord:
     record = keys.records.get(caller.path["name"])
     if record is None:
-        raise NotFound(
-            "There is no key of this name: `vlm keys list` shows all.",
-            param="name",
-            code="key_not_found",
-        )
+        message = "There is no key of this name: `vlm keys list` shows all."
+        raise NotFound(message, param="name", code="key_not_found")
     return record
 
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Addition, Block, BlockStream, WholeAnswer, encode, find_tokenized
-from gateway.api.chat.schemas import ReasoningEffort
+from gateway.api.completions import ReasoningEffort
 from gateway.api.fields import (
     UNSUPPORTED,
     CallName,
@@ -411,7 +411,6 @@ class _Anthropic(Surface):
 
 
 def render_error(error: ApiError) -> tuple[int, bytes]:
-    """Status and body of an error in Anthropic's format."""
     return _ERRORS.get(error.status, (error.status, ""))[0], _encode_error(error)
 
 

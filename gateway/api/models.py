@@ -223,7 +223,6 @@ def _order(card: ModelCard) -> tuple[bool, bool, bool, int, str]:
 
 
 def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
-    """The gateway's limits for requests to this model."""
     found = ModelLimits()
     if "generate" in card.tasks:
         found.max_output_tokens = min(limits.max_output_tokens, card.max_model_len - 1)
@@ -303,11 +302,8 @@ class Adapters(Resource):
         async with self._lock:
             model = await self._base_model(body.base_model_name, caller.context.tenant)
             if name not in await self._listed(model, name):
-                raise NotFound(
-                    "No adapter of this name is loaded: GET /v1/models lists adapters.",
-                    param="lora_name",
-                    code="model_not_found",
-                )
+                message = "No adapter of this name is loaded: GET /v1/models lists adapters."
+                raise NotFound(message, param="lora_name", code="model_not_found")
             await self._registry.remove_adapter(model, name)
             await self._wait(model, lambda held: name not in held)
         logger.info("the adapter %s:%s is unloaded", model, name)
@@ -352,10 +348,8 @@ class Adapters(Resource):
                 await self._models.refresh()
                 return
             if time.monotonic() > until:
-                raise ServerError(
-                    "Not all workers finished in time: see the workers' logs.",
-                    code="deadline_exceeded",
-                )
+                message = "Not all workers finished in time: see the workers' logs."
+                raise ServerError(message, code="deadline_exceeded")
             await asyncio.sleep(_POLL_S)
 
 
@@ -364,11 +358,8 @@ def _is_loaded(card: AdapterCard | None, source: AdapterSource) -> bool:
     if card is None or card.revision != source.revision:
         return False
     if card.error:
-        raise InvalidRequest(
-            f"A worker cannot load the adapter: {card.error}.",
-            param="lora_path",
-            code="invalid_value",
-        )
+        message = f"A worker cannot load the adapter: {card.error}."
+        raise InvalidRequest(message, param="lora_path", code="invalid_value")
     return True
 
 

@@ -14,9 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.answers import Block, Blocks, WholeAnswer, encode
-from gateway.api.chat import to_logprobs
-from gateway.api.chat.schemas import ChatLogprob
-from gateway.api.embeddings import EmbeddingOptions, EmbeddingRequest, Embeddings, rows_of
+from gateway.api.completions import ChatLogprob, to_logprobs
 from gateway.api.fields import (
     UNSUPPORTED,
     CallName,
@@ -49,6 +47,7 @@ from gateway.api.generation import (
     switch_thinking,
     unquoted,
 )
+from gateway.api.pooling import EmbeddingOptions, EmbeddingRequest, Embeddings, rows_of
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
@@ -327,7 +326,6 @@ def render_error(error: ApiError) -> tuple[int, bytes]:
 
 
 def _without_tag(request: Any) -> Any:
-    """The request without the tag in the model's name."""
     return msgspec.structs.replace(request, model=request.model.removesuffix(_LATEST))
 
 

@@ -78,18 +78,13 @@ def create_openapi(endpoints: Iterable[Endpoint], limits: LimitSettings) -> dict
     schemas["ErrorFields"]["properties"]["code"]["description"] = "\n".join(meanings)
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "vlm-fleet",
-            "description": _DESCRIPTION,
-            "version": package_version(),
-        },
+        "info": {"title": "vlm-fleet", "description": _DESCRIPTION, "version": package_version()},
         "paths": paths,
         "components": {"schemas": schemas},
     }
 
 
 def describe(endpoint: Endpoint, path: str, limits: LimitSettings) -> dict[str, Any]:
-    """The operation object of an endpoint."""
     answers: dict[str, Any] = {}
     if endpoint.answer_type is not None:
         answers["application/json"] = {"schema": _reference(endpoint.answer_type)}

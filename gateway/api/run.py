@@ -141,11 +141,8 @@ def output_of(events: Iterable[CallEvent]) -> Raw:
 def compact(value: Raw, param: str, max_bytes: int) -> Raw:
     """JSON in one line. Raises: InvalidRequest."""
     if len(memoryview(value)) > max_bytes:
-        raise InvalidRequest(
-            f"{param} is too large: send at most {max_bytes} bytes.",
-            param=param,
-            code="task_too_large",
-        )
+        message = f"{param} is too large: send at most {max_bytes} bytes."
+        raise InvalidRequest(message, param=param, code="task_too_large")
     try:
         return Raw(msgspec.json.format(bytes(value), indent=-1))
     except (msgspec.DecodeError, RecursionError):

@@ -515,7 +515,6 @@ class Sessions(Resource):
         return [state if state in ENDED else found[task.id] for task, state in noted]
 
     async def _look(self, tasks: Sequence[TaskRecord]) -> list[TaskState]:
-        """States of the tasks' calls."""
         by_model: dict[str, list[TaskRecord]] = {}
         for task in tasks:
             by_model.setdefault(task.model, []).append(task)
@@ -541,7 +540,6 @@ class Sessions(Resource):
             shown.error = ErrorFields(text, "server_error", None, ErrorCode.DEADLINE_EXCEEDED.value)
 
     async def _wait(self, task: TaskRecord, wait_s: float) -> None:
-        """Wait until a task has ended, at most `wait_s`."""
         until = time.monotonic() + wait_s
         call = await self._follow(task, wait_s)
         try:

@@ -12,8 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.answers import WholeAnswer, find_tokenized
-from gateway.api.chat import translate
-from gateway.api.chat.schemas import ChatCompletionRequest, ChatMessageParam
+from gateway.api.completions import ChatCompletionRequest, ChatMessageParam, translate
 from gateway.api.fields import (
     UNSUPPORTED,
     ModelName,
@@ -30,14 +29,7 @@ from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
-from shared.protocol import (
-    Generate,
-    ModelCard,
-    SamplingParams,
-    TemplateOption,
-    TextPart,
-    Tokenize,
-)
+from shared.protocol import Generate, ModelCard, SamplingParams, TemplateOption, TextPart, Tokenize
 
 
 class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):

@@ -74,7 +74,6 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Start reading the mailbox and enforcing deadlines."""
         for loop in (
             self._read_mailbox,
             self._keep_deadlines,
@@ -102,7 +101,6 @@ class Dispatcher:
         return len(self._routes)
 
     def has_open(self, model: str) -> bool:
-        """Whether a client waits for a choice of the model."""
         return any(call.model == model for call, _ in self._all_routes())
 
     def _all_routes(self) -> Iterator[Route]:
@@ -131,10 +129,7 @@ class Dispatcher:
             if any(not c.is_follower and not c.choices[i].is_finished for c, i in routes):
                 raise DuplicateRequest(f"request {each.id} is open")
         call = OpenCall(
-            calls[0].model,
-            [each.id for each in calls],
-            time.monotonic() + timeout_s,
-            self._forget,
+            calls[0].model, [each.id for each in calls], time.monotonic() + timeout_s, self._forget
         )
         call.tenant = calls[0].tenant
         call.is_resumable = calls[0].is_resumable
@@ -366,13 +361,9 @@ class Dispatcher:
                         await self._look_up(routes[start : start + MAX_LOOKS])
 
     async def _look_up(self, routes: Sequence[Route]) -> None:
-        """Read the logs of requests again, and fail those that no worker runs.
-
-        Raises: QueueUnavailable.
-        """
+        """Read the logs of requests again, and fail those that no worker runs. Raises: QueueUnavailable."""
         results = await asyncio.gather(
-            *(self._look_up_one(call, choice) for call, choice in routes),
-            return_exceptions=True,
+            *(self._look_up_one(call, choice) for call, choice in routes), return_exceptions=True
         )
         unavailable: QueueUnavailable | None = None
         for (call, choice), error in zip(routes, results, strict=True):

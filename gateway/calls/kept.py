@@ -7,6 +7,7 @@ conversation.
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import IO
 
 from msgspec.structs import replace
@@ -26,26 +27,17 @@ _MAX_NAME_CHARS = 64
 _READ_S = 60.0  # in which reading a stored image must begin
 
 
+@dataclass
 class KeptAnswers:
     """Stores answers and images. All methods raise RecordsUnavailable, BlobsUnavailable."""
 
-    def __init__(
-        self,
-        records: RecordStore,
-        blobs: BlobStore,
-        open_blob: Callable[[ImageRef], Awaitable[IO[bytes] | None]],
-        ttl_s: float,
-    ) -> None:
-        self._records = records
-        self._blobs = blobs
-        self._open_blob = open_blob
-        self._ttl_s = ttl_s
+    _records: RecordStore
+    _blobs: BlobStore
+    open: Callable[[ImageRef], Awaitable[IO[bytes] | None]]  #: opens a stored image, if it exists
+    _ttl_s: float
 
     async def put(self, tenant: str, name: str, data: bytes, images: tuple[ImageRef, ...]) -> None:
-        """Store an answer. Beyond the limit, the oldest answers are evicted.
-
-        Does nothing if the time to live is 0.
-        """
+        """Store an answer. Beyond the limit, the oldest answers are evicted. Does nothing if the time to live is 0."""
         if self._ttl_s <= 0:
             return
         await self.hold(name, images, self._ttl_s)
@@ -68,10 +60,6 @@ class KeptAnswers:
     async def locate(self, image: ImageRef) -> ImageRef:
         """The reference to read a stored image by; without a URL, it is read into memory."""
         return await self._blobs.locate(image, _READ_S)
-
-    async def open(self, image: ImageRef) -> IO[bytes] | None:
-        """A stored image; None if it does not exist."""
-        return await self._open_blob(image)
 
     async def _put(self, tenant: str, name: str, record: Record, *, anew: bool = False) -> bool:
         """Store a record and retain its images. Returns whether it was stored."""
@@ -114,12 +102,10 @@ class KeptAnswers:
         return await self._records.get(owner_of(tenant, "records"), name)
 
     async def delete_all(self, tenant: str) -> int:
-        """Delete a tenant's answers and images; returns how many."""
         names = await self._records.names(owner_of(tenant, "records"))
         return sum([await self.delete(tenant, name) for name in names])
 
     async def delete(self, tenant: str, name: str) -> bool:
-        """Delete an answer. Returns whether it existed."""
         record = await self._records.delete(owner_of(tenant, "records"), name)
         if record is not None:
             self._blobs.release(_holder(name), record.images)

@@ -192,7 +192,6 @@ class KeyLimits:
         return quota.max_tenant_requests_per_minute
 
     def to_error(self, refused: QueueRefused, model: str, tenant: str) -> Overloaded:
-        """The error for the client."""
         if not refused.reason.startswith("key_"):
             return self._overloaded(refused.reason)
         if refused.reason == "key_budget" and (key := self._find_key(tenant)) is not None:
@@ -358,7 +357,6 @@ class Refunds:
                 logger.exception("cannot refund answers")
 
     async def refund(self) -> None:
-        """Refund requests that have ended."""
         down: set[str] = set()  # shards
         for reservation in list(self._open):
             shard = shard_of(reservation.request_ids[0])

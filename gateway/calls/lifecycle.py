@@ -540,11 +540,8 @@ class Lifecycle:
             call.model, event.request_id, event.attempt, is_last=not call.is_resumable
         )
         if data is None:
-            raise ServerError(
-                "The result of the request is no longer stored; retry.",
-                code="result_unavailable",
-                retry_after_s=1,
-            )
+            message = "The result of the request is no longer stored; retry."
+            raise ServerError(message, code="result_unavailable", retry_after_s=1)
         return replace(event, data=data, is_stored=False)
 
     async def _send_stream(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:

@@ -326,11 +326,8 @@ class ModelDirectory:
     def check_use(self, tenant: str, name: str) -> None:
         """Raises: Forbidden if the tenant may not use the model."""
         if not self.may_use(tenant, name):
-            raise Forbidden(
-                "This API key may not use this model: GET /v1/models lists allowed models.",
-                param="model",
-                code="model_not_allowed",
-            )
+            message = "This API key may not use this model: GET /v1/models lists allowed models."
+            raise Forbidden(message, param="model", code="model_not_allowed")
 
     def _known(self, name: str, side: str) -> ModelCard | None:
         card = self.cards.get(name) or self.adapters.get(name)
@@ -374,10 +371,7 @@ class ModelDirectory:
         )
 
     async def _look_again(self) -> None:
-        """Refresh once for all concurrent callers.
-
-        Raises: QueueUnavailable, RedisError, OSError.
-        """
+        """Refresh once for all concurrent callers. Raises: QueueUnavailable, RedisError, OSError."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self.refresh(), context=Context())
         await asyncio.shield(self._looking)

@@ -20,14 +20,7 @@ from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.surface import Surface, Totals
 from gateway.http.errors import ApiError, Headers, Overloaded, from_failed
 from gateway.http.exchange import RequestContext, short_hash
-from shared.protocol import (
-    ErrorCode,
-    Failed,
-    Finished,
-    FinishReason,
-    Priority,
-    Tokens,
-)
+from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Priority, Tokens
 from shared.telemetry.metrics import GatewayMetrics, RequestRecord
 from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns, trace_id_of
 
@@ -70,10 +63,7 @@ class StageClock(Struct):
 
 
 class Recorder:
-    """Records one request. `model` is a metrics label and always a known name.
-
-    Units: seconds.
-    """
+    """Records one request. `model` is a metrics label and always a known name. Units: seconds."""
 
     def __init__(self, surface: Surface, context: RequestContext, metrics: GatewayMetrics) -> None:
         self.surface = surface
@@ -105,7 +95,6 @@ class Recorder:
         self.context.trace_parent = self._span.trace_parent
 
     def describe(self, request: Any) -> None:
-        """Add the request's parameters to the span."""
         if self._span is not None:
             numbers = self.surface.describe(request)
             self._span.add(

@@ -86,11 +86,8 @@ def is_resumable(context: RequestContext, plan: Plan) -> bool:
         )
     if key is not None:
         if not _KEY.fullmatch(key):
-            raise InvalidRequest(
-                "Invalid Idempotency-Key: send 1 to 256 visible ASCII characters.",
-                param="Idempotency-Key",
-                code="invalid_value",
-            )
+            message = "Invalid Idempotency-Key: send 1 to 256 visible ASCII characters."
+            raise InvalidRequest(message, param="Idempotency-Key", code="invalid_value")
         context.id = hmac.new(context.tenant.encode(), key, hashlib.sha256).hexdigest()[:32]
     return True
 
@@ -133,11 +130,8 @@ def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
     """The record, if it is of the same request. Raises: InvalidRequest."""
     found = (record.tenant, record.surface, record.fingerprint)
     if found != (wanted.tenant, wanted.surface, wanted.fingerprint):
-        raise InvalidRequest(
-            "This Idempotency-Key belongs to another request: send a new key.",
-            code="idempotency_key_reused",
-            param="Idempotency-Key",
-        )
+        message = "This Idempotency-Key belongs to another request: send a new key."
+        raise InvalidRequest(message, code="idempotency_key_reused", param="Idempotency-Key")
     return record
 
 
@@ -379,10 +373,7 @@ class Resume:
         raise unavailable()
 
     async def _follow(self, call_id: str, model: str) -> OpenCall:
-        """The events of a request from its log. Closing the call does not cancel it.
-
-        Raises: QueueUnavailable.
-        """
+        """The events of a request from its log. Closing the call does not cancel it. Raises: QueueUnavailable."""
         call = await self.dispatcher.follow(
             model,
             call_id,

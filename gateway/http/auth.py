@@ -51,8 +51,6 @@ class StoredKey(Protocol):
 
 
 class StoredKeys(Protocol):
-    """Finds stored keys."""
-
     async def find(self, key: bytes) -> StoredKey | None: ...
 
     def is_active(self, tenant: str, guest: str = "") -> bool: ...
@@ -122,10 +120,8 @@ class KeyRing:
         if not keys:  # Anthropic's clients send this header
             keys = [value for name, value in headers if name == b"x-api-key"]
         if not keys:
-            raise AuthenticationError(
-                "You did not provide an API key. Send it as `Authorization: Bearer KEY`.",
-                code="invalid_api_key",
-            )
+            message = "You did not provide an API key. Send it as `Authorization: Bearer KEY`."
+            raise AuthenticationError(message, code="invalid_api_key")
         if len(keys) == 1:
             if (salt := self._find(keys[0])) is not None:
                 return salt, salt in self._roles[role]

@@ -18,10 +18,9 @@ from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive
 
-from gateway.http.body import JSON, Admission, HeldBody, JsonBody, locate, read_body
+from gateway.http.body import JSON, Admission, HeldBody, JsonBody, Unsupported, locate, read_body
 from gateway.http.errors import ApiError, ClientGone, ErrorBody
 from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
-from gateway.http.unknown_fields import Unsupported
 from shared.settings.limits import LimitSettings
 
 Serve = Callable[[Exchange], Awaitable[None]]
@@ -95,8 +94,6 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class OperationServices:
-    """Dependencies of operations."""
-
     admission: Admission
     limits: LimitSettings
     body_timeout_s: float
@@ -110,8 +107,6 @@ def owner_of(tenant: str, kind: str = "search") -> str:
 
 
 class Caller(Struct, frozen=True):
-    """One request of an operation."""
-
     context: RequestContext
     held: HeldBody
     #: A body that is not JSON.
@@ -163,8 +158,6 @@ def operation(method: str, path: str, **attributes: Any) -> Callable[[H], H]:
 
 
 class Operation(Endpoint):
-    """One operation of a resource."""
-
     def __init__(
         self,
         resource: Resource,

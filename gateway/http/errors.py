@@ -1,10 +1,10 @@
 """Errors in OpenAI's format, `{"error": {message, type, param, code}}`, and their status.
 
     ApiError
--- InvalidRequest       400, and 413, 415 ...   for the client to fix; never retried
--- AuthenticationError  401
--- NotFound             404, 405
--- Overloaded           503, retry-after        retry later
+    |-- InvalidRequest       400, and 413, 415 ...   for the client to fix; never retried
+    |-- AuthenticationError  401
+    |-- NotFound             404, 405
+    |-- Overloaded           503, retry-after        retry later
     `-- ServerError          500, 503, 504           failures of workers and the gateway
 
 Messages are short fixed texts with numbers, without input, addresses, paths or tracebacks.
@@ -135,10 +135,7 @@ class NotFound(ApiError):
 
 
 class Overloaded(ApiError):
-    """The queue is full, the gateway is stopping, or Redis is unreachable.
-
-    `reason` is a label of the metrics.
-    """
+    """The queue is full, the gateway is stopping, or Redis is unreachable. `reason` is a label of the metrics."""
 
     status = 503
     type = "server_error"
@@ -165,7 +162,6 @@ class ServerError(ApiError):
 
 
 def from_failed(event: Failed) -> ApiError:
-    """The error for a worker's terminal event."""
     status, _ = ERROR_CODES[event.code.value]
     error = ServerError if status >= 500 else InvalidRequest
     may_pass = status == 503 or event.code is ErrorCode.ADAPTER_UNAVAILABLE
@@ -178,17 +174,13 @@ def from_failed(event: Failed) -> ApiError:
 
 
 def method_not_allowed(methods: Collection[str]) -> NotFound:
-    """The error for a method that a path does not have."""
     error = NotFound(f"Method Not Allowed: send {', '.join(methods)}.", code="method_not_allowed")
     error.allow = ", ".join(methods)
     return error
 
 
 def unknown_path(path: str, known: Collection[str]) -> ApiError:
-    """The error for an unknown path, with the closest known one.
-
-    The client's path is not echoed.
-    """
+    """The error for an unknown path, with the closest known one. The client's path is not echoed."""
     near = sorted(own for own in known if path in (own.removeprefix("/v1"), "/v1" + own, own + "/"))
     if near:
         message = f"Not Found: this server serves {near[0]}; check that the base URL has /v1 once."
@@ -215,7 +207,6 @@ def unavailable(
 
 
 def record_unreadable() -> ApiError:
-    """The error for a deployment whose record this gateway cannot read."""
     return ServerError(
         "A newer version of vlm-fleet wrote the record of this deployment: update this gateway, "
         "whose log names the field that it cannot read.",
@@ -224,7 +215,6 @@ def record_unreadable() -> ApiError:
 
 
 def store_unavailable() -> ApiError:
-    """The error while the store of packages does not answer."""
     return ServerError(
         "The store of packages does not answer; the gateway's log says why.",
         code="store_unavailable",

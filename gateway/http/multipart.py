@@ -65,7 +65,6 @@ class FormReader:
             part.file.close()
 
     def feed(self, piece: bytes) -> None:
-        """Read the next bytes of the body."""
         self._unread += piece
         while (end := self._unread.find(self._delimiter)) >= 0:
             self._write(self._unread[:end])
@@ -122,7 +121,6 @@ def _boundary(content_type: bytes) -> bytes:
 
 
 def _names(head: bytes) -> tuple[str, str | None]:
-    """The name and file name of a part."""
     if not head.startswith(b"\r\n"):
         raise _invalid()
     headers = Message()

@@ -17,13 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.auth import KeyRing, WrongKey, WrongKeys
 from gateway.http.endpoint import Endpoint, Serve
-from gateway.http.errors import (
-    Forbidden,
-    Render,
-    method_not_allowed,
-    to_api_error,
-    unknown_path,
-)
+from gateway.http.errors import Forbidden, Render, method_not_allowed, to_api_error, unknown_path
 from gateway.http.exchange import Exchange, RequestContext, short_hash
 from shared.telemetry.logs import request_id
 from shared.telemetry.metrics import CLIENT_GONE, GatewayMetrics
@@ -195,7 +189,6 @@ class Router:
 def _choose(
     route: Route | None, path: str, method: str, known: Collection[str]
 ) -> tuple[Endpoint, Serve]:
-    """The endpoint of a method. Raises: NotFound."""
     if route is None or path in _NOT_SERVED:
         raise unknown_path(path, known)
     found = route.endpoints.get("GET" if method == "HEAD" else method)

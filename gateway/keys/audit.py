@@ -34,11 +34,7 @@ class AuditLog(RedisStore):
     """Writes entries to the package store, if there is one, and then to Redis. The package store keeps all entries."""
 
     def __init__(
-        self,
-        redis: Redis,
-        prefix: str,
-        durable: PackageStore | None,
-        name_of: Callable[[str], str],
+        self, redis: Redis, prefix: str, durable: PackageStore | None, name_of: Callable[[str], str]
     ) -> None:
         """`name_of`: returns the name of a tenant's key."""
         super().__init__(redis, prefix)

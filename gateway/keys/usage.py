@@ -149,7 +149,6 @@ def _day_of(path: str) -> date:
 
 
 def _costs(all_: Iterable[dict[str, int]]) -> dict[str, int]:
-    """The sums of costs by tenant."""
     costs: dict[str, int] = {}
     for sums in all_:
         for name, amount in sums.items():
@@ -170,7 +169,6 @@ def _join(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
 
 
 def _split(path: str, sums: dict[str, int]) -> Iterable[Used]:
-    """The sums of a day by tenant and model."""
     day, found = _day_of(path), {}
     for name, amount in sums.items():
         if name:

@@ -61,8 +61,6 @@ Encoded = TypeVar("Encoded", str, bytes)
 
 
 class ImageHeader(Struct, frozen=True):
-    """Properties of an image file."""
-
     media_type: str
     width: int
     height: int
@@ -331,9 +329,7 @@ class ImageLoader:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="image")
 
     async def load_all(
-        self,
-        sources: Sequence[ImageSource],
-        reserve: Callable[[int], None],
+        self, sources: Sequence[ImageSource], reserve: Callable[[int], None]
     ) -> list[LoadedImage]:
         """Load images in order. `reserve` is called with a number of fetched bytes before they are stored.
 
@@ -386,10 +382,8 @@ class ImageLoader:
     async def _fetch(self, source: ImageSource, reserve: Callable[[int], None]) -> IO[bytes]:
         url = source.url
         if not url[:8].lower().startswith(("http://", "https://")):
-            raise ImageRefused(
-                "Unknown URL: send a data: URL in base64, or an http(s) URL.",
-                code="invalid_image_url",
-            )
+            message = "Unknown URL: send a data: URL in base64, or an http(s) URL."
+            raise ImageRefused(message, code="invalid_image_url")
         if self.fetcher is None:
             raise ImageRefused(
                 "Remote URLs are disabled: send a data: URL "
@@ -411,10 +405,8 @@ class ImageLoader:
         head = url[:comma].lower()
         if comma < 0 or not head.endswith(";base64"):
             example = MEDIA[source.kind].media_type
-            raise ImageRefused(
-                f"The data: URL is not base64: send data:{example};base64,...",
-                code="invalid_image_url",
-            )
+            message = f"The data: URL is not base64: send data:{example};base64,..."
+            raise ImageRefused(message, code="invalid_image_url")
         self._check_bytes((len(url) - comma - 1) // 4 * 3 - 2, source.kind)
         if source.video is not None and head == f"data:{FRAMES_TYPE};base64":
             return self._from_frames(url[comma + 1 :].split(","), source.video)

@@ -20,14 +20,12 @@ export class ApiError extends Error {
 
 /** The models of `/v1/models`. Throws ApiError. */
 export async function listModels() {
-  const response = await call("v1/models");
-  return (await response.json()).data;
+  return (await read("v1/models")).data;
 }
 
 /** The deployments of `/v1/applications`. Throws ApiError. */
 export async function listApplications() {
-  const response = await call("v1/applications");
-  return (await response.json()).data;
+  return (await read("v1/applications")).data;
 }
 
 /** A JSON answer. Throws ApiError. */
@@ -53,11 +51,6 @@ export async function revokeKey(name) {
 /** Tokenize messages: `{count, max_model_len, frames}`. Throws ApiError. */
 export async function countTokens(body) {
   return (await post("tokenize", body)).json();
-}
-
-/** The OpenAPI document. Throws ApiError. */
-export async function readDocument() {
-  return (await call("openapi.json")).json();
 }
 
 /** A normalized vector for each input, in order. Throws ApiError, or AbortError when `signal` is aborted. */

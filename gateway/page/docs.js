@@ -1,6 +1,6 @@
 // The API reference: every operation and schema of the gateway's OpenAPI document.
 
-import { ApiError, readDocument } from "./api.js";
+import { ApiError, read } from "./api.js";
 import { element } from "./elements.js";
 import { askForKey } from "./key_dialog.js";
 
@@ -13,7 +13,7 @@ const find = (selector) => document.querySelector(selector);
 async function start() {
   for (;;) {
     try {
-      return show(await readDocument());
+      return show(await read("openapi.json"));
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (error.status !== 401) {

@@ -1,12 +1,10 @@
 """The state of deployments and nodes in Redis; it can be restored from the package store."""
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
-from redis.asyncio import Redis
 
 from shared.packages.rollout import App, LogLine, NodeRecord
 from shared.protocol import encode
@@ -28,41 +26,33 @@ DRAIN_TTL_S = 60.0
 MAX_LOG_LINES = 1000
 LOG_TTL_S = 24 * 3600.0
 
-logger = logging.getLogger(__name__)
-
 _apps = msgspec.json.Decoder(App)
 _nodes = msgspec.json.Decoder(NodeRecord)
 _lines = msgspec.json.Decoder(LogLine)
 
 
+def _to_app(value: bytes) -> App:
+    version, _, record = value.partition(b" ")
+    return replace(_apps.decode(record), version=int(version))
+
+
 class DeploymentState(RedisStore):
     """Records of deployments, slot claims and nodes. All methods raise RedisError."""
 
-    def __init__(self, redis: Redis, prefix: str) -> None:
-        super().__init__(redis, prefix)
-        #: Names of deployments whose records the last call of `apps` could not decode.
-        self.unreadable: frozenset[str] = frozenset()
+    #: Names of deployments whose records the last call of `apps` could not decode.
+    unreadable: frozenset[str] = frozenset()
 
     async def apps(self) -> dict[str, App]:
         """All deployments by name. Records that this release cannot decode are left out."""
         found = await self._ask("HGETALL", self._keys.apps)
-        apps: dict[str, App] = {}
-        unreadable: set[str] = set()
-        for key, value in zip(found[::2], found[1::2], strict=True):
-            name = key.decode(errors="replace")
-            version, _, record = value.partition(b" ")
-            try:
-                apps[name] = replace(_apps.decode(record), version=int(version))
-            except (msgspec.MsgspecError, ValueError) as error:
-                unreadable.add(name)
-                if name not in self.unreadable:
-                    logger.error(
-                        "cannot decode the record of deployment %r, written by a newer version: %s",
-                        name,
-                        error,
-                    )
-        self.unreadable = frozenset(unreadable)
-        return apps
+        records = {
+            k.decode(errors="replace"): v for k, v in zip(found[::2], found[1::2], strict=True)
+        }
+        apps = {
+            name: self._decode(f"deployment {name!r}", v, _to_app) for name, v in records.items()
+        }
+        self.unreadable = frozenset(name for name, app in apps.items() if app is None)
+        return {name: app for name, app in apps.items() if app is not None}
 
     async def put(self, before: App | None, after: App) -> App | None:
         """Replace a record by compare-and-set. Returns the new record, or None if `before` is outdated."""
@@ -102,9 +92,8 @@ class DeploymentState(RedisStore):
         await self._sender.execute(*command)
 
     async def withdraw(self, node_id: str) -> None:
-        for key in (self._keys.node(node_id), self._keys.node_drain(node_id)):
-            await self._sender.execute("DEL", key)
-        await self._sender.execute("SREM", self._keys.nodes, node_id)
+        keys = (self._keys.node(node_id), self._keys.node_drain(node_id))
+        await self._withdraw(self._keys.nodes, node_id, *keys)
 
     async def drain(self, node_id: str) -> None:
         """Tell a node to drain its instances and end."""
@@ -138,25 +127,10 @@ class DeploymentState(RedisStore):
         return [_lines.decode(line) for line in found]
 
     async def nodes(self) -> dict[str, NodeRecord]:
-        """The nodes with a record, by id."""
-        names = await self._ask("SMEMBERS", self._keys.nodes)
-        keys = [self._keys.node(name.decode(errors="replace")) for name in names]
-        values = await self._ask("MGET", *keys) if keys else []
-        gone = [name for name, value in zip(names, values, strict=True) if value is None]
-        if gone:
-            await self._sender.execute("SREM", self._keys.nodes, *gone)
-        return {record.id: record for record in _readable(values)}
+        nodes = await self._members(self._keys.nodes, self._keys.node, _nodes.decode)
+        return {node.id: node for node in nodes}
 
     async def now(self) -> float:
         """Redis's clock, in epoch seconds."""
         seconds, microseconds = await self._ask("TIME")
         return int(seconds) + int(microseconds) / 1e6
-
-
-def _readable(values: Iterable[bytes | None]) -> Iterable[NodeRecord]:
-    for value in values:
-        try:
-            if value is not None:
-                yield _nodes.decode(value)
-        except msgspec.MsgspecError as error:
-            logger.error("cannot decode the record of a node, leaving it out: %s", error)

@@ -123,7 +123,6 @@ def config_bytes(manifest: Manifest) -> bytes:
 
 
 def config_digest(manifest: Manifest) -> str:
-    """The digest of `config_bytes`."""
     return digest_of(config_bytes(manifest))
 
 

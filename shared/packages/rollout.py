@@ -309,11 +309,7 @@ def take_back(app: App, back: Generation, now: float) -> App:
 
 
 def find_claimable(
-    app: App,
-    node: NodeRecord,
-    free: Resources,
-    now: float,
-    others: Collection[NodeRecord] = (),
+    app: App, node: NodeRecord, free: Resources, now: float, others: Collection[NodeRecord] = ()
 ) -> list[Slot]:
     """Wanted slots that fit on the node and that no node has reported."""
     if node.is_stopping:

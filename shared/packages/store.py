@@ -121,9 +121,8 @@ def place(move: Callable[[Path, Path], None], path: Path, target: Path) -> None:
     """
     for _ in range(_MOVES):
         with suppress(FileNotFoundError):
-            with suppress(
-                FileExistsError
-            ):  # also raised for a folder that is removed while mkdir checks it
+            # Also raised for a folder that is removed while mkdir checks it.
+            with suppress(FileExistsError):
                 target.parent.mkdir(parents=True, exist_ok=True)
             move(path, target)
             break

@@ -84,7 +84,6 @@ class QueueEntries:
         await self.take(0, age_s)
 
     async def count_backlog(self) -> None:
-        """Update `num_backlog`. Raises: RedisError."""
         self.num_backlog = await self._sender.execute_soon("XLEN", self._batch_keys[1])
 
     async def keep_wakeups(self) -> None:

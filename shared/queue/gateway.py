@@ -122,7 +122,6 @@ class RedisGatewayQueue(RedisStore):
         return await self._sender.run(FORGET_LOST, keys, arguments) > 0
 
     def _to_script(self, calls: Submission) -> tuple[list[str], tuple[bytes, ...]]:
-        """Keys and arguments of the submit script."""
         choices, reservation = calls.choices, calls.reservation
         first, quota = choices[0], None
         raw, optional = [choice.payload for choice in choices], {}
@@ -371,7 +370,6 @@ class RedisGatewayQueue(RedisStore):
 
 
 def to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> RequestState:
-    """The state of a call, from its fields in Redis."""
     name = state.decode()
     after_s = AFTER_DEADLINE_S if name in ("queued", "running") else 0.0
     return RequestState(name, attempt, num_tokens, ttl_ms / 1000 - after_s)
@@ -393,13 +391,11 @@ def _charge_arguments(
 
 
 def _quota_keys(keys: RedisKeys, reservation: Reservation) -> list[str]:
-    """The keys of a reservation, for the submit script."""
     model = reservation.model
     return [keys.reservations(model), keys.usage(model), keys.rates(model, reservation.tenant)]
 
 
 def _quota_arguments(reservation: Reservation) -> dict[str, Any]:
-    """The arguments of a reservation, for the submit script."""
     limits = reservation.limits
     return {
         "tenant": reservation.tenant,
@@ -560,7 +556,6 @@ class RedisMailbox:
         self._report_gap(self._models[key])
 
     async def close(self) -> None:
-        """Stop renewing, delete the mailboxes and disconnect."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait([self._renewing])

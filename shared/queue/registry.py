@@ -5,20 +5,14 @@ restart.
 """
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterable
-from typing import Literal, TypeVar
+from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
-from redis.asyncio import Redis
 
 from shared.protocol import PROTOCOL_VERSION, ModelCard, Report, decode_card, encode
 from shared.queue.keys import MODEL_TTL_S, RedisStore, to_ms
 from shared.redis.client import with_ttl
-
-logger = logging.getLogger(__name__)
-
-Member = TypeVar("Member")
 
 
 class WorkerRecord(Report, frozen=True, omit_defaults=True):
@@ -68,11 +62,6 @@ def decode_record(data: bytes) -> WorkerRecord:
 class Registry(RedisStore):
     """The registered workers and models. All methods raise RedisError."""
 
-    def __init__(self, redis: Redis, prefix: str) -> None:
-        super().__init__(redis, prefix)
-        #: Keys whose invalid values were logged already.
-        self._unreadable: set[str] = set()
-
     async def announce(self, record: WorkerRecord, ttl_s: float) -> None:
         keys, name, ttl_ms = self._keys, record.card.name, to_ms(MODEL_TTL_S)
         add_worker = with_ttl(keys.workers, ttl_ms, "SADD", keys.workers, record.worker_id)
@@ -88,12 +77,10 @@ class Registry(RedisStore):
         )
 
     async def withdraw(self, worker_id: str) -> None:
-        await self._sender.execute("DEL", self._keys.worker(worker_id))
-        await self._sender.execute("SREM", self._keys.workers, worker_id)
+        await self._withdraw(self._keys.workers, worker_id, self._keys.worker(worker_id))
 
     async def forget(self, model: str) -> None:
-        await self._sender.execute("DEL", self._keys.model(model))
-        await self._sender.execute("SREM", self._keys.models, model)
+        await self._withdraw(self._keys.models, model, self._keys.model(model))
 
     async def workers(self) -> list[WorkerRecord]:
         return await self._members(self._keys.workers, self._keys.worker, decode_record)
@@ -132,38 +119,7 @@ class Registry(RedisStore):
         await self._sender.execute(*with_ttl(key, ttl_ms, "HSET", key, name, encode(source)))
 
     async def keep_adapters(self, model: str) -> None:
-        """Renew the list of adapters."""
         await self._sender.execute("PEXPIRE", self._keys.adapters(model), to_ms(MODEL_TTL_S))
 
     async def remove_adapter(self, model: str, name: str) -> None:
         await self._sender.execute("HDEL", self._keys.adapters(model), name)
-
-    async def _members(
-        self, index: str, key_of: Callable[[str], str], decode: Callable[[bytes], Member]
-    ) -> list[Member]:
-        """The values of a set's members. Members whose value has expired are removed from the set."""
-        names = await self._ask("SMEMBERS", index)
-        if not names:
-            return []
-        keys = [key_of(name.decode(errors="replace")) for name in names]
-        values = await self._ask("MGET", *keys)
-        gone = [name for name, value in zip(names, values, strict=True) if value is None]
-        if gone:
-            await self._sender.execute("SREM", index, *gone)
-        return [
-            member
-            for key, value in zip(keys, values, strict=True)
-            if value is not None and (member := self._decode(key, value, decode)) is not None
-        ]
-
-    def _decode(self, key: str, value: bytes, decode: Callable[[bytes], Member]) -> Member | None:
-        """The decoded value; None, and an error in the log, if it is invalid."""
-        try:
-            member = decode(value)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            if key not in self._unreadable:
-                logger.error("cannot read %s, skipping it: %s", key, error)
-                self._unreadable.add(key)
-            return None
-        self._unreadable.discard(key)
-        return member

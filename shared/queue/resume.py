@@ -24,7 +24,6 @@ class ResumableCalls(RedisStore):
 
     @redis_errors_as(QueueUnavailable)
     async def recall(self, request_id: str) -> bytes | None:
-        """The record of a request; None if there is none."""
         return await self._ask("GET", self._keys.stream(request_id))
 
     @redis_errors_as(QueueUnavailable)

@@ -128,7 +128,6 @@ class _Wire(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether commands can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -285,7 +284,6 @@ class RedisLink:
         return True
 
     async def execute(self, *command: Part) -> Any:
-        """One command. Raises: RedisError."""
         [reply] = await self.exchange([command])
         if isinstance(reply, Exception):
             raise reply
@@ -368,7 +366,6 @@ class RedisSender:
         self._connecting: asyncio.Task[None] | None = None
 
     async def execute(self, *command: Part) -> Any:
-        """One command. Raises: RedisError."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._waiting.append(_Call(command, future, loop.time()))
@@ -490,15 +487,13 @@ def create_redis(settings: RedisSettings, *, blocking: bool = False) -> Redis:
     return redis
 
 
-async def retry_idempotent(
-    call: Callable[[], Awaitable[Result]], *, attempts: int = 3, longest_pause_s: float = 0.5
-) -> Result:
-    """Retry an idempotent call. Raises: RedisError of the last try."""
-    for attempt in range(attempts - 1):
+async def retry_idempotent(call: Callable[[], Awaitable[Result]]) -> Result:
+    """Retry an idempotent call twice. Raises: RedisError of the last try."""
+    for longest_pause_s in (0.02, 0.04):
         try:
             return await call()
         except TRANSIENT:
-            await asyncio.sleep(random.random() * min(longest_pause_s, 0.02 * 2**attempt))
+            await asyncio.sleep(random.random() * longest_pause_s)
     return await call()
 
 

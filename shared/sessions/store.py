@@ -187,7 +187,6 @@ class SessionStore(RedisStore):
 
     @redis_errors_as(QueueUnavailable)
     async def forget(self, session: Session) -> None:
-        """Delete a session with the records of its tasks."""
         await self.close_session(session)
         for key in self._task_keys(session.id):
             await self._ask("DEL", key)

@@ -9,7 +9,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -70,9 +71,34 @@ Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_items)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_items)]
 
 
-def _is_name(name: str) -> bool:
-    """Whether a model may have this name, which appears in headers and logs."""
-    return bool(name.strip()) and name.isprintable()
+def _check(is_valid: Callable[[Any], bool], problem: str) -> AfterValidator:
+    """Refuse values that are not valid. `problem` says what to write instead."""
+
+    def check(value: Any) -> Any:
+        if not is_valid(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
+
+
+def _are_names(models: Mapping[str, str]) -> bool:
+    """Whether models may have these names, which appear in headers and logs."""
+    return all(name.strip() and name.isprintable() for pair in models.items() for name in pair)
+
+
+def _is_network(text: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_network(text))
+    return False
+
+
+def _is_search_url(url: str) -> bool:
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        place = parts.path if parts.scheme == "unix" else parts.hostname and parts.port
+        return not url or bool(parts.scheme in ("unix", "http") and place)
+    return False
 
 
 class ModelDefaults(Group):
@@ -151,10 +177,23 @@ class GatewaySettings(Group):
     oidc: OidcSettings = OidcSettings()
     allow_open: bool = False
     """Serve without API keys on addresses other than loopback."""
-    hosts: Names = ()
+    hosts: Annotated[
+        Names,
+        AfterValidator(lambda hosts: tuple(map(str.lower, hosts))),
+        _check(
+            lambda hosts: all(":" not in host and _HOST.fullmatch(host) for host in hosts),
+            "name hosts without a port, such as `models.lan`",
+        ),
+    ] = ()
     """Without API keys: names by which clients may call the gateway, comma separated, such as `models.lan`.
     `localhost` and IP addresses are always allowed."""
-    trusted_proxies: Names = ()
+    trusted_proxies: Annotated[
+        Names,
+        _check(
+            lambda proxies: all(map(_is_network, proxies)),
+            "name addresses or networks, such as `10.0.0.7` or `10.0.0.0/24`",
+        ),
+    ] = ()
     """Addresses or networks of reverse proxies, comma separated, whose `X-Forwarded-For` names the client."""
     request_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """Deadline of a request, from its acceptance to its last token."""
@@ -171,11 +210,23 @@ class GatewaySettings(Group):
     az:// BUCKET/PREFIX; empty: batches are disabled, except in `vlm serve`, which uses its data directory."""
     drain_s: float = Field(default=30.0, ge=0)
     """Time to finish open requests after SIGTERM."""
-    remote_images: Names = ()
+    remote_images: Annotated[
+        Names,
+        _check(
+            lambda hosts: all(map(_HOST.fullmatch, hosts)),
+            "name hosts, such as `images.example.com` or `images.example.com:8443`, or `any-public`",
+        ),
+    ] = ()
     """Hosts from which images are fetched, comma separated: `host` (ports 80 and 443), `host:port` or
     `any-public`. Empty: no images are fetched."""
 
-    aliases: Json[str] = Field(default={})
+    aliases: Annotated[
+        Json[str],
+        _check(
+            lambda names: _are_names(names) and names.keys().isdisjoint(names.values()),
+            "name for each alias a model that is not an alias, and leave no name empty",
+        ),
+    ] = Field(default={})
     """Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`."""
     model_defaults: Json[ModelDefaults] = Field(default={})
     """Sampling fields that requests to a model may leave out, as JSON, such as `{"qwen2.5-vl":
@@ -184,7 +235,13 @@ class GatewaySettings(Group):
     """Dollars for a million tokens, and for an image, by patterns of model names, as JSON, such as
     `{"qwen*": {"input": 0.3, "cached_input": 0.1, "output": 1.2, "image": 0.001}}`. The first match
     counts."""
-    fallbacks: Json[str] = Field(default={})
+    fallbacks: Annotated[
+        Json[str],
+        _check(
+            lambda names: _are_names(names) and all(n != other for n, other in names.items()),
+            "name for each model another one, and leave no name empty",
+        ),
+    ] = Field(default={})
     """Models that answer while another one's queue is full or it has no worker, as JSON, such as
     `{"qwen2.5-vl": "smolvlm2"}`. Empty: none."""
     hooks: Names = ()
@@ -196,73 +253,15 @@ class GatewaySettings(Group):
     """If a hook fails or takes too long: `closed` answers 503, `open` continues without the hook."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """Unknown fields of a request: `ignore` and list them in `x-vlm-ignored`, or `refuse` with a 400."""
-    cors_origins: Names = ()
+    cors_origins: Annotated[
+        Names,
+        _check(
+            lambda origins: all(o == "*" or _ORIGIN.fullmatch(o) for o in origins),
+            "name origins, such as `https://app.example.com` or `http://localhost:3000`, or `*`",
+        ),
+    ] = ()
     """Origins whose web pages may call the APIs, comma separated, such as `https://app.example.com`, or `*`.
     Empty: only the gateway's own pages."""
-
-    @field_validator("aliases")
-    @classmethod
-    def check_aliases(cls, aliases: dict[str, str]) -> dict[str, str]:
-        """Accept names of models that are not aliases themselves. Raises: ValueError."""
-        if any(
-            target in aliases or not (_is_name(n) and _is_name(target))
-            for n, target in aliases.items()
-        ):
-            raise ValueError(
-                "name for each alias a model that is not an alias, and leave no name empty"
-            )
-        return aliases
-
-    @field_validator("fallbacks")
-    @classmethod
-    def check_fallbacks(cls, fallbacks: dict[str, str]) -> dict[str, str]:
-        if any(
-            n == other or not (_is_name(n) and _is_name(other)) for n, other in fallbacks.items()
-        ):
-            raise ValueError("name for each model another one, and leave no name empty")
-        return fallbacks
-
-    @field_validator("hosts")
-    @classmethod
-    def check_names(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        """Accept names without ports. Raises: ValueError."""
-        hosts = tuple(host.lower() for host in hosts)
-        if any(":" in host or not _HOST.fullmatch(host) for host in hosts):
-            raise ValueError("name hosts without a port, such as `models.lan`")
-        return hosts
-
-    @field_validator("trusted_proxies")
-    @classmethod
-    def check_proxies(cls, proxies: tuple[str, ...]) -> tuple[str, ...]:
-        """Accept addresses and networks. Raises: ValueError."""
-        for proxy in proxies:
-            try:
-                ipaddress.ip_network(proxy)
-            except ValueError:
-                raise ValueError(
-                    "name addresses or networks, such as `10.0.0.7` or `10.0.0.0/24`"
-                ) from None
-        return proxies
-
-    @field_validator("remote_images")
-    @classmethod
-    def check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        """Accept `host` and `host:port`, but no URLs or wildcards. Raises: ValueError."""
-        if any(not _HOST.fullmatch(host) for host in hosts):
-            raise ValueError(
-                "name hosts, such as `images.example.com` or `images.example.com:8443`, or `any-public`"
-            )
-        return hosts
-
-    @field_validator("cors_origins")
-    @classmethod
-    def check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        """Accept origins in the form of browsers. Raises: ValueError."""
-        if any(origin != "*" and not _ORIGIN.fullmatch(origin) for origin in origins):
-            raise ValueError(
-                "name origins, such as `https://app.example.com` or `http://localhost:3000`, or `*`"
-            )
-        return origins
 
 
 class WorkerSettings(Group):
@@ -384,7 +383,7 @@ class BlobSettings(Group):
 class SearchSettings(Group):
     """Vector stores: the search process, and its address for gateways."""
 
-    url: str = ""
+    url: Annotated[str, _check(_is_search_url, "write unix:///PATH or http://HOST:PORT")] = ""
     """Address of the search process: unix:///PATH or http://HOST:PORT; empty: no vector stores."""
     token: SecretStr = SecretStr("")
     """Token that gateways send to the search process; required if other machines can reach it."""
@@ -397,20 +396,6 @@ class SearchSettings(Group):
     """Directories of `vlm embed`, comma separated: read-only stores for every key."""
     default_store: str = ""
     """Id or name of the store that `POST /similar` searches."""
-
-    @field_validator("url")
-    @classmethod
-    def check_url(cls, url: str) -> str:
-        """Raises: ValueError."""
-        try:
-            parts = urlsplit(url)
-            place = parts.path if parts.scheme == "unix" else parts.hostname and parts.port
-            is_good = parts.scheme in ("unix", "http") and place
-        except ValueError:
-            is_good = False
-        if url and not is_good:
-            raise ValueError("write unix:///PATH or http://HOST:PORT")
-        return url
 
 
 class DeploySettings(Group):

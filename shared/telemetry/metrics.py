@@ -441,7 +441,6 @@ class _ModelMetrics:
         self.generation = metrics.counters["vlm_generation_tokens_total"].labels(model)
 
     def record(self, record: RequestRecord) -> None:
-        """Count a request that has finished."""
         for stage, seconds in record.stages.items():
             self.stages[stage].observe(seconds)
         self.waits[record.priority].observe(record.stages["queue"])

@@ -33,11 +33,10 @@ def epoch_ns(elapsed_s: float) -> int:
     return time.time_ns() - round(elapsed_s * NS)  # noqa: TID251
 
 
-def lay_out(
-    durations: Sequence[tuple[str, float, Attributes]], begin_s: float = 0.0
-) -> list[Stage]:
+def lay_out(durations: Sequence[tuple[str, float, Attributes]]) -> list[Stage]:
     """Consecutive stages, without empty ones."""
     stages: list[Stage] = []
+    begin_s = 0.0
     for name, duration_s, attributes in durations:
         if duration_s > 0:
             stages.append(Stage(name, begin_s, duration_s, attributes))

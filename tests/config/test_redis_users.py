@@ -302,7 +302,8 @@ CALLED = {
     ),
     "worker": (
         *(RedisWorkerQueue, QueueEntries, Publisher, ClaimScript, RedisBlobStore.get),
-        *(Registry.announce, Registry.withdraw, Registry.adapters, Registry.keep_adapters),
+        *(Registry.announce, Registry.withdraw, Registry._withdraw),
+        *(Registry.adapters, Registry.keep_adapters),
     ),
 }
 CALLED["node"] = (

@@ -14,11 +14,13 @@ import vlm
 from loadtest.fleet import ROOT
 from loadtest.record import Objective, Order, Plan, Target, Workload
 from loadtest.result import Result, Sight, by_kind, counted
-from loadtest.run import LoadTestError, Wanted, drive, run
+from loadtest.run import LoadTestError, drive, run
 from loadtest.scenarios import PROFILES
 from tests.loadtest.factories import load_result, record, result
 from tests.loadtest.fake_server import FakeServer, stream
 from tests.rounds import in_one_round
+
+NOTHING = Order(target=Target(url="", model=""), workload=Workload(), plan=Plan())
 
 
 def load(fake: FakeServer, *arguments: str) -> Done:
@@ -119,18 +121,16 @@ def test_wrong_and_broken_answers_are_failures(fake):
 )
 def test_failures_above_the_limit_fail_the_run(monkeypatch, num_failed, limit, code):
     records = [record(error="x" * (number < num_failed)) for number in range(10)]
-    monkeypatch.setattr("loadtest.run.make_load", lambda wanted: result(records))
-    wanted = Wanted("", "mock", "", "", 1.0, Workload(), Plan(), Objective())
-    assert run(wanted, limit) == code
+    monkeypatch.setattr("loadtest.run.make_load", lambda *wanted: result(records))
+    assert run(NOTHING, Objective(), limit) == code
 
 
 @pytest.mark.parametrize(("ratio", "warns"), [(0.5, False), (0.95, True)])
 def test_client_that_has_no_time_left_says_so(monkeypatch, capsys, ratio, warns):
     made = result([record()])
     made.client_core_ratio = ratio
-    monkeypatch.setattr("loadtest.run.make_load", lambda wanted: made)
-    wanted = Wanted("", "mock", "", "", 1.0, Workload(), Plan(), Objective())
-    assert run(wanted, 0.0) == 0
+    monkeypatch.setattr("loadtest.run.make_load", lambda *wanted: made)
+    assert run(NOTHING, Objective(), 0.0) == 0
     assert ("it may be the bottleneck" in capsys.readouterr().err) == warns
 
 

@@ -23,7 +23,7 @@ NOT_OURS = {"triton", "vllm"}
 #: What an installation without extras runs.
 PROGRAMS = (
     "vlm", "vlm_app", "gateway.main", "worker.main", "worker.node.serve", "worker.node.agent", "worker.node.ray_workers",
-    "deploy.commands", "deploy.sessions", "engines.mock.engine", "engines.mock_pooling.engine", "engines.application.engine",
+    "deploy.commands", "engines.mock.engine", "engines.mock_pooling.engine", "engines.application.engine",
     "engines.upstream.load", "engines.upstream.vectors", "gateway.chat_client", "loadtest.run",
 )  # fmt: skip
 

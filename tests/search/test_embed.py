@@ -20,7 +20,7 @@ from search.collection import (
     write_manifest,
     write_part,
 )  # fmt: skip
-from search.embed import EmbedError, LocalEmbedder, RemoteEmbedder, embed
+from search.commands import EmbedError, LocalEmbedder, RemoteEmbedder, embed
 from shared.gateway_client import Client
 from shared.search import Filter
 from shared.settings.limits import LimitSettings

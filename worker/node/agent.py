@@ -75,8 +75,6 @@ logger = logging.getLogger(__name__)
 
 
 class NodeAgent:
-    """The node of one machine."""
-
     def __init__(self, settings: Settings, *, tick_s: float = TICK_S) -> None:
         """Raises: SettingsError."""
         deploy = settings.deploy
@@ -137,7 +135,6 @@ class NodeAgent:
             instance.kill()
 
     async def run(self) -> None:
-        """Serve until `stop`."""
         logger.info("node %s: packages from %s", self.id, self._store.url)
         with contextlib.suppress(RedisError, OSError):  # of an earlier process of this name
             await self._deployments.withdraw(self.id)
@@ -199,9 +196,8 @@ class NodeAgent:
                 self._outage.failed(error)
             else:
                 now = time.monotonic()
-                if (
-                    now - self._beaten_at > RECORD_TTL_S / 2
-                ):  # other nodes may have been cut off, too
+                # Other nodes may have been cut off, too.
+                if now - self._beaten_at > RECORD_TTL_S / 2:
                     self._trusts_at = now + RECORD_TTL_S
                 self._beaten_at = now
             await asyncio.sleep(self._tick_s)

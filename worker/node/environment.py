@@ -13,12 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from engines.application.child import Variables
-from shared.packages.deployments import (
-    Environment,
-    check_environment,
-    check_values,
-    is_secret_name,
-)
+from shared.packages.deployments import Environment, check_environment, check_values, is_secret_name
 from shared.settings.limits import MAX_SECRET_BYTES
 from shared.settings.load import to_environment
 from shared.settings.tree import NodeSettings, Settings, SettingsError
@@ -97,7 +92,6 @@ class Secrets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all available secrets."""
         files: list[str] = []
         if self._folder is not None:
             with suppress(OSError):  # deleted meanwhile, or not readable: no secrets

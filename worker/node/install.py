@@ -276,7 +276,6 @@ class PackagedWorker:
 
     @property
     def engine(self) -> str:
-        """The kind of the engine."""
         config = self.manifest.config
         if config.kind != "model":
             return APPLICATION_KIND
@@ -315,9 +314,7 @@ class PackagedWorker:
         if "memory_bytes" in taken:
             values["memory_bytes"] = str(self.resources.memory_bytes)
         package = f"{self.name}@{self.package}"
-        if (
-            self.version != self.package
-        ):  # with an environment, the version differs from the package
+        if self.version != self.package:  # it has an environment
             package += f"+{short[1:]}"
         settings = settings.model_copy(update={"engine": EngineValues.model_validate(values)})
         settings = settings.changed(worker={"package": package, "lora": (), **worker})
@@ -350,10 +347,8 @@ def _become(settings: Settings) -> Settings:
         raise SettingsError(
             "VLM_DEPLOY__PACKAGE: write NAME@sha256:... with a digest of 64 hexadecimal digits"
         )
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # the kernel has no default actions for a container's process 1
+    # The kernel has no default actions for a container's process 1.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(0))
     try:
         environment = msgspec.json.decode(deploy.environment or "{}", type=Environment)

@@ -65,7 +65,6 @@ class RayWorkers:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Serve until `stop`."""
         keeping = [asyncio.create_task(self._keep(n)) for n in range(1, self._num_workers + 1)]
         await self._stopping.wait()
         for actor in self._actors.values():

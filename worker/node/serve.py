@@ -38,14 +38,7 @@ from worker.node.environment import (
     child_environment,
 )
 from worker.node.resources import find_gpus, share_gpus
-from worker.node.supervisor import (
-    Child,
-    Node,
-    NodeError,
-    Pauses,
-    describe_end,
-    stop_on_signals,
-)
+from worker.node.supervisor import Child, Node, NodeError, Pauses, describe_end, stop_on_signals
 
 SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 TEXT_QUESTION = "Write a sentence about the sea."
@@ -339,10 +332,8 @@ def find_port(host: str, port: int) -> int:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise NodeError(
-                f"cannot listen on {host}:{port} ({error.strerror}); {_other_place(error)}",
-                os.EX_CONFIG,
-            ) from None
+            message = f"cannot listen on {host}:{port} ({error.strerror}); {_other_place(error)}"
+            raise NodeError(message, os.EX_CONFIG) from None
         return probe.getsockname()[1]
 
 

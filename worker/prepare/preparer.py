@@ -33,17 +33,7 @@ from engines.base import (
 from engines.image_decoder import decode_image
 from shared.blobs.api import BlobsUnavailable
 from shared.media import MEDIA
-from shared.protocol import (
-    BlobRef,
-    Call,
-    Embed,
-    Generate,
-    Grammar,
-    ImageRef,
-    Run,
-    Task,
-    Tokenize,
-)
+from shared.protocol import BlobRef, Call, Embed, Generate, Grammar, ImageRef, Run, Task, Tokenize
 from shared.settings.limits import LimitSettings
 from worker.prepare.video_pool import AUDIO_TOO_LONG, TOO_LONG, VideoPool
 
@@ -317,12 +307,7 @@ class Preprocessor:
 
 def _to_engine_call(request: Call, engine_id: str, output_token_ids: tuple[int, ...]) -> EngineCall:
     return EngineCall(
-        engine_id,
-        request.task,
-        request.tenant,
-        request.priority,
-        output_token_ids,
-        request.adapter,
+        engine_id, request.task, request.tenant, request.priority, output_token_ids, request.adapter
     )
 
 

@@ -19,11 +19,7 @@ from PIL import Image
 from engines.audio_decoder import CODECS as AUDIO_CODECS
 from engines.audio_decoder import AudioFile
 from engines.base import FrameLimits, InvalidImage
-from engines.child_process import (
-    READY,
-    receive_message,
-    send_message,
-)
+from engines.child_process import READY, receive_message, send_message
 from engines.video_decoder import CODECS, FrameFile, VideoFile, open_video
 from shared.protocol import FRAMES_TYPE
 from worker.prepare.decoder_child import allow_cpu, run

@@ -11,9 +11,14 @@ import msgspec
 import openai
 import pytest
 
-from gateway.batches import records
-from gateway.batches.records import Batches, BatchFiles, LineResult, check_lines
-from gateway.batches.runner import BatchRunner, LineAnswer
+from gateway.batches import (
+    Batches,
+    BatchFiles,
+    BatchRunner,
+    LineAnswer,
+    LineResult,
+    check_lines,
+)
 from shared.packages.store import FileStore
 from shared.protocol import ErrorCode, Priority
 from tests.factories_gateway import (
@@ -268,7 +273,7 @@ async def test_a_cancelled_batch_keeps_what_is_answered(client, worker):
 
 
 async def test_lines_that_were_not_answered_in_time_are_told(client, worker, monkeypatch):
-    monkeypatch.setattr(records, "WINDOW_S", 1)
+    monkeypatch.setattr("gateway.batches.WINDOW_S", 1)
     worker.script = say_nothing
     batch = await until_ended(client, await begin(client, [to_line("a"), to_line("b")]))
     assert batch.status == "expired"

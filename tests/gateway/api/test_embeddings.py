@@ -8,7 +8,7 @@ import logging
 import msgspec
 import pytest
 
-from gateway.api.embeddings import Embeddings
+from gateway.api.pooling import Embeddings
 from gateway.http.exchange import RequestContext
 from shared.settings.limits import LimitSettings
 from shared.telemetry.metrics import STAGES

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.api import SURFACES
-from gateway.api.chat.schemas import ChatCompletionRequest
+from gateway.api.completions import ChatCompletionRequest
 from gateway.api.fields import UNSUPPORTED
 from gateway.api.openapi import schemas_of
 from shared.settings.limits import LimitSettings

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.chat import translate
-from gateway.api.chat.schemas import ChatCompletionRequest
+from gateway.api.completions import ChatCompletionRequest, translate
 from gateway.calls.lifecycle import check_images
 from gateway.http.body import Admission, HeldBody, JsonBody, read_body
 from gateway.http.errors import InvalidRequest

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from gateway.api.chat import ChatCompletions
+from gateway.api.completions import ChatCompletions
 from gateway.calls.recorder import Recorder
 from gateway.http.exchange import RequestContext
 from shared.protocol import ErrorCode

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 import vlm
-from gateway.batches.runner import MAX_RUNNING
+from gateway.batches import MAX_RUNNING
 from gateway.keys.directory import KeyStore
-from search.embed import LocalEmbedder, embed
+from search.commands import LocalEmbedder, embed
 from shared.packages.store import StoreError
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.answers import merge_tokens
-from gateway.api.chat import ChatAnswer, ChatOptions
+from gateway.api.completions import ChatAnswer, ChatOptions
 from gateway.calls.surface import AnswerHead
 from gateway.http.error_codes import ERROR_CODES
 from shared.protocol import ErrorCode, FinishReason, OutputLogprob, TokenLogprob, Tokens
