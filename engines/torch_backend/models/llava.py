@@ -29,10 +29,10 @@ from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.layers.linear_group import LinearGroup
 from engines.torch_backend.models.config import TextConfig, VisionConfig
 from engines.torch_backend.models.hf_config import (
+    build_config,
     check_clip,
     check_llama,
     clip_config,
-    complete,
     llama_config,
 )
 from engines.torch_backend.models.llama import Llama
@@ -158,7 +158,7 @@ class LlavaFamily:
         config.one_of("projector_hidden_act", _ACTIVATIONS)
         config.flag("multimodal_projector_bias")
         _check_ids(config)
-        full: Any = complete("llava", config)
+        full: Any = build_config(config, "llava")
         text = llama_config(text_part, full.text_config, bool(full.tie_word_embeddings))
         vision = clip_config(vision_part, full.vision_config)
         if full.image_token_index >= text.vocab_size:
