@@ -15,7 +15,6 @@ from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.text.tokenizer import MAX_VOCAB_SIZE
 from engines.torch_backend.models.config import (
     MAX_IMAGE_SIZE,
-    BeyondOurProgram,
     RopeScaling,
     TextConfig,
     UnsupportedCheckpoint,
@@ -50,6 +49,7 @@ _NEVER_READ = frozenset({
 _TIMM_NAMES = frozenset({"architecture", "backbone"})
 _FLOAT = "__float__"
 _MAX_THETA = 1e12
+_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")  #: of scaled rotary frequencies
 
 
 def read_fields(directory: Path) -> Fields:
@@ -177,7 +177,6 @@ def check_llama(section: Fields) -> None:
             )
     with beyond_our_program():
         section.one_of("hidden_act", ("silu",))
-    _rope_scaling(section, 1)
     _check_bounds(section)
 
 
@@ -194,8 +193,7 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
     if not head_dim and full.hidden_size % num_heads:
         raise section.refuse("hidden_size", f"is not a multiple of {num_heads} num_attention_heads")
     positions = full.max_position_embeddings
-    theta = _rope_parameters(section).number("rope_theta", above=0, at_most=_MAX_THETA)
-    usual = full.rope_parameters["rope_theta"]
+    theta, scaling = _read_rope(section, full)
     bias = kind == "qwen2" or (kind == "llama" and full.attention_bias)
     return TextConfig(
         vocab_size=full.vocab_size,
@@ -208,8 +206,8 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
         # within a sliding window, attention is full
         max_position_embeddings=min(positions, getattr(full, "sliding_window", None) or positions),
         rms_norm_eps=full.rms_norm_eps,
-        rope_theta=theta or section.number("rope_theta", usual, above=0, at_most=_MAX_THETA),
-        rope_scaling=_rope_scaling(section, positions),
+        rope_theta=theta,
+        rope_scaling=scaling,
         attention_bias=bias,
         attention_output_bias=bias and kind == "llama",
         mlp_bias=kind == "llama" and full.mlp_bias,
@@ -217,38 +215,28 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
     )
 
 
-def _rope_parameters(section: Fields) -> Fields:
-    """The RoPE settings: `rope_parameters` of transformers 5, `rope_scaling` of older files."""
-    name = "rope_scaling" if section.get("rope_scaling") else "rope_parameters"
-    parameters = section.section(name)
-    if any(isinstance(value, dict) for value in parameters.values.values()):
+def _read_rope(section: Fields, full: Any) -> tuple[float, RopeScaling | None]:
+    """The base of the rotary frequencies, and their scaling. Raises: UnsupportedCheckpoint."""
+    rope = Fields(section.file, full.rope_parameters, f"{section.path}rope_parameters.")
+    kind = rope.get("rope_type")
+    if not isinstance(kind, str):
+        raise rope.refuse("rope_type", f"is {shown(kind)}, no string")
+    are_alike = not any(isinstance(value, dict) for value in rope.values.values())
+    if kind not in ("default", "linear", "llama3") or not are_alike:
         with beyond_our_program():
-            raise section.refuse(name, "differ between layers, which is not supported")
-    if parameters.get("partial_rotary_factor", section.get("partial_rotary_factor", 1.0)) != 1.0:
+            known = "supported are 'linear' and 'llama3', for all layers"
+            raise rope.refuse("rope_type", f"{shown(kind)} is not supported; {known}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
         with beyond_our_program():
-            raise section.refuse("partial_rotary_factor", "is not 1, the only supported value")
-    return parameters
-
-
-def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:
-    parameters = _rope_parameters(section)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return None
-    names = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
-    if kind not in ("linear", "llama3"):
-        refusal = parameters.refuse(
-            "rope_type", f"{shown(kind)} is not supported; supported are 'linear' and 'llama3'"
-        )
-        raise BeyondOurProgram(str(refusal)) if isinstance(kind, str) else refusal
-    factors = [parameters.number(name, above=0, at_most=1e6) for name in names[kind]]
-    if None in factors:
-        raise parameters.refuse("rope_type", f"{kind!r} lacks {names[kind][factors.index(None)]!r}")
-    if kind == "linear":
-        return RopeScaling("linear", factors[0])
-    original = parameters.whole("original_max_position_embeddings", max_positions, at_most=2**24)
-    factor, low, high = factors
-    return RopeScaling("llama3", factor, low, high, original)
+            raise rope.refuse("partial_rotary_factor", "is not 1, the only supported value")
+    theta = rope.number("rope_theta", above=0, at_most=_MAX_THETA)
+    names = {"default": (), "linear": _FACTORS[:1], "llama3": _FACTORS}[kind]
+    factors = [rope.number(name, above=0, at_most=1e6) for name in names]
+    if kind != "llama3":
+        return theta, RopeScaling("linear", *factors) if factors else None
+    usual = full.max_position_embeddings
+    original = rope.whole("original_max_position_embeddings", usual, at_most=2**24)
+    return theta, RopeScaling("llama3", *factors, original)
 
 
 def _side(section: Fields, name: str) -> int | None:
