@@ -4,6 +4,7 @@ A worker prepares calls in its threads (`prepare_image`, `prepare`). One thread 
 `abort`). Results are `EngineOutput`s and `EngineStats`.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -377,6 +378,19 @@ class Engine(ABC, Generic[Input]):
     @abstractmethod
     def close(self) -> None:
         """Free the device. Idempotent."""
+
+    def card(self, name: str, **fields: Any) -> ModelCard:
+        """The model's card: this engine's capabilities, and further `fields`."""
+        has = self.capabilities()
+        return ModelCard(
+            name=name,
+            created_at=int(time.time()),  # noqa: TID251
+            tasks=has.tasks,
+            supports_video=has.takes_video,
+            supports_audio=has.max_audio_s > 0,
+            supports_grammars=has.takes_grammars,
+            **fields,
+        )
 
 
 #: Called with a phase (`download`, `compile`, `load`, `quantize`, `warmup`) and its progress, 0..1.

@@ -32,7 +32,6 @@ from engines.base import (
 from shared.protocol import (
     ErrorCode,
     FinishReason,
-    ModelCard,
     Priority,
     Run,
     RunOutput,
@@ -351,12 +350,6 @@ def load_application_engine(
     if find_bubblewrap() is None or settings.isolation == "none":
         logger.warning("the application runs without bubblewrap: limits alone are not a sandbox")
     engine = ApplicationEngine(settings)
-    card = ModelCard(
-        name=settings.served_name or Path(settings.model).name,
-        created_at=int(time.time()),  # noqa: TID251
-        max_model_len=0,
-        vocab_size=0,
-        supports_images=False,
-        tasks=("run",),
-    )
+    name = settings.served_name or Path(settings.model).name
+    card = engine.card(name, max_model_len=0, vocab_size=0, supports_images=False)
     return LoadedEngine(engine, card)

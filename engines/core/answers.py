@@ -34,6 +34,7 @@ from shared.protocol import (
     FinishReason,
     Generate,
     ImageRef,
+    ModelCard,
     OutputLogprob,
     PromptLogprob,
     SamplingParams,
@@ -152,6 +153,18 @@ class PromptingEngine(Engine[Request]):
                     "allowed_token_ids has only stop tokens, which min_tokens forbids: add other tokens",
                     "allowed_token_ids",
                 )
+
+    def card(self, name: str, **fields: Any) -> ModelCard:
+        processor = self.processor
+        return super().card(
+            name,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            image_tokens=processor.image_tokens,
+            reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
+            template_options=tuple(sorted(processor.template_options)),
+            **fields,
+        )
 
     def _max_output_tokens(self, request: EngineRequest) -> int:
         """`max_tokens`, limited to the rest of the context length."""

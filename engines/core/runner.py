@@ -226,6 +226,7 @@ class Processor(Protocol):
     tool_format: "ToolFormat"  #: the function call format of the model
     shows_tools: bool  #: whether the chat template lists functions
     spelled: Mapping[int, str]  #: special tokens that begin or end a call
+    template_options: frozenset[str]  #: variables of the chat template that requests may set
 
     def process_image(
         self,

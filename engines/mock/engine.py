@@ -63,7 +63,6 @@ from shared.protocol import (
     Ending,
     Generate,
     ImagePart,
-    ModelCard,
     TemplateOption,
     Tools,
 )
@@ -469,20 +468,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
     mock = settings.mock
     processor = MockProcessor(mock.tokens_per_image, thinks=mock.num_reasoning_tokens > 0)
     engine = MockEngine(MockRunner(settings), processor, settings)
-    card = ModelCard(
-        name=settings.served_name or "mock",
-        created_at=int(time.time()),  # noqa: TID251
-        max_model_len=engine.max_model_len,
-        vocab_size=VOCAB_SIZE,
-        image_tokens=processor.image_tokens,
-        tasks=engine.capabilities().tasks,
-        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
-        template_options=tuple(processor.template_options),
-        supports_grammars=engine.capabilities().takes_grammars,
-        supports_video=processor.takes_video,
-        supports_audio=processor.max_audio_s > 0,
-    )
-    return LoadedEngine(engine, card)
+    return LoadedEngine(engine, engine.card(settings.served_name or "mock"))
 
 
 def _num_kv_blocks(settings: MockEngineSettings) -> int:

@@ -26,7 +26,9 @@ from shared.protocol import (
     ErrorCode,
     FinishReason,
     ImageRef,
+    ModelCard,
     Priority,
+    Rerank,
     StageTimings,
     Task,
     TextPart,
@@ -62,7 +64,28 @@ class PoolingModel:
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
         """One row for each input, in order. Thread-safe. Raises: RequestError."""
-        raise NotImplementedError
+        if isinstance(task, Rerank):
+            rows = [self.pair(task, index) for index in range(len(task.documents))]
+            dimensions, is_normalized = 0, not task.is_raw
+        else:
+            assert isinstance(task, Embed)
+            rows = [self.row(task, index, images) for index in range(len(task.inputs))]
+            dimensions, is_normalized = task.dimensions or self.dimensions, task.is_normalized
+        for row in rows:
+            row.dimensions, row.is_normalized = dimensions, is_normalized
+        return rows
+
+    def row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
+        """One input of an embedding. Raises: RequestError."""
+        if images:
+            raise InvalidRequest("this model takes no images")
+        words = self.texts.words(task, index)
+        return Row(words, len(words.ids), identity=words.identity)
+
+    def pair(self, task: Rerank, index: int) -> Row:
+        """One document of a reranking. Raises: RequestError."""
+        words = self.texts.pair(task, index)
+        return Row(words, len(words.ids), identity=words.identity)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
         """Token ids of a text and their spellings. Thread-safe."""
@@ -155,9 +178,7 @@ class PoolingEngine(Engine[PoolingInput]):
         rows = self._model.rows(task, images)
         if self._results.is_on:
             for row in rows:
-                row.cache_key = (
-                    cache_key(call.tenant, row.kind, row.identity) if row.identity else b""
-                )
+                row.cache_key = cache_key(call.tenant, row)
         return PoolingInput(call.request_id, call.priority, rows, dimensions)
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
@@ -316,6 +337,17 @@ class PoolingEngine(Engine[PoolingInput]):
                 "result_cache": self._results.num_bytes,
             },
             startup_s=self._startup_s,
+        )
+
+    def card(self, name: str, **fields: Any) -> ModelCard:
+        model = self._model
+        return super().card(
+            name,
+            supports_images=model.decodes_images,
+            dimensions=model.dimensions,
+            shorter_dimensions=model.shorter_dimensions,
+            prompts=tuple(model.prompts),
+            **fields,
         )
 
     def close(self) -> None:

@@ -74,7 +74,6 @@ class JpegFrames:
 
 
 def to_jpegs(frames: Sequence[Image.Image]) -> JpegFrames:
-    """JPEG files of frames."""
     files = []
     for frame in frames:
         file = BytesIO()
