@@ -82,8 +82,6 @@ class UnsupportedCheckpoint(EngineStartError):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties of an engine that a worker needs."""
-
     max_num_seqs: int  #: concurrent calls
     tasks: tuple[str, ...] = ("generate",)  #: tags of supported tasks
     #: Whether `prepare_image` decodes images, which are untrusted: it gets a sandboxed decoder.
@@ -116,8 +114,6 @@ class AdapterLimits:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter that is loaded in an engine."""
-
     digest: str  #: of its files
     rank: int = 1  #: its largest
     num_bytes: int = 0
@@ -399,7 +395,5 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine that is ready, and the card of its model."""
-
     engine: Engine[Any]
     card: ModelCard

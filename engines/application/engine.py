@@ -93,7 +93,6 @@ class ApplicationEngine(Engine[TaskInput]):
             raise EngineLoadFailed(f"setup: {error}") from None
 
     def capabilities(self) -> Capabilities:
-        """One task at a time."""
         return Capabilities(max_num_seqs=1, tasks=("run",))
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> TaskInput:
@@ -213,7 +212,6 @@ class ApplicationEngine(Engine[TaskInput]):
             child.send(_line(type="enter", session=session, common_data=common_data))
 
     def _receive(self, child: Child) -> list[EngineOutput]:
-        """Process replies. Raises: ChildFailed."""
         outputs: list[EngineOutput] = []
         for reply in child.receive(POLL_S):
             outputs += self._take(reply)

@@ -54,7 +54,7 @@ from engines.core.sequence import (
     Sequence,
 )
 from engines.core.settings import BatchingSettings
-from engines.image_decoder import FORMATS, decode_image
+from engines.image_decoder import FORMATS
 from engines.text.detokenizer import Tokenizer
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tools import HERMES, describe_in_text
@@ -63,6 +63,7 @@ from shared.protocol import (
     Ending,
     Generate,
     ImagePart,
+    ImageRef,
     TemplateOption,
     Tools,
 )
@@ -144,13 +145,11 @@ class MockVideo(Struct, frozen=True):
 
 
 class MockAudio(Struct, frozen=True):
-    """Processed audio."""
-
     num_tokens: int
 
 
 class MockProcessor:
-    """Prompts in a simple template. Images are opened but not decoded."""
+    """Prompts in a simple template."""
 
     max_model_len = MAX_MODEL_LEN
     is_quick = True
@@ -167,22 +166,8 @@ class MockProcessor:
         self.tokenizer: Tokenizer = MockTokenizer()
         self.tokens_per_image = self.image_tokens = tokens_per_image
 
-    def process_image(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode = decode_image,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> tuple[int, int]:
-        """Width and height. Raises: InvalidImage."""
-        try:
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                size = image.size
-        except Exception as error:  # parsers may raise any error
-            raise InvalidImage("The image cannot be decoded.") from error
-        if size != expected_size:
-            raise InvalidImage("The image is of another size than its header says.")
-        return size
+    def process_image(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> tuple[int, int]:
+        return image.size
 
     def process_video(self, video: OpenVideo) -> MockVideo:
         """The number of frames, each of which is a token. Raises: InvalidImage."""
@@ -326,7 +311,6 @@ class MockRunner:
         return self._num_encoder_queries, self._num_encoder_hits, self._encoder_cache_bytes
 
     def memory_bytes(self) -> dict[str, int]:
-        """Simulated bytes by use."""
         return {
             "weights": 0,
             "kv_cache": self.num_blocks * self.block_size * KV_BYTES_PER_TOKEN,
@@ -453,7 +437,20 @@ def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
 
 
 class MockEngine(BatchingEngine):
-    """The engine over a mock. It calls functions whenever it may, and answers tool results with text."""
+    """The engine over a mock. It calls functions whenever it may, and answers tool results with text.
+
+    Images are opened but not decoded.
+    """
+
+    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> tuple[int, int]:
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+                size = opened.size
+        except Exception as error:  # parsers may raise any error
+            raise InvalidImage("The image cannot be decoded.") from error
+        if size != (image.width, image.height):
+            raise InvalidImage("The image is of another size than its header says.")
+        return size
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
         task = call.task

@@ -53,8 +53,6 @@ class MockPoolingSettings(PoolingSettings):
 
 
 class MockPoolingModel(PoolingModel):
-    """Vectors and scores from hashes."""
-
     tasks = ("embed", "rerank")
     decodes_images = True
     prompts: Mapping[str, str] = {"query": "query: ", "document": "passage: "}
@@ -113,7 +111,6 @@ class MockPoolingModel(PoolingModel):
         return [zlib.crc32(word.encode()) % VOCAB_SIZE for word in words], words
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Raises: InvalidRequest."""
         raise InvalidRequest("the mock engine cannot detokenize: it does not store words", "tokens")
 
     def compute(self, rows: Sequence[Row]) -> None:

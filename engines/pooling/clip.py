@@ -27,7 +27,6 @@ class Filling:
     is_left: bool = False
 
     def fill(self, ids: Sequence[int]) -> Sequence[int]:
-        """Padded ids."""
         padding = [self.token_id] * (self.length - len(ids))
         return [*padding, *ids] if self.is_left else [*ids, *padding]
 

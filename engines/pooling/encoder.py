@@ -158,7 +158,6 @@ class Encoder(PoolingModel):
 
 
 def first_position(config: Any) -> int:
-    """The position of a row's first token."""
     first = PACKED_TYPES[config.model_type]
     return config.pad_token_id + 1 if first is None else first
 

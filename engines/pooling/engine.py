@@ -182,7 +182,6 @@ class PoolingEngine(Engine[PoolingInput]):
         return PoolingInput(call.request_id, call.priority, rows, dimensions)
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
-        """Token ids of a text, or the text of ids. Raises: InvalidRequest."""
         if task.of is None:
             return Tokenization(text=self._model.decode(task.token_ids))
         prompt = task.of.prompt
@@ -194,7 +193,6 @@ class PoolingEngine(Engine[PoolingInput]):
         return Tokenization(token_ids, strings=strings if task.with_strings else ())
 
     def add(self, request: PoolingInput) -> None:
-        """Queue a call. Raises: InvalidRequest."""
         if request.request_id in self._calls:
             raise InvalidRequest(f"request {request.request_id} is running already")
         if not request.rows:

@@ -218,7 +218,6 @@ def _load_model(kind: Any, directory: Path, config: Any, dtype: torch.dtype) -> 
 
 
 def _num_positions(config: Any) -> int | None:
-    """Number of positions of a row."""
     number = getattr(config, "max_position_embeddings", None)
     if number is None:
         return None

@@ -117,20 +117,17 @@ class ChatEngine(StreamEngine[ChatRequest]):
         )
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> bytes:
-        """A PNG file of the image. Raises: InvalidImage."""
         limits = PixelLimits(image.min_pixels, image.max_pixels)
-        return to_png(data, (image.width, image.height), decode, limits)
+        return to_png(decode(data, (image.width, image.height)), limits)
 
     def prepare_video(self, video: OpenVideo) -> JpegFrames:
         """JPEG files of evenly sampled frames. Raises: InvalidImage."""
         return to_jpegs(video.frames(sample_evenly(video)))
 
     def prepare_audio(self, audio: OpenAudio) -> WavFile:
-        """A WAV file of the audio. Raises: InvalidImage."""
         return to_wav(audio.samples(AUDIO_RATE), AUDIO_RATE)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ChatRequest:
-        """Build the body. Raises: InvalidRequest."""
         task = call.task
         assert isinstance(task, Generate)  # the worker checks the task against the capabilities
         _check(task)
@@ -160,7 +157,6 @@ class ChatEngine(StreamEngine[ChatRequest]):
         return ChatRequest(call.request_id, body, call.priority)
 
     def add(self, request: ChatRequest) -> None:
-        """Send a request. Raises: InvalidRequest."""
         self._check_id(request.request_id)
         self._send(_ChatRequest(request))
 

@@ -43,8 +43,6 @@ class Chunk(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """Properties that a server reports."""
-
     model: str
     max_model_len: int
     version: str = ""
@@ -52,8 +50,6 @@ class ServerInfo(msgspec.Struct):
 
 
 class Dialect(ABC):
-    """One API."""
-
     name: str
     program: tuple[str, ...]  #: command that starts the server
     path: str
@@ -118,8 +114,6 @@ _PARAMS = {
 
 
 class TokenDetails(msgspec.Struct):
-    """Details of `TokenUsage`."""
-
     cached_tokens: int | None = None
     audio_tokens: int | None = None
     reasoning_tokens: int | None = None

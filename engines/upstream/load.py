@@ -165,7 +165,6 @@ def _wait_until_ready(
     start_s: float,
     progress: Progress | None,
 ) -> None:
-    """Raises: EngineLoadFailed."""
     started = time.monotonic()
     while True:
         try:
@@ -189,7 +188,6 @@ def _wait_until_ready(
 
 
 def _describe(client: UpstreamClient, dialect: Dialect) -> ServerInfo:
-    """Raises: EngineLoadFailed."""
     try:
         return dialect.describe(client)
     except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -199,7 +197,6 @@ def _describe(client: UpstreamClient, dialect: Dialect) -> ServerInfo:
 
 
 def _check(settings: UpstreamSettings, dialect: Dialect, info: ServerInfo) -> None:
-    """Raises: EngineStartError."""
     if settings.max_model_len is not None and settings.max_model_len > info.max_model_len:
         raise EngineStartError(
             f"max_model_len is {settings.max_model_len}, but the server's context is "

@@ -164,7 +164,6 @@ def _tokens(token_ids: list[int], meta: _Meta) -> list[TokenChoice]:
 
 
 def _constrain(request: UpstreamRequest) -> dict[str, str]:
-    """Sampling parameters of a grammar. Raises: InvalidRequest."""
     grammar = request.grammar
     assert grammar is not None
     if grammar.kind == "json":

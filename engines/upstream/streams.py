@@ -160,7 +160,6 @@ class StreamEngine(Engine[Request]):
             self._server.close()
 
     def _check_id(self, request_id: str) -> None:
-        """Raises: InvalidRequest."""
         if request_id in self._open:
             raise InvalidRequest(f"request id {request_id!r} is in use")
 

@@ -205,7 +205,6 @@ class Vllm(Dialect):
 
 
 def _structured(grammar: Grammar) -> dict[str, Any]:
-    """VLLM's `StructuredOutputsParams`. Raises: InvalidRequest."""
     if grammar.kind == "json":
         schema = json.loads(grammar.source or "{}")
         return {"json_object": True} if schema in ({}, True) else {"json": grammar.source}

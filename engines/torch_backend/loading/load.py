@@ -158,8 +158,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 class _Phases:
-    """Durations of the phases of a start, reported to `progress`."""
-
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}
         self.progress = progress or (lambda phase, share: None)

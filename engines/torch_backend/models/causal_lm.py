@@ -38,7 +38,6 @@ class CausalFamily:
     model_type = "llama"
 
     def check(self, config: Fields) -> CausalConfig:
-        """Raises: UnsupportedCheckpoint."""
         kind = config.get("model_type", self.model_type)
         if kind not in _KINDS.values():
             raise config.refuse(

@@ -147,7 +147,6 @@ def check_clip(section: Fields) -> None:
 
 
 def clip_config(section: Fields, full: Any) -> VisionConfig:
-    """The CLIP tower's configuration. Raises: UnsupportedCheckpoint."""
     if full.hidden_size % full.num_attention_heads:
         raise section.refuse("hidden_size", "is not a multiple of num_attention_heads")
     image_size = _side(section, "image_size") or full.image_size
@@ -181,7 +180,6 @@ def check_llama(section: Fields) -> None:
 
 
 def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
-    """The decoder's configuration. Raises: UnsupportedCheckpoint."""
     kind = full.model_type
     num_heads, num_kv_heads = full.num_attention_heads, full.num_key_value_heads
     if num_heads % num_kv_heads:

@@ -33,7 +33,6 @@ class GenericConfig:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model takes images."""
         return self.model_class.__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
 
     @property
@@ -59,7 +58,6 @@ def find_class(config: Fields) -> type[PreTrainedModel] | None:
 
 
 def read_config(config: Fields, model_class: type[PreTrainedModel]) -> GenericConfig:
-    """Raises: UnsupportedCheckpoint, with the field and the reason."""
     config = _generating(config)
     full = build_config(config)
     expected = model_class.config_class
