@@ -4,6 +4,7 @@ A worker prepares calls in its threads (`prepare_image`, `prepare`). One thread 
 `abort`). Results are `EngineOutput`s and `EngineStats`.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,8 +82,6 @@ class UnsupportedCheckpoint(EngineStartError):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties of an engine that a worker needs."""
-
     max_num_seqs: int  #: concurrent calls
     tasks: tuple[str, ...] = ("generate",)  #: tags of supported tasks
     #: Whether `prepare_image` decodes images, which are untrusted: it gets a sandboxed decoder.
@@ -115,8 +114,6 @@ class AdapterLimits:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter that is loaded in an engine."""
-
     digest: str  #: of its files
     rank: int = 1  #: its largest
     num_bytes: int = 0
@@ -378,6 +375,19 @@ class Engine(ABC, Generic[Input]):
     def close(self) -> None:
         """Free the device. Idempotent."""
 
+    def card(self, name: str, **fields: Any) -> ModelCard:
+        """The model's card: this engine's capabilities, and further `fields`."""
+        has = self.capabilities()
+        return ModelCard(
+            name=name,
+            created_at=int(time.time()),  # noqa: TID251
+            tasks=has.tasks,
+            supports_video=has.takes_video,
+            supports_audio=has.max_audio_s > 0,
+            supports_grammars=has.takes_grammars,
+            **fields,
+        )
+
 
 #: Called with a phase (`download`, `compile`, `load`, `quantize`, `warmup`) and its progress, 0..1.
 Progress = Callable[[str, float], None]
@@ -385,7 +395,5 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine that is ready, and the card of its model."""
-
     engine: Engine[Any]
     card: ModelCard

@@ -128,7 +128,6 @@ class LogForwarder:
     """Forwards the output of a process to stderr, rate limited."""
 
     def __init__(self, file: IO[bytes], conceal: Callable[[str], str] = str) -> None:
-        """`conceal` masks secrets."""
         self._file = file
         self._conceal = conceal
         self._lines: deque[str] = deque(maxlen=_NUM_LINES)
@@ -171,7 +170,6 @@ class LogForwarder:
 
 
 def send_message(sock: socket.socket, message: bytes) -> None:
-    """Raises: OSError."""
     sock.sendall(_LENGTH.pack(len(message)))
     sock.sendall(message)
 

@@ -4,6 +4,7 @@ Runs in the worker's threads or in its sandboxed child processes.
 """
 
 import io
+from contextlib import suppress
 
 from PIL import AvifImagePlugin, Image, ImageOps
 
@@ -33,18 +34,14 @@ def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> I
                 raise InvalidImage(f"The image is too large: send at most {MAX_PIXELS} pixels.")
             image.seek(0)
             image.load()
-            return _to_rgb(_upright(image))
+            upright: Image.Image = image
+            with suppress(Exception):  # broken metadata
+                upright = ImageOps.exif_transpose(image)
+            return _to_rgb(upright)
     except InvalidImage:
         raise
     except Exception:  # Pillow may raise any error for a broken file
         raise InvalidImage(CANNOT_DECODE) from None
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # ignore broken metadata
-        return image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -159,7 +159,6 @@ class VideoFile:
             yield self._to_rgb(last, size)
 
     def _key(self, pts: int) -> int:
-        """The key frame at or before a time."""
         return self._keys[max(0, bisect_right(self._keys, pts) - 1)]
 
     def _decode_from(self, pts: int) -> Iterator[Any]:
@@ -249,7 +248,6 @@ class FrameFile:
         )
 
     def frames(self, times: Sequence[float]) -> Iterator[Image.Image]:
-        """The frames at ascending times. Raises: InvalidImage."""
         size = self._limits.scale(*self._size, len(times))
         for time in times:
             index = round(time * self._fps)

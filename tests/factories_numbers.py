@@ -47,13 +47,13 @@ def vector_of(item: str | list[int], **options: Any) -> list[float]:
     """What the mock makes of one input."""
     part = TextPart(item) if isinstance(item, str) else TokensPart(tuple(item))
     [row] = _model.rows(Embed((part,), **options), [])
-    return numbers_of(row.content).tolist()
+    return numbers_of(row).tolist()
 
 
 def score_of(query: str, document: str, **options: Any) -> float:
     """What the mock makes of one pair."""
     [row] = _model.rows(Rerank((query,), (document,), **options), [])
-    return numbers_of(row.content)[0]
+    return numbers_of(row)[0]
 
 
 def read_vectors(answer: dict[str, Any]) -> list[list[float]]:

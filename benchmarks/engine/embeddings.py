@@ -28,7 +28,6 @@ from benchmarks.tables import new_table, show
 from engines.base import EngineCall
 from engines.pooling.batch import Row
 from engines.pooling.clip import ClipEncoder
-from engines.pooling.encoder import PixelInput
 from engines.pooling.engine import PoolingEngine
 from engines.pooling.load import load_encoder, prepare_linears
 from engines.pooling.settings import PoolingSettings
@@ -253,7 +252,7 @@ def _open_clip(model: Any, dtype: torch.dtype) -> Callable[[Sequence[Any]], torc
 
 def _our_images(encoder: ClipEncoder) -> Callable[[Sequence[Any]], torch.Tensor]:
     def compute(pixels: Sequence[Any]) -> torch.Tensor:
-        rows = [Row(PixelInput(each), encoder.image_tokens, "image") for each in pixels]
+        rows = [Row(each, encoder.image_tokens, "image") for each in pixels]
         encoder.compute(rows)
         return torch.tensor([array("f", row.result) for row in rows])
 

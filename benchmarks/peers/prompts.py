@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
@@ -44,9 +43,7 @@ class ExamplePrompts:
         self._num_made += 1
         width, height = IMAGE_SIZE
         noise = Image.frombytes("RGB", IMAGE_SIZE, self._random.randbytes(3 * width * height))
-        data = BytesIO()
-        noise.save(data, "PNG", compress_level=0)
-        pixels = self._processor.process_image(data.getvalue(), IMAGE_SIZE)
+        pixels = self._processor.process_image(noise)
         messages = [ChatMessage("user", (ImagePart(0),))]
         built = self._processor.build_prompt(messages, [(f"example-{self._num_made}", pixels)])
         [image] = built.images

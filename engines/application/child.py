@@ -125,7 +125,6 @@ class Child:
         self._unsent += message + b"\n"
 
     def receive(self, timeout_s: float) -> list[Reply]:
-        """Wait for replies. Raises: ChildFailed."""
         self._look()
         writing = [self._in] if self._unsent else []
         readable, writable, _ = select.select([self._out], writing, [], timeout_s)
@@ -160,7 +159,6 @@ class Child:
         return reply
 
     def _look(self) -> None:
-        """Check the resource usage. Raises: ChildFailed."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
             return

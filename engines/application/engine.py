@@ -32,7 +32,6 @@ from engines.base import (
 from shared.protocol import (
     ErrorCode,
     FinishReason,
-    ModelCard,
     Priority,
     Run,
     RunOutput,
@@ -94,7 +93,6 @@ class ApplicationEngine(Engine[TaskInput]):
             raise EngineLoadFailed(f"setup: {error}") from None
 
     def capabilities(self) -> Capabilities:
-        """One task at a time."""
         return Capabilities(max_num_seqs=1, tasks=("run",))
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> TaskInput:
@@ -214,7 +212,6 @@ class ApplicationEngine(Engine[TaskInput]):
             child.send(_line(type="enter", session=session, common_data=common_data))
 
     def _receive(self, child: Child) -> list[EngineOutput]:
-        """Process replies. Raises: ChildFailed."""
         outputs: list[EngineOutput] = []
         for reply in child.receive(POLL_S):
             outputs += self._take(reply)
@@ -351,12 +348,6 @@ def load_application_engine(
     if find_bubblewrap() is None or settings.isolation == "none":
         logger.warning("the application runs without bubblewrap: limits alone are not a sandbox")
     engine = ApplicationEngine(settings)
-    card = ModelCard(
-        name=settings.served_name or Path(settings.model).name,
-        created_at=int(time.time()),  # noqa: TID251
-        max_model_len=0,
-        vocab_size=0,
-        supports_images=False,
-        tasks=("run",),
-    )
+    name = settings.served_name or Path(settings.model).name
+    card = engine.card(name, max_model_len=0, vocab_size=0, supports_images=False)
     return LoadedEngine(engine, card)

@@ -140,7 +140,6 @@ def tmpfs_bytes(pid: int) -> int:
 
 
 def _python(settings: ApplicationSettings) -> list[str]:
-    """Paths that Python and `launch.py` need."""
     own = [settings.packages] if settings.packages else []
     source = [] if own or settings.command else [_SOURCE / "engines", _SOURCE / "shared"]
     named = [sys.prefix, sys.base_prefix, *own, *source, LAUNCH, LIBRARY]

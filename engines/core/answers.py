@@ -16,6 +16,7 @@ from engines.base import (
     AdapterUnavailable,
     Decode,
     Engine,
+    EngineCall,
     EngineOutput,
     InvalidRequest,
     OpenAudio,
@@ -34,6 +35,7 @@ from shared.protocol import (
     FinishReason,
     Generate,
     ImageRef,
+    ModelCard,
     OutputLogprob,
     PromptLogprob,
     SamplingParams,
@@ -57,20 +59,16 @@ class PromptingEngine(Engine[Request]):
     _adapters: dict[str, Adapter]  # by digest
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """Decode and resize an image with the processor. Raises: InvalidImage."""
         limits = PixelLimits(image.min_pixels, image.max_pixels)
-        return self.processor.process_image(data, (image.width, image.height), decode, limits)
+        return self.processor.process_image(decode(data, (image.width, image.height)), limits)
 
     def prepare_video(self, video: OpenVideo) -> Any:
-        """Sample, decode and resize a video with the processor. Raises: InvalidImage."""
         return self.processor.process_video(video)
 
     def prepare_audio(self, audio: OpenAudio) -> Any:
-        """Decode audio to features with the processor. Raises: InvalidImage."""
         return self.processor.process_audio(audio)
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
-        """Tokenize a request, or detokenize token ids. Raises: InvalidRequest."""
         tokenizer = self.processor.tokenizer
         if task.of is None:
             self._check_ids(task.token_ids, "tokens")
@@ -90,7 +88,6 @@ class PromptingEngine(Engine[Request]):
     def _build_prompt(
         self, task: Generate, images: Sequence[PreparedImage], tools: Tools | None
     ) -> Prompt:
-        """Raises: InvalidRequest."""
         prompt = task.prompt
         if prompt is None:
             pairs = [(image.image_hash, image.content) for image in images]
@@ -104,6 +101,25 @@ class PromptingEngine(Engine[Request]):
         self._check_ids(prompt.token_ids, "prompt")
         return Prompt(list(prompt.token_ids))
 
+    def _fields(self, call: EngineCall, prompt: Prompt, tools: Tools | None) -> dict[str, Any]:
+        """The fields of a request that a call and its prompt determine. Raises: AdapterUnavailable."""
+        task = call.task
+        assert isinstance(task, Generate)
+        return {
+            "request_id": call.request_id,
+            "prompt_token_ids": prompt.token_ids,
+            "sampling": task.sampling,
+            "images": prompt.images,
+            "output_token_ids": call.output_token_ids,
+            "cache_salt": call.tenant,
+            "priority": call.priority,
+            "is_thinking": prompt.is_thinking,
+            "is_raw": task.prompt is not None,
+            "positions": prompt.positions,
+            "adapter": self._find_adapter(call.adapter),
+            "tool_format": None if tools is None else self.processor.tool_format,
+        }
+
     def _find_adapter(self, digest: str) -> Adapter | None:
         """Raises: AdapterUnavailable."""
         if not digest:
@@ -114,7 +130,6 @@ class PromptingEngine(Engine[Request]):
         return adapter
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises: InvalidRequest."""
         if any(not 0 <= token_id < self.vocab_size for token_id in token_ids):
             raise InvalidRequest(
                 f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", param
@@ -137,7 +152,6 @@ class PromptingEngine(Engine[Request]):
             raise InvalidRequest("the output tokens to continue are not in this model's vocabulary")
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
-        """Raises: InvalidRequest."""
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             for token_id in getattr(sampling, name):
                 if not 0 <= token_id < self.vocab_size:
@@ -152,6 +166,18 @@ class PromptingEngine(Engine[Request]):
                     "allowed_token_ids has only stop tokens, which min_tokens forbids: add other tokens",
                     "allowed_token_ids",
                 )
+
+    def card(self, name: str, **fields: Any) -> ModelCard:
+        processor = self.processor
+        return super().card(
+            name,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            image_tokens=processor.image_tokens,
+            reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
+            template_options=tuple(sorted(processor.template_options)),
+            **fields,
+        )
 
     def _max_output_tokens(self, request: EngineRequest) -> int:
         """`max_tokens`, limited to the rest of the context length."""
@@ -330,7 +356,6 @@ class Answer(Struct, eq=False):
         return output if reason is None else self._end(output, reason)
 
     def _decide(self, token_ids: list[int], logprobs: list[OutputLogprob]) -> None:
-        """Report the undecided tokens."""
         for choice in self.undecided:
             token_ids.append(choice.token_id)
             if choice.logprob is not None and self.detokenizer.is_content:

@@ -80,7 +80,6 @@ class BlockManager:
         return {block_id for block_id, block in enumerate(self._blocks) if block.ref_count}
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks needed for this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:

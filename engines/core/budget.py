@@ -154,9 +154,8 @@ class PrefillLimit:
     is_fixed: bool = False
     _share: float = field(default=1.0, compare=False)
     _alone_s: dict[int, float] = field(default_factory=dict, compare=False)  # per batch size
-    _num_mixed: Counter[int] = field(
-        default_factory=Counter, compare=False
-    )  # steps since the last one without prompts
+    # steps since the last one without prompts
+    _num_mixed: Counter[int] = field(default_factory=Counter, compare=False)
     _stale: set[int] = field(default_factory=set, compare=False)
 
     def beside(self, num_streams: int) -> int:

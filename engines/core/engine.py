@@ -26,12 +26,7 @@ from engines.core.sequence import Batch, EngineRequest, Prompt, Sequence
 from engines.core.settings import BatchingSettings
 from engines.core.speculation import Speculator
 from engines.text.grammar import GrammarCompiler
-from shared.protocol import (
-    FinishReason,
-    Generate,
-    Task,
-    Tools,
-)
+from shared.protocol import FinishReason, Generate, Task, Tools
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +69,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         overlaps = config.overlap_steps
         if overlaps is None:  # n-gram drafts need the last token
             overlaps = runner.runs_async and config.speculation != "ngram"
-        self.pipeline = StepPipeline(
-            self.scheduler,
-            limits,
-            is_overlapping=overlaps,
-        )
+        self.pipeline = StepPipeline(self.scheduler, limits, is_overlapping=overlaps)
         self.max_model_len = min(
             runner.max_model_len,
             config.max_model_len or runner.max_model_len,
@@ -115,26 +106,12 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
 
         Raises: InvalidRequest, BadGrammar, GrammarTooComplex.
         """
-        assert isinstance(
-            call.task, Generate
-        )  # the worker checks the task against the capabilities
+        # the worker checks the task against the capabilities
+        assert isinstance(call.task, Generate)
         tools = self._choose_tools(call.task.tools)
         prompt = self._build_prompt(call.task, images, tools)
-        return EngineRequest(
-            call.request_id,
-            prompt.token_ids,
-            call.task.sampling,
-            prompt.images,
-            call.output_token_ids,
-            call.tenant,
-            call.priority,
-            positions=prompt.positions,
-            adapter=self._find_adapter(call.adapter),
-            is_thinking=prompt.is_thinking,
-            is_raw=call.task.prompt is not None,
-            constraint=self._constrain(call.task, tools, prompt),
-            tool_format=None if tools is None else self.processor.tool_format,
-        )
+        constraint = self._constrain(call.task, tools, prompt)
+        return EngineRequest(**self._fields(call, prompt, tools), constraint=constraint)
 
     def _choose_tools(self, tools: Tools | None) -> Tools | None:
         """The functions that the prompt lists; None if calls are optional and the model was not trained for them."""
@@ -161,7 +138,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         return found
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
-        """Load an adapter. Raises: BadAdapter."""
         adapter = self.runner.load_adapter(directory, limits)
         return self._adapters.setdefault(adapter.digest, adapter)
 

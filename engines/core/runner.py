@@ -6,12 +6,14 @@ thread-safe.
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import Struct, field
+from PIL import Image
 
-from engines.base import Adapter, AdapterLimits, Decode, OpenAudio, OpenVideo
+from engines.base import Adapter, AdapterLimits, OpenAudio, OpenVideo
 from engines.core.constraint import ConstraintFailure
 from engines.core.sequence import (
     NO_OPTIONS,
@@ -21,7 +23,6 @@ from engines.core.sequence import (
     ScheduledSequence,
     Sequence,
 )
-from engines.image_decoder import decode_image
 from engines.text.detokenizer import Tokenizer
 from shared.protocol import ChatMessage, Ending, ErrorCode, TemplateOption, Tools
 
@@ -35,6 +36,16 @@ class PixelLimits(NamedTuple):
 
     least: int = 0
     most: int = 0
+
+    def scale(self, image: Image.Image) -> Image.Image:
+        """The image within the limits, with the same aspect ratio."""
+        area = image.width * image.height
+        wanted = min(max(area, self.least), self.most or area)
+        if wanted == area:
+            return image
+        ratio, fit = (wanted / area) ** 0.5, int if wanted < area else ceil
+        size = max(1, fit(image.width * ratio)), max(1, fit(image.height * ratio))
+        return image.resize(size, Image.Resampling.BICUBIC)
 
 
 NO_LIMITS = PixelLimits()
@@ -184,9 +195,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def run(self, batch: Batch) -> StepResult:
-        """Launch a step and wait for it."""
-        ...
+    def run(self, batch: Batch) -> StepResult: ...
 
     def split(self, image: ImageInput) -> Items[ImageInput]:
         """Chunks of an image, video or audio that are encoded independently, in order."""
@@ -200,9 +209,7 @@ class ModelRunner(Protocol):
         """Free the state of a request that ended (encoder features, sampler state)."""
         ...
 
-    def encoder_cache_counts(self) -> tuple[int, int, int]:
-        """Lookups, hits and bytes of the encoder cache."""
-        ...
+    def encoder_cache_counts(self) -> tuple[int, int, int]: ...
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes by use: weights, kv_cache, encoder_cache."""
@@ -226,18 +233,10 @@ class Processor(Protocol):
     tool_format: "ToolFormat"  #: the function call format of the model
     shows_tools: bool  #: whether the chat template lists functions
     spelled: Mapping[int, str]  #: special tokens that begin or end a call
+    template_options: frozenset[str]  #: variables of the chat template that requests may set
 
-    def process_image(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode = decode_image,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> Any:
-        """Decode and resize one image.
-
-        An image whose (width, height) is not `expected_size` is refused before decoding. Raises: InvalidImage.
-        """
+    def process_image(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> Any:
+        """Resize one image. Raises: InvalidImage."""
         ...
 
     def process_video(self, video: OpenVideo) -> Any:

@@ -175,7 +175,6 @@ class Scheduler:
         return self.blocks.can_admit(sequence, prefix, num_spare_blocks=num_running - num_freed)
 
     def _schedule_running(self, batch: Batch, budget: StepBudget) -> None:
-        """Schedule the running sequences, oldest first."""
         items, over_budget, block_size = batch.items, self._over_budget, self.blocks.block_size
         may_draft: bool | None = None
         for sequence in tuple(self.running.values()):
@@ -429,11 +428,11 @@ class StepPipeline:
         Changes block tables only.
         """
         scheduler = self._scheduler
+        # others ended since they were planned
         running = [
             (place, item)
             for place, item in enumerate(batch.items)
-            if item.sequence.status
-            is SequenceStatus.RUNNING  # others ended since they were planned
+            if item.sequence.status is SequenceStatus.RUNNING
         ]
         are_all = running and len(running) == len(scheduler.running)
         if not are_all or not all(item.samples for _, item in running) or scheduler.is_waited_for():

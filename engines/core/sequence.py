@@ -32,8 +32,6 @@ class ImageInput:
     pixels: Any
     slots: tuple[tuple[int, int], ...] = ()
     """Runs of slots as (start, stop) within the image. Empty: all tokens are slots."""
-    #: Grid size, if rotary positions depend on it; else empty.
-    grid: tuple[int, ...] = ()
     #: Whether attention within a run of slots is bidirectional, so that one step computes the run.
     is_whole: bool = False
     num_frames: int = 0  #: frames of a video; 0: not a video
@@ -244,9 +242,8 @@ class ScheduledSequence:
         """Prompt tokens whose logprobs the step computes, from the logits of the token before each."""
         sequence = self.sequence
         num_scored = sequence.num_scored_tokens
-        first = (
-            max(self.start + 1, num_scored) if num_scored else 0
-        )  # the first token has no logprob
+        # the first token has no logprob
+        first = max(self.start + 1, num_scored) if num_scored else 0
         return range(first, min(self.end + 1, sequence.num_prompt_tokens))
 
     @property

@@ -54,7 +54,7 @@ from engines.core.sequence import (
     Sequence,
 )
 from engines.core.settings import BatchingSettings
-from engines.image_decoder import FORMATS, decode_image
+from engines.image_decoder import FORMATS
 from engines.text.detokenizer import Tokenizer
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tools import HERMES, describe_in_text
@@ -63,7 +63,7 @@ from shared.protocol import (
     Ending,
     Generate,
     ImagePart,
-    ModelCard,
+    ImageRef,
     TemplateOption,
     Tools,
 )
@@ -145,13 +145,11 @@ class MockVideo(Struct, frozen=True):
 
 
 class MockAudio(Struct, frozen=True):
-    """Processed audio."""
-
     num_tokens: int
 
 
 class MockProcessor:
-    """Prompts in a simple template. Images are opened but not decoded."""
+    """Prompts in a simple template."""
 
     max_model_len = MAX_MODEL_LEN
     is_quick = True
@@ -168,22 +166,8 @@ class MockProcessor:
         self.tokenizer: Tokenizer = MockTokenizer()
         self.tokens_per_image = self.image_tokens = tokens_per_image
 
-    def process_image(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode = decode_image,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> tuple[int, int]:
-        """Width and height. Raises: InvalidImage."""
-        try:
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                size = image.size
-        except Exception as error:  # parsers may raise any error
-            raise InvalidImage("The image cannot be decoded.") from error
-        if size != expected_size:
-            raise InvalidImage("The image is of another size than its header says.")
-        return size
+    def process_image(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> tuple[int, int]:
+        return image.size
 
     def process_video(self, video: OpenVideo) -> MockVideo:
         """The number of frames, each of which is a token. Raises: InvalidImage."""
@@ -327,7 +311,6 @@ class MockRunner:
         return self._num_encoder_queries, self._num_encoder_hits, self._encoder_cache_bytes
 
     def memory_bytes(self) -> dict[str, int]:
-        """Simulated bytes by use."""
         return {
             "weights": 0,
             "kv_cache": self.num_blocks * self.block_size * KV_BYTES_PER_TOKEN,
@@ -454,7 +437,20 @@ def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
 
 
 class MockEngine(BatchingEngine):
-    """The engine over a mock. It calls functions whenever it may, and answers tool results with text."""
+    """The engine over a mock. It calls functions whenever it may, and answers tool results with text.
+
+    Images are opened but not decoded.
+    """
+
+    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> tuple[int, int]:
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+                size = opened.size
+        except Exception as error:  # parsers may raise any error
+            raise InvalidImage("The image cannot be decoded.") from error
+        if size != (image.width, image.height):
+            raise InvalidImage("The image is of another size than its header says.")
+        return size
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
         task = call.task
@@ -469,20 +465,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
     mock = settings.mock
     processor = MockProcessor(mock.tokens_per_image, thinks=mock.num_reasoning_tokens > 0)
     engine = MockEngine(MockRunner(settings), processor, settings)
-    card = ModelCard(
-        name=settings.served_name or "mock",
-        created_at=int(time.time()),  # noqa: TID251
-        max_model_len=engine.max_model_len,
-        vocab_size=VOCAB_SIZE,
-        image_tokens=processor.image_tokens,
-        tasks=engine.capabilities().tasks,
-        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
-        template_options=tuple(processor.template_options),
-        supports_grammars=engine.capabilities().takes_grammars,
-        supports_video=processor.takes_video,
-        supports_audio=processor.max_audio_s > 0,
-    )
-    return LoadedEngine(engine, card)
+    return LoadedEngine(engine, engine.card(settings.served_name or "mock"))
 
 
 def _num_kv_blocks(settings: MockEngineSettings) -> int:

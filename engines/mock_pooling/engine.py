@@ -10,7 +10,6 @@ import time
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,7 +25,7 @@ from engines.base import (
 from engines.pooling.batch import Row
 from engines.pooling.engine import PoolingEngine, PoolingModel
 from engines.pooling.settings import PoolingSettings
-from shared.protocol import Embed, ImagePart, ImageRef, ModelCard, Rerank, Task, TextPart, Truncate
+from shared.protocol import Embed, ImagePart, ImageRef, Rerank, TextPart, Truncate
 
 MAX_MODEL_LEN = 512
 VOCAB_SIZE = 65_536
@@ -53,22 +52,7 @@ class MockPoolingSettings(PoolingSettings):
     mock: MockPooling = MockPooling()
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """The input of a row. `dimensions`: 0 for a score."""
-
-    data: bytes
-    dimensions: int
-    is_normalized: bool = True
-
-    @property
-    def identity(self) -> bytes:
-        return b"%d %d " % (self.dimensions, self.is_normalized) + self.data
-
-
 class MockPoolingModel(PoolingModel):
-    """Vectors and scores from hashes."""
-
     tasks = ("embed", "rerank")
     decodes_images = True
     prompts: Mapping[str, str] = {"query": "query: ", "document": "passage: "}
@@ -85,19 +69,11 @@ class MockPoolingModel(PoolingModel):
         """The hash of an image's pixels. Raises: InvalidImage."""
         return hashlib.sha256(decode(data, (image.width, image.height)).tobytes()).digest()
 
-    def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
-        """One row for each input. Raises: PromptTooLong, InvalidRequest."""
-        if isinstance(task, Embed):
-            return [self._row(task, index, images) for index in range(len(task.inputs))]
-        assert isinstance(task, Rerank)
-        return [self._pair(task, index) for index in range(len(task.documents))]
-
-    def _row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
-        part, size = task.inputs[index], task.dimensions or self.dimensions
+    def row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
+        part = task.inputs[index]
         if isinstance(part, ImagePart):
-            content = _Content(images[part.image].content, size, task.is_normalized)
-            num_tokens = self._mock.tokens_per_image
-            return Row(content, num_tokens, "image", num_tokens, identity=content.identity)
+            data, num_tokens = images[part.image].content, self._mock.tokens_per_image
+            return Row(data, num_tokens, "image", num_tokens, identity=data)
         if isinstance(part, TextPart):
             prompt = self.prompts[task.prompt_name] if task.prompt_name else ""
             words: Sequence[Any] = (prompt + part.text).split()
@@ -109,15 +85,15 @@ class MockPoolingModel(PoolingModel):
                 )
             words = part.token_ids
         words = self._fit(words, task.truncate, task.param(index), task.max_tokens)
-        content = _Content(repr(words).encode(), size, task.is_normalized)
-        return Row(content, max(1, len(words)), identity=content.identity)
+        data = repr(words).encode()
+        return Row(data, max(1, len(words)), identity=data)
 
-    def _pair(self, task: Rerank, index: int) -> Row:
+    def pair(self, task: Rerank, index: int) -> Row:
         query = task.queries[index if len(task.queries) > 1 else 0].split()
         document = task.documents[index].split()[: task.max_document_tokens]
         words = self._fit([*query, "\n", *document], task.truncate, task.param(index))
-        content = _Content(repr(words).encode(), 0, not task.is_raw)
-        return Row(content, len(words), identity=content.identity)
+        data = repr(words).encode()
+        return Row(data, len(words), identity=data)
 
     def _fit(
         self, words: Sequence[Any], truncate: Truncate, param: str, max_tokens: int | None = None
@@ -135,27 +111,26 @@ class MockPoolingModel(PoolingModel):
         return [zlib.crc32(word.encode()) % VOCAB_SIZE for word in words], words
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Raises: InvalidRequest."""
         raise InvalidRequest("the mock engine cannot detokenize: it does not store words", "tokens")
 
     def compute(self, rows: Sequence[Row]) -> None:
         """Compute the results and sleep for the simulated time."""
         for row in rows:
-            row.result = numbers_of(row.content).tobytes()
+            row.result = numbers_of(row).tobytes()
         num_tokens = sum(row.num_tokens for row in rows)
         if step_s := self._mock.step_s + self._mock.s_per_token * num_tokens:
             time.sleep(step_s)
 
 
-def numbers_of(content: _Content) -> "array[float]":
-    """The numbers of a content; with 0 dimensions a score between 0 and 1."""
-    if content.dimensions == 0:
-        stream = hashlib.shake_128(content.data).digest(4)
+def numbers_of(row: Row) -> "array[float]":
+    """The result of a row; with 0 dimensions a score between 0 and 1."""
+    if row.dimensions == 0:
+        stream = hashlib.shake_128(row.content).digest(4)
         score = int.from_bytes(stream, "little") / 2**32
-        return array("f", [score if content.is_normalized else math.log(score + 1e-9)])
-    stream = hashlib.shake_128(content.data).digest(2 * content.dimensions)
+        return array("f", [score if row.is_normalized else math.log(score + 1e-9)])
+    stream = hashlib.shake_128(row.content).digest(2 * row.dimensions)
     values = array("h", stream)
-    if not content.is_normalized:
+    if not row.is_normalized:
         return array("f", values)
     length = math.sqrt(sum(value * value for value in values)) or 1.0
     return array("f", [value / length for value in values])
@@ -166,16 +141,11 @@ def load_mock_pooling_engine(
 ) -> LoadedEngine:
     model = MockPoolingModel(settings)
     engine = PoolingEngine(model, settings)
-    card = ModelCard(
-        name=settings.served_name or "mock-embeddings",
-        created_at=int(time.time()),  # noqa: TID251
+    card = engine.card(
+        settings.served_name or "mock-embeddings",
         max_model_len=model.max_model_len,
         vocab_size=VOCAB_SIZE,
         image_tokens=settings.mock.tokens_per_image,
-        tasks=engine.capabilities().tasks,
-        dimensions=model.dimensions,
-        shorter_dimensions=model.shorter_dimensions,
-        prompts=tuple(model.prompts),
         digest=hashlib.sha256(b"mock %d" % model.dimensions).hexdigest(),
     )
     return LoadedEngine(engine, card)

@@ -26,15 +26,12 @@ _INITS = ("gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """The checked configuration and the bytes of the weights."""
-
     config: Fields
     weights: bytes
     digest: str
 
 
 def read_adapter(directory: Path, limits: AdapterLimits) -> AdapterFiles:
-    """Read an adapter's directory. Raises: BadAdapter."""
     try:
         return _read(directory, limits)
     except UnsupportedCheckpoint as error:  # of a field

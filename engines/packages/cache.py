@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, constants, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from engines.base import EngineStartError
@@ -108,7 +108,9 @@ def remove(model: str, confirm: Callable[[str], bool]) -> int | None:
         found.commit_hash
         for repo in repos
         for found in repo.revisions
-        if revision is None or _is_called(found, revision)
+        if revision is None
+        or revision in found.refs
+        or (len(revision) >= 7 and found.commit_hash.startswith(revision))
     ]
     if not commits:
         known = ", ".join(sorted({found.name for found in list_models() if found.source == "hub"}))
@@ -131,7 +133,3 @@ def _scan() -> list[CachedRepoInfo]:
     except CacheNotFound:
         return []
     return [repo for repo in repos if repo.repo_type == "model"]
-
-
-def _is_called(found: CachedRevisionInfo, revision: str) -> bool:
-    return revision in found.refs or (len(revision) >= 7 and found.commit_hash.startswith(revision))

@@ -1,16 +1,19 @@
 """Default sampling parameters from `generation_config.json`, read as in vLLM: `do_sample` is ignored."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import asdict
 
 from engines.base import EngineStartError, UnsupportedCheckpoint
-from engines.packages.checkpoint_json import Fields, read_json
+from engines.packages.checkpoint_json import read_json
 from shared.protocol import SamplingDefaults
 
 _FILE = "generation_config.json"
 _MAX_TOKENS = 2**31 - 1
+_NEAR = 1e-9  #: includes a lower limit
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +35,12 @@ def read_sampling_defaults(directory: Path, choice: str) -> SamplingDefaults:
             )
     fields = read_json(directory / _FILE)
     defaults = SamplingDefaults(
-        temperature=_number(fields, "temperature", 0, 2),
-        top_p=_number(fields, "top_p", 0, 1),
-        top_k=_whole(fields, "top_k", 0, _MAX_TOKENS),
-        min_p=_number(fields, "min_p", 0, 1),
-        repetition_penalty=_number(fields, "repetition_penalty", 0.1, 10),
-        max_tokens=_whole(fields, "max_new_tokens", 1, _MAX_TOKENS),
+        temperature=_try(fields.number, "temperature", above=-_NEAR, at_most=2),
+        top_p=_try(fields.number, "top_p", above=-_NEAR, at_most=1),
+        top_k=_try(fields.whole, "top_k", at_least=0, at_most=_MAX_TOKENS),
+        min_p=_try(fields.number, "min_p", above=-_NEAR, at_most=1),
+        repetition_penalty=_try(fields.number, "repetition_penalty", above=0.1 - _NEAR, at_most=10),
+        max_tokens=_try(fields.whole, "max_new_tokens", at_least=1, at_most=_MAX_TOKENS),
     )
     if given := [f"{name}={x}" for name, x in asdict(defaults).items() if x is not None]:
         logger.info(
@@ -48,18 +51,10 @@ def read_sampling_defaults(directory: Path, choice: str) -> SamplingDefaults:
     return defaults
 
 
-def _number(fields: Fields, name: str, least: float, most: float) -> float | None:
+def _try(read: Callable[..., Any], name: str, **limits: float) -> Any:
     """A number within the limits of requests, else None."""
     try:
-        return fields.number(name, above=least - 1e-9, at_most=most)
-    except UnsupportedCheckpoint as problem:
-        logger.warning("ignoring a default of generation_config.json: %s", problem)
-        return None
-
-
-def _whole(fields: Fields, name: str, least: int, most: int) -> int | None:
-    try:
-        return fields.whole(name, at_least=least, at_most=most)
+        return read(name, **limits)
     except UnsupportedCheckpoint as problem:
         logger.warning("ignoring a default of generation_config.json: %s", problem)
         return None

@@ -104,11 +104,7 @@ def parse_hub_id(model: str) -> tuple[str, str | None] | None:
 
 
 def _fetch(
-    repo: str,
-    revision: str | None,
-    report: Report | None,
-    check: Check | None,
-    needs_weights: bool,
+    repo: str, revision: str | None, report: Report | None, check: Check | None, needs_weights: bool
 ) -> Path:
     try:
         if not needs_weights:
@@ -168,7 +164,11 @@ def _download(repo: str, revision: str | None, report: Report | None, check: Che
     num_left = sum(file.file_size or 0 for file in weights if file.will_download)
     if num_left:
         small = Path(_snapshot(repo, revision, small=True, tqdm_class=_silent()))
-        _check_index(repo, small, names)
+        if missing := find_missing_weights(small, names):
+            raise ModelUnavailable(
+                f"{repo} is not complete: it lacks {len(missing)} of the files that its {_INDEX_FILE} "
+                f"names, {missing[0]} first; look for another revision"
+            )
         if check is not None:
             check(small, sum(file.file_size or 0 for file in weights))
         num_bytes = num_left
@@ -221,14 +221,6 @@ def find_missing_weights(directory: Path, names: Set[str]) -> list[str]:
     """
     shards = read_json(directory / _INDEX_FILE).section("weight_map").values.values()
     return sorted({shard for shard in shards if isinstance(shard, str)} - names)
-
-
-def _check_index(repo: str, small: Path, names: Set[str]) -> None:
-    if missing := find_missing_weights(small, names):
-        raise ModelUnavailable(
-            f"{repo} is not complete: it lacks {len(missing)} of the files that its {_INDEX_FILE} "
-            f"names, {missing[0]} first; look for another revision"
-        )
 
 
 def _cache_folder() -> Path:

@@ -25,14 +25,16 @@ class Row:
     kind: str = "text"
     num_image_tokens: int = 0
     num_padding: int = 0  #: padding among its tokens
-    identity: bytes = b""  #: equal for rows of a kind with equal results; empty: not cached
+    #: Equal for rows of a kind and equal options with equal results; empty: not cached.
+    identity: bytes = b""
+    dimensions: int = 0  #: of the vector; 0: all, or a score
+    is_normalized: bool = True
     result: bytes = b""  #: little-endian float32
     error: str = ""  #: why the row has no result; the call fails with this message
     number: int = field(default=0, init=False)  #: order of arrival
     cache_key: bytes = field(default=b"", init=False)  #: empty: not cached
-    followers: list["Row"] = field(
-        default_factory=list, init=False
-    )  #: equal rows that wait for its result
+    #: Equal rows that wait for its result.
+    followers: list["Row"] = field(default_factory=list, init=False)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -105,10 +107,13 @@ def _nearer(
     return below if shorter_by <= rows[above][1].num_tokens - num_tokens else above
 
 
-def cache_key(tenant: str, kind: str, identity: bytes) -> bytes:
-    """The key of an input's result, salted by tenant."""
+def cache_key(tenant: str, row: Row) -> bytes:
+    """The key of an input's result, salted by tenant; empty: not cached."""
+    if not row.identity:
+        return b""
     salt = tenant.encode("utf-8", "surrogatepass")
-    return sha256(b"%d %s %s " % (len(salt), salt, kind.encode()) + identity).digest()
+    options = f" {row.kind} {row.dimensions} {row.is_normalized} ".encode()
+    return sha256(b"%d %s" % (len(salt), salt) + options + row.identity).digest()
 
 
 class ResultCache:

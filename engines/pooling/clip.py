@@ -12,10 +12,10 @@ import torch
 
 from engines.base import Decode, PreparedImage
 from engines.pooling.batch import Row
-from engines.pooling.encoder import PixelInput, Texts, give_vectors
+from engines.pooling.encoder import Texts, give_vectors
 from engines.pooling.engine import PoolingModel
 from engines.pooling.layers import num_bytes
-from shared.protocol import Embed, ImagePart, ImageRef, Task
+from shared.protocol import Embed, ImagePart, ImageRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,6 @@ class Filling:
     is_left: bool = False
 
     def fill(self, ids: Sequence[int]) -> Sequence[int]:
-        """Padded ids."""
         padding = [self.token_id] * (self.length - len(ids))
         return [*padding, *ids] if self.is_left else [*ids, *padding]
 
@@ -54,20 +53,11 @@ class ClipEncoder(PoolingModel):
         decoded = decode(data, (image.width, image.height))
         return self._processor(images=decoded, return_tensors="np")["pixel_values"][0]
 
-    def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
-        """One row for each input. Raises: PromptTooLong, InvalidRequest."""
-        assert isinstance(task, Embed)
-        return [self._row(task, index, images) for index in range(len(task.inputs))]
-
-    def _row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
+    def row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
         part = task.inputs[index]
         if isinstance(part, ImagePart):
-            image = images[part.image]
-            pixels = PixelInput(
-                image.content, task.dimensions, task.is_normalized, image.image_hash
-            )
-            size = self.image_tokens
-            return Row(pixels, size, "image", size, identity=pixels.identity)
+            image, size = images[part.image], self.image_tokens
+            return Row(image.content, size, "image", size, identity=image.image_hash.encode())
         words = self.texts.words(task, index)
         length = self._filling.length if self._filling else len(words.ids)
         padding = length - len(words.ids)
@@ -78,7 +68,7 @@ class ClipEncoder(PoolingModel):
         """All rows of a step, of one kind."""
         model, device = self._model, self._model.device
         if rows[0].kind == "image":
-            pixels = [torch.as_tensor(row.content.pixels) for row in rows]
+            pixels = [torch.as_tensor(row.content) for row in rows]
             made = model.get_image_features(torch.stack(pixels).to(device, model.dtype))
             give_vectors(rows, _vectors(made))
             return

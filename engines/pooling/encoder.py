@@ -5,7 +5,6 @@ Shape letters: n rows of one length, L tokens of a row, E hidden size, V numbers
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.base import InvalidRequest, PreparedImage
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import Pooling, SentenceConfig
 from engines.pooling.engine import PoolingModel
 from engines.pooling.layers import Keeps, PackedLayers, num_bytes, num_outputs
 from engines.pooling.texts import Texts
-from shared.protocol import Embed, Rerank, Task
 
 #: Largest ratio of padding to real tokens in a batch of padded rows.
 MAX_PADDING_RATIO = 0.15
@@ -37,21 +34,6 @@ PACKED_TYPES: dict[str, int | None] = {
 _KEEPS: dict[Pooling, Keeps] = {"cls": "first", "last": "last"}
 #: Model types that can score pairs.
 SCORER_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
-
-
-@dataclass(frozen=True, slots=True)
-class PixelInput:
-    """Pixels of an image, and output options. Shapes: pixels (3, height, width)."""
-
-    pixels: Any
-    dimensions: int | None = None
-    is_normalized: bool = True
-    image_hash: str = ""
-
-    @property
-    def identity(self) -> bytes:
-        text = f"{self.dimensions or 0} {self.is_normalized} {self.image_hash}"
-        return text.encode() if self.image_hash else b""
 
 
 class Encoder(PoolingModel):
@@ -83,17 +65,6 @@ class Encoder(PoolingModel):
         self.dimensions = 0 if is_scorer else size
         self.prompts = config.prompts
         self._base: Any = model.base_model if is_scorer else model
-
-    def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
-        """One row for each input. Raises: PromptTooLong, InvalidRequest."""
-        if isinstance(task, Rerank):
-            contents = [self.texts.pair(task, index) for index in range(len(task.documents))]
-        else:
-            assert isinstance(task, Embed)
-            if images:
-                raise InvalidRequest("this model takes no images")
-            contents = [self.texts.words(task, index) for index in range(len(task.inputs))]
-        return [Row(each, len(each.ids), identity=each.identity) for each in contents]
 
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:
@@ -174,9 +145,8 @@ class Encoder(PoolingModel):
         model: Any = self._model
         pooler = getattr(self._base, "pooler", None)
         logits = model.classifier(hidden if pooler is None else pooler(hidden)).float()
-        wants_activation = torch.tensor(
-            [row.content.is_normalized for row in rows], device=logits.device
-        )[:, None]
+        wants_activation = torch.tensor([row.is_normalized for row in rows], device=logits.device)
+        wants_activation = wants_activation[:, None]
         return torch.where(wants_activation, logits.sigmoid(), logits)
 
     def memory_bytes(self) -> dict[str, int]:
@@ -188,7 +158,6 @@ class Encoder(PoolingModel):
 
 
 def first_position(config: Any) -> int:
-    """The position of a row's first token."""
     first = PACKED_TYPES[config.model_type]
     return config.pad_token_id + 1 if first is None else first
 
@@ -223,10 +192,9 @@ def give_vectors(rows: Sequence[Row], vectors: Tensor) -> None:
     """Set the rows' results, truncated and normalized as requested. Shapes: vectors (n, V) float32."""
     units = F.normalize(vectors, dim=1)
     for row, unit, raw in zip(rows, units.cpu(), vectors.cpu(), strict=True):
-        wanted = row.content
-        vector = unit if wanted.is_normalized else raw
-        if wanted.dimensions is not None:
-            vector = vector[: wanted.dimensions]
-            if wanted.is_normalized:
+        vector = unit if row.is_normalized else raw
+        if 0 < row.dimensions < len(vector):
+            vector = vector[: row.dimensions]
+            if row.is_normalized:
                 vector = F.normalize(vector, dim=0)
         row.result = vector.numpy().tobytes()

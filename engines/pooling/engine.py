@@ -26,7 +26,9 @@ from shared.protocol import (
     ErrorCode,
     FinishReason,
     ImageRef,
+    ModelCard,
     Priority,
+    Rerank,
     StageTimings,
     Task,
     TextPart,
@@ -62,7 +64,28 @@ class PoolingModel:
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
         """One row for each input, in order. Thread-safe. Raises: RequestError."""
-        raise NotImplementedError
+        if isinstance(task, Rerank):
+            rows = [self.pair(task, index) for index in range(len(task.documents))]
+            dimensions, is_normalized = 0, not task.is_raw
+        else:
+            assert isinstance(task, Embed)
+            rows = [self.row(task, index, images) for index in range(len(task.inputs))]
+            dimensions, is_normalized = task.dimensions or self.dimensions, task.is_normalized
+        for row in rows:
+            row.dimensions, row.is_normalized = dimensions, is_normalized
+        return rows
+
+    def row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
+        """One input of an embedding. Raises: RequestError."""
+        if images:
+            raise InvalidRequest("this model takes no images")
+        words = self.texts.words(task, index)
+        return Row(words, len(words.ids), identity=words.identity)
+
+    def pair(self, task: Rerank, index: int) -> Row:
+        """One document of a reranking. Raises: RequestError."""
+        words = self.texts.pair(task, index)
+        return Row(words, len(words.ids), identity=words.identity)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
         """Token ids of a text and their spellings. Thread-safe."""
@@ -155,13 +178,10 @@ class PoolingEngine(Engine[PoolingInput]):
         rows = self._model.rows(task, images)
         if self._results.is_on:
             for row in rows:
-                row.cache_key = (
-                    cache_key(call.tenant, row.kind, row.identity) if row.identity else b""
-                )
+                row.cache_key = cache_key(call.tenant, row)
         return PoolingInput(call.request_id, call.priority, rows, dimensions)
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
-        """Token ids of a text, or the text of ids. Raises: InvalidRequest."""
         if task.of is None:
             return Tokenization(text=self._model.decode(task.token_ids))
         prompt = task.of.prompt
@@ -173,7 +193,6 @@ class PoolingEngine(Engine[PoolingInput]):
         return Tokenization(token_ids, strings=strings if task.with_strings else ())
 
     def add(self, request: PoolingInput) -> None:
-        """Queue a call. Raises: InvalidRequest."""
         if request.request_id in self._calls:
             raise InvalidRequest(f"request {request.request_id} is running already")
         if not request.rows:
@@ -316,6 +335,17 @@ class PoolingEngine(Engine[PoolingInput]):
                 "result_cache": self._results.num_bytes,
             },
             startup_s=self._startup_s,
+        )
+
+    def card(self, name: str, **fields: Any) -> ModelCard:
+        model = self._model
+        return super().card(
+            name,
+            supports_images=model.decodes_images,
+            dimensions=model.dimensions,
+            shorter_dimensions=model.shorter_dimensions,
+            prompts=tuple(model.prompts),
+            **fields,
         )
 
     def close(self) -> None:

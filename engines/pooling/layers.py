@@ -271,15 +271,12 @@ class PackedLayers(nn.Module):
         x, kept = hidden_states[0], None
         for number, layer in enumerate(self.layers, 1):
             if number == len(self.layers) and self._keeps != "all":
-                kept = self._kept().to(x.device)
+                lengths = torch.tensor(self._lengths)
+                ends = lengths.cumsum(0)
+                kept = (ends - 1 if self._keeps == "last" else ends - lengths).to(x.device)
             x = layer(x, self._lengths, self._attend, kept)
         hidden: Any = x[None]
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
-
-    def _kept(self) -> Tensor:
-        lengths = torch.tensor(self._lengths)
-        ends = lengths.cumsum(0)
-        return ends - 1 if self._keeps == "last" else ends - lengths
 
 
 def take_layers(model: Any, device: torch.device) -> PackedLayers:

@@ -39,7 +39,6 @@ from engines.torch_backend.loading.check import check_memory, check_model
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.loading.stored_tensors import finite
 from engines.torch_backend.threads import set_num_threads
-from shared.protocol import ModelCard
 
 
 def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) -> LoadedEngine:
@@ -58,17 +57,11 @@ def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) ->
         keep_freed_memory()  # each layer of a batch frees tens of megabytes
     model.compute([Row(Words((0, 0, 0), (0, 0, 0)), 3)])
     engine = PoolingEngine(model, settings, {"load": time.perf_counter() - began_at})
-    card = ModelCard(
-        name=settings.served_name or default_name(settings.model),
-        created_at=int(time.time()),  # noqa: TID251
+    card = engine.card(
+        settings.served_name or default_name(settings.model),
         max_model_len=model.texts.max_tokens,
         vocab_size=model.texts.vocab_size,
-        supports_images=model.decodes_images,
         image_tokens=model.image_tokens,
-        tasks=engine.capabilities().tasks,
-        dimensions=model.dimensions,
-        shorter_dimensions=model.shorter_dimensions,
-        prompts=tuple(model.prompts),
         digest=digest_of(directory),
         dtype=str(dtype).removeprefix("torch."),
         quantization="int8" if is_int8 else "",
@@ -225,7 +218,6 @@ def _load_model(kind: Any, directory: Path, config: Any, dtype: torch.dtype) -> 
 
 
 def _num_positions(config: Any) -> int | None:
-    """Number of positions of a row."""
     number = getattr(config, "max_position_embeddings", None)
     if number is None:
         return None

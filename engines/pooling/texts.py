@@ -13,17 +13,14 @@ from shared.protocol import Embed, ImagePart, Rerank, TextPart, Truncate
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Token ids of a text, and output options."""
+    """Token ids of a text, and their types."""
 
     ids: Sequence[int]
     types: Sequence[int]
-    dimensions: int | None = None
-    is_normalized: bool = True
 
     @property
     def identity(self) -> bytes:
-        numbers = (self.dimensions or 0, self.is_normalized, *self.ids, *self.types)
-        return array("i", numbers).tobytes()
+        return array("i", (*self.ids, *self.types)).tobytes()
 
 
 class Texts:
@@ -40,7 +37,6 @@ class Texts:
     def words(self, task: Embed, index: int) -> Words:
         """An input of text or ids. Raises: PromptTooLong, InvalidRequest."""
         part, param = task.inputs[index], task.param(index)
-        options = (task.dimensions, task.is_normalized)
         if isinstance(part, TextPart):
             name = self._config.default_prompt if task.prompt_name == "" else task.prompt_name
             prompt = self._config.prompts[name] if name else ""
@@ -49,7 +45,7 @@ class Texts:
             room = max(0, self._most(task) - num_special)
             self._cut(encoding, room, task.truncate, param)
             encoding = self._tokenizer.post_process(encoding)
-            return Words(array("i", encoding.ids), bytes(encoding.type_ids), *options)
+            return Words(array("i", encoding.ids), bytes(encoding.type_ids))
         assert not isinstance(part, ImagePart)
         ids = part.token_ids
         if max(ids) >= self.vocab_size:
@@ -60,7 +56,7 @@ class Texts:
             if task.truncate == "none":
                 raise self._too_long(len(ids), param)
             ids = ids[-most:] if task.truncate == "start" else ids[:most]
-        return Words(ids, (0,) * len(ids), *options)
+        return Words(ids, (0,) * len(ids))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -77,7 +73,7 @@ class Texts:
     def pair(self, task: Rerank, index: int) -> Words:
         """Token ids of a query and a document. Raises: PromptTooLong."""
         encoding = self._tokenizer.post_process(*self.encode_pair(task, index))
-        return Words(array("i", encoding.ids), bytes(encoding.type_ids), None, not task.is_raw)
+        return Words(array("i", encoding.ids), bytes(encoding.type_ids))
 
     def encode_pair(self, task: Rerank, index: int) -> tuple[Encoding, Encoding]:
         """A query and a document that is truncated as the task asks. Raises: PromptTooLong."""

@@ -480,7 +480,6 @@ class ChatTemplate:
 
     @property
     def options(self) -> frozenset[str]:
-        """Variables that a request may set."""
         return self._renderer.options
 
     def render(

@@ -47,9 +47,8 @@ class Detokenizer:
     is_stopped = False  #: whether a stop string has ended the answer
     reasoning = ""  #: reasoning that no output contains yet
     num_reasoning_tokens = 0
-    is_undecided = (
-        False  #: whether the last token may be part of a marker that begins the reasoning
-    )
+    #: Whether the last token may be part of a marker that begins the reasoning.
+    is_undecided = False
     is_content = True  #: whether the last token is part of the answer's text
 
     def __init__(
@@ -138,7 +137,7 @@ class StopStrings:
 
     def __init__(self, texts: Iterable[str], *, keeps: bool = False) -> None:
         self._keeps = keeps
-        self.texts = [StopString(text) for text in texts if text]
+        self.texts = [text for text in texts if text]
         self.is_stopped = False
         self.stopped_by = ""
         self._held = ""
@@ -150,18 +149,15 @@ class StopStrings:
         """
         if self.is_stopped:
             return ""
-        for index, character in enumerate(text):
-            num_stop_characters = 0
-            for stop in self.texts:
-                if stop.advance(character) and len(stop.text) > num_stop_characters:
-                    num_stop_characters, self.stopped_by = len(stop.text), stop.text
-            if num_stop_characters:
-                self.is_stopped = True
-                released = self._held + text[: index + 1]
-                self._held = ""
-                return released if self._keeps else released[:-num_stop_characters]
         known = self._held + text
-        num_held = max((stop.num_matched for stop in self.texts), default=0)
+        found = [
+            (i + len(stop), -len(stop), stop) for stop in self.texts if (i := known.find(stop)) >= 0
+        ]
+        if found:
+            end, length, self.stopped_by = min(found)
+            self.is_stopped, self._held = True, ""
+            return known[: end if self._keeps else end + length]
+        num_held = max((num_begun(known, stop) for stop in self.texts), default=0)
         self._held = known[len(known) - num_held :]
         return known[: len(known) - num_held]
 
@@ -170,24 +166,7 @@ class StopStrings:
         return rest
 
 
-class StopString:
-    """Finds one string in a stream of characters, in amortized constant time per character.
-
-    Source: Knuth, Morris, Pratt, "Fast pattern matching in strings", 1977.
-    """
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.num_matched = 0  #: length of the longest prefix that is a suffix of the stream
-        self._borders = [0]  # per prefix: length of its longest border
-        for character in text[1:]:
-            self._borders.append(self._extend(self._borders[-1], character))
-
-    def advance(self, character: str) -> bool:
-        self.num_matched = self._extend(self.num_matched, character)
-        return self.num_matched == len(self.text)
-
-    def _extend(self, num_matched: int, character: str) -> int:
-        while num_matched and self.text[num_matched] != character:
-            num_matched = self._borders[num_matched - 1]
-        return num_matched + (self.text[num_matched] == character)
+def num_begun(text: str, marker: str) -> int:
+    """Length of the longest suffix of a text that begins a marker."""
+    most = min(len(marker) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)

@@ -242,7 +242,6 @@ class GrammarCompiler:
     def _constrain(
         self, body: str, others: dict[str, str], *, is_thinking: bool, is_json: bool
     ) -> Constraint:
-        """Raises: Refusal."""
         matcher = self._find(self._to_source(body, others, is_thinking=is_thinking))
         narrow = self._bound_numbers if is_json else None
         return Constraint(
@@ -301,7 +300,6 @@ class GrammarCompiler:
         return found.matcher
 
     def _compile(self, source: str) -> "_Compiled":
-        """Raises: Refusal."""
         with self._judging:
             if self._tables is None:
                 self._load()
@@ -450,7 +448,6 @@ def _to_body(grammar: Grammar, name: str = "answer") -> tuple[str, dict[str, str
 
 
 def _to_schema(grammar: Grammar) -> str:
-    """The prepared schema. Raises: Refusal."""
     try:
         schema = json.loads(grammar.source)
     except (ValueError, RecursionError):

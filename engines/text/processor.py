@@ -13,7 +13,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from msgspec.structs import replace
 from PIL import Image
 
 from engines.base import (
-    Decode,
     InvalidImage,
     InvalidRequest,
     OpenAudio,
@@ -32,7 +30,6 @@ from engines.base import (
 )
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.core.sequence import NO_OPTIONS, ImageInput, Positions, Prompt
-from engines.image_decoder import decode_image
 from engines.text.chat_template import (
     PLAIN_TEMPLATE,
     ChatTemplate,
@@ -71,7 +68,6 @@ class Item:
     num_tokens: int | None
     pixels: Any
     text: str
-    grid: tuple[int, ...] = ()  #: as in `ImageInput`
     is_whole: bool = False  #: as in `ImageInput`
     is_filled: bool = False  #: whether all tokens of the item are slots
     #: Separator token at both ends of the text; adjacent images share one, and a space separates it from a word.
@@ -139,7 +135,10 @@ class PromptBuilder:
         }
         mark = f"{guard}{guard} " if ending == "message" else ""
         if mark:
-            _mark_end(messages[-1], protected[-1], mark)
+            last = sum(isinstance(part, TextPart) for part in messages[-1].parts) - 1
+            if last < 0:
+                raise InvalidRequest("The last message has no text to continue: add text to it.")
+            protected[-1][last] += mark
         calls = {
             place: [_protect_in(to_shown(call), protect, guard) for call in message.tool_calls]
             for place, message in enumerate(messages)
@@ -267,17 +266,8 @@ class PromptBuilder:
             edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]
             edges += [len(is_slot)] * is_slot[-1]
             slots = tuple(zip(edges[::2], edges[1::2], strict=True))
-        return ImageInput(
-            offset,
-            stop - offset,
-            item.hash,
-            item.pixels,
-            slots,
-            item.grid,
-            item.is_whole,
-            item.num_frames,
-            item.kind,
-        )
+        others = (item.is_whole, item.num_frames, item.kind)
+        return ImageInput(offset, stop - offset, item.hash, item.pixels, slots, *others)
 
 
 class ControlSpelling:
@@ -331,14 +321,6 @@ class ControlSpelling:
                 start += len(rendered[start:]) - len(rendered[start:].lstrip())
         pieces.append((rendered[start:], None, len(rendered), 1))
         return pieces
-
-
-def _mark_end(message: ChatMessage, texts: list[str], mark: str) -> None:
-    """Append a mark to the last text of a message. Raises: InvalidRequest."""
-    last = sum(isinstance(part, TextPart) for part in message.parts) - 1
-    if last < 0:
-        raise InvalidRequest("The last message has no text to continue: add text to it.")
-    texts[last] += mark
 
 
 def _cut_at(rendered: str, mark: str) -> str:
@@ -421,25 +403,14 @@ class MultimodalProcessor:
     def limit(self, max_pixels: int) -> None:
         """Scale larger images down to this number of pixels, if the model takes images of any size."""
 
-    def process(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode = decode_image,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> Any:
-        """Pixels of one image, in the model's format. Raises: InvalidImage.
-
-        `expected_size` is the admitted (width, height); `pixels` are the request's limits.
-        """
+    def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> Any:
+        """Pixels of one image, in the model's format; `pixels` are the request's limits. Raises: InvalidImage."""
         raise InvalidImage("The model takes no images.")
 
     def process_video(self, video: OpenVideo) -> Any:
-        """Raises: InvalidImage."""
         raise InvalidImage("The model takes no videos.")
 
     def process_audio(self, audio: OpenAudio) -> Any:
-        """Raises: InvalidImage."""
         raise InvalidImage("The model takes no audio.")
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
@@ -499,7 +470,7 @@ class ChatProcessor:
         self.max_audio_s = multimodal.max_audio_s if takes_audio else 0.0
         self.transcription_prompt = multimodal.transcription_prompt
         self._multimodal = multimodal
-        #: Decode and process an image, a video or audio. Raises: InvalidImage.
+        #: Process an image, a video or audio. Raises: InvalidImage.
         self.process_image = multimodal.process
         self.process_video = multimodal.process_video
         self.process_audio = multimodal.process_audio
@@ -521,7 +492,6 @@ class ChatProcessor:
         tools: Tools | None = None,
         ending: Ending = "answer",
     ) -> Prompt:
-        """Apply the chat template. Raises: InvalidRequest."""
         items = self._multimodal.items(images, self._slot)
         prompt = self._prompt_builder.build(messages, items, options, tools, ending)
         return replace(prompt, positions=self._multimodal.positions(prompt))
@@ -549,13 +519,10 @@ def example_prompt(processor: ChatProcessor) -> Prompt | None:
     """
     if not processor.image_tokens:
         return None
-    width, height = _EXAMPLE_SIZE
     across, down = Image.linear_gradient("L").resize(_EXAMPLE_SIZE), Image.radial_gradient("L")
     image = Image.merge("RGB", (across, down.resize(_EXAMPLE_SIZE), across.rotate(180)))
-    data = BytesIO()
-    image.save(data, "PNG")
     try:
-        made = processor.process_image(data.getvalue(), (width, height))
+        made = processor.process_image(image)
         parts = (ImagePart(0), TextPart("What is it?"))
         return processor.build_prompt([ChatMessage("user", parts)], [("example", made)])
     except RequestError as error:

@@ -14,18 +14,8 @@ from shared.protocol import Function
 
 _NAME = re.compile(r"[^\s=,()\[\]{}'\"\\#]{1,256}")
 #: Keywords that do not constrain a value, or are handled elsewhere.
-_ASIDE = frozenset(
-    (
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "$comment",
-        "$defs",
-        "definitions",
-    )
-)
+_ASIDE = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
+_ASIDE |= {"$defs", "definitions"}
 #: References that stay valid in the schema of one parameter.
 _SHARED = ("#/$defs/", "#/definitions/")
 _OF_PARAMETERS = _ASIDE | {"type", "properties", "required", "additionalProperties", "$schema"}
@@ -255,7 +245,6 @@ def _to_json(text: str) -> str:
 
 
 def _write(node: ast.expr | None, source: bytes) -> str:
-    """Raises: MalformedCall."""
     if node is None:  # the key of `**`
         raise MalformedCall
     written = source[node.col_offset : node.end_col_offset].decode()
@@ -277,7 +266,6 @@ def _write(node: ast.expr | None, source: bytes) -> str:
 
 
 def _read_number(text: str) -> str:
-    """Raises: MalformedCall."""
     whole, sign, rest = text.removeprefix("+").partition(".")
     if len(text) > _MAX_NUMBER or _LEADING_ZERO.match(whole):
         raise MalformedCall

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from engines.text.detokenizer import ControlToken, Detokenizer, Tokenizer
+from engines.text.detokenizer import ControlToken, Detokenizer, Tokenizer, num_begun
 
 _MAX_HEAD_CHARS = 200  #: an answer without a marker in its first characters has no reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The reasoning markers of a model family."""
-
     name: str
     start: str
     end: str
@@ -80,7 +78,7 @@ class TagSplitter:
         held, self._held = self._held, ""
         if self.state is State.HEAD:
             return "", held
-        return held[: len(held) - _num_begun(held, self._form.end)].rstrip(), ""
+        return held[: len(held) - num_begun(held, self._form.end)].rstrip(), ""
 
     def _read_head(self, text: str) -> str:
         """The text behind the start marker; all of it if there is none."""
@@ -113,7 +111,7 @@ class TagSplitter:
         if marker:
             self.state, self._held = State.BETWEEN, ""
             return before.rstrip(), behind
-        thought = known[: len(known) - _num_begun(known, self._form.end)].rstrip()
+        thought = known[: len(known) - num_begun(known, self._form.end)].rstrip()
         self._held = known[len(thought) :]
         self._has_thought |= bool(thought)
         return thought, ""
@@ -137,13 +135,13 @@ class ChannelSplitter:
             mark = self._form.head_end if self.state is State.HEAD else self._form.end
             before, found, behind = known.partition(mark)
             if not found:
-                num_begun = _num_begun(known, mark)
+                num_held = num_begun(known, mark)
                 if self.state is State.HEAD:
                     if len(known) < _MAX_HEAD_CHARS:
-                        num_begun = len(known)
+                        num_held = len(known)
                     else:
                         self.state = State.CONTENT
-                before = known[: len(known) - num_begun]
+                before = known[: len(known) - num_held]
                 self._held = known[len(before) :]
             if self.state is not State.HEAD:
                 said[self.state] += before
@@ -162,8 +160,6 @@ class ChannelSplitter:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The reasoning format of one checkpoint."""
-
     form: ReasoningFormat
     #: Spelling of special tokens in markers.
     spelled: Mapping[int, str] = field(default_factory=dict)
@@ -240,7 +236,6 @@ class ReasoningDetokenizer(Detokenizer):
         return content
 
     def finish(self) -> str:
-        """The rest of the answer."""
         if self.is_undecided:  # an answer too short for a marker
             self.is_content, self.is_undecided = True, False
         first = self._add(*self._splitter.feed(self._flush()))
@@ -263,9 +258,3 @@ class ReasoningDetokenizer(Detokenizer):
         if after is not State.HEAD:
             self._num_undecided = 0
         self.is_undecided = after is State.HEAD and not has_parts
-
-
-def _num_begun(text: str, marker: str) -> int:
-    """Length of the longest suffix of a text that begins a marker."""
-    most = min(len(marker) - 1, len(text))
-    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)

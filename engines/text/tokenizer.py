@@ -18,15 +18,7 @@ from engines.text.detokenizer import ControlToken
 MAX_VOCAB_SIZE = 2**21
 #: Largest growth factor of a normalizer or decoder.
 MAX_GROWTH = 64
-_NAMED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _MAX_TOKEN_BYTES = 512
 
 
@@ -99,7 +91,6 @@ class HfTokenizer:
         return [self._ids[token] for token in tokens]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token; empty for special and unknown tokens."""
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_string(self, token_id: int) -> str:

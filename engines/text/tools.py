@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from engines.text.detokenizer import num_begun
 from engines.text.pythonic import SHARED_RULES, KeywordArguments, MalformedCall, to_argument_rules
 from engines.text.schemas import prepare
 from shared.protocol import CallPiece, ChatMessage, Function, TextPart, ToolCall, Tools
@@ -96,12 +97,12 @@ def to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool = False) -> str:
 
     `is_loose`: arguments are any object.
     """
-    rules = [f"begun: {_text(form.begin)} one" if form.begin else "begun: one"]
+    rules = [f"begun: {json.dumps(form.begin)} one" if form.begin else "begun: one"]
     names = []
     for place, function in enumerate(tools.functions):
         names.append(f"call{place}")
         rules.append(
-            f"call{place}: {_text(form.opening + function.name + form.middle)} of{place} {_text(form.close)}"
+            f"call{place}: {json.dumps(form.opening + function.name + form.middle)} of{place} {json.dumps(form.close)}"
         )
         if form.is_pythonic:
             rules += to_argument_rules(function, f"of{place}", is_loose=is_loose)
@@ -111,13 +112,13 @@ def to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool = False) -> str:
     if form.is_pythonic:
         rules.append(SHARED_RULES)
     rules.append(f"one: {' | '.join(names)}")
-    more = f" ({_text(form.separator)} one)*" if tools.is_parallel else ""
-    end = f" {_text(form.end)}" if form.end else ""
-    trigger = f"{_text(form.trigger)} " if form.trigger else ""
+    more = f" ({json.dumps(form.separator)} one)*" if tools.is_parallel else ""
+    end = f" {json.dumps(form.end)}" if form.end else ""
+    trigger = f"{json.dumps(form.trigger)} " if form.trigger else ""
     rules.append(f"calls: {trigger}begun{more}{end}")
     if form.trigger:
         rules += [
-            f"lead[suffix={_text(form.trigger)}]: /(?s:.*)/",
+            f"lead[suffix={json.dumps(form.trigger)}]: /(?s:.*)/",
             "words: /(?s:.*)/",
             f"said: lead begun{more}{end} | words",
         ]
@@ -125,10 +126,6 @@ def to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool = False) -> str:
         first = form.mark[0]
         rules += [rf"words: /([^\{first}](?s:.*))?/", "said: calls | words"]
     return "\n".join(rules)
-
-
-def _text(text: str) -> str:
-    return json.dumps(text)
 
 
 def _schema_of(function: Function, max_text_chars: int | None) -> dict[str, Any]:
@@ -163,7 +160,10 @@ def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> li
             parts = (TextPart("<tool_response>\n"), *message.parts, TextPart("\n</tool_response>"))
             message = ChatMessage("user", parts)
         elif message.tool_calls:
-            called = "\n".join(map(_spell, message.tool_calls))
+            called = "\n".join(
+                f'<tool_call>\n{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}\n</tool_call>'
+                for c in message.tool_calls
+            )
             said = any(isinstance(part, TextPart) and part.text for part in message.parts)
             parts = (*message.parts, TextPart("\n" + called if said else called))
             message = replace(message, parts=parts, tool_calls=())
@@ -186,10 +186,6 @@ def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> li
         parts = (*described[0].parts, TextPart("\n\n" + text))
         return [replace(described[0], parts=parts), *described[1:]]
     return [ChatMessage("system", (TextPart(text),)), *described]
-
-
-def _spell(call: ToolCall) -> str:
-    return f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
 
 
 class CallReader:
@@ -239,7 +235,7 @@ class CallReader:
         if found:
             self._is_calling, self._held = True, behind
             return before
-        num_held = next(n for n in range(len(mark) - 1, -1, -1) if held.endswith(mark[:n]))
+        num_held = num_begun(held, mark)
         self._held = held[len(held) - num_held :]
         return held[: len(held) - num_held]
 

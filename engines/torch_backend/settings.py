@@ -9,8 +9,6 @@ from engines.core.settings import BatchingSettings
 
 
 class TorchSettings(BatchingSettings):
-    """Settings of the torch engine."""
-
     removed: ClassVar[Mapping[str, str]] = {
         "tensor_parallel": "use --engine vllm or --engine sglang for several GPUs",
         "kv_dtype": "the KV cache has the engine's dtype; use --engine vllm or --engine sglang for an 8-bit KV cache",

@@ -31,6 +31,7 @@ from engines.base import (
 from engines.core.runner import PixelLimits
 from engines.text.tools import to_openai
 from engines.upstream.client import UpstreamClient
+from engines.upstream.dialect import TokenUsage, refuse
 from engines.upstream.images import JpegFrames, WavFile, data_url, to_jpegs, to_png, to_wav
 from engines.upstream.settings import OpenAiSettings
 from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine
@@ -43,7 +44,6 @@ from shared.protocol import (
     ImagePart,
     ImageRef,
     Priority,
-    SamplingParams,
     StageTimings,
     Usage,
 )
@@ -56,15 +56,11 @@ _FINISH = {
     "tool_calls": FinishReason.TOOL_CALLS,
     "content_filter": FinishReason.STOP,
 }
-#: Sampling parameters outside the API, which the server might ignore, and their fields in requests.
-_UNSUPPORTED = {
-    "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty", "stop_token_ids": "stop_token_ids",
-    "keeps_stop": "include_stop_str_in_output", "allowed_token_ids": "allowed_token_ids", "logit_bias": "logit_bias",
-    "num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs", "ignore_eos": "ignore_eos",
-    "min_tokens": "min_tokens", "skip_special_tokens": "skip_special_tokens",
-    "returns_prompt_ids": "return_token_ids",
-}  # fmt: skip
-_NEUTRAL = SamplingParams()
+#: Sampling parameters outside the API, which the server might ignore.
+_UNSUPPORTED = (
+    "top_k", "min_p", "repetition_penalty", "stop_token_ids", "keeps_stop", "allowed_token_ids", "logit_bias",
+    "num_logprobs", "num_prompt_logprobs", "ignore_eos", "min_tokens", "skip_special_tokens", "returns_prompt_ids",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +92,9 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-    audio_tokens: int | None = None
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-
-
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: TokenUsage | None = None
 
 
 _events = msgspec.json.Decoder(_Event)
@@ -134,20 +117,17 @@ class ChatEngine(StreamEngine[ChatRequest]):
         )
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> bytes:
-        """A PNG file of the image. Raises: InvalidImage."""
         limits = PixelLimits(image.min_pixels, image.max_pixels)
-        return to_png(data, (image.width, image.height), decode, limits)
+        return to_png(decode(data, (image.width, image.height)), limits)
 
     def prepare_video(self, video: OpenVideo) -> JpegFrames:
         """JPEG files of evenly sampled frames. Raises: InvalidImage."""
         return to_jpegs(video.frames(sample_evenly(video)))
 
     def prepare_audio(self, audio: OpenAudio) -> WavFile:
-        """A WAV file of the audio. Raises: InvalidImage."""
         return to_wav(audio.samples(AUDIO_RATE), AUDIO_RATE)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ChatRequest:
-        """Build the body. Raises: InvalidRequest."""
         task = call.task
         assert isinstance(task, Generate)  # the worker checks the task against the capabilities
         _check(task)
@@ -177,7 +157,6 @@ class ChatEngine(StreamEngine[ChatRequest]):
         return ChatRequest(call.request_id, body, call.priority)
 
     def add(self, request: ChatRequest) -> None:
-        """Send a request. Raises: InvalidRequest."""
         self._check_id(request.request_id)
         self._send(_ChatRequest(request))
 
@@ -213,7 +192,7 @@ class _ChatRequest(OpenRequest):
             self._finish = _FINISH.get(event.choices[0].finish_reason, FinishReason.STOP)
         return outputs
 
-    def _note_usage(self, usage: _Usage) -> None:
+    def _note_usage(self, usage: TokenUsage) -> None:
         prompt, answer = usage.prompt_tokens_details, usage.completion_tokens_details
         self._usage = Usage(
             usage.prompt_tokens,
@@ -270,11 +249,7 @@ def _check(task: Generate) -> None:
         )
     if task.grammar is not None and task.grammar.kind != "json":
         raise InvalidRequest("this model's engine supports JSON schemas only", task.grammar.param)
-    for name, param in _UNSUPPORTED.items():
-        if getattr(task.sampling, name) != getattr(_NEUTRAL, name):
-            raise InvalidRequest(
-                f"this model's engine does not support {param}: leave it out", param
-            )
+    refuse(task.sampling, "this model's engine", *_UNSUPPORTED)
 
 
 def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[str, Any]:

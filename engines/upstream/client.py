@@ -152,7 +152,6 @@ class UpstreamClient:
         self._loop.call_soon_threadsafe(self._cancel, stream_id, abort)
 
     def wake(self) -> None:
-        """Make `receive` return."""
         self._events.put([])
 
     def request(

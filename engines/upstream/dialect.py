@@ -43,8 +43,6 @@ class Chunk(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """Properties that a server reports."""
-
     model: str
     max_model_len: int
     version: str = ""
@@ -52,8 +50,6 @@ class ServerInfo(msgspec.Struct):
 
 
 class Dialect(ABC):
-    """One API."""
-
     name: str
     program: tuple[str, ...]  #: command that starts the server
     path: str
@@ -62,9 +58,8 @@ class Dialect(ABC):
     metrics_path = ""
     #: Fields of `EngineStats` by the name of a Prometheus metric.
     metrics: ClassVar[Mapping[str, str]] = {}
-    adapter_paths: tuple[str, str] | None = (
-        None  #: load and unload a LoRA adapter; None: not supported
-    )
+    #: To load and unload a LoRA adapter; None: not supported.
+    adapter_paths: tuple[str, str] | None = None
     runs_grammar_source = False  #: whether the server enforces `grammar_source`
     environment: ClassVar[Mapping[str, str]] = {}  #: of the started server
 
@@ -110,22 +105,34 @@ def model_arguments(settings: UpstreamSettings) -> list[str]:
     return [repository, *(["--revision", revision] if revision else [])]
 
 
-#: Parameters that some APIs do not have: the no-op value, and the name in the request.
-_OPTIONAL = {
-    "allowed_token_ids": ((), "allowed_token_ids"),
-    "min_tokens": (0, "min_tokens"),
-    "presence_penalty": (0.0, "presence_penalty"),
-    "frequency_penalty": (0.0, "frequency_penalty"),
-    "num_prompt_logprobs": (None, "prompt_logprobs"),
-    "seed": (0, "seed"),
-}
+_NEUTRAL = SamplingParams()
+#: Names of parameters in requests, where they differ.
+_PARAMS = {
+    "keeps_stop": "include_stop_str_in_output", "num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs",
+    "returns_prompt_ids": "return_token_ids",
+}  # fmt: skip
+
+
+class TokenDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+    audio_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class TokenUsage(msgspec.Struct):
+    """`usage` of OpenAI's API, which vLLM's has too."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: TokenDetails | None = None
+    completion_tokens_details: TokenDetails | None = None
 
 
 def refuse(sampling: SamplingParams, engine: str, *names: str) -> None:
     """Raises: InvalidRequest if one of these parameters is set."""
     for name in names:
-        neutral, param = _OPTIONAL[name]
-        if getattr(sampling, name) != neutral:
+        if getattr(sampling, name) != getattr(_NEUTRAL, name):
+            param = _PARAMS.get(name, name)
             raise InvalidRequest(f"{engine} does not support {param}: leave it out", param)
 
 

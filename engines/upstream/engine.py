@@ -82,20 +82,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
                 "disable thinking",
                 "tool_choice" if task.grammar is None else task.grammar.param,
             )
-        request = UpstreamRequest(
-            call.request_id,
-            prompt.token_ids,
-            task.sampling,
-            prompt.images,
-            call.output_token_ids,
-            call.tenant,
-            call.priority,
-            is_thinking=prompt.is_thinking,
-            is_raw=task.prompt is not None,
-            tool_format=None if tools is None else self.processor.tool_format,
-            adapter=self._find_adapter(call.adapter),
-            grammar=task.grammar,
-        )
+        request = UpstreamRequest(**self._fields(call, prompt, tools), grammar=task.grammar)
         self._check_request(request)
         self._dialect.check(request)
         if task.grammar is not None and self._grammars is not None:
@@ -160,7 +147,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
                 )
 
     def add(self, request: UpstreamRequest) -> None:
-        """Send a request. Raises: InvalidRequest."""
         self._check_id(request.request_id)
         opened = _TokenRequest(request, self._dialect, self.processor)
         reason = opened.finish_reason(request.output_token_ids[-1:], opened.num_tokens)

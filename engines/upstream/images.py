@@ -7,16 +7,13 @@ from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from math import sqrt
 from pathlib import Path
 from struct import Struct
 from typing import Any
 
 from PIL import Image
 
-from engines.base import Decode
 from engines.core.runner import NO_LIMITS, PixelLimits
-from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import read_json
 from engines.text.processor import Item, MultimodalProcessor
 from shared.protocol import FRAMES_TYPE
@@ -32,29 +29,18 @@ class UnexpandedImages(MultimodalProcessor):
         super().__init__(template)
         self.slot_id = slot_id
 
-    def process(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode = decode_image,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> bytes:
+    def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> bytes:
         """A PNG file of the image, scaled to the request's limits. Raises: InvalidImage."""
-        if self.slot_id is None:
-            return super().process(data, expected_size)
-        return to_png(data, expected_size, decode, pixels)
+        return super().process(image) if self.slot_id is None else to_png(image, pixels)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """One token for each image."""
         return [Item(image_hash, 1, content, slot) for image_hash, content in images]
 
 
-def to_png(
-    data: bytes, expected_size: tuple[int, int], decode: Decode, pixels: PixelLimits
-) -> bytes:
-    """A PNG file of an image, scaled to the limits. Raises: InvalidImage."""
+def to_png(image: Image.Image, pixels: PixelLimits) -> bytes:
     file = BytesIO()
-    _scale(decode(data, expected_size), pixels).save(file, "PNG", compress_level=1)
+    pixels.scale(image).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
@@ -74,7 +60,6 @@ class JpegFrames:
 
 
 def to_jpegs(frames: Sequence[Image.Image]) -> JpegFrames:
-    """JPEG files of frames."""
     files = []
     for frame in frames:
         file = BytesIO()
@@ -102,16 +87,6 @@ def to_wav(samples: bytes, rate: int) -> WavFile:
         for name, data in ((b"fmt ", form), (b"data", samples))
     )
     return WavFile(b"RIFF" + (4 + len(chunks)).to_bytes(4, "little") + b"WAVE" + chunks)
-
-
-def _scale(image: Image.Image, pixels: PixelLimits) -> Image.Image:
-    area = image.width * image.height
-    wanted = min(max(area, pixels.least), pixels.most or area)
-    if wanted == area:
-        return image
-    ratio = sqrt(wanted / area)
-    size = max(1, round(image.width * ratio)), max(1, round(image.height * ratio))
-    return image.resize(size, Image.Resampling.BICUBIC)
 
 
 def find_image_token(directory: Path, template: str) -> int | None:

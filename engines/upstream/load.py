@@ -31,7 +31,6 @@ from engines.upstream.settings import (
 )
 from engines.upstream.sglang import Sglang
 from engines.upstream.vllm import Vllm
-from shared.protocol import ModelCard
 
 POLL_S = 0.2
 _MAX_LEN = 2**31
@@ -50,14 +49,8 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
         port = free_port()
         server = ServerProcess(command_of(settings, dialect, port), dialect.environment)
         url = f"http://127.0.0.1:{port}"
-    client = UpstreamClient(
-        url,
-        settings.api_key.get_secret_value(),
-        settings.max_num_seqs,
-        settings.silence_s,
-        dialect.health_path,
-        dialect.metrics_path,
-    )
+    key, paths = settings.api_key.get_secret_value(), (dialect.health_path, dialect.metrics_path)
+    client = UpstreamClient(url, key, settings.max_num_seqs, settings.silence_s, *paths)
     try:
         _wait_until_ready(
             client, dialect.name, dialect.health_path, server, settings.start_s, progress
@@ -75,7 +68,14 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
         raise
     processor.max_model_len = max_model_len
     engine.startup_s = {"load": time.perf_counter() - started}
-    return LoadedEngine(engine, _card(settings, directory, engine, processor, info))
+    card = engine.card(
+        settings.served_name or default_name(settings.model),
+        supports_images=info.takes_images and processor.image_token_id is not None,
+        sampling=read_sampling_defaults(directory, "auto"),
+        always_thinks=processor.always_thinks,
+        format="gguf" if settings.model.endswith(GGUF) else "safetensors",
+    )
+    return LoadedEngine(engine, card)
 
 
 def connect(
@@ -114,16 +114,11 @@ def load_chat_engine(settings: OpenAiSettings, progress: Progress | None) -> Loa
     """Connect to a server of OpenAI's API. Raises: EngineStartError, EngineLoadFailed."""
     client, found = connect(settings, settings.max_num_seqs, settings.silence_s, progress)
     engine = chat.ChatEngine(settings, client, found["id"])
-    card = ModelCard(
-        name=settings.served_name or found["id"],
-        created_at=int(time.time()),  # noqa: TID251
+    card = engine.card(
+        settings.served_name or found["id"],
         max_model_len=settings.max_model_len or found.get("max_model_len") or DEFAULT_MAX_LEN,
         vocab_size=MAX_VOCAB_SIZE,
         supports_images=settings.takes_images,
-        supports_video=engine.capabilities().takes_video,
-        supports_audio=engine.capabilities().max_audio_s > 0,
-        tasks=engine.capabilities().tasks,
-        supports_grammars=True,
     )
     return LoadedEngine(engine, card)
 
@@ -170,7 +165,6 @@ def _wait_until_ready(
     start_s: float,
     progress: Progress | None,
 ) -> None:
-    """Raises: EngineLoadFailed."""
     started = time.monotonic()
     while True:
         try:
@@ -194,7 +188,6 @@ def _wait_until_ready(
 
 
 def _describe(client: UpstreamClient, dialect: Dialect) -> ServerInfo:
-    """Raises: EngineLoadFailed."""
     try:
         return dialect.describe(client)
     except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -204,7 +197,6 @@ def _describe(client: UpstreamClient, dialect: Dialect) -> ServerInfo:
 
 
 def _check(settings: UpstreamSettings, dialect: Dialect, info: ServerInfo) -> None:
-    """Raises: EngineStartError."""
     if settings.max_model_len is not None and settings.max_model_len > info.max_model_len:
         raise EngineStartError(
             f"max_model_len is {settings.max_model_len}, but the server's context is "
@@ -221,26 +213,3 @@ def _check(settings: UpstreamSettings, dialect: Dialect, info: ServerInfo) -> No
         raise EngineStartError(
             f"{dialect.name} {info.version} is not supported: install a version from {first} and below {last}"
         )
-
-
-def _card(
-    settings: UpstreamSettings,
-    directory: Path,
-    engine: UpstreamEngine,
-    processor: ChatProcessor,
-    info: ServerInfo,
-) -> ModelCard:
-    return ModelCard(
-        tasks=engine.capabilities().tasks,
-        name=settings.served_name or default_name(settings.model),
-        created_at=int(time.time()),  # noqa: TID251
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.vocab_size,
-        supports_images=info.takes_images and processor.image_token_id is not None,
-        sampling=read_sampling_defaults(directory, "auto"),
-        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
-        always_thinks=processor.always_thinks,
-        template_options=tuple(sorted(processor.template_options)),
-        supports_grammars=engine.capabilities().takes_grammars,
-        format="gguf" if settings.model.endswith(GGUF) else "safetensors",
-    )

@@ -113,8 +113,9 @@ class Sglang(Dialect):
         if request.grammar is not None:
             sampling |= _constrain(request)
         body: dict[str, Any] = {
-            "rid": _unique(request.request_id), "input_ids": [*request.prompt_token_ids, *output_ids],
-            "sampling_params": sampling, "stream": True,
+            # SGLang keeps the id of a closed stream for 2 s, and aborts all ids that start with it
+            "rid": f"{request.request_id}-{token_hex(8)}",
+            "input_ids": [*request.prompt_token_ids, *output_ids], "sampling_params": sampling, "stream": True,
         }  # fmt: skip
         if wanted.num_logprobs is not None:
             body |= {"return_logprob": True, "top_logprobs_num": wanted.num_logprobs}
@@ -149,11 +150,6 @@ class Sglang(Dialect):
         return chunk
 
 
-def _unique(request_id: str) -> str:
-    """An id for one stream: SGLang keeps that of a closed stream for 2 s, and aborts all ids that start with it."""
-    return f"{request_id}-{token_hex(8)}"
-
-
 def _tokens(token_ids: list[int], meta: _Meta) -> list[TokenChoice]:
     """New tokens; logprobs are those of the whole answer so far, or of the new tokens."""
     scores = meta.output_token_logprobs[len(meta.output_token_logprobs) - len(token_ids) :]
@@ -168,7 +164,6 @@ def _tokens(token_ids: list[int], meta: _Meta) -> list[TokenChoice]:
 
 
 def _constrain(request: UpstreamRequest) -> dict[str, str]:
-    """Sampling parameters of a grammar. Raises: InvalidRequest."""
     grammar = request.grammar
     assert grammar is not None
     if grammar.kind == "json":

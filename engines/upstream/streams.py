@@ -25,9 +25,9 @@ from shared.protocol import ErrorCode
 POLL_S = 0.05
 MAX_TRIES = 3  #: of a stream that breaks while the server is healthy
 RETRY_S = 0.2
-_BUSY = (429, 503)
+BUSY = (429, 503)
 _ERROR = b'"error"'
-_OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
+OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
 #: In messages about a prompt that does not fit, of vLLM and SGLang.
 _TOO_LONG = ("context", "max_model_len", "maximum allowed length", "too long")
 
@@ -160,7 +160,6 @@ class StreamEngine(Engine[Request]):
             self._server.close()
 
     def _check_id(self, request_id: str) -> None:
-        """Raises: InvalidRequest."""
         if request_id in self._open:
             raise InvalidRequest(f"request id {request_id!r} is in use")
 
@@ -176,7 +175,9 @@ class StreamEngine(Engine[Request]):
         if event.kind == "refused":
             return self._refuse(request, event.status, error_message(event.data))
         if _ERROR in event.data and (error := _errors.decode(event.data).error):
-            return self._refuse(request, _status(error), error_message(event.data))
+            code = error.get("code") if isinstance(error, dict) else None
+            status = code if isinstance(code, int) and 400 <= code < 600 else 500
+            return self._refuse(request, status, error_message(event.data))
         try:
             outputs = request.read(event.data)
         except StreamBroken as error:
@@ -188,14 +189,14 @@ class StreamEngine(Engine[Request]):
 
     def _refuse(self, request: OpenRequest, status: int, message: str) -> list[EngineOutput]:
         """Handle an error of the server, which comes as a response or inside a stream."""
-        if status in _BUSY and (request.can_continue() or not request.num_tokens):
+        if status in BUSY and (request.can_continue() or not request.num_tokens):
             self._client.cancel(request.stream_id)
             self._send(request, delay_s=RETRY_S)
             return []
         if status >= 500:
             return self._retry(request, message or f"status {status}")
         code = ErrorCode.INVALID_REQUEST
-        if status in _OPERATOR:
+        if status in OPERATOR:
             code = ErrorCode.ENGINE_FAILURE
         elif any(words in message for words in _TOO_LONG):
             code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
@@ -227,9 +228,3 @@ def error_message(data: bytes) -> str:
         while isinstance(found, dict) and found.get(name):
             found = found[name]
     return found[:300] if isinstance(found, str) else ""
-
-
-def _status(error: object) -> int:
-    """The HTTP status of an error inside a stream."""
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 500

@@ -10,10 +10,9 @@ import time
 from array import array
 from base64 import b64decode
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from tokenizers import Tokenizer
@@ -31,29 +30,20 @@ from engines.packages.resolve import default_name, resolve_model
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import SentenceConfig, read_sentence_config
 from engines.pooling.engine import PoolingEngine, PoolingModel
-from engines.pooling.texts import Texts
+from engines.pooling.texts import Texts, Words
 from engines.text.tokenizer import MAX_VOCAB_SIZE
 from engines.upstream.client import UpstreamClient
 from engines.upstream.load import DEFAULT_MAX_LEN, connect
 from engines.upstream.settings import VectorSettings
-from engines.upstream.streams import error_message
-from shared.protocol import Embed, ModelCard, Rerank, Task
+from engines.upstream.streams import BUSY, OPERATOR, error_message
+from shared.protocol import Embed, Rerank
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 TIMEOUT_S = 120.0  #: of one batch
 RETRY_S = (0.2, 1.0, 5.0)  #: pauses after a failure of the server
-_BUSY = (429, 503)
-_OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
 
 
-@dataclass(frozen=True, slots=True)
-class _Ids:
-    token_ids: list[int]
-    dimensions: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(NamedTuple):
     query: str
     document: str
 
@@ -69,7 +59,7 @@ class VectorModel(PoolingModel):
 
     def probe(self) -> None:
         """Ask the server for a vector, or else for a score. Raises: EngineLoadFailed."""
-        row = Row(_Ids([0], 0), 1)
+        row = Row(Words((0,), (0,)), 1)
         self.compute([row])
         if not row.error:
             self.tasks, self.dimensions = ("embed",), len(row.result) // 4
@@ -81,24 +71,14 @@ class VectorModel(PoolingModel):
                 f"{self._client.url} serves neither {EMBEDDINGS} ({row.error}) nor {RERANK} ({pair.error})"
             )
 
-    def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
-        """One row for each input. Raises: PromptTooLong, InvalidRequest."""
-        if isinstance(task, Rerank):
-            if task.is_raw:
-                raise InvalidRequest("This model returns no raw scores.", "raw_scores")
-            return [self._pair(task, index) for index in range(len(task.documents))]
-        assert isinstance(task, Embed)
-        if images:
-            raise InvalidRequest("this model takes no images")
+    def row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
         if not task.is_normalized:
             raise InvalidRequest("This model returns vectors of length 1 only.", "normalized")
-        words = [self.texts.words(task, index) for index in range(len(task.inputs))]
-        size = task.dimensions or self.dimensions
-        return [
-            Row(_Ids(list(each.ids), size), len(each.ids), identity=each.identity) for each in words
-        ]
+        return super().row(task, index, images)
 
-    def _pair(self, task: Rerank, index: int) -> Row:
+    def pair(self, task: Rerank, index: int) -> Row:
+        if task.is_raw:
+            raise InvalidRequest("This model returns no raw scores.", "raw_scores")
         words = self.texts.pair(task, index)
         _, second = self.texts.encode_pair(task, index)
         query = task.queries[index if len(task.queries) > 1 else 0]
@@ -108,7 +88,7 @@ class VectorModel(PoolingModel):
 
     def compute(self, rows: Sequence[Row]) -> None:
         """Set the result or error of each row. Raises: EngineLoadFailed if the server fails."""
-        if isinstance(rows[0].content, _Ids):
+        if isinstance(rows[0].content, Words):
             self._send(list(rows))
             return
         for _, same in groupby(rows, key=lambda row: row.content.query):
@@ -118,9 +98,9 @@ class VectorModel(PoolingModel):
         """Send rows in one request. If the server refuses several, each is sent alone."""
         first = rows[0].content
         body: dict[str, Any] = {"model": self._model}
-        if isinstance(first, _Ids):
+        if isinstance(first, Words):
             path = EMBEDDINGS
-            body |= {"input": [row.content.token_ids for row in rows], "encoding_format": "base64"}
+            body |= {"input": [list(row.content.ids) for row in rows], "encoding_format": "base64"}
         else:
             path = RERANK
             documents = [row.content.document for row in rows]
@@ -150,8 +130,8 @@ class VectorModel(PoolingModel):
                 reason = f"{type(error).__name__}: {error}"
             else:
                 status = response.status_code
-                is_probe = not self.dimensions and status in _OPERATOR
-                if status < 500 and status not in _BUSY and (status not in _OPERATOR or is_probe):
+                is_probe = not self.dimensions and status in OPERATOR
+                if status < 500 and status not in BUSY and (status not in OPERATOR or is_probe):
                     return response
                 reason = f"status {status} {error_message(response.content)}"
             time.sleep(pause_s)
@@ -163,10 +143,10 @@ class VectorModel(PoolingModel):
 
 def _read(answer: Any, rows: Sequence[Row]) -> None:
     """Set the results of rows. Raises: KeyError, IndexError, TypeError, ValueError."""
-    if isinstance(rows[0].content, _Ids):
+    if isinstance(rows[0].content, Words):
         entries = sorted(answer["data"], key=lambda entry: entry["index"])
         for row, entry in zip(rows, entries, strict=True):
-            row.result = _unit(entry["embedding"], row.content.dimensions)
+            row.result = _unit(entry["embedding"], row.dimensions)
         return
     entries = answer if isinstance(answer, list) else answer["results"]
     if len(entries) != len(rows):
@@ -210,14 +190,6 @@ def load_vector_engine(settings: VectorSettings, progress: Progress | None) -> L
     shorter = fields.get("matryoshka_dimensions") or ()
     model.shorter_dimensions = tuple(sorted(x for x in shorter if x < model.dimensions))
     engine = PoolingEngine(model, settings)
-    card = ModelCard(
-        name=settings.served_name or default_name(settings.model),
-        created_at=int(time.time()),  # noqa: TID251
-        max_model_len=max_tokens,
-        vocab_size=vocab_size,
-        tasks=engine.capabilities().tasks,
-        dimensions=model.dimensions,
-        shorter_dimensions=model.shorter_dimensions,
-        prompts=tuple(model.prompts),
-    )
+    name = settings.served_name or default_name(settings.model)
+    card = engine.card(name, max_model_len=max_tokens, vocab_size=vocab_size)
     return LoadedEngine(engine, card)

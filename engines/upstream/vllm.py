@@ -16,6 +16,7 @@ from engines.upstream.dialect import (
     Chunk,
     Dialect,
     ServerInfo,
+    TokenUsage,
     UpstreamRequest,
     has_output_penalty,
     model_arguments,
@@ -50,22 +51,13 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
 class _Metrics(msgspec.Struct):
     queue_time_ms: float | None = None
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: TokenUsage | None = None
     metrics: _Metrics | None = None
 
 
@@ -213,7 +205,6 @@ class Vllm(Dialect):
 
 
 def _structured(grammar: Grammar) -> dict[str, Any]:
-    """VLLM's `StructuredOutputsParams`. Raises: InvalidRequest."""
     if grammar.kind == "json":
         schema = json.loads(grammar.source or "{}")
         return {"json_object": True} if schema in ({}, True) else {"json": grammar.source}

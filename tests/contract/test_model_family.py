@@ -21,6 +21,7 @@ from transformers import LlavaForConditionalGeneration, Qwen2ForCausalLM
 from benchmarks.make_checkpoint import make_checkpoint
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import EngineRequest, Prompt
+from engines.image_decoder import decode_image
 from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.weights import load_model
@@ -180,7 +181,9 @@ def ask(processor: ChatProcessor, question: list[str | tuple[int, int, int]]) ->
     parts = [
         TextPart(part) if isinstance(part, str) else ImagePart(next(numbers)) for part in question
     ]
-    images = [(f"{size}", processor.process_image(make_image(*size), size[:2])) for size in sizes]
+    images = [
+        (f"{size}", processor.process_image(decode_image(make_image(*size)))) for size in sizes
+    ]
     return processor.build_prompt([ChatMessage("user", tuple(parts))], images)
 
 

@@ -57,8 +57,6 @@ class Stream:
 
 
 class LinearGroup:
-    """Linear layers with a common input."""
-
     def __init__(
         self, *layers: nn.Module, before: Prologue = Prologue(), after: RMSNorm | None = None
     ) -> None:
@@ -148,7 +146,6 @@ class LinearGroup:
         return kernel
 
     def _prepare(self, x: Tensor | Stream, kernel: LinearKernel) -> Tensor:
-        """The kernel's input."""
         before = self._before
         if isinstance(x, Stream):
             if before.norm is None or kernel.fuses_prologue:

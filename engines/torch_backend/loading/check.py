@@ -17,10 +17,7 @@ _LEAST_RATIO = {"none": 1.0, "int8": 0.4, "int4": 0.2}
 
 
 def check_model(
-    directory: Path,
-    num_weight_bytes: int,
-    device: torch.device,
-    quantization: str = "none",
+    directory: Path, num_weight_bytes: int, device: torch.device, quantization: str = "none"
 ) -> None:
     """Check that the torch engine supports a model and that the device has memory for its weights.
 
@@ -32,11 +29,7 @@ def check_model(
     check_memory(num_weight_bytes, device, quantization)
 
 
-def check_memory(
-    num_weight_bytes: int,
-    device: torch.device,
-    quantization: str = "none",
-) -> None:
+def check_memory(num_weight_bytes: int, device: torch.device, quantization: str = "none") -> None:
     """Raises: ModelTooLarge for weights that cannot fit in any precision; the loader checks exactly."""
     least = num_weight_bytes * _LEAST_RATIO[quantization]
     available = free_bytes(device)

@@ -46,39 +46,41 @@ _ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2", False),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", False),
 }
-_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_norm": "post_attention_layernorm",
+#: Names in transformers without `.weight` or `.bias`; # is the number of a layer.
+_TEXT_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.#.attn_q": "model.layers.#.self_attn.q_proj",
+    "blk.#.attn_k": "model.layers.#.self_attn.k_proj",
+    "blk.#.attn_v": "model.layers.#.self_attn.v_proj",
+    "blk.#.attn_output": "model.layers.#.self_attn.o_proj",
+    "blk.#.attn_q_norm": "model.layers.#.self_attn.q_norm",
+    "blk.#.attn_k_norm": "model.layers.#.self_attn.k_norm",
+    "blk.#.attn_norm": "model.layers.#.input_layernorm",
+    "blk.#.ffn_gate": "model.layers.#.mlp.gate_proj",
+    "blk.#.ffn_up": "model.layers.#.mlp.up_proj",
+    "blk.#.ffn_down": "model.layers.#.mlp.down_proj",
+    "blk.#.ffn_norm": "model.layers.#.post_attention_layernorm",
 }
-_TOWER = {
-    "v.class_embd": "embeddings.class_embedding",
-    "v.patch_embd.weight": "embeddings.patch_embedding.weight",
-    "v.position_embd.weight": "embeddings.position_embedding.weight",
+_TOWER_NAMES = {
+    "v.class_embd": "vision_tower.vision_model.embeddings.class_embedding",
+    "v.patch_embd": "vision_tower.vision_model.embeddings.patch_embedding",
+    "v.position_embd": "vision_tower.vision_model.embeddings.position_embedding",
+    "v.pre_ln": "vision_tower.vision_model.pre_layrnorm",
+    "v.post_ln": "vision_tower.vision_model.post_layernorm",
+    "v.blk.#.attn_q": "vision_tower.vision_model.encoder.layers.#.self_attn.q_proj",
+    "v.blk.#.attn_k": "vision_tower.vision_model.encoder.layers.#.self_attn.k_proj",
+    "v.blk.#.attn_v": "vision_tower.vision_model.encoder.layers.#.self_attn.v_proj",
+    "v.blk.#.attn_out": "vision_tower.vision_model.encoder.layers.#.self_attn.out_proj",
+    "v.blk.#.ln1": "vision_tower.vision_model.encoder.layers.#.layer_norm1",
+    "v.blk.#.ln2": "vision_tower.vision_model.encoder.layers.#.layer_norm2",
+    "v.blk.#.ffn_up": "vision_tower.vision_model.encoder.layers.#.mlp.fc1",
+    "v.blk.#.ffn_down": "vision_tower.vision_model.encoder.layers.#.mlp.fc2",
+    "mm.0": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
 }
-_TOWER_NORMS = {"v.pre_ln": "pre_layrnorm", "v.post_ln": "post_layernorm"}
-_IN_TOWER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_out": "self_attn.out_proj",
-    "ln1": "layer_norm1",
-    "ln2": "layer_norm2",
-    "ffn_up": "mlp.fc1",
-    "ffn_down": "mlp.fc2",
-}
-_PROJECTOR = {"mm.0": "linear_1", "mm.2": "linear_2"}
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_TOWER_LAYER = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
+_NUMBER = re.compile(r"(?<=blk\.)\d+(?=\.)")
 _ROTARY = "rope_freqs.weight"
 
 
@@ -283,14 +285,16 @@ class GgufModel:
         for info in self._text.infos.values():
             if info.name == _ROTARY:
                 continue
-            name = _text_name(self._text, info.name)
+            name = _rename(self._text, info.name, _TEXT_NAMES)
             in_pairs = heads.get(name.split(".")[-2], 0) if _ARCHITECTURES[self._kind][2] else 0
             found.append(self._text.tensor(info, prefix + name, in_pairs))
         tower = self._tower
         if tower is not None:
-            is_legacy = _has_swapped_names(tower)
+            names, (up, down) = dict(_TOWER_NAMES), ("v.blk.#.ffn_up", "v.blk.#.ffn_down")
+            if _has_swapped_names(tower):
+                names[up], names[down] = names[down], names[up]
             for info in tower.infos.values():
-                found.append(tower.tensor(info, _tower_name(tower, info.name, is_legacy)))
+                found.append(tower.tensor(info, _rename(tower, info.name, names)))
         return found
 
     def _text_config(self) -> dict[str, Any]:
@@ -350,15 +354,14 @@ class GgufModel:
         return {"rope_scaling": {"rope_type": "llama3", **parameters}}
 
 
-def _text_name(file: _File, name: str) -> str:
+def _rename(file: _File, name: str, names: Mapping[str, str]) -> str:
     """The name of a tensor in transformers. Raises: UnsupportedCheckpoint."""
-    in_layer = _LAYER.fullmatch(name)
-    if in_layer is not None and in_layer[2] in _IN_LAYER:
-        return f"model.layers.{in_layer[1]}.{_IN_LAYER[in_layer[2]]}.{in_layer[3]}"
-    whole = _WHOLE.get(name.removesuffix(".weight"))
-    if whole is None:
+    number, key = _NUMBER.search(name), _NUMBER.sub("#", name, count=1)
+    stem, _, part = key.rpartition(".")
+    found = f"{names[stem]}.{part}" if stem in names else names.get(key)
+    if found is None or (stem in names and part not in ("weight", "bias")):
         raise file.refuse(f"the tensor {name:.80} does not belong to this architecture")
-    return f"{whole}.weight"
+    return found.replace("#", number[0]) if number else found
 
 
 def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> dict[str, Any]:
@@ -408,25 +411,6 @@ def _has_swapped_names(file: _File) -> bool:
     info = file.infos.get("v.blk.0.ffn_down.weight")
     width, inner = (file.whole(f"clip.vision.{n}_length") for n in ("embedding", "feed_forward"))
     return info is not None and width != inner and info.shape == (inner, width)
-
-
-def _tower_name(file: _File, name: str, is_swapped: bool) -> str:
-    """The name of a tensor in transformers. Raises: UnsupportedCheckpoint."""
-    prefix = "vision_tower.vision_model."
-    if name in _TOWER:
-        return prefix + _TOWER[name]
-    stem, _, kind = name.rpartition(".")
-    if stem in _TOWER_NORMS:
-        return f"{prefix}{_TOWER_NORMS[stem]}.{kind}"
-    if stem in _PROJECTOR:
-        return f"multi_modal_projector.{_PROJECTOR[stem]}.{kind}"
-    in_layer = _TOWER_LAYER.fullmatch(name)
-    part = None if in_layer is None else in_layer[2]
-    if is_swapped and part in ("ffn_up", "ffn_down"):
-        part = "ffn_down" if part == "ffn_up" else "ffn_up"
-    if in_layer is None or part not in _IN_TOWER:
-        raise file.refuse(f"the tensor {name:.80} does not belong to CLIP's tower")
-    return f"{prefix}encoder.layers.{in_layer[1]}.{_IN_TOWER[part]}.{in_layer[3]}"
 
 
 def write_tokenizer(file: Path, target: Path) -> None:

@@ -35,7 +35,6 @@ from engines.torch_backend.ops.registry import check_disabled, cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from engines.torch_backend.threads import settle_num_threads
-from shared.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -90,24 +89,13 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
-    capabilities = engine.capabilities()
-    card = ModelCard(
-        tasks=capabilities.tasks,
-        name=settings.served_name or default_name(settings.model),
-        created_at=int(time.time()),  # noqa: TID251
-        max_model_len=engine.max_model_len,
-        vocab_size=runner.vocab_size,
+    card = engine.card(
+        settings.served_name or default_name(settings.model),
         supports_images=processor.image_tokens > 0,
-        supports_video=processor.takes_video,
-        supports_audio=processor.max_audio_s > 0,
         transcription_prompt=processor.transcription_prompt,
-        image_tokens=processor.image_tokens,
         max_image_pixels=processor.max_image_pixels,
         sampling=sampling,
-        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
         always_thinks=processor.always_thinks,
-        template_options=tuple(sorted(processor.template_options)),
-        supports_grammars=capabilities.takes_grammars,
         dtype=str(dtype).removeprefix("torch."),
         quantization=quantization_of(directory, settings.quantization),
         format="gguf" if (directory / TEXT_FILE).is_file() else "safetensors",
@@ -170,8 +158,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 class _Phases:
-    """Durations of the phases of a start, reported to `progress`."""
-
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}
         self.progress = progress or (lambda phase, share: None)

@@ -168,7 +168,6 @@ class PublishedLinears:
         return isinstance(layer, nn.Linear) and layer.bias is None and not stored.map().any()
 
     def count_bytes(self, num_bytes: Callable[[StoredLinear, "PublishedLinears"], int]) -> int:
-        """Bytes of all layers in memory."""
         self._num_bytes = sum(num_bytes(linear, self) for linear in self.linears)
         return self._num_bytes
 

@@ -42,7 +42,6 @@ class StoredTensor:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the weight needs scales."""
         return self.kind in _SCALED
 
     @property

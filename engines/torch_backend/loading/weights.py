@@ -29,10 +29,7 @@ from engines.torch_backend.loading.published import PublishedLinears, find_publi
 from engines.torch_backend.loading.stored_tensors import StoredTensor
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.registry import (
-    FamilyModel,
-    ModelFamily,
-)
+from engines.torch_backend.models.registry import FamilyModel, ModelFamily
 from engines.torch_backend.ops.linear.cpu import pack_int8_beside, pack_linears
 from engines.torch_backend.ops.native.library import FLOAT_KINDS
 from engines.torch_backend.ops.registry import Ops
@@ -46,9 +43,8 @@ class ModelTooLarge(EngineStartError):
 class WeightReader:
     """Reads a checkpoint's tensors to a device, in the dtypes and quantization of the model's layers."""
 
-    model: (
-        nn.Module
-    )  #: needs no weights, but its linear layers must already have the method `scheme`
+    #: Needs no weights, but its linear layers must already have the method `scheme`.
+    model: nn.Module
     rename: Callable[[str], str | None]
     scheme: QuantizedMethod | None
     device: torch.device
@@ -204,7 +200,6 @@ def load_model(
 
 
 def _pack(model: FamilyModel, ops: Ops, dtype: torch.dtype) -> None:
-    """Pack quantized weights for the C++ kernels."""
     is_quantized = bool(quantized_layers(model))
     pack_linears(model, ops, dtype)
     if is_quantized:
@@ -216,10 +211,7 @@ def _pack(model: FamilyModel, ops: Ops, dtype: torch.dtype) -> None:
 
 
 def build_empty(
-    family: ModelFamily,
-    config: Any,
-    scheme: QuantizedMethod | None,
-    dtype: torch.dtype,
+    family: ModelFamily, config: Any, scheme: QuantizedMethod | None, dtype: torch.dtype
 ) -> FamilyModel:
     """The model without weights, with linear layers of a scheme."""
     with torch.device("meta"):

@@ -6,7 +6,7 @@ add its delta exactly once, or the step fails: this detects models that compute 
 Shape letters: M tokens, K inputs, N outputs, r rank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,7 +87,6 @@ class Loras:
 
     # -- loading
     def load(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
-        """Load an adapter from its files. Raises: BadAdapter."""
         digest, deltas = read_peft(directory, limits)
         places = {m: self._stored_rows(self._name(m)) for m in deltas}
         if unknown := sorted(
@@ -110,14 +109,10 @@ class Loras:
                 for name, own in rows.items()
             }
         try:
-            return self._create(digest, stored)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+            pairs = {name: self._place(change) for name, change in stored.items()}
+            changes = self._join(pairs)
+        except RuntimeError as error:
             raise BadAdapter(f"the adapter does not fit the memory of {self._device}") from error
-
-    def _create(self, digest: str, stored: Mapping[str, LowRank]) -> LoraAdapter:
-        """Create an adapter from checked matrices, by the names of linear layers within the decoder's layers."""
-        pairs = {name: self._place(change) for name, change in stored.items()}
-        changes = self._join(pairs)
         num_bytes = sum(matrix.nbytes for pair in pairs.values() for matrix in pair)
         rank = max(len(up) for _, up in pairs.values())
         return LoraAdapter(digest, rank, num_bytes, names=frozenset(pairs), changes=changes)

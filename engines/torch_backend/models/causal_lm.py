@@ -12,11 +12,7 @@ from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.models.config import TextConfig, beyond_our_program
-from engines.torch_backend.models.hf_config import (
-    check_llama,
-    complete,
-    llama_config,
-)
+from engines.torch_backend.models.hf_config import build_config, check_llama, llama_config
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
 
@@ -42,14 +38,13 @@ class CausalFamily:
     model_type = "llama"
 
     def check(self, config: Fields) -> CausalConfig:
-        """Raises: UnsupportedCheckpoint."""
         kind = config.get("model_type", self.model_type)
         if kind not in _KINDS.values():
             raise config.refuse(
                 "model_type", f"is {shown(kind)}; known: {', '.join(_KINDS.values())}"
             )
         check_llama(config)
-        full = complete(kind, config)
+        full = build_config(config, self.model_type)
         text = llama_config(config, full, bool(config.flag("tie_word_embeddings", False)))
         if text.max_position_embeddings < full.max_position_embeddings:
             with beyond_our_program():

@@ -1,20 +1,20 @@
-"""Reads a checkpoint's `config.json`, completed by transformers' configuration classes.
+"""Reads a checkpoint's `config.json` with transformers' classes, without unsafe fields.
 
-Missing fields have transformers' defaults. Every field is checked before anything is built from it, and only known
-fields reach transformers; no code of a checkpoint is run.
+No code of a checkpoint is run, nothing is fetched, and sizes are checked before anything is built.
 """
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING
 
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.text.tokenizer import MAX_VOCAB_SIZE
 from engines.torch_backend.models.config import (
     MAX_IMAGE_SIZE,
-    BeyondOurProgram,
     RopeScaling,
     TextConfig,
     UnsupportedCheckpoint,
@@ -37,12 +37,19 @@ MAX_WHOLE = {
     "sliding_window": 2**31,
     "num_channels": 2**10,
 }
-_SIDES = ("image_size", "patch_size")
 _EPSILONS = ("layer_norm_eps", "rms_norm_eps")
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
-#: Fields in which null differs from absence.
-_NULLABLE = frozenset({"sliding_window", "num_key_value_heads", "head_dim"})
+#: Fields that would make transformers fetch kernels, files or code, or change how it loads.
+_NEVER_READ = frozenset({
+    "auto_map", "attn_implementation", "experts_implementation", "transformers_weights", "fusion_config", "kernel_config",
+    "distributed_config", "custom_pipelines", "dtype", "torch_dtype", "torchscript", "output_attentions",
+    "output_hidden_states", "return_dict", "name_or_path", "use_cache", "gradient_checkpointing", "quantization_config",
+})  # fmt: skip
+#: Names of timm's models, which may have a source before a colon.
+_TIMM_NAMES = frozenset({"architecture", "backbone"})
+_FLOAT = "__float__"
 _MAX_THETA = 1e12
+_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")  #: of scaled rotary frequencies
 
 
 def read_fields(directory: Path) -> Fields:
@@ -55,44 +62,65 @@ def read_fields(directory: Path) -> Fields:
     return read_json(file)
 
 
-def complete(kind: Any, section: Fields) -> PreTrainedConfig:
-    """Transformers' configuration of a model type, with defaults for missing fields.
-
-    Raises: UnsupportedCheckpoint for an unknown model type, and for values out of bounds.
-    """
+def build_config(section: Fields, default_kind: str = "") -> Any:
+    """Transformers' configuration of a section, without unsafe fields. Raises: UnsupportedCheckpoint."""
+    kind = section.get("model_type", default_kind)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise section.refuse("model_type", f"{shown(kind)} is unknown to transformers")
-    config_class = CONFIG_MAPPING[kind]
-    inner: dict[str, Any] = dict(config_class.sub_configs)  # pyright: ignore
-    known = config_class.__dataclass_fields__.keys() - (
-        PreTrainedConfig.__dataclass_fields__.keys() | inner.keys() | {"rope_parameters"}
-    )
-    values = {**section.values, **_bounded(section)}
-    given = {n: v for n, v in values.items() if n in known and (v is not None or n in _NULLABLE)}
-    for alias, name in config_class.attribute_map.items():
-        if name in known and name not in given and section.get(alias) is not None:
-            given[name] = section.get(alias)
-    usual = config_class() if inner else None
-    for name in inner:
-        if section.get(name) is not None:
-            part = section.section(name)
-            part_kind = part.get("model_type", getattr(usual, name).model_type)
-            given[name] = complete(part_kind, part)
+    believed = _believed(section)
     try:
-        return AutoConfig.for_model(kind, **given)
+        return CONFIG_MAPPING[kind](**believed)
     except Exception as error:  # of any type, for inconsistent values
-        where = f"{section.file}: {section.path[:-1]}".removesuffix(": ")
         reason = " ".join(str(error).split()).rpartition("Error: ")[2][:200]
-        raise UnsupportedCheckpoint(f"{where}: {reason}") from None
+        raise UnsupportedCheckpoint(f"{section.file}: {reason}") from None
 
 
-def _bounded(section: Fields) -> dict[str, Any]:
-    """The fields that determine memory, checked against their limits."""
-    values = {name: section.whole(name, at_most=most) for name, most in MAX_WHOLE.items()}
-    values |= {name: _side(section, name) for name in _SIDES}
-    values |= {name: section.number(name, above=0, at_most=1) for name in _EPSILONS}
-    values |= {name: section.flag(name) for name in _FLAGS}
-    return {name: value for name, value in values.items() if value is not None}
+def _believed(section: Fields) -> dict[str, Any]:
+    """The fields of a section and its subsections, without unsafe ones. Raises: UnsupportedCheckpoint."""
+    for name, most in MAX_WHOLE.items():
+        given = section.get(name)
+        for size in given if isinstance(given, list) else [given]:
+            if size is not None and (type(size) is not int or not 0 <= size <= most):
+                raise section.refuse(name, f"is {shown(size)}, not an integer from 0 to {most}")
+    values: dict[str, Any] = {}
+    for name, value in section.values.items():
+        if name.startswith("_") or name in _NEVER_READ:
+            continue
+        if name in _TIMM_NAMES and ":" in str(value):
+            raise section.refuse(
+                name, f"is {shown(value)}, which timm would fetch or read elsewhere"
+            )
+        if name == "model_args" and not _are_sizes(value):
+            raise section.refuse(name, f"is {shown(value)}, but only numbers by name are read")
+        is_section = isinstance(value, Mapping) and value.keys() != {_FLOAT}
+        values[name] = _believed(section.section(name)) if is_section else _number(value)
+    return values
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether timm's arguments are numbers: others name files, or what to fetch."""
+    if value is None:
+        return True
+    return isinstance(value, Mapping) and all(isinstance(x, int | float) for x in value.values())
+
+
+def _number(value: Any) -> Any:
+    """Convert infinite values from the form in which transformers writes them to JSON."""
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    if isinstance(value, Mapping) and value.keys() == {_FLOAT}:
+        return {"Infinity": math.inf, "-Infinity": -math.inf}.get(str(value[_FLOAT]), math.nan)
+    return value
+
+
+def _check_bounds(section: Fields) -> None:
+    """Check the fields that determine memory. Raises: UnsupportedCheckpoint."""
+    for name, most in MAX_WHOLE.items():
+        section.whole(name, at_most=most)
+    for name in _EPSILONS:
+        section.number(name, above=0, at_most=1)
+    for name in _FLAGS:
+        section.flag(name)
 
 
 def stored_dtype(config: Fields) -> torch.dtype:
@@ -113,21 +141,25 @@ def check_clip(section: Fields) -> None:
     if section.whole("num_channels", 3, at_most=MAX_WHOLE["num_channels"]) != 3:
         raise section.refuse("num_channels", "is not 3; the tower has to take RGB images")
     section.one_of("hidden_act", ("quick_gelu", "gelu"))
+    _check_bounds(section)
+    for name in ("image_size", "patch_size"):
+        _side(section, name)
 
 
 def clip_config(section: Fields, full: Any) -> VisionConfig:
-    """The CLIP tower's configuration. Raises: UnsupportedCheckpoint."""
     if full.hidden_size % full.num_attention_heads:
         raise section.refuse("hidden_size", "is not a multiple of num_attention_heads")
-    if full.patch_size > full.image_size:
-        raise section.refuse("patch_size", f"is larger than image_size, which is {full.image_size}")
+    image_size = _side(section, "image_size") or full.image_size
+    patch_size = _side(section, "patch_size") or full.patch_size
+    if patch_size > image_size:
+        raise section.refuse("patch_size", f"is larger than image_size, which is {image_size}")
     return VisionConfig(
         hidden_size=full.hidden_size,
         intermediate_size=full.intermediate_size,
         num_layers=full.num_hidden_layers,
         num_heads=full.num_attention_heads,
-        image_size=full.image_size,
-        patch_size=full.patch_size,
+        image_size=image_size,
+        patch_size=patch_size,
         hidden_act=full.hidden_act,
         layer_norm_eps=full.layer_norm_eps,
     )
@@ -144,11 +176,10 @@ def check_llama(section: Fields) -> None:
             )
     with beyond_our_program():
         section.one_of("hidden_act", ("silu",))
-    _rope_scaling(section, 1)
+    _check_bounds(section)
 
 
 def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
-    """The decoder's configuration. Raises: UnsupportedCheckpoint."""
     kind = full.model_type
     num_heads, num_kv_heads = full.num_attention_heads, full.num_key_value_heads
     if num_heads % num_kv_heads:
@@ -160,8 +191,7 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
     if not head_dim and full.hidden_size % num_heads:
         raise section.refuse("hidden_size", f"is not a multiple of {num_heads} num_attention_heads")
     positions = full.max_position_embeddings
-    theta = _rope_parameters(section).number("rope_theta", above=0, at_most=_MAX_THETA)
-    usual = full.rope_parameters["rope_theta"]
+    theta, scaling = _read_rope(section, full)
     bias = kind == "qwen2" or (kind == "llama" and full.attention_bias)
     return TextConfig(
         vocab_size=full.vocab_size,
@@ -174,8 +204,8 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
         # within a sliding window, attention is full
         max_position_embeddings=min(positions, getattr(full, "sliding_window", None) or positions),
         rms_norm_eps=full.rms_norm_eps,
-        rope_theta=theta or section.number("rope_theta", usual, above=0, at_most=_MAX_THETA),
-        rope_scaling=_rope_scaling(section, positions),
+        rope_theta=theta,
+        rope_scaling=scaling,
         attention_bias=bias,
         attention_output_bias=bias and kind == "llama",
         mlp_bias=kind == "llama" and full.mlp_bias,
@@ -183,38 +213,28 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
     )
 
 
-def _rope_parameters(section: Fields) -> Fields:
-    """The RoPE settings: `rope_parameters` of transformers 5, `rope_scaling` of older files."""
-    name = "rope_scaling" if section.get("rope_scaling") else "rope_parameters"
-    parameters = section.section(name)
-    if any(isinstance(value, dict) for value in parameters.values.values()):
+def _read_rope(section: Fields, full: Any) -> tuple[float, RopeScaling | None]:
+    """The base of the rotary frequencies, and their scaling. Raises: UnsupportedCheckpoint."""
+    rope = Fields(section.file, full.rope_parameters, f"{section.path}rope_parameters.")
+    kind = rope.get("rope_type")
+    if not isinstance(kind, str):
+        raise rope.refuse("rope_type", f"is {shown(kind)}, no string")
+    are_alike = not any(isinstance(value, dict) for value in rope.values.values())
+    if kind not in ("default", "linear", "llama3") or not are_alike:
         with beyond_our_program():
-            raise section.refuse(name, "differ between layers, which is not supported")
-    if parameters.get("partial_rotary_factor", section.get("partial_rotary_factor", 1.0)) != 1.0:
+            known = "supported are 'linear' and 'llama3', for all layers"
+            raise rope.refuse("rope_type", f"{shown(kind)} is not supported; {known}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
         with beyond_our_program():
-            raise section.refuse("partial_rotary_factor", "is not 1, the only supported value")
-    return parameters
-
-
-def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:
-    parameters = _rope_parameters(section)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return None
-    names = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
-    if kind not in ("linear", "llama3"):
-        refusal = parameters.refuse(
-            "rope_type", f"{shown(kind)} is not supported; supported are 'linear' and 'llama3'"
-        )
-        raise BeyondOurProgram(str(refusal)) if isinstance(kind, str) else refusal
-    factors = [parameters.number(name, above=0, at_most=1e6) for name in names[kind]]
-    if None in factors:
-        raise parameters.refuse("rope_type", f"{kind!r} lacks {names[kind][factors.index(None)]!r}")
-    if kind == "linear":
-        return RopeScaling("linear", factors[0])
-    original = parameters.whole("original_max_position_embeddings", max_positions, at_most=2**24)
-    factor, low, high = factors
-    return RopeScaling("llama3", factor, low, high, original)
+            raise rope.refuse("partial_rotary_factor", "is not 1, the only supported value")
+    theta = rope.number("rope_theta", above=0, at_most=_MAX_THETA)
+    names = {"default": (), "linear": _FACTORS[:1], "llama3": _FACTORS}[kind]
+    factors = [rope.number(name, above=0, at_most=1e6) for name in names]
+    if kind != "llama3":
+        return theta, RopeScaling("linear", *factors) if factors else None
+    usual = full.max_position_embeddings
+    original = rope.whole("original_max_position_embeddings", usual, at_most=2**24)
+    return theta, RopeScaling("llama3", *factors, original)
 
 
 def _side(section: Fields, name: str) -> int | None:

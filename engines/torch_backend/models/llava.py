@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from engines.base import Decode
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.core.sequence import ImageInput
-from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.text.processor import Item, MultimodalProcessor
@@ -29,10 +28,10 @@ from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.layers.linear_group import LinearGroup
 from engines.torch_backend.models.config import TextConfig, VisionConfig
 from engines.torch_backend.models.hf_config import (
+    build_config,
     check_clip,
     check_llama,
     clip_config,
-    complete,
     llama_config,
 )
 from engines.torch_backend.models.llama import Llama
@@ -124,15 +123,9 @@ class LlavaProcessor(MultimodalProcessor):
     def image_tokens(self) -> int:
         return self._image_tokens
 
-    def process(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode = decode_image,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> np.ndarray:
-        """Shapes: returns (3, size, size) float32. Raises: InvalidImage."""
-        return self.images.process(data, expected_size, decode)
+    def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> np.ndarray:
+        """Shapes: returns (3, size, size) float32."""
+        return self.images.process(image)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """One slot per patch of the tower."""
@@ -158,7 +151,7 @@ class LlavaFamily:
         config.one_of("projector_hidden_act", _ACTIVATIONS)
         config.flag("multimodal_projector_bias")
         _check_ids(config)
-        full: Any = complete("llava", config)
+        full: Any = build_config(config, "llava")
         text = llama_config(text_part, full.text_config, bool(full.tie_word_embeddings))
         vision = clip_config(vision_part, full.vision_config)
         if full.image_token_index >= text.vocab_size:
@@ -195,7 +188,6 @@ class LlavaFamily:
         return None if is_tied_head or name.endswith(".rotary_emb.inv_freq") else name
 
     def processor(self, directory: Path, config: VLMConfig) -> LlavaProcessor:
-        """CLIP's image processor. Raises: UnsupportedCheckpoint."""
         images = load_image_processor(directory, config.vision.image_size)
         return LlavaProcessor(images, config.image_token_id, config.tokens_per_image)
 

@@ -37,8 +37,6 @@ class PatchEmbeddings(nn.Module):
 
 
 class TowerBlock(nn.Module):
-    """A transformer block."""
-
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self._num_heads = config.num_heads

@@ -1,4 +1,4 @@
-"""Image bytes to pixels, exactly like transformers' CLIPImageProcessor (PIL).
+"""Images to pixels, exactly like transformers' CLIPImageProcessor (PIL).
 
 Called from a thread pool. Pixels are numpy (3, H, W) float32.
 """
@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from engines.base import Decode
-from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheckpoint
 
@@ -67,18 +65,9 @@ class ImageProcessor:
     mean: tuple[float, ...] | None = _CLIP_MEAN
     std: tuple[float, ...] | None = _CLIP_STD
 
-    def process(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int] | None = None,
-        decode: Decode = decode_image,
-    ) -> np.ndarray:
-        """Decode and process an image. Shapes: returns (3, H, W) float32.
-
-        `expected_size` is the admitted (width, height). Raises: InvalidImage.
-        """
-        image = self._resize(decode(data, expected_size))
-        pixels = np.asarray(image).transpose(2, 0, 1)
+    def process(self, image: Image.Image) -> np.ndarray:
+        """Shapes: returns (3, H, W) float32."""
+        pixels = np.asarray(self._resize(image)).transpose(2, 0, 1)
         if self.crop_to is not None:
             pixels = pad(pixels, self.crop_to)
         return self._normalize(pixels)

@@ -179,7 +179,6 @@ class TransformersAudio(MultimodalProcessor):
     """Models that take audio but no images."""
 
     def __init__(self, directory: Path, model_class: Any) -> None:
-        """Raises: UnsupportedCheckpoint."""
         processor: Any = load_processor(directory, "audio", "feature_extractor")
         _spell(processor)
         found = find_audio(processor, model_class)
@@ -195,11 +194,9 @@ class TransformersAudio(MultimodalProcessor):
         self.around = getattr(processor.tokenizer, "backend_tokenizer", None)
 
     def process_audio(self, audio: OpenAudio) -> ProcessedImage:
-        """Raises: InvalidImage."""
         return self._audios.process(audio)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """Raises: InvalidRequest."""
         if self._takes_one and len(images) > 1:
             raise InvalidRequest(
                 f"This model takes one audio file; the request has {len(images)}.", "messages"

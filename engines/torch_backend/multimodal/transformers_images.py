@@ -26,7 +26,6 @@ from transformers.video_utils import VideoMetadata
 
 from engines.base import (
     DEFAULT_NUM_FRAMES,
-    Decode,
     InvalidImage,
     OpenAudio,
     OpenVideo,
@@ -37,7 +36,6 @@ from engines.base import (
 )
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.core.sequence import ImageInput, Positions, Prompt
-from engines.image_decoder import decode_image
 from engines.text.processor import Item, MultimodalProcessor
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
@@ -123,7 +121,9 @@ class PositionHooks:
             given = [item.pixels for item in items]
             names = dict.fromkeys(name for each in given for name in each.inputs)
             kwargs |= {
-                name: _joined(given, name)
+                name: torch.cat(
+                    [torch.as_tensor(x.inputs[name]) for x in given if name in x.inputs]
+                )
                 for name in names
                 if "grid" in name or name in _OF_POSITIONS
             }
@@ -195,15 +195,10 @@ class PositionHooks:
         return bidirectional_layers(self._model) != frozenset()
 
 
-def _joined(images: Sequence[ProcessedImage], name: str) -> Tensor:
-    return torch.cat([torch.as_tensor(x.inputs[name]) for x in images if name in x.inputs])
-
-
 class TransformersImages(MultimodalProcessor):
     """Any transformers processor of images."""
 
     def __init__(self, directory: Path, model_class: type[PreTrainedModel], config: Any) -> None:
-        """Raises: UnsupportedCheckpoint."""
         self.slot_id = config.image_token_id
         self._processor: Any = load_processor(directory, "image", "image_processor")
         processor = self._processor
@@ -273,31 +268,19 @@ class TransformersImages(MultimodalProcessor):
         return _Videos(processor, options, placeholder, slots, self._hooks, is_split)
 
     def process_video(self, video: OpenVideo) -> ProcessedImage:
-        """Raises: InvalidImage."""
         return super().process_video(video) if self._videos is None else self._videos.process(video)
 
     def process_audio(self, audio: OpenAudio) -> ProcessedImage:
-        """Raises: InvalidImage."""
         return super().process_audio(audio) if self._audios is None else self._audios.process(audio)
 
     def limit(self, max_pixels: int) -> None:
         self.max_pixels = max_pixels
 
-    def process(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode = decode_image,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> ProcessedImage:
-        """Raises: InvalidImage."""
-        return self._process(decode(data, expected_size), pixels)
-
-    def _process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> ProcessedImage:
+    def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> ProcessedImage:
         most = min(filter(None, (pixels.most, self.max_pixels)), default=0)
         options = limit_pixels(self._processor, self._options, PixelLimits(pixels.least, most))
         if options is None:  # the processor has no option that limits pixels
-            options, image = self._options, _scale(image, most)
+            options, image = self._options, PixelLimits(most=most).scale(image)
         alone = self._make(image, [image], options)
         if _COUNTS not in alone.inputs:
             return alone
@@ -390,7 +373,7 @@ class TransformersImages(MultimodalProcessor):
             for ratio in _SAMPLE_ASPECTS
         ]
         try:
-            samples = [self._process(Image.new("RGB", size)) for size in sizes]
+            samples = [self.process(Image.new("RGB", size)) for size in sizes]
         except InvalidImage as error:
             raise UnsupportedCheckpoint(
                 f"cannot determine the number of tokens of an image: {name} does not process a sample "
@@ -407,19 +390,15 @@ class TransformersImages(MultimodalProcessor):
 
 @dataclass(eq=False)
 class _Videos:
-    """Videos of a checkpoint's processor."""
-
     _processor: Any
     _options: Mapping[str, Any]
     placeholder: str
-    _slots: Mapping[
-        MediaKind, tuple[str, int]
-    ]  #: texts and ids of slot tokens that a video may have
+    #: Texts and ids of slot tokens that a video may have.
+    _slots: Mapping[MediaKind, tuple[str, int]]
     _hooks: PositionHooks
     _is_split: bool  #: as in `TAKES_VIDEO`
 
     def process(self, video: OpenVideo) -> ProcessedImage:
-        """Raises: InvalidImage."""
         info = video.info
         indices = self._choose(video)
         frames = np.stack([np.asarray(frame) for frame in video.frames(indices)])
@@ -526,7 +505,6 @@ class _Videos:
         return {"fps": None, "num_frames": max(1, round(info.length_s * fps))}
 
     def _sample(self, video: OpenVideo, options: Mapping[str, Any]) -> list[int]:
-        """Raises: InvalidImage."""
         info, processor = video.info, self._processor.video_processor
         metadata = VideoMetadata(
             info.num_frames, info.fps, info.width, info.height, info.length_s, "pyav"
@@ -599,15 +577,6 @@ def _own_area(images: Any) -> int:
     """Pixels of the largest image that a processor makes, if it has that limit; else 0."""
     size = {name: side for name, side in dict(images.size or {}).items() if side is not None}
     return size["longest_edge"] if _has_areas(images, size) else 0
-
-
-def _scale(image: Image.Image, most: int) -> Image.Image:
-    """Scale an image down to at most `most` pixels; 0 means no limit."""
-    share = (most / (image.width * image.height)) ** 0.5
-    if most == 0 or share >= 1:
-        return image
-    size = (max(1, int(image.width * share)), max(1, int(image.height * share)))
-    return image.resize(size, Image.Resampling.BICUBIC)
 
 
 def _unfit(image: Image.Image, reason: str) -> InvalidImage:

@@ -36,7 +36,6 @@ class CpuLevel:
 
     @property
     def has_fast_bfloat16(self) -> bool:
-        """Whether torch multiplies bfloat16 with instructions for it."""
         return not self.bfloat16_flags.isdisjoint(cpu_flags())
 
     def lacks(self) -> str:

@@ -101,7 +101,6 @@ class SampleParams:
 def row_of(
     params: SamplingParams, position: int, vocab_size: int
 ) -> tuple[int, int, float, float, float]:
-    """A row of `SampleParams`."""
     top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
     temperature = max(params.temperature, LEAST_TEMPERATURE)
     key = signed(stream_key(params.seed, position))

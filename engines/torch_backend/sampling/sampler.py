@@ -134,7 +134,11 @@ def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
 
     Repetition (Keskar et al. 2019) counts prompt and output; frequency and presence count the output alone.
     """
-    parts = [_penalties(sequences[row]) for row in rows]
+    parts = []
+    for sequence in (sequences[row] for row in rows):
+        if sequence.token_counts is None:
+            sequence.token_counts = TokenCounts(sequence)
+        parts.append(sequence.token_counts.follow(sequence))
     token_ids, factors, amounts = (
         torch.from_numpy(np.concatenate(column)).to(scores.device)
         for column in zip(*parts, strict=True)
@@ -154,14 +158,6 @@ _ADJUSTMENTS: tuple[tuple[Callable[[Sequence, int], Any], Callable[..., Tensor]]
     (lambda sequence, _: sequence.sampling.allowed_token_ids, _allow_only),
     (lambda sequence, _: sequence.constraint is not None, _apply_masks),
 )
-
-
-def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct tokens of a sequence, the divisors of their scores, and the amounts to subtract."""
-    counts = sequence.token_counts
-    if counts is None:
-        counts = sequence.token_counts = TokenCounts(sequence)
-    return counts.follow(sequence)
 
 
 def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Sequence]) -> None:

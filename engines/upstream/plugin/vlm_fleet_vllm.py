@@ -23,8 +23,6 @@ VERSION = "vlm_fleet logits processor 1"
 
 
 class _Answer:
-    """One request."""
-
     def __init__(self, wanted: dict[str, Any], tokenizer: Any) -> None:
         self.num_earlier: int = wanted.get("num_earlier", 0)
         self._presence: float = wanted.get("presence_penalty", 0.0)
@@ -95,10 +93,6 @@ class ContinueAnswer(LogitsProcessor, ProcessorV2):
 
         process_dict_updates(self._answers, batch_update, begin)
 
-    def _apply_v1(self, logits: torch.Tensor) -> None:
-        for row, (answer, earlier, output_ids) in self._answers.items():
-            answer.edit(logits[row], [*earlier, *(i for i in output_ids if i >= 0)])
-
     # Runner V2: requests have slots
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
@@ -119,7 +113,8 @@ class ContinueAnswer(LogitsProcessor, ProcessorV2):
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """Change the logits of all requests with parameters of this processor."""
         if ctx is None:
-            self._apply_v1(logits)
+            for row, (answer, earlier, output_ids) in self._answers.items():
+                answer.edit(logits[row], [*earlier, *(i for i in output_ids if i >= 0)])
         else:
             self._apply_v2(logits, ctx)
         return logits

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
-from engines.base import Decode
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.core.sequence import ImageInput, Positions, Prompt
-from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.text.processor import Item, MultimodalProcessor
@@ -53,15 +52,8 @@ class TileProcessor(MultimodalProcessor):
         """Of four tiles, the tokens around them, and the breaks between."""
         return 4 * self.tile_tokens + 2 + 3
 
-    def process(
-        self,
-        data: bytes,
-        expected_size: tuple[int, int],
-        decode: Decode = decode_image,
-        pixels: PixelLimits = NO_LIMITS,
-    ) -> np.ndarray:
-        """Shapes: returns (tiles, 3, side, side) float32. Raises: InvalidImage."""
-        image = decode(data, expected_size)
+    def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> np.ndarray:
+        """Shapes: returns (tiles, 3, side, side) float32."""
         width, height = image.size
         tiles = 4 if min(width, height) > self.side else 2 if width > height else 1
         rows, columns = PLACES[tiles]

@@ -42,7 +42,7 @@ def finish(engine):
 def vectors(*texts, **wishes):
     model = CountingModel()
     rows = model.rows(Embed(tuple(map(TextPart, texts)), **wishes), [])
-    return b"".join(numbers_of(row.content).tobytes() for row in rows)
+    return b"".join(numbers_of(row).tobytes() for row in rows)
 
 
 def test_an_input_twice_in_one_call_or_in_two_at_once_is_computed_once():

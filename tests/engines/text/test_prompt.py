@@ -342,7 +342,7 @@ def test_control_tokens_that_swallow_spaces_do_so(tmp_path: Path) -> None:
 def test_an_images_text_is_in_its_place_before_the_prompt_is_tokenized(llava: Pair) -> None:
     slots = "<image>" * 3
     items = [
-        Item("a", 9, "pa", f"<s>{slots}\n{slots}</s>", (2, 3)),
+        Item("a", 9, "pa", f"<s>{slots}\n{slots}</s>"),
         Item("b", 2, "pb", "<image>" * 2),
     ]
 
@@ -354,7 +354,6 @@ def test_an_images_text_is_in_its_place_before_the_prompt_is_tokenized(llava: Pa
     assert [image.image_hash for image in prompt.images] == ["a", "b", "a"]
     assert [image.slots for image in prompt.images] == [((1, 4), (5, 8)), (), ((1, 4), (5, 8))]
     assert [image.num_slots for image in prompt.images] == [6, 2, 6]
-    assert prompt.images[0].grid == (2, 3)
 
 
 def test_images_without_anything_between_them_are_runs_of_their_own(llava: Pair) -> None:

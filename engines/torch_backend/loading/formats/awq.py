@@ -24,7 +24,6 @@ class AwqReader(Reader):
     part_names = frozenset({"qweight", "qzeros", "scales"})
 
     def __init__(self, config: Fields) -> None:
-        """Raises: UnsupportedCheckpoint."""
         bits = config.whole("bits", config.get("w_bit", 4), at_most=8)
         if bits != 4:
             raise config.refuse("bits", f"is {bits}; AWQ is supported with 4")

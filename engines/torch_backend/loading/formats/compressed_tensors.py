@@ -64,7 +64,6 @@ class CompressedTensorsReader(Reader):
     )
 
     def __init__(self, config: Fields) -> None:
-        """Raises: UnsupportedCheckpoint."""
         for name in ("sparsity_config", "transform_config"):
             section = config.section(name)
             if section.values and section.get("format") != "dense":

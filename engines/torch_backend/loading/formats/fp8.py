@@ -19,7 +19,6 @@ class Fp8Reader(Reader):
     ignored = frozenset({"input_scale", "activation_scale", "k_scale", "v_scale"})
 
     def __init__(self, config: Fields) -> None:
-        """Raises: UnsupportedCheckpoint."""
         config.one_of("scale_fmt", ("float",))
         config.one_of("fmt", ("e4m3",))
         config.one_of("expert_dtype", ("fp8",))

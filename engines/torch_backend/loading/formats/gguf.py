@@ -43,7 +43,6 @@ class GgufTensor(StoredTensor):
 
     @property
     def is_blocks(self) -> bool:
-        """Whether the tensor holds blocks of integers."""
         return self.ggml_type not in FLOATS
 
     @property

@@ -23,7 +23,6 @@ class GptqReader(Reader):
     part_names = frozenset({"qweight", "qzeros", "scales", "g_idx"})
 
     def __init__(self, config: Fields) -> None:
-        """Raises: UnsupportedCheckpoint."""
         self._bits = config.whole("bits", 4, at_most=8)
         if self._bits not in _ONES:
             raise config.refuse("bits", f"is {self._bits}; GPTQ is supported with 4 and 8")

@@ -30,7 +30,6 @@ class GenericFamily:
         return find_class(config) is not None
 
     def check(self, config: Fields) -> GenericConfig:
-        """Raises: UnsupportedCheckpoint."""
         model_class = find_class(config)
         if model_class is None:
             given = config.get("architectures")

@@ -29,7 +29,8 @@ class ImageForm:
     def rows(self, output: Any) -> Tensor:
         """Shapes: returns (slots, levels * C)."""
         levels = [output[self.field], *(output.get(_LEVELS) or ())]
-        return torch.cat([_flat(level) for level in levels], dim=1)
+        flat = [torch.cat([x.reshape(-1, x.shape[-1]) for x in level]) for level in levels]
+        return torch.cat(flat, dim=1)
 
     def output(self, rows: Tensor) -> ModelOutput:
         """The encoder's output for these rows. Shapes: (slots, levels * C)."""
@@ -38,7 +39,3 @@ class ImageForm:
         # some classes require the first field
         made: dict[str, Any] = {"last_hidden_state": None, self.field: features}
         return self.output_class(**made | ({_LEVELS: levels} if levels else {}))
-
-
-def _flat(features: Any) -> Tensor:
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in features])

@@ -386,7 +386,6 @@ class GenericModel(FamilyModel):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of states outside attention."""
         return self._states.num_bytes
 
     @property

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Input and output of a module."""
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any

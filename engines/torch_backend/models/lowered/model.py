@@ -187,8 +187,6 @@ class _DecoderInputs(nn.Module):
 
 
 class _Embeddings(nn.Module):
-    """The decoder's embeddings, for transformers' model."""
-
     def __init__(self, decoder: Llama) -> None:
         super().__init__()
         self._decoder = (decoder,)  # in a tuple, so that its weights are not counted twice

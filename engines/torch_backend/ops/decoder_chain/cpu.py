@@ -33,8 +33,6 @@ def build(site: Site) -> CreateChain:
 
 
 class LayerChain:
-    """Consecutive layers."""
-
     def __init__(self, library: Library, layers: Sequence[LayerProducts]) -> None:
         self._library = library
         self._max_tokens = min(product.max_tokens for layer in layers for product in layer.products)
@@ -50,7 +48,6 @@ class LayerChain:
             struct.heads = form
 
     def can_run(self, x: Tensor, attend: Attend) -> bool:
-        """Whether the kernel supports a step."""
         if not isinstance(attend, PagedAttention) or len(x) > self._max_tokens:
             return False
         return not (self._has_spans and attend.inputs.bidirectional)

@@ -24,11 +24,7 @@ class LayerProducts(NamedTuple):
 
 
 class Chain(Protocol):
-    """Consecutive layers."""
-
-    def can_run(self, x: Tensor, attend: Attend) -> bool:
-        """Whether the chain supports a step."""
-        ...
+    def can_run(self, x: Tensor, attend: Attend) -> bool: ...
 
     def __call__(self, x: Tensor, attend: Attend) -> None:
         """Shapes: x float32 (N, C), changed in place."""

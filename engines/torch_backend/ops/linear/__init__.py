@@ -29,7 +29,6 @@ Make = Callable[[Site, tuple[int, int]], Linear]
 
 
 def make_float(site: Site, shape: tuple[int, int]) -> Linear:
-    """An example's layer."""
     layer = empty_linear(shape[1], shape[0])
     weight = site.numbers(*shape).to(site.stored or site.dtype)
     layer.weight = nn.Parameter(weight, requires_grad=False)

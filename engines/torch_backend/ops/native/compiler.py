@@ -98,12 +98,6 @@ def _is_whole(library: Path) -> bool:
     return hashlib.sha256(body).digest() == seal
 
 
-def _seal(library: Path) -> None:
-    """Append the hash: loaders ignore bytes after the last section."""
-    body = library.read_bytes()
-    library.write_bytes(body + hashlib.sha256(body).digest())
-
-
 def _compile(command: list[str], sources: list[Path], library: Path) -> None:
     """Compile all sources in parallel, then link."""
     started = time.perf_counter()
@@ -117,7 +111,8 @@ def _compile(command: list[str], sources: list[Path], library: Path) -> None:
             list(pool.map(_run, commands))
         output = Path(scratch) / library.name
         _run([*command, "-shared", *map(str, objects), "-o", str(output)])
-        _seal(output)
+        body = output.read_bytes()
+        output.write_bytes(body + hashlib.sha256(body).digest())  # loaders ignore it
         output.replace(library)
     logger.info("compiled CPU kernels in %.1f s: %s", time.perf_counter() - started, library)
 

@@ -117,7 +117,6 @@ class NativeKernel:
 
     @property
     def address(self) -> int:
-        """The address of the kernel's struct."""
         return ctypes.addressof(self._step)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:

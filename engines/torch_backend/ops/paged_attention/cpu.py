@@ -75,7 +75,6 @@ class PagedAttention:
 
     @property
     def address(self) -> int:
-        """The address of the kernel's struct of the step."""
         return ctypes.addressof(self._struct)
 
     def places(self, layer: int) -> tuple[int, int]:

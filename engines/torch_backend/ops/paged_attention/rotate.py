@@ -17,7 +17,6 @@ from engines.torch_backend.ops.paged_attention.reference import Heads
 
 @triton.jit
 def _gain(query_gain, key_gain, d, inside, is_query):
-    """The gain of a query's or a key's channels."""
     of_query = tl.load(query_gain + d, mask=inside & is_query, other=0.0).to(tl.float32)
     of_key = tl.load(key_gain + d, mask=inside & (is_query == 0), other=0.0).to(tl.float32)
     return of_query + of_key

@@ -12,6 +12,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import EngineStartError, LoadedEngine
 from engines.core.sequence import EngineRequest
+from engines.image_decoder import decode_image
 from engines.registry import create_engine
 from engines.torch_backend.loading import load as module
 from engines.torch_backend.loading.load import choose_dtype
@@ -40,7 +41,7 @@ def answer(loaded: LoadedEngine, image_files: list[bytes], num_tokens: int = 12)
     processor = engine.processor
     parts = (*(ImagePart(i) for i in range(len(image_files))), TextPart(QUESTION))
     images = [
-        (f"image {i}", processor.process_image(data, (28, 28)))
+        (f"image {i}", processor.process_image(decode_image(data, (28, 28))))
         for i, data in enumerate(image_files)
     ]
     prompt = processor.build_prompt([ChatMessage("user", parts)], images)

@@ -19,6 +19,7 @@ from transformers import AutoProcessor
 
 from engines.base import InvalidImage, InvalidRequest
 from engines.core.sequence import ImageInput, Prompt
+from engines.image_decoder import decode_image
 from engines.registry import create_engine
 from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.models.generic.family import FAMILY
@@ -247,7 +248,9 @@ def ask(pool: VideoPool, processor: ChatProcessor, question: Question) -> Prompt
         if isinstance(part, str):
             media.append((part, process(pool, processor, sound(part), SOUNDS[part][1])))
         else:
-            media.append((f"{part}", processor.process_image(make_image(28, 28, part), (28, 28))))
+            media.append(
+                (f"{part}", processor.process_image(decode_image(make_image(28, 28, part))))
+            )
     return processor.build_prompt([ChatMessage("user", tuple(parts))], media)
 
 

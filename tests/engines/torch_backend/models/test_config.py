@@ -151,7 +151,7 @@ def test_llama_attention_bias_covers_the_output_and_qwen2_bias_does_not() -> Non
         (make_config(image_token_index=40000), "image_token_index 40000"),
         (make_config(projector_hidden_act="tanh"), "projector_hidden_act 'tanh'"),
         (with_text(rope_scaling={"type": "yarn", "factor": 4.0}), "yarn"),
-        (with_text(rope_scaling={"type": "llama3", "factor": 4.0}), "lacks 'low_freq_factor'"),
+        (with_text(rope_scaling={"type": "llama3", "factor": 4.0}), "low_freq_factor"),
         (with_text(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (with_text(hidden_act="relu"), "hidden_act 'relu'"),
         (with_text(num_key_value_heads=5), "num_key_value_heads"),

@@ -343,10 +343,10 @@ def test_larger_images_are_scaled_to_the_limit(loaded: Loaded) -> None:
     limited.limit(56 * 56)
     for size in ((64, 64), (150, 100), (60, 200)):
         data = make_image(*size, seed=4)
-        made = limited.process(data, size, decode_image)
+        made = limited.process(decode_image(data, size))
         assert made.num_slots <= limited.image_tokens <= free.image_tokens
-        assert made.num_slots <= free.process(data, size, decode_image).num_slots
-        asked = free.process(data, size, decode_image, PixelLimits(most=56 * 56))
+        assert made.num_slots <= free.process(decode_image(data, size)).num_slots
+        asked = free.process(decode_image(data, size), PixelLimits(most=56 * 56))
         assert asked.text == made.text  # a request's own limit does the same
         image = ImageInput(0, made.num_slots, "image", made)
         [features] = loaded.model.encode([image], CPU, torch.float32)

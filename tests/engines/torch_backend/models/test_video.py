@@ -16,6 +16,7 @@ from transformers.video_utils import VideoMetadata
 
 from engines.base import DEFAULT_NUM_FRAMES, InvalidImage
 from engines.core.sequence import Prompt
+from engines.image_decoder import decode_image
 from engines.text.processor import ChatProcessor
 from engines.torch_backend.multimodal.processed import split
 from engines.torch_backend.multimodal.transformers_images import (
@@ -227,7 +228,9 @@ def ask(pool: VideoPool, processor: ChatProcessor, question: Question) -> Prompt
         if isinstance(part, str):
             media.append((part, process(pool, processor, part)[1]))
         else:
-            media.append((f"{part}", processor.process_image(make_image(28, 28, part), (28, 28))))
+            media.append(
+                (f"{part}", processor.process_image(decode_image(make_image(28, 28, part))))
+            )
     return processor.build_prompt([ChatMessage("user", tuple(parts))], media)
 
 

@@ -28,8 +28,7 @@ class Patches(FamilyModel):
     """Takes (rows * columns, 4) patches of a grid, as many as an image has; four neighbours become a feature."""
 
     def num_features(self, image: ImageInput) -> int:
-        rows, columns = image.grid
-        return rows * columns // 4
+        return len(image.pixels) // 4
 
     def encode(
         self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
@@ -41,7 +40,7 @@ class Patches(FamilyModel):
 def make_image(name: str, grid: tuple[int, int], offset: int = 1) -> ImageInput:
     count = grid[0] * grid[1]
     pixels = torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
-    return ImageInput(offset, count // 4, name, pixels, grid=grid)
+    return ImageInput(offset, count // 4, name, pixels)
 
 
 def make_share(request_id: str, *images: ImageInput, num_tokens: int = 12) -> ScheduledSequence:
@@ -88,7 +87,7 @@ def test_beside_streams_they_are_encoded_one_after_another():
 
 def test_another_number_of_patches_than_slots_is_the_requests_failure():
     image = make_image("wrong", (2, 2))
-    wrong = ImageInput(1, 3, "wrong", image.pixels, grid=(2, 2))
+    wrong = ImageInput(1, 3, "wrong", image.pixels)
 
     with pytest.raises(SequenceFailure, match="not prepared for this model") as caught:
         make_encoder().encode_missing([make_share("a", wrong)])
@@ -98,7 +97,7 @@ def test_another_number_of_patches_than_slots_is_the_requests_failure():
 @pytest.mark.parametrize("beside_streams", [False, True])
 def test_features_that_are_no_numbers_fail_their_request_and_are_not_kept(beside_streams: bool):
     sound, bad = make_image("sound", (4, 4)), make_image("bad", (2, 2))
-    hostile = ImageInput(1, 1, "bad", bad.pixels * torch.inf, grid=(2, 2))
+    hostile = ImageInput(1, 1, "bad", bad.pixels * torch.inf)
     encoder = make_encoder()
     streams = [make_stream()] if beside_streams else []
 

@@ -75,7 +75,7 @@ def test_pixels_equal_those_of_transformers_bit_by_bit(
     settings = make_settings(**changes)
     data = to_bytes(make_image(*size))
 
-    pixels = load(tmp_path, settings).process(data)
+    pixels = load(tmp_path, settings).process(decode_image(data))
 
     expected = reference(CLIPImageProcessorPil, settings, data)
     assert pixels.dtype == np.float32
@@ -89,7 +89,7 @@ def test_pixels_are_near_those_of_the_torchvision_processor(
     """AutoProcessor gives that one; it resizes in its own arithmetic and rounds pixels differently."""
     data = to_bytes(make_image(*size))
 
-    pixels = load(tmp_path, make_settings()).process(data)
+    pixels = load(tmp_path, make_settings()).process(decode_image(data))
 
     expected = reference(CLIPImageProcessor, make_settings(), data)
     assert np.abs(pixels - expected).max() <= 2 / 255 / 0.26
@@ -101,7 +101,7 @@ def test_every_mode_equals_transformers(tmp_path: Path, mode: str) -> None:
     form = "JPEG" if mode in ("CMYK", "YCbCr") else "PNG"
     data = to_bytes(make_image(mode=mode), form)
 
-    pixels = load(tmp_path, make_settings()).process(data)
+    pixels = load(tmp_path, make_settings()).process(decode_image(data))
 
     expected = reference(CLIPImageProcessorPil, make_settings(), data)
     np.testing.assert_array_equal(pixels, expected)
@@ -182,7 +182,7 @@ def test_an_image_of_another_size_than_admitted_is_refused_before_it_is_decoded(
     data = two_headed_png((8, 8), (1, 100_000))
 
     with pytest.raises(InvalidImage, match="another size than its header"):
-        processor.process(data, (8, 8))
+        processor.process(decode_image(data, (8, 8)))
 
 
 def test_an_image_of_the_admitted_size_is_taken_even_if_its_camera_was_turned(
@@ -192,7 +192,11 @@ def test_an_image_of_the_admitted_size_is_taken_even_if_its_camera_was_turned(
     exif[0x0112] = 6  # a quarter turn: upright, it is higher than wide
     data = to_bytes(make_image(50, 40), "JPEG", exif=exif)
 
-    assert load(tmp_path, make_settings()).process(data, (50, 40)).shape == (3, SIZE, SIZE)
+    assert load(tmp_path, make_settings()).process(decode_image(data, (50, 40))).shape == (
+        3,
+        SIZE,
+        SIZE,
+    )
 
 
 @pytest.mark.parametrize("size", [(1, 3000), (3000, 1), (3, 7001)])
@@ -201,11 +205,15 @@ def test_a_very_long_image_is_never_resized_as_a_whole(
 ) -> None:
     """The middle alone is computed, and is that of the whole."""
     data = to_bytes(make_image(*size))
-    exact = load(tmp_path, make_settings(do_normalize=False, do_rescale=False)).process(data)
+    exact = load(tmp_path, make_settings(do_normalize=False, do_rescale=False)).process(
+        decode_image(data)
+    )
     sizes = watch_resizes(monkeypatch)
     monkeypatch.setattr(module, "MAX_RESIZED_PIXELS", 40 * SIZE)
 
-    near = load(tmp_path, make_settings(do_normalize=False, do_rescale=False)).process(data)
+    near = load(tmp_path, make_settings(do_normalize=False, do_rescale=False)).process(
+        decode_image(data)
+    )
 
     assert sizes == [(SIZE, SIZE)]
     assert np.abs(near - exact).max() <= 1
@@ -231,7 +239,7 @@ def test_a_line_of_pixels_does_not_become_a_gigabyte(
     data = to_bytes(Image.new("L", (1, 100_000)))
 
     tracemalloc.start()
-    load(tmp_path, make_settings()).process(data)
+    load(tmp_path, make_settings()).process(decode_image(data))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
