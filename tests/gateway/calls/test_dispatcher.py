@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from gateway import services
 from gateway.calls.dispatcher import MAX_LOOKS, Dispatcher
-from gateway.calls.open_call import ChoiceProgress, Gone, OpenCall
+from gateway.calls.open_call import ChoiceProgress, OpenCall
 from gateway.keys.usage import UsageLog, today
 from shared.protocol import (
     ErrorCode,
@@ -158,18 +158,6 @@ async def test_receive_gives_all_that_came_together():
     open_call.deliver(1, delta(0, 2))
     assert [index for index, _ in await open_call.receive()] == [0, 1]
     assert await open_call.receive(timeout_s=0.01) == []
-
-
-async def test_close_is_idempotent_and_wakes_the_receiver():
-    open_call, closed = make_open_call()
-    waiting = asyncio.ensure_future(open_call.receive())
-    await asyncio.sleep(0)
-    open_call.close()
-    open_call.close()
-    with pytest.raises(Gone):
-        await waiting
-    assert closed == [open_call]
-    assert open_call.unsettled_ids == ["r"]
 
 
 async def test_a_settled_choice_is_not_cancelled():
