@@ -166,10 +166,10 @@ def test_stages_add_up_with_a_stage_of_its_own(client: httpx.Client):
     assert sum(timings.values()) == pytest.approx(total, rel=0.02)
 
 
-def test_the_model_says_that_it_takes_audio(client: httpx.Client):
+def test_the_model_says_that_it_takes_audio_and_videos(client: httpx.Client):
     [model] = [each for each in client.get("/v1/models").json()["data"] if each["id"] == "mock"]
     assert model["input_modalities"] == ["text", "image", "video", "audio"]
-    assert model["limits"]["max_audios"] == 4
+    assert (model["limits"]["max_audios"], model["limits"]["max_videos"]) == (4, 2)
 
 
 def test_the_command_line_asks_about_audio(served: Served, tmp_path: Path):

@@ -144,12 +144,6 @@ def test_responses_take_a_video_and_remember_it(client: httpx.Client):
     assert 0 < more < 60
 
 
-def test_the_model_says_that_it_takes_videos(client: httpx.Client):
-    [model] = [each for each in client.get("/v1/models").json()["data"] if each["id"] == "mock"]
-    assert model["input_modalities"] == ["text", "image", "video", "audio"]
-    assert model["limits"]["max_videos"] == 2
-
-
 def test_the_command_line_asks_about_a_video(served: Served, tmp_path: Path):
     path = tmp_path / "clip.mp4"
     path.write_bytes(clip("mp4"))

@@ -53,11 +53,6 @@ def finished(num_tokens: int, attempt: int = 1) -> Finished:
     return Finished("r", attempt, FinishReason.STOP, Usage(1, num_tokens))
 
 
-def make_open_call(*request_ids: str) -> tuple[OpenCall, list[OpenCall]]:
-    closed: list[OpenCall] = []
-    return OpenCall("m", request_ids or ("r",), float("inf"), closed.append), closed
-
-
 def test_tokens_pass_once_and_in_order():
     progress = ChoiceProgress("r")
     events = [delta(0, 1), delta(0, 1), delta(1, 2, 3), delta(1, 2, 3), delta(2, 3), delta(3, 4)]
@@ -150,21 +145,6 @@ def test_nothing_passes_after_the_end():
     assert progress.accept(finished(0))
     for event in (delta(0, 1), finished(0), Failed("r", 2, ErrorCode.CANCELLED, "x")):
         assert progress.accept(event) is None
-
-
-async def test_receive_gives_all_that_came_together():
-    open_call, _ = make_open_call("a", "b")
-    open_call.deliver(0, delta(0, 1))
-    open_call.deliver(1, delta(0, 2))
-    assert [index for index, _ in await open_call.receive()] == [0, 1]
-    assert await open_call.receive(timeout_s=0.01) == []
-
-
-async def test_a_settled_choice_is_not_cancelled():
-    open_call, _ = make_open_call("a", "b")
-    open_call.deliver(0, finished(0))
-    open_call.fail(1, ErrorCode.DEADLINE_EXCEEDED, "late")
-    assert open_call.unsettled_ids == ["b"]
 
 
 @pytest.fixture

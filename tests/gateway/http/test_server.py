@@ -229,12 +229,6 @@ async def test_redis_is_connected_before_the_first_request(gateway, redis_server
     assert await gateway.services.blobs.get(BlobRef("0" * 64, 1)) is None
 
 
-async def test_requests_one_after_the_other_share_a_connection(gateway):
-    request = START.replace(b"close", b"keep-alive") + b"\r\n"
-    answer = await talk(gateway, request + request + START + b"\r\n")
-    assert answer.count(b"HTTP/1.1 200 OK") == 3
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(
     gateway, worker, stream

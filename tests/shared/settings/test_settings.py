@@ -60,8 +60,6 @@ def test_api_keys_are_split_at_commas_and_never_shown(monkeypatch):
     ("name", "value", "named"),
     [
         ("VLM_GATEWAY__PORT", "70000", "VLM_GATEWAY__PORT"),
-        ("VLM_GATEWAY__PROT", "80", "VLM_GATEWAY__PROT"),
-        ("VLM_GATEWY__PORT", "80", "VLM_GATEWY__PORT"),
         ("VLM_CONFIG", "/does/not/exist.yaml", "VLM_CONFIG"),
         ("VLM_WORKER__LEASE_S", "0.1", "VLM_WORKER__LEASE_S"),
     ],
