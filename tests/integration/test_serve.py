@@ -29,6 +29,7 @@ from tests.integration.fleet_process import (
 from tests.waiting import wait_for
 
 REDIS_BYTES = 64 * 2**20
+DECODE_S = 0.04  # slow enough that an answer is seen to grow
 
 
 @pytest.fixture(scope="module")
