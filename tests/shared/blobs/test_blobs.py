@@ -22,19 +22,6 @@ async def store(redis, redis_prefix):
     await store.close()
 
 
-async def test_bytes_are_found_by_their_hash(store):
-    assert await store.put(DATA, "a", ttl_s=60) == REF
-    assert await store.get(REF) == DATA
-    assert await store.get(BlobRef("0" * 64, 1)) is None
-
-
-async def test_large_bytes_have_the_same_hash(store):
-    data = bytes(1_000_000)
-    ref = await store.put(data, "a", ttl_s=60)
-    assert ref == BlobRef(sha256(data).hexdigest(), len(data))
-    assert await store.get(ref) == data
-
-
 async def test_bytes_that_are_not_those_of_the_hash_are_not_given_out(store, redis, redis_prefix):
     await redis.set(RedisKeys(redis_prefix).blob(REF.sha256), b"another image", px=1000)
     assert await store.get(REF) is None
