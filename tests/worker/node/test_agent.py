@@ -245,7 +245,7 @@ async def test_requests_that_other_workers_run_do_not_fail_as_nodes_retire(
 ):
     machines.start("one")
     old, new = machines.add_package("{}"), machines.add_package("[]")
-    machines.deploy(old, min_instances=1)
+    machines.deploy(old, min_instances=1, retry_limit=0)
     await machines.wait(lambda app: app.active is not None)
     registry, queue = Registry(redis, redis_prefix), RedisGatewayQueue(redis, redis_prefix)
     card = ModelCard(version_name("n", old), 1, 10, 10)
