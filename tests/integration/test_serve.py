@@ -106,15 +106,6 @@ def test_no_orphan_outlives_a_killed_parent(served):
     assert not alive
 
 
-def test_serve_help_shows_every_option_with_its_default():
-    text = " ".join(run_vlm("serve", "--help", env={"COLUMNS": "200", "PATH": ""}).stdout.split())
-    for option, default in {
-        "--host": "127.0.0.1", "--port": "8000", "--workers": "1", "--engine": "by model and machine",
-        "--model": "shapes", "--quantization": "none",
-    }.items():  # fmt: skip
-        assert re.search(rf"{option}\b.*?\[default: \(?{re.escape(default)}\)?\]", text), option
-
-
 def test_the_log_level_is_that_of_the_option_even_where_it_is_the_default_of_other_commands(fleet):
     assert "gateway listens" in fleet.screen
 

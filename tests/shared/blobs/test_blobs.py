@@ -91,13 +91,6 @@ async def test_a_release_as_the_store_closes_is_carried_out(redis, redis_prefix)
     assert await redis.ttl(RedisKeys(redis_prefix).blob(REF.sha256)) <= BLOB_LINGER_S
 
 
-async def test_all_that_is_kept_expires(store, redis, redis_prefix):
-    await store.put(DATA, "a", ttl_s=60)
-    keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]
-    assert len(keys) == 2
-    assert [key for key in keys if await redis.ttl(key) < 0] == []
-
-
 async def test_a_store_that_is_away_says_so(tmp_path):
     redis = create_redis(RedisSettings(url=f"unix://{tmp_path}/nobody.sock"))
     store = RedisBlobStore(redis, "away")
