@@ -59,7 +59,7 @@ class Deployer:
         store = GatewayStore(client)
         store.begin(packed.manifest)
         upload(packed, store)
-        client.call("PUT", "/cap", {"digest": packed.manifest.digest, "spec": {}})
+        client.call("PUT", "/cap", {"digest": packed.manifest.digest, "spec": {"retry_limit": 0}})
         return self.wait(lambda app: app["generations"][-1]["outcome"])["generations"][-1]
 
     def _write(self, version: int) -> Path:
