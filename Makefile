@@ -98,7 +98,7 @@ first-hour: $(STAMP)  ## run the commands of a new user from the checkout, and i
 faults: $(HELM)  ## inject every fault of docs/reliability.md into real processes; takes minutes
 	TESTS_LONG=1 PYTHONPATH=$(HELM) $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py \
 		tests/contract/test_call_queue.py tests/gateway/test_confirmed_writes.py tests/search/test_postgres.py \
-		tests/config/test_helm.py $(ARGS)
+		tests/config/test_helm.py tests/config/test_sentinel_script.py $(ARGS)
 	test -d .cache/ray/ray || $(BIN)/pip install --quiet --disable-pip-version-check --target .cache/ray 'ray>=2.50'
 	TESTS_LONG=1 PYTHONPATH=.cache/ray $(BIN)/python -m pytest tests/faults/test_ray_long.py $(ARGS)
 

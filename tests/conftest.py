@@ -48,7 +48,8 @@ TOGETHER = {
     "tests/browser/": "browser",
     **dict.fromkeys(
         (f"tests/e2e/test_{name}.py" for name in (
-            "accuracy", "api_page", "chat_page_answers", "readme_snippets", "shapes_clip", "structured_output",
+            "accuracy", "api_page", "chat_page_answers", "goals", "readme_snippets", "shapes_clip", "structured_output",
+            "tutorial_page",
         )),
         "built-in models",
     ),

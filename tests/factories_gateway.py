@@ -14,6 +14,7 @@ import uvicorn.server
 from redis.asyncio import Redis
 
 from gateway.api import SURFACES
+from gateway.calls import dispatcher
 from gateway.calls.surface import Surface
 from gateway.http.server import DrainingServer
 from gateway.main import create_app
@@ -390,6 +391,8 @@ class _Impatience:
 
 
 uvicorn.server.asyncio = _Impatience()  # type: ignore[assignment]
+# Scripted workers keep no deadlines: no gateway waits for them to.
+dispatcher._DEADLINE_GRACE_S = 0.05
 
 
 @asynccontextmanager

@@ -19,8 +19,10 @@ from redis.retry import Retry
 from loadtest.fleet import ROOT
 from shared.process import request_parent_death_signal
 from shared.redis.client import create_redis
+from shared.redis.embedded import find_redis_server
 from shared.settings.tree import RedisSettings
 from tests.config.redis_with_users import FOLDER, PASSWORDS
+from tests.long import IS_LONG
 from tests.waiting import wait_for
 
 SCRIPT = ROOT / "config" / "helm" / "files" / "sentinel.sh"
@@ -105,6 +107,8 @@ class Pods:
 
 @pytest.fixture
 def pods(redis_program, tmp_path) -> Iterator[Pods]:
+    if not IS_LONG and redis_program != find_redis_server():
+        pytest.skip("the long form: make faults")
     programs = Path(redis_program).parent
     if not (programs / "redis-cli").exists():
         pytest.skip("there is no redis-cli")

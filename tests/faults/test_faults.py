@@ -78,15 +78,17 @@ async def test_clients_that_leave_free_their_slots_and_nothing_grows(fleet):
     await fleet.until(is_back)
 
 
-async def test_a_redis_that_is_killed_in_mid_stream_loses_nothing(fleet):
-    """P4: what it had acknowledged is in its file; streams pause and go on."""
-    await fleet.some_worker()
-    texts = [fleet.name() for _ in range(3)]
-    async with playing(fleet, texts, num_tokens=120) as clients:
-        await tokens_seen(fleet, clients, texts, 10)
-        fleet.processes.kill_redis()
-        await asyncio.to_thread(fleet.processes.server.start)
-    assert clients.history.outcomes() == {FINISHED: 3}
+async def test_workers_join_and_leave_under_load_without_a_failed_request(fleet):
+    """P4: nobody configures who comes and goes."""
+    await fleet.retire_workers()
+    first = await fleet.worker()
+    texts = [fleet.name() for _ in range(24)]
+    async with playing(fleet, texts) as clients:
+        await tokens_seen(fleet, clients, texts[:1], 5)
+        await fleet.worker()
+        first.signal(signal.SIGTERM)
+        assert await first.ended() == 0
+    assert clients.history.outcomes() == {FINISHED: 24}
 
 
 async def test_streams_go_on_when_redis_has_lost_all_its_data(fleet):

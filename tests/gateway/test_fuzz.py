@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from tests.factories_gateway import CHAT, MODEL, RunningGateway
-from tests.factories_images import data_url
 from tests.factories_numbers import run_fleet
 from tests.factories_search import serve_search
-from tests.fuzzing import FUZZ_EXAMPLES, IS_LONG, SHARE, num_examples, takes_its_time
+from tests.fuzzing import FUZZ_EXAMPLES, IS_LONG, SHARE, takes_its_time
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), takes_its_time]
 
@@ -109,30 +108,3 @@ async def test_no_request_about_vectors_is_too_much(ends, redis_server, tmp_path
         await send_all(gateway, lambda path: path.startswith(OF_VECTORS), known)
         again = (await gateway.client.post(STORES, json={"name": "again"})).json()["id"]
         assert (await gateway.client.put(f"{STORES}/{again}/items", json=items)).is_success
-
-
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "AVIF"])
-async def test_no_image_is_too_much(gateway: RunningGateway, worker, form):
-    """Changed bytes and changed base64, through the whole door."""
-    url = data_url(format=form)
-    start = url.index(",") + 1
-
-    @settings(
-        max_examples=num_examples(SHARE), deadline=None, database=None, derandomize=not IS_LONG,
-    )  # fmt: skip
-    @given(
-        st.lists(
-            st.tuples(st.integers(0, 200), st.characters(codec="ascii")), min_size=1, max_size=4
-        )
-    )
-    def call(edits: list[tuple[int, str]]) -> None:
-        text = list(url)
-        for place, character in edits:
-            text[start + place % (len(text) - start)] = character
-        content = [{"type": "image_url", "image_url": {"url": "".join(text)}}]
-        body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
-        with requests.Session() as session:
-            session.trust_env = False
-            check(session.post(gateway.url + CHAT, json=body, timeout=30), {"200", "400"})
-
-    await asyncio.to_thread(call)

@@ -195,31 +195,3 @@ async def test_attacks_on_vectors_and_stores(fleet: HostileFleet, row: str) -> N
             headers = JSON_TYPE if content is not None else {}
             response = await fleet.client.request(method, url, content=content, headers=headers)
             check(response, statuses)
-
-
-async def test_ids_of_another_tenant_are_ids_of_nobody(fleet: HostileFleet) -> None:
-    """Read, write, search, delete, attach: the answer to another's id is that to none."""
-    async with under_attack(fleet):
-        form = {"file": ("a.txt", b"words")}
-        file = (await fleet.client.post(FILES, files=form, data={"purpose": "assistants"})).json()[
-            "id"
-        ]
-        mine, nobody = fleet.stores[0], "vs_" + "0" * 32
-        for method, path, body in (
-            ("GET", "", None), ("POST", "", {"name": "x"}), ("DELETE", "", None), ("GET", "/items", None),
-            ("PUT", "/items", {"items": [{"id": "mine", "text": "x"}]}), ("GET", "/items/mine", None),
-            ("DELETE", "/items", {"ids": ["mine"]}), ("POST", "/search", {"query": "x"}),
-            ("POST", "/files", {"file_id": file}), ("GET", "/files", None), ("GET", f"/files/{file}", None),
-            ("GET", f"/files/{file}/content", None), ("DELETE", f"/files/{file}", None),
-        ):  # fmt: skip
-            theirs, missing = [
-                await fleet.other.request(method, f"{STORES}/{store}{path}", json=body)
-                for store in (mine, nobody)
-            ]
-            check(theirs, {404})
-            assert theirs.content == missing.content
-        for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
-            check(await fleet.other.request(method, f"{FILES}/{file}{path}"), {404})
-        own = f"{STORES}/{fleet.stores[1]}/files"
-        check(await fleet.other.post(own, json={"file_id": file}), {404})
-        assert (await fleet.client.delete(f"{FILES}/{file}")).status_code == 200

@@ -17,7 +17,7 @@ from deploy.commands import GatewayStore, upload
 from deploy.pack import pack
 from shared.gateway_client import Client
 from shared.packages.manifest import PackageConfig, make_manifest
-from tests.integration.fleet_process import ROOT, Served, run_vlm
+from tests.integration.fleet_process import ROOT, Served, invoke_vlm
 from tests.processes import environment_of
 from tests.waiting import wait_for
 
@@ -35,9 +35,7 @@ class Deployer:
         self.key = (folder / "deploy.key").read_text()
 
     def vlm(self, *arguments: str):
-        environment = {**os.environ, "DEPLOY_KEY": self.key}
-        url = ("--url", self.fleet.url)
-        return run_vlm(*arguments, *url, env=environment, timeout=2 * self._within_s)
+        return invoke_vlm(*arguments, "--url", self.fleet.url, DEPLOY_KEY=self.key)
 
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
         """A command that runs."""
@@ -61,7 +59,7 @@ class Deployer:
         store = GatewayStore(client)
         store.begin(packed.manifest)
         upload(packed, store)
-        client.call("PUT", "/cap", {"digest": packed.manifest.digest, "spec": {}})
+        client.call("PUT", "/cap", {"digest": packed.manifest.digest, "spec": {"retry_limit": 0}})
         return self.wait(lambda app: app["generations"][-1]["outcome"])["generations"][-1]
 
     def _write(self, version: int) -> Path:

@@ -11,6 +11,9 @@ from typing import Self
 
 import httpx
 import psutil
+from typer.testing import CliRunner
+
+import vlm
 
 ROOT = Path(__file__).parent.parent.parent
 SAMPLE = ROOT / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
@@ -90,6 +93,14 @@ def run_vlm(*arguments: str, timeout: float = 60, **options) -> subprocess.Compl
         [sys.executable, "-m", "vlm", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options,
     )  # fmt: skip
+
+
+def invoke_vlm(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What `run_vlm` does, in this process, whose imports are done: for what is not about the command itself."""
+    done = CliRunner().invoke(vlm.app, arguments, env=variables)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 def run_vlm_on_terminal(*arguments: str, **variables: str) -> tuple[int, str]:

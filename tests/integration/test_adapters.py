@@ -225,15 +225,6 @@ async def test_a_base_model_that_is_not_served_is_named_by_its_own_field(
         assert refused.json()["error"]["param"] == "base_model_name"
 
 
-async def test_an_adapter_that_is_not_there_is_named_at_the_start(
-    gateway: RunningGateway, ends: Ends, directory: Path
-):
-    missing = str(directory / "nowhere")
-    with pytest.raises(SettingsError, match=f"sql: there is no directory {missing}"):
-        async with serving(gateway, ends, lora=(f"sql={missing}",)):
-            pass
-
-
 async def test_without_a_directory_nothing_is_loaded_at_run_time(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):
@@ -352,6 +343,11 @@ async def told(gateway: RunningGateway) -> list[str]:
 
 
 async def test_a_bad_adapter_of_the_settings_stops_the_start(ends: Ends, tmp_path: Path):
-    with pytest.raises(SettingsError, match="VLM_WORKER__LORA: sql: there is no adapter_config"):
-        async with run_worker(ends, lora=(f"sql={tmp_path}",)):
-            pass
+    missing = tmp_path / "nowhere"
+    for path, says in (
+        (tmp_path, "there is no adapter_config"),
+        (missing, f"there is no directory {missing}"),
+    ):
+        with pytest.raises(SettingsError, match=f"VLM_WORKER__LORA: sql: {says}"):
+            async with run_worker(ends, lora=(f"sql={path}",)):
+                pass

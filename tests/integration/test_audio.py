@@ -10,7 +10,7 @@ import pytest
 from tests.factories_audio import SOUNDS, sound
 from tests.factories_images import data_url as image_url
 from tests.factories_video import clip
-from tests.integration.fleet_process import Served, run_vlm
+from tests.integration.fleet_process import Served, invoke_vlm
 
 BAD = [name for name, (_, _, problem) in SOUNDS.items() if problem and name != "long"]
 TEXT = {"type": "text", "text": "What is said?"}
@@ -166,15 +166,17 @@ def test_stages_add_up_with_a_stage_of_its_own(client: httpx.Client):
     assert sum(timings.values()) == pytest.approx(total, rel=0.02)
 
 
-def test_the_model_says_that_it_takes_audio(client: httpx.Client):
+def test_the_model_says_that_it_takes_audio_and_videos(client: httpx.Client):
     [model] = [each for each in client.get("/v1/models").json()["data"] if each["id"] == "mock"]
     assert model["input_modalities"] == ["text", "image", "video", "audio"]
-    assert model["limits"]["max_audios"] == 4
+    assert (model["limits"]["max_audios"], model["limits"]["max_videos"]) == (4, 2)
 
 
 def test_the_command_line_asks_about_audio(served: Served, tmp_path: Path):
     path = tmp_path / "a.flac"
     path.write_bytes(sound("flac"))
-    done = run_vlm("chat", "--url", served.url, "--audio", str(path), "--max-tokens", "2", "What?")
+    done = invoke_vlm(
+        "chat", "--url", served.url, "--audio", str(path), "--max-tokens", "2", "What?"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import os
 import re
 import subprocess
 import time
@@ -18,7 +17,7 @@ import yaml
 
 from loadtest.fleet import free_port
 from tests.factories_images import data_url
-from tests.integration.fleet_process import ROOT, Served, run_vlm, start_fleet
+from tests.integration.fleet_process import ROOT, Served, invoke_vlm, start_fleet
 from tests.integration.prometheus_process import (
     CONFIG,
     SCRAPE_PAUSE_S,
@@ -142,10 +141,10 @@ def deploy(fleet: Served, folder: Path) -> None:
     package.mkdir()
     (package / "config.json").write_text("{}")
     key = (folder / "fleet" / "deploy.key").read_text()
-    done = run_vlm(
+    done = invoke_vlm(
         *("deploy", "--name", "captioner", "--application", str(package), "--set", "kind=mock"),
         *("--url", fleet.url, "--min-instances", "1"),
-        env={**os.environ, "DEPLOY_KEY": key},
+        DEPLOY_KEY=key,
     )
     assert done.returncode == 0, done.stderr
 

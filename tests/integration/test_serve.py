@@ -29,6 +29,7 @@ from tests.integration.fleet_process import (
 from tests.waiting import wait_for
 
 REDIS_BYTES = 64 * 2**20
+DECODE_S = 0.04  # slow enough that an answer is seen to grow
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +106,6 @@ def test_no_orphan_outlives_a_killed_parent(served):
     assert not alive
 
 
-def test_serve_help_shows_every_option_with_its_default():
-    text = " ".join(run_vlm("serve", "--help", env={"COLUMNS": "200", "PATH": ""}).stdout.split())
-    for option, default in {
-        "--host": "127.0.0.1", "--port": "8000", "--workers": "1", "--engine": "by model and machine",
-        "--model": "shapes", "--quantization": "none",
-    }.items():  # fmt: skip
-        assert re.search(rf"{option}\b.*?\[default: \(?{re.escape(default)}\)?\]", text), option
-
-
 def test_the_log_level_is_that_of_the_option_even_where_it_is_the_default_of_other_commands(fleet):
     assert "gateway listens" in fleet.screen
 
@@ -173,19 +165,10 @@ def test_ctrl_c_stops_every_process(fleet):
 
 def test_the_start_is_shown_from_its_beginning_and_every_few_seconds(tmp_path):
     """Without a terminal, while the worker waits for a server that is not there."""
-    command = [
-        "serve",
-        "--engine",
-        "openai",
-        "--url",
-        "http://127.0.0.1:9",
-        "--model",
-        "none",
-        "--port",
-        "0",
-    ]
+    often = "import vlm, worker.node.serve; worker.node.serve.PROGRESS_S = 1.0; vlm.main()"
+    engine = ["--engine", "openai", "--url", "http://127.0.0.1:9", "--model", "none"]
     with subprocess.Popen(
-        [sys.executable, "-m", "vlm", *command, "--data-dir", str(tmp_path)],
+        [sys.executable, "-c", often, "serve", *engine, "--port", "0", "--data-dir", str(tmp_path)],
         cwd=ROOT, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stderr is not None
@@ -195,7 +178,7 @@ def test_the_start_is_shown_from_its_beginning_and_every_few_seconds(tmp_path):
         first, second = islice((int(line[1]) for line in lines if line), 2)
         process.send_signal(signal.SIGINT)
         process.stderr.read()
-    assert 5 <= first < second
+    assert 1 <= first < second
 
 
 def is_ready(url: str) -> bool:

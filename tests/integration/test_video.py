@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.factories_video import CLIPS, clip
-from tests.integration.fleet_process import Served, run_vlm, start_fleet
+from tests.integration.fleet_process import Served, invoke_vlm, start_fleet
 
 BAD = [name for name, (_, _, problem) in CLIPS.items() if problem]
 TEXT = {"type": "text", "text": "What moves?"}
@@ -144,16 +144,12 @@ def test_responses_take_a_video_and_remember_it(client: httpx.Client):
     assert 0 < more < 60
 
 
-def test_the_model_says_that_it_takes_videos(client: httpx.Client):
-    [model] = [each for each in client.get("/v1/models").json()["data"] if each["id"] == "mock"]
-    assert model["input_modalities"] == ["text", "image", "video", "audio"]
-    assert model["limits"]["max_videos"] == 2
-
-
 def test_the_command_line_asks_about_a_video(served: Served, tmp_path: Path):
     path = tmp_path / "clip.mp4"
     path.write_bytes(clip("mp4"))
-    done = run_vlm("chat", "--url", served.url, "--video", str(path), "--max-tokens", "2", "What?")
+    done = invoke_vlm(
+        "chat", "--url", served.url, "--video", str(path), "--max-tokens", "2", "What?"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
 

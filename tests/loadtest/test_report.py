@@ -5,7 +5,7 @@ import math
 import pytest
 
 from loadtest.record import percentile
-from loadtest.result import in_ms, in_number, new_table, show, to_failure_table
+from loadtest.result import in_ms, in_number, show, to_failure_table
 from tests.loadtest.factories import record, result
 
 
@@ -27,14 +27,6 @@ def test_percentile_of_nothing_is_no_number_and_is_shown_as_a_dash():
 def test_numbers_have_three_figures(value, text):
     assert in_number(value) == text
     assert in_ms(value / 1000) == text
-
-
-def test_table_shows_its_title_and_every_cell(capsys):
-    table = new_table("Latencies", ["scenario", "p50"])
-    table.add_row("text", "1.23")
-    show([table])
-    printed = capsys.readouterr().out
-    assert all(word in printed for word in ("Latencies", "scenario", "p50", "text", "1.23"))
 
 
 def test_page_shows_what_a_server_says_as_text(tmp_path):

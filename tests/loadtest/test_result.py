@@ -10,13 +10,11 @@ from loadtest.record import LATENCIES, Objective
 from loadtest.result import (
     Sight,
     counted,
-    describe_load,
     failure_ratio,
     failures,
     mean_stages_s,
     to_latency_table,
     to_rate_table,
-    values_of,
 )
 from tests.loadtest.factories import load_result, record, result
 
@@ -99,13 +97,3 @@ def test_tables_have_a_row_for_each_kind_and_phase():
 def rows_of(table: Table) -> list[list[str]]:
     columns = ([str(cell) for cell in column.cells] for column in table.columns)
     return [list(row) for row in zip(*columns, strict=True)]
-
-
-def test_load_is_told_in_words():
-    ramp = result([], levels=(1.0, 9.0), is_ramp=True, loop="open")
-    assert describe_load(ramp.plan) == "1 to 9 requests/s, 10 s"
-    assert describe_load(result([], levels=(1.0, 2.0)).plan) == "1, 2 users in turn, 10 s"
-
-
-def test_values_of_a_latency_are_all_of_them():
-    assert values_of([record(itl_s=[1.0, 2.0]), record(itl_s=[3.0])], "ITL") == [1.0, 2.0, 3.0]

@@ -91,18 +91,6 @@ def test_steps_change_the_number_of_users(fake, tmp_path):
     ]
 
 
-@in_one_round
-def test_a_ramp_lets_users_come_one_after_another(fake, tmp_path):
-    fake.pause_s = 0.03
-    result, _ = result_of(fake, tmp_path, "--users", "1..6", "--duration", "1.5")
-    assert result.plan == Plan(levels=(1, 6), is_ramp=True, duration_s=1.5, warmup_s=0.0)
-    sent = list(zip(open_at_once(result), result.records, strict=True))
-    thirds = [[n for n, r in sent if int(r.sent_at / 0.5) == third] for third in range(3)]
-    most = [max(third) for third in thirds]
-    assert most == sorted(set(most))  # more in each than before
-    assert most[-1] <= 6
-
-
 def test_wrong_and_broken_answers_are_failures(fake):
     """The fake server's words are not those of the mock engine, and its streams have no end."""
     fake.pieces = []

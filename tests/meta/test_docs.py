@@ -1,18 +1,20 @@
-"""Links, paths, settings, metrics and modules of the docs exist; generated tables are current."""
+"""Links, paths, settings, metrics, commands and modules of the docs exist; generated tables are current."""
 
 import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import vlm
 from engines.registry import settings_classes
 from gateway.http.error_codes import ERROR_CODES
 from shared.protocol import ErrorCode
 from shared.settings import KEY_VARIABLE, URL_VARIABLE
-from shared.settings.load import rows
+from shared.settings.load import load_settings, rows
 from shared.settings.tree import OidcSettings
 from shared.telemetry.metrics import METRICS
-from tests.docs_tables import TABLES, fill, table
+from tests.docs_tables import TABLES, fill
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -90,18 +92,25 @@ def test_generated_tables_are_current(page):
     assert fill(page.read_text(), TABLES) == page.read_text(), "run: make docs"
 
 
-def test_a_table_is_filled_where_its_page_names_it():
-    page = "before\n<!-- generated: pets -->\nold\n<!-- end -->\nafter\n"
-    pets = table(["pet", "legs"], [["cat", 4], ["bird", 2]])
-    filled = fill(page, {"pets": lambda: pets})
-    assert filled == (
-        "before\n<!-- generated: pets -->\n| pet | legs |\n| --- | --- |\n| cat | 4 |\n| bird | 2 |\n"
-        "<!-- end -->\nafter\n"
-    )
-    assert fill(page, {}) == page
-
-
 def test_every_error_code_of_the_gateway_is_described_with_its_status():
     code = "\n".join(path.read_text() for path in (ROOT / "gateway").rglob("*.py"))
     raised = set(re.findall(r'code(?:: str)? ?= ?"(\w+)"', code))
     assert set(ERROR_CODES) == raised | {failure.value for failure in ErrorCode}
+
+
+def test_the_settings_file_on_the_page_loads(tmp_path, monkeypatch):
+    path, text = tmp_path / "config.yaml", (ROOT / "docs" / "settings.md").read_text()
+    path.write_text(re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S)[0])
+    monkeypatch.setenv("VLM_CONFIG", str(path))
+    monkeypatch.chdir(tmp_path)
+    assert load_settings().gateway.port == 9000
+
+
+TEXT = "\n".join(page.read_text() for page in PAGES)
+COMMANDS = r"(?:`|^)vlm ((?:bench )?[a-z][a-z-]+)"
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(COMMANDS, TEXT, re.M))))
+def test_every_vlm_command_that_is_named_exists(command):
+    done = CliRunner().invoke(vlm.app, [*command.split(), "--help"])
+    assert done.exit_code == 0, done.output

@@ -199,13 +199,6 @@ def test_what_a_sequence_said_before_it_failed_is_told():
     assert [type(event) for event in active.events(outputs)] == [Started, Tokens, Failed]
 
 
-def test_a_failed_sequence_ends_its_request_alone():
-    active = make_active()
-    [failed] = active.events([EngineOutput(active.engine_id, error="no memory")])
-    assert isinstance(failed, Failed)
-    assert (failed.code, failed.message) == (ErrorCode.ENGINE_FAILURE, "no memory")
-
-
 @pytest.mark.parametrize(
     ("grammar", "param"),
     [

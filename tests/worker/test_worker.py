@@ -15,18 +15,15 @@ from shared.protocol import (
     ErrorCode,
     Failed,
     Finished,
-    FinishReason,
     ImagePart,
     ImageRef,
     SamplingParams,
-    Started,
     TextPart,
     Tokens,
     encode,
 )
 from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
 from shared.queue.keys import GROUP
-from shared.queue.registry import Registry
 from shared.queue.worker import RedisWorkerQueue
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker, text, token_ids
@@ -43,24 +40,6 @@ def make_image(colour: str = "red") -> tuple[bytes, ImageRef]:
     Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
     data = buffer.getvalue()
     return data, ImageRef(sha256(data).hexdigest(), len(data), "image/png", 8, 8)
-
-
-async def test_an_answer_comes_started_whole_and_with_its_times(ends, answers):
-    async with run_worker(ends):
-        request = await ends.enqueue(
-            make_request(sampling=SamplingParams(max_tokens=8, temperature=0.0))
-        )
-        events = await answers.end(request)
-
-    assert isinstance(events[0], Started)
-    finished = events[-1]
-    assert isinstance(finished, Finished)
-    assert finished.finish_reason is FinishReason.LENGTH
-    assert finished.usage.num_output_tokens == len(token_ids(events)) == 8
-    assert finished.usage.num_prompt_tokens == events[0].usage.num_prompt_tokens > 0
-    assert finished.timings.preprocess_s > 0
-    assert finished.timings.queue_s >= 0
-    assert [type(e) for e in events[1:-1]] == [Tokens] * (len(events) - 2)
 
 
 async def test_an_image_comes_from_the_store_and_is_decoded_once(ends, answers):
@@ -396,23 +375,6 @@ async def test_two_streams_share_one_entry_of_the_mailbox_per_step(ends):
         assert running.engine.stats().num_steps > 10
     assert all(len(entry) == 2 and set(entry) == ids for entry in entries)
     assert 0 < len(entries) <= 11
-
-
-async def test_a_worker_is_seen_by_gateways(ends):
-    registry = Registry(ends.redis, ends.prefix)
-    async with run_worker(ends, "w", max_num_seqs=3) as running:
-
-        async def is_announced() -> bool:
-            return bool(await registry.workers())
-
-        await until(is_announced)
-        [record] = await registry.workers()
-        assert (record.worker_id, record.card.name, record.engine) == ("w", MODEL, "mock")
-        assert record.max_num_seqs == 3
-        assert running.worker.is_ready
-        await running.stop()
-        assert not running.worker.is_ready
-    await registry.close()
 
 
 @pytest.mark.parametrize(

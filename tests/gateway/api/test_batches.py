@@ -5,6 +5,7 @@ import contextlib
 import json
 import threading
 from collections import Counter
+from functools import partial
 
 import httpx
 import msgspec
@@ -39,6 +40,13 @@ KEYS = ["key-one", "key-two"]
 @pytest.fixture
 def card():
     return msgspec.structs.replace(CARD, tasks=("generate", "embed"))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Results are stored, and other gateways looked after, at short intervals."""
+    runner = partial(BatchRunner, flush_s=0.1, look_s=0.3)
+    monkeypatch.setattr("gateway.services.BatchRunner", runner)
 
 
 @pytest.fixture

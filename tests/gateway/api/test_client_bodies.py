@@ -77,8 +77,8 @@ TAKEN = [
     *((CHAT, {"tools": [TOOL], "tool_choice": choice}) for choice in ("auto", "none", None)),
     (CHAT, {"tool_choice": "auto", "functions": [], "function_call": "auto"}),
     # defaults of others
-    *((CHAT, {name: value}) for name, value in NO_OPS.items()),
-    *((COMPLETIONS, {name: value}) for name, value in NO_OPS.items()),
+    (CHAT, NO_OPS),
+    (COMPLETIONS, NO_OPS),
     # blocks and parts
     (CHAT, said({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, *HELLO)),
     (CHAT, parts(image(min_pixels=784, max_pixels=100352))),

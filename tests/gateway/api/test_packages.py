@@ -152,7 +152,7 @@ async def test_an_upload_may_take_longer_than_the_body_timeout(
 ):
     """The server closes a silent body one second after `body_timeout_s`."""
     async with run(redis_server, redis_prefix, tmp_path, body_timeout_s=1.0) as fleet:
-        data = os.urandom(4_000_000)
+        data = os.urandom(2_600_000)
         sent = await send_paced(fleet, data, 100_000, 0.1)
         assert sent.status_code == 201, sent.text
         assert fleet.store.size(digest_of(data)) == len(data)

@@ -155,22 +155,6 @@ async def test_a_stream_that_does_not_ask_for_it_has_no_ids_and_ends_with_its_cl
     assert not any(line.startswith("id:") for line in text.splitlines())
 
 
-@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-one", "sk-two"]}}])
-async def test_a_tenant_cannot_read_anothers_stream(gateway, other, worker, changes):
-    script = Paced(worker)
-    script.go(6)
-    one, two = ({"authorization": f"Bearer {key}"} for key in ("sk-one", "sk-two"))
-    async with begun(gateway, headers={**RESUMABLE, **one}) as (response, events):
-        await read_until(events, 7)
-
-    stranger = await take_up(other, response, None, headers=two)
-    owner = await take_up(other, response, None, headers=one)
-
-    assert stranger.status_code == 404
-    assert stranger.json()["error"]["code"] == "stream_not_found"
-    assert content(parse(owner.text)) == "".join(WORDS)
-
-
 async def test_an_unknown_stream_is_a_404(gateway):
     for name in ("nothing", "chatcmpl-" + "0" * 32, "..%2f"):
         response = await gateway.client.get(f"/v1/streams/{name}")

@@ -228,6 +228,11 @@ async def test_a_resumable_request_is_one_call(gateway, worker):
         ({"stream": "true", "response_format": "vtt"}, "response_format", "send json"),
         ({"temperature": "1", "temperature[]": "1"}, "temperature", "Send one"),
         ({"response_format": "diarized_json"}, "response_format", "srt"),
+        ({"temperature": "warm"}, "temperature", "float"),
+        ({"temperature": "3"}, "temperature", "1"),
+        ({"stream": "true", "response_format": "text"}, "response_format", "send json"),
+        ({"language": "x"}, "language", "2"),
+        ({"prompt": "x" * 5000}, "prompt", "4096"),
     ],
 )  # fmt: skip
 async def test_a_bad_field_is_named(gateway, worker, fields, param: str, message: str):

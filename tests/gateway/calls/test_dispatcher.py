@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from gateway import services
 from gateway.calls.dispatcher import MAX_LOOKS, Dispatcher
-from gateway.calls.open_call import ChoiceProgress, Gone, OpenCall
+from gateway.calls.open_call import ChoiceProgress, OpenCall
 from gateway.keys.usage import UsageLog, today
 from shared.protocol import (
     ErrorCode,
@@ -51,11 +51,6 @@ UNWANTED = {"events": b"[%b]" % encode_events([delta(0, 1)])}
 
 def finished(num_tokens: int, attempt: int = 1) -> Finished:
     return Finished("r", attempt, FinishReason.STOP, Usage(1, num_tokens))
-
-
-def make_open_call(*request_ids: str) -> tuple[OpenCall, list[OpenCall]]:
-    closed: list[OpenCall] = []
-    return OpenCall("m", request_ids or ("r",), float("inf"), closed.append), closed
 
 
 def test_tokens_pass_once_and_in_order():
@@ -150,33 +145,6 @@ def test_nothing_passes_after_the_end():
     assert progress.accept(finished(0))
     for event in (delta(0, 1), finished(0), Failed("r", 2, ErrorCode.CANCELLED, "x")):
         assert progress.accept(event) is None
-
-
-async def test_receive_gives_all_that_came_together():
-    open_call, _ = make_open_call("a", "b")
-    open_call.deliver(0, delta(0, 1))
-    open_call.deliver(1, delta(0, 2))
-    assert [index for index, _ in await open_call.receive()] == [0, 1]
-    assert await open_call.receive(timeout_s=0.01) == []
-
-
-async def test_close_is_idempotent_and_wakes_the_receiver():
-    open_call, closed = make_open_call()
-    waiting = asyncio.ensure_future(open_call.receive())
-    await asyncio.sleep(0)
-    open_call.close()
-    open_call.close()
-    with pytest.raises(Gone):
-        await waiting
-    assert closed == [open_call]
-    assert open_call.unsettled_ids == ["r"]
-
-
-async def test_a_settled_choice_is_not_cancelled():
-    open_call, _ = make_open_call("a", "b")
-    open_call.deliver(0, finished(0))
-    open_call.fail(1, ErrorCode.DEADLINE_EXCEEDED, "late")
-    assert open_call.unsettled_ids == ["b"]
 
 
 @pytest.fixture

@@ -20,33 +20,28 @@ def make_client(*models: dict[str, object]) -> httpx.Client:
     return httpx.Client(transport=transport, base_url="http://server")
 
 
-def test_the_first_model_of_the_list_is_asked():
-    with make_client({"id": "new", "num_workers": 1}, {"id": "a", "num_workers": 0}) as client:
+CLIP = {"id": "clip", "num_workers": 1, "tasks": ["embed"]}
+GONE = {"id": "gone", "num_workers": 0}
+LOADING = {"id": "slow", "num_workers": 0, "tasks": ["generate"]}
+
+
+@pytest.mark.parametrize("models", [[{"id": "new", "num_workers": 1}, GONE], [{"id": "new"}]])
+def test_the_first_model_that_may_have_a_worker_is_asked(models):
+    with make_client(*models) as client:
         assert first_model(client) == "new"
 
 
-def test_a_server_that_does_not_count_its_workers_is_believed():
-    with make_client({"id": "other"}) as client:
-        assert first_model(client) == "other"
-
-
-@pytest.mark.parametrize("models", [[], [{"id": "gone", "num_workers": 0}]])
-def test_without_a_worker_it_says_so_and_does_not_wait(models):
-    with make_client(*models) as client, pytest.raises(ChatError, match="worker"):
-        first_model(client)
-
-
-CLIP = {"id": "clip", "num_workers": 1, "tasks": ["embed"]}
-
-
-def test_a_server_whose_models_do_not_chat_says_what_to_start():
-    with make_client(CLIP) as client, pytest.raises(ChatError, match=r"it serves clip.*`vlm serve"):
-        first_model(client)
-
-
-def test_a_chat_model_that_still_loads_is_named_instead_of_one_that_does_not_chat():
-    loading = {"id": "slow", "num_workers": 0, "tasks": ["generate"]}
-    with make_client(CLIP, loading) as client, pytest.raises(ChatError, match=r"slow .*wait"):
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [
+        ([], "worker"),
+        ([GONE], "worker"),
+        ([CLIP], r"it serves clip.*`vlm serve"),
+        ([CLIP, LOADING], r"slow .*wait"),
+    ],
+)
+def test_where_no_model_chats_it_says_so_and_does_not_wait(models, says):
+    with make_client(*models) as client, pytest.raises(ChatError, match=says):
         first_model(client)
 
 

@@ -9,7 +9,6 @@ from pydantic import SecretStr
 
 from gateway.http.auth import KeyRing, check_exposure, is_loopback
 from gateway.http.errors import AuthenticationError
-from gateway.page import load_page
 from shared.settings.tree import GatewaySettings, SettingsError
 from tests.factories_gateway import CHAT, make_body
 from tests.factories_images import data_url, image_part
@@ -17,7 +16,6 @@ from tests.factories_images import data_url, image_part
 KEYS = {"gateway": {"api_keys": ("sk-one", "sk-two")}}
 ONE = {"authorization": "Bearer sk-one"}
 
-PUBLIC_PATHS = {"/health", "/healthz", "/ping", "/readyz"}
 with_keys = pytest.mark.parametrize("changes", [KEYS])
 
 
@@ -61,22 +59,6 @@ async def test_each_key_passes(gateway, worker, changes):
 
 
 @with_keys
-async def test_of_all_routes_only_the_probes_and_the_page_are_public(gateway, worker, changes):
-    key = {"authorization": "Bearer sk-one"}
-    paths = set((await gateway.client.get("/openapi.json", headers=key)).json()["paths"])
-    paths |= {*load_page(), *PUBLIC_PATHS}
-    paths |= {"/redoc", "/openapi.json", "/nowhere", "//healthz", "/healthz/"}
-    for path in sorted(paths - {""}):
-        for method in ("GET", "POST", "OPTIONS", "HEAD"):
-            url = gateway.url + path.replace("{name}", "tiny")
-            response = await gateway.client.request(method, url)
-            if path in PUBLIC_PATHS or path in load_page():
-                assert response.status_code in (200, 405), path
-            else:
-                assert response.status_code == 401, (method, path)
-
-
-@with_keys
 async def test_caches_are_salted_by_key_and_never_by_the_client(gateway, worker, changes):
     for key in ("sk-one", "sk-two", "sk-one"):
         await gateway.chat(headers={"authorization": f"Bearer {key}", "cache-salt": "x"})
@@ -84,11 +66,6 @@ async def test_caches_are_salted_by_key_and_never_by_the_client(gateway, worker,
     assert one == again != two
     assert "sk-" not in one
     assert len(one) == 32
-
-
-async def test_an_open_gateway_needs_no_key(gateway, worker):
-    assert (await gateway.chat(headers={"authorization": "Bearer anything"})).status_code == 200
-    assert worker.requests[0].tenant == ""
 
 
 async def test_keys_are_not_kept_in_clear():

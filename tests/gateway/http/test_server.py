@@ -204,20 +204,18 @@ async def test_connections_to_the_last_file_descriptors_are_refused_and_counted(
     assert [record.name for record in caplog.records].count("gateway.http.server") == 1
 
 
-@pytest.mark.parametrize("is_enough", [False, True])
-def test_a_gateway_takes_the_files_that_it_may_have_and_warns_of_too_few(is_enough):
+def test_a_gateway_takes_the_files_that_it_may_have_and_warns_of_too_few():
     script = (
-        "import logging, resource, sys; logging.basicConfig();"
+        "import logging, resource; logging.basicConfig();"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200));"
-        "from gateway.main import raise_file_limit; raise_file_limit(int(sys.argv[1]));"
+        "from gateway.main import raise_file_limit; raise_file_limit(200); raise_file_limit(201);"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    num_needed = "200" if is_enough else "201"
     done = subprocess.run(
-        [sys.executable, "-c", script, num_needed], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "(200, 200)"
-    assert ("201" in done.stderr) != is_enough
+    assert done.stderr.count("WARNING") == done.stderr.count("201") == 1
 
 
 async def test_redis_is_connected_before_the_first_request(gateway, redis_server, monkeypatch):
@@ -227,12 +225,6 @@ async def test_redis_is_connected_before_the_first_request(gateway, redis_server
     monkeypatch.setattr(RedisLink, "connect", refuse)
     assert (await gateway.services.queue.stats("tiny")).num_open == 0
     assert await gateway.services.blobs.get(BlobRef("0" * 64, 1)) is None
-
-
-async def test_requests_one_after_the_other_share_a_connection(gateway):
-    request = START.replace(b"close", b"keep-alive") + b"\r\n"
-    answer = await talk(gateway, request + request + START + b"\r\n")
-    assert answer.count(b"HTTP/1.1 200 OK") == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -22,19 +22,6 @@ async def store(redis, redis_prefix):
     await store.close()
 
 
-async def test_bytes_are_found_by_their_hash(store):
-    assert await store.put(DATA, "a", ttl_s=60) == REF
-    assert await store.get(REF) == DATA
-    assert await store.get(BlobRef("0" * 64, 1)) is None
-
-
-async def test_large_bytes_have_the_same_hash(store):
-    data = bytes(1_000_000)
-    ref = await store.put(data, "a", ttl_s=60)
-    assert ref == BlobRef(sha256(data).hexdigest(), len(data))
-    assert await store.get(ref) == data
-
-
 async def test_bytes_that_are_not_those_of_the_hash_are_not_given_out(store, redis, redis_prefix):
     await redis.set(RedisKeys(redis_prefix).blob(REF.sha256), b"another image", px=1000)
     assert await store.get(REF) is None
@@ -102,13 +89,6 @@ async def test_a_release_as_the_store_closes_is_carried_out(redis, redis_prefix)
     store.release("a")
     await store.close()
     assert await redis.ttl(RedisKeys(redis_prefix).blob(REF.sha256)) <= BLOB_LINGER_S
-
-
-async def test_all_that_is_kept_expires(store, redis, redis_prefix):
-    await store.put(DATA, "a", ttl_s=60)
-    keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]
-    assert len(keys) == 2
-    assert [key for key in keys if await redis.ttl(key) < 0] == []
 
 
 async def test_a_store_that_is_away_says_so(tmp_path):

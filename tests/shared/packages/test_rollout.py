@@ -123,13 +123,6 @@ def world() -> World:
     return world
 
 
-def test_the_first_version_is_active_once_it_is_ready(world: World):
-    assert world.outcomes == [(1, Outcome("active"))]
-    assert world.app.active is not None
-    assert world.app.active.card is not None
-    assert world.num_ready(A) == 1
-
-
 def test_an_update_starts_first_and_stops_when_the_old_queue_is_empty(world: World):
     world.loads = {A: Load(num_open=3)}
     world.deploy(B)
@@ -545,18 +538,6 @@ def test_a_version_that_waits_says_what_for_where_the_old_one_waits_too(world: W
     assert "(nodes: cpu=0.5)" in world.app.message  # for the old one
     [text] = [event.text for event in world.app.events if "generation 2 waits" in event.text]
     assert "no node has the secret token:" in text
-
-
-def test_a_version_that_fails_where_its_secret_is_is_rolled_back_though_its_node_goes(world: World):
-    world.rooms["two"] = Resources(8)
-    world.secrets = {"two": ("token",)}
-    environment = Environment(secrets={"X": "token"})
-    wanted = Generation("n", 2, B, SPEC, environment=environment)
-    world.behaviour = {wanted.version: "hangs"}
-    world.deploy(B, environment=environment)
-    world.run(100)
-    [(_, outcome)] = world.outcomes[1:]
-    assert (outcome.verdict, outcome.message) == ("rolled_back", "not ready within 60 s")
 
 
 def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: World):

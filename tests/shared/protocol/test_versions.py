@@ -1,6 +1,6 @@
 """Gateways and workers of different versions meet: they refuse one another, and say which end to update.
 
-The bytes of version 1 and the structs that read them are frozen here as they were.
+The bytes of version 1 are frozen here as they were.
 """
 
 import struct
@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from shared.protocol import (
-    PROTOCOL_VERSION,
     Call,
     Embed,
     ErrorCode,
@@ -17,11 +16,9 @@ from shared.protocol import (
     Finished,
     FinishReason,
     ImagePart,
-    ModelCard,
     Priority,
     Rerank,
     Scores,
-    Started,
     TextPart,
     Tokens,
     TokensPart,
@@ -32,9 +29,8 @@ from shared.protocol import (
     decode_card,
     decode_events,
     encode,
-    explain_versions,
 )
-from shared.queue.registry import WorkerRecord, decode_record
+from shared.queue.registry import decode_record
 from tests.factories_queue import make_image, make_request
 
 CALL_1 = (
@@ -47,39 +43,6 @@ CARD_1 = b'{"name":"tiny","created_at":1,"max_model_len":512,"vocab_size":1000}'
 RECORD_1 = (
     b'{"worker_id":"old","card":%s,"engine":"torch","num_running":2,"max_num_seqs":8}' % CARD_1
 )
-
-
-class Request1(msgspec.Struct, forbid_unknown_fields=True):
-    """A request as workers of version 1 read it, so far as it matters here."""
-
-    request_id: str
-    reply_to: str
-    model: str
-    messages: tuple[msgspec.Raw, ...]
-    sampling: msgspec.Raw
-    images: tuple[msgspec.Raw, ...] = ()
-    cache_salt: str = ""
-    priority: str = "interactive"
-    trace_parent: str | None = None
-    stream: bool = True
-    is_detached: bool = False
-    version: int = 1
-
-
-class Card1(msgspec.Struct):
-    name: str
-    created_at: int
-    max_model_len: int
-    vocab_size: int
-    supports_images: bool = True
-    tokens_per_image: int = 0
-
-
-class Failed1(msgspec.Struct, tag_field="type", tag="failed"):
-    request_id: str
-    attempt: int
-    code: str
-    message: str
 
 
 CALL_2 = encode(make_request())
@@ -100,18 +63,6 @@ def test_a_worker_refuses_a_call_of_another_version_and_says_which_end_to_update
         decode_call(call)
 
 
-def test_a_worker_of_version_1_refuses_a_call_of_this_version():
-    assert msgspec.json.decode(CALL_1, type=Request1).request_id == "r-0"
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(encode(make_request()), type=Request1)
-
-
-def test_a_gateway_of_version_1_understands_how_this_version_refuses():
-    refusal = Failed("r-0", 1, ErrorCode.UNSUPPORTED_VERSION, explain_versions(1, 2))
-    event = msgspec.json.decode(encode(refusal), type=Failed1)
-    assert event.message == "the gateway speaks protocol 1, the worker 2: update the gateway"
-
-
 def test_a_card_and_a_record_of_another_version_say_their_name_and_version():
     card = decode_card(CARD_1)
     assert (card.name, card.version) == ("tiny", 1)
@@ -119,15 +70,6 @@ def test_a_card_and_a_record_of_another_version_say_their_name_and_version():
     assert (record.worker_id, record.card.name, record.card.version) == ("old", "tiny", 1)
     later = b'{"name":"tiny","version":3,"vocab_size":"unknown"}'
     assert decode_card(later).version == 3
-
-
-def test_a_gateway_of_version_1_reads_cards_of_this_version():
-    card = ModelCard("tiny", 1, 512, 1000)
-    assert msgspec.json.decode(encode(card), type=Card1).vocab_size == 1000
-    assert decode_card(encode(card)) == card
-    record = WorkerRecord("new", card, "mock", num_running=2)
-    assert decode_record(encode(record)) == record
-    assert card.version == PROTOCOL_VERSION
 
 
 def test_a_call_comes_back_as_it_was_and_begins_with_its_version():
@@ -150,15 +92,6 @@ def test_tokens_with_ids_say_nothing_of_tokens_without():
     tokens = Tokens("r", 1, 0, (), "x", num_without_id=2)
     assert decode_events(b"[" + encode(tokens) + b"]") == (tokens,)
     assert tokens.num_tokens == 2
-
-
-def test_events_come_back_as_they_were():
-    events = (
-        Started("r", 1, Usage(1)),
-        Tokens("r", 1, 0, (5,), "x"),
-        Finished("r", 1, FinishReason.STOP, Usage(1, 1)),
-    )
-    assert decode_events(encode(events)) == events
 
 
 @pytest.mark.parametrize(

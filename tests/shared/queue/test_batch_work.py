@@ -11,9 +11,7 @@ from tests.factories_queue import (
     Ends,
     call_of,
     enqueue,
-    make_finished,
     make_request,
-    publication,
 )
 
 
@@ -67,21 +65,6 @@ async def test_batch_work_that_is_younger_stays_behind(ends):
 
     assert worker.num_backlog == 1
     assert await worker.read(8, 0.01) == []
-
-
-async def test_batch_work_is_finished_taken_over_and_counted_like_any_other(ends):
-    first, second = ends.worker("a"), ends.worker("b")
-    await first.create_group()
-    await enqueue_batch(ends)
-    await first.read(1, 0.01)
-    [claim] = await first.take(8)
-
-    later = await ends.take_over(second, claim)
-    assert (later.attempt, call_of(later).priority) == (2, Priority.BATCH)
-    assert await second.publish([publication(later, 1, 0, make_finished(later))]) == {}
-
-    assert await ends.num_open() == 0
-    assert await ends.reserved() == set()
 
 
 async def test_a_take_whose_reply_was_lost_is_found_again(ends):

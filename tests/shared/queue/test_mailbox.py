@@ -43,18 +43,6 @@ async def names(events, count: int) -> list[str]:
         return [decode_events((await anext(events))[1])[0].request_id for _ in range(count)]
 
 
-async def test_events_of_all_models_come_in_order(open_mailbox, post):
-    mailbox = open_mailbox()
-    await mailbox.open(["m", "n"])
-    events = mailbox.events()
-
-    await post("1")
-    await post("2")
-    assert await names(events, 2) == ["1", "2"]
-    await post("3", model="n")
-    assert await names(events, 1) == ["3"]
-
-
 async def test_a_model_opened_later_is_read_at_once(open_mailbox, post):
     mailbox = open_mailbox()
     await mailbox.open(["m"])

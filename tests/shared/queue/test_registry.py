@@ -64,13 +64,6 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     assert all("odd" in message for message in told)
 
 
-async def test_all_that_is_announced_expires(registry, redis, redis_prefix):
-    await registry.announce(make_record(), ttl_s=60)
-    keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]
-    assert len(keys) == 4
-    assert [key for key in keys if await redis.ttl(key) < 0] == []
-
-
 def test_a_gateway_is_gone_when_its_mailbox_stays_away():
     gateway_liveness = GatewayLiveness()
     assert gateway_liveness.update(["a"], 0.0) == set()

@@ -17,16 +17,12 @@ from shared.queue.api import (
     Claim,
     QueueUnavailable,
 )
-from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import GROUP
 from shared.queue.worker import CHECK_EVERY, LOSSES_PER_ATTEMPT, RedisWorkerQueue
-from shared.redis.client import create_redis
-from shared.settings.tree import RedisSettings
 from tests.factories_queue import (
     MODEL,
     Clock,
     call_of,
-    enqueue,
     events_of,
     make_delta,
     make_finished,
@@ -47,15 +43,6 @@ async def test_an_enqueue_whose_reply_was_lost_is_repeated_without_a_duplicate(e
     worker = ends.worker("a")
     await worker.create_group()
     assert [call_of(claim) for claim in await worker.read(8, 1.0)] == [first, second]
-
-
-async def test_an_unreachable_redis_is_told_in_time(redis_prefix, tmp_path):
-    client = create_redis(RedisSettings(url=f"unix://{tmp_path}/nobody.sock"))
-    queue = RedisGatewayQueue(client, redis_prefix)
-    with pytest.raises(QueueUnavailable):
-        await enqueue(queue, make_request(), timeout_s=1.0)
-    await queue.close()
-    await client.aclose()
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])

@@ -92,33 +92,6 @@ def test_without_any_server_the_way_out_is_named(monkeypatch):
         find_redis_server()
 
 
-PARENT = """
-import sys, time
-from pathlib import Path
-from shared.redis.embedded import EmbeddedRedis
-server = EmbeddedRedis(Path(sys.argv[1]))
-server.start()
-print(server.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_it_ends_with_its_parent_even_if_that_is_killed(tmp_path):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path)],
-        cwd=Path(__file__).parents[3],
-        stdout=subprocess.PIPE,
-    )
-    assert parent.stdout is not None
-    server = psutil.Process(int(parent.stdout.readline()))
-
-    parent.kill()
-    parent.communicate()
-
-    _, alive = psutil.wait_procs([server], timeout=10)
-    assert alive == [] or all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
-
-
 CHILD = """
 import sys, time
 import shared.process

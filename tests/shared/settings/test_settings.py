@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from pydantic import BaseModel
 
 from engines.mock.engine import MockEngineSettings
 from engines.registry import read_settings, settings_classes
-from shared.settings.load import Row, load_settings, rows, to_environment
+from shared.settings.load import load_settings, rows, to_environment
 from shared.settings.tree import SettingsError
 
 
@@ -30,13 +29,6 @@ def configured(monkeypatch, tmp_path):
     return write
 
 
-def test_environment_overrides_defaults_and_keeps_its_neighbours(monkeypatch):
-    monkeypatch.setenv("VLM_GATEWAY__PORT", "8123")
-    settings = load_settings()
-    assert settings.gateway.port == 8123
-    assert settings.gateway.host == "127.0.0.1"
-
-
 def test_arguments_override_the_environment_field_by_field(monkeypatch):
     monkeypatch.setenv("VLM_GATEWAY__PORT", "8123")
     monkeypatch.setenv("VLM_GATEWAY__HOST", "::1")
@@ -52,11 +44,6 @@ def test_environment_overrides_the_configuration_file(monkeypatch, configured):
     assert settings.engine.values() == {"kind": "mock", "mock": {"decode_s": 0.5}}
 
 
-def test_dotenv_file_in_the_working_directory_is_read(tmp_path):
-    (tmp_path / ".env").write_text("VLM_WORKER__LEASE_S=3\n")
-    assert load_settings().worker.lease_s == 3
-
-
 def test_dotenv_file_may_hold_the_variables_of_other_programs(tmp_path):
     (tmp_path / ".env").write_text("GATEWAY_PORT=9000\nHF_TOKEN=x\nVLM_GATEWAY__PORT=9001\n")
     assert load_settings().gateway.port == 9001
@@ -69,17 +56,10 @@ def test_api_keys_are_split_at_commas_and_never_shown(monkeypatch):
     assert "sk-one" not in repr(keys)
 
 
-def test_redis_url_has_a_short_name(monkeypatch):
-    monkeypatch.setenv("VLM_REDIS_URL", "redis://example:6379/0")
-    assert load_settings().redis.url == "redis://example:6379/0"
-
-
 @pytest.mark.parametrize(
     ("name", "value", "named"),
     [
         ("VLM_GATEWAY__PORT", "70000", "VLM_GATEWAY__PORT"),
-        ("VLM_GATEWAY__PROT", "80", "VLM_GATEWAY__PROT"),
-        ("VLM_GATEWY__PORT", "80", "VLM_GATEWY__PORT"),
         ("VLM_CONFIG", "/does/not/exist.yaml", "VLM_CONFIG"),
         ("VLM_WORKER__LEASE_S", "0.1", "VLM_WORKER__LEASE_S"),
     ],
@@ -246,13 +226,6 @@ def test_a_child_process_loads_the_same_settings_from_its_environment(monkeypatc
     for name, value in to_environment(parent).items():
         monkeypatch.setenv(name, value)
     assert load_settings() == parent
-
-
-def test_a_setting_that_nobody_described_is_listed_too():
-    class OwnSettings(BaseModel):
-        bare: int = 3
-
-    assert Row("VLM_ENGINE__BARE", "3", "") in rows([OwnSettings])
 
 
 def test_a_setting_that_no_deployment_sets_is_taken_and_not_listed():

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import gc
 import re
-import time
 
 import pytest
 from msgspec.structs import replace
@@ -14,7 +13,6 @@ from shared.protocol import (
     FinishReason,
     OutputLogprob,
     SamplingDefaults,
-    StageTimings,
     TokenLogprob,
 )
 from shared.telemetry.metrics import STAGES
@@ -312,38 +310,15 @@ async def test_headers_say_who_and_how_long(gateway, worker):
     assert int(response.headers["openai-processing-ms"]) >= 0
     names = [entry.split(";")[0] for entry in response.headers["server-timing"].split(", ")]
     assert names == [*STAGES, "total"]
+    asked = {"x-vlm-timings": "true"}
+    timings = (await gateway.chat(headers=asked)).json()["timings"]
+    assert list(timings) == [f"{stage}_s" for stage in STAGES] + ["e2e_s"]
 
 
 async def test_a_request_id_that_is_not_sane_is_replaced(gateway, worker):
     for sent in ("", "a b", "x" * 200, 'a"b'):
         response = await gateway.chat(headers={"x-request-id": sent})
         assert re.fullmatch(r"req_[0-9a-f]{32}", response.headers["x-request-id"])
-
-
-@pytest.mark.parametrize("way", ["header", "field"])
-async def test_timings_add_up_to_what_the_client_measures(gateway, worker, way):
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        await asyncio.sleep(0.3)
-        timings = StageTimings(0.01, 0.02, 0.03, 0.04, 0.2)
-        await answer.finish("done", timings=timings)
-
-    worker.script = script
-    body = make_body(timings=True) if way == "field" else make_body()
-    headers = {"x-vlm-timings": "true"} if way == "header" else {}
-    await gateway.client.get("/healthz")  # opens the connection
-    for _ in range(5):  # a machine that pauses while httpx reads is no fault of the gateway
-        began = time.perf_counter()
-        response = await gateway.chat(body, headers=headers)
-        measured_s = time.perf_counter() - began
-        timings = response.json()["timings"]
-        assert list(timings) == [f"{stage}_s" for stage in STAGES] + ["e2e_s"]
-        total_s = sum(timings[f"{stage}_s"] for stage in STAGES)
-        assert total_s == pytest.approx(timings["e2e_s"], rel=0.001)
-        assert timings["vision_s"] == pytest.approx(0.03)
-        if agree := total_s == pytest.approx(measured_s, rel=0.02, abs=0.03):
-            break
-    assert agree, (total_s, measured_s)
 
 
 async def test_names_that_clients_make_up_are_no_metric_labels(gateway, worker):

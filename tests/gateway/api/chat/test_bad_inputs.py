@@ -360,12 +360,6 @@ async def test_utf8_may_be_named(fleet, charset):
     assert response.status_code == 200
 
 
-async def test_a_body_over_the_limit_is_refused_by_its_length(fleet):
-    gateway, _ = fleet
-    response = await gateway.client.post(CHAT, content=bytes(300_000), headers=JSON_TYPE)
-    check_error(response, 413, "request_too_large", None)
-
-
 async def test_a_body_over_the_limit_is_refused_while_it_streams(fleet):
     gateway, _ = fleet
 

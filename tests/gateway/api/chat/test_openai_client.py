@@ -1,4 +1,4 @@
-"""The official client works unchanged: sync, async, streamed, with images, and its errors."""
+"""The official client works unchanged: with images, and its errors."""
 
 import asyncio
 
@@ -31,26 +31,6 @@ async def test_an_answer_about_an_image_and_the_turn_after_it(client, worker):
         "assistant",
         "user",
     ]
-
-
-async def test_the_streaming_helper(client, worker):
-    async with client.chat.completions.stream(model=MODEL, messages=HELLO) as stream:
-        answer = await stream.get_final_completion()
-    assert answer.choices[0].message.content == "Hello you"
-
-
-async def test_the_sync_client(gateway, worker):
-    def ask() -> tuple[str | None, str]:
-        http = openai.DefaultHttpxClient(trust_env=False)
-        with openai.OpenAI(
-            base_url=f"{gateway.url}/v1", api_key="none", http_client=http
-        ) as client:
-            answer = client.chat.completions.create(model=MODEL, messages=HELLO)  # type: ignore[arg-type]
-            stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)  # type: ignore[arg-type]
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-            return answer.choices[0].message.content, text
-
-    assert await asyncio.to_thread(ask) == ("Hello you", "Hello you")
 
 
 async def test_errors_become_the_clients_own(client, worker):

@@ -1,6 +1,8 @@
-"""The examples of docs/search.md work as they stand, but for the port, and print what the page shows."""
+"""The Python examples of docs pages work as they stand, but for the port, and print what the page shows."""
 
 import asyncio
+
+import pytest
 
 from engines.registry import create_engine
 from tests.doc_examples import Examples
@@ -9,9 +11,12 @@ from tests.factories_search import serve_search
 from tests.factories_worker import run_worker
 
 
-async def test_the_examples_print_what_the_page_shows(ends, redis_server, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", ["embeddings.md", "search.md"])
+async def test_the_examples_print_what_the_page_shows(
+    ends, redis_server, tmp_path, monkeypatch, page
+):
     monkeypatch.setenv("NO_PROXY", "*")
-    examples = Examples("search.md")
+    examples = Examples(page)
 
     def load():
         return create_engine({"kind": "mock_pooling", "served_name": "mock-embeddings"})
