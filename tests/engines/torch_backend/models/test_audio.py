@@ -288,7 +288,7 @@ def loaded(
     assert family.architecture in TAKES_AUDIO
     directory = tmp_path_factory.mktemp("family")
     family_table.write_checkpoint(family, directory)
-    test_families.allow_large_images(directory)
+    test_families.lengthen_context(directory)
     model, processor = load(directory)
     assert processor.max_audio_s > 0
     theirs = test_families.load_reference(directory, family.auto)
@@ -353,7 +353,7 @@ def test_a_stream_goes_on_beside_ten_minutes_of_audio(
 ) -> None:
     [family] = [each for each in AUDIO_FAMILIES if each.name == name]
     family_table.write_checkpoint(family, tmp_path)
-    test_families.allow_large_images(tmp_path)
+    test_families.lengthen_context(tmp_path)
     for file in tmp_path.glob("*processor_config.json"):
         file.write_text(file.read_text().replace('"max_audio_len": 40', '"max_audio_len": 600'))
     model, processor = load(tmp_path)

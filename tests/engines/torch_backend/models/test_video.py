@@ -465,7 +465,7 @@ def test_a_stream_goes_on_beside_a_video_of_64_frames(pool: VideoPool, tmp_path:
         processor.video_processor.size = {"shortest_edge": 784 * 2, "longest_edge": 2**26}
 
     family_table.write_checkpoint(row("Qwen3-VL", _RUN, enlarge), tmp_path)
-    test_families.allow_large_images(tmp_path)
+    test_families.lengthen_context(tmp_path)
     model, processor = load(tmp_path)
     _, made = process(pool, processor, "large", num_frames=64)
     parts = (ImagePart(0), TextPart("What moves?"))

@@ -65,14 +65,15 @@ def aligned_to_the_left(*args: Any, **options: Any) -> torch.Tensor:
 
 
 def find(function: Any, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int = 2) -> Ops:
+    """What is chosen where the other kernel for a GPU is switched off."""
     module = SimpleNamespace(varlen_attn=function) if function else SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     text = make_text_config(num_kv_heads=num_kv_heads)
-    return choose(Site(DEVICE, text=text, interprets=True), ops=[OP])
+    site = Site(DEVICE, text=text, interprets=True)
+    return choose(site, disabled=["paged_attention.triton"], ops=[OP])
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("function", [of_2_11, of_2_12])
+@pytest.mark.parametrize(("function", "num_kv_heads"), [(of_2_11, 2), (of_2_11, 4), (of_2_12, 1)])
 @torch.inference_mode()
 def test_prompts_and_decodes_of_a_step_are_those_of_the_reference(
     function: Any, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +105,5 @@ def test_prompts_and_decodes_of_a_step_are_those_of_the_reference(
 def test_what_is_wrong_or_missing_is_not_used(
     function: Any, complaint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The other kernels serve."""
-    assert find(function, monkeypatch).uses("paged_attention", "triton")
+    assert not find(function, monkeypatch).uses("paged_attention")
     assert complaint in caplog.text
