@@ -1,7 +1,6 @@
 """What the commands of deployments end with, and that the message says why. No node is there."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import vlm
 from shared.gateway_client import Client
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
-from tests.integration.fleet_process import run_vlm
 
 KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # of nothing
 NOBODY = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
@@ -298,9 +296,9 @@ async def test_commands_of_search_find_the_gateway_by_its_variables(
     arguments = [each.replace("TMP", str(tmp_path)) for each in command]
 
     async def ask(**env: str) -> str:
-        done = await asyncio.to_thread(run_vlm, *arguments, env={**os.environ, **env})
-        assert done.returncode == 1
-        return done.stderr
+        done = await asyncio.to_thread(CliRunner().invoke, vlm.app, arguments, env=env)
+        assert done.exit_code == 1
+        return said(done)
 
     settings = make_settings(redis_server, redis_prefix, gateway={"api_keys": ("asks",)})
     async with run_gateway_on_socket(settings) as running:

@@ -205,12 +205,10 @@ def expected_tokens(model: str, sampling: str, weights: str) -> Tokens:
     return {request.request_id: generate_with_transformers(pair, request) for request in wanted}
 
 
-#: The first of each kind: a model, a sampling, few bits by torch and by kernels.
+#: The first of each kind: a model, a sampling with a seed, few bits by kernels.
 FIRST = [
     Case(),
-    Case(sampling="seeded"),
     Case(sampling="penalised"),
-    Case("wide", weights="int4"),
     *(Case("wide", weights="int8", kernels="exact", level=name) for name in LEVEL_NAMES[:1]),
 ]
 

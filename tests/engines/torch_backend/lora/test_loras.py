@@ -110,7 +110,7 @@ def adapted(
 
 def _ways(case: Case) -> list[Way]:
     """Fewer by the instructions that all processors have: adapters' own way is the same there."""
-    ways = ways_of(is_first=case in (Case(), Case("int4", LEVELS[:2][-1])))
+    ways = ways_of(is_first=case == Case("int4", LEVELS[:2][-1]))
     return ways if IS_LONG or case.level in LEVELS[:2] else ways[-1:]
 
 
