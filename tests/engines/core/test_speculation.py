@@ -79,7 +79,8 @@ class Eager(Speculator):
 
 def create(speculation="auto", **settings) -> BatchingEngine:
     instant = {"decode_s": 0, "prefill_s_per_token": 0}
-    values = {"kind": "mock", "mock": instant, "speculation": speculation, **settings}
+    pool = {"num_kv_blocks": 256}  # all of which each step is checked for
+    values = {"kind": "mock", "mock": instant, "speculation": speculation, **pool, **settings}
     engine = create_engine(values).engine
     assert isinstance(engine, BatchingEngine)
     if engine.scheduler.speculator is not None:

@@ -21,7 +21,6 @@ from engines.upstream.engine import UpstreamEngine
 from shared.protocol import FinishReason, Generate, Grammar, SamplingParams, TokensPart
 from tests.engines.upstream.asking import answer, ids_of, run, text_of
 from tests.engines.upstream.llama import CONTEXT, find_binary, run_llama_server, write_model
-from tests.waiting import wait_for
 
 PROMPT = tuple(range(40, 60))
 #: Forbids bytes within characters.
@@ -86,16 +85,6 @@ def test_greedy_answers_are_those_of_the_torch_engine(engine: Engine[Any], model
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("num_earlier", [1, 9, 20])
-def test_an_answer_continues_from_its_token_log(engine: Engine[Any], num_earlier: int):
-    whole = answer(engine, make_call(ignore_eos=True, logit_bias=ASCII))
-    assert len(ids_of(whole)) == 24
-    earlier = tuple(ids_of(whole)[:num_earlier])
-    rest = answer(engine, make_call("again", earlier, ignore_eos=True, logit_bias=ASCII))
-    assert ids_of(rest) == ids_of(whole)[num_earlier:]
-    assert text_of(whole).endswith(text_of(rest))
-
-
 def test_the_end_token_is_counted(engine: Engine[Any]):
     outputs = answer(engine, make_call(logit_bias={2: 100.0}))
     assert ids_of(outputs) == [2]
@@ -128,14 +117,6 @@ def test_a_schema_holds_after_a_takeover_too(engine: Engine[Any], cut: int):
     assert set(found) == {"a", "b"}
 
 
-def test_logprobs_come_with_every_token(engine: Engine[Any]):
-    outputs = answer(engine, make_call(num_logprobs=3, ignore_eos=True, logit_bias=ASCII))
-    entries = [entry for output in outputs for entry in output.logprobs]
-    assert len(entries) == 24
-    assert all(len(entry.top) == 3 for entry in entries)
-    assert all(entry.top[0].logprob >= entry.chosen.logprob for entry in entries)  # before the bias
-
-
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -159,19 +140,6 @@ def test_a_schema_that_is_refused_fails_its_request_alone(engine: Engine[Any]):
     with pytest.raises(BadGrammar):
         engine.prepare(make_call(grammar=grammar), [])
     assert answer(engine, make_call("next"))[-1].finish_reason is not None
-
-
-def test_an_aborted_request_frees_its_slot(engine: Engine[Any], url: str):
-    engine.add(engine.prepare(make_call(max_tokens=400, ignore_eos=True), []))
-    while not ids_of(engine.step()):
-        pass
-    engine.abort("r")
-
-    def is_idle() -> bool:
-        assert isinstance(engine, UpstreamEngine)
-        return answer(engine, make_call("next", max_tokens=1)) != []
-
-    wait_for(is_idle)
 
 
 def test_the_server_is_started_and_stopped_with_the_engine(model: Path):

@@ -120,19 +120,6 @@ def test_greedy_answers_are_those_of_the_torch_engine(
     assert scores == pytest.approx(others, abs=SERVERS[kind].logprob_error)
 
 
-@pytest.mark.parametrize("num_images", [0, 1])
-@pytest.mark.parametrize("num_earlier", [1, 9, 20])
-def test_an_answer_continues_from_its_token_log(
-    engine: UpstreamEngine, num_earlier: int, num_images: int
-):
-    wanted: dict[str, Any] = {"num_images": num_images, "ignore_eos": True}
-    whole = run(engine, make_call(**wanted), num_images)
-    earlier = tuple(ids_of(whole)[:num_earlier])
-    rest = run(engine, make_call("again", earlier, **wanted), num_images)
-    assert ids_of(rest) == ids_of(whole)[num_earlier:]
-    assert text_of(whole).endswith(text_of(rest))
-
-
 def test_a_closed_stream_is_aborted(engine: UpstreamEngine, kind: str, url: str):
     if not (name := SERVERS[kind].num_aborted):
         pytest.skip("the server does not count aborted requests")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engines.base import BadGrammar, EngineCall
+from engines.base import EngineCall
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import (
@@ -104,13 +104,6 @@ def test_penalties_count_the_tokens_of_earlier_attempts(engine: UpstreamEngine):
     assert ids_of(whole) != ids_of(answer(engine, make_call(ignore_eos=True)))
     rest = answer(engine, make_call("again", tuple(ids_of(whole)[:9]), **wanted))
     assert ids_of(rest) == ids_of(whole)[9:]
-
-
-def test_a_refusal_of_the_server_ends_its_request_alone(engine: UpstreamEngine):
-    grammar = Grammar("json", '{"$ref": "#/nowhere"}', "response_format")
-    with pytest.raises(BadGrammar):
-        engine.prepare(make_call(grammar=grammar), [])
-    assert len(ids_of(answer(engine, make_call("next", ignore_eos=True)))) == 24
 
 
 @pytest.mark.parametrize("task", [VECTORS, SCORES], ids=["embed", "rerank"])

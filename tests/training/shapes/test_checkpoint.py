@@ -111,10 +111,3 @@ def test_the_last_answer_of_a_conversation_is_not_given_away(cases):
         assert all(
             isinstance(message, Message) and message.answer for message in case.messages[:-1]
         )
-
-
-def test_the_same_seed_asks_the_same(cases):
-    again = list(make_cases(3))
-    assert [case.messages[-1].question for case in again] == [
-        case.messages[-1].question for case in cases
-    ]

@@ -20,7 +20,7 @@ from engines.torch_backend.ops.add_norm.reference import add_norm
 from engines.torch_backend.ops.gate.reference import gate
 from engines.torch_backend.ops.paged_attention import OP as ATTENTION
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Attend, Heads
-from engines.torch_backend.ops.registry import Site, choose, discover
+from engines.torch_backend.ops.registry import Site
 from engines.torch_backend.step import SequenceRows, StepInputs
 from tests.factories_torch import make_text_config
 from tests.long import IS_LONG, few
@@ -246,12 +246,3 @@ def test_few_bits_of_real_widths(shape: str, bits: int):
     sizes = ("hidden_size", "intermediate_size") if bits == 8 else ("hidden_size",)
     for width in (REAL_SHAPES[shape][size] for size in sizes):
         check_few_bits(bits, numbers(1, width, dtype=torch.bfloat16), 18, width // 64)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_kernel_is_found_right(dtype: torch.dtype):
-    site = Site(DEVICE, dtype, make_text_config(), 4, interprets=True)
-    ops = choose(site, disabled=["paged_attention.triton_varlen"])
-    assert {name for name in ops.chosen if ops.uses(name, "triton")} == {
-        op.name for op in discover() if any(c.name == "triton" for c in op.candidates)
-    }
