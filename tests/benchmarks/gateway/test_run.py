@@ -36,7 +36,7 @@ def compared(cell: Cell, bare: Samples, fleet: Samples):
 
 @pytest.fixture(scope="module")
 def measured():
-    return measure(seconds=0.2, rounds=1, connections=[8])
+    return measure(seconds=0.1, rounds=1, connections=[8])
 
 
 def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi(measured):

@@ -1,7 +1,7 @@
 """Videos: the tokens of transformers for the same file, by every way, and frames that transformers would sample."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,15 +217,22 @@ def process(
 
 
 def ask(pool: VideoPool, processor: ChatProcessor, question: Question) -> Prompt:
+    return ask_of(processor, question, CLIPS, lambda name: process(pool, processor, name)[1])
+
+
+def ask_of(
+    processor: ChatProcessor, question: Question, names: Container[str], read: Callable[[str], Any]
+) -> Prompt:
+    """The prompt of a question with named media, which `read` makes ready for the model."""
     parts: list[TextPart | ImagePart] = []
     media: list[tuple[str, Any]] = []
     for part in question:
-        if isinstance(part, str) and part not in CLIPS:
+        if isinstance(part, str) and part not in names:
             parts.append(TextPart(part))
             continue
         parts.append(ImagePart(len(media)))
         if isinstance(part, str):
-            media.append((part, process(pool, processor, part)[1]))
+            media.append((part, read(part)))
         else:
             media.append((f"{part}", processor.process_image(make_image(28, 28, part), (28, 28))))
     return processor.build_prompt([ChatMessage("user", tuple(parts))], media)
