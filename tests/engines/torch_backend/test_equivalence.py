@@ -214,9 +214,10 @@ FIRST = [
 
 
 def _ways(case: Case) -> list[Way]:
-    """Of kernels, those that hold most of the others."""
+    """Of kernels, and of other shapes of the model, the one that holds most of the others."""
     ways = ways_of(is_first=case in FIRST)
-    return ways if IS_LONG or case in FIRST or not case.level else ways[-1:]
+    is_other = case.level or case.model not in ("grouped", "wide")
+    return ways if IS_LONG or case in FIRST or not is_other else ways[-1:]
 
 
 CELLS = [(way, case) for case in CASES for way in _ways(case)]

@@ -239,8 +239,13 @@ def test_shapes_of_real_models(shape: str):
     assert_close(*(attend(0, qkv, Heads(*norms, window=30)) for attend in both), **tolerance)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("shape", REAL_SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "bits"),
+    few(
+        product(REAL_SHAPES, (4, 8)),
+        [(name, 4 + 4 * (n % 2)) for n, name in enumerate(REAL_SHAPES)],
+    ),
+)
 def test_few_bits_of_real_widths(shape: str, bits: int):
     """A row of a layer's inputs, by more outputs than a program has."""
     sizes = ("hidden_size", "intermediate_size") if bits == 8 else ("hidden_size",)

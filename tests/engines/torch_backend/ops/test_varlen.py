@@ -72,7 +72,7 @@ def find(function: Any, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int = 2) 
     return choose(site, disabled=["paged_attention.triton"], ops=[OP])
 
 
-@pytest.mark.parametrize(("function", "num_kv_heads"), [(of_2_11, 2), (of_2_11, 4), (of_2_12, 1)])
+@pytest.mark.parametrize(("function", "num_kv_heads"), [(of_2_11, 1), (of_2_12, 2)])
 @torch.inference_mode()
 def test_prompts_and_decodes_of_a_step_are_those_of_the_reference(
     function: Any, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
