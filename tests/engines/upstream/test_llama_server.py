@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,17 @@ import pytest
 from engines.base import (
     BadGrammar,
     Engine,
-    EngineCall,
     EngineLoadFailed,
     InvalidRequest,
 )
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
-from shared.protocol import FinishReason, Generate, Grammar, SamplingParams, TokensPart
+from shared.protocol import FinishReason, Grammar, TokensPart
+from tests.engines.upstream import asking
 from tests.engines.upstream.asking import answer, ids_of, run, text_of
 from tests.engines.upstream.llama import CONTEXT, find_binary, run_llama_server, write_model
 
 PROMPT = tuple(range(40, 60))
-#: Forbids bytes within characters.
-ASCII = dict.fromkeys(range(131, 259), -100.0)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}},
@@ -61,16 +60,7 @@ def engine(model: Path, url: str) -> Iterator[Engine[Any]]:
     engine.close()
 
 
-def make_call(
-    request_id: str = "r",
-    output_token_ids: tuple[int, ...] = (),
-    grammar: Grammar | None = None,
-    tenant: str = "",
-    **sampling: Any,
-) -> EngineCall:
-    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
-    task = Generate((), wanted, prompt=TokensPart(PROMPT), grammar=grammar)
-    return EngineCall(request_id, task, tenant, output_token_ids=output_token_ids)
+make_call = partial(asking.make_call, prompt=TokensPart(PROMPT), max_tokens=24)
 
 
 def test_greedy_answers_are_those_of_the_torch_engine(engine: Engine[Any], model: Path):
@@ -110,7 +100,7 @@ def test_a_schema_holds_after_a_takeover_too(engine: Engine[Any], cut: int):
     grammar = Grammar("json", json.dumps(SCHEMA), "response_format")
     whole = answer(engine, make_call(grammar=grammar, max_tokens=100, temperature=0.8, seed=2))
     earlier = tuple(ids_of(whole[:cut]))
-    again = make_call("again", earlier, grammar, max_tokens=100, temperature=0.8, seed=5)
+    again = make_call("again", earlier, grammar=grammar, max_tokens=100, temperature=0.8, seed=5)
     assert engine.can_continue(again.task)
     rest = answer(engine, again)
     found = json.loads(text_of(whole[:cut]) + text_of(rest))

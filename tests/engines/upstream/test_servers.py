@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shared.protocol import (
     SamplingParams,
     TextPart,
 )
-from tests.engines.upstream import sglang, vllm
+from tests.engines.upstream import asking, sglang, vllm
 from tests.engines.upstream.asking import answer, ids_of, prepare_image, read_metric, text_of
 from tests.factories_adapters import linear_names, make_changes, write_adapter
 from tests.waiting import wait_for
@@ -83,17 +84,7 @@ def ours(model: Path) -> Iterator[Engine[Any]]:
     engine.close()
 
 
-def make_call(
-    request_id: str = "r",
-    output_token_ids: tuple[int, ...] = (),
-    num_images: int = 0,
-    adapter: str = "",
-    **sampling: Any,
-) -> EngineCall:
-    parts = (*(ImagePart(index) for index in range(num_images)), TextPart("one two three"))
-    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
-    task = Generate((ChatMessage("user", parts),), wanted)
-    return EngineCall(request_id, task, output_token_ids=output_token_ids, adapter=adapter)
+make_call = partial(asking.make_call, text="one two three", max_tokens=24)
 
 
 def run(engine: Engine[Any], call: EngineCall, num_images: int = 0) -> list[EngineOutput]:

@@ -3,6 +3,7 @@
 import json
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,16 @@ from engines.base import EngineCall
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import (
-    ChatMessage,
     Embed,
     FinishReason,
     Function,
-    Generate,
     Grammar,
     Rerank,
-    SamplingParams,
     TextPart,
     TokensPart,
     Tools,
 )
+from tests.engines.upstream import asking
 from tests.engines.upstream.asking import answer, ids_of
 from tests.engines.upstream.vllm import make_settings, run_vllm, write_model
 from tests.factories_encoders import make_encoder, make_scorer
@@ -63,17 +62,7 @@ def engine(model: Path, url: str) -> Iterator[UpstreamEngine]:
     engine.close()
 
 
-def make_call(
-    request_id: str = "r",
-    output_token_ids: tuple[int, ...] = (),
-    grammar: Grammar | None = None,
-    tools: Tools | None = None,
-    **sampling: Any,
-) -> EngineCall:
-    parts = (TextPart("one two three"),)
-    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
-    task = Generate((ChatMessage("user", parts),), wanted, grammar=grammar, tools=tools)
-    return EngineCall(request_id, task, output_token_ids=output_token_ids)
+make_call = partial(asking.make_call, text="one two three", max_tokens=24)
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
