@@ -6,7 +6,9 @@ Everything is packed bit by bit in numpy. A writer returns what the written weig
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -261,9 +263,19 @@ def _compressed(form: str, weights: dict[str, Any], activations: bool = False) -
 
 def write_checkpoint(directory: Path, write: Write, config: dict[str, Any], **text: Any) -> Tensors:
     """A tiny LLaVA whose decoder is quantized. Returns: the weights that it stands for."""
-    changes = {"text_config": TEXT | text}
-    make_checkpoint("tiny", directory, changes=changes, dtype=torch.float32)
+    directory.mkdir()
+    for name, data in _plain_files(json.dumps(TEXT | text)).items():
+        (directory / name).write_bytes(data)
     return _rewrite(directory, write, config)
+
+
+@cache
+def _plain_files(text: str) -> dict[str, bytes]:
+    """Files of the checkpoint in full precision, by the JSON of its text config."""
+    with TemporaryDirectory() as made:
+        changes = {"text_config": json.loads(text)}
+        make_checkpoint("tiny", Path(made), changes=changes, dtype=torch.float32)
+        return {file.name: file.read_bytes() for file in Path(made).iterdir()}
 
 
 def write_text_checkpoint(

@@ -1,7 +1,6 @@
 """What the commands of deployments end with, and that the message says why. No node is there."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import vlm
 from shared.gateway_client import Client
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
-from tests.integration.fleet_process import run_vlm
 
 KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # of nothing
 NOBODY = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
@@ -292,22 +290,23 @@ async def test_the_key_of_clients_also_deploys_unless_there_is_one_for_deploying
     "command", [["search", "library", "x"], ["embed", "TMP/texts.txt", "--output", "TMP/new"]]
 )
 async def test_commands_of_search_find_the_gateway_by_its_variables(
-    redis_server, redis_prefix, tmp_path: Path, command: list[str]
+    redis_server, redis_prefix, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "texts.txt").write_text("one\n")
     arguments = [each.replace("TMP", str(tmp_path)) for each in command]
 
     async def ask(**env: str) -> str:
-        done = await asyncio.to_thread(run_vlm, *arguments, env={**os.environ, **env})
-        assert done.returncode == 1
-        return done.stderr
+        done = await asyncio.to_thread(CliRunner().invoke, vlm.app, arguments, env=env)
+        assert done.exit_code == 1
+        return said(done)
 
     settings = make_settings(redis_server, redis_prefix, gateway={"api_keys": ("asks",)})
     async with run_gateway_on_socket(settings) as running:
         address = str(running.client.base_url).removeprefix("http://")
         assert "API key" in await ask(VLM_URL=address, VLM_API_KEY="wrong")
         assert "API key" not in await ask(VLM_URL=address, VLM_API_KEY="asks")
-        assert "127.0.0.1:9 does not answer" in await ask(VLM_URL="127.0.0.1:9")
+    monkeypatch.setattr("shared.gateway_client.time.sleep", lambda seconds: None)
+    assert "127.0.0.1:9 does not answer" in await ask(VLM_URL="127.0.0.1:9")
 
 
 @pytest.mark.parametrize("command", [["session", "list"], ["store", "export", "s"]])

@@ -48,27 +48,6 @@ def test_the_manifests_keep_to_their_schemas(tmp_path, capsys):
     assert len({document["metadata"]["name"] for document in documents}) == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "path"),
-    [
-        ("Deployment", ("spec", "template", "spec", "containers", 0, "livenesProbe")),
-        ("Deployment", ("spec", "template", "spec", "terminationGracePeriod")),
-        ("PodDisruptionBudget", ("spec", "maxUnavailble")),
-        ("ScaledObject", ("spec", "triggers", 0, "metricTyp")),
-        ("ScaledObject", ("spec", "advanced", "horizontalPodAutoscalerConfig", "behaviour")),
-        ("TriggerAuthentication", ("spec", "secretTargetRef", 0, "secret")),
-    ],
-)
-def test_a_misspelt_field_is_found(tmp_path, capsys, kind, path):
-    [document] = [each for each in printed(tmp_path, capsys) if each["kind"] == kind]
-    at = document
-    for name in path[:-1]:
-        at = at[name]
-    at[path[-1]] = "x"
-    with pytest.raises(Exception, match=r"(?i)additional properties"):
-        check_schema(document)
-
-
 def test_pods_are_workers_of_one_version_that_are_probed_drained_and_limited(
     tmp_path, capsys, monkeypatch
 ):

@@ -15,6 +15,7 @@ from engines.base import LoadedEngine
 from engines.core.engine import BatchingEngine
 from engines.core.runner import DeviceOutOfMemory
 from engines.core.sequence import Batch, EngineRequest, ScheduledSequence, Sequence
+from engines.image_decoder import decode_image
 from engines.registry import create_engine
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.sampling.choose import random_bits, signed, stream_key
@@ -60,7 +61,8 @@ def make_request(
     processor = loaded.engine.processor
     parts = (*(ImagePart(place) for place in range(len(seeds))), TextPart(text))
     images = [
-        (f"image {seed}", processor.process_image(make_image(seed), (28, 28))) for seed in seeds
+        (f"image {seed}", processor.process_image(decode_image(make_image(seed), (28, 28))))
+        for seed in seeds
     ]
     prompt = processor.build_prompt([ChatMessage("user", parts)], images)
     params = SamplingParams(

@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,7 +17,7 @@ from search.index import OrderedIds, SearchUnavailable, matches, open_indexes
 from search.lance import LanceIndexes, Readers
 from shared.search import Filter, Item
 from tests.fuzzing import IS_LONG
-from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess, open_index, prepare
+from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess
 
 IDS = [f"id {number}'\"" for number in range(12)]
 KEYS = ("color", 'it\'s "n"')
@@ -284,29 +283,6 @@ def test_pages_lack_nothing_that_was_written_and_hold_nothing_that_was_deleted(m
     assert sorted(set(found)) == found
     assert first & index.ids <= set(found)
     assert index.walk(7) == sorted(index.ids)
-
-
-@pytest.mark.parametrize("kind", ["lance", "postgres"])
-def test_pages_are_kept_up_to_date(tmp_path, kind):
-    prepare(kind, tmp_path / "index")
-    index = open_index(kind, tmp_path / "index")
-    items = [
-        msgspec.structs.replace(item, id=f"{number:03}", attributes={"n": float(number)})
-        for number, item in enumerate(make_items(make_vectors(100, DIMENSIONS, 0)))
-    ]
-
-    def ids():
-        return [item.id for item in index.page("", 200)]
-
-    index.upsert(items[::2])
-    assert ids() == [f"{n:03}" for n in range(0, 100, 2)]
-    index.upsert(items[1::2])
-    index.delete(["000", "050"])
-    index.delete(where=Filter("gte", "n", 90.0))
-    kept = [n for n in range(90) if n not in (0, 50)]
-    assert ids() == [f"{n:03}" for n in kept]
-    assert [item.id for item in index.page("049", 2)] == ["051", "052"]
-    index.close()
 
 
 def test_an_index_that_is_not_there_is_told_in_a_sentence():

@@ -188,12 +188,6 @@ def test_strangers_cannot_open_its_socket(process):
     assert mode & 0o007 == 0
 
 
-@pytest.fixture
-def lance(tmp_path):
-    with run_search(tmp_path / "data") as process:
-        yield process
-
-
 async def test_a_search_does_not_wait_for_uploads(tmp_path):
     """More uploads than the process has threads are being written; a search is answered."""
     is_written, begun = threading.Event(), list[Request]()

@@ -22,12 +22,6 @@ def test_two_checkouts_are_measured_alternately():
     assert all(0.1 < ratio < 10 for ratio in ratios)  # of a checkout and itself
 
 
-def test_the_cpu_time_of_a_streamed_token_is_reported_for_each_process():
-    table = run_tokens(streams=2, seconds=0.1, rounds=1, against=None)
-    assert [str(cell) for cell in table.columns[0].cells] == list(ROLES)
-    assert sum(float(str(cell)) for cell in table.columns[1].cells) > 0
-
-
 def test_a_folder_without_a_checkout_is_named(tmp_path: Path):
     with pytest.raises(BenchError, match=str(tmp_path)):
         run_against(tmp_path, seconds=0.1, rounds=1, connections=[1])
@@ -59,7 +53,7 @@ def samples(*p50s: float) -> Samples:
 
 def test_figures_for_a_plan_have_the_cost_of_each_process(tmp_path: Path):
     path = tmp_path / "figures.json"
-    write_fleet_figures(path, seconds=0.2, rounds=1)
+    write_fleet_figures(path, seconds=0.05, rounds=1)
     found = read_figures(path).fleet
     assert found is not None
     for costs in (found.request_s, found.token_s, found.image_s):

@@ -95,8 +95,10 @@ def test_vectors_are_those_of_transformers_in_any_company(kind, tmp_path):
         assert np.abs(vector - alone).max() < 1e-6 * max(1, np.abs(alone).max())
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean", "max", "last"])
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    ("pooling", "normalize"),
+    [("cls", True), ("mean", False), ("mean", True), ("max", True), ("last", False)],
+)
 def test_pooling_and_normalize_come_from_the_directory(pooling, normalize, tmp_path):
     model = load(make_encoder(tmp_path, "bert", pooling=pooling, normalize=normalize))
     [vectors] = compute(model, embed(*TEXTS))

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engines.core.answers import Answer
 from engines.core.runner import TokenChoice
@@ -75,19 +73,6 @@ def test_thinking_is_told_apart_at_every_way_to_cut_it(form):
     for cut in range(len(data)):
         assert read(split(data, [cut]), form) == ("I see a < 3.", "A caf\u00e9 <b>.")
     assert read(chars(text), form) == ("I see a < 3.", "A caf\u00e9 <b>.")
-
-
-@given(
-    st.text(alphabet="ab< /think>\n\u00e9", max_size=30),
-    st.text(alphabet="ab< \n\u00e9", min_size=1, max_size=20),
-    st.lists(st.integers(0, 200), max_size=12),
-)
-def test_the_sums_are_the_same_whatever_the_pieces_are(thought, answer, cuts):
-    text = f"<think>{thought}</think>{answer}"
-    whole = read([text.encode()])
-    pieces = read(split(text.encode(), cuts))
-    assert (pieces.reasoning, pieces.text) == (whole.reasoning, whole.text)
-    assert "</think>" not in whole.reasoning
 
 
 @pytest.mark.parametrize(

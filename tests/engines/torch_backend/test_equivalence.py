@@ -205,20 +205,19 @@ def expected_tokens(model: str, sampling: str, weights: str) -> Tokens:
     return {request.request_id: generate_with_transformers(pair, request) for request in wanted}
 
 
-#: The first of each kind: a model, a sampling, few bits by torch and by kernels.
+#: The first of each kind: a model, a sampling with a seed, few bits by kernels.
 FIRST = [
     Case(),
-    Case(sampling="seeded"),
     Case(sampling="penalised"),
-    Case("wide", weights="int4"),
     *(Case("wide", weights="int8", kernels="exact", level=name) for name in LEVEL_NAMES[:1]),
 ]
 
 
 def _ways(case: Case) -> list[Way]:
-    """Of kernels, those that hold most of the others."""
+    """Of kernels, and of other shapes of the model, the one that holds most of the others."""
     ways = ways_of(is_first=case in FIRST)
-    return ways if IS_LONG or case in FIRST or not case.level else ways[-1:]
+    is_other = case.level or case.model not in ("grouped", "wide")
+    return ways if IS_LONG or case in FIRST or not is_other else ways[-1:]
 
 
 CELLS = [(way, case) for case in CASES for way in _ways(case)]

@@ -12,7 +12,6 @@ from engines.core.sequence import ImageInput
 from engines.torch_backend.multimodal import parts
 from shared.protocol import Priority
 from tests.factories_torch import (
-    PROMPTS,
     encode_in_smallest_parts,
     make_engine,
     make_model_pair,
@@ -123,14 +122,3 @@ def test_a_request_that_is_aborted_between_two_images_leaves_nothing(beside_a_st
         engine.abort("stream")
         assert engine.blocks.num_free_blocks >= before
         assert run_to_end(engine, [request]) == run_to_end(make_engine(PAIR), [request])
-
-
-@pytest.mark.parametrize("num_kv_blocks", [14, 20])
-def test_prompts_that_are_preempted_between_two_images_have_the_same_tokens(num_kv_blocks: int):
-    requests = [make_request(PAIR.config, name, parts) for name, parts in PROMPTS.items()]
-    engine = make_engine(PAIR, num_kv_blocks=num_kv_blocks, encoder_cache_bytes=0)
-    encode_in_smallest_parts(engine)
-    with smallest_chunks():
-        tokens = run_to_end(engine, requests)
-    assert tokens == run_to_end(make_engine(PAIR), requests)
-    assert engine.stats().num_preemptions > 0

@@ -12,10 +12,13 @@ from tests.engines.core.test_speculation import RECORD, Eager, answers, call
 WORDS = {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 3}
 
 
+POOL = {"num_kv_blocks": 256}  #: all of which each step is checked for
+
+
 @pytest.fixture(scope="module")
 def engine():
     engine = create_engine(
-        {"kind": "torch", "model": "shapes", "device": "cpu", "dtype": "float32"}
+        {"kind": "torch", "model": "shapes", "device": "cpu", "dtype": "float32", **POOL}
     ).engine
     yield engine
     engine.close()

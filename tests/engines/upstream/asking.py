@@ -6,8 +6,39 @@ import httpx
 
 from engines.base import Engine, EngineCall, EngineOutput, PreparedImage
 from engines.image_decoder import decode_image
-from shared.protocol import ImageRef
+from shared.protocol import (
+    ChatMessage,
+    Generate,
+    Grammar,
+    ImagePart,
+    ImageRef,
+    SamplingParams,
+    TextPart,
+    TokensPart,
+    Tools,
+)
 from tests.factories_images import encoded
+
+
+def make_call(
+    request_id: str = "r",
+    output_token_ids: tuple[int, ...] = (),
+    *,
+    text: str = "hello",
+    num_images: int = 0,
+    prompt: TokensPart | None = None,
+    grammar: Grammar | None = None,
+    tools: Tools | None = None,
+    tenant: str = "",
+    adapter: str = "",
+    **sampling: Any,
+) -> EngineCall:
+    """Greedy, of a text behind images, or of token ids."""
+    parts = (*(ImagePart(index) for index in range(num_images)), TextPart(text))
+    messages = (ChatMessage("user", parts),) if prompt is None else ()
+    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
+    task = Generate(messages, wanted, prompt=prompt, grammar=grammar, tools=tools)
+    return EngineCall(request_id, task, tenant, output_token_ids=output_token_ids, adapter=adapter)
 
 
 def prepare_image(engine: Engine[Any], seed: int = 1) -> PreparedImage:

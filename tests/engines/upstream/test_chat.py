@@ -35,8 +35,8 @@ from shared.protocol import (
     VideoOptions,
 )
 from tests.engines.upstream import asking
+from tests.engines.upstream.asking import make_call
 from tests.engines.upstream.stand_in import StandIn
-from tests.engines.upstream.test_engine import make_call
 
 TOOLS = Tools((Function("look", "{}"),))
 

@@ -33,12 +33,11 @@ from shared.protocol import (
     Function,
     Generate,
     Grammar,
-    ImagePart,
     SamplingParams,
     TextPart,
     Tools,
 )
-from tests.engines.upstream.asking import answer, prepare_image, run, text_of
+from tests.engines.upstream.asking import answer, make_call, prepare_image, run, text_of
 from tests.engines.upstream.asking import ids_of as ids
 from tests.engines.upstream.stand_in import (
     CONTEXT,
@@ -72,22 +71,6 @@ def engine(api: str, checkpoint: Path, server: StandIn) -> Iterator[UpstreamEngi
     engine = load(api, checkpoint, server)
     yield engine
     engine.close()
-
-
-def make_call(
-    request_id: str = "r",
-    *,
-    output_token_ids: tuple[int, ...] = (),
-    grammar: Grammar | None = None,
-    tools: Tools | None = None,
-    num_images: int = 0,
-    tenant: str = "",
-    **sampling: Any,
-) -> EngineCall:
-    parts = (*(ImagePart(index) for index in range(num_images)), TextPart("hello"))
-    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
-    task = Generate((ChatMessage("user", parts),), wanted, grammar=grammar, tools=tools)
-    return EngineCall(request_id, task, tenant, output_token_ids=output_token_ids)
 
 
 def ids_of(outputs: list[EngineOutput]) -> list[int]:

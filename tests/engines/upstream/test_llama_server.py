@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,17 @@ import pytest
 from engines.base import (
     BadGrammar,
     Engine,
-    EngineCall,
     EngineLoadFailed,
     InvalidRequest,
 )
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
-from shared.protocol import FinishReason, Generate, Grammar, SamplingParams, TokensPart
+from shared.protocol import FinishReason, Grammar, TokensPart
+from tests.engines.upstream import asking
 from tests.engines.upstream.asking import answer, ids_of, run, text_of
 from tests.engines.upstream.llama import CONTEXT, find_binary, run_llama_server, write_model
-from tests.waiting import wait_for
 
 PROMPT = tuple(range(40, 60))
-#: Forbids bytes within characters.
-ASCII = dict.fromkeys(range(131, 259), -100.0)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}},
@@ -62,16 +60,7 @@ def engine(model: Path, url: str) -> Iterator[Engine[Any]]:
     engine.close()
 
 
-def make_call(
-    request_id: str = "r",
-    output_token_ids: tuple[int, ...] = (),
-    grammar: Grammar | None = None,
-    tenant: str = "",
-    **sampling: Any,
-) -> EngineCall:
-    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
-    task = Generate((), wanted, prompt=TokensPart(PROMPT), grammar=grammar)
-    return EngineCall(request_id, task, tenant, output_token_ids=output_token_ids)
+make_call = partial(asking.make_call, prompt=TokensPart(PROMPT), max_tokens=24)
 
 
 def test_greedy_answers_are_those_of_the_torch_engine(engine: Engine[Any], model: Path):
@@ -84,16 +73,6 @@ def test_greedy_answers_are_those_of_the_torch_engine(engine: Engine[Any], model
     assert text_of(outputs) == text_of(expected)
     assert outputs[-1].usage == expected[-1].usage
     assert outputs[-1].finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize("num_earlier", [1, 9, 20])
-def test_an_answer_continues_from_its_token_log(engine: Engine[Any], num_earlier: int):
-    whole = answer(engine, make_call(ignore_eos=True, logit_bias=ASCII))
-    assert len(ids_of(whole)) == 24
-    earlier = tuple(ids_of(whole)[:num_earlier])
-    rest = answer(engine, make_call("again", earlier, ignore_eos=True, logit_bias=ASCII))
-    assert ids_of(rest) == ids_of(whole)[num_earlier:]
-    assert text_of(whole).endswith(text_of(rest))
 
 
 def test_the_end_token_is_counted(engine: Engine[Any]):
@@ -121,19 +100,11 @@ def test_a_schema_holds_after_a_takeover_too(engine: Engine[Any], cut: int):
     grammar = Grammar("json", json.dumps(SCHEMA), "response_format")
     whole = answer(engine, make_call(grammar=grammar, max_tokens=100, temperature=0.8, seed=2))
     earlier = tuple(ids_of(whole[:cut]))
-    again = make_call("again", earlier, grammar, max_tokens=100, temperature=0.8, seed=5)
+    again = make_call("again", earlier, grammar=grammar, max_tokens=100, temperature=0.8, seed=5)
     assert engine.can_continue(again.task)
     rest = answer(engine, again)
     found = json.loads(text_of(whole[:cut]) + text_of(rest))
     assert set(found) == {"a", "b"}
-
-
-def test_logprobs_come_with_every_token(engine: Engine[Any]):
-    outputs = answer(engine, make_call(num_logprobs=3, ignore_eos=True, logit_bias=ASCII))
-    entries = [entry for output in outputs for entry in output.logprobs]
-    assert len(entries) == 24
-    assert all(len(entry.top) == 3 for entry in entries)
-    assert all(entry.top[0].logprob >= entry.chosen.logprob for entry in entries)  # before the bias
 
 
 @pytest.mark.parametrize(
@@ -159,19 +130,6 @@ def test_a_schema_that_is_refused_fails_its_request_alone(engine: Engine[Any]):
     with pytest.raises(BadGrammar):
         engine.prepare(make_call(grammar=grammar), [])
     assert answer(engine, make_call("next"))[-1].finish_reason is not None
-
-
-def test_an_aborted_request_frees_its_slot(engine: Engine[Any], url: str):
-    engine.add(engine.prepare(make_call(max_tokens=400, ignore_eos=True), []))
-    while not ids_of(engine.step()):
-        pass
-    engine.abort("r")
-
-    def is_idle() -> bool:
-        assert isinstance(engine, UpstreamEngine)
-        return answer(engine, make_call("next", max_tokens=1)) != []
-
-    wait_for(is_idle)
 
 
 def test_the_server_is_started_and_stopped_with_the_engine(model: Path):

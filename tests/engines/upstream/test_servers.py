@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shared.protocol import (
     SamplingParams,
     TextPart,
 )
-from tests.engines.upstream import sglang, vllm
+from tests.engines.upstream import asking, sglang, vllm
 from tests.engines.upstream.asking import answer, ids_of, prepare_image, read_metric, text_of
 from tests.factories_adapters import linear_names, make_changes, write_adapter
 from tests.waiting import wait_for
@@ -83,17 +84,7 @@ def ours(model: Path) -> Iterator[Engine[Any]]:
     engine.close()
 
 
-def make_call(
-    request_id: str = "r",
-    output_token_ids: tuple[int, ...] = (),
-    num_images: int = 0,
-    adapter: str = "",
-    **sampling: Any,
-) -> EngineCall:
-    parts = (*(ImagePart(index) for index in range(num_images)), TextPart("one two three"))
-    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
-    task = Generate((ChatMessage("user", parts),), wanted)
-    return EngineCall(request_id, task, output_token_ids=output_token_ids, adapter=adapter)
+make_call = partial(asking.make_call, text="one two three", max_tokens=24)
 
 
 def run(engine: Engine[Any], call: EngineCall, num_images: int = 0) -> list[EngineOutput]:
@@ -118,19 +109,6 @@ def test_greedy_answers_are_those_of_the_torch_engine(
         [e.chosen.logprob for o in each for e in o.logprobs] for each in (found, expected)
     )
     assert scores == pytest.approx(others, abs=SERVERS[kind].logprob_error)
-
-
-@pytest.mark.parametrize("num_images", [0, 1])
-@pytest.mark.parametrize("num_earlier", [1, 9, 20])
-def test_an_answer_continues_from_its_token_log(
-    engine: UpstreamEngine, num_earlier: int, num_images: int
-):
-    wanted: dict[str, Any] = {"num_images": num_images, "ignore_eos": True}
-    whole = run(engine, make_call(**wanted), num_images)
-    earlier = tuple(ids_of(whole)[:num_earlier])
-    rest = run(engine, make_call("again", earlier, **wanted), num_images)
-    assert ids_of(rest) == ids_of(whole)[num_earlier:]
-    assert text_of(whole).endswith(text_of(rest))
 
 
 def test_a_closed_stream_is_aborted(engine: UpstreamEngine, kind: str, url: str):

@@ -3,27 +3,26 @@
 import json
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines.base import BadGrammar, EngineCall
+from engines.base import EngineCall
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import (
-    ChatMessage,
     Embed,
     FinishReason,
     Function,
-    Generate,
     Grammar,
     Rerank,
-    SamplingParams,
     TextPart,
     TokensPart,
     Tools,
 )
+from tests.engines.upstream import asking
 from tests.engines.upstream.asking import answer, ids_of
 from tests.engines.upstream.vllm import make_settings, run_vllm, write_model
 from tests.factories_encoders import make_encoder, make_scorer
@@ -63,17 +62,7 @@ def engine(model: Path, url: str) -> Iterator[UpstreamEngine]:
     engine.close()
 
 
-def make_call(
-    request_id: str = "r",
-    output_token_ids: tuple[int, ...] = (),
-    grammar: Grammar | None = None,
-    tools: Tools | None = None,
-    **sampling: Any,
-) -> EngineCall:
-    parts = (TextPart("one two three"),)
-    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
-    task = Generate((ChatMessage("user", parts),), wanted, grammar=grammar, tools=tools)
-    return EngineCall(request_id, task, output_token_ids=output_token_ids)
+make_call = partial(asking.make_call, text="one two three", max_tokens=24)
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
@@ -104,13 +93,6 @@ def test_penalties_count_the_tokens_of_earlier_attempts(engine: UpstreamEngine):
     assert ids_of(whole) != ids_of(answer(engine, make_call(ignore_eos=True)))
     rest = answer(engine, make_call("again", tuple(ids_of(whole)[:9]), **wanted))
     assert ids_of(rest) == ids_of(whole)[9:]
-
-
-def test_a_refusal_of_the_server_ends_its_request_alone(engine: UpstreamEngine):
-    grammar = Grammar("json", '{"$ref": "#/nowhere"}', "response_format")
-    with pytest.raises(BadGrammar):
-        engine.prepare(make_call(grammar=grammar), [])
-    assert len(ids_of(answer(engine, make_call("next", ignore_eos=True)))) == 24
 
 
 @pytest.mark.parametrize("task", [VECTORS, SCORES], ids=["embed", "rerank"])

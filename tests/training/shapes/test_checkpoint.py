@@ -69,7 +69,7 @@ def test_a_prompt_holds_one_slot_for_each_image_token(answerer):
 @pytest.mark.parametrize("draw", few([draw_plainly, draw_smoothly, draw_framed], [draw_framed]))
 def test_it_answers_strangers(answerer, draw):
     """Drawn by other programs than those of training. The goals are in `tests/e2e/test_accuracy.py`."""
-    score = evaluate(answerer, list(make_cases(3, seed=7, draw=draw)))
+    score = evaluate(answerer, list(make_cases(2, seed=7, draw=draw)))
     assert score.accuracy() > FLOOR
 
 
@@ -111,10 +111,3 @@ def test_the_last_answer_of_a_conversation_is_not_given_away(cases):
         assert all(
             isinstance(message, Message) and message.answer for message in case.messages[:-1]
         )
-
-
-def test_the_same_seed_asks_the_same(cases):
-    again = list(make_cases(3))
-    assert [case.messages[-1].question for case in again] == [
-        case.messages[-1].question for case in cases
-    ]

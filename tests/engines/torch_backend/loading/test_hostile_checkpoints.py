@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 import tracemalloc
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
 from tests.engines.torch_backend.models.family_table import named, write_checkpoint
+from tests.long import few
 
 WITHIN_S = 5.0
 MAX_BYTES = 64 * 1024 * 1024
@@ -82,8 +84,20 @@ JSON_FILES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("content", ["[]", "5", DEEP, '{"a": ' + DEEP + "}", "{", "\ufffd"])
-@pytest.mark.parametrize("file", JSON_FILES)
+NO_OBJECTS = ("[]", "5", DEEP, '{"a": ' + DEEP + "}", "{", "\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    few(
+        product(JSON_FILES, NO_OBJECTS),
+        [
+            (file, NO_OBJECTS[(place + n) % 6])
+            for place, file in enumerate(JSON_FILES)
+            for n in (0, 3)
+        ],
+    ),
+)
 def test_a_file_that_is_no_object(file: str, content: str, checkpoint: Path) -> None:
     if file == "processor_config.json":  # it is asked for the template
         (checkpoint / "chat_template.jinja").unlink()

@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
@@ -50,6 +49,8 @@ from tests.engines.torch_backend.models.test_families import (
     load,
     make_request,
 )
+from tests.engines.torch_backend.models.test_video import WAYS, Question, ask_of
+from tests.engines.torch_backend.models.test_video import pool as pool
 from tests.engines.torch_backend.ways import Way
 from tests.factories_audio import SOUNDS, make_audio, sound
 from tests.factories_queue import make_request as make_queue_request
@@ -63,13 +64,8 @@ from worker.prepare.video_pool import VideoPool
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 RATE = 16_000
 QUICK = frozenset({"GLM-ASR", "Qwen2-Audio"})
-WAYS: list[Way] = [
-    ways.run_alone, ways.run_batched, ways.run_one_after_another_has_begun, ways.run_beside_smooth_streams,
-    ways.run_chunked, ways.run_prefix_cached, ways.run_encoder_cached, ways.run_taken_over,
-]  # fmt: skip
 QUICK_WAYS: list[Way] = [ways.run_alone, ways.run_chunked, ways.run_encoder_cached]
 #: Strings are texts and names of files; numbers are seeds of images.
-Question = list[str | int]
 QUESTIONS: dict[str, Question] = {
     "audio": ["wav", "What is it?"],
     "again": ["wav", "What else?"],
@@ -217,13 +213,6 @@ ANY_LENGTH = frozenset({"Voxtral"})
 RUN = [family for family in AUDIO_FAMILIES if IS_LONG or family.name in QUICK]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[VideoPool]:
-    pool = VideoPool(1, LimitSettings())
-    yield pool
-    pool.close()
-
-
 def process(pool: VideoPool, processor: ChatProcessor, data: bytes, media_type: str) -> Any:
     with pool.open_audio(io.BytesIO(data), ImageRef("", len(data), media_type, 0, 0)) as audio:
         return processor.process_audio(audio)
@@ -238,20 +227,11 @@ def samples_of(pool: VideoPool, name: str) -> np.ndarray:
 
 
 def ask(pool: VideoPool, processor: ChatProcessor, question: Question) -> Prompt:
-    parts: list[TextPart | ImagePart] = []
-    media: list[tuple[str, Any]] = []
-    for part in question:
-        if isinstance(part, str) and part not in SOUNDS:
-            parts.append(TextPart(part))
-            continue
-        parts.append(ImagePart(len(media)))
-        if isinstance(part, str):
-            media.append((part, process(pool, processor, sound(part), SOUNDS[part][1])))
-        else:
-            media.append(
-                (f"{part}", processor.process_image(decode_image(make_image(28, 28, part))))
-            )
-    return processor.build_prompt([ChatMessage("user", tuple(parts))], media)
+    return ask_of(processor, question, SOUNDS, lambda name: read(pool, processor, name))
+
+
+def read(pool: VideoPool, processor: ChatProcessor, name: str) -> Any:
+    return process(pool, processor, sound(name), SOUNDS[name][1])
 
 
 def their_inputs(
@@ -291,7 +271,7 @@ def loaded(
     assert family.architecture in TAKES_AUDIO
     directory = tmp_path_factory.mktemp("family")
     family_table.write_checkpoint(family, directory)
-    test_families.allow_large_images(directory)
+    test_families.lengthen_context(directory)
     model, processor = load(directory)
     assert processor.max_audio_s > 0
     theirs = test_families.load_reference(directory, family.auto)
@@ -356,7 +336,7 @@ def test_a_stream_goes_on_beside_ten_minutes_of_audio(
 ) -> None:
     [family] = [each for each in AUDIO_FAMILIES if each.name == name]
     family_table.write_checkpoint(family, tmp_path)
-    test_families.allow_large_images(tmp_path)
+    test_families.lengthen_context(tmp_path)
     for file in tmp_path.glob("*processor_config.json"):
         file.write_text(file.read_text().replace('"max_audio_len": 40', '"max_audio_len": 600'))
     model, processor = load(tmp_path)

@@ -423,13 +423,6 @@ def test_weights_that_do_not_fit_are_named(
         load(tmp_path)
 
 
-def test_the_context_is_the_models_own(tmp_path: Path) -> None:
-    write_checkpoint(WINDOWED, tmp_path)
-    model, processor = load(tmp_path)
-    assert model.config.text.max_position_embeddings == TEXT["max_position_embeddings"]
-    assert processor.max_model_len == TEXT["max_position_embeddings"]
-
-
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
     """Every way gives the same tokens, and they are those of the weights that the integers stand for."""

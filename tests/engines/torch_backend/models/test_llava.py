@@ -61,14 +61,6 @@ def test_layers_after_the_last_one_read_are_not_built():
     assert len(tower.blocks) == config.num_layers - 1
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [(1152, 4304), (96, 257), (48, 191)])
-def test_an_inner_width_that_is_no_simple_multiple_is_kept(hidden, inner):
-    config = make_vision_config(hidden_size=hidden, intermediate_size=inner)
-    with torch.device("meta"):
-        tower = VisionTower(config, (-1,), with_class_token=False)
-    assert tower.blocks[0].mlp["fc1"].out_features == inner
-
-
 @pytest.mark.parametrize("layer", [0, 4, -4])
 def test_a_layer_that_the_tower_does_not_have_is_refused_by_name(layer):
     with pytest.raises(UnsupportedCheckpoint, match=f"vision_feature_layer {layer}"):

@@ -1,7 +1,7 @@
 """Videos: the tokens of transformers for the same file, by every way, and frames that transformers would sample."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,15 +218,22 @@ def process(
 
 
 def ask(pool: VideoPool, processor: ChatProcessor, question: Question) -> Prompt:
+    return ask_of(processor, question, CLIPS, lambda name: process(pool, processor, name)[1])
+
+
+def ask_of(
+    processor: ChatProcessor, question: Question, names: Container[str], read: Callable[[str], Any]
+) -> Prompt:
+    """The prompt of a question with named media, which `read` makes ready for the model."""
     parts: list[TextPart | ImagePart] = []
     media: list[tuple[str, Any]] = []
     for part in question:
-        if isinstance(part, str) and part not in CLIPS:
+        if isinstance(part, str) and part not in names:
             parts.append(TextPart(part))
             continue
         parts.append(ImagePart(len(media)))
         if isinstance(part, str):
-            media.append((part, process(pool, processor, part)[1]))
+            media.append((part, read(part)))
         else:
             media.append(
                 (f"{part}", processor.process_image(decode_image(make_image(28, 28, part))))
@@ -469,7 +476,7 @@ def test_a_stream_goes_on_beside_a_video_of_64_frames(pool: VideoPool, tmp_path:
         processor.video_processor.size = {"shortest_edge": 784 * 2, "longest_edge": 2**26}
 
     family_table.write_checkpoint(row("Qwen3-VL", _RUN, enlarge), tmp_path)
-    test_families.allow_large_images(tmp_path)
+    test_families.lengthen_context(tmp_path)
     model, processor = load(tmp_path)
     _, made = process(pool, processor, "large", num_frames=64)
     parts = (ImagePart(0), TextPart("What moves?"))
