@@ -18,7 +18,6 @@ from transformers import AutoProcessor
 
 from engines.base import InvalidImage, InvalidRequest
 from engines.core.sequence import ImageInput, Prompt
-from engines.image_decoder import decode_image
 from engines.registry import create_engine
 from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.models.generic.family import FAMILY
