@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-_READ_BYTES = {"cpu": 128 * 1024**2, "cuda": 4 * 1024**3}  # beyond every cache
+_READ_BYTES = {"cpu": 256 * 1024**2, "cuda": 4 * 1024**3}  # beyond every cache
 _MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 _TRIES = 5
 
@@ -35,7 +35,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """A second of reading and multiplying."""
     cpu = cpu_name()
     return Machine(
-        device=device_name(device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         cpu=cpu,
         num_threads=torch.get_num_threads(),
         torch_version=torch.__version__,
@@ -43,11 +43,6 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
         bytes_per_s=_measure_bandwidth(device),
         flops_per_s=_measure_arithmetic(device, dtype),
     )
-
-
-def device_name(device: torch.device) -> str:
-    """The model of the GPU, or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -58,7 +53,10 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _measure_bandwidth(device: torch.device) -> float:
-    """Of a matrix that a vector is multiplied with: the form of decoding."""
+    """On a CPU of a sum of integers, which reads twice as fast as a product of floats."""
+    if device.type == "cpu":
+        numbers = torch.ones(_READ_BYTES["cpu"] // 8, dtype=torch.int64)
+        return numbers.nbytes / _best_s(numbers.sum, device)
     rows = torch.ones(_READ_BYTES[device.type] // (4 * 4096), 4096, device=device)
     vector = torch.ones(4096, device=device)
     return rows.nbytes / _best_s(lambda: torch.mv(rows, vector), device)
