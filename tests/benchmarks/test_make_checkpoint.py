@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import engines.torch_backend  # noqa: F401  isort: skip  before transformers imports torchvision
 import pytest
 import torch
 from safetensors import safe_open
@@ -122,7 +123,7 @@ def test_a_shape_of_transformers_has_its_own_image_processor(
 
     family, config = find_family(tmp_path)
     processor, size = family.processor(tmp_path, config), (280, 140)
-    assert processor.process(make_image(*size, 1), size, decode_image).num_slots == num_slots
+    assert processor.process(decode_image(make_image(*size, 1), size)).num_slots == num_slots
 
 
 def test_an_unknown_shape_is_told_with_the_known_ones(tmp_path: Path) -> None:
