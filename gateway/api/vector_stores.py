@@ -73,14 +73,14 @@ FileIds = Annotated[
 ItemId = Annotated[str, Meta(min_length=1, max_length=MAX_ITEM_ID_CHARS)]
 Vector = list[float] | str
 
-
-# Requests
 #: OpenAI's defaults, in tokens.
 CHUNK_TOKENS, OVERLAP_TOKENS = 800, 400
 #: Maximum size of a chunk relative to the model's context, as token counts are estimates.
 _CHUNK_SHARE = 0.75
 #: Preferred ends of a chunk, the best first, in its last quarter.
 _ENDS = ("\n\n", "\n", ". ", " ")
+
+# Requests
 
 
 class ExpiresAfter(RequestStruct, frozen=True, kw_only=True):
@@ -436,12 +436,8 @@ class FileContent(msgspec.Struct):
 
 
 def _content(item: wire.Item) -> list[Content]:
-    pieces = []
-    if item.text:
-        pieces.append(Content("text", item.text))
-    if item.image:
-        pieces.append(Content("image_url", image_url={"url": item.image}))
-    return pieces
+    texts = [Content("text", item.text)] if item.text else []
+    return texts + ([Content("image_url", image_url={"url": item.image})] if item.image else [])
 
 
 def to_stored(item: wire.Item) -> StoredItem:
@@ -451,14 +447,8 @@ def to_stored(item: wire.Item) -> StoredItem:
 
 def to_hit(hit: wire.Hit) -> SearchHit:
     item = hit.item
-    return SearchHit(
-        id=item.id,
-        file_id=item.file_id or item.id,
-        filename=item.filename or item.id,
-        score=hit.score,
-        attributes=item.attributes,
-        content=_content(item),
-    )
+    file_id, filename = item.file_id or item.id, item.filename or item.id
+    return SearchHit(item.id, file_id, filename, hit.score, item.attributes, _content(item))
 
 
 def check_text(param: str, value: str) -> str:
@@ -767,8 +757,7 @@ class VectorStores(Resource):
         """List vector stores."""
         asked = wire.ListStores(tenant=caller.tenant, page=query.page)
         records, has_more = query.cut(await self._search.ask(asked))
-        data = [VectorStore.of(record) for record in records]
-        return StoreList.of(data, has_more)
+        return StoreList.of([VectorStore.of(record) for record in records], has_more)
 
     @operation("GET", _STORE)
     async def retrieve_vector_store(self, caller: Caller) -> VectorStore:
@@ -1100,8 +1089,7 @@ class VectorStores(Resource):
     ) -> StoreFileList:
         """List the files of a file batch."""
         files, has_more = query.choose((await self._find_batch(caller)).files)
-        data = [StoreFileObject.of(file) for file in files]
-        return StoreFileList.of(data, has_more)
+        return StoreFileList.of([StoreFileObject.of(file) for file in files], has_more)
 
     @operation("GET", _FILES)
     async def list_vector_store_files(self, caller: Caller, query: FilesQuery) -> StoreFileList:
@@ -1111,8 +1099,7 @@ class VectorStores(Resource):
             return StoreFileList.of([], False)
         asked = wire.ListStoreFiles(tenant=caller.tenant, store=store.id, page=query.page)
         records, has_more = query.cut(await self._search.ask(asked))
-        data = [StoreFileObject.of(record) for record in records]
-        return StoreFileList.of(data, has_more)
+        return StoreFileList.of([StoreFileObject.of(record) for record in records], has_more)
 
     @operation("GET", _FILE)
     async def retrieve_vector_store_file(self, caller: Caller) -> StoreFileObject:
