@@ -252,8 +252,5 @@ def confine() -> bool:
 
 
 def hide_process() -> bool:
-    """Hide environment and memory from other processes of this user, and disable core dumps.
-
-    Returns False if the kernel does not support it.
-    """
+    """Hide environment and memory from the user's other processes, without core dumps. False: not supported."""
     return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0

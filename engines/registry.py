@@ -218,10 +218,7 @@ def check_settings(values: Mapping[str, object]) -> EngineSettings:
 
 
 def check_package(values: Mapping[str, object], paths: Collection[str]) -> None:
-    """Check that the engine of the settings can run a model package. Raises: EngineStartError.
-
-    An unknown engine is assumed to need a checkpoint.
-    """
+    """Check that the engine, if known, can run a model package. Raises: EngineStartError."""
     name = kind_of(values)
     kind = find_kind(name)
     if kind is not None and kind.runs_code:

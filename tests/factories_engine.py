@@ -23,6 +23,7 @@ from engines.mock.engine import (
     MockStep,
 )
 from shared.protocol import FinishReason, Priority, SamplingParams, Usage
+from tests.integrity import check_scheduler
 
 EOS_ID = 9999
 
@@ -124,7 +125,7 @@ def run_step(
         for item in batch.items
     ]
     scheduler.update(batch, StepResult(choices, num_computed=fewer, over_budget=over_budget))
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return batch
 
 
@@ -315,7 +316,7 @@ def run_all(engine: Engine, *requests: EngineRequest) -> dict[str, Transcript]:
         for output in engine.step():
             transcripts[output.request_id].append(output)
         if isinstance(engine, BatchingEngine):
-            engine.scheduler.check_integrity()
+            check_scheduler(engine.scheduler)
     return transcripts
 
 

@@ -32,6 +32,7 @@ from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
+from tests.integrity import check_scheduler
 
 IMAGE_TOKEN_ID = 90
 #: Prompts with none, one and several images, which are given as seeds.
@@ -312,7 +313,7 @@ def prefill_progress(engine: BatchingEngine, request: EngineRequest) -> list[tup
     found = []
     while not found or found[-1][1] < len(request.prompt_token_ids):
         engine.step()
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         computed = engine.scheduler.find(request.request_id).num_computed_tokens
         found.append((engine.runner.encoder_cache_counts()[0], computed))
     return found

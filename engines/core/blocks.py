@@ -5,12 +5,12 @@ ids, every image in it with its position, and the tenant's salt.
 """
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engines.core.sequence import ImageInput, Sequence, SequenceStatus
+from engines.core.sequence import ImageInput, Sequence
 
 
 @dataclass(slots=True)
@@ -83,10 +83,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Published blocks of the sequence's longest cached prefix.
-
-        The last token is always computed, because the next one is sampled from it.
-        """
+        """The longest cached prefix, without the last token: the next one is sampled from it."""
         if not self._enable_prefix_cache:
             return []
         found: list[int] = []
@@ -200,42 +197,6 @@ class BlockManager:
         self._is_parking = False
         while self._parked:
             self._give_back(self._parked.pop())
-
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare the state with the block tables of all sequences. Raises: AssertionError."""
-        holders = Counter(block_id for table in self._parked for block_id in table)
-        for sequence in sequences:
-            holders.update(sequence.block_ids)
-            self._check_table(sequence)
-        free = [*self._empty, *self._evictable]
-        assert len(set(free)) == len(free), "a block is free twice"
-        for block_id, block in enumerate(self._blocks):
-            assert block.ref_count == holders[block_id], "wrong reference count"
-        assert set(free) == set(range(self.num_blocks)) - self.lent
-        assert all(self._blocks[block_id].block_hash is None for block_id in self._empty)
-        published = {
-            block.block_hash: block_id
-            for block_id, block in enumerate(self._blocks)
-            if block.block_hash is not None
-        }
-        assert published == self._published, "published blocks and their hashes disagree"
-
-    def _check_table(self, sequence: Sequence) -> None:
-        """Check that published blocks match the sequence, and that it writes to unshared blocks only."""
-        assert len(set(sequence.block_ids)) == len(sequence.block_ids), "a table has a block twice"
-        assert sequence.status is SequenceStatus.RUNNING or not sequence.block_ids
-        assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
-        num_full = sequence.num_computed_tokens // self.block_size
-        for index, block_id in enumerate(sequence.block_ids):
-            block = self._blocks[block_id]
-            if block.block_hash is None:
-                is_shared = block.ref_count > 1
-                assert block.is_withdrawn or not is_shared, "an unpublished block is shared"
-                continue
-            tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
-            assert index < num_full, "a published block would be written to"
-            assert block.block_hash == self._block_hash(sequence, index), "another prefix's block"
-            assert block.token_ids == tokens, "a block has other tokens"
 
     def _give_back(self, block_ids: list[int]) -> None:
         """Release blocks last first, so that a prefix is evicted from its end."""

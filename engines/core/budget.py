@@ -54,10 +54,7 @@ class StepBudget(msgspec.Struct):
         return num_pending if num_pending < self.num_tokens else self.num_tokens
 
     def take(self, num_new: int, num_pending: int, *, is_over_budget: bool = False) -> None:
-        """Spend tokens, possibly more than are left.
-
-        A request that waits for its image (`is_over_budget`) does not use prefill budget.
-        """
+        """Spend tokens, possibly more than are left; no prefill budget if the request waits for its image."""
         self.num_tokens = left if (left := self.num_tokens - num_new) > 0 else 0
         if num_pending > 1 and not is_over_budget:
             self.num_prefill_tokens = max(0, self.num_prefill_tokens - num_new)

@@ -102,10 +102,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         return True
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
-        """Build the prompt and compile the grammar.
-
-        Raises: InvalidRequest, BadGrammar, GrammarTooComplex.
-        """
+        """Build the prompt and compile the grammar. Raises: InvalidRequest, BadGrammar, GrammarTooComplex."""
         # the worker checks the task against the capabilities
         assert isinstance(call.task, Generate)
         tools = self._choose_tools(call.task.tools)

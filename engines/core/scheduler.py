@@ -55,10 +55,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def schedule(self) -> Batch:
-        """Plan the next step and allocate its blocks.
-
-        After a failed step it may be called again without `update`.
-        """
+        """Plan the next step and allocate its blocks. After a failed step it may be called again without `update`."""
         self.blocks.begin_step()
         if self.waiting:
             self._make_way()
@@ -132,22 +129,6 @@ class Scheduler:
             return True
         first, youngest = next(iter(self.waiting.values())), next(reversed(self.running.values()))
         return youngest.is_preemptible and not first.is_preemptible
-
-    def check_integrity(self) -> None:
-        """Check queues, states and blocks. Raises: AssertionError."""
-        assert len(self.running) <= self.max_num_seqs
-        for sequence in self.running.values():
-            assert sequence.status is SequenceStatus.RUNNING
-        for queue in (self.running, self.waiting):
-            ranks = [sequence.is_preemptible for sequence in queue.values()]
-            assert ranks == sorted(ranks)
-        for sequence in self.waiting.values():
-            assert sequence.status is SequenceStatus.WAITING
-            assert sequence.num_computed_tokens == 0
-        for sequence in (*self.running.values(), *self.waiting.values()):
-            assert sequence.finish_reason is None
-            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
-        self.blocks.check_integrity((*self.running.values(), *self.waiting.values()))
 
     def _make_way(self) -> None:
         """Preempt batch sequences, youngest first, for the first waiting interactive sequence.

@@ -211,10 +211,7 @@ class Speculator:
     def draft(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int
     ) -> tuple[int, ...]:
-        """A draft of at most `most` tokens; empty if it does not pay.
-
-        `most_beside` is the limit if some sequences of the step have no draft.
-        """
+        """A draft of at most `most` tokens, `most_beside` if sequences have none; empty if it does not pay."""
         self.is_asked = True
         history, constraint = sequence.history, sequence.constraint
         num_tokens = len(sequence.token_ids)

@@ -437,10 +437,7 @@ def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
 
 
 class MockEngine(BatchingEngine):
-    """The engine over a mock. It calls functions whenever it may, and answers tool results with text.
-
-    Images are opened but not decoded.
-    """
+    """The engine over a mock: functions are called whenever allowed, and images opened but not decoded."""
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> tuple[int, int]:
         try:

@@ -93,10 +93,7 @@ def list_models() -> list[CachedModel]:
 
 
 def remove(model: str, confirm: Callable[[str], bool]) -> int | None:
-    """Remove a model, or one revision `org/name@revision`, from the cache.
-
-    Returns: freed bytes; None if `confirm` declined. Raises: NotCached.
-    """
+    """Remove a model or a revision. Returns: freed bytes; None if `confirm` declined. Raises: NotCached."""
     parsed = parse_hub_id(model)
     if model in BUILT_IN or parsed is None:
         raise NotCached(

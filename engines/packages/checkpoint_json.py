@@ -32,28 +32,30 @@ def name_some(names: list[str], most: int) -> str:
 
 def read_json(file: Path) -> "Fields":
     """The object in a file, empty if there is no file. Raises: UnsupportedCheckpoint."""
+    content = load_json(file, {})
+    if not isinstance(content, dict):
+        raise UnsupportedCheckpoint(f"{file.name} is not a JSON object")
+    return Fields(file.name, content)
+
+
+def load_json(file: Path, default: Any) -> Any:
+    """The content of a file, `default` if there is none. Raises: UnsupportedCheckpoint."""
     name = file.name
     if not file.is_file():
-        return Fields(name, {})
+        return default
     if file.stat().st_size > MAX_FILE_BYTES:
         raise UnsupportedCheckpoint(f"{name} is larger than {MAX_FILE_BYTES} bytes")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except RecursionError:
         raise UnsupportedCheckpoint(f"{name} is nested too deeply") from None
     except ValueError as error:
         raise UnsupportedCheckpoint(f"{name} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UnsupportedCheckpoint(f"{name} is not a JSON object")
-    return Fields(name, content)
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object of a JSON file. A field that is absent or null has its default.
-
-    All methods raise UnsupportedCheckpoint for an invalid field.
-    """
+    """An object of a JSON file; absent is null. All methods raise UnsupportedCheckpoint for an invalid field."""
 
     file: str
     values: Mapping[str, Any]

@@ -215,10 +215,7 @@ def _snapshot(repo: str, revision: str | None, *, small: bool = False, **options
 
 
 def find_missing_weights(directory: Path, names: Set[str]) -> list[str]:
-    """Weight files in the directory's index that are not among `names`.
-
-    Raises: UnsupportedCheckpoint.
-    """
+    """Weight files in the directory's index that are not among `names`. Raises: UnsupportedCheckpoint."""
     shards = read_json(directory / _INDEX_FILE).section("weight_map").values.values()
     return sorted({shard for shard in shards if isinstance(shard, str)} - names)
 

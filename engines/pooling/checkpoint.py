@@ -4,13 +4,12 @@ Source: sentence-transformers, `modules.json` and the `config.json` of its modul
 """
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from engines.base import UnsupportedCheckpoint
-from engines.packages.checkpoint_json import read_json
+from engines.packages.checkpoint_json import load_json, read_json
 
 Pooling = Literal["cls", "mean", "max", "last"]
 #: Names in the files: flags in older versions, one word in newer ones.
@@ -25,7 +24,6 @@ _MODES: dict[str, Pooling] = {
     "max_tokens": "max",
 }
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
-_MAX_BYTES = 1024 * 1024
 _MAX_SIZE = 1 << 16  # of a vector
 #: Files that determine the output.
 _DIGESTED = ("*.safetensors", "*.json", "*/*.json", "*.txt", "*.model")
@@ -98,15 +96,7 @@ def read_sentence_config(directory: Path) -> SentenceConfig:
 
 
 def _read_modules(directory: Path) -> list[dict[str, Any]]:
-    file = directory / "modules.json"
-    if not file.is_file():
-        return []
-    if file.stat().st_size > _MAX_BYTES:
-        raise UnsupportedCheckpoint(f"modules.json is larger than {_MAX_BYTES} bytes")
-    try:
-        modules = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedCheckpoint(f"modules.json is not JSON: {error}") from None
+    modules = load_json(directory / "modules.json", [])
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise UnsupportedCheckpoint("modules.json is not a list of objects")
     return modules

@@ -153,10 +153,7 @@ def find_kind(directory: Path) -> tuple[Any, Any]:
 
 
 def find_engine(directory: Path, num_weight_bytes: int) -> str:
-    """The engine that runs a model on this machine, at its lowest precision.
-
-    Raises: UnsupportedCheckpoint, ModelTooLarge.
-    """
+    """The engine for a model, at this machine's lowest precision. Raises: UnsupportedCheckpoint, ModelTooLarge."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         check_model(directory, num_weight_bytes, device, "int4")

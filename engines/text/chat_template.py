@@ -213,10 +213,7 @@ class CompiledTemplate:
         *,
         is_answered: bool = True,
     ) -> str:
-        """The text of a conversation. `options` are further variables, `tools` functions.
-
-        Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`.
-        """
+        """`options`: further variables. Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`."""
         num_chars = sum(_count_chars(each) for each in (*messages, *tools))
         num_left = max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
         pieces: list[str] = []
@@ -571,10 +568,7 @@ def with_videos(source: str, for_videos: str) -> str:
 
 
 def read_chat_template(directory: Path) -> str | None:
-    """The template of a checkpoint, searched in the order of transformers.
-
-    Raises: UnsupportedCheckpoint for files that are not JSON.
-    """
+    """The template of a checkpoint, searched as transformers does. Raises: UnsupportedCheckpoint if not JSON."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

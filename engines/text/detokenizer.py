@@ -143,10 +143,7 @@ class StopStrings:
         self._held = ""
 
     def release(self, text: str) -> str:
-        """Add text; returns the text that can no longer be part of a stop string.
-
-        The stop string that is complete first counts; of several, the longest.
-        """
+        """Add text; returns what is of no stop string. The first complete one counts; of several, the longest."""
         if self.is_stopped:
             return ""
         known = self._held + text

@@ -188,9 +188,7 @@ class GrammarCompiler:
         reasoning: Reasoning | None,
         spelled: Mapping[int, str] = NOTHING_SPELLED,
     ) -> "GrammarCompiler | None":
-        """None if grammars are not supported: without an end-of-sequence token, for formats with channels (as of
-        gpt-oss), or without llguidance.
-        """
+        """None without an end-of-sequence token or llguidance, or for formats with channels (as of gpt-oss)."""
         has_parts = reasoning is not None and bool(reasoning.form.head_end)
         ends = any(token_id < vocab_size for token_id in tokenizer.eos_token_ids)
         if has_parts or not ends or find_spec("llguidance") is None:
@@ -199,10 +197,7 @@ class GrammarCompiler:
         return cls(tokenizer, vocab_size, reasoning, {**of_reasoning, **spelled})
 
     def compile(self, grammar: Grammar, *, is_thinking: bool = False) -> Constraint:
-        """Compile a grammar. Blocks, but releases the GIL.
-
-        `is_thinking`: the prompt ends within the reasoning. Raises: BadGrammar, GrammarTooComplex.
-        """
+        """Blocks without the GIL. `is_thinking`: within the reasoning. Raises: BadGrammar, GrammarTooComplex."""
         try:
             is_json = grammar.kind == "json"
             return self._constrain(*_to_body(grammar), is_thinking=is_thinking, is_json=is_json)

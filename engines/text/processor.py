@@ -513,10 +513,7 @@ class ChatProcessor:
 
 
 def example_prompt(processor: ChatProcessor) -> Prompt | None:
-    """A question about a generated image, processed like a request's. None for a text-only model.
-
-    Raises: UnsupportedCheckpoint if the processor refuses it.
-    """
+    """A question about a generated image; None for a text-only model. Raises: UnsupportedCheckpoint if refused."""
     if not processor.image_tokens:
         return None
     across, down = Image.linear_gradient("L").resize(_EXAMPLE_SIZE), Image.radial_gradient("L")

@@ -29,10 +29,7 @@ py_any: PY_TEXT | "True" | "False" | "None" | py_json"""
 
 
 def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) -> list[str]:
-    """The rule `name` and its sub-rules: a function's keyword arguments in the order of its schema.
-
-    `is_loose`: any arguments. Raises: Refusal.
-    """
+    """Rule and sub-rules: keyword arguments in the schema's order. `is_loose`: any arguments. Raises: Refusal."""
     schema: dict[str, Any] = {} if is_loose else json.loads(function.parameters)
     properties = schema.get("properties") or {}
     required = schema.get("required") or []

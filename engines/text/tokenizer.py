@@ -23,10 +23,7 @@ _MAX_TOKEN_BYTES = 512
 
 
 class HfTokenizer:
-    """Implements `Tokenizer`.
-
-    Added tokens that the chat `template` spells are control tokens too. Raises: UnsupportedCheckpoint.
-    """
+    """Added tokens that the chat `template` spells are control tokens too. Raises: UnsupportedCheckpoint."""
 
     def __init__(self, directory: Path, image_token_id: int | None, template: str = "") -> None:
         """`image_token_id` is None for a text-only model."""

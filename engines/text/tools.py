@@ -59,10 +59,7 @@ PYTHONIC = ToolFormat("pythonic", "", "[", "(", ", ", "]", "", ")", is_pythonic=
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
-    """The format of a chat template that lists functions; None if it is not supported.
-
-    Source: the chat templates of the families, as they are published.
-    """
+    """The format of a published family's chat template that lists functions; None if not supported."""
     if "<tool_call>" in template:
         is_xml = "<arg_key>" in template or "<function=" in template
         return None if is_xml else HERMES
@@ -93,10 +90,7 @@ def to_shown(call: ToolCall) -> dict[str, Any]:
 
 
 def to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool = False) -> str:
-    """Lark rules `calls`, and `said` for text that may end with calls.
-
-    `is_loose`: arguments are any object.
-    """
+    """Lark rules `calls`, and `said` for text that may end with calls. `is_loose`: arguments are any object."""
     rules = [f"begun: {json.dumps(form.begin)} one" if form.begin else "begun: one"]
     names = []
     for place, function in enumerate(tools.functions):

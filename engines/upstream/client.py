@@ -28,10 +28,7 @@ _SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.\deE]+)$", re.M)
 
 
 class StreamEvent(msgspec.Struct, frozen=True):
-    """One server-sent event, or the end of a stream.
-
-    `refused`: the server answered `status` and `data`. `broken`: the stream ended, but the server is healthy.
-    """
+    """An event, or a stream's end. `refused`: by `status` and `data`; `broken`: the server is still healthy."""
 
     stream_id: str
     kind: Literal["data", "refused", "broken"]

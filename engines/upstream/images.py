@@ -90,10 +90,7 @@ def to_wav(samples: bytes, rate: int) -> WavFile:
 
 
 def find_image_token(directory: Path, template: str) -> int | None:
-    """The token that the chat template writes for an image; None for a text-only model.
-
-    Raises: UnsupportedCheckpoint.
-    """
+    """The template's token for an image; None for a text-only model. Raises: UnsupportedCheckpoint."""
     config = read_json(directory / "config.json")
     ids = [found for name in _TOKEN_FIELDS if isinstance(found := config.get(name), int)]
     added = read_json(directory / "tokenizer.json").get("added_tokens") or []

@@ -170,10 +170,7 @@ class LlamaServer(Dialect):
         return chunk
 
     def recover(self, chunk: Chunk, num_missing: int) -> None:
-        """Add the tokens before `chunk.tokens` whose ids the server has not reported.
-
-        At the end these are the end token, and tokens of an incomplete character.
-        """
+        """Add unreported tokens before `chunk.tokens`; at the end the end token, and parts of a character."""
         if chunk.finish is not None:
             ends = self._tokenizer.eos_token_ids
             if chunk.finish is FinishReason.STOP and len(ends) == 1:

@@ -81,10 +81,7 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
 def connect(
     settings: ServerSettings, num_streams: int, silence_s: float, progress: Progress | None
 ) -> tuple[UpstreamClient, dict[str, Any]]:
-    """Connect to a server of OpenAI's API. Returns: the client, and the model's entry of `GET /v1/models`.
-
-    Raises: EngineStartError, EngineLoadFailed.
-    """
+    """The client, and the model's entry of `GET /v1/models`. Raises: EngineStartError, EngineLoadFailed."""
     if not settings.url:
         raise EngineStartError("VLM_ENGINE__URL: this engine needs the address of a server")
     key = settings.api_key.get_secret_value()

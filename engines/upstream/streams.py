@@ -100,11 +100,6 @@ class StreamEngine(Engine[Request]):
         self._num_steps = 0
         self.startup_s: dict[str, float] = {}
 
-    @property
-    def server_pid(self) -> int | None:
-        """Process id of a server that was started here."""
-        return None if self._server is None else self._server.pid
-
     def wake(self) -> None:
         self._client.wake()
 

@@ -85,10 +85,7 @@ _ROTARY = "rope_freqs.weight"
 
 
 def open_checkpoint(path: Path, cache: Path | None = None) -> Path:
-    """The directory of a checkpoint. For a GGUF file it is created in the cache, with links to the weights.
-
-    Raises: UnsupportedCheckpoint.
-    """
+    """A checkpoint's directory; for a GGUF file one in the cache, with links. Raises: UnsupportedCheckpoint."""
     if path.is_dir():
         return path
     files = find_files(path)
@@ -96,10 +93,7 @@ def open_checkpoint(path: Path, cache: Path | None = None) -> Path:
 
 
 def open_tokenizer(path: Path, cache: Path | None = None) -> Path:
-    """A directory in the cache with tokenizer and chat template of a GGUF file of any architecture.
-
-    Raises: UnsupportedCheckpoint.
-    """
+    """A directory in the cache with a GGUF file's tokenizer and chat template. Raises: UnsupportedCheckpoint."""
     file = path.resolve()
     return _open(path, [file], partial(write_tokenizer, file), cache, "tokenizer-")
 

@@ -220,6 +220,6 @@ def find_published(
 
 def find_layer(model: nn.Module, path: str) -> nn.Module | None:
     try:
-        return model.get_submodule(path) if path else None
+        return model.get_submodule(path)
     except AttributeError:
         return None

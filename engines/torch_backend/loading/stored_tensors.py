@@ -78,10 +78,7 @@ def finite(name: str, weight: Tensor) -> Tensor:
 
 
 def list_tensors(directory: Path) -> list[StoredTensor]:
-    """List the tensors in the safetensors files of a checkpoint, without reading weights.
-
-    Raises: UnsupportedCheckpoint.
-    """
+    """List the tensors in a checkpoint's safetensors files, without weights. Raises: UnsupportedCheckpoint."""
     stored: list[StoredTensor] = []
     for file in _weight_files(directory):
         if not file.is_file():

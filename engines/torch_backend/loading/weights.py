@@ -25,7 +25,7 @@ from engines.torch_backend.layers.linear import (
 )
 from engines.torch_backend.loading.formats.reader import StoredLinear
 from engines.torch_backend.loading.gguf_checkpoint import list_weights
-from engines.torch_backend.loading.published import PublishedLinears, find_published
+from engines.torch_backend.loading.published import PublishedLinears, find_layer, find_published
 from engines.torch_backend.loading.stored_tensors import StoredTensor
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.config import UnsupportedCheckpoint
@@ -104,10 +104,7 @@ class WeightReader:
         path, _, name = (self.rename(stored_name) or "").rpartition(".")
         if not stored_name.endswith(name):
             return None, stored_name
-        try:
-            return self.model.get_submodule(path), name
-        except AttributeError:  # an unknown weight, which `take` refuses by name
-            return None, name
+        return find_layer(self.model, path), name  # `take` refuses an unknown weight by name
 
     def _dtype_in(
         self, layer: nn.Module | None, shape: tuple[int, ...], stored: torch.dtype | None

@@ -167,10 +167,7 @@ class Loras:
     # -- in steps
     @contextmanager
     def applied(self, inputs: StepInputs) -> Iterator[None]:
-        """Add the deltas of each sequence's adapter to its rows, for one step.
-
-        Raises: SequenceFailure after the step if a layer did not add its delta once.
-        """
+        """Add the deltas of a step. Raises: SequenceFailure afterwards unless each layer added its delta once."""
         step = _AdaptedRows(inputs, self._device)
         sites = [site for site in self._sites if site.names in step.places]
         if self._decoder is not None:
@@ -249,11 +246,7 @@ class _AdaptedRows:
 
 
 def _find_sites(layers: nn.Module) -> Iterator[Site]:
-    """The groups of a decoder's layers.
-
-    Experts are skipped because they see some tokens only, and stateful layers because they run one sequence at a
-    time.
-    """
+    """Groups of a decoder's layers, without experts (of some tokens only) and stateful layers (of one sequence)."""
     names = {module: name for name, module in layers.named_modules()}
     skipped: list[str] = []
     for module, name in names.items():

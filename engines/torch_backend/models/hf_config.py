@@ -231,10 +231,11 @@ def _read_rope(section: Fields, full: Any) -> tuple[float, RopeScaling | None]:
     names = {"default": (), "linear": _FACTORS[:1], "llama3": _FACTORS}[kind]
     factors = [rope.number(name, above=0, at_most=1e6) for name in names]
     if kind != "llama3":
-        return theta, RopeScaling("linear", *factors) if factors else None
+        return theta, RopeScaling("linear", factors[0]) if factors else None
     usual = full.max_position_embeddings
     original = rope.whole("original_max_position_embeddings", usual, at_most=2**24)
-    return theta, RopeScaling("llama3", *factors, original)
+    factor, low, high = factors
+    return theta, RopeScaling("llama3", factor, low, high, original)
 
 
 def _side(section: Fields, name: str) -> int | None:

@@ -121,10 +121,7 @@ class FamilyModel(nn.Module):
     def verify(
         self, runner: Any, how: str, make_example: Callable[[], Prompt | None] | None = None
     ) -> None:
-        """Compare the runner's logits with transformers', also for a prompt with an example image.
-
-        Raises: UnsupportedCheckpoint.
-        """
+        """Compare the logits with transformers', also for a prompt with an image. Raises: UnsupportedCheckpoint."""
 
     def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
         """Token embeddings, with image features in their slots. Shapes: (N,); returns (N, C)."""

@@ -118,10 +118,7 @@ class VisionTower(nn.Module):
         self._has_float32_stream = ops.is_native
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Hidden states of the selected layers, concatenated in the channels.
-
-        Shapes: pixels (B, 3, size, size); returns (B, P or T, layers * C).
-        """
+        """Selected layers' states, concatenated. Shapes: pixels (B, 3, size, size); returns (B, P or T, layers * C)."""
         x = self.pre_layrnorm(self.embeddings(pixels))
         x = x.float() if self._has_float32_stream else x
         read: dict[int, Tensor] = {}

@@ -97,11 +97,6 @@ class EncoderCache:
         """Forget every image and all counts."""
         self.__init__(self._max_bytes)
 
-    def check_integrity(self) -> None:
-        """Check that pinned images exist, and `num_bytes`. Raises: AssertionError."""
-        assert all(keys and keys <= self._features.keys() for keys in self._pinned.values())
-        assert self.num_bytes == sum(features.nbytes for features in self._features.values())
-
     def _evict(self, num_new_bytes: int = 0) -> bool:
         """Evict entries that are not pinned, the least recently used first, until the new bytes fit the limit."""
         limit = self._max_bytes - num_new_bytes

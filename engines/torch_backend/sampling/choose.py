@@ -49,10 +49,7 @@ def random_bits(keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, num_tokens: int) -> Tensor:
-    """Standard Gumbel noise, float32: argmax(log p + noise) is distributed as p. Shapes: (B,); returns (B, V).
-
-    Source: Gumbel 1954; Maddison et al. 2014.
-    """
+    """Gumbel noise: argmax(log p + noise) has distribution p (Maddison et al. 2014). Shapes: (B,); returns (B, V)."""
     upper_half = _shift(random_bits(keys, num_tokens), 32)
     # below 1: otherwise the logarithm is infinite and the token can never be sampled
     uniform = ((upper_half + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
@@ -148,10 +145,7 @@ def _top_threshold(scores: Tensor, params: SampleParams, *, is_exact: bool) -> T
 def _threshold_among(
     scores: Tensor, width: int, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The threshold among the `width` best tokens, and which of these are kept.
-
-    Shapes: scores (B, V), limits (B, 1); returns (B,) and (B, width).
-    """
+    """Threshold and the kept of the `width` best. Shapes: (B, V), limits (B, 1); returns (B,) and (B, width)."""
     vocab_size = scores.shape[1]
     ordered = scores.topk(width, dim=-1).values
     kept = torch.arange(width, device=scores.device) < top_k

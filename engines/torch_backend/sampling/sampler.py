@@ -95,10 +95,7 @@ _FORBIDDEN = ~torch.from_numpy(
 
 
 def _apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
-    """Mask the tokens that the rows' grammars exclude. Shapes: (B, V), kept.
-
-    Raises: SequenceFailure.
-    """
+    """Mask the tokens that the rows' grammars exclude. Shapes: (B, V), kept. Raises: SequenceFailure."""
     masks = b"".join([token_mask(sequences[row]) for row in rows])
     values = torch.frombuffer(bytearray(masks), dtype=torch.uint8).to(scores.device)
     forbidden = _FORBIDDEN.to(scores.device)[values.long()].view(len(rows), -1)
@@ -130,10 +127,7 @@ def _has_penalty(sampling: SamplingParams) -> bool:
 
 
 def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
-    """Apply penalties.
-
-    Repetition (Keskar et al. 2019) counts prompt and output; frequency and presence count the output alone.
-    """
+    """Repetition (Keskar et al. 2019) counts prompt and output; frequency and presence count the output alone."""
     parts = []
     for sequence in (sequences[row] for row in rows):
         if sequence.token_counts is None:

@@ -68,7 +68,7 @@ class TileProcessor(MultimodalProcessor):
         for name, pixels in images:
             text = START + "\n".join([slot * self.tile_tokens] * len(pixels)) + END
             num_tokens = len(pixels) * (self.tile_tokens + 1) + 1
-            made.append(Item(name, num_tokens, pixels, text, PLACES[len(pixels)]))
+            made.append(Item(name, num_tokens, pixels, text))
         return made
 
     def positions(self, prompt: Prompt) -> Positions:

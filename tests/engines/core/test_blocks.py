@@ -5,6 +5,7 @@ import pytest
 from engines.core.blocks import BlockManager, hash_block, hash_root
 from engines.core.sequence import ImageInput, Sequence, SequenceStatus
 from tests.factories_engine import make_image, make_sequence
+from tests.integrity import check_blocks
 
 BLOCK_SIZE = 4
 
@@ -52,7 +53,7 @@ def test_full_computed_blocks_are_shared():
     assert second.block_ids[2] != first.block_ids[2]
     assert (blocks.num_query_tokens, blocks.num_hit_tokens) == (20, 8)
     assert second.num_cached_tokens == 8
-    blocks.check_integrity([first, second])
+    check_blocks(blocks, [first, second])
 
 
 def test_blocks_not_computed_yet_are_not_found():
@@ -94,12 +95,12 @@ def test_withdrawn_blocks_and_blocks_computed_from_them_are_not_found():
 
     assert blocks.find_prefix(make_sequence(17)) == []
     assert len(blocks.find_prefix(make_sequence(9, cache_salt="b"))) == 2
-    blocks.check_integrity([failed, holder, other])
+    check_blocks(blocks, [failed, holder, other])
     for sequence in (failed, holder):
         blocks.free(sequence)
         sequence.status = SequenceStatus.FINISHED
     compute_and_free(blocks, make_sequence(9))
-    blocks.check_integrity([other])
+    check_blocks(blocks, [other])
     assert len(blocks.find_prefix(make_sequence(17))) == 2
 
 
@@ -169,20 +170,20 @@ def test_token_ids_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch):
     assert find_shared(make_sequence(9), make_sequence(token_ids=[3] * 9)) == 0
 
 
-def test_check_integrity_sees_what_is_wrong():
+def test_check_blocks_sees_what_is_wrong():
     blocks, first, second = make_blocks(), make_sequence(10), make_sequence(10)
     for sequence in (first, second):
         compute(blocks, sequence)
-    blocks.check_integrity([first, second])
+    check_blocks(blocks, [first, second])
     with pytest.raises(AssertionError, match="reference count"):
-        blocks.check_integrity([first])
+        check_blocks(blocks, [first])
     second.num_computed_tokens = 7
     with pytest.raises(AssertionError, match="would be written to"):
-        blocks.check_integrity([first, second])
+        check_blocks(blocks, [first, second])
     second.num_computed_tokens = 10
     second.token_ids[2] = 77
     with pytest.raises(AssertionError, match="other tokens"):
-        blocks.check_integrity([first, second])
+        check_blocks(blocks, [first, second])
 
 
 def test_a_decode_token_inside_a_block_hashes_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -12,6 +12,7 @@ from tests.factories_engine import (
     run_step,
     shares,
 )
+from tests.integrity import check_scheduler
 
 
 def make_batch(num_tokens: int = 4, request_id: str = "batch", **fields):
@@ -199,7 +200,7 @@ def test_a_batch_sequence_is_passed_a_limited_number_of_times():
         scheduler.add(make_sequence(4, f"n{num_newcomers}", max_output_tokens=1))
         num_newcomers += 1
         run_step(scheduler)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         assert num_newcomers < MAX_OVERTAKES + 10
     assert num_newcomers >= MAX_OVERTAKES
 

@@ -14,6 +14,7 @@ from engines.core.speculation import History, Speculator
 from engines.registry import create_engine
 from shared.protocol import ChatMessage, Generate, Grammar, SamplingParams, TextPart
 from tests.factories_engine import make_image, make_sequence
+from tests.integrity import check_scheduler
 
 RECORD = {
     "type": "object",
@@ -131,7 +132,7 @@ def answers(engine, calls, draft=None):
             if output.finish_reason is not None:
                 answer[2], answer[3] = output.finish_reason, output.usage.num_output_tokens
                 assert len(answer[0]) == answer[3]
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     return found, engine.stats().num_steps - num_before
 
 

@@ -21,6 +21,7 @@ from tests.factories_torch import (
     run_to_end,
     smallest_chunks,
 )
+from tests.integrity import check_scheduler
 
 PAIR = make_model_pair(make_vlm_config())
 
@@ -53,7 +54,7 @@ def steps_until_first_token(engine: BatchingEngine, request_id: str) -> int:
     """Steps, in each of which the stream gets its token, before a request's first."""
     for number in range(100):
         said = {output.request_id: output for output in engine.step()}
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         assert len(said["stream"].token_ids) == 1
         if request_id in said and said[request_id].token_ids:
             return number

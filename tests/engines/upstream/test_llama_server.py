@@ -138,8 +138,8 @@ def test_the_server_is_started_and_stopped_with_the_engine(model: Path):
     assert len(answer(engine, make_call(ignore_eos=True))) > 0
     assert isinstance(engine, UpstreamEngine)
     assert engine.max_model_len == CONTEXT
-    pid = engine.server_pid
-    assert pid is not None
+    assert engine._server is not None
+    pid = engine._server.pid
     engine.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

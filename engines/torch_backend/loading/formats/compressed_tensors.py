@@ -49,14 +49,7 @@ class _Scheme:
 class CompressedTensorsReader(Reader):
     marker = ("weight_packed", "weight_scale")
     part_names = frozenset(
-        {
-            "weight",
-            "weight_packed",
-            "weight_scale",
-            "weight_zero_point",
-            "weight_shape",
-            "weight_g_idx",
-        }
+        f"weight{part}" for part in ("", "_packed", "_scale", "_zero_point", "_shape", "_g_idx")
     )
     ignored = frozenset(
         {"input_scale", "input_zero_point", "output_scale", "output_zero_point"}

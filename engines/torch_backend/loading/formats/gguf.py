@@ -117,10 +117,7 @@ def _tensor(linear: StoredLinear) -> GgufTensor:
 
 
 def _q4(rows: Tensor, kind: int) -> Integers:
-    """Blocks of a scale, in Q4_1 an offset, and 32 integers; a byte has the integers i and i + 16.
-
-    Shapes: uint8 (N, bytes of a row).
-    """
+    """A scale, in Q4_1 an offset, and 32 integers: i and i + 16 in a byte. Shapes: uint8 (N, bytes of a row)."""
     num_halves = 1 if kind == _Q4_0 else 2
     blocks = rows.unflatten(1, (-1, GGML_BLOCK[kind][1]))
     scale, *base = (x.t().contiguous() for x in _halves(blocks, num_halves).unbind(-1))
@@ -129,10 +126,7 @@ def _q4(rows: Tensor, kind: int) -> Integers:
 
 
 def _q5(rows: Tensor, kind: int) -> Tensor:
-    """Q5_0 and Q5_1: Q4_0 and Q4_1 with a fifth bit of each integer in a word of 32 bits.
-
-    Shapes: uint8 (N, bytes of a row); returns float32 (N, K).
-    """
+    """Q4_0 and Q4_1 with the integers' fifth bits in a word. Shapes: uint8 (N, row's bytes); returns (N, K)."""
     blocks = rows.unflatten(1, (-1, GGML_BLOCK[kind][1]))
     num_halves = 1 if kind == _Q5_0 else 2
     scale, *rest = _halves(blocks, num_halves).split(1, -1)
@@ -144,10 +138,7 @@ def _q5(rows: Tensor, kind: int) -> Tensor:
 
 
 def _q4_k(rows: Tensor) -> Integers:
-    """Blocks of eight groups, each with a 6-bit scale and offset; two factors per block multiply these.
-
-    Shapes: uint8 (N, bytes of a row).
-    """
+    """Eight groups with 6-bit scales and offsets times two factors. Shapes: uint8 (N, bytes of a row)."""
     blocks = rows.unflatten(1, (-1, 144))
     of_scales, of_bases = _halves(blocks, 2).unbind(-1)
     low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)

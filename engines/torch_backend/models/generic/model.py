@@ -105,10 +105,7 @@ class GenericModel(FamilyModel):
         kept: frozenset[torch.dtype] = frozenset(),
         check_room: Callable[[Collection[str]], None] = lambda kept: None,
     ) -> FamilyModel:
-        """Load a checkpoint with transformers, and lower its decoder if possible.
-
-        Raises: UnsupportedCheckpoint.
-        """
+        """Load a checkpoint with transformers, and lower its decoder if possible. Raises: UnsupportedCheckpoint."""
         first = _loading_dtype(weights, dtype, kept)
         self._make(weights, device, first)
         name = self.config.model_class.__name__
@@ -137,10 +134,7 @@ class GenericModel(FamilyModel):
         dtype: torch.dtype,
         stored: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """Create the model in this dtype and probe its layers.
-
-        `stored` maps weights that keep their stored type to their modules.
-        """
+        """Create the model in this dtype and probe its layers. `stored`: modules of weights that keep their type."""
         empty = {name: weights[name].new_zeros(1).expand_as(weights[name]) for name in stored}
         # On the CPU: transformers needs accelerate to load elsewhere, and one device may be too small for all.
         self.inner = self._load(weights | empty, dtype).requires_grad_(False).eval()
@@ -563,10 +557,7 @@ class _Caught(Exception):
 def embeddings_of(
     model: PreTrainedModel, decoder: nn.Module | None = None, **inputs: Any
 ) -> Tensor:
-    """Embeddings that the decoder would receive, without running it. Shapes: returns (N, C).
-
-    `decoder`: by default, the first module that takes embeddings.
-    """
+    """The decoder's embeddings, without running it; by default of the first module with them. Shapes: (N, C)."""
     own = greenlet.getcurrent()
 
     def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -36,10 +36,7 @@ def largest_difference(runner: Any, model: Any, token_ids: list[int]) -> float:
 
 
 def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | None:
-    """`largest_difference` for a prompt with an image. None if the prompt does not fit.
-
-    Transformers' forward pass encodes the image and counts positions itself.
-    """
+    """`largest_difference` with an image, which transformers encodes itself. None if the prompt does not fit."""
     length = len(prompt.token_ids)
     num_blocks = -(-(length + NUM_SAMPLED) // runner.block_size)
     if num_blocks > runner.num_blocks or length + NUM_SAMPLED > runner.max_model_len:
@@ -64,10 +61,7 @@ def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | No
 def whole_inputs(
     model: PreTrainedModel, token_ids: Tensor, slot_id: int | None, images: list[ProcessedImage]
 ) -> dict[str, Any]:
-    """Arguments of transformers' forward pass for complete prompts with an image each.
-
-    Shapes: token_ids (B, N).
-    """
+    """Arguments of transformers' forward pass for complete prompts with an image each. Shapes: token_ids (B, N)."""
     arguments = {*inspect.signature(model.forward).parameters}
     names = {*type_names(arguments)}
     if any("grid" in name for name in arguments):

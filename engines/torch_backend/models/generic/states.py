@@ -104,10 +104,7 @@ class SequenceStates:
 
     @contextmanager
     def step(self, sequences: Sequence[SequenceRows]) -> Iterator[None]:
-        """Provide the states of a step's sequences to the mixers, and store the results.
-
-        Raises: SequenceFailure.
-        """
+        """Provide the states of a step's sequences to the mixers, and store the results. Raises: SequenceFailure."""
         self.before = []
         for each in sequences:
             kept = self._kept.get(each.request_id, {})

@@ -21,10 +21,7 @@ def type_names(arguments: Iterable[str]) -> list[str]:
 def token_types(
     names: Iterable[str], config: Any, token_ids: Tensor, kinds: Tensor, is_asked: Tensor
 ) -> dict[str, Tensor]:
-    """Token types by argument name. Shapes: all (B, N).
-
-    `kinds` are types of slots, 0 elsewhere; `is_asked` marks tokens of prompts.
-    """
+    """Token types by argument name. `kinds`: types of slots, else 0; `is_asked`: of prompts. Shapes: all (B, N)."""
     types = {}
     for name in names:
         typed = kinds

@@ -45,10 +45,7 @@ class Observed:
 
 @torch.inference_mode()
 def observe(front: Any, stack: Any) -> Observed:
-    """Run the model, and check that nothing is computed between embeddings, layers, norm and head.
-
-    Raises: BeyondOurProgram.
-    """
+    """Check that nothing is computed between embeddings, layers, norm and head. Raises: BeyondOurProgram."""
     model: Any = front.inner
     ids = torch.tensor([_TRIAL_TOKENS], device=stack.embed_tokens.weight.device)
     # a single row of positions must increase by 1: transformers would treat jumps as packed prompts

@@ -18,10 +18,7 @@ from engines.torch_backend.models.llama import Llama
 
 
 def order_of_pairs(num_turned: int, head_dim: int, are_neighbours: bool) -> Tensor | None:
-    """The order of channels in which rotated pairs are half a head apart. None: unchanged.
-
-    Dot products of queries and keys do not change. Shapes: returns (D,).
-    """
+    """Channels in the order that puts pairs half a head apart; None: unchanged. Dot products are kept. Shapes: (D,)."""
     if num_turned == head_dim and not are_neighbours:
         return None
     turned = torch.arange(num_turned)

@@ -85,10 +85,7 @@ def pack(layer: Linear) -> None:
 
 
 def pack_linears(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
-    """Pack the quantized layers of a loaded model.
-
-    Layers without a correct kernel run in torch, in `Ops.product_dtype(dtype)`.
-    """
+    """Pack the quantized layers. Those without a correct kernel run in torch, in `Ops.product_dtype(dtype)`."""
     for layer, method in quantized_layers(model):
         if ops.uses(method.op, "cpu"):
             pack(layer)

@@ -35,10 +35,7 @@ def unpack_int8(blocks: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
 
 
 def pack_int4(integers: Tensor, scale_zero: Tensor) -> Tensor:
-    """Shapes: integers uint8 (N, G, K / G), values 0..15; scale_zero (G, N, 2), float32 or bfloat16.
-
-    Returns: uint8 (tiles, G, bytes of a block).
-    """
+    """Shapes: (N, G, K / G), values 0..15; scale_zero (G, N, 2), floats; returns (tiles, G, bytes of a block)."""
     _, num_groups, group = integers.shape
     scale_bytes = 2 * TILE * scale_zero.dtype.itemsize
     blocks = _new_blocks(integers.shape[0], num_groups, scale_bytes + TILE * group // 2)

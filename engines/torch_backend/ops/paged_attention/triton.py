@@ -61,10 +61,7 @@ def _attend_part_kernel(
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """For one query head per key head: a vector-matrix product, which needs no tensor cores.
-
-    A program computes one head over one part of one context.
-    """
+    """One query head per key head: a vector-matrix product, over one part of one context a program."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.program_id(2)

@@ -1,0 +1,62 @@
+"""What always holds of the queues, the blocks and the image cache between two steps."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from engines.core.blocks import BlockManager
+from engines.core.scheduler import Scheduler
+from engines.core.sequence import Sequence, SequenceStatus
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Queues, states and blocks."""
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    for queue in (scheduler.running, scheduler.waiting):
+        ranks = [sequence.is_preemptible for sequence in queue.values()]
+        assert ranks == sorted(ranks)
+    for sequence in scheduler.running.values():
+        assert sequence.status is SequenceStatus.RUNNING
+    for sequence in scheduler.waiting.values():
+        assert sequence.status is SequenceStatus.WAITING
+        assert sequence.num_computed_tokens == 0
+    sequences = [*scheduler.running.values(), *scheduler.waiting.values()]
+    for sequence in sequences:
+        assert sequence.finish_reason is None
+        assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
+    check_blocks(scheduler.blocks, sequences)
+
+
+def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
+    """Compare the state with the block tables of all sequences."""
+    holders = Counter(block_id for table in blocks._parked for block_id in table)
+    for sequence in sequences:
+        holders.update(sequence.block_ids)
+        _check_table(blocks, sequence)
+    free = [*blocks._empty, *blocks._evictable]
+    assert len(set(free)) == len(free), "a block is free twice"
+    for block_id, block in enumerate(blocks._blocks):
+        assert block.ref_count == holders[block_id], "wrong reference count"
+    assert set(free) == set(range(blocks.num_blocks)) - blocks.lent
+    assert all(blocks._blocks[block_id].block_hash is None for block_id in blocks._empty)
+    hashes = {block.block_hash: block_id for block_id, block in enumerate(blocks._blocks)}
+    hashes.pop(None, None)
+    assert hashes == blocks._published, "published blocks and their hashes disagree"
+
+
+def _check_table(blocks: BlockManager, sequence: Sequence) -> None:
+    """Published blocks match the sequence, and it writes to unshared blocks only."""
+    size = blocks.block_size
+    assert len(set(sequence.block_ids)) == len(sequence.block_ids), "a table has a block twice"
+    assert sequence.status is SequenceStatus.RUNNING or not sequence.block_ids
+    assert sequence.num_computed_tokens <= len(sequence.block_ids) * size
+    for index, block_id in enumerate(sequence.block_ids):
+        block = blocks._blocks[block_id]
+        if block.block_hash is None:
+            is_shared = block.ref_count > 1
+            assert block.is_withdrawn or not is_shared, "an unpublished block is shared"
+            continue
+        is_full = index < sequence.num_computed_tokens // size
+        assert is_full, "a published block would be written to"
+        assert block.block_hash == blocks._block_hash(sequence, index), "another prefix's block"
+        tokens = sequence.token_ids[index * size : (index + 1) * size]
+        assert block.token_ids == tokens, "a block has other tokens"
