@@ -85,7 +85,7 @@ class FaultyPoolingEngine(PoolingEngine):
     def add(self, request: PoolingInput) -> None:
         attempt = int(request.request_id.rpartition("@")[2])
         for row in request.rows:
-            if fault := fault_in(row.content.data.decode(errors="replace"), attempt):
+            if fault := fault_in(row.content.decode(errors="replace"), attempt):
                 _faults[row] = fault
         super().add(request)
 
