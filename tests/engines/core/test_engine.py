@@ -20,8 +20,6 @@ from tests.factories_engine import (
     run_all,
 )
 
-PROMPT = "the same beginning, "
-
 
 def fail_next_step(engine: BatchingEngine, *failures: Exception) -> None:
     assert isinstance(engine.runner, CheckingRunner)
