@@ -21,8 +21,6 @@ from tests.factories_engine import (
 )
 from tests.integrity import check_scheduler
 
-PROMPT = "the same beginning, "
-
 
 def fail_next_step(engine: BatchingEngine, *failures: Exception) -> None:
     assert isinstance(engine.runner, CheckingRunner)
