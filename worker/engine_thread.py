@@ -212,11 +212,12 @@ def _apply(engine: Engine, command: EngineInput | str) -> EngineEvent | None:
     if isinstance(command, str):
         engine.abort(command)
         return None
+    at = time.monotonic()  # the engine's own times begin within `add`
     try:
         engine.add(command)
     except RequestError as error:
         return Rejected(command.request_id, error)
-    return Added(command.request_id, time.monotonic())
+    return Added(command.request_id, at)
 
 
 @dataclass
