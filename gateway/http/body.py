@@ -330,7 +330,8 @@ async def read_body(
     num_commas = 0
     max_bytes = limits.max_body_bytes
     async for piece in read_pieces(receive, context, held, max_bytes, timeout_s, media_type):
-        num_commas += piece.count(b",")
+        if b"," in piece:  # a search is 20 times as fast as a count: long base64 has no comma
+            num_commas += piece.count(b",")
         if num_commas > most:
             raise _too_large(f"{most} commas, in its texts and between its values")
         pieces.append(piece)
@@ -542,9 +543,22 @@ class JsonBody(Generic[T]):
         return inspect.type_info(self._type)
 
 
+def _has_more(data: bytes, max_brackets: int) -> bool:
+    """Whether there are more opening brackets; searched, because `count` is slow in long base64."""
+    num_left = max_brackets
+    for bracket in (b"[", b"{"):
+        at = data.find(bracket)
+        while at >= 0:
+            if num_left == 0:
+                return True
+            num_left -= 1
+            at = data.find(bracket, at + 1)
+    return False
+
+
 def is_deeper(data: bytes, max_levels: int) -> bool:
     """Whether valid JSON nests arrays and objects deeper than the limit."""
-    if data.count(b"[") + data.count(b"{") <= max_levels:
+    if not _has_more(data, max_levels):
         return False
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
