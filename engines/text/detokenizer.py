@@ -143,7 +143,7 @@ class StopStrings:
         self._held = ""
 
     def release(self, text: str) -> str:
-        """Add text; returns what is of no stop string. The first complete one counts; of several, the longest."""
+        """Add text; returns the text that precedes any stop string. The one that ends first wins, then the longest."""
         if self.is_stopped:
             return ""
         known = self._held + text

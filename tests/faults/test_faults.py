@@ -79,7 +79,7 @@ async def test_clients_that_leave_free_their_slots_and_nothing_grows(fleet):
 
 
 async def test_workers_join_and_leave_under_load_without_a_failed_request(fleet):
-    """P4: nobody configures who comes and goes."""
+    """P4: workers join and leave without configuration."""
     await fleet.retire_workers()
     first = await fleet.worker()
     texts = [fleet.name() for _ in range(24)]

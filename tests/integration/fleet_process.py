@@ -96,7 +96,7 @@ def run_vlm(*arguments: str, timeout: float = 60, **options) -> subprocess.Compl
 
 
 def invoke_vlm(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What `run_vlm` does, in this process, whose imports are done: for what is not about the command itself."""
+    """`run_vlm` in this process, which spares the imports: for tests that are not about the command itself."""
     done = CliRunner().invoke(vlm.app, arguments, env=variables)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception

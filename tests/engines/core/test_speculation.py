@@ -80,7 +80,7 @@ class Eager(Speculator):
 
 def create(speculation="auto", **settings) -> BatchingEngine:
     instant = {"decode_s": 0, "prefill_s_per_token": 0}
-    pool = {"num_kv_blocks": 256}  # all of which each step is checked for
+    pool = {"num_kv_blocks": 256}  # few, because each step checks all of them
     values = {"kind": "mock", "mock": instant, "speculation": speculation, **pool, **settings}
     engine = create_engine(values).engine
     assert isinstance(engine, BatchingEngine)

@@ -12,7 +12,7 @@ from tests.engines.core.test_speculation import RECORD, Eager, answers, call
 WORDS = {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 3}
 
 
-POOL = {"num_kv_blocks": 256}  #: all of which each step is checked for
+POOL = {"num_kv_blocks": 256}  #: few, because each step checks all of them
 
 
 @pytest.fixture(scope="module")

@@ -413,7 +413,7 @@ def gaps_beside(
     settings = TorchSettings(num_kv_blocks=1024, num_threads=2)
     runner = TorchRunner(model, settings, CPU, torch.float32)
     limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
-    # what is measured of so small a model would make thousands of steps of a long prompt
+    # the limit measured for so small a model would split a long prompt into thousands of steps
     limit.num_tokens, limit.is_fixed = max(limit.num_tokens, 32), True
     engine = BatchingEngine(runner, processor, settings, prefill_limit=limit)
     engine.add(make_request("stream", ask(processor, ["Say a word."]), max_tokens=3000))

@@ -106,7 +106,7 @@ def expected_logits(
         return theirs(input_ids=TOKEN_IDS[None]).logits[0]
 
 
-#: Without other sizes of groups of what is tested in one.
+#: Without further group sizes of a format that is tested with one.
 SHORT = [name for name in ALL if not name.endswith(("of 32", "one group", "compressed-tensors"))]
 
 
