@@ -42,12 +42,6 @@ def bench_gateway(
     connections: Annotated[
         str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
     ] = "1,8,32,128",
-    affinity: Annotated[
-        int,
-        typer.Option(
-            min=0, max=64, help="Cache hits of so many workers, with and without prefix affinity."
-        ),
-    ] = 0,
     growth: Annotated[
         int,
         typer.Option(
@@ -66,7 +60,6 @@ def bench_gateway(
     ] = None,
 ) -> None:
     """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
-    from benchmarks.gateway.affinity import run_affinity
     from benchmarks.gateway.against import run_against
     from benchmarks.gateway.growth import measure_growth
     from benchmarks.gateway.run import BenchError, run
@@ -84,11 +77,9 @@ def bench_gateway(
         if tokens:
             show(run_tokens(tokens, seconds, rounds, against))
             return
-        if affinity:
-            show(*run_affinity(affinity, rounds))
         if against is not None:
             show(*run_against(against, seconds, rounds, _to_ints(connections)))
-        if not affinity and against is None:
+        else:
             run(seconds, rounds, _to_ints(connections))
     except (BenchError, ServerError) as error:
         raise SystemExit(f"bench gateway: {error}") from None
@@ -132,18 +123,13 @@ def bench_engine(
     ] = "fast",
     scenarios: Annotated[
         str,
-        typer.Option(
-            help="Comma-separated: decode, prefill, image, repeat, mixed, edit, fresh, letters, noise."
-        ),
+        typer.Option(help="Comma-separated: decode, prefill, image, repeat, mixed."),
     ] = "decode,prefill,image,repeat,mixed",
     batch_sizes: Annotated[
         str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
     ] = "1,4,16",
     num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
-    speculation: Annotated[
-        str, typer.Option(help="off, ngram, or both in turn: off,ngram.")
-    ] = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
     figures: Annotated[
         Path | None,
@@ -163,7 +149,6 @@ def bench_engine(
         batch_sizes=tuple(_to_ints(batch_sizes)),
         num_tokens=num_tokens,
         rounds=rounds,
-        speculation=tuple(speculation.split(",")),
     )
     run(options, as_json, figures)
 
@@ -206,38 +191,6 @@ def bench_peers(
         one_by_one=one_by_one,
     )
     run(options.quick if quick else options, as_json)
-
-
-@app.command("programs")
-def bench_programs(
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Directory of a text model.", show_default="random, llama-125m"),
-    ] = None,
-    precisions: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated.", callback=_names("float32", "bfloat16", "int8", "int4")
-        ),
-    ] = "float32,bfloat16,int8,int4",
-    batch_sizes: Annotated[
-        str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
-    ] = "1,8",
-    context: Annotated[int, typer.Option(min=1, help="Tokens before each step.")] = 256,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
-) -> None:
-    """Measure decode steps of a text model by each program: native, lowered, generic, transformers' generate."""
-    from benchmarks.engine.programs import ProgramOptions, run
-
-    options = ProgramOptions(
-        model=model,
-        precisions=tuple(precisions.split(",")),
-        batch_sizes=tuple(_to_ints(batch_sizes)),
-        num_context=context,
-        rounds=rounds,
-    )
-    run(options, as_json)
 
 
 @app.command("embeddings")

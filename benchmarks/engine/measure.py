@@ -6,13 +6,11 @@ Used by the benchmark. TTFT, TPOT, ITL and the rates are those of `docs/performa
 import math
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from benchmarks.engine.cost import ModelCost, Work
-from engines.base import EngineOutput
 from engines.core.engine import BatchingEngine
 from engines.core.runner import ModelRunner, RunningStep, StepResult
 from engines.core.sequence import Batch, EngineRequest, shorten
@@ -158,9 +156,11 @@ def run_requests(
         if late and not added_s and min(len(times[r.request_id]) for r in requests) > NUM_ALONE:
             engine.add(late)
             added_s = time.perf_counter() - started
-        outputs = _step(engine)
+        outputs = engine.step()
         now = time.perf_counter() - started
         for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
             times[output.request_id] += [now] * len(output.token_ids)
     if late:
         for name in times:
@@ -173,31 +173,3 @@ def run_requests(
         steps=counter.steps,
         late=Late(late.request_id, added_s, now) if late else None,
     )
-
-
-def _step(engine: BatchingEngine) -> list[EngineOutput]:
-    """What a step gives. Raises: RuntimeError for a failed request."""
-    outputs = engine.step()
-    for output in outputs:
-        if output.error is not None:
-            raise RuntimeError(output.error)
-    return outputs
-
-
-def run_in_turn(
-    engines: Sequence[BatchingEngine], requests: Sequence[Sequence[EngineRequest]]
-) -> list[float]:
-    """Processor time that each engine takes for its requests, a step of each in turn: what else the machine does falls
-    on all alike. Raises: RequestError, RuntimeError for a failed request.
-    """
-    spent_s = [0.0 for _ in engines]
-    for engine, added in zip(engines, requests, strict=True):
-        for request in added:
-            engine.add(request)
-    while any(engine.has_work() for engine in engines):
-        for place, engine in enumerate(engines):
-            if engine.has_work():
-                started_s = time.process_time()
-                _step(engine)
-                spent_s[place] += time.process_time() - started_s
-    return spent_s

@@ -3,7 +3,6 @@
 Used by the benchmark.
 """
 
-import math
 import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,8 +27,6 @@ _COLUMNS = (
     "of\nroofline",
     "peak\nMiB",
 )
-#: The least and the most of five values have the median between them 94 times of 100 only.
-_MIN_FOR_INTERVAL = 6
 #: characters that the table needs; a narrower terminal breaks its lines, but no number
 TABLE_WIDTH = 140
 
@@ -75,40 +72,9 @@ def to_row(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Processor time with speculation over that without, a step of each in turn."""
-
-    scenario: str
-    batch_size: int
-    num_rounds: int
-    #: The median, and where it lies by 95 %; of fewer than six, the least and the most.
-    ratio: Spread
-
-    @classmethod
-    def of(cls, scenario: str, batch_size: int, ratios: list[float]) -> "Cost":
-        """Of the ratios of all rounds."""
-        ratios = sorted(ratios)
-        count, half = len(ratios), 0.98 * len(ratios) ** 0.5
-        low = max(0, math.floor(count / 2 - half))
-        high = min(count, math.ceil(count / 2 + half) + 1) - 1
-        spread = Spread(statistics.median(ratios), ratios[low], ratios[high])
-        return cls(scenario, batch_size, count, spread)
-
-    @property
-    def kind(self) -> str:
-        """What its ratio's ends are."""
-        kind = "95 %" if self.num_rounds >= _MIN_FOR_INTERVAL else "least to most"
-        return f"{kind} of {self.num_rounds}"
-
-
-def to_json(
-    machine: Machine, model: dict[str, Any], rows: list[Row], costs: list[Cost]
-) -> dict[str, Any]:
+def to_json(machine: Machine, model: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
     """Everything that was measured."""
-    tables = {"rows": rows, "costs": costs}
-    found = {name: [asdict(row) for row in table] for name, table in tables.items()}
-    return {"machine": asdict(machine), "model": model, **found}
+    return {"machine": asdict(machine), "model": model, "rows": [asdict(row) for row in rows]}
 
 
 def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
@@ -130,9 +96,7 @@ def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
     )  # fmt: skip
 
 
-def show_report(
-    machine: Machine, model: dict[str, Any], rows: list[Row], costs: list[Cost]
-) -> None:
+def show_report(machine: Machine, model: dict[str, Any], rows: list[Row]) -> None:
     """Print what a reader compares: medians, with the least and the most behind them."""
     table = new_table(f"median, and least-most, of {rows[0].num_rounds}", *_COLUMNS)
     for row in rows:
@@ -143,11 +107,6 @@ def show_report(
         f" {machine.load_average:.1f}; measured {machine.bytes_per_s / 1e9:.1f} GB/s,"
         f" {machine.flops_per_s / 1e9:,.0f} GFLOP/s",
         table,
-        *(
-            f"{cost.scenario}, batch {cost.batch_size}: processor time of ngram over off"
-            f" {cost.ratio.median:.3f} ({cost.ratio.low:.3f}-{cost.ratio.high:.3f}, {cost.kind})"
-            for cost in costs
-        ),
         min_width=TABLE_WIDTH,
     )
 

@@ -62,7 +62,7 @@ class Engine:
         self.engine = loaded
         self.runner = loaded.runner
         self._counter = WorkCounter(loaded.runner, ModelCost(self.runner.model, torch.bfloat16))
-        self._maker = RequestMaker(self.runner.model.config, loaded.max_model_len, loaded.prepare)
+        self._maker = RequestMaker(self.runner.model.config, loaded.max_model_len)
 
     def run(self, scenario: Scenario, count: int, num_tokens: int = 128) -> list[Run]:
         """Once unmeasured, then `ROUNDS` times."""

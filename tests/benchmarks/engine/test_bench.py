@@ -10,15 +10,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.engine import run as module
 from benchmarks.engine.cost import ModelCost, Work, image_flops
 from benchmarks.engine.machine import Machine
 from benchmarks.engine.measure import Late, Run
-from benchmarks.engine.report import Cost, to_row
+from benchmarks.engine.report import to_row
 from benchmarks.engine.run import BenchOptions, run
 from deploy.capacity import read_figures
-from engines.base import RequestError
-from engines.core.engine import BatchingEngine
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.layers.linear import INT8
 from shared.protocol import SamplingParams
@@ -148,57 +145,14 @@ def test_figures_of_the_largest_batch_are_written_for_a_plan(tiny, tmp_path, cap
         run(replace(options, scenarios=("image",)), as_json=True, figures=path)
 
 
-def test_given_answers_are_measured_with_and_without_speculation(tiny, capsys):
-    options = BenchOptions(
-        str(tiny), device="cpu", scenarios=("edit", "fresh"), batch_sizes=(1,), num_tokens=24,
-        rounds=1, speculation=("off", "ngram"),
-    )  # fmt: skip
-    run(options, as_json=True)
-    report = json.loads(capsys.readouterr().out)
-    rows = {row["scenario"]: row for row in report["rows"]}
-    assert list(rows) == ["edit off", "edit ngram", "fresh off", "fresh ngram"]
-    assert rows["edit off"]["num_steps"] == rows["fresh ngram"]["num_steps"] == 24
-    costs = {cost["scenario"]: cost["ratio"] for cost in report["costs"]}
-    assert list(costs) == ["edit", "fresh"]
-    assert all(0 < each["low"] <= each["median"] <= each["high"] for each in costs.values())
-    assert rows["edit ngram"]["num_steps"] <= 24
-
-
-def test_engines_that_are_compared_are_closed_whatever_fails(tiny, monkeypatch):
-    def fail(engines, requests):
-        raise RequestError("It failed.")
-
-    closed, close = [], BatchingEngine.close
-    monkeypatch.setattr(module, "run_in_turn", fail)
-    monkeypatch.setattr(BatchingEngine, "close", lambda self: (closed.append(self), close(self)))
-    options = BenchOptions(
-        str(tiny), device="cpu", scenarios=("fresh",), batch_sizes=(1,), num_tokens=4,
-        rounds=1, speculation=("off", "ngram"),
-    )  # fmt: skip
-    with pytest.raises(SystemExit, match="It failed"):
-        run(options, as_json=True)
-    assert len(set(map(id, closed))) == 3
-
-
-@pytest.mark.parametrize(
-    ("count", "kind"), [(2, "least to most of 2"), (5, "least to most of 5"), (6, "95 % of 6")]
-)
-def test_few_rounds_have_no_interval(count, kind):
-    cost = Cost.of("fresh", 1, [float(each) for each in range(count)])
-    assert (cost.ratio.low, cost.ratio.high, cost.kind) == (0, count - 1, kind)
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        BenchOptions(speculation=("on",)),
         BenchOptions(scenarios=("sleep",)),
         BenchOptions(batch_sizes=(0,)),
         BenchOptions(model="./nowhere"),
     ],
 )
 def test_what_cannot_be_measured_ends_with_the_reason(options):
-    with pytest.raises(
-        SystemExit, match=r"bench engine: .*(decode|at least 1|built-in name|ngram, off)"
-    ):
+    with pytest.raises(SystemExit, match=r"bench engine: .*(decode|at least 1|built-in name)"):
         run(options, as_json=True)
