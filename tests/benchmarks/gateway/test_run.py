@@ -1,7 +1,10 @@
 """The benchmark runs the real way and the bare endpoint, says what each costs, and counts no wrong answer."""
 
 import io
+import subprocess
+import sys
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -16,6 +19,7 @@ from benchmarks.gateway.tables import (
     to_cpu_table,
     to_tables,
 )  # fmt: skip
+from tests.waiting import wait_for
 
 TEXT = Body("text", [])
 #: CPU time per request, fleet to bare endpoint: three times what it is on a quiet machine. Rates depend on other work.
@@ -88,3 +92,12 @@ def test_wrong_answer_ends_the_benchmark(fake):
     job = Job(port, "{}", num_connections=1, seconds=0.1)
     with pytest.raises(BenchError, match="500"):
         run_checked(job)
+
+
+def test_a_benchmark_that_is_stopped_stops_its_servers():
+    command = [sys.executable, "-m", "vlm", "bench", "gateway", "--seconds", "30"]
+    bench = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    servers = wait_for(lambda: bench.children(recursive=True))
+    bench.terminate()
+    assert bench.wait(30) == 143
+    assert not psutil.wait_procs(servers, timeout=10)[1]
