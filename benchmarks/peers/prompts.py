@@ -26,9 +26,7 @@ class ExamplePrompts:
         self._multimodal = family.processor(checkpoint, config)
         self.slot_id = self._multimodal.slot_id
         if self.slot_id is None:
-            raise UnsupportedCheckpoint(
-                "the model takes no images; for a text model there is `vlm bench programs`"
-            )
+            raise UnsupportedCheckpoint("the model takes no images")
         self._processor = create_processor(
             checkpoint, self._multimodal, config.text.max_position_embeddings
         )

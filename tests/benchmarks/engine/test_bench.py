@@ -17,7 +17,6 @@ from benchmarks.engine.report import to_row
 from benchmarks.engine.run import BenchOptions, run
 from deploy.capacity import read_figures
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
-from engines.torch_backend.layers.linear import INT8
 from shared.protocol import SamplingParams
 from tests.factories_torch import make_model_pair, make_pixels, make_runner, make_vlm_config
 
@@ -69,18 +68,6 @@ def test_bytes_of_a_step_are_weights_once_and_the_context_of_each_sequence():
     assert both.num_bytes == weights + 12 * per_token + head
 
 
-def test_a_head_in_few_bits_is_counted_as_it_is_kept():
-    pair = make_model_pair(make_vlm_config())
-    decoder, text = pair.ours.language_model, pair.config.text
-    sequence = Sequence("a", [1] * 7, 7, SamplingParams())
-    batch = Batch([ScheduledSequence(sequence, 7)])
-    full = ModelCost(pair.ours, torch.bfloat16).step(batch, 0).num_bytes
-    num_outputs, width = text.vocab_size, text.hidden_size
-    decoder.lm_head.quantize(INT8, torch.float32)
-    found = ModelCost(pair.ours, torch.bfloat16).step(batch, 0).num_bytes
-    assert full - found == num_outputs * (3 * width - 4)  # and a scale for each
-
-
 def test_rates_and_latencies_follow_their_definitions():
     times = {"a": [0.5, 0.75, 1.5], "b": [1.0]}
     steps = [Work(50, 100), Work(10, 300)]  # 0.5 s for bytes, 0.3 s for operations
@@ -114,11 +101,6 @@ def test_every_cell_is_measured_and_printed_as_json(tiny, capsys):
         assert 0 < row["roofline_ratio"]["median"] < 1
         assert (row["tpot_s"] is None) == (row["scenario"] == "prefill")
         assert (row["slowdown"] is None) == (row["scenario"] != "mixed")
-
-
-def test_the_table_has_a_line_for_each_cell(tiny, capsys):
-    run(BenchOptions(str(tiny), scenarios=("decode",), batch_sizes=(1,), rounds=1), as_json=False)
-    assert "decode" in capsys.readouterr().out
 
 
 def test_figures_of_the_largest_batch_are_written_for_a_plan(tiny, tmp_path, capsys):

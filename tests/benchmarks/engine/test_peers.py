@@ -71,12 +71,6 @@ def test_a_repeated_image_is_found_and_a_new_one_is_not(tiny):
     assert ours.engine.stats().num_prefix_hit_tokens == 32
 
 
-def test_values_are_tokens_of_all_sequences_or_milliseconds():
-    assert WORKLOADS["decode-4"].value(2.0, 608) == 4 * 8 / 2
-    assert WORKLOADS["prefill"].value(2.0, 608) == 304
-    assert WORKLOADS["image"].value(2.0, 608) == 2000
-
-
 def test_a_run_that_is_cut_gives_what_is_known_and_every_turn_is_told(
     tiny, tmp_path, monkeypatch, capsys
 ):
@@ -105,13 +99,6 @@ def test_a_run_that_is_cut_gives_what_is_known_and_every_turn_is_told(
     assert sum("round" in line for line in lines) == 3
 
 
-def test_a_quick_run_has_llama_cpp_only_where_it_is_installed(tiny, tmp_path):
-    options = PeerOptions(tiny, ("ours:int8", "llama.cpp:Q8_0"), folder=tmp_path)
-    quick = options.quick
-    assert (quick.systems, quick.workloads) == (("ours:int8",), ("decode-1", "prefill"))
-    assert quick.rounds == 2
-
-
 def test_ratios_are_speeds_over_the_best_of_the_others():
     results = Results(ABOUT)
     results.add(
@@ -130,17 +117,6 @@ def test_ratios_are_speeds_over_the_best_of_the_others():
         ("ours bfloat16 : transformers' best", [2.0, 2.5]),
         ("ours bfloat16 : llama.cpp BF16", [None, 0.5]),
     ]
-
-
-@pytest.mark.parametrize("name", ["vllm:bfloat16", "ours:Q8_0"])
-def test_unknown_systems_are_named(name):
-    with pytest.raises(ValueError, match=name):
-        Comparison(PeerOptions("llava-1b", (name,)))
-
-
-def test_llama_cpp_is_no_peer_on_a_gpu(tiny):
-    with pytest.raises(SystemExit, match="leave it out of --systems"):
-        run(PeerOptions(tiny, ("llama.cpp:BF16",), device="cuda"), as_json=True)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +138,6 @@ def test_llama_cpp_decodes_beside_families_whose_decoder_it_has(tmp_path):
     Comparison(PeerOptions(tmp_path, ("llama.cpp:BF16",), ("decode-1", "prefill")))
 
 
-def test_a_model_without_images_has_another_benchmark(tmp_path):
-    family = named("GPT-2")
-    write_checkpoint(family, tmp_path)
-    with pytest.raises(SystemExit, match="takes no images"):
-        run(PeerOptions(tmp_path, ("ours:float32",)), as_json=True)
-
-
 @pytest.fixture
 def held(monkeypatch):
     """The systems that were in memory together; they answer without being there."""
@@ -184,12 +153,6 @@ def held(monkeypatch):
 
     monkeypatch.setattr(comparison, "Fleet", Loaded)
     return seen
-
-
-def test_no_measurement_starts_after_the_time_limit(tiny, tmp_path, held, capsys):
-    options = PeerOptions(tiny, ("ours:float32",), ("prefill",), limit_s=0, folder=tmp_path)
-    run(options, as_json=True)
-    assert json.loads(capsys.readouterr().out)["results"] == []
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])

@@ -53,7 +53,7 @@ def samples(*p50s: float) -> Samples:
 
 def test_figures_for_a_plan_have_the_cost_of_each_process(tmp_path: Path):
     path = tmp_path / "figures.json"
-    write_fleet_figures(path, seconds=0.05, rounds=1)
+    write_fleet_figures(path, seconds=0.2, rounds=1)
     found = read_figures(path).fleet
     assert found is not None
     for costs in (found.request_s, found.token_s, found.image_s):

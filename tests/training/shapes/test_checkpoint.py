@@ -14,7 +14,7 @@ from training.shapes.architecture import IMAGE_SIZE, NUM_IMAGE_TOKENS
 from training.shapes.evaluate import LocalAnswerer
 from training.shapes.evaluation import Case, Message, evaluate, make_cases
 from training.shapes.gallery import to_input
-from training.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS, Asker
+from training.shapes.questions import SINGLE_TOPICS, Asker
 from training.shapes.samples import FOLDER, SCENES
 from training.shapes.world import make_scene
 
@@ -38,10 +38,6 @@ def test_it_has_the_files_of_a_llava_checkpoint():
     config = json.loads((CHECKPOINT / "config.json").read_text())
     assert config["architectures"] == ["LlavaForConditionalGeneration"]
     assert config["text_config"]["max_position_embeddings"] >= 2048
-
-
-def test_it_has_three_to_eight_million_parameters(answerer):
-    assert 3e6 < sum(each.numel() for each in answerer.model.parameters()) < 8e6
 
 
 def test_images_are_prepared_as_in_training(answerer):
@@ -87,27 +83,8 @@ def cases() -> list[Case]:
     return list(make_cases(3))
 
 
-def test_every_topic_is_asked_once_for_each_scene(cases):
-    topics = [case.topic for case in cases]
-    assert topics == 3 * [*SINGLE_TOPICS, *PAIR_TOPICS, "conversation"]
-
-
 def test_one_who_knows_is_always_right(cases):
     known = {id(case.messages): case.answer for case in cases}
     score = evaluate(lambda messages: f" {known[id(messages)]}\n", cases)
     assert score.accuracy() == 1.0
     assert not score.mistakes
-
-
-def test_one_who_does_not_know_is_mostly_wrong(cases):
-    score = evaluate(lambda messages: "yes", cases)
-    assert score.accuracy("describe") == 0.0
-    assert len(score.mistakes) == sum(score.asked.values()) - sum(score.right.values())
-
-
-def test_the_last_answer_of_a_conversation_is_not_given_away(cases):
-    for case in cases:
-        assert case.messages[-1].answer == ""
-        assert all(
-            isinstance(message, Message) and message.answer for message in case.messages[:-1]
-        )

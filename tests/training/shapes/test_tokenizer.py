@@ -11,13 +11,7 @@ from training.shapes.export import load_tokenizer
 from training.shapes.questions import Question
 from training.shapes.sequences import Encoder
 from training.shapes.tokenizer import (
-    BOS_ID,
-    EOS_ID,
-    IMAGE_ID,
-    PAD_ID,
     SPECIAL_TOKENS,
-    UNK_ID,
-    VOCAB_SIZE,
 )
 
 CHECKPOINT = Path("engines/packages/shapes/checkpoint")
@@ -38,18 +32,6 @@ def spell(tokenizer, text: str) -> str:
 def test_any_text_at_all_comes_back(tokenizer, text):
     if not any(token in text for token in SPECIAL_TOKENS):
         assert spell(tokenizer, text) == text
-
-
-def test_special_tokens_have_their_ids(tokenizer):
-    ids = tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
-    assert ids == [BOS_ID, EOS_ID, UNK_ID, PAD_ID, IMAGE_ID]
-    assert len(tokenizer) == VOCAB_SIZE
-
-
-@pytest.mark.parametrize("word", ["red", "triangle", "purple", "background", "center", "second"])
-def test_the_words_of_the_world_are_single_tokens(tokenizer, word):
-    for text in (word, f"{word} "):
-        assert len(tokenizer.encode(text, add_special_tokens=False)) == 1
 
 
 def test_a_packed_conversation_reads_as_the_chat_template_writes_it(tokenizer):

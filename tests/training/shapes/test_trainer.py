@@ -29,19 +29,6 @@ def test_training_lowers_the_loss_of_weights_that_stay_in_float32(autocast: bool
     assert {each.dtype for each in trainer.parameters.values()} == {torch.float32}
 
 
-def test_the_averaged_weights_are_in_place_for_a_while():
-    trainer, losses_of = make_trainer()
-    for step in range(10):
-        trainer.learn(losses_of, step / 10)
-    current = {name: each.detach().clone() for name, each in trainer.parameters.items()}
-    with trainer.averaged():
-        for name, each in trainer.parameters.items():
-            assert torch.equal(each, trainer.average[name])
-            assert not torch.equal(each, current[name])
-    for name, each in trainer.parameters.items():
-        assert torch.equal(each, current[name])
-
-
 @pytest.mark.parametrize("limit", [{"num_steps": 3}, {"seconds": 0.01}])
 def test_a_run_ends_with_a_report_of_its_last_step(limit: dict[str, float]):
     trainer, losses_of = make_trainer()

@@ -10,14 +10,11 @@ from training.shapes.questions import (
     SINGLE_TOPICS,
     Asker,
     ask_about_pair,
-    follow_up,
 )
 from training.shapes.world import (
     MAX_SHAPES,
     PLACES,
     Scene,
-    Selector,
-    Shape,
     make_scene,
     sample_scene,
     sample_variation,
@@ -46,23 +43,6 @@ def test_a_variation_differs_in_one_thing():
         assert differences(scene, varied) <= 2  # a shape that moved leaves one place for another
 
 
-@pytest.mark.parametrize(
-    ("background", "place", "what"),
-    [("red", "top left", "background"), ("white", "center", "place")],
-)
-def test_scenes_that_cannot_be_are_refused(background, place, what):
-    with pytest.raises(ValueError, match=what):
-        make_scene(background, ("red", "star", "center"), ("blue", "ring", place))
-
-
-def test_a_selector_picks_what_matches():
-    star, ring = Shape("star", "red", "large", "top left"), Shape("ring", "red", "small", "center")
-    scene = Scene("white", (star, ring))
-    assert Selector(kind="star").pick(scene) == (star,)
-    assert Selector(color="red").pick(scene) == (star, ring)
-    assert Selector("ring", "blue").pick(scene) == ()
-
-
 @pytest.mark.parametrize("topic", SINGLE_TOPICS)
 def test_every_topic_fills_its_slots_and_names_one_of_several_images(topic):
     for seed in range(100):
@@ -80,18 +60,6 @@ def test_every_pair_topic_fills_its_slots(topic):
         rng = Random(seed)
         question = ask_about_pair(topic, sample_scene(rng), sample_scene(rng), rng)
         assert not set("{}") & set(question.text)
-
-
-def test_yes_and_no_are_both_common():
-    rng = Random(0)
-    said = [Asker(rng, sample_scene(rng)).ask("exists").answer for _ in range(400)]
-    assert 0.3 < said.count("yes") / len(said) < 0.7
-
-
-def test_a_follow_up_asks_about_the_shape_before():
-    shape = Shape("ring", "blue", "small", "center")
-    answers = {follow_up(shape, Random(seed)).answer for seed in range(60)}
-    assert answers == {"ring", "blue", "small", "center"}
 
 
 def test_every_image_of_a_conversation_is_shown_once():
