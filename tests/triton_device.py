@@ -21,11 +21,9 @@ REAL_SHAPES: dict[str, dict[str, Any]] = {
     },
     "qwen2.5-vl-3b": {
         "num_heads": 16, "num_kv_heads": 2, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 11008,
-        "rope_sections": (16, 24, 24),
     },
     "qwen3-vl-4b": {
         "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 2560, "intermediate_size": 9728,
-        "rope_sections": (24, 20, 20),
     },
     "smolvlm2-500m": {
         "num_heads": 15, "num_kv_heads": 5, "head_dim": 64, "hidden_size": 960, "intermediate_size": 2560,

@@ -42,14 +42,10 @@ class RotaryTable:
     def __init__(
         self, config: TextConfig, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.num_rows = max(1, len(config.rope_sections))  #: R, positions of one token
+        self.num_rows = 1  #: R, positions of one token
         self.others: tuple[Self, ...] = ()  #: tables of layers whose `Heads.rope` is 1, 2 and so on
         #: (D,) the row of positions that rotates a channel; None with one row
         self.channel_rows: Tensor | None = None
-        if config.rope_sections:
-            sections = torch.tensor(config.rope_sections)
-            rows = torch.arange(self.num_rows).repeat_interleave(sections).repeat(2)
-            self.channel_rows = rows.to(device)
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config))
         sin = angles.sin()
         self.cos = torch.cat([angles.cos()] * 2, dim=-1).to(dtype).to(device)  # (positions, D)

@@ -81,8 +81,6 @@ class TextConfig(KVShape, TextLimits):
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    #: Channel pairs that each row of position ids rotates; (): there is one row.
-    rope_sections: tuple[int, ...] = ()
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False

@@ -1,8 +1,7 @@
-"""Helpers of Triton kernels."""
+"""Types in Triton kernels."""
 
 import torch
 import triton.language as tl
-from torch import Tensor
 from triton import knobs
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -13,8 +12,3 @@ def product_dtype(dtype: torch.dtype) -> tl.dtype:
     if knobs.runtime.interpret:
         return tl.float32
     return _TYPES[dtype]
-
-
-def num_stages(x: Tensor) -> int:
-    """The number of tiles to prefetch: as many as fit the GPU's shared memory."""
-    return 4 if x.shape[0] * x.element_size() <= 64 else 2

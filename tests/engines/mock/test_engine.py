@@ -3,8 +3,6 @@ import time
 import pytest
 
 from engines.base import EngineCall
-from engines.core.engine import BatchingEngine
-from engines.core.sequence import EngineRequest
 from engines.mock.engine import (
     EOS_ID,
     IMAGE_ID,
@@ -23,7 +21,6 @@ from shared.protocol import (
     TextPart,
 )
 from tests.factories_engine import (
-    Transcript,
     answer_alone,
     make_engine,
     make_image,
@@ -41,20 +38,14 @@ def test_the_tokenizer_spells_any_text():
     assert not {EOS_ID, IMAGE_ID} & set(token_ids)
 
 
-def test_an_answer_is_words_and_ends_by_itself():
+def test_an_answer_ends_by_itself_after_the_least_number_of_tokens_unless_its_end_is_ignored():
     answer = answer_alone(make_request(), num_output_tokens=6)
     assert len(answer.text.split(" ")) == 5
     assert answer.token_ids[-1] == EOS_ID
     assert answer.finish_reason is FinishReason.STOP
-
-
-def test_an_answer_has_as_many_tokens_as_it_must_have():
     answer = answer_alone(make_request(max_tokens=200, min_tokens=9), num_output_tokens=4)
     assert len(answer.token_ids) == 10
     assert answer.finish_reason is FinishReason.STOP
-
-
-def test_ignoring_the_end_token_goes_on_to_max_tokens():
     answer = answer_alone(make_request(max_tokens=200, ignore_eos=True), num_output_tokens=4)
     assert len(answer.token_ids) == 200
     assert EOS_ID not in answer.token_ids
@@ -62,20 +53,15 @@ def test_ignoring_the_end_token_goes_on_to_max_tokens():
 
 
 def test_answers_depend_on_prompt_and_image():
-    prompt = "12345678 what?"
-    texts = {
-        answer_alone(request).text
-        for request in (
-            make_request(prompt=prompt),
-            make_request(prompt=prompt + "!"),
-            make_request(prompt=prompt, images=(make_image(image_hash="cat"),)),
-            make_request(prompt=prompt, images=(make_image(image_hash="dog"),)),
-        )
-    }
-    assert len(texts) == 4
+    image, other = (make_image(image_hash=name) for name in ("cat", "dog"))
+    wanted = [("what?", ()), ("what!", ()), ("what?", (image,)), ("what?", (other,))]
+    requests = [
+        make_request(prompt=f"12345678 {prompt}", images=images) for prompt, images in wanted
+    ]
+    assert len({answer_alone(request).text for request in requests}) == 4
 
 
-def test_images_are_encoded_once_and_then_found():
+def test_images_are_encoded_once_and_then_found_while_the_cache_has_room():
     engine = make_engine(max_num_batched_tokens=8)
     run_all(engine, make_request("a", "x" * 20, images=(make_image(2, 12, "cat"),)))
     run_all(engine, make_request("b", "y" * 20, images=(make_image(4, 12, "cat"),)))
@@ -83,46 +69,25 @@ def test_images_are_encoded_once_and_then_found():
     assert (stats.num_encoder_queries, stats.num_encoder_hits) == (2, 1)
     assert stats.encoder_cache_bytes == stats.memory_bytes["encoder_cache"] > 0
 
-
-def test_what_is_kept_for_a_request_ends_with_it():
-    engine = make_engine(enable_prefix_cache=False)
-    for prompt in ("x" * 20, "y" * 20):
-        request = make_request(prompt=prompt, images=(make_image(2, 12, "cat"),))
-        assert run_all(engine, request)["r0"].text == answer_alone(request).text
-    assert engine.stats().num_encoder_queries == 2
-
-
-def test_the_encoder_cache_is_bounded():
     engine = make_engine(encoder_cache_bytes=20_000)
     for name in "abcdef":
         run_all(engine, make_request(name, "x" * 20, images=(make_image(2, 12, name),)))
     assert 0 < engine.stats().encoder_cache_bytes <= 20_000
 
 
-@pytest.fixture
-def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Every sleep, on a clock that moves by these alone."""
-    seconds: list[float] = []
-    monkeypatch.setattr(time, "sleep", seconds.append)
-    monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))
-    return seconds
-
-
-def simulate(**mock: float) -> None:
-    config = make_mock(num_output_tokens=3, **mock)
+def test_a_step_takes_the_time_of_its_parts(monkeypatch: pytest.MonkeyPatch):
+    sleeps: list[float] = []
+    monkeypatch.setattr(time, "sleep", sleeps.append)
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(sleeps))
+    mock = make_mock(num_output_tokens=3, vision_s=1.0, prefill_s_per_token=0.1, decode_s=0.5)
     images = (make_image(0, 8, "cat"), make_image(8, 8, "dog"))
-    run_all(make_engine(mock=config), make_request(prompt="x" * 20, images=images))
-
-
-def test_a_step_takes_the_time_of_its_parts(sleeps: list[float]):
-    simulate(vision_s=1.0, prefill_s_per_token=0.1, decode_s=0.5)
+    run_all(make_engine(mock=mock), make_request(prompt="x" * 20, images=images))
     assert sleeps == pytest.approx([2.0 + 2.0 + 0.5, 0.5, 0.5])
 
 
 def test_a_prompt_has_one_run_of_slots_per_image_in_its_place():
-    processor = MockProcessor(tokens_per_image=4)
     parts = (TextPart("<image>"), ImagePart(1), TextPart("or"), ImagePart(0))
-    prompt = processor.build_prompt(
+    prompt = MockProcessor(tokens_per_image=4).build_prompt(
         [ChatMessage(role="user", parts=parts)], [("cat", (1, 1)), ("dog", (2, 2))]
     )
     assert prompt.token_ids.count(IMAGE_ID) == 8
@@ -142,34 +107,17 @@ def test_the_pool_is_as_large_as_configured():
     assert num_blocks(kv_cache_bytes=10**20) > 1 << 16  # and the process has memory for their list
 
 
-def thinking_engine(num_reasoning_tokens: int = 5, **config) -> BatchingEngine:
-    mock = make_mock(num_output_tokens=6, num_reasoning_tokens=num_reasoning_tokens)
-    values = {"kind": "mock", "num_kv_blocks": 256, "mock": mock.model_dump(), **config}
-    return create_engine(values).engine
-
-
-def ask(engine: BatchingEngine, told: tuple[int, ...] = (), options=None, **sampling) -> Transcript:
-    return run_all(engine, prepare(engine, told, options, **sampling))["r"]
-
-
-def prepare(engine: BatchingEngine, told=(), options=None, **sampling) -> EngineRequest:
-    params = SamplingParams(**{"temperature": 0.0, **sampling})
+def test_thinking_is_told_apart_counted_and_left_out_on_request():
+    mock = make_mock(num_output_tokens=6, num_reasoning_tokens=5).model_dump()
+    engine = create_engine({"kind": "mock", "num_kv_blocks": 256, "mock": mock}).engine
     messages = (ChatMessage("user", (TextPart("hello"),)),)
-    task = Generate(messages, params, template_options=options or {})
-    return engine.prepare(EngineCall("r", task, output_token_ids=told), [])
-
-
-def test_thinking_is_told_apart_and_counted():
-    answer = ask(thinking_engine())
-    assert len(answer.reasoning.split()) == 5
-    assert len(answer.text.split()) == 5
-    assert "think" not in answer.reasoning + answer.text
-    usage = answer.last.usage
-    assert usage.num_output_tokens == len(answer.token_ids)
-    assert usage.num_reasoning_tokens == 5 + len("<think>\n" + "\n</think>")
-
-
-def test_a_request_may_ask_for_no_thinking():
-    answer = ask(thinking_engine(), options={"enable_thinking": False})
-    assert (answer.reasoning, len(answer.text.split())) == ("", 5)
-    assert answer.last.usage.num_reasoning_tokens == 0
+    found = []
+    for options in ({}, {"enable_thinking": False}):
+        task = Generate(messages, SamplingParams(temperature=0.0), template_options=options)
+        answer = run_all(engine, engine.prepare(EngineCall("r", task), []))["r"]
+        assert "think" not in answer.reasoning + answer.text
+        usage = answer.last.usage
+        assert usage.num_output_tokens == len(answer.token_ids)
+        words = len(answer.reasoning.split()), len(answer.text.split())
+        found.append((*words, usage.num_reasoning_tokens))
+    assert found == [(5, 5, 5 + len("<think>\n" + "\n</think>")), (0, 5, 0)]

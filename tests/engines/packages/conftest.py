@@ -8,14 +8,26 @@ from huggingface_hub import constants
 from tqdm import tqdm
 
 import engines.torch_backend  # noqa: F401
+from benchmarks.make_checkpoint import make_checkpoint
 from tests.factories_hub import REPO, Hub, Repository, serve_hub, use_hub
 
 tqdm.monitor_interval = 0  # its thread fails where a bar ends while it looks
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With files that nobody needs."""
+    directory = tmp_path_factory.mktemp("hub") / "tiny"
+    make_checkpoint("tiny", directory)
+    (directory / "onnx").mkdir()
+    for name in ("README.md", "pytorch_model.bin", "onnx/model.safetensors"):
+        (directory / name).write_text("not needed")
+    return directory
+
+
 @pytest.fixture
 def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """It has the checkpoint of the test's module."""
+    """It has the checkpoint."""
     with serve_hub() as server:
         server.repositories[REPO] = Repository({"main": checkpoint})
         use_hub(monkeypatch, server.url)

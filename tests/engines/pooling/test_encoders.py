@@ -125,16 +125,24 @@ def test_prompts_and_dimensions_come_from_the_directory(tmp_path):
 
 
 def test_what_is_too_long_is_refused_or_cut_as_the_tokenizer_cuts_it(tmp_path):
-    model = load(make_encoder(tmp_path, "bert"))
+    model = load(make_encoder(tmp_path / "encoder", "bert"))
     long = " ".join(WORDS[:90])
     with pytest.raises(PromptTooLong, match="92 tokens") as refused:
         compute(model, embed("w1", long))
     assert refused.value.param == "input.[1]"
-    [[end], [start]] = compute(model, embed(long, truncate="end"), embed(long, truncate="start"))
-    assert np.allclose(end, reference(tmp_path, " ".join(WORDS[:62]), "mean"), atol=1e-5)
-    assert np.allclose(start, reference(tmp_path, " ".join(WORDS[28:90]), "mean"), atol=1e-5)
-    [[short]] = compute(model, embed(long, truncate="end", max_tokens=12))
-    assert np.allclose(short, reference(tmp_path, " ".join(WORDS[:10]), "mean"), atol=1e-5)
+    cuts = (
+        ({"truncate": "end"}, WORDS[:62]),
+        ({"truncate": "start"}, WORDS[28:90]),
+        ({"truncate": "end", "max_tokens": 12}, WORDS[:10]),
+    )
+    for options, words in cuts:
+        [[vector]] = compute(model, embed(long, **options))
+        expected = reference(tmp_path / "encoder", " ".join(words), "mean")
+        assert np.allclose(vector, expected, atol=1e-5)
+    scorer = load(make_scorer(tmp_path / "scorer", "bert"))
+    with pytest.raises(PromptTooLong) as refused:
+        compute(scorer, Rerank((long,), ("w1",), truncate="end"))
+    assert refused.value.param == "query"
 
 
 def test_token_ids_are_taken_as_they_are(tmp_path):
@@ -160,28 +168,27 @@ def test_scores_are_those_of_transformers(kind, tmp_path):
     assert np.allclose(cut, reference_score(tmp_path, "w1 w2", "w3 w4"), atol=1e-5)
 
 
-def test_a_query_that_leaves_no_room_is_named(tmp_path):
-    model = load(make_scorer(tmp_path, "bert"))
-    with pytest.raises(PromptTooLong) as refused:
-        compute(model, Rerank((" ".join(WORDS[:90]),), ("w1",), truncate="end"))
-    assert refused.value.param == "query"
-
-
-def make_image(size=(40, 32), colour=(200, 30, 90)) -> bytes:
+def make_image() -> bytes:
     file = io.BytesIO()
-    image = Image.new("RGB", size, colour)
+    image = Image.new("RGB", (40, 32), (200, 30, 90))
     image.paste((10, 240, 40), (5, 5, 20, 20))
     image.save(file, "PNG")
     return file.getvalue()
 
 
-def check_towers(directory, theirs, image_processor, **padding):
-    """Texts and an image beside them against transformers. Returns the model."""
-    model, data = load(directory), make_image()
+@pytest.mark.parametrize("kind", ["clip", "siglip right", "siglip left"])
+def test_texts_and_images_are_those_of_transformers(kind, tmp_path):
+    name, _, side = kind.partition(" ")
+    padding = {"padding": "max_length", "max_length": 16} if side else {}
+    make_siglip(tmp_path, side) if side else make_clip(tmp_path)
+    theirs = (SiglipModel if side else CLIPModel).from_pretrained(tmp_path).eval()
+    processors = CLIPImageProcessor, SiglipImageProcessor
+    image_processor = processors[name == "siglip"].from_pretrained(tmp_path)
+    model, data = load(tmp_path), make_image()
     pixels = model.process_image(data, ImageRef("", len(data), "image/png", 40, 32), decode_image)
     task = Embed((TextPart("w1 w2"), ImagePart(0), TextPart("w3")), is_normalized=False)
     [vectors] = compute(model, task, images=[pixels])
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with torch.inference_mode():
         for index, text in ((0, "w1 w2"), (2, "w3")):
             ids = tokenizer(text, return_tensors="pt", **padding)["input_ids"]
@@ -189,31 +196,18 @@ def check_towers(directory, theirs, image_processor, **padding):
         picture = Image.open(io.BytesIO(data)).convert("RGB")
         inputs = image_processor(picture, return_tensors="pt")
         assert are_close(vectors[1], theirs.get_image_features(**inputs).pooler_output[0])
-    return model
-
-
-def test_texts_and_images_of_clip_are_those_of_transformers(tmp_path):
-    make_clip(tmp_path)
-    theirs = CLIPModel.from_pretrained(tmp_path).eval()
-    check_towers(tmp_path, theirs, CLIPImageProcessor.from_pretrained(tmp_path))
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_texts_and_images_of_siglip_are_those_of_transformers(side, tmp_path):
-    make_siglip(tmp_path, side)
-    theirs = SiglipModel.from_pretrained(tmp_path).eval()
-    processor = SiglipImageProcessor.from_pretrained(tmp_path)
-    padding = {"padding": "max_length", "max_length": 16}
-    model = check_towers(tmp_path, theirs, processor, **padding)
-    [row] = model.rows(Embed((TextPart("w1 w2"),)), [])
-    assert row.num_tokens - row.num_padding == 4
+    if side:
+        [row] = model.rows(Embed((TextPart("w1 w2"),)), [])
+        assert row.num_tokens - row.num_padding == 4
     if side == "left":  # SigLIP's own tokenizer needs another library: tokenizer.json is read
         [expected] = compute(model, embed("w1 w2"))
-        file = tmp_path / "tokenizer_config.json"
-        named = json.loads(file.read_text()) | {"tokenizer_class": "SiglipTokenizer"}
-        file.write_text(json.dumps(named))
+        change(tmp_path / "tokenizer_config.json", tokenizer_class="SiglipTokenizer")
         [found] = compute(load(tmp_path), embed("w1 w2"))
         assert np.array_equal(found, expected)
+
+
+def change(file, **fields):
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def test_dense_modules_stand_behind_the_pooling(tmp_path):
@@ -236,28 +230,6 @@ def test_dense_modules_stand_behind_the_pooling(tmp_path):
         y = tensors[2]["linear.weight"] @ x + tensors[2]["linear.bias"]
         expected = torch.nn.functional.normalize(y + tensors[2]["residual.weight"] @ x, dim=0)
         assert np.abs(vector - expected.numpy()).max() < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"activation_function": "os.system"}, "activation"),
-        ({"activation_function": "torch.nn.functional.glu"}, "activation"),
-        ({"in_features": 31}, "31"),
-        ({"module_input_name": "token_embeddings"}, "module_input_name"),
-        ({"out_features": -1}, "out_features"),
-        ({"bias": False}, "bias"),
-    ],
-)
-def test_a_dense_module_that_cannot_be_computed_is_refused(change, why, tmp_path):
-    make_encoder(tmp_path, "bert", dense=[{"in_features": 32, "out_features": 48}])
-    file = tmp_path / "2_Dense" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(UnsupportedCheckpoint, match=why):
-        load(tmp_path)
-    (tmp_path / "2_Dense" / "model.safetensors").rename(tmp_path / "2_Dense" / "model.bin")
-    with pytest.raises(UnsupportedCheckpoint):
-        load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "distilbert", "mpnet", "qwen3"])
@@ -288,14 +260,23 @@ def test_a_directory_is_served_by_name(images, dimensions, tmp_path):
     loaded.engine.close()
 
 
-def _drop_a_tensor(directory):
-    tensors = load_file(directory / "model.safetensors")
-    del tensors["encoder.layer.1.output.dense.weight"]
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+def _edit(file, do):
+    """Change the tensors of a file."""
+    tensors = load_file(file)
+    do(tensors, next(name for name in tensors if name.endswith("weight")))
+    save_file(tensors, file, {"format": "pt"})
+
+
+def _spoil(tensors, name):
+    tensors[name].view(-1)[3] = torch.nan
+
+
+def _dense(**fields):
+    return lambda d: change(d / "2_Dense" / "config.json", **fields)
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("damage", "why"),
     [
         (lambda d: (d / "model.safetensors").rename(d / "x.bin"), "safetensors"),
         (lambda d: (d / "modules.json").write_text('[{"type": "a.LSTM", "path": "2_LSTM"}]'), "LSTM"),
@@ -304,23 +285,20 @@ def _drop_a_tensor(directory):
         (lambda d: (d / "modules.json").write_text("{"), "not JSON"),
         (lambda d: (d / "1_Pooling" / "config.json").write_text("{}"), "Pooling"),
         (lambda d: (d / "config.json").write_text("{}"), r"config.json"),
-        (_drop_a_tensor, "lack"),
+        (lambda d: _edit(d / "model.safetensors", lambda tensors, name: tensors.pop(name)), "lack"),
+        (lambda d: _edit(d / "model.safetensors", _spoil), "the weight .* not finite"),
+        (lambda d: _edit(d / "2_Dense" / "model.safetensors", _spoil), "the weight .* not finite"),
+        (lambda d: (d / "2_Dense" / "model.safetensors").unlink(), "2_Dense"),
+        (_dense(activation_function="os.system"), "activation"),
+        (_dense(activation_function="torch.nn.functional.glu"), "activation"),
+        (_dense(in_features=31), "31"),
+        (_dense(module_input_name="token_embeddings"), "module_input_name"),
+        (_dense(out_features=-1), "out_features"),
+        (_dense(bias=False), "bias"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused_with_the_reason(change, why, tmp_path):
-    make_encoder(tmp_path, "bert")
-    change(tmp_path)
+def test_what_cannot_be_served_is_refused_with_the_reason(damage, why, tmp_path):
+    make_encoder(tmp_path, "bert", dense=[{"in_features": 32, "out_features": 48}])
+    damage(tmp_path)
     with pytest.raises(UnsupportedCheckpoint, match=why):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("folder", ["", "2_Dense"])
-def test_weights_that_are_not_finite_are_refused_by_name(folder, tmp_path):
-    make_encoder(tmp_path, "bert", dense=[{"in_features": 32, "out_features": 8}])
-    file = tmp_path / folder / "model.safetensors"
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith("weight"))
-    tensors[name].view(-1)[3] = torch.nan
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(UnsupportedCheckpoint, match=f"the weight {name} .* not finite"):
         load(tmp_path)

@@ -2,9 +2,11 @@
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
+from engines.torch_backend.layers.rotary import RotaryTable, rotate
+from engines.torch_backend.ops.paged_attention.reference import PLAIN, CreateAttention, Heads
 from engines.torch_backend.step import BidirectionalSpan, SequenceRows, StepInputs
 from tests.factories_torch import make_text_config
 
@@ -55,6 +57,12 @@ def slots_of(sequence: SequenceRows) -> Tensor:
     return (blocks * BLOCK_SIZE + indices % BLOCK_SIZE)[None]
 
 
+def in_sections(rotary: RotaryTable, sections: tuple[int, ...]) -> RotaryTable:
+    """Each section of channel pairs is rotated by a row of positions of its own."""
+    rows = torch.arange(len(sections)).repeat_interleave(torch.tensor(sections)).repeat(2)
+    return RotaryTable.of(rotary.cos, rotary.sin, rows.to(rotary.cos.device), len(sections))
+
+
 def attend_by_definition(
     pool: KVCachePool,
     inputs: StepInputs,
@@ -89,3 +97,30 @@ def attend_by_definition(
             weights = scores.softmax(-1)[:, : len(far)]
             rows.append(torch.einsum("ht,thd->hd", weights, far).flatten())
     return torch.stack(rows)
+
+
+def check(
+    create: CreateAttention,
+    inputs: StepInputs,
+    heads: Heads = PLAIN,
+    shape: tuple[int, int, int] = (4, 2, 8),
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+    rotates: bool = False,
+) -> None:
+    """An implementation is the definition. `shape`: query heads, key heads, head width."""
+    num_heads, num_kv_heads, head_dim = shape
+    text = make_text_config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    rotation = RotaryTable(text, 256, torch.float32, CPU).at(inputs.indices) if rotates else None
+    pools = [make_pool(dtype, num_kv_heads, head_dim) for _ in range(2)]
+    qkv = torch.randn(len(inputs.slots), (num_heads + 2 * num_kv_heads) * head_dim)
+    qkv = qkv.to(dtype).float()
+    sizes = [num_heads, num_kv_heads, num_kv_heads]
+    query, key, value = qkv.view(len(qkv), -1, head_dim).split(sizes, dim=1)
+    query, key = heads.normed(query, key)
+    if rotation is not None:
+        query, key = (rotate(x, *rotation) for x in (query, key))
+    expected = attend_by_definition(pools[1], inputs, query, key, value, heads)
+    found = create(num_heads, pools[0], inputs, rotation)(1, qkv.clone(), heads)
+    assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+    assert_close(pools[0].data, pools[1].data, rtol=tolerance, atol=tolerance)

@@ -21,27 +21,21 @@ def plan(free: int = 1 << 40, **changes: int):
     return plan_kv_cache(TEXT, TorchSettings(**changes), torch.float32, free, "cpu", [TEXT])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_block_is_as_large_as_its_tensors(dtype):
-    pool = KVCachePool(TEXT, 10, 16, dtype, torch.device("cpu"))
-    assert pool.data.nbytes == 10 * bytes_per_block(TEXT, 16, dtype)
-
-
 @pytest.mark.parametrize(
-    ("settings", "num_blocks"),
+    ("settings", "num_blocks", "max_model_len"),
     [
-        ({"kv_cache_bytes": 100 * BLOCK_BYTES + 1}, 100),
-        ({"num_kv_blocks": 77}, 77),
-        ({"max_num_seqs": 3, "max_model_len": 32}, 3 * 2),  # a batch of whole contexts is enough
-        ({"free": 100 * BLOCK_BYTES}, 40),  # a share of what is free
+        ({"kv_cache_bytes": 100 * BLOCK_BYTES + 1}, 100, 256),
+        ({"num_kv_blocks": 77}, 77, 256),
+        ({"num_kv_blocks": 3}, 3, 48),  # a context that nobody asked for shrinks to the pool
+        ({"max_num_seqs": 3, "max_model_len": 32}, 3 * 2, 32),  # a batch of whole contexts
+        ({"free": 100 * BLOCK_BYTES}, 40, 256),  # a share of what is free
     ],
 )
-def test_the_pool_is_as_large_as_told_else_as_needed_or_free(settings, num_blocks):
-    assert plan(**settings).num_blocks == num_blocks
-
-
-def test_a_context_that_nobody_asked_for_shrinks_to_the_pool():
-    assert plan(num_kv_blocks=3).max_model_len == 48
+def test_the_pool_is_as_large_as_told_else_as_needed_or_free(settings, num_blocks, max_model_len):
+    found = plan(**settings)
+    assert (found.num_blocks, found.max_model_len) == (num_blocks, max_model_len)
+    pool = KVCachePool(TEXT, num_blocks, 16, torch.float32, torch.device("cpu"))
+    assert pool.data.nbytes == num_blocks * BLOCK_BYTES
 
 
 TOO_MUCH = rf"{9 * BLOCK_BYTES} bytes, but {8 * BLOCK_BYTES} bytes are free"

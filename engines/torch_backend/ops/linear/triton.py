@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.torch_backend.ops.triton_types import num_stages, product_dtype
+from engines.torch_backend.ops.triton_types import product_dtype
 
 _OUTPUTS = 16  # per program: few, so that even the narrowest product fills the device
 _INPUTS = 256  # of int8 weights, read together; a weight's row is contiguous
@@ -134,6 +134,7 @@ def _launch(
         BLOCK_N=_OUTPUTS,
         PRODUCT=product_dtype(x.dtype),
         num_warps=4,
-        num_stages=num_stages(x),
+        # tiles to prefetch: as many as fit the GPU's shared memory
+        num_stages=4 if num_rows * x.element_size() <= 64 else 2,
     )
     return out

@@ -39,7 +39,8 @@ def _example(create: CreateAttention, site: Site) -> list[Tensor]:
     """Decodes, prompts and later chunks of prompts, with one and three rows of positions."""
     text, found = site.text, []
     half = text.head_dim // 2
-    sections = (half - half // 2, half // 2 - half // 4, half // 4)
+    sections = torch.tensor([half - half // 2, half // 2 - half // 4, half // 4])
+    channel_rows = torch.arange(3).repeat_interleave(sections).repeat(2).to(site.device)
     norms = [RMSNorm(text.head_dim, 1e-5).requires_grad_(False).to(site.device) for _ in range(2)]
     for seed, norm in enumerate(norms):
         norm.weight = nn.Parameter(site.numbers(text.head_dim, seed=seed), False)
@@ -48,8 +49,9 @@ def _example(create: CreateAttention, site: Site) -> list[Tensor]:
         inputs = StepInputs.create(
             _make_sequences(shares, site.block_size), site.block_size, site.device
         )
-        shaped = replace(text, rope_sections=sections if has_sections else ())
-        rotary = RotaryTable(shaped, 128, site.dtype, site.device)
+        rotary = RotaryTable(text, 128, site.dtype, site.device)
+        if has_sections:
+            rotary = RotaryTable.of(rotary.cos, rotary.sin, channel_rows, 3)
         rows = torch.arange(rotary.num_rows, device=site.device)[:, None]
         positions = (inputs.indices + rows).squeeze(0)
         pool = site.pool(96)

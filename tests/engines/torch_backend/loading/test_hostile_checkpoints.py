@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 import tracemalloc
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ FIELDS: dict[str, list[tuple[Any, ...]]] = {
     "tokenizer_config.json": [
         ("added_tokens_decoder", {"x": {"content": "a"}}), ("added_tokens_decoder", {"5": {"content": 5}}),
         ("added_tokens_decoder", []), ("bos_token", 7), ("bos_token", {"content": None}), ("extra_special_tokens", "x"),
-        ("additional_special_tokens", [5]),
+        ("additional_special_tokens", [5]), ("chat_template", ["x"]), ("chat_template", [5, {"name": []}]),
     ],
     "tokenizer.json": [
         ("normalizer", DOUBLING, ""), ("normalizer", {"type": "Sequence", "normalizers": [DOUBLING] * 2}, ""),
@@ -147,66 +148,74 @@ FIELDS: dict[str, list[tuple[Any, ...]]] = {
 @pytest.mark.parametrize(
     ("file", "path", "value", "words"),
     [
-        (file, path, value, words[0] if words else path.rpartition(".")[2])
-        for file, fields in FIELDS.items()
-        for path, value, *words in fields
+        *(
+            (file, path, value, words[0] if words else path.rpartition(".")[2])
+            for file, fields in FIELDS.items()
+            for path, value, *words in fields
+        ),
+        *(
+            (file, "eos_token_id", value, f"{file}: eos_token_id")
+            for file in ("generation_config.json", "config.json")
+            for value in ("x", [[]], {"a": 1}, 10**12, True, 1.5)
+        ),
     ],
 )
 def test_a_field_that_cannot_be(
     file: str, path: str, value: Any, words: str, checkpoint: Path
 ) -> None:
+    if path == "eos_token_id":
+        (checkpoint / "generation_config.json").unlink()
+    if path == "chat_template":
+        (checkpoint / "chat_template.jinja").unlink()
     change(checkpoint / file, path, value)
     sentence = refusal(checkpoint)
     assert "tokenizer" in sentence if file == "tokenizer.json" else file in sentence
     assert words in sentence
 
 
+def _hold(kind: str, num_bytes: int) -> Callable[[Path], object]:
+    """One weight of a type."""
+
+    def write(directory: Path) -> None:
+        entry = {"dtype": kind, "shape": [4], "data_offsets": [0, num_bytes]}
+        header = json.dumps({"w": entry}).encode()
+        for file in directory.glob("*.safetensors*"):
+            file.unlink()
+        content = len(header).to_bytes(8, "little") + header + bytes(num_bytes)
+        (directory / "model.safetensors").write_bytes(content)
+
+    return write
+
+
+def _tower(field: str, value: Any) -> Callable[[Path], object]:
+    """A timm tower from elsewhere."""
+
+    def write(directory: Path) -> None:
+        shutil.rmtree(directory)
+        write_checkpoint(named("Gemma 3"), directory)
+        change(directory / "config.json", f"vision_config.{field}", value)
+
+    return write
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("damage", "words"),
     [
-        ("architecture", "hf-hub:timm/resnet18"), ("architecture", "local-dir:/tmp"),
-        ("model_args", {"checkpoint_path": "/tmp/weights.pth"}), ("model_args", {"pretrained_cfg": {"url": "http://x"}}),
-        ("model_args", "x"),
+        (lambda d: (d / "config.json").unlink(), ""),
+        (lambda d: (d / "config.json").write_text("{}"), ""),
+        (lambda d: (d / "chat_template.jinja").write_text("{{ messages[0].role }}"), "does not render images"),
+        (_hold("F8_E5M2", 4), "F8_E5M2"),
+        (_hold("C64", 32), "C64"),
+        (_hold("F3", 4), "F3"),
+        (_tower("architecture", "hf-hub:timm/resnet18"), "vision_config.architecture is "),
+        (_tower("architecture", "local-dir:/tmp"), "vision_config.architecture is "),
+        (_tower("model_args", {"checkpoint_path": "/tmp/weights.pth"}), "vision_config.model_args is "),
+        (_tower("model_args", {"pretrained_cfg": {"url": "http://x"}}), "vision_config.model_args is "),
+        (_tower("model_args", "x"), "vision_config.model_args is "),
     ],
 )  # fmt: skip
-def test_a_timm_tower_from_elsewhere(field: str, value: Any, tmp_path: Path) -> None:
-    write_checkpoint(named("Gemma 3"), tmp_path)
-    change(tmp_path / "config.json", f"vision_config.{field}", value)
-    assert f"config.json: vision_config.{field} is " in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("value", ["x", [[]], {"a": 1}, 10**12, True, 1.5])
-def test_where_generation_ends(file: str, value: Any, checkpoint: Path) -> None:
-    (checkpoint / "generation_config.json").unlink()
-    change(checkpoint / file, "eos_token_id", value)
-    assert f"{file}: eos_token_id" in refusal(checkpoint)
-
-
-@pytest.mark.parametrize("kind", ["F8_E5M2", "F8_E8M0", "C64", "F3"])
-def test_weights_of_a_type_that_is_not_read(kind: str, checkpoint: Path) -> None:
-    sizes = {"C64": 8}
-    header = json.dumps(
-        {"w": {"dtype": kind, "shape": [4], "data_offsets": [0, 4 * sizes.get(kind, 1)]}}
-    ).encode()
-    data = bytes(4 * sizes.get(kind, 1))
-    for file in checkpoint.glob("*.safetensors*"):
-        file.unlink()
-    (checkpoint / "model.safetensors").write_bytes(
-        len(header).to_bytes(8, "little") + header + data
-    )
-    sentence = refusal(checkpoint)
-    assert "model.safetensors" in sentence
-    assert kind in sentence
-
-
-@pytest.mark.parametrize("template", [["x"], [5, {"name": []}]])
-def test_a_chat_template_that_is_none(template: Any, checkpoint: Path) -> None:
-    (checkpoint / "chat_template.jinja").unlink()
-    change(checkpoint / "tokenizer_config.json", "chat_template", template)
-    assert "tokenizer_config.json: chat_template" in refusal(checkpoint)
-
-
-def test_a_chat_template_without_a_place_for_images(checkpoint: Path) -> None:
-    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].role }}")
-    assert "does not render images" in refusal(checkpoint)
+def test_a_directory_that_cannot_be(
+    damage: Callable[[Path], object], words: str, checkpoint: Path
+) -> None:
+    damage(checkpoint)
+    assert words in refusal(checkpoint)

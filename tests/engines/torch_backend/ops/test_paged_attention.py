@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads, create_attention
-from engines.torch_backend.step import BidirectionalSpan, SequenceRows, StepInputs
+from engines.torch_backend.step import BidirectionalSpan
 from tests.engines.torch_backend.paged import (
     BLOCK_SIZE,
-    CPU,
-    attend_by_definition,
+    check,
     make_inputs,
     make_pool,
 )
@@ -17,11 +15,9 @@ from tests.engines.torch_backend.paged import (
 SHARES = [
     [(1, 0)],
     [(1, 11)],
-    [(1, 7), (1, 7)],
     [(1, 3), (1, 4), (1, 30)],
     [(9, 0)],
     [(8, 0), (3, 0)],
-    [(5, 6)],
     [(4, 8), (2, 1)],
     [(1, 9), (1, 2), (7, 0), (6, 5), (2, 12)],
 ]
@@ -37,52 +33,23 @@ FORMS = {
 IMAGES = [BidirectionalSpan(3, 8, 5), BidirectionalSpan(10, 13, 8, ignores_window=True)]
 
 
-def check(
-    inputs: StepInputs,
-    heads: Heads = PLAIN,
-    num_kv_heads: int = 2,
-    dtype: torch.dtype = torch.float32,
-    tolerance: float = 1e-5,
-) -> None:
-    qkv = torch.randn(len(inputs.slots), (4 + 2 * num_kv_heads) * 8).to(dtype)
-    query, key, value = qkv.view(len(qkv), -1, 8).split([4, num_kv_heads, num_kv_heads], dim=1)
-    pools = [make_pool(dtype, num_kv_heads) for _ in range(2)]
-    found = create_attention(4, pools[0], inputs, None)(1, qkv, heads)
-    expected = attend_by_definition(pools[1], inputs, query, key, value, heads)
-    assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
-    assert_close(pools[0].data, pools[1].data)
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (4, torch.float16)]
+)
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 @torch.inference_mode()
-def test_it_is_the_definition(shares: list[tuple[int, int]], num_kv_heads: int):
-    check(make_inputs(shares), num_kv_heads=num_kv_heads)
+def test_it_is_the_definition(shares: list[tuple[int, int]], num_kv_heads: int, dtype: torch.dtype):
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    check(create_attention, make_inputs(shares), PLAIN, (4, num_kv_heads, 8), dtype, tolerance)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @torch.inference_mode()
 def test_every_form_is_the_definition(form: str):
     """Images begin behind what is computed, and end before their sequence does."""
-    for shares in (SHARES[3], [(1, 9), (1, 2), (8, 0), (6, 5), (2, 12)]):
-        has_images = len(shares) > 3
-        check(make_inputs(shares, IMAGES if has_images else []), FORMS[form])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@torch.inference_mode()
-def test_it_is_so_in_half_precision(dtype: torch.dtype):
-    check(make_inputs(SHARES[-1]), dtype=dtype, tolerance=2e-2)
-
-
-@torch.inference_mode()
-def test_new_tokens_land_in_the_slots_of_their_blocks():
-    pool = make_pool()
-    inputs = StepInputs.create([SequenceRows(0, 3, 3, [9, 40])], BLOCK_SIZE, CPU)
-    qkv = torch.randn(3, 8 * 8)
-    create_attention(4, pool, inputs, None)(0, qkv)
-    keys, values = pool.read(0, torch.tensor([[9 * 4 + 3, 40 * 4, 40 * 4 + 1]]))
-    assert_close(torch.cat([keys, values], dim=2)[0], qkv.view(3, 8, 8)[:, 4:])
+    check(create_attention, make_inputs(SHARES[2]), FORMS[form])
+    shares = [(1, 9), (1, 2), (8, 0), (6, 5), (2, 12)]
+    check(create_attention, make_inputs(shares, IMAGES), FORMS[form])
 
 
 @torch.inference_mode()

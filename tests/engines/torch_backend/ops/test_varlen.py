@@ -48,8 +48,7 @@ def attend_one_by_one(
     for x, k, v in zip(query.split(new), key.split(context), value.split(context), strict=True):
         offset = len(k) - len(x)
         mask = torch.ones(len(x), len(k), dtype=torch.bool).tril(offset)
-        if window is not None:
-            mask = mask.triu(offset - window + 1)
+        mask = mask.triu(offset - (window or len(k)) + 1)
         heads = (each.transpose(0, 1)[None] for each in (x, k, v))
         out = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))

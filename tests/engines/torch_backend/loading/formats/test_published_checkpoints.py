@@ -144,7 +144,9 @@ def test_maps_side_by_side_may_order_their_inputs_differently(tmp_path: Path) ->
         assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-def test_zero_biases_that_the_model_lacks_are_left_out(tmp_path: Path) -> None:
+def test_biases_that_the_model_has_are_added_and_zeros_that_it_lacks_left_out(
+    tmp_path: Path,
+) -> None:
     formats.write_checkpoint(tmp_path / "q", *formats.gptq())
     change(tmp_path / "q", {f"{PROJECTION}bias": torch.zeros(256)})
     load(tmp_path / "q")
@@ -153,32 +155,22 @@ def test_zero_biases_that_the_model_lacks_are_left_out(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=rf"unknown weights: {PROJECTION}bias"):
         load(tmp_path / "q")
 
-
-def test_biases_that_the_model_has_are_added(tmp_path: Path) -> None:
-    weights = formats.write_checkpoint(
-        tmp_path / "q", *formats.gptq(group_size=128, desc_act=True), attention_bias=True
-    )
-
-    expected = expected_logits(tmp_path / "q", weights)
-
-    found = plain_logits(load(tmp_path / "q"), TOKEN_IDS)
-    assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    how = formats.gptq(group_size=128, desc_act=True)
+    weights = formats.write_checkpoint(tmp_path / "b", *how, attention_bias=True)
+    found = plain_logits(load(tmp_path / "b"), TOKEN_IDS)
+    assert_close(found, expected_logits(tmp_path / "b", weights), rtol=1e-4, atol=1e-4)
 
 
-def test_integers_are_not_rounded_to_fewer_bits(tmp_path: Path) -> None:
-    formats.write_checkpoint(tmp_path / "q", *ALL["packed of 8 bits"])
-    load(tmp_path / "q", scheme=METHODS["int8"])
+def test_fp8_is_quantized_on_the_way_and_integers_to_no_fewer_bits(tmp_path: Path) -> None:
+    formats.write_checkpoint(tmp_path / "i", *ALL["packed of 8 bits"])
+    load(tmp_path / "i", scheme=METHODS["int8"])
     with pytest.raises(UnsupportedCheckpoint, match="compressed-tensors of int8; for int4"):
-        load(tmp_path / "q", scheme=METHODS["int4"])
+        load(tmp_path / "i", scheme=METHODS["int4"])
 
-
-def test_numbers_in_fp8_can_be_quantized_on_the_way(tmp_path: Path) -> None:
     weights = formats.write_checkpoint(tmp_path / "q", *formats.deepseek())
-    expected = expected_logits(tmp_path / "q", weights)
-
     model = load(tmp_path / "q", scheme=METHODS["int8"])
-
     assert all(m.method is linear.INT8 for m in linears(model))
+    expected = expected_logits(tmp_path / "q", weights)
     assert (plain_logits(model, TOKEN_IDS) - expected).norm() < 0.02 * expected.norm()
 
 
@@ -248,16 +240,58 @@ HOSTILE: list[tuple[Any, dict[str, Tensor | None], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("how", "changes", "reason"), HOSTILE)
-def test_tensors_that_do_not_fit_are_named(
+SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    config = formats.packed()[1]
+    config["config_groups"]["group_0"]["weights"] |= weights
+    return config
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "quanto"}, "'quanto' cannot be read, as .* supported"),
+    ({"quant_method": "vlm-fleet"}, "only release 0.1 reads it"),
+    ({"quant_method": "new"}, "'new' cannot be read; supported: .* --quantization int8"),
+    ({"quant_method": ["gptq"]}, "quant_method .* cannot be read"),
+    ({}, "lacks weights|unknown"),
+    (formats.gptq()[1] | {"bits": 3}, "bits is 3; GPTQ is supported with 4 and 8"),
+    (formats.gptq()[1] | {"group_size": 0}, "group_size is 0"),
+    (formats.gptq()[1] | {"group_size": 10**9}, "group_size is 1000000000, no integer"),
+    (formats.gptq()[1] | {"group_size": "many"}, "group_size is 'many', no integer"),
+    (formats.gptq()[1] | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+    (formats.gptq()[1] | {"group_size": 2**20}, r"scales is \(6, 256\)"),
+    (formats.awq()[1] | {"version": "gemv"}, "version is 'gemv'"),
+    (formats.awq()[1] | {"zero_point": False}, "zero_point is false"),
+    (formats.awq()[1] | {"bits": 8}, "bits is 8"),
+    (compressed(num_bits=2), "num_bits is 2 of int"),
+    (compressed(num_bits=4, type="float"), "num_bits is 4 of float"),
+    (compressed(strategy="tensor_group"), "strategy 'tensor_group'"),
+    (compressed(strategy="group"), "group_size is None"),
+    (formats.packed()[1] | {"format": "marlin-24"}, "format 'marlin-24'"),
+    (formats.packed()[1] | {"sparsity_config": SPARSE}, "sparsity_config asks for '2:4'; only dense weights"),
+    (formats.packed()[1] | {"transform_config": {"config_groups": {}}}, "transform_config"),
+    (formats.packed()[1] | {"config_groups": None}, "config_groups is missing"),
+    (formats.packed()[1] | {"config_groups": {"a": 3}}, "config_groups.a is 3, no object"),
+    (formats.deepseek()[1] | {"weight_block_size": [0, 128]}, "weight_block_size is"),
+    (formats.deepseek()[1] | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "changes", "reason"),
+    [*HOSTILE, *(((formats.gptq()[0], config), {}, reason) for config, reason in SETTINGS)],
+)
+def test_tensors_and_settings_that_do_not_fit_are_named(
     how: Any, changes: dict[str, Tensor | None], reason: str, tmp_path: Path
 ) -> None:
     formats.write_checkpoint(tmp_path / "q", *how)
-    change(tmp_path / "q", {PROJECTION + part: value for part, value in changes.items()})
+    if changes:
+        change(tmp_path / "q", {PROJECTION + part: value for part, value in changes.items()})
 
     with pytest.raises(UnsupportedCheckpoint, match=reason) as caught:
         load(tmp_path / "q")
-    assert PROJECTION.removesuffix(".") in str(caught.value)
+    assert not changes or PROJECTION.removesuffix(".") in str(caught.value)
 
 
 #: Each way to keep numbers, in the long form with every size of groups.
@@ -282,56 +316,6 @@ def test_numbers_that_are_not_finite_are_refused_by_name(name: str, tmp_path: Pa
         assert PROJECTION.removesuffix(".") in str(caught.value)
 
 
-SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
-
-
-def compressed(**weights: Any) -> dict[str, Any]:
-    config = formats.packed()[1]
-    config["config_groups"]["group_0"]["weights"] |= weights
-    return config
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"quant_method": "quanto"}, "'quanto' cannot be read, as .* supported"),
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' cannot be read"),
-        ({"quant_method": "torchao"}, "'torchao' cannot be read"),
-        ({"quant_method": "vlm-fleet"}, "only release 0.1 reads it"),
-        ({"quant_method": "new"}, "'new' cannot be read; supported: .* --quantization int8"),
-        ({"quant_method": ["gptq"]}, "quant_method .* cannot be read"),
-        ({}, "lacks weights|unknown"),
-        (formats.gptq()[1] | {"bits": 3}, "bits is 3; GPTQ is supported with 4 and 8"),
-        (formats.gptq()[1] | {"group_size": 0}, "group_size is 0"),
-        (formats.gptq()[1] | {"group_size": 10**9}, "group_size is 1000000000, no integer"),
-        (formats.gptq()[1] | {"group_size": "many"}, "group_size is 'many', no integer"),
-        (formats.gptq()[1] | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        (formats.gptq()[1] | {"group_size": 2**20}, r"scales is \(6, 256\)"),
-        (formats.awq()[1] | {"version": "gemv"}, "version is 'gemv'"),
-        (formats.awq()[1] | {"zero_point": False}, "zero_point is false"),
-        (formats.awq()[1] | {"bits": 8}, "bits is 8"),
-        (compressed(num_bits=2), "num_bits is 2 of int"),
-        (compressed(num_bits=4, type="float"), "num_bits is 4 of float"),
-        (compressed(strategy="tensor_group"), "strategy 'tensor_group'"),
-        (compressed(strategy="group"), "group_size is None"),
-        (formats.packed()[1] | {"format": "marlin-24"}, "format 'marlin-24'"),
-        (formats.packed()[1] | {"sparsity_config": SPARSE}, "sparsity_config asks for '2:4'; only dense weights"),
-        (formats.packed()[1] | {"transform_config": {"config_groups": {}}}, "transform_config"),
-        (formats.packed()[1] | {"config_groups": None}, "config_groups is missing"),
-        (formats.packed()[1] | {"config_groups": {"a": 3}}, "config_groups.a is 3, no object"),
-        (formats.deepseek()[1] | {"weight_block_size": [0, 128]}, "weight_block_size is"),
-        (formats.deepseek()[1] | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
-    ],
-)  # fmt: skip
-def test_settings_that_cannot_be_read_are_named(
-    config: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    formats.write_checkpoint(tmp_path / "q", formats.gptq()[0], config)
-
-    with pytest.raises(UnsupportedCheckpoint, match=reason):
-        load(tmp_path / "q")
-
-
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("name", few(LIBRARY, LIBRARY[::3]))
 def test_the_library_of_the_format_reads_the_same(name: str, tmp_path: Path) -> None:
@@ -350,8 +334,10 @@ def test_the_library_of_the_format_reads_the_same(name: str, tmp_path: Path) -> 
     assert (found - expected).norm() < 0.01 * expected.norm()  # it multiplies in scales' precision
 
 
-@pytest.mark.parametrize("lowers", [True, False], ids=["lowered", "generic"])
-@pytest.mark.parametrize("name", ["gptq desc_act", "awq", "packed of 8 bits", "fp8 blocks"])
+@pytest.mark.parametrize(
+    ("name", "lowers"),
+    [("gptq desc_act", True), ("awq", False), ("packed of 8 bits", True), ("fp8 blocks", False)],
+)
 def test_models_that_transformers_makes_keep_the_integers(
     name: str, lowers: bool, tmp_path: Path
 ) -> None:
@@ -414,23 +400,20 @@ def test_maps_that_transformers_joins_are_plain_numbers(
     assert "1 linear layers, such as model.layers.1.mlp.up_proj, are merged with" in caplog.text
 
 
-@pytest.mark.parametrize("mode", ["off", "fast"])
 @pytest.mark.parametrize("name", ["gptq desc_act", "awq", "packed ordered", "w8a8", "fp8 blocks"])
 def test_a_lowered_decoder_keeps_the_integers(
-    name: str, mode: CpuKernels, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights = formats.write_text_checkpoint(tmp_path / "q", *ALL[name], Qwen3ForCausalLM)
     expected = expected_logits(tmp_path / "q", weights, Qwen3ForCausalLM)
-
-    with caplog.at_level(logging.INFO):
-        model = load(tmp_path / "q", mode)
-
-    logits = plain_logits(model, TOKEN_IDS)
-    assert (logits - expected).norm() < (1e-4 if mode == "off" else 0.02) * expected.norm()
     form = "dequantized" if name in FLOAT else "as int8" if name in INT8 else "as int4"
-    assert f"14 quantized linear layers (14 {form}" in caplog.text
-    are_plain = [m.method is linear.FLOAT for m in linears(model)]
-    assert are_plain == [name in FLOAT] * 14
+    for mode, limit in (("off", 1e-4), ("fast", 0.02)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            model = load(tmp_path / "q", mode)
+        assert (plain_logits(model, TOKEN_IDS) - expected).norm() < limit * expected.norm()
+        assert f"14 quantized linear layers (14 {form}" in caplog.text
+        assert [m.method is linear.FLOAT for m in linears(model)] == [name in FLOAT] * 14
 
 
 #: Words written by hand: AutoGPTQ packs eight inputs from the lowest bits on, and stores zeros less one; AutoAWQ packs
