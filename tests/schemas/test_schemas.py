@@ -1,17 +1,18 @@
 """Schemas that others wrote, with values that conform and values that do not: none of the latter is accepted.
 
-The JSON Schema Test Suite, draft 2020-12, stands in `suite.jsonl`. `make schemas` checks MaskBench.
+`suite.jsonl` has the JSON Schema Test Suite, draft 2020-12, as in the sdist of jsonschema 4.25.1 (json/tests): a line is a
+group, with its name, its schema, and values with whether they conform. `make schemas` checks MaskBench.
 """
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import jsonschema
 import pytest
 
 from tests.schemas.checking import Case, Checker, Result
-from tests.schemas.make_suite import SUITE
 
 #: Measured: 187 of 438 schemas are taken. Most of the others are there for keywords that are refused.
 LEAST_TAKEN = 180
@@ -36,7 +37,10 @@ def checker() -> Iterator[Checker]:
 
 @pytest.fixture(scope="module")
 def results(checker: Checker) -> list[tuple[Case, Result]]:
-    cases = [Case(*json.loads(line)) for line in SUITE.read_text().splitlines()]
+    cases = [
+        Case(*json.loads(line))
+        for line in Path(__file__).with_name("suite.jsonl").read_text().splitlines()
+    ]
     return [(case, checker.check(case)) for case in cases]
 
 
