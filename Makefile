@@ -77,7 +77,7 @@ test-engines: $(STAMP)  ## build llama-server once (20 minutes), download the wh
 
 test-vllm: $(STAMP)  ## install vLLM for CPUs into an environment of its own (3 GB), and test it as the engine of a fleet
 	$(BIN)/python -m tests.engines.upstream.build_vllm $(TORCH_ARGS)
-	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_vllm.py tests/engines/upstream/test_servers.py \
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_servers.py \
 	  tests/contract/test_engine.py tests/faults/test_upstream_long.py -k vllm $(ARGS)
 
 test-sglang: $(STAMP)  ## install SGLang for CPUs into an environment of its own (1 GB), and test it behind the fleet

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from engines.upstream.server import free_port
 from tests import factories_gguf
 from tests.engines.upstream.build_llama_server import BINARY
-from tests.waiting import wait_for
+from tests.engines.upstream.serving import wait_until_healthy
+from tests.waiting import WITHIN_S
 
 NUM_SLOTS, CONTEXT = 4, 512
 
@@ -43,15 +43,11 @@ def run_llama_server(file: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]
     process = subprocess.Popen(command, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
 
-    def is_ready() -> bool:
+    def check() -> None:
         assert process.poll() is None, file.with_suffix(".log").read_text()[-2000:]
-        try:
-            return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
 
     try:
-        wait_for(is_ready)
+        wait_until_healthy(f"{url}/health", check, WITHIN_S)
         yield url, process
     finally:
         process.kill()

@@ -29,11 +29,6 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def skip_without_sglang() -> None:
-    if not IS_LONG or not PYTHON.is_file():
-        pytest.skip("SGLang is not installed: make test-sglang")
-
-
 def write_model(directory: Path) -> Path:
     """A tiny Qwen2.5-VL."""
     write_checkpoint(named("Qwen2.5-VL"), directory)
@@ -44,13 +39,14 @@ def make_settings(model: Path, **changes: object) -> SglangSettings:
     """Settings that start the server."""
     values = {
         "model": str(model), "command": f"{PYTHON} -m sglang.launch_server", "dtype": "float32",
-        "max_num_seqs": 8, "arguments": ARGUMENTS, "start_s": 400.0, **changes,
+        "max_num_seqs": 8, "max_model_len": CONTEXT, "arguments": ARGUMENTS, "start_s": 400.0, **changes,
     }  # fmt: skip
     return SglangSettings.model_validate(values)
 
 
 def run_sglang(model: Path, **changes: object) -> AbstractContextManager[tuple[str, ServerProcess]]:
     """Its address and process."""
-    skip_without_sglang()
+    if not IS_LONG or not PYTHON.is_file():
+        pytest.skip("SGLang is not installed: make test-sglang")
     settings = make_settings(model, **changes)
     return run_server(settings, Sglang(settings), ENVIRONMENT)

@@ -28,11 +28,6 @@ ENVIRONMENT = {
 CHANGES = {"text_config": {"num_attention_heads": 2, "num_key_value_heads": 2}}
 
 
-def skip_without_vllm() -> None:
-    if not IS_LONG or not BINARY.is_file():
-        pytest.skip("vLLM is not installed: make test-vllm")
-
-
 def write_model(directory: Path) -> Path:
     """A tiny LLaVA."""
     make_checkpoint("tiny", directory, seed=6, dtype=torch.float32, changes=CHANGES)
@@ -42,7 +37,7 @@ def write_model(directory: Path) -> Path:
 def make_settings(model: Path, **changes: object) -> VllmSettings:
     """Settings that start the server."""
     values = {
-        "model": str(model), "command": f"{BINARY} serve", "dtype": "float32", "max_num_seqs": 8,
+        "model": str(model), "command": f"{BINARY} serve", "dtype": "float32", "max_num_seqs": 8, "max_model_len": CONTEXT,
         "arguments": ARGUMENTS, "start_s": START_S, **changes,
     }  # fmt: skip
     return VllmSettings.model_validate(values)
@@ -50,6 +45,7 @@ def make_settings(model: Path, **changes: object) -> VllmSettings:
 
 def run_vllm(model: Path, **changes: object) -> AbstractContextManager[tuple[str, ServerProcess]]:
     """Its address and process."""
-    skip_without_vllm()
+    if not IS_LONG or not BINARY.is_file():
+        pytest.skip("vLLM is not installed: make test-vllm")
     settings = make_settings(model, **changes)
     return run_server(settings, Vllm(settings), ENVIRONMENT)
