@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from engines.core.answers import Answer
-from engines.core.runner import TokenChoice
 from engines.core.sequence import EngineRequest
 from engines.text.detokenizer import ControlToken
 from engines.text.reasoning import (
@@ -13,8 +12,8 @@ from engines.text.reasoning import (
     Reasoning,
     find_reasoning,
 )
-from shared.protocol import FinishReason, SamplingParams
-from tests.engines.core.test_answers import make_processor
+from shared.protocol import SamplingParams
+from tests.engines.core.test_answers import make_processor, received, write
 from tests.engines.text.test_detokenizer import split
 
 THINK = REASONING_FORMATS["think"]
@@ -36,17 +35,11 @@ def read(
     processor = make_processor(tokens, Reasoning(form, spelled or {}))
     sampling = SamplingParams(stop=tuple(stop))
     answer = Answer.begin(EngineRequest("r", [1], sampling, is_thinking=is_thinking), processor)
-    text = reasoning = ""
-    scored: list[str] = []
-    for token_id in range(len(tokens)):
-        reason = FinishReason.LENGTH if token_id == len(tokens) - 1 else None
-        output = answer.output([TokenChoice(token_id, -1.0)], reason)
-        text += output.text
-        reasoning += output.reasoning
-        scored += [entry.chosen.token for entry in output.logprobs]
-        if output.finish_reason is not None:
-            break
-    return (reasoning, text), answer.usage.num_reasoning_tokens, scored
+    token_ids = range(len(tokens))
+    _, text, thought, scores, _, (num_reasoning_tokens, *_) = received(
+        write(answer, token_ids, range(len(tokens)))
+    )
+    return (thought, text), num_reasoning_tokens, [entry.chosen.token for entry in scores]
 
 
 def chars(text: str) -> list[bytes]:
@@ -86,26 +79,33 @@ def test_answers_of_every_kind(text, told):
     assert read(chars(text) or [b""])[0] == read([text.encode()])[0] == told
 
 
-def test_a_prompt_may_have_begun_the_thinking():
-    told, *_ = read(chars("\nso it is.\n</think>\n\nYes."), is_thinking=True)
-    assert told == ("so it is.", "Yes.")
-    assert read(chars("so it is"), is_thinking=True)[0] == ("so it is", "")
-    reasoning = Reasoning(THINK)
-    assert reasoning.is_opened_by("<|im_start|>assistant\n<think>\n")
-    assert not reasoning.is_opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+HARMONY_FORM = {"form": REASONING_FORMATS["harmony"]}
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "options", "told"),
     [
-        (HARMONY, ("hm, 2, so 4", "I look. Four.")),
-        ("Plain words.", ("", "Plain words.")),
-        ("Plain words, " * 30, ("", "Plain words, " * 30)),
+        ("\nso it is.\n</think>\n\nYes.", {"is_thinking": True}, ("so it is.", "Yes.")),
+        ("so it is", {"is_thinking": True}, ("so it is", "")),
+        (
+            "<think>stop here, no</think>go on, stop there",
+            {"stop": ["stop"]},
+            ("stop here, no", "go on, "),
+        ),
+        (HARMONY, HARMONY_FORM, ("hm, 2, so 4", "I look. Four.")),
+        ("Plain words.", HARMONY_FORM, ("", "Plain words.")),
+        ("Plain words, " * 30, HARMONY_FORM, ("", "Plain words, " * 30)),
     ],
 )
-def test_parts_with_heads_are_told_apart_by_their_channels(text, told):
+def test_prompts_stop_strings_and_channels(text, options, told):
     for tokens in (chars(text), [text.encode()]):
-        assert read(tokens, REASONING_FORMATS["harmony"])[0] == told
+        assert read(tokens, **options)[0] == told
+
+
+def test_a_prompt_may_have_begun_the_thinking():
+    reasoning = Reasoning(THINK)
+    assert reasoning.is_opened_by("<|im_start|>assistant\n<think>\n")
+    assert not reasoning.is_opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_markers_may_be_tokens_that_are_no_text():
@@ -129,11 +129,6 @@ def test_tokens_of_thinking_and_its_markers_are_counted_and_have_no_probabilitie
     tokens, num_reasoning_tokens, scored
 ):
     assert read(tokens)[1:] == (num_reasoning_tokens, scored)
-
-
-def test_a_stop_string_ends_the_answer_and_not_the_thinking():
-    text = "<think>stop here, no</think>go on, stop there"
-    assert read(chars(text), stop=["stop"])[0] == ("stop here, no", "go on, ")
 
 
 def control(*texts: str) -> dict[str, ControlToken]:
