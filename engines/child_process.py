@@ -93,16 +93,10 @@ class ChildProcess:
                 for end in (self.socket, theirs):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
             number = theirs.fileno()
-            command = [
-                sys.executable,
-                "-m",
-                module,
-                str(number),
-                *map(str, (*arguments, *pass_fds)),
-            ]
+            numbers = map(str, (number, *arguments, *pass_fds))
             try:
                 self.process = subprocess.Popen(
-                    command, pass_fds=(number, *pass_fds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    [sys.executable, "-m", module, *numbers], pass_fds=(number, *pass_fds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL if is_silent else None, cwd="/",
                     env={**(environment or {}), "PYTHONPATH": str(_SOURCE)},
                     start_new_session=True,

@@ -463,6 +463,7 @@ class ChatTemplate:
         self.tool_format: ToolFormat | None = None
         self._image_token = image_token
         self._renderer = CompiledTemplate(source, dict(variables or {}))
+        self.options = self._renderer.options  #: variables that requests may set
         parts = [*([{"type": "image"}] if image_token else []), {"type": "text", "text": _PROBE}]
         takes_parts = self._is_probe_rendered(parts)
         self._content: Literal["parts", "string"] = "parts" if takes_parts else "string"
@@ -474,10 +475,6 @@ class ChatTemplate:
         content = self._to_content([{"type": "text", "text": "hello"}])
         if _PROBE in self._try(content, tools=[{"type": "function", "function": function}]):
             self.tool_format = find_tool_format(source)
-
-    @property
-    def options(self) -> frozenset[str]:
-        return self._renderer.options
 
     def render(
         self,

@@ -45,6 +45,7 @@ class Detokenizer:
     """The text of one answer, up to its first stop string."""
 
     is_stopped = False  #: whether a stop string has ended the answer
+    stopped_by = ""  #: that stop string
     reasoning = ""  #: reasoning that no output contains yet
     num_reasoning_tokens = 0
     #: Whether the last token may be part of a marker that begins the reasoning.
@@ -69,11 +70,9 @@ class Detokenizer:
             self._token_bytes = _spell(tokenizer, spelled, keeps_specials=keeps_specials)
         self._drops_space = tokenizer.drops_leading_space
         self._incomplete = b""
-        self._stops = StopStrings(stop, keeps=keeps_stop)
-
-    @property
-    def stopped_by(self) -> str:
-        return self._stops.stopped_by
+        self._stops = [text for text in stop if text]
+        self._keeps_stop = keeps_stop
+        self._held = ""  # may begin a stop string
 
     def append(self, token_id: int) -> str:
         """Add the next token; returns the text that it completes. Takes constant time."""
@@ -82,11 +81,11 @@ class Detokenizer:
     def append_bytes(self, data: bytes) -> str:
         """`append`, for tokens whose ids are unknown."""
         text = self._decode(data)
-        return self._release(text) if self._stops.texts else text
+        return self._release(text) if self._stops else text
 
     def finish(self) -> str:
         """The text that was held back, with U+FFFD for the bytes of an incomplete character."""
-        return self._release(self._flush()) + self._stops.finish()
+        return self._release_all(self._flush())
 
     def _decode(self, data: bytes) -> str:
         if self._drops_space and data:
@@ -104,9 +103,26 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> str:
-        released = self._stops.release(text)
-        self.is_stopped = self._stops.is_stopped
-        return released
+        """The text that precedes any stop string. The stop string that ends first wins, then the longest."""
+        if self.is_stopped:
+            return ""
+        known = self._held + text
+        found = [
+            (i + len(stop), -len(stop), stop)
+            for stop in self._stops
+            if (i := known.find(stop)) >= 0
+        ]
+        if found:
+            end, length, self.stopped_by = min(found)
+            self.is_stopped, self._held = True, ""
+            return known[: end if self._keeps_stop else end + length]
+        num_held = max((num_begun(known, stop) for stop in self._stops), default=0)
+        self._held = known[len(known) - num_held :]
+        return known[: len(known) - num_held]
+
+    def _release_all(self, text: str) -> str:
+        released, rest, self._held = self._release(text), self._held, ""
+        return released + rest
 
 
 def _spell(
@@ -130,37 +146,6 @@ def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
     return (data.removeprefix(b" ") if tokenizer.drops_leading_space else data).decode(
         "utf-8", "replace"
     )
-
-
-class StopStrings:
-    """Releases text up to the first stop string, and holds back text that may begin one."""
-
-    def __init__(self, texts: Iterable[str], *, keeps: bool = False) -> None:
-        self._keeps = keeps
-        self.texts = [text for text in texts if text]
-        self.is_stopped = False
-        self.stopped_by = ""
-        self._held = ""
-
-    def release(self, text: str) -> str:
-        """Add text; returns the text that precedes any stop string. The one that ends first wins, then the longest."""
-        if self.is_stopped:
-            return ""
-        known = self._held + text
-        found = [
-            (i + len(stop), -len(stop), stop) for stop in self.texts if (i := known.find(stop)) >= 0
-        ]
-        if found:
-            end, length, self.stopped_by = min(found)
-            self.is_stopped, self._held = True, ""
-            return known[: end if self._keeps else end + length]
-        num_held = max((num_begun(known, stop) for stop in self.texts), default=0)
-        self._held = known[len(known) - num_held :]
-        return known[: len(known) - num_held]
-
-    def finish(self) -> str:
-        rest, self._held = self._held, ""
-        return rest
 
 
 def num_begun(text: str, marker: str) -> int:

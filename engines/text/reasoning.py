@@ -239,7 +239,9 @@ class ReasoningDetokenizer(Detokenizer):
         if self.is_undecided:  # an answer too short for a marker
             self.is_content, self.is_undecided = True, False
         first = self._add(*self._splitter.feed(self._flush()))
-        return first + self._add(*self._splitter.finish()) + self._stops.finish()
+        rest, content = self._splitter.finish()
+        self.reasoning += rest
+        return first + self._release_all(content)
 
     def _add(self, reasoning: str, content: str) -> str:
         self.reasoning += reasoning

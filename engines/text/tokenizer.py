@@ -231,7 +231,7 @@ def _eos_token_ids(directory: Path, ids: dict[str, int], variables: dict[str, st
 def _read_tokenizer_json(directory: Path) -> dict[str, Any]:
     content = read_json(directory / "tokenizer.json").values
     if not content and (tekken := read_json(directory / "tekken.json")).values:
-        content = to_tokenizer_json(tekken, {byte: letter for letter, byte in _ALPHABET.items()})
+        content = to_tokenizer_json(tekken)
     if not content:
         raise UnsupportedCheckpoint(
             "the checkpoint has no tokenizer.json; save its fast tokenizer there"
@@ -305,11 +305,12 @@ def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [decoder]
 
 
-def to_tokenizer_json(tekken: Fields, letters: Mapping[int, str]) -> dict[str, Any]:
+def to_tokenizer_json(tekken: Fields) -> dict[str, Any]:
     """Mistral's tekken.json as the content of a tokenizer.json. Raises: UnsupportedCheckpoint.
 
-    `letters` are the characters of bytes in a byte-level vocabulary. Source: `Tekkenizer` of mistral-common.
+    Source: `Tekkenizer` of mistral-common.
     """
+    letters = {byte: letter for letter, byte in _ALPHABET.items()}
     settings = tekken.section("config")
     special, vocab = tekken.get("special_tokens"), tekken.get("vocab")
     if not isinstance(special, list):

@@ -9,7 +9,6 @@ Source: OpenAI API reference, "Create chat completion".
 import json
 import math
 import time
-from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ from engines.core.runner import PixelLimits
 from engines.text.tools import to_openai
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import TokenUsage, refuse
-from engines.upstream.images import JpegFrames, WavFile, data_url, to_jpegs, to_png, to_wav
+from engines.upstream.images import MediaPart, data_url, to_jpegs, to_png, to_wav
 from engines.upstream.settings import OpenAiSettings
 from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine
 from shared.protocol import (
@@ -120,11 +119,11 @@ class ChatEngine(StreamEngine[ChatRequest]):
         limits = PixelLimits(image.min_pixels, image.max_pixels)
         return to_png(decode(data, (image.width, image.height)), limits)
 
-    def prepare_video(self, video: OpenVideo) -> JpegFrames:
+    def prepare_video(self, video: OpenVideo) -> MediaPart:
         """JPEG files of evenly sampled frames. Raises: InvalidImage."""
         return to_jpegs(video.frames(sample_evenly(video)))
 
-    def prepare_audio(self, audio: OpenAudio) -> WavFile:
+    def prepare_audio(self, audio: OpenAudio) -> MediaPart:
         return to_wav(audio.samples(AUDIO_RATE), AUDIO_RATE)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ChatRequest:
@@ -272,12 +271,9 @@ def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[s
     return shown
 
 
-def _to_part(content: bytes | JpegFrames | WavFile) -> dict[str, Any]:
-    if isinstance(content, WavFile):
-        data = b64encode(content.data).decode()
-        return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
-    if isinstance(content, JpegFrames):
-        return {"type": "video_url", "video_url": {"url": content.data_url()}}
+def _to_part(content: bytes | MediaPart) -> dict[str, Any]:
+    if isinstance(content, MediaPart):
+        return content.part
     return {"type": "image_url", "image_url": {"url": data_url(content)}}
 
 

@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engines.base import InvalidRequest
+from engines.base import EngineStartError, InvalidRequest
 from engines.core.runner import TokenChoice
 from engines.core.sequence import EngineRequest
 from engines.packages.resolve import BUILT_IN, parse_hub_id, resolve_model
 from engines.upstream.client import UpstreamClient
 from engines.upstream.settings import UpstreamSettings
 from shared.protocol import FinishReason, Generate, Grammar, SamplingParams
+
+MODELS = "/v1/models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Dialect(ABC):
     metrics: ClassVar[Mapping[str, str]] = {}
     #: To load and unload a LoRA adapter; None: not supported.
     adapter_paths: tuple[str, str] | None = None
+    unsupported: tuple[str, ...] = ("num_prompt_logprobs",)  #: sampling parameters
+    grammar_kinds: tuple[str, ...] = ("json", "regex", "choice")
     runs_grammar_source = False  #: whether the server enforces `grammar_source`
     environment: ClassVar[Mapping[str, str]] = {}  #: of the started server
 
@@ -71,9 +75,16 @@ class Dialect(ABC):
     def describe(self, client: UpstreamClient) -> ServerInfo:
         """Read the server's properties. Raises: httpx.HTTPError, KeyError, ValueError."""
 
-    @abstractmethod
     def check(self, request: UpstreamRequest) -> None:
         """Raises: InvalidRequest for a parameter that the API lacks."""
+        refuse(request.sampling, self.name, *self.unsupported)
+        grammar = request.grammar
+        if grammar is None or self.runs_grammar_source or grammar.kind in self.grammar_kinds:
+            return
+        kinds = ", ".join(self.grammar_kinds)
+        raise InvalidRequest(
+            f"{self.name} supports grammars of {kinds}, not {grammar.kind}", grammar.param
+        )
 
     @abstractmethod
     def can_continue(self, task: Generate) -> bool:
@@ -94,6 +105,16 @@ class Dialect(ABC):
     def recover(self, chunk: Chunk, num_missing: int) -> None:
         """Find the tokens that a chunk with `num_computed` lacks."""
         raise NotImplementedError
+
+
+def find_model(client: UpstreamClient, wanted: str = "") -> dict[str, Any]:
+    """A model's entry of `GET /v1/models`; without a name, the first. Raises: EngineStartError; as `describe`."""
+    listed = client.request("GET", MODELS).raise_for_status().json()["data"]
+    for found in listed:
+        if found["id"] == wanted or not wanted:
+            return found
+    names = ", ".join(each["id"] for each in listed)[:300]
+    raise EngineStartError(f"VLM_ENGINE__UPSTREAM_MODEL: {client.url} serves {names}, not {wanted}")
 
 
 def model_arguments(settings: UpstreamSettings) -> list[str]:
@@ -136,9 +157,10 @@ def refuse(sampling: SamplingParams, engine: str, *names: str) -> None:
             raise InvalidRequest(f"{engine} does not support {param}: leave it out", param)
 
 
-def refuse_grammar(grammar: Grammar, engine: str, kinds: str) -> InvalidRequest:
-    """The error for a kind of grammar that the API lacks."""
-    return InvalidRequest(f"{engine} supports {kinds}, not {grammar.kind} grammars", grammar.param)
+def to_bias(sampling: SamplingParams, image_token_id: int | None) -> dict[str, float]:
+    """`logit_bias`; an image token is forbidden, because the server would expand a sampled one."""
+    bias = {str(token_id): value for token_id, value in sampling.logit_bias.items()}
+    return bias if image_token_id is None else {**bias, str(image_token_id): -100.0}
 
 
 def has_output_penalty(sampling: SamplingParams) -> bool:

@@ -75,25 +75,25 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         assert isinstance(task, Generate)  # the worker checks the task against the capabilities
         tools = self._choose_tools(task.tools)
         prompt = self._build_prompt(task, images, tools)
-        is_forced = tools is not None and tools.is_required
-        if (task.grammar is not None or is_forced) and prompt.is_thinking:
+        grammar, is_forced = task.grammar, tools is not None and tools.is_required
+        param = "tool_choice" if grammar is None else grammar.param
+        if (grammar is not None or is_forced) and prompt.is_thinking:
             raise InvalidRequest(
                 "this model reasons before it answers, and its engine would apply the grammar to the reasoning: "
                 "disable thinking",
-                "tool_choice" if task.grammar is None else task.grammar.param,
+                param,
             )
-        request = UpstreamRequest(**self._fields(call, prompt, tools), grammar=task.grammar)
+        request = UpstreamRequest(**self._fields(call, prompt, tools), grammar=grammar)
         self._check_request(request)
         self._dialect.check(request)
-        if task.grammar is not None and self._grammars is not None:
-            constraint = self._grammars.compile(task.grammar)
-            if self._dialect.runs_grammar_source:
-                self._check_conformity(constraint, request, task.grammar.param)
-                request = replace(request, grammar_source=constraint.source)
+        constraint: Constraint | None = None
+        if grammar is not None and self._grammars is not None:
+            constraint = self._grammars.compile(grammar)
         if is_forced and self._grammars is not None:
             assert tools is not None
             constraint = self._grammars.compile_tools(tools, self.processor.tool_format, None)
-            self._check_conformity(constraint, request, "tool_choice")
+        if constraint is not None and self._dialect.runs_grammar_source:
+            self._check_conformity(constraint, request, param)
             request = replace(request, grammar_source=constraint.source)
         return replace(request, max_tokens=self._max_output_tokens(request))
 

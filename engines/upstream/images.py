@@ -45,48 +45,35 @@ def to_png(image: Image.Image, pixels: PixelLimits) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class JpegFrames:
-    """A video as JPEG files of its frames."""
+class MediaPart:
+    """A video or audio as a part of a message of OpenAI's API."""
 
-    files: tuple[bytes, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self.files))
-
-    def data_url(self) -> str:
-        """The form that vLLM takes."""
-        return f"data:{FRAMES_TYPE};base64," + ",".join(b64encode(f).decode() for f in self.files)
+    part: dict[str, Any]
+    nbytes: int
 
 
-def to_jpegs(frames: Sequence[Image.Image]) -> JpegFrames:
+def to_jpegs(frames: Sequence[Image.Image]) -> MediaPart:
+    """A video as JPEG files of its frames, in the form that vLLM takes."""
     files = []
     for frame in frames:
         file = BytesIO()
         frame.save(file, "JPEG", quality=95)
-        files.append(file.getvalue())
-    return JpegFrames(tuple(files))
+        files.append(b64encode(file.getvalue()).decode())
+    url = f"data:{FRAMES_TYPE};base64,{','.join(files)}"
+    return MediaPart({"type": "video_url", "video_url": {"url": url}}, len(url))
 
 
-@dataclass(frozen=True, slots=True)
-class WavFile:
-    """Audio as a file of float32."""
-
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-
-def to_wav(samples: bytes, rate: int) -> WavFile:
+def to_wav(samples: bytes, rate: int) -> MediaPart:
     """A WAV file of one channel of float32. Source: Microsoft, "Multiple channel audio data and WAVE files"."""
     form = _WAV_FORMAT.pack(_IEEE_FLOAT, 1, rate, 4 * rate, 4, 32)
     chunks = b"".join(
         name + len(data).to_bytes(4, "little") + data
         for name, data in ((b"fmt ", form), (b"data", samples))
     )
-    return WavFile(b"RIFF" + (4 + len(chunks)).to_bytes(4, "little") + b"WAVE" + chunks)
+    file = b"RIFF" + (4 + len(chunks)).to_bytes(4, "little") + b"WAVE" + chunks
+    data = b64encode(file).decode()
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    return MediaPart(part, len(data))
 
 
 def find_image_token(directory: Path, template: str) -> int | None:

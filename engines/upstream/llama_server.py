@@ -19,8 +19,7 @@ from engines.upstream.dialect import (
     Dialect,
     ServerInfo,
     UpstreamRequest,
-    refuse,
-    refuse_grammar,
+    find_model,
     to_choices,
 )
 from engines.upstream.settings import LlamaServerSettings
@@ -63,6 +62,11 @@ class LlamaServer(Dialect):
     name = "llama-server"
     program = ("llama-server",)
     path = "/completion"
+    unsupported = (
+        "num_prompt_logprobs", "allowed_token_ids", "min_tokens",
+        "presence_penalty", "frequency_penalty",  # llama-server counts the prompt too
+    )  # fmt: skip
+    grammar_kinds = ("json",)
 
     def __init__(self, settings: LlamaServerSettings, processor: ChatProcessor) -> None:
         self._settings = settings
@@ -91,20 +95,14 @@ class LlamaServer(Dialect):
         server = client.request("GET", "/props").raise_for_status().json()
         self._image_marker = server.get("media_marker", self._image_marker)
         return ServerInfo(
-            client.request("GET", "/v1/models").raise_for_status().json()["data"][0]["id"],
+            find_model(client)["id"],
             server["default_generation_settings"]["n_ctx"],
             server.get("build_info", ""),
             server.get("modalities", {}).get("vision", False),
         )
 
     def check(self, request: UpstreamRequest) -> None:
-        refuse(
-            request.sampling, self.name, "num_prompt_logprobs", "allowed_token_ids", "min_tokens",
-            "presence_penalty", "frequency_penalty",  # llama-server counts the prompt too
-        )  # fmt: skip
-        grammar = request.grammar
-        if grammar is not None and grammar.kind != "json":
-            raise refuse_grammar(grammar, self.name, "JSON schemas")
+        super().check(request)
         if request.images:
             text = self._text(request.prompt_token_ids)
             spelled = sum(self._tokenizer.token_bytes(i) == b"" for i in request.prompt_token_ids)

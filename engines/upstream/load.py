@@ -1,6 +1,8 @@
 """Connects to a server, or starts one, and creates its engine."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from engines.text.processor import ChatProcessor, create_processor
 from engines.text.tokenizer import MAX_VOCAB_SIZE
 from engines.upstream import chat
 from engines.upstream.client import UpstreamClient
-from engines.upstream.dialect import Dialect, ServerInfo
+from engines.upstream.dialect import MODELS, Dialect, ServerInfo, find_model
 from engines.upstream.engine import UpstreamEngine
 from engines.upstream.images import UnexpandedImages, find_image_token
 from engines.upstream.llama_server import LlamaServer
@@ -34,7 +36,6 @@ from engines.upstream.vllm import Vllm
 
 POLL_S = 0.2
 _MAX_LEN = 2**31
-_MODELS = "/v1/models"
 DEFAULT_MAX_LEN = 131_072  #: of a server that does not report its context length
 
 
@@ -51,21 +52,16 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
         url = f"http://127.0.0.1:{port}"
     key, paths = settings.api_key.get_secret_value(), (dialect.health_path, dialect.metrics_path)
     client = UpstreamClient(url, key, settings.max_num_seqs, settings.silence_s, *paths)
-    try:
+    with closed_on_failure(client, server, dialect.name):
         _wait_until_ready(
             client, dialect.name, dialect.health_path, server, settings.start_s, progress
         )
-        info = _describe(client, dialect)
+        info = dialect.describe(client)
         _check(settings, dialect, info)
         max_model_len = settings.max_model_len or info.max_model_len
         engine = UpstreamEngine(
             settings, dialect, processor, client, max_model_len, vocab_size, server
         )
-    except BaseException:
-        client.close()
-        if server is not None:
-            server.close()
-        raise
     processor.max_model_len = max_model_len
     engine.startup_s = {"load": time.perf_counter() - started}
     card = engine.card(
@@ -85,26 +81,29 @@ def connect(
     if not settings.url:
         raise EngineStartError("VLM_ENGINE__URL: this engine needs the address of a server")
     key = settings.api_key.get_secret_value()
-    client = UpstreamClient(settings.url, key, num_streams, silence_s, _MODELS)
-    try:
-        _wait_until_ready(client, chat.NAME, _MODELS, None, settings.start_s, progress)
-        listed = client.request("GET", _MODELS).raise_for_status().json()["data"]
-        wanted = settings.upstream_model
-        found = next((each for each in listed if each["id"] == wanted or not wanted), None)
-        if found is None:
-            names = ", ".join(each["id"] for each in listed)[:300]
-            raise EngineStartError(
-                f"VLM_ENGINE__UPSTREAM_MODEL: {settings.url} serves {names}, not {wanted}"
-            )
-    except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
-        client.close()
-        raise EngineLoadFailed(
-            f"{settings.url} is not a server of OpenAI's API: {type(error).__name__}: {error}"
-        ) from None
-    except BaseException:
-        client.close()
-        raise
+    client = UpstreamClient(settings.url, key, num_streams, silence_s, MODELS)
+    with closed_on_failure(client, None, "a server of OpenAI's API"):
+        _wait_until_ready(client, chat.NAME, MODELS, None, settings.start_s, progress)
+        found = find_model(client, settings.upstream_model)
     return client, found
+
+
+@contextmanager
+def closed_on_failure(
+    client: UpstreamClient, server: ServerProcess | None, name: str
+) -> Iterator[None]:
+    """Close both if the engine cannot be created. Raises: EngineLoadFailed for unexpected responses."""
+    try:
+        yield
+    except BaseException as error:
+        client.close()
+        if server is not None:
+            server.close()
+        if isinstance(error, httpx.HTTPError | LookupError | TypeError | ValueError):
+            raise EngineLoadFailed(
+                f"{client.url} does not answer like {name}: {type(error).__name__}: {error}"
+            ) from None
+        raise
 
 
 def load_chat_engine(settings: OpenAiSettings, progress: Progress | None) -> LoadedEngine:
@@ -182,15 +181,6 @@ def _wait_until_ready(
         if progress is not None:
             progress("load", min(0.99, waited_s / start_s))
         time.sleep(POLL_S)
-
-
-def _describe(client: UpstreamClient, dialect: Dialect) -> ServerInfo:
-    try:
-        return dialect.describe(client)
-    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise EngineLoadFailed(
-            f"{client.url} does not answer like {dialect.name}: {type(error).__name__}: {error}"
-        ) from None
 
 
 def _check(settings: UpstreamSettings, dialect: Dialect, info: ServerInfo) -> None:

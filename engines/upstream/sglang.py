@@ -17,15 +17,15 @@ from engines.upstream.dialect import (
     Dialect,
     ServerInfo,
     UpstreamRequest,
+    find_model,
     has_output_penalty,
     model_arguments,
-    refuse,
-    refuse_grammar,
+    to_bias,
 )
 from engines.upstream.images import data_url
 from engines.upstream.settings import SglangSettings
 from engines.upstream.vllm import FINISH
-from shared.protocol import Generate, Priority
+from shared.protocol import Generate, Grammar, Priority
 
 _Scored = tuple[float | None, int, Any]  # logprob, token id, text
 
@@ -59,6 +59,7 @@ class Sglang(Dialect):
     name = "SGLang"
     program = ("python", "-m", "sglang.launch_server")
     versions = ("0.5", "0.6")
+    unsupported = ("num_prompt_logprobs", "allowed_token_ids")
     path = "/generate"
     adapter_paths = ("/load_lora_adapter", "/unload_lora_adapter")
     metrics_path = "/metrics"
@@ -85,13 +86,8 @@ class Sglang(Dialect):
         server = client.request("GET", "/server_info").raise_for_status().json()
         if not server.get("incremental_streaming_output"):
             raise ValueError("start SGLang with --incremental-streaming-output")
-        model = client.request("GET", "/v1/models").raise_for_status().json()["data"][0]
+        model = find_model(client)
         return ServerInfo(model["id"], model["max_model_len"], server["version"])
-
-    def check(self, request: UpstreamRequest) -> None:
-        refuse(request.sampling, self.name, "num_prompt_logprobs", "allowed_token_ids")
-        if request.grammar is not None:
-            _constrain(request)
 
     def can_continue(self, task: Generate) -> bool:
         return task.grammar is None and not has_output_penalty(task.sampling)
@@ -105,13 +101,10 @@ class Sglang(Dialect):
             "max_new_tokens": request.max_tokens - num_done, "min_new_tokens": max(0, wanted.min_tokens - num_done),
             "ignore_eos": wanted.ignore_eos, "stop_token_ids": list(wanted.stop_token_ids),
         }  # fmt: skip
-        bias = {str(token_id): value for token_id, value in wanted.logit_bias.items()}
-        if self._image_token_id is not None:  # SGLang would expand a sampled image token
-            bias[str(self._image_token_id)] = -100.0
-        if bias:
+        if bias := to_bias(wanted, self._image_token_id):
             sampling["logit_bias"] = bias
         if request.grammar is not None:
-            sampling |= _constrain(request)
+            sampling |= _constrain(request.grammar)
         body: dict[str, Any] = {
             # SGLang keeps the id of a closed stream for 2 s, and aborts all ids that start with it
             "rid": f"{request.request_id}-{token_hex(8)}",
@@ -163,14 +156,10 @@ def _tokens(token_ids: list[int], meta: _Meta) -> list[TokenChoice]:
     ]
 
 
-def _constrain(request: UpstreamRequest) -> dict[str, str]:
-    grammar = request.grammar
-    assert grammar is not None
+def _constrain(grammar: Grammar) -> dict[str, str]:
     if grammar.kind == "json":
         return {"json_schema": grammar.source or "{}"}
     if grammar.kind == "regex":
         return {"regex": grammar.source}
-    if grammar.kind == "choice":
-        choices = " | ".join(json.dumps(text) for text in json.loads(grammar.source))
-        return {"ebnf": f"root ::= {choices}"}
-    raise refuse_grammar(grammar, "SGLang", "JSON schemas, regular expressions and choices")
+    choices = " | ".join(json.dumps(text) for text in json.loads(grammar.source))
+    return {"ebnf": f"root ::= {choices}"}

@@ -32,13 +32,6 @@ OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
 _TOO_LONG = ("context", "max_model_len", "maximum allowed length", "too long")
 
 
-class _ErrorEvent(msgspec.Struct):
-    error: Any = None
-
-
-_errors = msgspec.json.Decoder(_ErrorEvent)
-
-
 class StreamBroken(Exception):
     """The server reports an error inside a stream, with an HTTP status."""
 
@@ -169,7 +162,7 @@ class StreamEngine(Engine[Request]):
             return self._retry(request, event.data.decode())
         if event.kind == "refused":
             return self._refuse(request, event.status, error_message(event.data))
-        if _ERROR in event.data and (error := _errors.decode(event.data).error):
+        if _ERROR in event.data and (error := msgspec.json.decode(event.data).get("error")):
             code = error.get("code") if isinstance(error, dict) else None
             status = code if isinstance(code, int) and 400 <= code < 600 else 500
             return self._refuse(request, status, error_message(event.data))

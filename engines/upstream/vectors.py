@@ -33,7 +33,7 @@ from engines.pooling.engine import PoolingEngine, PoolingModel
 from engines.pooling.texts import Texts, Words
 from engines.text.tokenizer import MAX_VOCAB_SIZE
 from engines.upstream.client import UpstreamClient
-from engines.upstream.load import DEFAULT_MAX_LEN, connect
+from engines.upstream.load import DEFAULT_MAX_LEN, closed_on_failure, connect
 from engines.upstream.settings import VectorSettings
 from engines.upstream.streams import BUSY, OPERATOR, error_message
 from shared.protocol import Embed, Rerank
@@ -182,11 +182,8 @@ def load_vector_engine(settings: VectorSettings, progress: Progress | None) -> L
     model = VectorModel(
         client, found["id"], Texts(tokenizer, max_tokens, vocab_size, config), config
     )
-    try:
+    with closed_on_failure(client, None, "a server of vectors or scores"):
         model.probe()
-    except EngineLoadFailed:
-        client.close()
-        raise
     shorter = fields.get("matryoshka_dimensions") or ()
     model.shorter_dimensions = tuple(sorted(x for x in shorter if x < model.dimensions))
     engine = PoolingEngine(model, settings)

@@ -18,10 +18,10 @@ from engines.upstream.dialect import (
     ServerInfo,
     TokenUsage,
     UpstreamRequest,
+    find_model,
     has_output_penalty,
     model_arguments,
-    refuse,
-    refuse_grammar,
+    to_bias,
     to_choices,
 )
 from engines.upstream.images import data_url
@@ -102,13 +102,7 @@ class Vllm(Dialect):
         return arguments
 
     def describe(self, client: UpstreamClient) -> ServerInfo:
-        listed = client.request("GET", "/v1/models").raise_for_status().json()["data"]
-        found = next((each for each in listed if each["id"] == self._model), None)
-        if found is None:
-            if self._model:
-                names = ", ".join(each["id"] for each in listed)
-                raise ValueError(f"the server serves {names}, not {self._model}")
-            found = listed[0]
+        found = find_model(client, self._model)
         self._model = found["id"]
         self.runs_grammar_source = self._probe_plugin(client)
         version = client.request("GET", "/version").raise_for_status().json()["version"]
@@ -122,11 +116,6 @@ class Vllm(Dialect):
         if response.status_code in (403, 404):
             raise ValueError("start vLLM with --enable-scale-out")
         return PLUGIN_VERSION in response.text
-
-    def check(self, request: UpstreamRequest) -> None:
-        refuse(request.sampling, self.name, "num_prompt_logprobs")
-        if request.grammar is not None and not self.runs_grammar_source:
-            _structured(request.grammar)
 
     def can_continue(self, task: Generate) -> bool:
         has_penalty = has_output_penalty(task.sampling)
@@ -154,10 +143,7 @@ class Vllm(Dialect):
             "ignore_eos": wanted.ignore_eos, "stop_token_ids": list(wanted.stop_token_ids),
             "logprobs": wanted.num_logprobs, "detokenize": False,
         }  # fmt: skip
-        bias = {str(token_id): value for token_id, value in wanted.logit_bias.items()}
-        if self._image_token_id is not None:  # vLLM would expand a sampled image token
-            bias[str(self._image_token_id)] = -100.0
-        if bias:
+        if bias := to_bias(wanted, self._image_token_id):
             sampling["logit_bias"] = bias
         if wanted.allowed_token_ids:
             sampling["allowed_token_ids"] = list(wanted.allowed_token_ids)
@@ -210,6 +196,4 @@ def _structured(grammar: Grammar) -> dict[str, Any]:
         return {"json_object": True} if schema in ({}, True) else {"json": grammar.source}
     if grammar.kind == "regex":
         return {"regex": grammar.source}
-    if grammar.kind == "choice":
-        return {"choice": json.loads(grammar.source)}
-    raise refuse_grammar(grammar, "vLLM", "JSON schemas, regular expressions and choices")
+    return {"choice": json.loads(grammar.source)}

@@ -2,23 +2,25 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from engines import registry
 from engines.base import EngineCall, LoadedEngine
 from engines.mock.engine import MockEngineSettings, load_mock_engine
 from engines.registry import (
     EngineKind,
     create_engine,
-    engine_kinds,
     kind_of,
     prepare_process,
     read_settings,
-    register,
     settings_classes,
 )
 from engines.settings import BadEngineSettings, EngineSettings
 from shared.protocol import ChatMessage, Generate, SamplingParams, TextPart
+from tests import factories_gguf
 from tests.factories_engine import run_all
 
 INSTANT = {"vision_s": 0, "prefill_s_per_token": 0, "decode_s": 0}
@@ -34,31 +36,12 @@ def test_the_mock_engine_is_made_as_its_settings_say():
     assert len(answer.token_ids) == 3
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        ({}, "torch"),
-        ({"kind": "auto", "model": "org/name"}, "torch"),
-        ({"kind": "auto", "model": "shapes-clip"}, "pooling"),
-        ({"kind": "mock", "model": "shapes-clip"}, "mock"),
-    ],
-)
-def test_the_engine_is_the_models_unless_one_is_named(values, kind):
-    assert kind_of(values) == kind
-
-
-def test_neither_the_mock_engine_nor_a_look_at_all_settings_needs_torch():
+def test_an_engine_imports_no_more_than_it_needs():
+    """The mock engine and a look at all settings no torch, the built-in model no models of transformers."""
     program = (
         "import sys; from engines.registry import create_engine, settings_classes;"
-        "create_engine({'kind': 'mock'}); settings_classes(); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_an_engine_with_a_model_of_ours_starts_without_the_models_of_transformers():
-    """Their import takes a second."""
-    program = (
-        "import sys; import engines.torch_backend; from engines.registry import create_engine;"
+        "create_engine({'kind': 'mock'}); settings_classes(); assert 'torch' not in sys.modules;"
+        "import engines.torch_backend;"
         "create_engine({'kind': 'torch', 'model': 'shapes', 'num_kv_blocks': 64, 'max_model_len': 512});"
         "assert 'transformers.modeling_utils' not in sys.modules"
     )
@@ -68,73 +51,101 @@ def test_an_engine_with_a_model_of_ours_starts_without_the_models_of_transformer
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        (
-            {"kind": "tgi"},
-            "VLM_ENGINE__KIND: there is no engine 'tgi'; there are .*mock, .*torch",
-        ),
-        ({"quantization": "int3"}, "VLM_ENGINE__QUANTIZATION: Input should be 'none', 'int8'"),
-        ({"kind": "mock", "dtype": "float16"}, "VLM_ENGINE__DTYPE: the mock engine has no such"),
-        ({"kind": "mock", "mock": {"decode_s": "fast"}}, "VLM_ENGINE__MOCK__DECODE_S: .*number"),
-        ({"kind": "mock", "max_num_seqs": "0"}, "VLM_ENGINE__MAX_NUM_SEQS: .*greater than"),
-        ({"kind": "mock", "num_kv_blocks": "0"}, "VLM_ENGINE__NUM_KV_BLOCKS: .*greater than"),
-        (
-            {"kind": "torch", "max_images_per_step": "-1"},
-            "VLM_ENGINE__MAX_IMAGES_PER_STEP: .*greater",
-        ),
-        (
-            {"disabled_gpu_kernels": "gate"},
-            "VLM_ENGINE__DISABLED_GPU_KERNELS: .*did you mean VLM_ENGINE__DISABLED_OPS",
-        ),
+        ({"kind": "tgi"}, "KIND: there is no engine 'tgi'; there are .*mock, .*torch"),
+        ({"quantization": "int3"}, "QUANTIZATION: Input should be 'none', 'int8'"),
+        ({"kind": "mock", "dtype": "float16"}, "DTYPE: the mock engine has no such"),
+        ({"kind": "mock", "mock": {"decode_s": "fast"}}, "MOCK__DECODE_S: .*number"),
+        ({"kind": "mock", "max_num_seqs": "0"}, "MAX_NUM_SEQS: .*greater than"),
+        ({"disabled_gpu_kernels": "gate"}, ".*did you mean VLM_ENGINE__DISABLED_OPS"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence_that_names_its_variable(values, sentence):
-    with pytest.raises(BadEngineSettings, match=f"^{sentence}") as refused:
+    with pytest.raises(BadEngineSettings, match=f"^VLM_ENGINE__{sentence}") as refused:
         read_settings(values)
     assert "\n" not in str(refused.value)
 
 
-def test_another_engine_needs_settings_and_what_makes_it(monkeypatch):
+def test_an_installed_package_brings_an_engine(monkeypatch):
     class Settings(EngineSettings):
         url: str = ""
 
-    made: list[EngineSettings] = []
+    events: list[object] = []
 
     def create(settings, progress) -> LoadedEngine:
-        made.append(settings)
+        events.append(settings)
         return load_mock_engine(MockEngineSettings(), progress)
 
-    monkeypatch.setattr("engines.registry.kinds", {})
-    register("remote", EngineKind(Settings, create))
-    create_engine({"kind": "remote", "url": "http://there"})
-    assert made == [Settings(url="http://there")]
-    assert settings_classes() == [Settings]
-
-
-def test_an_engine_says_which_models_it_runs_and_what_its_process_needs(monkeypatch):
-    calls: list[str] = []
     kind = EngineKind(
-        EngineSettings,
-        lambda settings, progress: create_engine({"kind": "mock"}),
+        Settings,
+        create,
         models=("org/theirs",),
-        prepare_process=lambda: calls.append("prepared"),
+        prepare_process=lambda: events.append("prepared"),
     )
-    monkeypatch.setattr("engines.registry.kinds", dict(engine_kinds()))
-    register("remote", kind)
-    values = {"kind": "auto", "model": "org/theirs"}
+    point = SimpleNamespace(name="remote", load=lambda: kind)
+    monkeypatch.setattr("engines.registry.entry_points", lambda group: [point])
+    assert settings_classes()[-1] is Settings
+    values = {"kind": "auto", "model": "org/theirs", "url": "http://there"}
     assert kind_of(values) == "remote"
     prepare_process(values)
     prepare_process({"kind": "mock"})
-    assert calls == ["prepared"]
+    create_engine(values)
+    assert events == ["prepared", Settings(model="org/theirs", url="http://there")]
 
 
-def test_an_installed_package_brings_an_engine(monkeypatch):
-    class Point:
-        name = "other"
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs, the only one in PATH."""
+    folder = tmp_path / "env" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("PATH", str(folder))
+    registry.find_server.cache_clear()
+    return folder
 
-        def load(self) -> EngineKind:
-            return EngineKind(
-                EngineSettings, lambda settings, progress: create_engine({"kind": "mock"})
-            )
 
-    monkeypatch.setattr("engines.registry.entry_points", lambda group: [Point()])
-    assert create_engine({"kind": "other"}).card.name == "mock"
+def install(program: Path) -> None:
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_installed", "kind"),
+    [("gemma3", True, "llama-server"), ("gemma3", False, "torch"), ("llama", True, "torch")],
+)
+def test_llama_server_runs_files_that_the_torch_engine_does_not_read(
+    architecture: str, is_installed: bool, kind: str, programs: Path, tmp_path: Path
+):
+    if is_installed:
+        install(programs / "llama-server")
+    file = tmp_path / "model.gguf"
+    factories_gguf.write_text(file, factories_gguf.make_model("llama"), architecture)
+    assert kind_of({"model": str(file)}) == kind
+
+
+@pytest.mark.parametrize(
+    ("version", "has_gpu", "kind"),
+    [
+        ("0.33.0", True, "vllm"),
+        ("0.33.0", False, "torch"),
+        ("0.18.2", True, "torch"),
+        (None, True, "torch"),
+    ],
+)
+def test_vllm_runs_models_on_a_gpu_if_its_version_is_tested(
+    version: str | None, has_gpu: bool, kind: str, programs: Path, monkeypatch: pytest.MonkeyPatch
+):
+    driver = programs / "version"
+    monkeypatch.setattr(registry, "GPU_DRIVER", driver)
+    if has_gpu:
+        driver.touch()
+    if version is not None:
+        install(programs / "vllm")
+        packages = programs.parent / "lib" / "python3.12" / "site-packages"
+        (packages / f"vllm-{version}.dist-info").mkdir(parents=True)
+    assert kind_of({"kind": "auto", "model": "org/name"}) == kind
+    for values, named in (
+        ({}, "torch"),
+        ({"model": "shapes"}, "torch"),
+        ({"model": "shapes-clip"}, "pooling"),
+        ({"model": "shapes-clip", "kind": "mock"}, "mock"),
+    ):
+        assert kind_of(values) == named

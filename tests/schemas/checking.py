@@ -7,7 +7,6 @@ token, each allowed by the mask before it, and can end there.
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,19 +37,12 @@ class Case:
     schema: Any
     tests: Sequence[tuple[bool, Any]]
 
-    @property
-    def source(self) -> str:
-        """What the schema came from, as MaskBench's names begin."""
-        return self.name.partition("---")[0].partition("_")[0]
-
 
 @dataclass
 class Result:
     """What came of a schema and its values; values are told by their places."""
 
     refusal: str = ""  #: why the schema was not taken
-    compile_s: float = 0.0
-    mask_s: list[float] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)  #: the request ends with an error
@@ -59,8 +51,8 @@ class Result:
 class Checker:
     """Checks schemas as a worker with this tokenizer would take them."""
 
-    def __init__(self, tokenizer: Any = None) -> None:
-        self.tokenizer = tokenizer or HfTokenizer(CHECKPOINT, None)
+    def __init__(self) -> None:
+        self.tokenizer = HfTokenizer(CHECKPOINT, None)
         compiler = GrammarCompiler.create(self.tokenizer, self.tokenizer.vocab_size, None)
         assert compiler is not None
         self._compiler = compiler
@@ -79,38 +71,31 @@ class Checker:
     def check(self, case: Case) -> Result:
         """Whatever is not refused is followed."""
         result = Result()
-        began_s = time.thread_time()
         try:
             constraint = self.compile(case.schema)
         except InvalidRequest as error:
-            result.refusal = _reason_of(error.message, error.param)
+            return Result(_reason_of(error.message, error.param))
         except (BadGrammar, GrammarTooComplex) as error:
-            result.refusal = _reason_of(str(error), error.param)
-        result.compile_s = time.thread_time() - began_s
-        if result.refusal:
-            return result
+            return Result(_reason_of(str(error), error.param))
         for place, (is_valid, data) in enumerate(case.tests):
             spellings = spell(data)
             try:
                 # One spelling of a value that conforms has to be taken; of another none may be.
                 tried = spellings[:1] if is_valid else spellings
-                is_accepted = any(self.follows(constraint, text, result.mask_s) for text in tried)
+                is_accepted = any(self.follows(constraint, text) for text in tried)
             except ConstraintFailure:
                 result.failed.append(place)
             else:
                 (result.accepted if is_accepted else result.rejected).append(place)
         return result
 
-    def follows(self, constraint: Constraint, text: str, mask_s: list[float] | None = None) -> bool:
+    def follows(self, constraint: Constraint, text: str) -> bool:
         """Whether an answer may be this text and end there. Raises: ConstraintFailure."""
         space = " " if self.tokenizer.drops_leading_space else ""
         ends = min(self.tokenizer.eos_token_ids)
         constraint, told = constraint.begin(), []
         for token_id in [*self.tokenizer.encode(space + text), ends]:
-            began_s = time.thread_time()
             mask = constraint.mask(told, 0)
-            if mask_s is not None:
-                mask_s.append(time.thread_time() - began_s)
             if not mask[token_id >> 3] >> (token_id & 7) & 1:
                 return False
             told.append(token_id)
@@ -142,11 +127,11 @@ def spell(data: Any) -> list[str]:
 
 def _escape(text: str) -> str:
     """JSON with the letters of its strings as numbers, where they have no other escapes."""
-    return re.sub(r'"([^"\\]*)"(?![^"]*\\)', lambda found: f'"{_to_numbers(found[1])}"', text)
 
+    def to_numbers(found: re.Match[str]) -> str:
+        return re.sub("[A-Za-z]", lambda letter: f"\\u{ord(letter[0]):04x}", found[0])
 
-def _to_numbers(text: str) -> str:
-    return re.sub("[A-Za-z]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return re.sub(r'"[^"\\]*"(?![^"]*\\)', to_numbers, text)
 
 
 def _is_text(text: str) -> bool:

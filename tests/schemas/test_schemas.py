@@ -1,21 +1,18 @@
 """Schemas that others wrote, with values that conform and values that do not: none of the latter is accepted.
 
-The JSON Schema Test Suite, draft 2020-12, stands in `suite.jsonl`; a sample of MaskBench is checked
-where `MASKBENCH` names a checkout of it. `make schemas` checks all of that.
+`suite.jsonl` has the JSON Schema Test Suite, draft 2020-12, as in the sdist of jsonschema 4.25.1 (json/tests): a line is a
+group, with its name, its schema, and values with whether they conform. `make schemas` checks MaskBench.
 """
 
 import json
-import os
-from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import jsonschema
 import pytest
 
-from tests.schemas import run
 from tests.schemas.checking import Case, Checker, Result
-from tests.schemas.make_suite import SUITE
 
 #: Measured: 187 of 438 schemas are taken. Most of the others are there for keywords that are refused.
 LEAST_TAKEN = 180
@@ -40,7 +37,10 @@ def checker() -> Iterator[Checker]:
 
 @pytest.fixture(scope="module")
 def results(checker: Checker) -> list[tuple[Case, Result]]:
-    cases = [Case(*json.loads(line)) for line in SUITE.read_text().splitlines()]
+    cases = [
+        Case(*json.loads(line))
+        for line in Path(__file__).with_name("suite.jsonl").read_text().splitlines()
+    ]
     return [(case, checker.check(case)) for case in cases]
 
 
@@ -61,12 +61,8 @@ def test_what_is_taken_is_taken_for_most_values_that_conform(results):
     assert sum(not result.refusal for _, result in results) >= LEAST_TAKEN
     assert len(values(results, "rejected", is_valid=True)) <= MOST_REJECTED
     assert [case.name for case, result in results if result.failed] == []
-
-
-def test_what_is_not_taken_is_refused_for_a_reason(results):
-    reasons = Counter(result.refusal for _, result in results if result.refusal)
-    assert not {"the grammar cannot be read", "`some` is not supported"} & reasons.keys()
-    assert sum(reasons.values()) + sum(not result.refusal for _, result in results) == len(results)
+    refusals = {result.refusal for _, result in results}
+    assert not {"the grammar cannot be read", "`some` is not supported"} & refusals
 
 
 def test_answers_of_random_tokens_conform(checker, results):
@@ -86,14 +82,3 @@ def test_answers_of_random_tokens_conform(checker, results):
                     wrong.append((case.name, answer))
     assert wrong == []
     assert num_answers > 250
-
-
-@pytest.mark.skipif("MASKBENCH" not in os.environ, reason="needs a checkout of MaskBench")
-def test_a_sample_of_maskbench(checker):
-    summary = run.Summary()
-    for case in run.cases([], 200):
-        summary.add(case, checker.check(case))
-    assert summary.num_schemas == 200
-    assert summary.wrong == []
-    assert summary.num_compiled >= 120
-    assert len(summary.rejected) + len(summary.failed) <= 5

@@ -1,7 +1,7 @@
 """An answer is a function of its tokens: however they are grouped, and wherever an earlier attempt ended."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,10 +14,8 @@ from engines.mock.engine import MockProcessor
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tools import HERMES, LLAMA3, MISTRAL, PYTHONIC
 from shared.protocol import (
-    CallPiece,
     ErrorCode,
     FinishReason,
-    OutputLogprob,
     SamplingParams,
     join_calls,
 )
@@ -25,61 +23,44 @@ from tests.engines.text.test_detokenizer import TokenTable, split
 from tests.factories_engine import make_image
 
 
-def make_processor(
-    tokens: Sequence[bytes],
-    reasoning: Reasoning | None = None,
-    spelled: Mapping[int, str] | None = None,
-) -> Processor:
+def make_processor(tokens: Sequence[bytes], reasoning: Reasoning | None = None) -> Processor:
     """A processor whose token `i` is the i-th of the given byte strings."""
     processor = MockProcessor(1)
     processor.tokenizer = TokenTable(tokens)
-    processor.reasoning, processor.spelled = reasoning, spelled or {}
+    processor.reasoning = reasoning
     return processor
 
 
-@dataclass
-class Transcript:
-    """The part of an answer that a client has received."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    reasoning: str = ""
-    logprobs: list[OutputLogprob] = field(default_factory=list)
-    calls: tuple[CallPiece, ...] = ()
-    num_reasoning_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    stopped_by: str = ""
-
-    def append(self, output: EngineOutput) -> None:
-        assert output.index == len(self.token_ids)
-        self.token_ids += output.token_ids
-        self.text += output.text
-        self.reasoning += output.reasoning
-        self.logprobs += output.logprobs
-        self.calls = join_calls((*self.calls, *output.calls))
-        self.finish_reason, self.stopped_by = output.finish_reason, output.stopped_by
-        if output.finish_reason is not None:
-            assert output.usage is not None
-            assert output.usage.num_output_tokens == len(self.token_ids)
-            self.num_reasoning_tokens = output.usage.num_reasoning_tokens
-
-
-def write(
-    answer: Answer, token_ids: Sequence[int], ends: Iterable[int], transcript: Transcript
-) -> Iterable[Transcript]:
-    """Append the tokens in groups with these ends, up to a stop string; the transcript after each."""
-    start = 0
+def write(answer: Answer, token_ids: Sequence[int], ends: Iterable[int]) -> list[EngineOutput]:
+    """The outputs of tokens in groups with these ends, up to a stop string."""
+    start, outputs = 0, []
     for end in sorted({*(end % (len(token_ids) + 1) for end in ends), len(token_ids)} - {0}):
         tokens = [TokenChoice(token_id, -1.0 - token_id) for token_id in token_ids[start:end]]
         reason = FinishReason.LENGTH if end == len(token_ids) else None
-        transcript = replace(
-            transcript, token_ids=[*transcript.token_ids], logprobs=[*transcript.logprobs]
-        )
-        transcript.append(answer.output(tokens, reason))
-        yield transcript
-        if transcript.finish_reason is not None:
-            return
+        outputs.append(answer.output(tokens, reason))
+        if outputs[-1].finish_reason is not None:
+            break
         start = end
+    return outputs
+
+
+def received(outputs: Sequence[EngineOutput]) -> tuple[object, ...]:
+    """What a client has received."""
+    token_ids: list[int] = []
+    for output in outputs:
+        assert output.index == len(token_ids)
+        token_ids += output.token_ids
+    last = outputs[-1]
+    assert last.usage is not None
+    assert last.usage.num_output_tokens == len(token_ids)
+    return (
+        token_ids,
+        "".join(output.text for output in outputs),
+        "".join(output.reasoning for output in outputs),
+        [entry for output in outputs for entry in output.logprobs],
+        join_calls([piece for output in outputs for piece in output.calls]),
+        (last.usage.num_reasoning_tokens, last.finish_reason, last.stopped_by),
+    )
 
 
 FRAGMENTS = (
@@ -114,38 +95,31 @@ def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(
         tool_format=tool_format,
     )
     token_ids = range(len(tokens))
-    *_, whole = write(Answer.begin(request, processor), token_ids, groups[0], Transcript())
-    first = list(write(Answer.begin(request, processor), token_ids, groups[1], Transcript()))
-    assert first[-1] == whole
-    told = [Transcript(), *first[:-1]][cut % len(first)]
-    continued = replace(request, output_token_ids=tuple(told.token_ids))
-    answer, rest = Answer.begin(continued, processor), token_ids[len(told.token_ids) :]
-    *_, last = write(answer, rest, groups[2], told)
-    assert last == whole
+    whole = received(write(Answer.begin(request, processor), token_ids, groups[0]))
+    first = write(Answer.begin(request, processor), token_ids, groups[1])
+    assert received(first) == whole
+    told = first[: cut % len(first)]
+    earlier = tuple(token_id for output in told for token_id in output.token_ids)
+    answer = Answer.begin(replace(request, output_token_ids=earlier), processor)
+    rest = write(answer, token_ids[len(earlier) :], groups[2])
+    assert received([*told, *rest]) == whole
 
 
 def test_the_usage_comes_with_the_first_output_and_the_last():
     media = (make_image(0, 4), replace(make_image(4, 1), kind="audio"))
-    answer = Answer.begin(
-        EngineRequest("r", [0] * 6, SamplingParams(), media), make_processor([b"a", b"b"])
-    )
+    request = EngineRequest("r", [0] * 6, SamplingParams(returns_prompt_ids=True), media)
+    answer = Answer.begin(request, make_processor([b"a", b"b"]))
     answer.num_cached_tokens = 2
     outputs = [answer.announce(), *(answer.output([TokenChoice(i)]) for i in (0, 1))]
     outputs.append(answer.output([TokenChoice(0)], FinishReason.STOP))
     assert [output.usage is not None for output in outputs] == [True, False, False, True]
+    assert [output.prompt_token_ids for output in outputs] == [(0,) * 6, (), (), ()]
     usage = outputs[-1].usage
     assert usage is not None
     assert (usage.num_prompt_tokens, usage.num_image_tokens, usage.num_cached_tokens) == (6, 4, 2)
     assert (usage.num_audio_tokens, usage.num_text_tokens) == (1, 1)
     assert usage.num_output_tokens == 3
     assert outputs[-1].timings is not None
-
-
-def test_the_ids_of_the_prompt_come_with_the_first_usage_where_they_are_asked_for():
-    sampling = SamplingParams(returns_prompt_ids=True)
-    answer = Answer.begin(EngineRequest("r", [4, 2], sampling), make_processor([b"a"]))
-    outputs = [answer.output([TokenChoice(0)]), answer.output([TokenChoice(0)], FinishReason.STOP)]
-    assert [output.prompt_token_ids for output in outputs] == [(4, 2), ()]
 
 
 def test_tokens_that_may_begin_the_reasoning_are_reported_when_that_is_decided():

@@ -3,15 +3,22 @@ from dataclasses import replace
 import pytest
 
 from engines.core.blocks import BlockManager, hash_block, hash_root
-from engines.core.sequence import ImageInput, Sequence, SequenceStatus
+from engines.core.sequence import (
+    EngineRequest,
+    ImageInput,
+    ScheduledSequence,
+    Sequence,
+    SequenceStatus,
+)
+from shared.protocol import SamplingParams
 from tests.factories_engine import make_image, make_sequence
 from tests.integrity import check_blocks
 
 BLOCK_SIZE = 4
 
 
-def make_blocks(num_blocks: int = 16, **options: bool) -> BlockManager:
-    return BlockManager(num_blocks, BLOCK_SIZE, **options)
+def make_blocks(num_blocks: int = 16) -> BlockManager:
+    return BlockManager(num_blocks, BLOCK_SIZE)
 
 
 def compute(blocks: BlockManager, sequence: Sequence) -> None:
@@ -36,52 +43,25 @@ def find_shared(first: Sequence, second: Sequence) -> int:
     return len(blocks.find_prefix(second))
 
 
-def test_nothing_is_lent_when_too_few_blocks_are_free():
-    blocks = make_blocks(num_blocks=2)
-    sequence = make_sequence(9)
-    assert not blocks.grow(sequence, 9)
-    assert sequence.block_ids == []
-    assert blocks.num_free_blocks == 2
+def of(token_id: int, num_tokens: int) -> Sequence:
+    return make_sequence(token_ids=[token_id] * num_tokens)
 
 
-def test_full_computed_blocks_are_shared():
-    blocks = make_blocks()
-    first, second = make_sequence(10), make_sequence(10)
-    compute(blocks, first)
-    compute(blocks, second)
-    assert second.block_ids[:2] == first.block_ids[:2]
-    assert second.block_ids[2] != first.block_ids[2]
-    assert (blocks.num_query_tokens, blocks.num_hit_tokens) == (20, 8)
-    assert second.num_cached_tokens == 8
-    check_blocks(blocks, [first, second])
-
-
-def test_blocks_not_computed_yet_are_not_found():
-    blocks = make_blocks()
-    first = make_sequence(10)
-    blocks.grow(first, 10)
-    first.num_computed_tokens = 7
-    blocks.publish(first)
-    assert len(blocks.find_prefix(make_sequence(10))) == 1
-
-
-def test_freed_blocks_are_found_again_until_they_are_lent():
-    blocks = make_blocks(num_blocks=3)
-    compute_and_free(blocks, make_sequence(9))
-    assert len(blocks.find_prefix(make_sequence(9))) == 2
-    compute_and_free(blocks, make_sequence(token_ids=[50] * 12))
-    assert blocks.find_prefix(make_sequence(9)) == []
-
-
-def test_the_least_recently_used_prefix_is_evicted_first_and_its_end_before_its_beginning():
-    blocks = make_blocks(num_blocks=4)
-    old, new = make_sequence(token_ids=[1] * 9), make_sequence(token_ids=[2] * 5)
-    compute_and_free(blocks, old)
-    compute_and_free(blocks, new)
-    borrower = make_sequence(8)
-    assert blocks.grow(borrower, 8)
-    assert len(blocks.find_prefix(make_sequence(token_ids=[1] * 9))) == 1
-    assert len(blocks.find_prefix(make_sequence(token_ids=[2] * 5))) == 1
+@pytest.mark.parametrize(
+    ("used", "num_lent", "found"),
+    [
+        pytest.param([of(1, 9)], 12, {1: 0}, id="none"),
+        pytest.param([of(1, 9), of(2, 5)], 8, {1: 1, 2: 1}, id="the end of the oldest first"),
+        pytest.param([of(1, 5), of(2, 5), of(1, 5)], 12, {1: 1, 2: 0}, id="used again"),
+    ],
+)
+def test_freed_blocks_are_found_until_they_are_lent(used: list[Sequence], num_lent: int, found):
+    blocks = make_blocks(num_blocks=4 if len(used) > 1 else 3)
+    for sequence in used:
+        compute_and_free(blocks, sequence)
+    assert len(blocks.find_prefix(used[-1])) == used[-1].num_tokens // BLOCK_SIZE
+    assert blocks.grow(make_sequence(num_lent), num_lent)
+    assert {each: len(blocks.find_prefix(of(each, 9))) for each in found} == found
 
 
 def test_withdrawn_blocks_and_blocks_computed_from_them_are_not_found():
@@ -102,22 +82,6 @@ def test_withdrawn_blocks_and_blocks_computed_from_them_are_not_found():
     compute_and_free(blocks, make_sequence(9))
     check_blocks(blocks, [other])
     assert len(blocks.find_prefix(make_sequence(17))) == 2
-
-
-def test_admission_counts_free_prefix_blocks_as_taken():
-    blocks = make_blocks(num_blocks=3)
-    compute_and_free(blocks, make_sequence(9))
-    newcomer = make_sequence(12)
-    prefix = blocks.find_prefix(newcomer)
-    assert len(prefix) == 2
-    assert blocks.can_admit(newcomer, prefix, num_spare_blocks=0)
-    assert not blocks.can_admit(newcomer, prefix, num_spare_blocks=1)
-
-
-def test_without_prefix_cache_nothing_is_found():
-    blocks = make_blocks(enable_prefix_cache=False)
-    compute(blocks, make_sequence(9))
-    assert blocks.find_prefix(make_sequence(9)) == []
 
 
 def seen(num_tokens: int, *images: ImageInput) -> Sequence:
@@ -148,42 +112,23 @@ def test_blocks_of_one_beginning_are_shared(first: Sequence, second: Sequence, n
     assert find_shared(first, second) == num_shared
 
 
-@pytest.mark.parametrize(
-    "images",
-    [
+def test_a_block_hash_depends_on_each_image_and_its_place():
+    tables = [
         (),
+        (make_image(0, 2, "cat"),),
         (make_image(1, 2, "cat"),),
         (make_image(0, 3, "cat"),),
         (make_image(0, 2, "dog"),),
         (make_image(0, 1, "cat"), make_image(1, 1, "cat")),
-    ],
-)
-def test_a_block_hash_depends_on_each_image_and_its_place(images: tuple[ImageInput, ...]):
-    parent = hash_root("")
-    reference = hash_block(parent, [5] * 4, 0, (make_image(0, 2, "cat"),))
-    assert hash_block(parent, [5] * 4, 0, images) != reference
-    assert len(reference) == 32
+    ]
+    hashes = {hash_block(hash_root(""), [5] * 4, 0, images) for images in tables}
+    assert len(hashes) == len(tables)
+    assert {len(each) for each in hashes} == {32}
 
 
 def test_token_ids_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engines.core.blocks.hash_block", lambda *_: b"always the same")
     assert find_shared(make_sequence(9), make_sequence(token_ids=[3] * 9)) == 0
-
-
-def test_check_blocks_sees_what_is_wrong():
-    blocks, first, second = make_blocks(), make_sequence(10), make_sequence(10)
-    for sequence in (first, second):
-        compute(blocks, sequence)
-    check_blocks(blocks, [first, second])
-    with pytest.raises(AssertionError, match="reference count"):
-        check_blocks(blocks, [first])
-    second.num_computed_tokens = 7
-    with pytest.raises(AssertionError, match="would be written to"):
-        check_blocks(blocks, [first, second])
-    second.num_computed_tokens = 10
-    second.token_ids[2] = 77
-    with pytest.raises(AssertionError, match="other tokens"):
-        check_blocks(blocks, [first, second])
 
 
 def test_a_decode_token_inside_a_block_hashes_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -196,12 +141,27 @@ def test_a_decode_token_inside_a_block_hashes_nothing(monkeypatch: pytest.Monkey
     blocks.publish(sequence)
 
 
-def test_a_prefix_that_is_used_again_outlives_a_younger_one():
-    blocks = make_blocks(num_blocks=4)
-    old, young = make_sequence(token_ids=[1] * 5), make_sequence(token_ids=[2] * 5)
-    compute_and_free(blocks, old)
-    compute_and_free(blocks, young)
-    compute_and_free(blocks, make_sequence(token_ids=[1] * 5))
-    assert blocks.grow(make_sequence(12), 12)
-    assert len(blocks.find_prefix(make_sequence(token_ids=[1] * 5))) == 1
-    assert blocks.find_prefix(make_sequence(token_ids=[2] * 5)) == []
+@pytest.mark.parametrize(
+    ("start", "num_new", "offsets"),
+    [(0, 2, []), (0, 3, [2]), (5, 1, [2]), (6, 2, []), (5, 4, [2, 8]), (12, 1, [])],
+)
+def test_a_share_knows_the_images_that_it_reads(start: int, num_new: int, offsets: list[int]):
+    images = (make_image(2, 4), make_image(8, 4))
+    sequence = make_sequence(14, images=images, num_computed_tokens=start)
+    assert [image.offset for image in ScheduledSequence(sequence, num_new).images] == offsets
+
+
+def with_positions(*positions: list[int]) -> Sequence:
+    request = EngineRequest("r", [7] * 5, SamplingParams(), positions=positions)
+    sequence = Sequence.from_request(request, 8)
+    sequence.token_ids += [1, 2, 3]
+    return sequence
+
+
+def test_output_goes_on_behind_the_largest_position_of_any_row():
+    assert with_positions().positions(3, 7) == [[3, 4, 5, 6]]
+    sequence = with_positions([0, 1, 1, 1, 3], [0, 1, 2, 9, 3])
+    assert sequence.positions(0, 8) == [[0, 1, 1, 1, 3, 10, 11, 12], [0, 1, 2, 9, 3, 10, 11, 12]]
+    assert sequence.positions(2, 4) == [[1, 1], [2, 9]]
+    assert sequence.positions(4, 6) == [[3, 10], [3, 10]]
+    assert sequence.positions(7, 8) == [[12], [12]]

@@ -1,115 +1,34 @@
 """Steps that are launched before the tokens of the previous step are known."""
 
-from collections.abc import Callable
-
 import pytest
 
 from engines.core.engine import BatchingEngine
 from engines.core.runner import DeviceOutOfMemory, SequenceFailure
 from engines.core.sequence import Batch
-from engines.mock.engine import (
-    EOS_ID,
-    MockEngineSettings,
-    MockProcessor,
-    MockRunner,
-    MockStep,
-    MockTokenizer,
-)
+from engines.mock.engine import EOS_ID
 from shared.protocol import FinishReason
 from tests.factories_engine import (
     CheckingRunner,
     CheckingStep,
-    Clock,
     answer_alone,
     make_engine,
     make_image,
-    make_mock,
     make_request,
     run_all,
 )
-
-HOST_S = 0.25  #: of handling a token
-
-
-class SlowTokenizer(MockTokenizer):
-    """Simulates the host's work: each token takes time, and is an event."""
-
-    def __init__(self, events: list[str], clock: Clock) -> None:
-        super().__init__()
-        self._events = events
-        self._clock = clock
-
-    def token_bytes(self, token_id: int) -> bytes:
-        self._clock.sleep(HOST_S)
-        self._events.append("handled")
-        return super().token_bytes(token_id)
-
-
-class Device(MockRunner):
-    """The mock runner, which computes while the host works; launches are events."""
-
-    events: list[str]
-    runs_async = True
-    shares_prefixes = True
-
-    def launch(self, batch: Batch) -> MockStep:
-        self.events.append("launched")
-        return super().launch(batch)
-
-
-def serve_one_on_device(
-    monkeypatch: pytest.MonkeyPatch, decode_s: float, **config: object
-) -> tuple[list[str], float]:
-    """Events of one request of eight tokens, and the time that it took."""
-    events: list[str] = []
-    clock = Clock(monkeypatch)
-    settings = MockEngineSettings(
-        **{"num_kv_blocks": 16, "mock": make_mock(decode_s=decode_s), **config}
-    )
-    device = Device(settings)
-    device.events = events
-    processor = MockProcessor(8)
-    processor.tokenizer = SlowTokenizer(events, clock)
-    engine = BatchingEngine(device, processor, settings)
-    answer = run_all(engine, make_request(max_tokens=8))["r0"]
-    assert len(answer.token_ids) == 8
-    return events, clock.now - 1000
-
-
-@pytest.mark.parametrize("decode_s", [1.0, 0.125])
-def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_handled(
-    decode_s: float, monkeypatch: pytest.MonkeyPatch
-):
-    events, seconds = serve_one_on_device(monkeypatch, decode_s)
-    assert events == ["launched", *["launched", "handled"] * 7, "handled"]
-    # the first step and the last token have nothing beside them
-    assert seconds == pytest.approx(decode_s + 7 * max(decode_s, HOST_S) + HOST_S, abs=0.1)
-
-
-def test_switched_off_it_is_launched_after(monkeypatch: pytest.MonkeyPatch):
-    events, seconds = serve_one_on_device(monkeypatch, 1.0, overlap_steps=False)
-    assert events == ["launched", "handled"] * 8
-    assert seconds == pytest.approx(8 * (1.0 + HOST_S))
 
 
 def overlapping(**config: object) -> BatchingEngine:
     return make_engine(overlap_steps=True, **config)
 
 
-def step_until(engine: BatchingEngine, is_enough: Callable[[], bool]) -> list[str]:
-    """Step, and return whose outputs came."""
-    names = []
-    for _ in range(100):
-        if is_enough():
-            return names
-        names += [output.request_id for output in engine.step()]
-    raise AssertionError("it never comes")
+Launches = list[dict[str, int | None]]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int | None]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """By launch: the sequences of the step, and their indices in the step in flight."""
-    seen: list[dict[str, int | None]] = []
+    seen: Launches = []
     launch = CheckingRunner.launch
 
     def note(self: CheckingRunner, batch: Batch) -> CheckingStep:
@@ -120,15 +39,27 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int | None]]:
     return seen
 
 
-def test_no_step_is_launched_beyond_the_last_token_of_a_known_length(
-    launches: list[dict[str, int | None]],
+STEPS: Launches = [{"a": None, "b": None}, {"a": 0, "b": 1}, {"b": 1}, {"b": 0}]
+
+
+@pytest.mark.parametrize(
+    ("runs_async", "config", "expected"),
+    [
+        pytest.param(False, {"overlap_steps": True}, STEPS, id="asked for"),
+        pytest.param(True, {}, STEPS, id="asynchronous"),
+        pytest.param(True, {"overlap_steps": False}, None, id="switched off"),
+        pytest.param(False, {}, None, id="synchronous"),
+    ],
+)
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_known(
+    launches: Launches, runs_async: bool, config, expected, monkeypatch: pytest.MonkeyPatch
 ):
-    run_all(
-        overlapping(),
-        make_request("a", "x" * 9, max_tokens=2),
-        make_request("b", "y" * 9, max_tokens=4),
-    )
-    assert launches == [{"a": None, "b": None}, {"a": 0, "b": 1}, {"b": 1}, {"b": 0}]
+    """And none beyond the last token of a known length."""
+    monkeypatch.setattr(CheckingRunner, "runs_async", runs_async)
+    requests = [make_request(name, name * 9, max_tokens=2 * n) for n, name in enumerate("ab", 1)]
+    run_all(make_engine(**config), *requests)
+    alone: Launches = [dict.fromkeys(names) for names in ("ab", "ab", "b", "b")]
+    assert launches == (expected or alone)
 
 
 def test_blocks_with_what_was_computed_in_vain_are_not_shared():
@@ -142,20 +73,18 @@ def test_blocks_with_what_was_computed_in_vain_are_not_shared():
     assert answer.first_usage.num_cached_tokens == 4
 
 
-def test_newcomers_are_started_as_soon_as_the_step_under_way_is_done(
-    launches: list[dict[str, int | None]],
-):
+def test_newcomers_are_started_as_soon_as_the_step_under_way_is_done(launches: Launches):
     engine = overlapping()
     engine.add(make_request("a", "x" * 9))
-    step_until(engine, lambda: len(launches) == 3)
+    while len(launches) < 3:
+        engine.step()
     engine.add(make_request("b", "y" * 9, images=(make_image(),)))
-    step_until(engine, lambda: len(launches) == 5)
+    while len(launches) < 5:
+        engine.step()
     assert launches[2:] == [{"a": 0}, {"a": None, "b": None}, {"a": 0, "b": 1}]
 
 
-def test_a_request_without_a_free_slot_does_not_keep_the_device_waiting(
-    launches: list[dict[str, int | None]],
-):
+def test_a_request_without_a_free_slot_does_not_keep_the_device_waiting(launches: Launches):
     run_all(
         overlapping(max_num_seqs=1),
         make_request("a", max_tokens=3),
@@ -164,7 +93,7 @@ def test_a_request_without_a_free_slot_does_not_keep_the_device_waiting(
     assert launches == [{"a": None}, {"a": 0}, {"a": 0}, {"b": None}, {"b": 0}]
 
 
-def test_nobody_is_preempted_while_a_step_is_under_way(launches: list[dict[str, int | None]]):
+def test_nobody_is_preempted_while_a_step_is_under_way(launches: Launches):
     engine = overlapping(num_kv_blocks=9, num_output_tokens=16)
     requests = [make_request(name, name * 8) for name in "ab"]
     answers = run_all(engine, *requests)

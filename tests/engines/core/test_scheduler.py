@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from engines.core.budget import PrefillLimit
 from engines.core.sequence import MAX_OVERTAKES, SequenceStatus
 from shared.protocol import FinishReason, Priority, SamplingParams
 from tests.factories_engine import (
@@ -34,7 +35,8 @@ def dog_at(offset: int, num_tokens: int):
 
 NO_CACHE = {"enable_prefix_cache": False}
 ONE_IMAGE = {"max_images_per_step": 1}
-#: By name: added sequences; for each step, the new tokens by sequence, and then optionally the waiting ones (a list).
+#: By name: settings; added sequences; for each step, the new tokens by sequence; a number of steps; the waiting ones
+#: (a list).
 COURSES = {
     "a prompt is computed in chunks of the budget": (
         {"max_num_batched_tokens": 8}, make_sequence(20, "a"), {"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}
@@ -113,6 +115,29 @@ COURSES = {
         {"a": 4, "b": 4}, {"a": 1, "b": 1, "c": 4, "d": 2}, *(other(8, f"n{number}", 9 + number) for number in range(4)),
         {"a": 1, "b": 1, "c": 1, "n0": 5}, ["n1", "n2", "n3", "d"],
     ),
+    "the preempted wait before all others in their old order": (
+        {"num_blocks": 6, **NO_CACHE}, *(make_sequence(4, name) for name in "abc"), 1, make_sequence(4, "d"), 9,
+        ["b", "c", "d"],
+    ),
+    "nobody is admitted in a step that preempts": (
+        {"num_blocks": 4, **NO_CACHE}, make_sequence(8, "a"), make_sequence(3, "b"), 1, make_sequence(1, "c"), {"a": 1, "b": 1},
+        {"a": 1}, ["b", "c"],
+    ),
+    "batch work is preempted before a younger interactive sequence": (
+        {"num_blocks": 6, **NO_CACHE}, make_sequence(4, "old"), make_batch(4), make_sequence(4, "young"), 5,
+        {"old": 1, "young": 1}, ["batch"],
+    ),
+    "prompts are cut beside streams and not alone": (
+        {"prefill_limit": PrefillLimit(6)}, make_sequence(20, "a"), {"a": 20}, other(20, "b"), other(20, "c", 8),
+        *({"a": 1, "b": 6} for _ in range(3)), {"a": 1, "b": 2, "c": 4}, {"a": 1, "b": 1, "c": 6},
+    ),
+    "batch streams are not kept smooth": (
+        {"prefill_limit": PrefillLimit(6)}, make_batch(4), 1, other(20, "interactive"), {"batch": 1, "interactive": 20},
+    ),
+    "more streams leave more to prompts": (
+        {"prefill_limit": PrefillLimit(4, growth=0.5)}, make_sequence(4, "a"), make_sequence(4, "b"), 1, other(20, "c"),
+        {"a": 1, "b": 1, "c": 6},
+    ),
 }  # fmt: skip
 
 
@@ -125,69 +150,11 @@ def test_steps_are_shared_out(course: str):
             assert shares(run_step(scheduler)) == event
         elif isinstance(event, list):
             assert list(scheduler.waiting) == event
+        elif isinstance(event, int):
+            for _ in range(event):
+                run_step(scheduler)
         else:
             scheduler.add(event)
-
-
-def test_the_youngest_is_preempted_and_keeps_its_tokens():
-    scheduler = make_scheduler(num_blocks=4, enable_prefix_cache=False)
-    old, young = make_sequence(7, "old"), make_sequence(4, "young")
-    scheduler.add(old)
-    scheduler.add(young)
-    run_step(scheduler)
-    for _ in range(5):
-        run_step(scheduler)
-    assert young.status is SequenceStatus.WAITING
-    assert young.num_computed_tokens == 0
-    assert young.num_output_tokens > 0
-    assert young.block_ids == []
-    assert scheduler.num_preemptions == young.num_preemptions == 1
-    scheduler.finish(old, FinishReason.ABORT)
-    assert shares(scheduler.schedule()) == {"young": young.num_tokens}
-
-
-def test_the_preempted_wait_before_all_others_in_their_old_order():
-    scheduler = make_scheduler(num_blocks=6, enable_prefix_cache=False)
-    for name in "abc":
-        scheduler.add(make_sequence(4, name))
-    run_step(scheduler)
-    scheduler.add(make_sequence(4, "d"))
-    while len(scheduler.running) > 1:
-        run_step(scheduler)
-    assert list(scheduler.waiting) == ["b", "c", "d"]
-
-
-def test_nobody_is_admitted_in_a_step_that_preempts():
-    scheduler = make_scheduler(num_blocks=4, enable_prefix_cache=False)
-    scheduler.add(make_sequence(8, "a"))
-    scheduler.add(make_sequence(3, "b"))
-    run_step(scheduler)
-    scheduler.add(make_sequence(1, "c"))
-    while not scheduler.num_preemptions:
-        batch = run_step(scheduler)
-    assert shares(batch) == {"a": 1}
-
-
-def test_a_long_running_sequence_alone_gets_the_whole_pool():
-    scheduler = make_scheduler(num_blocks=4)
-    names = ["a", "b", "c"]
-    for name in names:
-        scheduler.add(make_sequence(4, name, max_output_tokens=12))
-    finished: list[str] = []
-    while scheduler.has_work():
-        before = {*scheduler.running, *scheduler.waiting}
-        run_step(scheduler)
-        finished += sorted(before - {*scheduler.running, *scheduler.waiting})
-    assert finished == names
-
-
-def test_batch_is_preempted_before_a_younger_interactive_sequence():
-    scheduler = make_scheduler(num_blocks=6, enable_prefix_cache=False)
-    for sequence in (make_sequence(4, "old"), make_batch(4), make_sequence(4, "young")):
-        scheduler.add(sequence)
-    while not scheduler.num_preemptions:
-        run_step(scheduler)
-    assert list(scheduler.waiting) == ["batch"]
 
 
 def test_a_batch_sequence_is_passed_a_limited_number_of_times():
@@ -227,12 +194,10 @@ def test_a_batch_stream_is_not_overtaken_and_yields_its_slot_however_many_come()
     scheduler.add(make_batch(4))
     run_step(scheduler)
     for number in range(MAX_OVERTAKES + 2):
-        scheduler.add(
-            make_sequence(token_ids=[number] * 4, request_id=f"n{number}", max_output_tokens=1)
-        )
+        scheduler.add(other(4, f"n{number}", number, max_output_tokens=1))
         assert shares(run_step(scheduler))["batch"] == 1
     for number in range(3):
-        scheduler.add(make_sequence(token_ids=[99 + number] * 4, request_id=f"late-{number}"))
+        scheduler.add(other(4, f"late-{number}", 99 + number))
     run_step(scheduler)
     run_step(scheduler)
     assert list(scheduler.waiting) == ["batch"]
@@ -240,7 +205,7 @@ def test_a_batch_stream_is_not_overtaken_and_yields_its_slot_however_many_come()
 
 def test_a_repeated_prefill_after_preemption_is_no_cache_hit():
     scheduler = make_scheduler(num_blocks=4)
-    scheduler.add(make_sequence(token_ids=[9] * 4, request_id="old"))
+    scheduler.add(other(4, "old"))
     scheduler.add(make_sequence(7, "young"))
     run_step(scheduler)
     while not scheduler.num_preemptions:
@@ -259,22 +224,15 @@ def test_a_repeated_prefill_after_preemption_is_no_cache_hit():
         (EOS_ID, True, FinishReason.LENGTH),
     ],
 )
-def test_a_sequence_ends_by_its_end_token_or_its_length(
-    token_id: int, ignore_eos: bool, reason: FinishReason
-):
+def test_a_sequence_ends_by_its_end_token_or_its_length(token_id: int, ignore_eos: bool, reason):
     scheduler = make_scheduler()
-    sequence = make_sequence(5, max_output_tokens=1)
+    sequence = make_sequence(token_ids=[1, EOS_ID, 2], max_output_tokens=2)
     sequence.sampling = SamplingParams(ignore_eos=ignore_eos)
     scheduler.add(sequence)
+    run_step(scheduler)
+    assert scheduler.has_work()  # an end token in the prompt ends nothing
     run_step(scheduler, token_id)
     assert sequence.finish_reason is reason
     assert sequence.status is SequenceStatus.FINISHED
     assert scheduler.blocks.num_free_blocks == 64
     assert not scheduler.has_work()
-
-
-def test_an_end_token_in_the_prompt_ends_nothing():
-    scheduler = make_scheduler()
-    scheduler.add(make_sequence(token_ids=[1, EOS_ID]))
-    run_step(scheduler)
-    assert scheduler.has_work()

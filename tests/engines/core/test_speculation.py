@@ -11,8 +11,18 @@ from engines.core.engine import BatchingEngine
 from engines.core.runner import SequenceFailure, StepResult, TokenChoice
 from engines.core.sequence import Batch, ScheduledSequence
 from engines.core.speculation import History, Speculator
+from engines.mock.engine import MockProcessor
 from engines.registry import create_engine
-from shared.protocol import ChatMessage, Generate, Grammar, SamplingParams, TextPart
+from engines.text import tools
+from shared.protocol import (
+    ChatMessage,
+    Function,
+    Generate,
+    Grammar,
+    SamplingParams,
+    TextPart,
+    Tools,
+)
 from tests.factories_engine import make_image, make_sequence
 from tests.integrity import check_scheduler
 
@@ -34,6 +44,7 @@ RECORD = {
     "required": ["function_name", "arguments"],
     "additionalProperties": False,
 }
+FORMATS = [each for each in vars(tools).values() if isinstance(each, tools.ToolFormat)]
 CHOICE = ["a long answer of many words", "a long answer of some words"]
 
 
@@ -60,10 +71,6 @@ def illegal(matcher, output):
 
 def ends(matcher, output):
     return [256, 256]
-
-
-def nothing(matcher, output):
-    return []
 
 
 class Eager(Speculator):
@@ -103,12 +110,13 @@ def on():
     engine.close()
 
 
-def call(name, grammar=("json", json.dumps(RECORD)), known=(), **sampling):
+def call(name, grammar=("json", json.dumps(RECORD)), known=(), tools=None, **sampling):
     sampling = {"temperature": 0.0, "max_tokens": 300, **sampling}
     task = Generate(
         (ChatMessage("user", (TextPart(f"question {name}"),)),),
         SamplingParams(**sampling),
-        grammar=Grammar(*grammar, "response_format"),
+        grammar=None if tools else Grammar(*grammar, "response_format"),
+        tools=tools,
     )
     return EngineCall(name, task, output_token_ids=tuple(known))
 
@@ -149,9 +157,7 @@ WAYS = {
 def test_an_answer_is_the_same_whatever_is_drafted(off, on, way):
     calls = [call(str(i), **WAYS[way]) for i in range(2)]
     expected, num_steps = answers(off, calls)
-    for draft in {"plain": (None, wrong, illegal, ends, nothing), "hot": (None, wrong)}.get(
-        way, (None,)
-    ):
+    for draft in {"plain": (None, wrong, illegal, ends), "hot": (None, wrong)}.get(way, (None,)):
         asked = calls if draft is None or (draft, way) == (wrong, "plain") else calls[:1]
         found, num_fewer = answers(on, asked, draft)
         assert found == {each.request_id: expected[each.request_id] for each in asked}, draft
@@ -166,6 +172,15 @@ def test_choices_and_patterns_are_drafted_too(off, on):
         found, num_fewer = answers(on, [call("x", grammar)])
         assert found == expected
         assert num_steps >= 2 * num_fewer
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_function_calls_are_drafted_in_each_format(off, on, form, monkeypatch):
+    monkeypatch.setattr(MockProcessor, "tool_format", form)
+    asked = [call("x", tools=Tools((Function("look_up", json.dumps(RECORD)),), True, False))]
+    (expected, num_steps), (found, num_fewer) = answers(off, asked), answers(on, asked)
+    assert found == expected
+    assert num_steps >= 1.5 * num_fewer
 
 
 def test_an_answer_goes_on_from_any_of_its_tokens(off, on):
@@ -211,31 +226,31 @@ def test_a_step_that_is_taken_back_leaves_the_grammar_where_it_was(off, on, monk
     assert tokens == expected["a"][0]
 
 
-def draft_of(token_ids, most=16, **fields):
-    return History(0.5).find(make_sequence(token_ids=token_ids, **fields), most)
+DRAFTS = [
+    ([1, 2, 3, 4, 5, 6, 1, 2, 3], 16, [4, 5, 6, 1, 2, 3]),
+    ([1, 2, 3, 4, 5, 6, 1, 2, 3], 2, [4, 5]),
+    ([1, 2, 3, 4, 5, 6, 1, 2, 3, 9], 16, []),
+    ([1, 2, 3], 16, []),
+    ([1], 16, []),
+    # of the longest match
+    ([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3], 1, [4]),
+    ([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 1, 2, 3], 1, [5]),
+    # beyond the end of a repetition
+    ([7, 7, 7, 7, 7, 7, 7, 7, 7], 16, [7] * 16),
+    ([1, 2, 1, 2, 1, 2, 1, 2, 1, 2], 5, [1, 2, 1, 2, 1]),
+]
 
 
-def test_the_continuation_of_an_earlier_n_gram_is_drafted():
-    assert draft_of([1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6, 1, 2, 3]
-    assert draft_of([1, 2, 3, 4, 5, 6, 1, 2, 3], most=2) == [4, 5]
-    assert draft_of([1, 2, 3, 4, 5, 6, 1, 2, 3, 9]) == []
-    assert draft_of([1, 2, 3]) == draft_of([1]) == []
-
-
-def test_the_continuation_of_the_longest_match_is_drafted():
-    assert draft_of([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3])[:1] == [4]
-    assert draft_of([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 1, 2, 3])[:1] == [5]
-
-
-def test_a_repetition_is_drafted_beyond_the_end_of_the_text():
-    assert draft_of([7, 7, 7, 7, 7, 7, 7, 7, 7])[:16] == [7] * 16
-    assert draft_of([1, 2, 1, 2, 1, 2, 1, 2, 1, 2], most=5) == [1, 2, 1, 2, 1]
+@pytest.mark.parametrize(("token_ids", "most", "draft"), DRAFTS)
+def test_the_continuation_of_an_earlier_n_gram_is_drafted(token_ids, most, draft):
+    assert History(0.5).find(make_sequence(token_ids=token_ids), most) == draft
 
 
 def test_image_placeholder_tokens_are_not_drafted():
     token_ids = [1, 2, 3, 4, 0, 0, 0, 0, 5, 1, 2, 3]
-    assert draft_of(token_ids, images=(make_image(4, 4),)) == [4]
-    assert draft_of([*token_ids[:9], 3, 4, 0], images=(make_image(4, 4),)) == []
+    for ids, draft in ((token_ids, [4]), ([*token_ids[:9], 3, 4, 0], [])):
+        sequence = make_sequence(token_ids=ids, images=(make_image(4, 4),))
+        assert History(0.5).find(sequence, 16) == draft
 
 
 @pytest.mark.parametrize("num_letters", [2, 5])
@@ -305,33 +320,25 @@ class Steps:
         )
 
 
-@pytest.mark.parametrize(("num_running", "token_cost"), [(1, 0.3), (8, 0.1)])
-def test_text_whose_drafts_are_rejected_takes_no_more_time(num_running, token_cost):
-    random = Random(1)
-    steps = Steps(token_cost, random.choices(range(6), k=1200))
-    num_drafted, num_right, slowdown = steps.run(num_running)
-    assert num_drafted > 0
-    assert num_right < 0.5 * num_drafted
-    assert slowdown < 1.02
+RANDOM = Random(1).choices(range(6), k=1200)
+PROSE = Random(1).choices(range(1000), k=100)
 
 
-@pytest.mark.parametrize(("num_running", "token_cost"), [(1, 0.2), (8, 0.05)])
-def test_repeated_text_takes_fewer_steps(num_running, token_cost):
-    prose = Random(1).choices(range(1000), k=100)
-    _, _, slowdown = Steps(token_cost, prose * 4).run(num_running)
-    assert slowdown < 0.75
-
-
-def test_a_sequence_with_rejected_drafts_is_tried_again_when_it_repeats_itself():
-    random = Random(1)
-    steps = Steps(0.2, [*random.choices(range(6), k=600), *[7, 8, 9] * 200])
-    _, num_right, slowdown = steps.run()
-    assert num_right > 300
-    assert slowdown < 0.85
-
-
-def test_nothing_is_drafted_where_one_more_token_costs_a_step():
-    steps = Steps(1.5, [1, 2, 3] * 400)
-    num_drafted, _, slowdown = steps.run()
-    assert num_drafted < 60
-    assert slowdown < 1.02
+@pytest.mark.parametrize(
+    ("num_running", "token_cost", "text", "most_drafted", "right", "most_time"),
+    [
+        pytest.param(1, 0.3, RANDOM, 1200, (0, 0.5), 1.02, id="rejected"),
+        pytest.param(8, 0.1, RANDOM, 9600, (0, 0.5), 1.02, id="rejected of several"),
+        pytest.param(1, 0.2, PROSE * 4, 400, (0.5, 1), 0.75, id="repeated"),
+        pytest.param(8, 0.05, PROSE * 4, 3200, (0.5, 1), 0.75, id="repeated of several"),
+        pytest.param(1, 0.2, [*RANDOM[:600], *[7, 8, 9] * 200], 1200, (0.3, 1), 0.85, id="later"),
+        pytest.param(1, 1.5, [1, 2, 3] * 400, 59, (0, 1), 1.02, id="one more token costs a step"),
+    ],
+)
+def test_drafts_save_time_and_cost_none_where_they_are_rejected(
+    num_running, token_cost, text, most_drafted, right, most_time
+):
+    num_drafted, num_right, slowdown = Steps(token_cost, text).run(num_running)
+    assert 0 < num_drafted <= most_drafted
+    assert right[0] <= num_right / num_drafted <= right[1]
+    assert slowdown < most_time

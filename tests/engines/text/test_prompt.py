@@ -24,6 +24,7 @@ from engines.text.chat_template import (
     UnusableTemplate,
     read_chat_template,
 )
+from engines.text.detokenizer import decode
 from engines.text.processor import (
     ChatProcessor,
     Item,
@@ -62,6 +63,8 @@ KINDS = {
         directory, prepend="normalizer", normalized=True
     ),
 }
+IN_MESSAGE = "{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
+IMAGES_AND_TEXTS = "{% for m in messages %}" + IN_MESSAGE + "{% endfor %}"
 CONTROLS = ("<image>", "</s>", "<s>", "<unk>", "<pad>")
 PIECES = [
     *CONTROLS, "<", "<i", "<im", "mage", "age>", "image>", ">", "</", "/s>", "s>", " ", "\n", "🍎",
@@ -94,6 +97,13 @@ def number_images(messages: list[ChatMessage]) -> list[ChatMessage]:
 
 def num_images(messages: Sequence[ChatMessage]) -> int:
     return sum(isinstance(part, ImagePart) for message in messages for part in message.parts)
+
+
+def user(*parts: str | int) -> ChatMessage:
+    """A user's message: texts, and images by their numbers."""
+    return ChatMessage(
+        "user", tuple(TextPart(p) if isinstance(p, str) else ImagePart(p) for p in parts)
+    )
 
 
 class Pair:
@@ -183,7 +193,7 @@ def test_ordinary_conversations_equal_those_of_transformers(
 @LENIENT
 @given(messages=conversations(hostile_texts))
 def test_only_the_template_writes_control_tokens(pair: Pair, messages: list[ChatMessage]) -> None:
-    """The same conversation with harmless texts of the same number has as many control tokens."""
+    """As many as in a conversation with harmless texts; and each image part has its slots, in order."""
     harmless = [
         ChatMessage(m.role, tuple(TextPart("x") if isinstance(p, TextPart) else p for p in m.parts))
         for m in messages
@@ -195,36 +205,19 @@ def test_only_the_template_writes_control_tokens(pair: Pair, messages: list[Chat
         if name != "<unk>":  # what a character that no token covers becomes
             token_id = pair.tokenizer.control_tokens[name].id
             assert prompt.token_ids.count(token_id) == expected.token_ids.count(token_id)
-
-
-@LENIENT
-@given(messages=conversations(hostile_texts))
-def test_every_image_part_has_its_slots_in_order(pair: Pair, messages: list[ChatMessage]) -> None:
-    prompt = pair.build(messages)
-
-    slots = [
-        position
-        for image in prompt.images
-        for position in range(image.offset, image.offset + image.num_tokens)
-    ]
-    image_id = pair.image_token_id
-    assert slots == [i for i, token_id in enumerate(prompt.token_ids) if token_id == image_id]
+    slots = [image.offset + i for image in prompt.images for i in range(image.num_tokens)]
+    assert slots == [i for i, t in enumerate(prompt.token_ids) if t == pair.image_token_id]
     assert [image.pixels for image in prompt.images] == [
         f"pixels {i}" for i in range(num_images(messages))
     ]
     assert {image.num_tokens for image in prompt.images} <= {TOKENS_PER_IMAGE}
 
 
-def user(*parts: str | int) -> ChatMessage:
-    """A user's message: texts, and images by their numbers."""
-    return ChatMessage(
-        "user", tuple(TextPart(p) if isinstance(p, str) else ImagePart(p) for p in parts)
-    )
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
+@pytest.mark.parametrize("join", ["{{ c.text }}", "{{ c.text | trim }}", "{{ c.text.strip() }}"])
+def test_an_image_token_typed_by_a_user_makes_no_slot(llava: Pair, join: str) -> None:
+    template = IMAGES_AND_TEXTS.replace("{{ c.text }}", join)
+    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
+    for parts in (
         ("<image>",),
         ("<ima", "ge>"),
         ("<", "image", ">"),
@@ -232,48 +225,35 @@ def user(*parts: str | int) -> ChatMessage:
         ("  <ima  ", "ge>"),
         ("<im<image>age>",),
         ("<image" * 3 + ">" * 3,),
+        (("<image></s>" * 4 + " words ") * 4_000,),  # in a time in proportion to its length
+    ):
+        assert llava.image_token_id not in builder.build([user(*parts)], []).token_ids
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (LLAVA_TEMPLATE, [user(1)], "image that the request does not contain"),
+        (
+            "{% for m in messages if m.role == 'user' %}" + IN_MESSAGE + "{% endfor %}",
+            [ChatMessage("system", (ImagePart(0),)), user("hi")],
+            "places 0 of the 1 images",
+        ),
+        (
+            "{% if messages[0].role == 'assistant' %}{{ raise_exception('Roles must alternate') }}{% endif %}"
+            + LLAVA_TEMPLATE,
+            [ChatMessage("assistant", ())],
+            "refuses this conversation: Roles must alternate",
+        ),
+        (LLAVA_TEMPLATE, [user(0)], "has 2 tokens in the prompt, but 3"),
     ],
 )
-@pytest.mark.parametrize("join", ["{{ c.text }}", "{{ c.text | trim }}", "{{ c.text.strip() }}"])
-def test_an_image_token_typed_by_a_user_makes_no_slot(
-    llava: Pair, parts: tuple[str, ...], join: str
+def test_conversations_that_do_not_fit_the_template_are_refused(
+    llava: Pair, template: str, messages: list[ChatMessage], reason: str
 ) -> None:
-    template = (
-        "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>"
-        "{% else %}" + join + "{% endif %}{% endfor %}{% endfor %}"
-    )
     builder = make_builder(llava.tokenizer, llava.image_token_id, template)
-
-    prompt = builder.build([user(*parts)], [])
-
-    assert llava.image_token_id not in prompt.token_ids
-
-
-def test_a_message_that_names_no_image_of_the_request_is_refused(llava: Pair) -> None:
-    with pytest.raises(InvalidRequest, match="image that the request does not contain"):
-        llava.builder.build([user(1)], [make_item("h", "p")])
-
-
-def test_a_place_where_the_template_drops_images_is_refused(llava: Pair) -> None:
-    template = LLAVA_TEMPLATE.replace("'equalto', 'image'", "'equalto', message.role and 'image'")
-    template = template.replace("{% for message in messages %}", "", 1)
-    template = "{% for message in messages if message.role == 'user' %}" + template
-    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
-    system = ChatMessage("system", (ImagePart(0),))
-
-    with pytest.raises(InvalidRequest, match="places 0 of the 1 images"):
-        builder.build([system, user("hi")], [make_item("h", "p")])
-
-
-def test_the_order_of_roles_that_a_template_refuses_is_told_in_its_words(llava: Pair) -> None:
-    template = (
-        "{% if messages[0].role == 'assistant' %}{{ raise_exception('Roles must alternate') }}"
-        "{% endif %}" + LLAVA_TEMPLATE
-    )
-    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
-
-    with pytest.raises(InvalidRequest, match=r"refuses this conversation: Roles must alternate"):
-        builder.build([ChatMessage("assistant", ())], [])
+    with pytest.raises(InvalidRequest, match=reason):
+        builder.build(messages, [Item("a", 3, "p", "<image>" * 2)])
 
 
 def test_a_template_for_plain_strings_is_given_plain_strings(llava: Pair) -> None:
@@ -319,14 +299,6 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path, files, 
     assert read_chat_template(tmp_path) == found
 
 
-def test_long_texts_cost_time_in_proportion(llava: Pair) -> None:
-    text = ("<image></s>" * 4 + " words ") * 4_000  # 200,000 characters
-
-    prompt = llava.build([user(text)])
-
-    assert llava.image_token_id not in prompt.token_ids
-
-
 def test_control_tokens_that_swallow_spaces_do_so(tmp_path: Path) -> None:
     directory = make_byte_level(tmp_path / "checkpoint")
     content = json.loads((directory / "tokenizer.json").read_text())
@@ -357,19 +329,12 @@ def test_an_images_text_is_in_its_place_before_the_prompt_is_tokenized(llava: Pa
 
 
 def test_images_without_anything_between_them_are_runs_of_their_own(llava: Pair) -> None:
-    template = "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>"
-    template += "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}"
-    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
+    builder = make_builder(llava.tokenizer, llava.image_token_id, IMAGES_AND_TEXTS)
 
     prompt = builder.build([user(0, 1, "x")], [make_item("a", "pa", 3), make_item("b", "pb", 2)])
 
     first, second = prompt.images
     assert (first.num_tokens, second.offset - first.offset, second.num_tokens) == (3, 3, 2)
-
-
-def test_an_image_that_comes_to_another_number_of_tokens_is_refused(llava: Pair) -> None:
-    with pytest.raises(InvalidRequest, match=r"has 2 tokens in the prompt, but 3"):
-        llava.builder.build([user(0)], [Item("a", 3, "p", "<image>" * 2)])
 
 
 THINKING = (
@@ -388,25 +353,21 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
 
 
 def spell(processor: ChatProcessor, prompt: Prompt) -> str:
-    spelled = {token.id: token.text for token in processor.tokenizer.control_tokens.values()}
-    tokenizer = processor.tokenizer
-    pieces = [spelled.get(i) or tokenizer.token_bytes(i).decode() for i in prompt.token_ids]
-    return "".join(pieces)
-
-
-def test_a_template_says_which_variables_a_request_may_set(thinking: ChatProcessor) -> None:
-    assert thinking.template_options == {"enable_thinking", "style"}
-    assert not thinking.always_thinks
+    return decode(processor.tokenizer, prompt.token_ids)
 
 
 def test_a_request_lets_the_model_think_or_not(thinking: ChatProcessor) -> None:
-    messages = [ChatMessage("user", (TextPart("Hi"),))]
+    assert thinking.template_options == {"enable_thinking", "style"}
+    assert not thinking.always_thinks
+    messages = [user("Hi")]
     thinks = thinking.build_prompt(messages, [])
     does_not = thinking.build_prompt(messages, [], {"enable_thinking": False})
     assert (thinks.is_thinking, does_not.is_thinking) == (True, False)
     assert spell(thinking, thinks).endswith("<s>assistant\n<think>\n")
     assert spell(thinking, does_not).endswith("<think>\n</think>\n\n")
     assert thinking.build_prompt(messages, [], {"enable_thinking": True}) == thinks
+    with pytest.raises(InvalidRequest, match="does not use 1 of the given variables"):
+        thinking.build_prompt(messages, [], {"bos_token": "x", "style": "y"})
 
 
 def test_a_template_without_a_switch_thinks_always(tmp_path: Path) -> None:
@@ -417,22 +378,15 @@ def test_a_template_without_a_switch_thinks_always(tmp_path: Path) -> None:
     assert not create_processor(directory, MultimodalProcessor(source), 512, "none").always_thinks
 
 
-def test_a_variable_that_the_template_does_not_read_is_refused(thinking: ChatProcessor) -> None:
-    with pytest.raises(InvalidRequest, match="does not use 1 of the given variables"):
-        thinking.build_prompt(
-            [ChatMessage("user", (TextPart("Hi"),))], [], {"bos_token": "x", "style": "y"}
-        )
-
-
 @pytest.mark.parametrize("hostile", ["</s><s>system", "<image>", "a</think></s>"])
 def test_no_variable_and_no_thought_writes_control_tokens(
     thinking: ChatProcessor, hostile: str
 ) -> None:
     def build(text: str) -> Prompt:
         messages = [
-            ChatMessage("user", (TextPart("Hi"),)),
+            user("Hi"),
             ChatMessage("assistant", (TextPart("Hello"),), reasoning=text),
-            ChatMessage("user", (TextPart("?"),)),
+            user("?"),
         ]
         return thinking.build_prompt(messages, [], {"style": text})
 

@@ -97,10 +97,14 @@ def hello(num_messages: int = 1) -> tuple[list[ChatMessage], list[list[str]]]:
     return messages, [["Hello"]] * num_messages
 
 
+def attacked_by(attack: str) -> ChatTemplate:
+    source = LLAVA_TEMPLATE + "{% if messages | length > 1 %}" + ATTACKS[attack] + "{% endif %}"
+    return ChatTemplate(source, "<image>")
+
+
 @pytest.mark.parametrize("attack", few(ATTACKS, EACH_KIND))
 def test_an_attack_ends_the_one_prompt_and_nothing_else(attack: str) -> None:
-    source = LLAVA_TEMPLATE + "{% if messages | length > 1 %}" + ATTACKS[attack] + "{% endif %}"
-    template = ChatTemplate(source, "<image>")
+    template = attacked_by(attack)
     expected = template.render(*hello())
     tracemalloc.start()
     begun = time.thread_time()
@@ -137,9 +141,7 @@ def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template() -> None:
 @in_one_round
 def test_a_slow_template_does_not_delay_other_conversations() -> None:
     """They render in other threads while it goes on until its time is over."""
-    attack = ATTACKS["a long loop"]
-    source = LLAVA_TEMPLATE + "{% if messages | length > 1 %}" + attack + "{% endif %}"
-    template = ChatTemplate(source, "<image>")
+    template = attacked_by("a long loop")
     ended: list[str] = []
 
     def render(name: str, num_messages: int) -> None:
@@ -147,12 +149,11 @@ def test_a_slow_template_does_not_delay_other_conversations() -> None:
             template.render(*hello(num_messages))
         ended.append(name)
 
-    slow = threading.Thread(target=render, args=("slow", 2))
-    slow.start()
-    quick = threading.Thread(target=render, args=("quick", 1))
-    quick.start()
-    quick.join()
-    slow.join()
+    threads = [threading.Thread(target=render, args=each) for each in (("slow", 2), ("quick", 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert ended == ["quick", "slow"]
 
 
@@ -185,10 +186,3 @@ def test_templates_mean_what_they_mean_to_transformers(source: str, expected: st
         assert expected == reference.render(
             messages=messages, tools=None, documents=None, add_generation_prompt=True
         )
-
-
-def test_long_conversations_are_rendered_whole() -> None:
-    template = ChatTemplate(LLAVA_TEMPLATE + " ", "<image>")
-    text = "long " * 40_000
-    messages = [ChatMessage("user", (TextPart(text),))]
-    assert template.render(messages, [[text]]) == f"USER: {text} ASSISTANT: "

@@ -7,7 +7,7 @@ from itertools import pairwise
 import jsonschema
 import pytest
 
-from engines.base import BadGrammar
+from engines.base import BadGrammar, EngineCall
 from engines.core.constraint import Constraint
 from engines.mock.engine import MockProcessor
 from engines.registry import create_engine
@@ -36,8 +36,6 @@ from shared.protocol import (
 )
 from tests.engines.text.test_grammar import compiler as compiler
 from tests.engines.text.test_grammar import follows as follows_exactly
-from tests.engines.text.test_grammar import mock as mock
-from tests.engines.text.test_grammar import run
 
 SCHEMA = {
     "type": "object",
@@ -112,32 +110,45 @@ def test_strings_of_a_model_that_no_template_teaches_have_an_end(compiler):
         assert not follows(constraint, spell(form, ("f", more)))
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def read_in_parts(form: module.ToolFormat, text: str, *cuts: int):
+    """The text beside calls, and the calls."""
+    reader, said, pieces = CallReader(form), "", []
+    for start, stop in pairwise((0, *cuts, len(text))):
+        words, calls = reader.feed(text[start:stop])
+        said += words
+        pieces += calls
+    said += reader.finish()
+    return said, [(call.name, json.loads(call.arguments)) for call in join_calls(pieces)]
+
+
+IN_PYTHON = (
+    r"""[f.g(city='a \'[(, ]', at={"x": [1, 'y)'], "z": (2, -3.5)}, ok=True, no=null), now()]""",
+    [
+        (
+            "f.g",
+            {"city": "a '[(, ]", "at": {"x": [1, "y)"], "z": [2, -3.5]}, "ok": True, "no": None},
+        ),
+        ("now", {}),
+    ],
+)
+
+
+@pytest.mark.parametrize("form", [*FORMS, module.PYTHONIC], ids=lambda form: form.name)
 def test_calls_are_read_the_same_wherever_the_text_is_cut(form):
     quoted = '{"city": "a \\" } ]", "at": [{"x": "{"}]}'
     lead = "Well <to[TOOL " if form.trigger else ""
     text = lead + spell(form, ("get_weather", quoted), ("time.now", "{}"))
+    expected = [("get_weather", json.loads(quoted)), ("time.now", {})]
+    if form.is_pythonic:
+        text, expected = IN_PYTHON
     for cut in range(len(text)):
-        reader, said, pieces = CallReader(form), "", []
-        for start, stop in pairwise((0, cut, min(cut + 3, len(text)), len(text))):
-            words, calls = reader.feed(text[start:stop])
-            said += words
-            pieces += calls
-        said += reader.finish()
-        assert said == lead
-        assert [(call.name, call.arguments) for call in join_calls(pieces)] == [
-            ("get_weather", quoted),
-            ("time.now", "{}"),
-        ]
+        assert read_in_parts(form, text, cut, min(cut + 3, len(text))) == (lead, expected)
 
 
-@pytest.mark.parametrize("text", ["", "words", "<tool_cal", "[TOOL", '{"na', "{ no }"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_text_that_is_no_call_comes_out_whole(form, text):
-    reader = CallReader(form)
-    pieces = [reader.feed(character) for character in text]
-    assert all(not calls for _, calls in pieces)
-    assert "".join(words for words, _ in pieces) + reader.finish() == text
+def test_text_that_is_no_call_comes_out_whole(form):
+    for text in ("", "words", "<tool_cal", "[TOOL", '{"na', "{ no }"):
+        assert read_in_parts(form, text, *range(1, len(text))) == (text, [])
 
 
 PYTHONIC = module.PYTHONIC
@@ -190,11 +201,8 @@ def test_calls_in_python_are_of_the_functions_and_their_arguments_of_the_schema(
     assert follows(alone, right[0])
     assert not follows(alone, right[4])
     for text in right:
-        reader = CallReader(PYTHONIC)
-        _, pieces = reader.feed(text)
-        for call in join_calls(pieces):
-            schema = SCHEMA_OF_ALL if call.name == ALL.name else {"type": "object"}
-            jsonschema.validate(json.loads(call.arguments), schema)
+        for name, arguments in read_all(text)[1]:
+            jsonschema.validate(arguments, SCHEMA_OF_ALL if name == ALL.name else {})
 
 
 def test_what_calls_in_python_cannot_say_is_any_argument_unless_it_must_be_kept(compiler):
@@ -247,28 +255,7 @@ def test_strict_arguments_in_python_conform(compiler, schema, right, wrong):
 
 
 def read_all(text: str, *cuts: int) -> tuple[str, list[tuple[str, str]]]:
-    reader, said, pieces = CallReader(PYTHONIC), "", []
-    for start, stop in pairwise((0, *cuts, len(text))):
-        words, calls = reader.feed(text[start:stop])
-        said += words
-        pieces += calls
-    said += reader.finish()
-    return said, [(call.name, json.loads(call.arguments)) for call in join_calls(pieces)]
-
-
-def test_calls_in_python_are_read_the_same_wherever_the_text_is_cut():
-    text = (
-        r"""[f.g(city='a \'[(, ]', at={"x": [1, 'y)'], "z": (2, -3.5)}, ok=True, no=null), now()]"""
-    )
-    expected = [
-        (
-            "f.g",
-            {"city": "a '[(, ]", "at": {"x": [1, "y)"], "z": [2, -3.5]}, "ok": True, "no": None},
-        ),
-        ("now", {}),
-    ]
-    for cut in range(len(text)):
-        assert read_all(text, cut, min(cut + 3, len(text))) == ("", expected)
+    return read_in_parts(PYTHONIC, text, *cuts)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +265,7 @@ def test_calls_in_python_are_read_the_same_wherever_the_text_is_cut():
         *((f"[f(x={value})]", 0) for value in (
             "open('y')", "__import__('os').system('y')", "y", "f'{y}'", "b'y'", "{1, 2}", "{1: 2}", "'\\ud800'", "[1",
             "'1", "[" * 5000, "[1 2]", "[1,, 2]", "{'y'}", "{'y': 1, 2}", "'y' 'z'", "01", "+-1", ".", "(,)", "[,]",
-            "[1,,]", "",
+            "[1,,]", "", "9" * 4301, "[" * 65 + "]" * 65,  # the last two could no client read
         )),
         ("[f(x=1), g(x=y)]", 1),
         ("[f(x=1)] and more", 1),
@@ -325,12 +312,6 @@ def test_whatever_the_rules_allow_is_read_as_a_call(compiler, value):
         assert found == {"n" * 256: expected, "b": [expected]}
 
 
-@pytest.mark.parametrize("value", ["9" * 4301, "[" * 65 + "]" * 65, "[" * 2000 + "]" * 2000])
-def test_what_no_client_could_read_is_text(value):
-    text = f"[f(x={value})]"
-    assert read_all(text) == (text, [])
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -343,9 +324,7 @@ def test_values_are_those_of_python(value):
     said, calls = read_all(f"[f(x={value})]")
     assert (said, calls) == ("", [("f", {"x": expected})])
     assert type(calls[0][1]["x"]) is type(expected)
-
-
-def test_escapes_that_python_does_not_know_stand_for_themselves():
+    # an unknown escape stands for itself
     assert read_all(r"[f(x='\d\101\x41')]") == ("", [("f", {"x": r"\d\101A"})])
 
 
@@ -388,38 +367,42 @@ def test_templates_with_a_place_for_tools_are_found_by_a_probe():
 
 
 def answer(engine, tools: Tools, *messages: ChatMessage, told=(), leave_after: int = 999):
+    """Tokens, text, calls and end of an answer; it is aborted after so many tokens."""
     task = Generate(messages, SamplingParams(max_tokens=300, temperature=0), tools=tools)
-    return run(engine, task, told, leave_after)
+    engine.add(engine.prepare(EngineCall("r", task, output_token_ids=told), []))
+    token_ids, text, pieces, reason = list(told), "", [], None
+    while engine.has_work() and len(token_ids) < leave_after:
+        for output in engine.step():
+            assert output.error is None
+            token_ids += output.token_ids
+            text += output.text
+            pieces += output.calls
+            reason = output.finish_reason
+    engine.abort("r")
+    return token_ids, text, join_calls(pieces), reason
 
 
-def test_the_mock_calls_in_python_where_its_model_does(monkeypatch):
-    monkeypatch.setattr(MockProcessor, "tool_format", PYTHONIC)
+@pytest.mark.parametrize("form", [HERMES, PYTHONIC], ids=lambda form: form.name)
+def test_the_mock_calls_and_then_talks_and_goes_on_with_a_call_elsewhere(form, monkeypatch):
+    monkeypatch.setattr(MockProcessor, "tool_format", form)
     instant = {"decode_s": 0, "prefill_s_per_token": 0}
     engine = create_engine({"kind": "mock", "mock": instant}).engine
+    asked = ChatMessage("user", (TextPart("Weather?"),))
     try:
-        asked = ChatMessage("user", (TextPart("Weather?"),))
         for place in range(4):
             function = Function(f"f{place}", json.dumps(SCHEMA_OF_ALL), is_strict=True)
-            _, text, calls, reason = answer(engine, Tools((function,), True, False), asked)
+            tools = Tools((function,), True, False)
+            token_ids, text, calls, reason = answer(engine, tools, asked)
             assert (text, reason) == ("", FinishReason.TOOL_CALLS)
             (call,) = calls
             assert call.name == function.name
             jsonschema.validate(json.loads(call.arguments), SCHEMA_OF_ALL)
+        half, _, before, _ = answer(engine, tools, asked, leave_after=len(token_ids) - 9)
+        again, _, after, reason = answer(engine, tools, asked, told=tuple(half))
+        assert (again, reason) == (token_ids, FinishReason.TOOL_CALLS)
+        assert join_calls((*before, *after)) == calls
+        result = ChatMessage("tool", (TextPart("rain"),), tool_call_id="c")
+        _, text, calls, reason = answer(engine, TOOLS, asked, result)
+        assert (bool(text), calls, reason) == (True, (), FinishReason.STOP)
     finally:
         engine.close()
-
-
-def test_the_mock_calls_and_then_talks_and_goes_on_with_a_call_elsewhere(mock):
-    asked = ChatMessage("user", (TextPart("Weather?"),))
-    token_ids, text, calls, reason = answer(mock, TOOLS, asked)
-    assert (text, reason) == ("", FinishReason.TOOL_CALLS)
-    for call in calls:
-        schema = SCHEMA if call.name == "get_weather" else {"type": "object"}
-        jsonschema.validate(json.loads(call.arguments), schema)
-    half, _, before, _ = answer(mock, TOOLS, asked, leave_after=len(token_ids) - 9)
-    again, _, after, reason = answer(mock, TOOLS, asked, told=tuple(half))
-    assert (again, reason) == (token_ids, FinishReason.TOOL_CALLS)
-    assert join_calls((*before, *after)) == calls
-    result = ChatMessage("tool", (TextPart("rain"),), tool_call_id="c")
-    _, text, calls, reason = answer(mock, TOOLS, asked, result)
-    assert (bool(text), calls, reason) == (True, (), FinishReason.STOP)

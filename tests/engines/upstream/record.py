@@ -8,9 +8,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ import httpx
 
 from engines.core.sequence import ImageInput
 from engines.upstream.dialect import Dialect, UpstreamRequest
-from engines.upstream.server import ServerProcess
 from engines.upstream.sglang import Sglang
 from engines.upstream.vllm import Vllm
 from shared.protocol import Grammar, SamplingParams
@@ -27,42 +23,29 @@ from tests.engines.upstream.test_wheels import WHEELS
 from tests.factories_images import encoded
 
 EOS_ID, STOP_ID = 2, 70
-TOO_LONG, BAD_GRAMMAR, ABORTED = "too long", "bad grammar", "aborted"
+ABORTED = "aborted"
 
 
-@dataclass(frozen=True)
-class Server:
-    write_model: Callable[[Path], Path]
-    run: Callable[[Path], AbstractContextManager[tuple[str, ServerProcess]]]
-    create: Callable[[Path], Dialect]
-    image_prompt: tuple[int, ...]
-    context: int
-    gets: tuple[str, ...]
-    abort_path: str = ""
-
-
+#: The server, its dialect, a prompt with an image, the context, and what the server says of itself.
 SERVERS = {
-    "vllm": Server(
-        vllm.write_model,
+    "vllm": (
         lambda model: vllm.run_vllm(model, arguments="--enforce-eager"),
         lambda model: Vllm(vllm.make_settings(model, upstream_model=str(model)), vllm.IMAGE_ID),
         (40, vllm.IMAGE_ID, 42),
         vllm.CONTEXT,
         ("/version", "/v1/models"),
     ),
-    "sglang": Server(
-        sglang.write_model,
+    "sglang": (
         sglang.run_sglang,
         lambda model: Sglang(sglang.make_settings(model), sglang.IMAGE_ID),
         (40, sglang.IMAGE_ID + 2, sglang.IMAGE_ID, sglang.IMAGE_ID + 3, 42),
         sglang.CONTEXT,
         ("/server_info", "/v1/models"),
-        "/abort_request",
     ),
 }
 
 
-def requests(server: Server) -> dict[str, UpstreamRequest]:
+def requests(name: str, image_prompt: tuple[int, ...], context: int) -> dict[str, UpstreamRequest]:
     """By name: one for each form of an event."""
 
     def make(
@@ -80,32 +63,30 @@ def requests(server: Server) -> dict[str, UpstreamRequest]:
         "logprobs": make(ignore_eos=True, num_logprobs=2),
         "stop token": make(logit_bias={EOS_ID: 100.0}),
         "stop token of the request": make(logit_bias={STOP_ID: 100.0}, stop_token_ids=(STOP_ID,)),
-        "image": make(server.image_prompt, image, ignore_eos=True),
+        "image": make(image_prompt, image, ignore_eos=True),
         "grammar": make(grammar=Grammar("choice", '["red", "green"]', "guided_choice")),
-        TOO_LONG: make((40,) * server.context),
-        BAD_GRAMMAR: make(grammar=Grammar("regex", "(", "guided_regex")),
+        "too long": make((40,) * context),
+        "bad grammar": make(grammar=Grammar("regex", "(", "guided_regex")),
     }
-    if server.abort_path:
-        found[ABORTED] = make(ignore_eos=True, max_tokens=server.context - 8)
+    if name == "sglang":
+        found[ABORTED] = make(ignore_eos=True, max_tokens=context - 8)
     return found
 
 
 def main(name: str) -> None:
-    server = SERVERS[name]
+    run, create, image_prompt, context, paths = SERVERS[name]
     version = WHEELS[name].rpartition("==")[2]
     file = Path(__file__).with_name(f"{name}-{version}.jsonl").open("w")
     with tempfile.TemporaryDirectory() as directory, file:
         os.chdir(directory)  # answers name the model's path
-        model = server.write_model(Path("tiny"))
-        dialect = server.create(model)
-        with server.run(model) as (url, _):
-            for each, request in requests(server).items():
-                abort_url = url + server.abort_path if each == ABORTED else ""
-                print(
-                    json.dumps({"name": each, **_record(url, dialect, request, abort_url)}),
-                    file=file,
-                )
-            gets = {path: httpx.get(url + path, trust_env=False).json() for path in server.gets}
+        model = {"vllm": vllm, "sglang": sglang}[name].write_model(Path("tiny"))
+        dialect = create(model)
+        with run(model) as (url, _):
+            for each, request in requests(name, image_prompt, context).items():
+                abort_url = f"{url}/abort_request" if each == ABORTED else ""
+                line = {"name": each, **_record(url, dialect, request, abort_url)}
+                print(json.dumps(line), file=file)
+            gets = {path: httpx.get(url + path, trust_env=False).json() for path in paths}
             print(json.dumps({"name": "server", "gets": gets}), file=file)
 
 

@@ -1,8 +1,7 @@
 """Real servers, started as a worker starts them."""
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from engines.upstream.dialect import Dialect
 from engines.upstream.server import ServerProcess, command_of, free_port
 from engines.upstream.settings import UpstreamSettings
+from tests.waiting import wait_for
 
 
 @contextmanager
@@ -24,20 +24,19 @@ def run_server(
         server = ServerProcess(command_of(settings, dialect, port), dialect.environment)
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_ready(server, f"{url}{dialect.health_path}", settings.start_s)
+        wait_until_healthy(url + dialect.health_path, server.check, settings.start_s)
         yield url, server
     finally:
         server.close()
 
 
-def _wait_until_ready(server: ServerProcess, url: str, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        server.check()
-        try:
-            if httpx.get(url, trust_env=False, timeout=30.0).status_code == httpx.codes.OK:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise AssertionError(f"{server.name} is not ready after {within_s:g} s")
+def wait_until_healthy(url: str, check: Callable[[], object], within_s: float) -> None:
+    """`check` raises where the server has ended."""
+
+    def is_healthy() -> bool:
+        check()
+        with suppress(httpx.HTTPError):
+            return httpx.get(url, trust_env=False, timeout=30.0).status_code == httpx.codes.OK
+        return False
+
+    wait_for(is_healthy, within_s)

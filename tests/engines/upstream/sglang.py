@@ -1,9 +1,17 @@
-"""A real SGLang on a CPU, where `make test-sglang` has installed one.
+"""A real SGLang on a CPU: `make test-sglang` installs it into an environment of its own, `.cache/sglang`.
 
-HTTP front, tokenizer manager, scheduler, detokenizer, radix cache, sampler and model are SGLang's own; attention is its
-backend `torch_native`. What runs on GPUs alone is not tested: its kernels, graphs and overlapping schedule.
+HTTP front, tokenizer manager, scheduler, detokenizer, radix cache, sampler and model are those of the published wheel;
+attention is its backend `torch_native`. torch and torchvision are those of this environment, and what needs CUDA is left
+out. Its kernels for CPUs, `sgl_kernel`, are not on PyPI: SGLang imports them also where it computes by torch alone, so
+`sgl_kernel` is a module whose functions raise. Kernels for GPUs, graphs and the overlapping schedule are not tested.
 """
 
+import importlib.util
+import re
+import shutil
+import subprocess
+import sysconfig
+import venv
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -14,10 +22,33 @@ from engines.upstream.server import ServerProcess
 from engines.upstream.settings import SglangSettings
 from engines.upstream.sglang import Sglang
 from tests.engines.torch_backend.models.family_table import named, write_checkpoint
-from tests.engines.upstream.build_sglang import PYTHON
 from tests.engines.upstream.serving import run_server
+from tests.engines.upstream.test_wheels import WHEELS
+from tests.engines.upstream.vllm import requirements
 from tests.long import IS_LONG
 
+FOLDER = Path(__file__).parents[3] / ".cache" / "sglang"
+PYTHON = FOLDER / "bin" / "python"
+_LEFT_OUT = re.compile(
+    r"torch|cuda|flash|humming|kernels|nvidia|nvshmem|quack|sgl|smg|tilelang|tml|deepseek|build"
+)
+#: The kernels that SGLang's models of Qwen bind when they are imported.
+_STUB = """
+import torch
+
+for name in ("sigmoid_mul", "qk_gemma_rmsnorm", "qk_gemma_rmsnorm_with_gate", "qkvzba_split_reshape_cat_contiguous"):
+    torch.library.define(f"sgl_kernel::fused_{name}_cpu", "() -> ()")
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*_, **__):
+        raise NotImplementedError(name)
+
+    return missing
+"""
 CONTEXT = 512
 IMAGE_ID = 302
 ARGUMENTS = (
@@ -27,11 +58,6 @@ ARGUMENTS = (
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE",
 }  # fmt: skip
-
-
-def skip_without_sglang() -> None:
-    if not IS_LONG or not PYTHON.is_file():
-        pytest.skip("SGLang is not installed: make test-sglang")
 
 
 def write_model(directory: Path) -> Path:
@@ -44,13 +70,42 @@ def make_settings(model: Path, **changes: object) -> SglangSettings:
     """Settings that start the server."""
     values = {
         "model": str(model), "command": f"{PYTHON} -m sglang.launch_server", "dtype": "float32",
-        "max_num_seqs": 8, "arguments": ARGUMENTS, "start_s": 400.0, **changes,
+        "max_num_seqs": 8, "max_model_len": CONTEXT, "arguments": ARGUMENTS, "start_s": 400.0, **changes,
     }  # fmt: skip
     return SglangSettings.model_validate(values)
 
 
 def run_sglang(model: Path, **changes: object) -> AbstractContextManager[tuple[str, ServerProcess]]:
     """Its address and process."""
-    skip_without_sglang()
+    if not IS_LONG or not PYTHON.is_file():
+        pytest.skip("SGLang is not installed: make test-sglang")
     settings = make_settings(model, **changes)
     return run_server(settings, Sglang(settings), ENVIRONMENT)
+
+
+def main() -> None:
+    if list(FOLDER.glob("lib/*/site-packages/sgl_kernel.py")):
+        return
+    venv.create(FOLDER, with_pip=True, clear=True)
+    packages = next(FOLDER.glob("lib/python*/site-packages"))
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "install", "--no-deps", WHEELS["sglang"]], check=True)
+    metadata = next(packages.glob("sglang-*.dist-info")) / "METADATA"
+    needed = requirements(metadata.read_text(), _LEFT_OUT)
+    subprocess.run([*pip, "install", *needed], check=True)
+    _copy_torchvision(packages)
+    (packages / "sgl_kernel.py").write_text(_STUB)
+
+
+def _copy_torchvision(packages: Path) -> None:
+    """Without its operators, which may be built for another torch."""
+    spec = importlib.util.find_spec("torchvision")
+    assert spec is not None
+    assert spec.origin is not None
+    shutil.copytree(Path(spec.origin).parent, packages / "torchvision")
+    (packages / "torchvision" / "_meta_registrations.py").write_text("")
+
+
+if __name__ == "__main__":
+    main()

@@ -58,33 +58,25 @@ def next_token(ids: list[int], salt: object) -> int:
     return FIRST_ID + digest[0] % NUM_IDS
 
 
-@dataclass
-class _Wanted:
-    """A request in one form."""
-
-    ids: list[int]
-    images: list[str]
-    max_tokens: int
-    num_logprobs: int | None
-    sampling: dict[str, Any]
-
-    def tokens(self) -> Iterator[tuple[int, str | None]]:
-        """Token ids, each with the finish reason."""
-        ids, sampling = list(self.ids), self.sampling
-        seed = sampling.get("seed", sampling.get("sampling_seed", 0))
-        salt = (seed if sampling["temperature"] else None, self.images)
-        allowed = sampling.get("allowed_token_ids")
-        for number in range(1, self.max_tokens + 1):
-            token = next_token(ids, salt)
-            if allowed:
-                token = allowed[token % len(allowed)]
-            ids.append(token)
-            finish = "length" if number == self.max_tokens else None
-            if token in sampling["stop_token_ids"]:
-                finish = "stop"
-            yield token, finish
-            if finish:
-                return
+def _tokens(
+    ids: list[int], images: list[str], max_tokens: int, sampling: dict[str, Any]
+) -> Iterator[tuple[int, str | None]]:
+    """Token ids, each with the finish reason."""
+    ids = list(ids)
+    seed = sampling.get("seed", sampling.get("sampling_seed", 0))
+    salt = (seed if sampling["temperature"] else None, images)
+    allowed = sampling.get("allowed_token_ids")
+    for number in range(1, max_tokens + 1):
+        token = next_token(ids, salt)
+        if allowed:
+            token = allowed[token % len(allowed)]
+        ids.append(token)
+        finish = "length" if number == max_tokens else None
+        if token in sampling["stop_token_ids"]:
+            finish = "stop"
+        yield token, finish
+        if finish:
+            return
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -121,10 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         state.bodies.append(body)
         if answer := _VECTORS.get(self.path):
-            status, content = (
-                answer(body) if self.path in state.vectors else (404, {"detail": "Not Found"})
-            )
-            self._answer(status, json.dumps(content).encode())
+            found = answer(body) if self.path in state.vectors else (404, {"detail": "Not Found"})
+            self._answer(found[0], json.dumps(found[1]).encode())
             return
         _check(state, body)
         if state.refuse_with is not None:
@@ -214,12 +204,11 @@ def _change_adapters(
 
 
 def _vllm(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    sampling = body["sampling_params"]
+    sampling, ids = body["sampling_params"], body["token_ids"]
     images = [part["url"] for part in body.get("content_parts", ())]
     count = sampling["logprobs"]
-    wanted = _Wanted(body["token_ids"], images, sampling["max_tokens"], count, sampling)
-    usage = {"prompt_tokens": len(wanted.ids) + 15 * len(images)}
-    for token, finish in wanted.tokens():
+    usage = {"prompt_tokens": len(ids) + 15 * len(images)}
+    for token, finish in _tokens(ids, images, sampling["max_tokens"], sampling):
         score = None
         if count is not None:
             top = [{"token_id": token + i, "logprob": -0.5 - i} for i in range(count)]
@@ -229,13 +218,11 @@ def _vllm(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _sglang(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    sampling = body["sampling_params"]
-    images = body.get("image_data", [])
-    wanted = _Wanted(body["input_ids"], images, sampling["max_new_tokens"], None, sampling)
+    sampling, ids, images = body["sampling_params"], body["input_ids"], body.get("image_data", [])
     scores: list[Any] = []
     tops: list[Any] = []
-    for token, finish in wanted.tokens():
-        meta: dict[str, Any] = {"prompt_tokens": len(wanted.ids) + 15 * len(images)}
+    for token, finish in _tokens(ids, images, sampling["max_new_tokens"], sampling):
+        meta: dict[str, Any] = {"prompt_tokens": len(ids) + 15 * len(images)}
         if body.get("return_logprob"):
             scores.append([-0.5, token, None])
             tops.append([[-0.5 - i, token + i, None] for i in range(body["top_logprobs_num"])])
@@ -248,8 +235,7 @@ def _sglang(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _openai(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     prompt = list(str(body["messages"]).encode())
     sampling = {"temperature": body["temperature"], "seed": body["seed"], "stop_token_ids": ()}
-    wanted = _Wanted(prompt, [], body.get("max_tokens", 16), None, sampling)
-    tokens = [token for token, _ in wanted.tokens()]
+    tokens = [token for token, _ in _tokens(prompt, [], body.get("max_tokens", 16), sampling)]
     text = "".join(chr(ord("a") + token - FIRST_ID) for token in tokens)
     length = min((text.index(stop) for stop in body.get("stop", ()) if stop in text), default=None)
     deltas: list[dict[str, Any]] = [{"content": letter} for letter in text[:length]]

@@ -64,15 +64,13 @@ def test_the_text_of_the_server_is_the_answer(loaded: LoadedEngine, server: Stan
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("model", 0.0, 8)
 
 
-def test_the_tokens_are_as_many_as_the_server_counts(loaded: LoadedEngine):
-    """Its deltas are fewer: one call here, of eight tokens."""
-    outputs = answer(loaded, make_call(tools=TOOLS))
-    assert outputs[-1].usage.num_output_tokens == 8
-    assert sum(output.num_without_id for output in outputs) == 8
-
-
-def test_an_image_is_sent_as_a_file_of_our_own(loaded: LoadedEngine, server: StandIn):
-    answer(loaded, make_call(num_images=1), asking.prepare_image(loaded.engine))
+def test_an_image_is_sent_as_a_file_of_our_own_and_a_schema_as_it_is(
+    loaded: LoadedEngine, server: StandIn
+):
+    grammar = Grammar("json", '{"type": "integer"}', "response_format")
+    answer(loaded, make_call(num_images=1, grammar=grammar), asking.prepare_image(loaded.engine))
+    form = server.bodies[-1]["response_format"]
+    assert form["json_schema"]["schema"] == {"type": "integer"}
     picture, words = server.bodies[-1]["messages"][0]["content"]
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
     assert words == {"type": "text", "text": "hello"}
@@ -80,12 +78,9 @@ def test_an_image_is_sent_as_a_file_of_our_own(loaded: LoadedEngine, server: Sta
 
 @pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
 def test_a_video_is_sent_as_its_sampled_frames(server: StandIn):
-    settings = {"kind": "openai", "url": server.url, "takes_videos": True}
-    loaded = create_engine(settings)
+    loaded = create_engine({"kind": "openai", "url": server.url, "takes_videos": True})
     assert loaded.card.supports_video
-    options = VideoOptions(num_frames=3)
-    video = Clip(VideoInfo(8, 8, 30, 1.0), options)
-    content = loaded.engine.prepare_video(video)
+    content = loaded.engine.prepare_video(Clip())
     answer(loaded, make_call(num_images=1), PreparedImage("hash", content))
     loaded.engine.close()
     part, _ = server.bodies[-1]["messages"][0]["content"]
@@ -124,26 +119,19 @@ class Silence:
 class Clip:
     """An open video, each frame of which is of the shade of its number."""
 
-    max_frames = 100
-
-    def __init__(self, info: VideoInfo, options: VideoOptions) -> None:
-        self.info, self.options = info, options
+    info, options, max_frames = VideoInfo(8, 8, 30, 1.0), VideoOptions(num_frames=3), 100
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
         return [Image.new("RGB", (8, 8), (index,) * 3) for index in indices]
 
 
-def test_function_calls_are_those_of_the_server(loaded: LoadedEngine, server: StandIn):
+def test_function_calls_and_tokens_are_those_of_the_server(loaded: LoadedEngine, server: StandIn):
     outputs = answer(loaded, make_call(tools=TOOLS))
     pieces = [piece for output in outputs for piece in output.calls]
     assert [(piece.name, piece.arguments) for piece in pieces] == [("look", ""), ("", "{}")]
     assert server.bodies[-1]["tools"][0]["function"]["name"] == "look"
-
-
-def test_a_schema_is_sent(loaded: LoadedEngine, server: StandIn):
-    answer(loaded, make_call(grammar=Grammar("json", '{"type": "integer"}', "response_format")))
-    form = server.bodies[-1]["response_format"]
-    assert form["json_schema"]["schema"] == {"type": "integer"}
+    assert outputs[-1].usage.num_output_tokens == 8  # of one delta
+    assert sum(output.num_without_id for output in outputs) == 8
 
 
 @pytest.mark.parametrize(("num_told", "num_sends"), [(0, 2), (3, 1)])

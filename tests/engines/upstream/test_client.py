@@ -1,12 +1,11 @@
 """Streams of a server that keeps its connections, in chunks of any size."""
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-
-import pytest
 
 from engines.upstream.client import StreamEvent, UpstreamClient
 
@@ -19,9 +18,8 @@ class Server:
 
     answers: list[list[bytes | None]]
     status: int = 200
-    after: bytes = (
-        b""  #: sent behind each response, before the connection is closed; empty: it stays open
-    )
+    #: Sent behind each response, before the connection is closed; empty: it stays open.
+    after: bytes = b""
     heads: list[bytes] = field(default_factory=list)
     num_connections: int = 0
 
@@ -38,15 +36,10 @@ class Server:
                 pass
 
     def _read(self, received) -> bool:
-        lines = []
-        while line := received.readline().strip():
-            lines.append(line)
-        self.heads.append(b"\n".join(lines))
-        lengths = [
-            int(line.split(b":")[1]) for line in lines if line.lower().startswith(b"content-length")
-        ]
-        received.read(sum(lengths))
-        return bool(lines)
+        head = b"".join(iter(received.readline, b"\r\n")) if received.peek() else b""
+        self.heads.append(head)
+        received.read(int((re.findall(rb"(?i)content-length: *(\d+)", head) or [0])[0]))
+        return bool(head)
 
     def _answer(self, connection: socket.socket) -> bool:
         if self.heads[-1].startswith(b"GET"):
@@ -62,16 +55,13 @@ class Server:
         return not self.after
 
 
-@pytest.fixture
-def listener() -> Iterator[socket.socket]:
+@contextmanager
+def connected(server: Server) -> Iterator[UpstreamClient]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener
-
-
-def start(server: Server, listener: socket.socket) -> UpstreamClient:
-    threading.Thread(target=server.serve, args=(listener,), daemon=True).start()
-    port = listener.getsockname()[1]
-    return UpstreamClient(f"http://127.0.0.1:{port}", "key", 4, 60.0, "/health")
+        threading.Thread(target=server.serve, args=(listener,), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with closing(UpstreamClient(url, "key", 4, 60.0, "/health")) as client:
+            yield client
 
 
 def ask(client: UpstreamClient, stream_id: str) -> list[StreamEvent]:
@@ -83,10 +73,10 @@ def ask(client: UpstreamClient, stream_id: str) -> list[StreamEvent]:
     return events
 
 
-def test_events_are_whole_whatever_the_chunks_and_a_connection_is_used_again(listener):
+def test_events_are_whole_whatever_the_chunks_and_a_connection_is_used_again():
     pieces: list[bytes | None] = [b"data: one\n\nda", b"ta: t", b"wo\n\ndata:three\n\n: note\n"]
     server = Server([pieces, [b"data: four\n\n"]])
-    with closing(start(server, listener)) as client:
+    with connected(server) as client:
         *first, _ = ask(client, "a")
         *second, _ = ask(client, "b")
     assert [event.data for event in first] == [b"one", b"two", b"three"]
@@ -97,27 +87,24 @@ def test_events_are_whole_whatever_the_chunks_and_a_connection_is_used_again(lis
     assert server.num_connections == 2  # one of streams, one of health checks
 
 
-def test_a_response_that_is_cut_is_reported_and_the_server_asked_for_its_health(listener):
+def test_a_refusal_comes_whole_with_its_status():
+    with connected(Server([[b'{"err', b'or": 1}']], status=418)) as client:
+        [event] = ask(client, "a")
+    assert (event.kind, event.status, event.data) == ("refused", 418, b'{"error": 1}')
+
+
+def test_a_response_that_is_cut_is_reported_and_the_server_asked_for_its_health():
     server = Server([[b"data: one\n\n", None], [b"data: two\n\n"]])
-    with closing(start(server, listener)) as client:
+    with connected(server) as client:
         first = ask(client, "a")
         second = ask(client, "b")
     assert [event.kind for event in first] == ["data", "broken"]
     assert [event.data for event in second[:-1]] == [b"two"]
 
 
-def test_a_connection_that_the_server_closes_or_misuses_is_not_used_again(listener):
-    pieces = [[b"data: one\n\n"], [b"data: two\n\n"]]
-    server = Server(
-        list(pieces), after=b"HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\ndata: forged"
-    )
-    with closing(start(server, listener)) as client:
+def test_a_connection_that_the_server_closes_or_misuses_is_not_used_again():
+    forged = b"HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\ndata: forged"
+    server = Server([[b"data: one\n\n"], [b"data: two\n\n"]], after=forged)
+    with connected(server) as client:
         found = [event.data for name in "ab" for event in ask(client, name)[:-1]]
     assert found == [b"one", b"two"]
-
-
-def test_a_refusal_comes_whole_with_its_status(listener):
-    server = Server([[b'{"err', b'or": 1}']], status=418)
-    with closing(start(server, listener)) as client:
-        [event] = ask(client, "a")
-    assert (event.kind, event.status, event.data) == ("refused", 418, b'{"error": 1}')

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,10 @@ from engines.base import (
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import (
-    ChatMessage,
     ErrorCode,
     FinishReason,
     Function,
-    Generate,
     Grammar,
-    SamplingParams,
-    TextPart,
     Tools,
 )
 from tests.engines.upstream.asking import answer, make_call, prepare_image, run, text_of
@@ -45,12 +41,12 @@ from tests.engines.upstream.stand_in import (
     FIRST_ID,
     StandIn,
     next_token,
-    run_stand_in,
 )
 from tests.waiting import wait_for
 
 APIS = ("vllm", "sglang")
 SCHEMA = Grammar("json", '{"type": "object"}', "response_format")
+Load = Callable[..., UpstreamEngine]
 PENALTIES = {"presence_penalty", "frequency_penalty"}
 
 
@@ -59,18 +55,32 @@ def api(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def load(api: str, checkpoint: Path, server: StandIn, **settings: Any) -> UpstreamEngine:
-    values = {"kind": api, "model": str(checkpoint), "url": server.url, **settings}
-    engine = create_engine(values).engine
-    assert isinstance(engine, UpstreamEngine)
-    return engine
+@pytest.fixture
+def load(checkpoint: Path, server: StandIn) -> Iterator[Load]:
+    engines: list[UpstreamEngine] = []
+
+    def load(api: str, **settings: Any) -> UpstreamEngine:
+        values = {"kind": api, "model": str(checkpoint), "url": server.url, **settings}
+        engine = create_engine(values).engine
+        assert isinstance(engine, UpstreamEngine)
+        engines.append(engine)
+        return engine
+
+    yield load
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture
-def engine(api: str, checkpoint: Path, server: StandIn) -> Iterator[UpstreamEngine]:
-    engine = load(api, checkpoint, server)
-    yield engine
-    engine.close()
+def engine(api: str, load: Load) -> UpstreamEngine:
+    return load(api)
+
+
+def start(engine: UpstreamEngine, **wanted: Any) -> None:
+    """Add a request, and step until it has a token."""
+    engine.add(engine.prepare(make_call(**wanted), []))
+    while not ids(engine.step()):
+        pass
 
 
 def ids_of(outputs: list[EngineOutput]) -> list[int]:
@@ -99,13 +109,16 @@ def test_tokens_of_the_server_are_the_answer(engine: UpstreamEngine):
     assert outputs[-1].usage.num_output_tokens == 8
 
 
-@pytest.mark.parametrize("num_earlier", [1, 5, 7, 8])
-def test_an_answer_continues_from_its_token_log(engine: UpstreamEngine, num_earlier: int):
+def test_an_answer_continues_from_its_token_log(engine: UpstreamEngine):
     whole = answer(engine, make_call())
-    earlier = tuple(ids_of(whole)[:num_earlier])
-    rest = answer(engine, make_call("again", output_token_ids=earlier))
-    assert ids(rest) == ids_of(whole)[num_earlier:]
-    assert text_of(rest) == text_of(whole)[num_earlier:]
+    for num_earlier in (1, 7, 8):
+        earlier = tuple(ids_of(whole)[:num_earlier])
+        rest = answer(engine, make_call("again", output_token_ids=earlier))
+        assert ids(rest) == ids_of(whole)[num_earlier:]
+        assert text_of(rest) == text_of(whole)[num_earlier:]
+    earlier = (*ids_of(whole)[:3], EOS_ID)
+    (last,) = answer(engine, make_call(output_token_ids=earlier))
+    assert (last.finish_reason, last.token_ids) == (FinishReason.STOP, ())
 
 
 def test_a_broken_stream_is_continued_without_gap_or_duplicate(
@@ -143,12 +156,10 @@ def test_state_that_a_server_would_forget_is_not_continued(
 
 
 @pytest.fixture
-def plugin_engine(checkpoint: Path, server: StandIn) -> Iterator[UpstreamEngine]:
+def plugin_engine(load: Load, server: StandIn) -> UpstreamEngine:
     """vLLM with the logits processor."""
     server.has_plugin = True
-    engine = load("vllm", checkpoint, server)
-    yield engine
-    engine.close()
+    return load("vllm")
 
 
 LARK = Grammar("lark", 'start: "a"', "guided_grammar")
@@ -158,27 +169,22 @@ FORCED = Tools((Function("f", "{}"),), is_required=True)
 @pytest.mark.parametrize(
     ("changes", "at_start", "after_break"),
     [
-        pytest.param({"grammar": SCHEMA}, {"grammar"}, {"grammar"}, id="schema"),
-        pytest.param({"grammar": LARK}, {"grammar"}, {"grammar"}, id="lark"),
-        pytest.param({"tools": FORCED}, {"grammar"}, {"grammar"}, id="function call"),
-        pytest.param({"presence_penalty": 1.0}, set(), PENALTIES, id="penalty"),
-        pytest.param({}, set(), set(), id="plain"),
+        ({"grammar": SCHEMA}, {"grammar"}, {"grammar"}),
+        ({"grammar": LARK}, {"grammar"}, {"grammar"}),
+        ({"tools": FORCED}, {"grammar"}, {"grammar"}),
+        ({"presence_penalty": 1.0}, set(), PENALTIES),
+        ({}, set(), set()),
     ],
 )
 def test_the_logits_processor_continues_what_vllm_would_forget(
-    plugin_engine: UpstreamEngine,
-    server: StandIn,
-    changes: dict[str, Any],
-    at_start: set[str],
-    after_break: set[str],
+    plugin_engine: UpstreamEngine, server: StandIn, changes, at_start, after_break
 ):
     call = make_call(**changes)
     assert plugin_engine.can_continue(call.task)
     server.break_after = [3]
     assert ids_of(answer(plugin_engine, call)) == expected_ids(plugin_engine, call)
-    for body, names, num_earlier in zip(
-        server.bodies, (at_start, after_break), (0, 3), strict=True
-    ):
+    asked = zip(server.bodies, (at_start, after_break), (0, 3), strict=True)
+    for body, names, num_earlier in asked:
         sampling = body["sampling_params"]
         assert "structured_outputs" not in sampling
         found = sampling.get("extra_args", {}).get("vlm_fleet", {})
@@ -187,21 +193,12 @@ def test_the_logits_processor_continues_what_vllm_would_forget(
     assert server.bodies[1]["sampling_params"]["presence_penalty"] == 0.0
 
 
-def test_two_kinds_of_penalties_are_not_continued(plugin_engine: UpstreamEngine):
-    task = make_call(presence_penalty=1.0, repetition_penalty=1.1).task
-    assert not plugin_engine.can_continue(task)
-
-
-def test_tokens_that_break_their_grammar_are_not_continued(plugin_engine: UpstreamEngine):
+def test_what_the_logits_processor_lacks_is_not_continued(plugin_engine: UpstreamEngine):
+    two_kinds = make_call(presence_penalty=1.0, repetition_penalty=1.1)
+    assert not plugin_engine.can_continue(two_kinds.task)
     with pytest.raises(InvalidRequest) as refused:
         plugin_engine.prepare(make_call(grammar=SCHEMA, output_token_ids=(FIRST_ID,)), [])
     assert refused.value.param == "response_format"
-
-
-def test_a_server_without_the_api_is_told_which_flag_it_lacks(checkpoint: Path, server: StandIn):
-    server.refuse_with = (403, "disabled")
-    with pytest.raises(EngineLoadFailed, match="--enable-scale-out"):
-        load("vllm", checkpoint, server)
 
 
 LIMITS = AdapterLimits(max_rank=8, max_bytes=1000)
@@ -216,7 +213,7 @@ def write_adapter(directory: Path, **config: Any) -> Path:
 
 
 def test_an_adapter_is_loaded_at_the_server_and_used_by_name(
-    engine: UpstreamEngine, api: str, checkpoint: Path, server: StandIn, tmp_path: Path
+    engine: UpstreamEngine, api: str, load: Load, server: StandIn, tmp_path: Path
 ):
     directory = write_adapter(tmp_path / "sql")
     adapter = engine.load_adapter(directory, LIMITS)
@@ -225,58 +222,47 @@ def test_an_adapter_is_loaded_at_the_server_and_used_by_name(
     call = replace(make_call(), adapter=adapter.digest)
     assert len(ids_of(answer(engine, call))) == 8
     assert server.bodies[-1]["model" if api == "vllm" else "lora_path"] == adapter.digest
-    other = load(api, checkpoint, server)  # a worker beside this one
+    other = load(api)  # a worker beside this one
     assert other.load_adapter(directory, LIMITS).digest == adapter.digest
-    other.close()
-    engine.unload_adapter(adapter.digest)
-    engine.unload_adapter(adapter.digest)
+    for _ in range(2):
+        engine.unload_adapter(adapter.digest)
     assert server.adapters == {}
     with pytest.raises(AdapterUnavailable):
         engine.prepare(call, [])
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "says"),
+    ("name", "config", "adapters", "says"),
     [
-        ("sql", {"r": 16}, "r is 16"),
-        ("sql", {"use_dora": True}, "use_dora"),
-        ("bad", {}, "another base model"),
+        ("sql", {"r": 16}, {}, "r is 16"),
+        ("sql", {"use_dora": True}, {}, "use_dora"),
+        ("bad", {}, {}, "another base model"),
+        ("sql", {}, None, "without LoRA"),
     ],
 )
 def test_an_adapter_that_cannot_be_used_is_refused(
-    engine: UpstreamEngine, tmp_path: Path, name: str, config: dict[str, Any], says: str
+    engine: UpstreamEngine, server: StandIn, tmp_path: Path, name: str, config, adapters, says: str
 ):
-    directory = write_adapter(tmp_path / name, **config)
+    server.adapters = adapters
     with pytest.raises(BadAdapter, match=says):
-        engine.load_adapter(directory, LIMITS)
+        engine.load_adapter(write_adapter(tmp_path / name, **config), LIMITS)
     assert engine.stats().num_adapters == 0
 
 
-def test_a_server_without_adapters_says_so(engine: UpstreamEngine, server: StandIn, tmp_path: Path):
-    server.adapters = None
-    with pytest.raises(BadAdapter, match="without LoRA"):
-        engine.load_adapter(write_adapter(tmp_path / "sql"), LIMITS)
-
-
-def test_a_busy_server_is_asked_again(engine: UpstreamEngine, server: StandIn):
-    server.refuse_with = (503, "loading")
-    assert len(ids_of(answer(engine, make_call()))) == 8
-
-
-@pytest.mark.parametrize(
-    ("message", "code"),
-    [
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_a_refusal_of_the_server_reaches_the_client_unless_it_is_busy(
+    engine: UpstreamEngine, server: StandIn, in_stream: bool
+):
+    server.refuses_in_stream = in_stream
+    for message, code in (
         ("bad value", ErrorCode.INVALID_REQUEST),
         ("longer than the maximum context length", ErrorCode.CONTEXT_LENGTH_EXCEEDED),
-    ],
-)
-@pytest.mark.parametrize("in_stream", [False, True])
-def test_a_refusal_of_the_server_reaches_the_client(
-    engine: UpstreamEngine, server: StandIn, message: str, code: ErrorCode, in_stream: bool
-):
-    server.refuse_with, server.refuses_in_stream = (400, message), in_stream
-    (last,) = answer(engine, make_call())
-    assert (last.error, last.error_code) == (message, code)
+    ):
+        server.refuse_with = (400, message)
+        (last,) = answer(engine, make_call())
+        assert (last.error, last.error_code) == (message, code)
+    server.refuse_with = (503, "loading")
+    assert len(ids_of(answer(engine, make_call()))) == 8
 
 
 @pytest.mark.parametrize(
@@ -290,12 +276,11 @@ def test_a_refusal_of_the_server_reaches_the_client(
     ],
 )
 def test_an_abort_by_sglang_is_a_refusal_or_asked_again(
-    checkpoint: Path, server: StandIn, status: int | None, message: str, code: ErrorCode | None
+    load: Load, server: StandIn, status: int | None, message: str, code: ErrorCode | None
 ):
-    engine = load("sglang", checkpoint, server)
+    engine = load("sglang")
     server.abort_with = (status, message)
     outputs = answer(engine, make_call())
-    engine.close()
     if code is None:
         assert ids_of(outputs) == expected_ids(engine, make_call())
         assert len(server.bodies) == 2
@@ -304,99 +289,71 @@ def test_an_abort_by_sglang_is_a_refusal_or_asked_again(
         assert len(server.bodies) == 1
 
 
-def test_a_lost_server_ends_the_engine(api: str, checkpoint: Path):
-    with run_stand_in(token_s=0.05) as server:
-        engine = load(api, checkpoint, server)
-        engine.add(engine.prepare(make_call(max_tokens=200), []))
-        while not any(output.token_ids for output in engine.step()):
-            pass
-        server.is_healthy = False
-        server.break_after = [0]
-        engine.add(engine.prepare(make_call("other"), []))
-        with pytest.raises(EngineLoadFailed):
-            run(engine)
-        engine.close()
+def test_a_lost_server_ends_the_engine(engine: UpstreamEngine, server: StandIn):
+    server.token_s = 0.05
+    start(engine, max_tokens=200)
+    server.is_healthy = False
+    server.break_after = [0]
+    engine.add(engine.prepare(make_call("other"), []))
+    with pytest.raises(EngineLoadFailed):
+        run(engine)
 
 
-@pytest.mark.parametrize("is_healthy", [True, False])
-def test_a_silent_server_is_lost_only_if_it_fails_its_health_check(
-    checkpoint: Path, is_healthy: bool
+def test_a_silent_server_is_lost_only_if_it_fails_its_health_check(load: Load, server: StandIn):
+    server.token_s = 0.5
+    engine = load("vllm", silence_s=0.1)
+    assert len(ids_of(answer(engine, make_call(max_tokens=2)))) == 2
+    server.is_healthy = False
+    with pytest.raises(EngineLoadFailed):
+        answer(engine, make_call(max_tokens=2))
+
+
+def test_a_server_that_starts_for_longer_than_it_may_be_silent_is_lost_when_idle(
+    load: Load, server: StandIn
 ):
-    with run_stand_in(token_s=0.5) as server:
-        engine = load("vllm", checkpoint, server, silence_s=0.1)
-        server.is_healthy = is_healthy
-        engine.add(engine.prepare(make_call(max_tokens=2), []))
-        if is_healthy:
-            assert len(ids_of(run(engine))) == 2
-        else:
-            with pytest.raises(EngineLoadFailed):
-                run(engine)
-        engine.close()
-
-
-def test_a_server_may_start_for_longer_than_it_may_be_silent(checkpoint: Path, server: StandIn):
     server.is_healthy = False
     threading.Timer(1.0, setattr, (server, "is_healthy", True)).start()
-    engine = load("vllm", checkpoint, server, silence_s=0.1)
+    engine = load("vllm", silence_s=0.1)
     assert len(ids_of(answer(engine, make_call()))) == 8
-    engine.close()
-
-
-def test_a_server_is_lost_while_no_request_is_open(checkpoint: Path, server: StandIn):
-    engine = load("vllm", checkpoint, server, silence_s=0.1)
     server.is_healthy = False
     wait_for(engine.has_work)
     with pytest.raises(EngineLoadFailed):
         engine.step()
-    engine.close()
 
 
-def test_an_aborted_request_is_closed_at_the_server(api: str, checkpoint: Path):
-    with run_stand_in(token_s=0.02) as server:
-        engine = load(api, checkpoint, server)
-        engine.add(engine.prepare(make_call(max_tokens=400), []))
-        while not server.num_open:
-            engine.step()
-        engine.abort("r")
-        engine.abort("r")
-        wait_for(lambda: not server.num_open)
-        assert not engine.has_work()
-        engine.close()
-
-
-def test_sglang_is_told_of_aborted_and_stopped_requests_alone(checkpoint: Path, server: StandIn):
-    """It aborts the request of a closed stream 2 s later."""
-    engine = load("sglang", checkpoint, server)
+def test_an_aborted_or_stopped_request_is_closed_at_the_server(
+    engine: UpstreamEngine, api: str, server: StandIn
+):
     text = text_of(answer(engine, make_call()))
     server.token_s = 0.02
     stopped = answer(engine, make_call(stop=(text[3],), max_tokens=400))
     assert text_of(stopped) == text[: text.index(text[3])]
-    engine.add(engine.prepare(make_call(max_tokens=400), []))
-    while not ids(engine.step()):
-        pass
-    engine.abort("r")
-    rids = [body["rid"] for body in server.bodies]
-    wait_for(lambda: server.aborted == rids[1:])
-    engine.close()
+    start(engine, max_tokens=400)
+    for _ in range(2):
+        engine.abort("r")
+    wait_for(lambda: not server.num_open)
+    assert not engine.has_work()
+    # SGLang aborts the request of a closed stream only 2 s later
+    rids = [body["rid"] for body in server.bodies[1:] if api == "sglang"]
+    wait_for(lambda: server.aborted == rids)
 
 
-def test_wake_ends_a_step_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wake_ends_a_step_that_waits(load: Load, server: StandIn, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engines.upstream.streams.POLL_S", 30.0)
-    with run_stand_in(token_s=0.3) as server:
-        engine = load("vllm", checkpoint, server)
-        engine.add(engine.prepare(make_call(max_tokens=1), []))
-        threading.Timer(0.05, engine.wake).start()
-        started = time.monotonic()
-        engine.step()
-        assert time.monotonic() - started < 20
-        engine.close()
+    server.token_s = 0.3
+    engine = load("vllm")
+    engine.add(engine.prepare(make_call(max_tokens=1), []))
+    threading.Timer(0.05, engine.wake).start()
+    started = time.monotonic()
+    engine.step()
+    assert time.monotonic() - started < 20
 
 
-def test_an_image_is_sent_as_a_file_of_our_own_under_its_salted_hash(
+def test_images_tenants_and_forbidden_tokens_are_in_the_body(
     engine: UpstreamEngine, api: str, server: StandIn
 ):
-    image = prepare_image(engine)
-    outputs = answer(engine, make_call(num_images=1), image)
+    call = make_call(num_images=1, logit_bias={70: 5.0}, tenant="salt")
+    outputs = answer(engine, call, prepare_image(engine))
     body = server.bodies[-1]
     if api == "vllm":
         (part,) = body["content_parts"]
@@ -409,22 +366,14 @@ def test_an_image_is_sent_as_a_file_of_our_own_under_its_salted_hash(
     assert outputs[-1].usage is not None
     assert outputs[-1].usage.num_image_tokens == 16
     assert outputs[-1].usage.num_prompt_tokens == len(prompt) + 15
-
-
-def test_a_sampled_image_token_is_forbidden(engine: UpstreamEngine, server: StandIn):
-    answer(engine, make_call(logit_bias={70: 5.0}))
-    assert server.bodies[-1]["sampling_params"]["logit_bias"] == {"70": 5.0, "320": -100.0}
-
-
-def test_tenants_have_caches_of_their_own(engine: UpstreamEngine, api: str, server: StandIn):
-    answer(engine, make_call(tenant="salt"))
-    assert server.bodies[-1]["cache_salt" if api == "vllm" else "extra_key"] == "salt"
+    assert body["sampling_params"]["logit_bias"] == {"70": 5.0, "320": -100.0}  # of the image
+    assert body["cache_salt" if api == "vllm" else "extra_key"] == "salt"
 
 
 def test_parameters_that_an_api_lacks_are_refused_by_name(engine: UpstreamEngine, api: str):
     refused: dict[str, dict[str, Any]] = {
         "prompt_logprobs": {"num_prompt_logprobs": 1},
-        "guided_grammar": {"grammar": Grammar("lark", 'start: "a"', "guided_grammar")},
+        "guided_grammar": {"grammar": LARK},
         "tool_choice": {"tools": FORCED},
     }
     if api == "sglang":
@@ -434,50 +383,32 @@ def test_parameters_that_an_api_lacks_are_refused_by_name(engine: UpstreamEngine
             engine.prepare(make_call(**changes), [])
         assert found.value.param == param
     with pytest.raises(PromptTooLong):
-        engine.prepare(
-            EngineCall(
-                "r", Generate((ChatMessage("user", (TextPart("x" * 999),)),), SamplingParams())
-            ),
-            [],
-        )
+        engine.prepare(make_call(text="x" * 999), [])
 
 
-def test_the_end_of_an_answer_is_not_sampled_again(engine: UpstreamEngine):
-    earlier = (*expected_ids(engine, make_call(), 3), EOS_ID)
-    (last,) = answer(engine, make_call(output_token_ids=earlier))
-    assert last.finish_reason is FinishReason.STOP
-    assert last.token_ids == ()
-
-
-def test_stats_include_the_caches_of_the_server(checkpoint: Path, server: StandIn):
-    engine = load("vllm", checkpoint, server)
+def test_stats_include_the_caches_of_the_server(load: Load):
+    engine = load("vllm")
     wait_for(lambda: engine.stats().kv_usage_ratio == 0.25)
-    engine.close()
 
 
 @pytest.mark.parametrize(
     ("state", "settings", "says"),
     [
-        pytest.param({"version": "0.18.2"}, {}, "0.18.2", id="version"),
-        pytest.param({}, {"max_model_len": 2 * CONTEXT}, str(CONTEXT), id="context"),
-        pytest.param({}, {"upstream_model": "other"}, "other", id="model"),
-        pytest.param({"is_healthy": False}, {"start_s": 0.2}, "503", id="never ready"),
+        ({"version": "0.18.2"}, {}, "0.18.2"),
+        ({}, {"max_model_len": 2 * CONTEXT}, str(CONTEXT)),
+        ({}, {"upstream_model": "other"}, "other"),
+        ({"is_healthy": False}, {"start_s": 0.2}, "503"),
+        ({"refuse_with": (403, "disabled")}, {}, "--enable-scale-out"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_in_one_sentence(
-    checkpoint: Path, state: dict[str, Any], settings: dict[str, Any], says: str
+    load: Load, server: StandIn, state: dict[str, Any], settings: dict[str, Any], says: str
 ):
-    refusal = pytest.raises((EngineStartError, EngineLoadFailed))
-    with run_stand_in(**state) as server, refusal as refused:
-        load("vllm", checkpoint, server, **settings)
+    vars(server).update(state)
+    with pytest.raises((EngineStartError, EngineLoadFailed)) as refused:
+        load("vllm", **settings)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_a_missing_program_is_named(checkpoint: Path):
-    values = {"kind": "vllm", "model": str(checkpoint), "command": "no-such-program serve"}
-    with pytest.raises(EngineStartError, match="no-such-program"):
-        create_engine(values)
 
 
 def write_program(folder: Path, script: str) -> Path:
@@ -487,11 +418,13 @@ def write_program(folder: Path, script: str) -> Path:
     return program
 
 
-def test_a_server_that_ends_at_its_start_is_quoted(checkpoint: Path, tmp_path: Path):
-    program = write_program(tmp_path, "echo starting\necho out of GPU memory >&2\nexit 3")
-    values = {"kind": "vllm", "model": str(checkpoint), "command": str(program)}
-    with pytest.raises(EngineLoadFailed, match="exit code 3: out of GPU memory"):
+def test_a_program_that_is_missing_or_ends_at_its_start_is_quoted(checkpoint: Path, tmp_path: Path):
+    values = {"kind": "vllm", "model": str(checkpoint), "command": "no-such-program serve"}
+    with pytest.raises(EngineStartError, match="no-such-program"):
         create_engine(values)
+    program = write_program(tmp_path, "echo starting\necho out of GPU memory >&2\nexit 3")
+    with pytest.raises(EngineLoadFailed, match="exit code 3: out of GPU memory"):
+        create_engine({**values, "command": str(program)})
 
 
 WORKER = """
@@ -514,13 +447,7 @@ def test_processes_of_a_server_end_with_a_worker_that_is_killed(tmp_path: Path):
     wait_for(lambda: not psutil.pid_exists(pid))
 
 
-@pytest.mark.parametrize(
-    ("api", "flags"),
-    [("vllm", ("--tensor-parallel-size", "2")), ("sglang", ("--tp-size", "2"))],
-)
-def test_the_start_command_has_the_settings(
-    api: str, flags: tuple[str, str], checkpoint: Path, tmp_path: Path
-):
+def test_the_start_command_has_the_settings(api: str, checkpoint: Path, tmp_path: Path):
     program = write_program(tmp_path, f'echo "$@" > {tmp_path}/arguments\nenv > {tmp_path}/env')
     values = {
         "kind": api, "model": str(checkpoint), "command": f"{program} serve", "tensor_parallel": 2,
@@ -530,7 +457,8 @@ def test_the_start_command_has_the_settings(
         create_engine(values)
     words = (tmp_path / "arguments").read_text().split()
     assert words[0] == "serve"
-    assert words[words.index(flags[0]) + 1] == flags[1]
+    flag = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}[api]
+    assert words[words.index(flag) + 1] == "2"
     assert "256" in words
     assert words[-2:] == ["--seed", "7"]
     assert words[words.index("--host") + 1] == "127.0.0.1"

