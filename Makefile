@@ -116,7 +116,7 @@ accuracy: $(STAMP)  ## measure the accuracy of the built-in models: 6,000 questi
 walk: $(STAMP)  ## embed 20,000 texts with the built-in model, serve them, and search with curl
 	WALK_TEXTS=20000 $(BIN)/python -m pytest -s tests/search/test_walk.py $(ARGS)
 
-compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it, restart it under load; takes minutes
+compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it, stop it under load; takes minutes
 	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/e2e/test_compose*.py $(ARGS)
 
 applications: $(STAMP)  ## run applications: the examples on the built-in model, and sessions whose processes are killed; takes a minute

@@ -9,9 +9,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException
-from socket import socket
 from typing import Any
 
 import pytest
@@ -55,15 +54,6 @@ def compose_command() -> list[str]:
         if succeeds("docker", "info") and succeeds(*command, "version"):
             return command
     pytest.skip("no docker engine with compose runs here")
-
-
-def two_free_ports() -> str:
-    """As a range, of which each gateway takes one."""
-    while True:
-        port = free_port()
-        with socket() as neighbor, suppress(OSError):
-            neighbor.bind(("127.0.0.1", port + 1))
-            return f"{port}-{port + 1}"
 
 
 def docker(*arguments: str, timeout_s: float = WITHIN_S) -> str:

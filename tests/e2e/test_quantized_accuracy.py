@@ -1,14 +1,8 @@
-"""What fewer bits cost: the built-in model's exact match by precision. On demand: `make accuracy`, minutes.
+"""What fewer bits cost: the built-in model's exact match by precision. On demand: `make accuracy`, minutes."""
 
-With `ACCURACY_PARTS` naming a directory, what was asked is kept there, and a run that was cut goes on.
-"""
-
-import json
 import os
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 from openai import OpenAI
@@ -16,11 +10,9 @@ from rich.console import Console
 
 from tests.e2e.asking import ask_all, choose_cases
 from tests.integration.fleet_process import start_fleet
-from training.shapes.evaluation import GROUPS, Case, Score
+from training.shapes.evaluation import GROUPS, Score
 
 NUM_SCENES = int(os.environ.get("ACCURACY_SCENES", "0"))
-PARTS = os.environ.get("ACCURACY_PARTS")
-PORTION = 300  #: questions after which it is kept how they were answered
 PRECISIONS = {
     "fp32": ("--dtype", "float32"),
     "bf16": ("--dtype", "bfloat16"),
@@ -34,44 +26,19 @@ pytestmark = [
 ]
 
 
-class KeptScore(Score):
-    """A score that a file remembers, if there is one."""
-
-    def __init__(self, file: Path | None) -> None:
-        super().__init__()
-        self._file = file
-        if file and file.exists():
-            kept = json.loads(file.read_text())
-            self.asked, self.right = Counter(kept["asked"]), Counter(kept["right"])
-
-    def add(self, portion: Score) -> None:
-        self.asked += portion.asked
-        self.right += portion.right
-        if self._file:
-            self._file.write_text(json.dumps({"asked": self.asked, "right": self.right}))
-
-
-@cache
-def all_cases() -> Sequence[Case]:
-    return choose_cases(NUM_SCENES)
-
-
 @pytest.fixture(scope="module")
 def score_of(tmp_path_factory) -> Callable[[str], Score]:
+    cases = choose_cases(NUM_SCENES)
+
     @cache
     def measure(precision: str) -> Score:
-        score = KeptScore(Path(PARTS) / f"{precision}-{NUM_SCENES}.json" if PARTS else None)
-        if score.asked.total() == len(all_cases()):
-            return score
         folder = tmp_path_factory.mktemp(precision)
         fleet = start_fleet(folder, *PRECISIONS[precision], engine="torch")
         try:
             with OpenAI(base_url=f"{fleet.url}/v1", api_key="unused") as client:
-                while rest := all_cases()[score.asked.total() :]:
-                    score.add(ask_all(client, rest[:PORTION]))
+                return ask_all(client, cases)
         finally:
             fleet.end()
-        return score
 
     return measure
 

@@ -1,15 +1,10 @@
-"""What docs/operating.md says of backups: a copy of the data directory holds all that was acknowledged.
-
-So does the search process when it comes back from its death.
-"""
+"""What docs/operating.md says of backups: a copy of the data directory holds all that was acknowledged."""
 
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from redis import Redis
 
 from shared.redis.embedded import EmbeddedRedis
@@ -18,24 +13,10 @@ from tests.integration.fleet_process import Served, start_fleet
 from tests.waiting import wait_for
 
 STORES = "/v1/vector_stores"
-QUIET = {"VLM_LOGS__LEVEL": "error"}
 
 
 def start(folder: Path) -> Served:
-    return start_fleet(folder, "--search", engine="mock_pooling", **QUIET)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("backup")
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    """The test of the copy ends it."""
-    served = start(folder / "data")
-    yield served
-    served.end()
+    return start_fleet(folder, "--search", engine="mock_pooling", VLM_LOGS__LEVEL="error")
 
 
 def patiently(served: Served, method: str, path: str, **options) -> dict:
@@ -82,26 +63,19 @@ def store_of(served: Served, num_items: int) -> str:
     return store
 
 
-def test_a_killed_search_process_comes_back_with_what_it_has_acknowledged(served):
-    store = store_of(served, 100)
-    served.child("search-node").kill()
-    with served.client() as client:  # the rest goes on meanwhile
-        embedded = client.post("/v1/embeddings", json={"model": "mock-embeddings", "input": "a"})
-    assert embedded.status_code == 200
-    assert patiently(served, "GET", f"{STORES}/{store}")["num_items"] == 100
-    page = patiently(served, "POST", f"{STORES}/{store}/search", json={"query": "text 7"})
-    assert len(page["data"]) == 10
+def test_a_copy_of_a_stopped_fleet_serves_what_it_had(tmp_path):
+    served = start(tmp_path / "data")
+    try:
+        store = store_of(served, 20)
+        batch = batch_of(served)
+        served.process.send_signal(signal.SIGTERM)
+        served.process.wait(60)
+    finally:
+        served.end()
+    shutil.copytree(tmp_path / "data", tmp_path / "copy", ignore=shutil.ignore_patterns("*.sock"))
+    shutil.rmtree(tmp_path / "data")
 
-
-def test_a_copy_of_a_stopped_fleet_serves_what_it_had(served, folder):
-    store = store_of(served, 20)
-    batch = batch_of(served)
-    served.process.send_signal(signal.SIGTERM)
-    served.process.wait(60)
-    shutil.copytree(folder / "data", folder / "copy", ignore=shutil.ignore_patterns("*.sock"))
-    shutil.rmtree(folder / "data")
-
-    served = start(folder / "copy")
+    served = start(tmp_path / "copy")
     try:
         assert patiently(served, "GET", f"{STORES}/{store}")["num_items"] == 20
         query = {"query": "text 7", "max_num_results": 1}
