@@ -47,7 +47,7 @@ families: $(STAMP)  ## test every model family in every way that tokens are comp
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
 		tests/engines/torch_backend/test_equivalence.py tests/engines/torch_backend/ops \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
-		tests/e2e/test_transformers_models.py tests/e2e/test_photos.py $(ARGS)
+		tests/e2e/test_transformers_models.py $(ARGS)
 
 clients: $(STAMP)  ## run published clients (SDKs, LiteLLM, Claude Code, Codex ...), llm-comply and the HTTP tests of vLLM; ARGS=--write writes docs/clients.md
 	$(BIN)/python -m tests.clients.run $(ARGS)
@@ -110,7 +110,7 @@ helm-test: $(HELM)  ## render and check the Helm chart with Helm's library, whic
 	PYTHONPATH=$(HELM) $(BIN)/python -m pytest tests/config/test_helm.py $(ARGS)
 
 accuracy: $(STAMP)  ## measure the accuracy of the built-in models: 6,000 questions in fp32, bf16, int8 and int4, and searches of 1,000 images; takes minutes
-	TESTS_LONG=1 ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_accuracy.py \
+	TESTS_LONG=1 ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest -s tests/e2e/test_accuracy.py \
 		tests/e2e/test_goals.py tests/e2e/test_quantized_accuracy.py tests/e2e/test_shapes_clip.py tests/e2e/test_load_shapes.py $(ARGS)
 
 walk: $(STAMP)  ## embed 20,000 texts with the built-in model, serve them, and search with curl

@@ -26,13 +26,12 @@ GOALS = {
 
 
 @pytest.fixture(scope="module")
-def score(shapes_fleet, pytestconfig) -> Score:
+def score(shapes_fleet) -> Score:
     with OpenAI(base_url=f"{shapes_fleet.url}/v1", api_key="unused") as client:
         score = ask_all(client, choose_cases(400) if IS_LONG else choose_evenly(50))
-    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        report(score, console := Console(width=80))
-        for group, goal in GOALS.items():
-            console.print(f"{group}: {score.accuracy(*GROUPS[group]):.1%} (goal {goal:.0%})")
+    report(score, console := Console(width=80))
+    for group, goal in GOALS.items():
+        console.print(f"{group}: {score.accuracy(*GROUPS[group]):.1%} (goal {goal:.0%})")
     return score
 
 

@@ -82,13 +82,13 @@ class Deployer:
     def wait(self, is_so: Callable[[dict], bool]) -> dict:
         return wait_for(lambda: app if is_so(app := self.app()) else None, self._within_s)
 
-    def instances(self) -> list[psutil.Process]:
+    def instances(self, name: str = "cap") -> list[psutil.Process]:
         found = []
         for process in self.fleet.family():
             with suppress(psutil.NoSuchProcess):  # it may end at any time
                 if "worker" in process.cmdline():
                     package = environment_of(process).get("VLM_WORKER__PACKAGE", "")
-                    found += [process] if package.startswith("cap@") else []
+                    found += [process] if package.startswith(f"{name}@") else []
         return found
 
 

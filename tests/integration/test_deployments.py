@@ -16,7 +16,6 @@ from tests.integration.deployer import CHAT, WITHIN_S, Deployer, load
 from tests.integration.fleet_process import start_fleet
 from tests.waiting import wait_for
 
-KEYS = [name * 40 for name in "ab"]
 LONG = {
     "model": "cap", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000,
     "ignore_eos": True,
@@ -24,12 +23,12 @@ LONG = {
 
 
 @contextmanager
-def streaming(deployer: Deployer, key: str = KEYS[0]) -> Iterator[Iterator[str]]:
+def streaming(deployer: Deployer, key: str = "none") -> Iterator[Iterator[str]]:
     """The rest of a long stream whose first token has come."""
     headers = {"authorization": f"Bearer {key}"}
     body = LONG | {"stream": True}
     with (
-        deployer.client() as client,
+        deployer.fleet.client() as client,
         client.stream("POST", CHAT, json=body, headers=headers) as answer,
     ):
         lines = answer.iter_lines()
@@ -46,11 +45,8 @@ def deployer(tmp_path_factory) -> Iterator[Deployer]:
         VLM_DEPLOY__CACHE_DIR=str(folder / "cache"),
         VLM_DEPLOY__MAX_CACHE_BYTES="1",
         VLM_ENGINE__MOCK__DECODE_S="0.02",
-        VLM_GATEWAY__API_KEYS=",".join(KEYS),
-        VLM_GATEWAY__DRAIN_S="600",
-        VLM_WORKER__DRAIN_S="600",
     )
-    yield Deployer(fleet, folder, key=KEYS[0])
+    yield Deployer(fleet, folder)
     fleet.end()
 
 
@@ -103,27 +99,6 @@ def test_a_killed_instance_is_replaced_and_its_requests_go_on(deployer: Deployer
         )  # fmt: skip
 
 
-def test_a_version_that_ends_on_requests_of_two_tenants_is_taken_back(deployer: Deployer):
-    old = deployer.active()
-    done = deployer.deploy(5, "--retry-limit", "0")
-    assert done.returncode == 0, done.stderr
-    new = deployer.active()
-    deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {new})
-    for key in KEYS:
-        assert deployer.active() == new
-        [instance] = deployer.instances()
-        slots = {slot["id"] for slot in deployer.app()["slots"]}
-        with streaming(deployer, key):
-            instance.kill()
-            deployer.wait(lambda app, old=slots: old.isdisjoint(s["id"] for s in app["slots"]))
-        deployer.wait(lambda app: any(slot["state"] == "ready" for slot in app["slots"]))
-    app = deployer.wait(lambda app: app["active"]["digest"] == old)
-    assert [g["cause"] for g in app["generations"]][-2:] == ["deploy", "rollback"]
-    shown = deployer.vlm("app", "cap")
-    assert "failed 1 times" in " ".join(shown.stdout.split())
-    deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {old})
-
-
 def test_a_redis_that_forgot_the_deployments_has_them_back_from_the_store(deployer: Deployer):
     [before] = deployer.instances()
     with load(deployer):
@@ -150,7 +125,7 @@ def test_what_is_undeployed_is_gone(deployer: Deployer):
     gone = deployer.vlm("undeploy", "cap")
     assert gone.returncode == 0, gone.stderr
     wait_for(lambda: not deployer.instances(), WITHIN_S)
-    with deployer.client() as client:
+    with deployer.fleet.client() as client:
         wait_for(lambda: client.post(CHAT, json=LONG).status_code == 404, WITHIN_S)
 
 
@@ -176,7 +151,7 @@ def test_streams_of_a_retiring_version_that_cannot_start_again_end_at_once(deplo
     deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {old})
     [instance] = deployer.instances()
     answers: list[httpx.Response] = []
-    with deployer.client() as client, streaming(deployer) as lines:
+    with deployer.fleet.client() as client, streaming(deployer) as lines:
         whole = threading.Thread(target=lambda: answers.append(client.post(CHAT, json=LONG)))
         whole.start()
         second = deployer.deploy(8, "--min-instances", "1")
@@ -192,6 +167,33 @@ def test_streams_of_a_retiring_version_that_cannot_start_again_end_at_once(deplo
     assert answers[0].status_code == 503
     assert answers[0].json()["error"]["code"] == "worker_lost"
     assert answers[0].headers["x-should-retry"] == "true"
+
+
+def test_a_version_that_ends_on_requests_of_two_tenants_is_taken_back(tmp_path):
+    keys = [name * 40 for name in "ab"]
+    slow = {"VLM_ENGINE__MOCK__DECODE_S": "0.05"}
+    fleet = start_fleet(tmp_path, VLM_GATEWAY__API_KEYS=",".join(keys), **slow)
+    deployer = Deployer(fleet, tmp_path)
+    try:
+        for version, more in ((1, ()), (2, ("--retry-limit", "0"))):
+            done = deployer.deploy(version, "--min-instances", "1", *more)
+            assert done.returncode == 0, done.stderr
+        new = deployer.active()
+        deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {new})
+        for key in keys:
+            assert deployer.active() == new
+            [instance] = deployer.instances()
+            slots = {slot["id"] for slot in deployer.app()["slots"]}
+            with streaming(deployer, key):
+                instance.kill()
+                deployer.wait(lambda app, old=slots: old.isdisjoint(s["id"] for s in app["slots"]))
+            deployer.wait(lambda app: any(slot["state"] == "ready" for slot in app["slots"]))
+        app = deployer.wait(lambda app: app["active"]["digest"] != new)
+        assert [each["cause"] for each in app["generations"]][-2:] == ["deploy", "rollback"]
+        shown = " ".join(deployer.vlm("app", "cap").stdout.split())
+        assert re.search(r"failed \d times", shown)
+    finally:
+        fleet.end()
 
 
 def test_a_second_ctrl_c_waits_for_no_instance(deployer: Deployer):
