@@ -33,11 +33,6 @@ MOCK = ("--file", "compose.yaml", "--file", "compose.mock.yaml")
 WITHIN_S = 300.0
 BUILD_S = 600.0
 PAUSE_S = 0.2
-_CLAIMS = """
-import re, urllib.request
-text = urllib.request.urlopen("http://127.0.0.1:8001/metrics").read().decode()
-print(sum(float(n) for n in re.findall(r"vlm_claims_total{.*} (.*)", text)))
-"""
 
 
 def succeeds(*command: str) -> bool:
@@ -138,10 +133,6 @@ class ComposeStack:
         done = subprocess.run(["docker", "logs", container], capture_output=True, text=True)
         done.check_returncode()
         return done.stderr
-
-    def claims(self, worker: str) -> float:
-        """Requests that a worker has claimed, as its metrics say."""
-        return float(docker("exec", worker, "python", "-c", _CLAIMS))
 
 
 @contextmanager

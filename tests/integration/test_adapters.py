@@ -136,17 +136,6 @@ async def test_an_operator_loads_and_unloads_while_the_fleet_serves(
         assert text(await ask(gateway)) == plain
 
 
-async def test_a_worker_that_starts_later_has_what_was_loaded(
-    gateway: RunningGateway, ends: Ends, directory: Path
-):
-    options = {"lora_dir": str(directory)}
-    async with serving(gateway, ends, "early", **options):
-        await load(gateway, "sql", "sql")
-        expected = text(await ask(gateway, f"{MODEL}:sql"))
-    async with serving(gateway, ends, "late", **options):
-        assert text(await ask(gateway, f"{MODEL}:sql")) == expected
-
-
 async def test_another_worker_goes_on_in_the_middle_with_the_same_adapter(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):

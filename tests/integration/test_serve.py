@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from tests.integration.fleet_process import (
     SAMPLE,
     Served,
     run_vlm,
-    run_vlm_on_terminal,
     start_fleet,
 )
 from tests.processes import environment_of
@@ -49,14 +47,6 @@ def fleet(folder: Path) -> Iterator[Served]:
     fleet.end()
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_printed_curl_answers_when_pasted(fleet):
-    answer = subprocess.run(
-        ["bash", "-c", fleet.curl], cwd=ROOT, capture_output=True, text=True, timeout=30
-    )
-    assert '"finish_reason":"' in answer.stdout.replace(" ", "")
-
-
 def test_chat_streams_an_answer(fleet):
     command = [sys.executable, "-m", "vlm", "chat", "--url", fleet.url, "--image", str(SAMPLE)]
     with subprocess.Popen([*command, "what is this?"], cwd=ROOT, stdout=subprocess.PIPE) as chat:
@@ -67,15 +57,6 @@ def test_chat_streams_an_answer(fleet):
         answer = first + chat.stdout.read()
     assert chat.returncode == 0
     assert answer.strip()
-
-
-def test_chat_on_a_terminal_ends_with_the_stage_timings(fleet):
-    asked = ["chat", "--url", fleet.url, "--image", str(SAMPLE), "what is this?"]
-    code, shown = run_vlm_on_terminal(*asked, TERM="dumb")
-    assert code == 0
-    timings = shown.splitlines()[-1]
-    for stage in ("ingest", "image_decode", "queue", "preprocess", "vision", "prefill", "decode"):
-        assert stage in timings
 
 
 def test_chat_remembers_the_image_in_follow_up_questions(fleet):

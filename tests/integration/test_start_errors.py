@@ -44,16 +44,6 @@ def test_a_misspelled_model_is_one_sentence_with_what_to_do(tmp_path):
         assert word in sentence
 
 
-def test_a_checkpoint_that_cannot_be_run_is_one_sentence(tmp_path):
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text('{"model_type": "unheard-of"}')
-    done = run_serve(tmp_path, "--model", str(checkpoint))
-    assert done.returncode == CANNOT_START
-    [sentence] = sentences(done.stderr)
-    assert "unheard-of" in sentence
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
