@@ -1,6 +1,9 @@
-"""The numbers of a running fleet: every metric is there under its name, and the stages add up."""
+"""The numbers of a running fleet: each metric is there under its name, the stages add up, and a request is one trace
+across the gateway's process, Redis and the worker's, at a collector that speaks OTLP.
+"""
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import httpx
@@ -11,13 +14,22 @@ from shared.telemetry.metrics import GATEWAY_METRICS, STAGES, WORKER_METRICS, Me
 from tests.factories_gateway import make_body
 from tests.factories_images import data_url, image_part
 from tests.integration.fleet_process import Served, start_fleet
+from tests.otlp_collector import Collector, Span, run_collector
 
 VISION_S, PREFILL_S, DECODE_S, NUM_TOKENS = 0.08, 0.0004, 0.01, 12
+TOLD = [stage for stage in STAGES if stage != "media_decode"]  # of videos alone
+CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory):
-    """A fleet whose engine takes known times."""
+def collector() -> Iterator[Collector]:
+    with run_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory, collector: Collector) -> Iterator[Served]:
+    """A fleet whose engine takes known times, and which exports its traces."""
     fleet = start_fleet(
         tmp_path_factory.mktemp("slow"),
         VLM_ENGINE__MOCK__VISION_S=str(VISION_S),
@@ -25,6 +37,9 @@ def slow(tmp_path_factory):
         VLM_ENGINE__MOCK__DECODE_S=str(DECODE_S),
         VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS="64",
         VLM_WORKER__HEALTH_PORT="0",
+        VLM_TRACES__EXPORT="otlp",
+        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
+        OTEL_BSP_SCHEDULE_DELAY="50",
     )
     yield fleet
     fleet.end()
@@ -40,6 +55,39 @@ def ask(fleet: Served, seed: int, **extra) -> tuple[httpx.Response, float]:
         began = time.perf_counter()
         response = client.post("/v1/chat/completions", json=body)
         return response, time.perf_counter() - began
+
+
+def check_trace(spans: list[Span], timings: dict[str, float], parent: str) -> None:
+    """Every stage in its process, below one span each of gateway and worker, as long as the answer says."""
+    [gateway] = [span for span in spans if span.name == "chat mock"]
+    [worker] = [span for span in spans if span.name == "generate mock"]
+    assert {span.trace_id for span in spans} == {"a" * 32}
+    assert (gateway.parent_id, worker.parent_id) == (parent, gateway.span_id)
+    assert (gateway.service, worker.service) == ("vlm-gateway", "vlm-worker")
+    owners = dict.fromkeys(TOLD, worker)
+    owners |= dict.fromkeys(("ingest", "image_decode", "relay"), gateway)
+    for stage, owner in owners.items():
+        parts = [span for span in spans if span.name == stage]
+        assert {(span.parent_id, span.service) for span in parts} == {
+            (owner.span_id, owner.service)
+        }
+        told = sum(span.duration for span in parts)
+        # What comes after the answer's own numbers were made is relay.
+        tolerance = 0.05 if stage == "relay" else 1e-4
+        assert told == pytest.approx(timings[f"{stage}_s"], abs=tolerance), stage
+
+
+def test_a_request_is_one_trace_with_a_span_for_each_stage(slow: Served, collector: Collector):
+    parts = [{"type": "text", "text": "secret prompt"}, image_part(data_url())]
+    body = make_body(parts, model="mock", timings=True, max_tokens=4)
+    with slow.client() as client:
+        headers = {"traceparent": CALLER}
+        answer = client.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["traceparent"][3:35] == "a" * 32
+    spans = collector.wait_for(2 + len(TOLD) + 1)  # the queue has two: Redis and engine
+    check_trace(spans, answer.json()["timings"], "b" * 16)
+    assert not [body for body in collector.bodies if b"secret" in body]
 
 
 def test_stages_add_up_to_the_time_that_the_client_measures(slow):
