@@ -103,7 +103,7 @@ helm-test: $(HELM)  ## render and check the Helm chart with Helm's library, whic
 
 accuracy: $(STAMP)  ## measure the accuracy of the built-in models: 6,000 questions in fp32, bf16, int8 and int4, and searches of 1,000 images; takes minutes
 	TESTS_LONG=1 ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest -s tests/e2e/test_accuracy.py \
-		tests/e2e/test_goals.py tests/e2e/test_quantized_accuracy.py tests/e2e/test_shapes_clip.py $(ARGS)
+		tests/e2e/test_goals.py tests/e2e/test_shapes_clip.py $(ARGS)
 
 walk: $(STAMP)  ## embed 20,000 texts with the built-in model, serve them, and search with curl
 	WALK_TEXTS=20000 $(BIN)/python -m pytest -s tests/search/test_walk.py $(ARGS)

@@ -48,7 +48,7 @@ TOGETHER = {
     "tests/browser/": "browser",
     **dict.fromkeys(
         (f"tests/e2e/test_{name}.py" for name in (
-            "accuracy", "doc_pages", "goals", "readme_snippets", "shapes_clip", "structured_output",
+            "doc_pages", "goals", "readme_snippets", "shapes_clip", "structured_output",
         )),
         "built-in models",
     ),

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from openai import OpenAI
 
 from tests.training.shapes.strangers import draw_as_a_stranger
-from training.shapes.evaluation import GROUPS, Case, Message, Score, make_cases
+from training.shapes.evaluation import Case, Message, Score, make_cases
 from training.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS
 
 NUM_CLIENTS = 16
@@ -19,33 +19,15 @@ QUESTIONS_PER_SCENE = 5
 def choose_cases(num_scenes: int) -> list[Case]:
     """Of every scene the description and a few other questions, so that each topic comes up often."""
     chooser = random.Random(0)
-    groups: dict[str, list[Case]] = {}
-    chosen: list[Case] = []
-    for scene in scenes(num_scenes):
-        groups = {case.topic: [case] for case in scene}
-        [description] = groups.pop("describe")
-        rest = [case for group in groups.values() for case in group]
-        chosen += [description, *chooser.sample(rest, QUESTIONS_PER_SCENE)]
-    return chosen
-
-
-def choose_evenly(num_scenes: int) -> list[Case]:
-    """Of every scene a question of each group, and three single ones."""
-    chooser = random.Random(0)
-    chosen: list[Case] = []
-    for scene in scenes(num_scenes):
-        for topics in GROUPS.values():
-            known = [case for case in scene if case.topic in topics]
-            chosen += chooser.sample(known, 3 if topics == GROUPS["single questions"] else 1)
-    return chosen
-
-
-def scenes(num_scenes: int) -> list[Sequence[Case]]:
-    """All questions about each of them."""
     per_scene = len(SINGLE_TOPICS) + len(PAIR_TOPICS) + 1
     cases = list(make_cases(num_scenes, draw=draw_as_a_stranger))
     assert len(cases) == num_scenes * per_scene
-    return [cases[start : start + per_scene] for start in range(0, len(cases), per_scene)]
+    chosen: list[Case] = []
+    for start in range(0, len(cases), per_scene):
+        by_topic = {case.topic: case for case in cases[start : start + per_scene]}
+        description = by_topic.pop("describe")
+        chosen += [description, *chooser.sample([*by_topic.values()], QUESTIONS_PER_SCENE)]
+    return chosen
 
 
 def ask_all(client: OpenAI, cases: Sequence[Case]) -> Score:

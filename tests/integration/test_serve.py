@@ -59,13 +59,6 @@ def test_chat_streams_an_answer(fleet):
     assert answer.strip()
 
 
-def test_chat_remembers_the_image_in_follow_up_questions(fleet):
-    short = ["--max-tokens", "2", "--image", str(SAMPLE)]
-    done = run_vlm("chat", "--url", fleet.url, *short, input="first\nsecond\n")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == 2
-
-
 def test_a_port_in_use_is_one_clear_line(fleet):
     port = fleet.url.rsplit(":", 1)[1]
     done = run_vlm("serve", "--engine", "mock", "--port", port)
