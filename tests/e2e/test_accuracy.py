@@ -4,15 +4,20 @@ The questions are about fresh scenes, drawn by three programs that share no code
 """
 
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.e2e.asking import ask_all, choose_cases
+from tests.factories_images import image_part, png_url
 from tests.integration.fleet_process import start_fleet
-from training.shapes.evaluation import GROUPS, Score
+from tests.training.shapes.strangers import draw_as_a_stranger
+from training.shapes.evaluation import GROUPS, Case, Message, Score, evaluate, make_cases
+from training.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS
 
 NUM_SCENES = int(os.environ.get("ACCURACY_SCENES", "0"))
 PRECISIONS = {
@@ -36,6 +41,32 @@ pytestmark = [
 ]
 
 
+def choose_cases(num_scenes: int) -> list[Case]:
+    """Of every scene the description and five other questions, so that each topic comes up often."""
+    chooser = random.Random(0)
+    per_scene = len(SINGLE_TOPICS) + len(PAIR_TOPICS) + 1
+    cases = list(make_cases(num_scenes, draw=draw_as_a_stranger))
+    assert len(cases) == num_scenes * per_scene
+    chosen: list[Case] = []
+    for start in range(0, len(cases), per_scene):
+        by_topic = {case.topic: case for case in cases[start : start + per_scene]}
+        description = by_topic.pop("describe")
+        chosen += [description, *chooser.sample([*by_topic.values()], 5)]
+    return chosen
+
+
+def ask(client: OpenAI, messages: Sequence[Message]) -> str:
+    chat: list[Any] = []
+    for message in messages:
+        images = [image_part(png_url(image)) for image in message.images]
+        text = {"type": "text", "text": message.question}
+        chat.append({"role": "user", "content": [*images, text]})
+        if message.answer:
+            chat.append({"role": "assistant", "content": message.answer})
+    answer = client.chat.completions.create(model="shapes", messages=chat, temperature=0)
+    return answer.choices[0].message.content or ""
+
+
 @pytest.fixture(scope="module")
 def score_of(tmp_path_factory) -> Callable[[str], Score]:
     cases = choose_cases(NUM_SCENES)
@@ -45,8 +76,11 @@ def score_of(tmp_path_factory) -> Callable[[str], Score]:
         folder = tmp_path_factory.mktemp(precision)
         fleet = start_fleet(folder, *PRECISIONS[precision], engine="torch")
         try:
-            with OpenAI(base_url=f"{fleet.url}/v1", api_key="unused") as client:
-                return ask_all(client, cases)
+            url = f"{fleet.url}/v1"
+            with OpenAI(base_url=url, api_key="unused") as client, ThreadPoolExecutor(16) as pool:
+                answers = pool.map(lambda case: ask(client, case.messages), cases)
+                found = {id(each.messages): said for each, said in zip(cases, answers, strict=True)}
+            return evaluate(lambda messages: found[id(messages)], cases)
         finally:
             fleet.end()
 

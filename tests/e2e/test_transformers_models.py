@@ -14,7 +14,6 @@ from PIL import Image
 import engines.torch_backend  # noqa: F401 - before transformers
 from engines.torch_backend.loading.load import MAX_IMAGE_PIXELS_ON_CPU
 from tests.contract.test_model_family import ask, make_image
-from tests.e2e.asking import png_url
 from tests.engines.torch_backend.models.family_table import FAMILIES, Family, write_checkpoint
 from tests.engines.torch_backend.models.test_families import (
     NUM_TOKENS,
@@ -23,6 +22,7 @@ from tests.engines.torch_backend.models.test_families import (
     load_reference,
     load_their_processor,
 )
+from tests.factories_images import png_url
 from tests.integration.fleet_process import start_fleet
 from tests.long import IS_LONG
 
