@@ -48,8 +48,7 @@ TOGETHER = {
     "tests/browser/": "browser",
     **dict.fromkeys(
         (f"tests/e2e/test_{name}.py" for name in (
-            "accuracy", "api_page", "chat_page_answers", "goals", "readme_snippets", "shapes_clip", "structured_output",
-            "tutorial_page",
+            "doc_pages", "goals", "readme_snippets", "shapes_clip", "structured_output",
         )),
         "built-in models",
     ),

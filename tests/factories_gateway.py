@@ -230,7 +230,7 @@ async def talk_on(answer: Answer) -> None:
     """A script that goes on until it is told to stop."""
     await answer.start()
     while answer.refused is None:
-        await answer.say("on ")
+        await answer.say(in_words(answer, "on "))
         await asyncio.sleep(0.01)
 
 

@@ -1,17 +1,12 @@
-"""Images that are broken, odd or meant to do harm, made by code, each with what is to become of it.
-
-`python -m tests.factories_hostile_images FOLDER` writes them as files, to look at or to send by hand.
-"""
+"""Images that are broken, odd or meant to do harm, made by code, each with what is to become of it."""
 
 import gzip
 import io
 import struct
-import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from PIL import Image, PngImagePlugin
@@ -324,17 +319,3 @@ AVIFS = [
     Case("avif of another primary item", lambda: avif().replace(b"pitm\0\0\0\0\0\1", b"pitm\0\0\0\0\0\7"), INVALID),
 ]  # fmt: skip
 CASES = [*NOT_IMAGES, *PNGS, *JPEGS, *WEBPS, *GIFS, *AVIFS]
-
-
-def write_all(folder: Path) -> Iterator[Path]:
-    """Write every case to a file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for case in CASES:
-        path = folder / case.name.replace(" ", "-")
-        path.write_bytes(case.make())
-        yield path
-
-
-if __name__ == "__main__":
-    for written in write_all(Path(sys.argv[1])):
-        print(written)

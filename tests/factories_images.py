@@ -33,6 +33,13 @@ def data_url(seed: int = 0, size: tuple[int, int] = (64, 48), format: str = "PNG
     return f"data:image/{format.lower()};base64,{text}"
 
 
+def png_url(image: Image.Image) -> str:
+    """Any image as a data URL."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
 def image_part(url: str) -> dict[str, Any]:
     """An image in a message of a chat request."""
     return {"type": "image_url", "image_url": {"url": url}}

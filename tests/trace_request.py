@@ -34,12 +34,11 @@ PREFIXES = tuple(f"{ROOT}{os.sep}{package}{os.sep}" for package in PACKAGES)
 
 
 class Trace:
-    """What was called, in the order of the first calls, and from which file to which."""
+    """What was called, in the order of the first calls."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.functions: dict[str, dict[str, None]] = {}
-        self.edges: set[tuple[str, str]] = set()
 
     def start(self) -> None:
         """Look at this thread, and at those that start from now on."""
@@ -51,9 +50,6 @@ class Trace:
         if not self.is_on or event != "call" or not code.co_filename.startswith(PREFIXES):
             return
         self.functions.setdefault(code.co_filename, {})[code.co_qualname] = None
-        caller = frame.f_back
-        if caller is not None and caller.f_code.co_filename.startswith(PREFIXES):
-            self.edges.add((caller.f_code.co_filename, code.co_filename))
 
     def print(self) -> None:
         """The files in the order of their first calls, and how many they are."""
@@ -61,12 +57,10 @@ class Trace:
             name = str(Path(path).relative_to(ROOT))
             print(f"{number:3}  {name:48} {len(functions):3}  {', '.join(list(functions)[:3])}")
         files = Counter(Path(path).relative_to(ROOT).parts[0] for path in self.functions)
-        num_functions = sum(map(len, self.functions.values()))
-        edges = {(a, b) for a, b in self.edges if a != b and {a, b} <= self.functions.keys()}
-        both = {frozenset(edge) for edge in edges if edge[::-1] in edges}
-        print(f"\n{files.total()} files ({', '.join(f'{n} {files[n]}' for n in PACKAGES)}),")
-        print(f"{num_functions} functions, {len(edges)} edges from file to file, ", end="")
-        print(f"{len(both)} pairs of files that call each other")
+        parts = ", ".join(f"{package} {files[package]}" for package in PACKAGES)
+        print(
+            f"\n{files.total()} files ({parts}), {sum(map(len, self.functions.values()))} functions"
+        )
 
 
 def make_body(model: str, has_image: bool) -> dict[str, Any]:

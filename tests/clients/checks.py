@@ -25,7 +25,7 @@ import litellm
 from anthropic import Anthropic
 from langchain_anthropic import ChatAnthropic
 from langchain_ollama import ChatOllama
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from ollama import Client
 from openai import OpenAI
 from pydantic import BaseModel
@@ -63,13 +63,7 @@ BLOCKS = [
 ]
 TURNS = [{"role": "user", "content": BLOCKS}]
 Check = Callable[[], object]
-LOOK = {
-    "type": "object",
-    "properties": {"kind": {"type": "string", "enum": ["star", "circle"]}},
-    "required": ["kind"],
-    "additionalProperties": False,
-}
-FUNCTION = {"name": "look", "description": "Tell a shape.", "parameters": LOOK}
+FUNCTION = {"name": "look", "description": "Tell a shape.", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
 
 
@@ -184,7 +178,7 @@ def anthropic_checks(url: str = URL) -> dict[str, Check]:
             return "".join(events.text_stream)
 
     def call() -> None:
-        tool = {"name": "look", "description": "Tell a shape.", "input_schema": LOOK}
+        tool = {"name": "look", "description": "Tell a shape.", "input_schema": SCHEMA}
         more = {
             "tools": [tool],
             "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
@@ -417,7 +411,19 @@ def langchain_checks() -> dict[str, Check]:
         right_call(made["name"], made["args"])
 
     calling = chat.with_structured_output(Shape, method="function_calling")
+    # Its own way to cut texts sends ids of OpenAI's tokenizer, which are other words here.
+    embeddings = OpenAIEmbeddings(
+        model="shapes-clip", base_url=f"{URL}/v1", check_embedding_ctx_length=False
+    )
+
+    def embed() -> None:
+        vectors = embeddings.embed_documents([f"text {number}" for number in range(300)])
+        query = embeddings.embed_query("text 299")
+        assert len(vectors) == 300
+        assert max(abs(a - b) for a, b in zip(vectors[-1], query, strict=True)) < 1e-3
+
     return {
+        "embeddings": embed,
         "images": lambda: right(chat.invoke(messages).content),
         "stream": lambda: right("".join(str(c.content) for c in chat.stream(messages))),
         "JSON schema": lambda: structured.invoke(messages).kind,

@@ -29,6 +29,7 @@ BEGIN, END = "<!-- made by make clients -->\n", "<!-- until here -->\n"
 TIMEOUT_S = 1800
 REQUIREMENTS = (HERE / "requirements.txt").read_text()
 MINERU = "mineru-vl-utils==2.0.7"
+LLAMA_INDEX = "llama-index-embeddings-openai==0.7.0"
 #: Whose sources bring tests that can be run against a server.
 SDKS = ("openai", "anthropic")
 VARIABLES = {
@@ -79,7 +80,10 @@ def ask(python: Path, node: Path | None, sources: Path) -> dict[str, dict[str, s
     """What each client says of each feature."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "generation_config.json").write_text(json.dumps(SAMPLING))
-        served = start_fleet(Path(folder), engine="torch", VLM_ENGINE__GENERATION_CONFIG=folder)
+        served = start_fleet(
+            Path(folder), "--also", "shapes-clip",
+            engine="torch", VLM_ENGINE__GENERATION_CONFIG=folder,
+        )  # fmt: skip
         wish = [served.url, "shapes"]
         try:
             told = run("Python", [python, HERE / "checks.py", *wish, SAMPLE])
@@ -88,6 +92,9 @@ def ask(python: Path, node: Path | None, sources: Path) -> dict[str, dict[str, s
             else:
                 told |= run("Node", ["node", node / "checks.mjs", *wish, SAMPLE])
             told[MINERU.replace("==", " ")] = ask_runner(MINERU, *wish, SAMPLE)
+            told[LLAMA_INDEX.replace("==", " ")] = ask_runner(
+                LLAMA_INDEX, served.url, "shapes-clip"
+            )
             told[SPEC.replace("==", " ")] = ask_open_webui(*wish, SAMPLE)
             told |= run("SDKs' tests", [python, HERE / "sdk.py", *wish, sources])
         finally:

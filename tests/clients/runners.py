@@ -106,8 +106,29 @@ def mineru() -> dict[str, Check]:
     }
 
 
+def llama_index() -> dict[str, Check]:
+    from llama_index.embeddings.openai import OpenAIEmbedding
+
+    client = OpenAIEmbedding(model_name=MODEL, api_base=f"{URL}/v1", api_key="none")
+
+    def embed() -> None:
+        """Also more than one request takes: a text has one vector, in whatever company."""
+        texts = [f"text {number} of many" for number in range(300)]
+        vectors = client.get_text_embedding_batch(texts)
+        [alone] = client.get_text_embedding_batch(texts[-1:])
+        assert len(vectors) == 300
+        assert max(abs(a - b) for a, b in zip(vectors[-1], alone, strict=True)) < 1e-3
+
+    return {"embeddings": embed, "a query": lambda: client.get_query_embedding("a query")}
+
+
 def main() -> None:
-    checks = {"openai-agents": openai_agents, "anthropic": anthropic, "mineru-vl-utils": mineru}
+    checks = {
+        "openai-agents": openai_agents,
+        "anthropic": anthropic,
+        "mineru-vl-utils": mineru,
+        "llama-index-embeddings-openai": llama_index,
+    }
     told: dict[str, str] = {}
     for feature, check in checks[NAME]().items():
         try:

@@ -159,14 +159,6 @@ class Configuration:
         return models[0].get("vocab_size", 514)
 
 
-class BadRequest(ValueError):
-    """In place of vLLM's."""
-
-
-class Media:
-    """An image with its file."""
-
-
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Tests of functions of vLLM need no server."""
     apart = [
@@ -212,8 +204,8 @@ NEEDED = {
     "torch": {"iinfo": lambda _: types.SimpleNamespace(min=-(2**63), max=2**63 - 1)},
     "transformers": {"AutoTokenizer": types.SimpleNamespace(from_pretrained=_tokenizer)},
     "vllm.config": {"ModelConfig": Configuration},
-    "vllm.exceptions": {"VLLMValidationError": BadRequest},
-    "vllm.multimodal.media": {"MediaWithBytes": Media},
+    "vllm.exceptions": {"VLLMValidationError": type("VLLMValidationError", (ValueError,), {})},
+    "vllm.multimodal.media": {"MediaWithBytes": type("MediaWithBytes", (), {})},
     "vllm.multimodal.utils": {"encode_image_url": _to_url},
     "vllm.platforms": {"current_platform": MagicMock(is_rocm=lambda: False)},
     "vllm.tokenizers": {"get_tokenizer": _tokenizer},

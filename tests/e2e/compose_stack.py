@@ -10,10 +10,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException
-from socket import socket
 from typing import Any
 
+import httpx
 import pytest
 
 from loadtest.fleet import ROOT, free_port
@@ -33,12 +32,6 @@ PROFILES = "gpu,metrics,search"
 MOCK = ("--file", "compose.yaml", "--file", "compose.mock.yaml")
 WITHIN_S = 300.0
 BUILD_S = 600.0
-PAUSE_S = 0.2
-_CLAIMS = """
-import re, urllib.request
-text = urllib.request.urlopen("http://127.0.0.1:8001/metrics").read().decode()
-print(sum(float(n) for n in re.findall(r"vlm_claims_total{.*} (.*)", text)))
-"""
 
 
 def succeeds(*command: str) -> bool:
@@ -47,23 +40,12 @@ def succeeds(*command: str) -> bool:
     )
 
 
-def compose_command() -> list[str]:
-    """How compose is called here; the test is skipped where that is not wanted, or not possible."""
+def check_compose() -> None:
+    """Skip the test where compose is not wanted, or not possible."""
     if "COMPOSE_TEST" not in os.environ:
         pytest.skip("on demand: make compose-test")
-    for command in (["docker", "compose"], ["docker-compose"]):
-        if succeeds("docker", "info") and succeeds(*command, "version"):
-            return command
-    pytest.skip("no docker engine with compose runs here")
-
-
-def two_free_ports() -> str:
-    """As a range, of which each gateway takes one."""
-    while True:
-        port = free_port()
-        with socket() as neighbor, suppress(OSError):
-            neighbor.bind(("127.0.0.1", port + 1))
-            return f"{port}-{port + 1}"
+    if not (succeeds("docker", "info") and succeeds("docker", "compose", "version")):
+        pytest.skip("no docker engine with compose runs here")
 
 
 def docker(*arguments: str, timeout_s: float = WITHIN_S) -> str:
@@ -77,10 +59,9 @@ def docker(*arguments: str, timeout_s: float = WITHIN_S) -> str:
 class ComposeStack:
     """The running stack."""
 
-    def __init__(self, command: list[str], variables: dict[str, str], files: Sequence[str]) -> None:
-        self._command = [*command, *files, "--project-name", PROJECT]
-        self._until = "--detach" if command == ["docker-compose"] else "--wait"  # 1 cannot wait
-        ports = {name: str(free_port()) for name in ("GATEWAY_PORT", "PROMETHEUS_PORT")}
+    def __init__(self, variables: dict[str, str], files: Sequence[str]) -> None:
+        self._command = ["docker", "compose", *files, "--project-name", PROJECT]
+        ports = {"GATEWAY_PORT": str(free_port())}
         self._environment = os.environ | PASSWORDS | ports | variables
         self.urls: list[str] = []  #: of the gateways
 
@@ -100,7 +81,7 @@ class ComposeStack:
 
     def up(self, *arguments: str) -> None:
         """Start what is missing; returns when every container is healthy."""
-        self.compose("up", self._until, "--no-recreate", *arguments)
+        self.compose("up", "--wait", "--no-recreate", *arguments)
         wait_for(self.all_are_healthy, WITHIN_S)
         gateways = self.containers("gateway")
         self.urls = [f"http://{docker('port', gateway, '8000/tcp')}" for gateway in gateways]
@@ -134,14 +115,9 @@ class ComposeStack:
         return int(float(found[1])) if found else 0
 
     def _get(self, path: str) -> str:
-        connection = HTTPConnection(self.url.removeprefix("http://"), timeout=5)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().read().decode()
-        except (OSError, HTTPException):
-            return ""
-        finally:
-            connection.close()
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}{path}", trust_env=False, timeout=5).text
+        return ""
 
     def logs(self, container: str) -> str:
         """What a container has said on stderr, where our logs go."""
@@ -149,15 +125,12 @@ class ComposeStack:
         done.check_returncode()
         return done.stderr
 
-    def claims(self, worker: str) -> float:
-        """Requests that a worker has claimed, as its metrics say."""
-        return float(docker("exec", worker, "python", "-c", _CLAIMS))
-
 
 @contextmanager
 def run_stack(*, files: Sequence[str] = MOCK, **variables: str) -> Iterator[ComposeStack]:
     """The stack as `docker compose up --build --wait` makes it with these files and variables."""
-    stack = ComposeStack(compose_command(), variables, files)
+    check_compose()
+    stack = ComposeStack(variables, files)
     try:
         stack.up("--build")
         yield stack

@@ -1,20 +1,31 @@
-"""The built-in model answers rightly through the whole way: HTTP, Redis, worker, engine, and back.
+"""The built-in model's exact match over HTTP by precision. On demand: `make accuracy`, minutes.
 
-Exact match on fresh scenes, drawn by three programs that share no code with training. `-s` shows the table even when all is well.
+The questions are about fresh scenes, drawn by three programs that share no code with training.
 """
 
 import os
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
 
 import pytest
 from openai import OpenAI
-from rich.console import Console
 
-from tests.e2e.asking import ask_all, choose_cases, choose_evenly
-from training.shapes.evaluation import GROUPS, Score, report
+from tests.factories_images import image_part, png_url
+from tests.integration.fleet_process import start_fleet
+from tests.training.shapes.strangers import draw_as_a_stranger
+from training.shapes.evaluation import GROUPS, Case, Message, Score, evaluate, make_cases
+from training.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS
 
-IS_LONG = bool(os.environ.get("ACCURACY_SCENES"))  #: `make accuracy`
-#: Of 50 questions of a group two wrong ones are chance: the goals themselves are the long form's.
-SLACK = 0.0 if IS_LONG else 0.05
+NUM_SCENES = int(os.environ.get("ACCURACY_SCENES", "0"))
+PRECISIONS = {
+    "fp32": ("--dtype", "float32"),
+    "bf16": ("--dtype", "bfloat16"),
+    "int8": ("--quantization", "int8"),
+    "int4": ("--quantization", "int4"),
+}
 #: What the checkpoint reaches; what it should reach is in the README of the model.
 GOALS = {
     "single questions": 0.96,
@@ -24,21 +35,72 @@ GOALS = {
     "follow-up questions": 0.93,
 }
 
+pytestmark = [
+    pytest.mark.skipif(not NUM_SCENES, reason="on demand: make accuracy"),
+    pytest.mark.timeout(3000),
+]
+
+
+def choose_cases(num_scenes: int) -> list[Case]:
+    """Of every scene the description and five other questions, so that each topic comes up often."""
+    chooser = random.Random(0)
+    per_scene = len(SINGLE_TOPICS) + len(PAIR_TOPICS) + 1
+    cases = list(make_cases(num_scenes, draw=draw_as_a_stranger))
+    assert len(cases) == num_scenes * per_scene
+    chosen: list[Case] = []
+    for start in range(0, len(cases), per_scene):
+        by_topic = {case.topic: case for case in cases[start : start + per_scene]}
+        description = by_topic.pop("describe")
+        chosen += [description, *chooser.sample([*by_topic.values()], 5)]
+    return chosen
+
+
+def ask(client: OpenAI, messages: Sequence[Message]) -> str:
+    chat: list[Any] = []
+    for message in messages:
+        images = [image_part(png_url(image)) for image in message.images]
+        text = {"type": "text", "text": message.question}
+        chat.append({"role": "user", "content": [*images, text]})
+        if message.answer:
+            chat.append({"role": "assistant", "content": message.answer})
+    answer = client.chat.completions.create(model="shapes", messages=chat, temperature=0)
+    return answer.choices[0].message.content or ""
+
 
 @pytest.fixture(scope="module")
-def score(shapes_fleet, pytestconfig) -> Score:
-    with OpenAI(base_url=f"{shapes_fleet.url}/v1", api_key="unused") as client:
-        score = ask_all(client, choose_cases(400) if IS_LONG else choose_evenly(50))
-    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        report(score, console := Console(width=80))
-        for group, goal in GOALS.items():
-            console.print(f"{group}: {score.accuracy(*GROUPS[group]):.1%} (goal {goal:.0%})")
-    return score
+def score_of(tmp_path_factory) -> Callable[[str], Score]:
+    cases = choose_cases(NUM_SCENES)
+
+    @cache
+    def measure(precision: str) -> Score:
+        folder = tmp_path_factory.mktemp(precision)
+        fleet = start_fleet(folder, *PRECISIONS[precision], engine="torch")
+        try:
+            url = f"{fleet.url}/v1"
+            with OpenAI(base_url=url, api_key="unused") as client, ThreadPoolExecutor(16) as pool:
+                answers = pool.map(lambda case: ask(client, case.messages), cases)
+                found = {id(each.messages): said for each, said in zip(cases, answers, strict=True)}
+            return evaluate(lambda messages: found[id(messages)], cases)
+        finally:
+            fleet.end()
+
+    return measure
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("group", GROUPS)
-def test_accuracy(score, group):
-    topics = GROUPS[group]
-    assert sum(score.asked[topic] for topic in topics) >= 50
-    assert score.accuracy(*topics) >= GOALS[group] - SLACK, score.mistakes[:10]
+def test_the_goals_are_reached(score_of, group):
+    score = score_of("bf16")
+    assert score.accuracy(*GROUPS[group]) >= GOALS[group], score.mistakes[:10]
+
+
+@pytest.mark.parametrize(
+    ("precision", "most_lost"), [("fp32", 0.005), ("int8", 0.005), ("int4", 0.02)]
+)
+def test_little_is_lost_by_fewer_bits(score_of, precision, most_lost):
+    assert score_of(precision).accuracy() >= score_of("bf16").accuracy() - most_lost
+
+
+def test_table(score_of):
+    for name, topics in [("all", ()), *GROUPS.items()]:
+        shares = [f"{score_of(each).accuracy(*topics):.1%}" for each in PRECISIONS]
+        print(f"| {name} | " + " | ".join(shares) + " |")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from openai import OpenAI
 
-from tests.e2e.asking import png_url
+from tests.factories_images import png_url
 from tests.training.shapes.trials import ALL, Reply, Trial
 
 IS_LONG = bool(os.environ.get("ACCURACY_SCENES"))  #: `make accuracy`

@@ -56,7 +56,7 @@ def test_the_make_of_the_readme_starts_a_fleet(tmp_path):
 
 
 def test_the_deployments_of_the_readme_are_those_of_the_tutorial():
-    """Which `test_tutorial_page.py` runs."""
+    """Which `test_doc_pages.py` runs."""
     tutorial = (ROOT / "docs" / "tutorial.md").read_text().splitlines()
     commands = block("bash", r"\.venv/bin/vlm deploy ").replace(".venv/bin/", "").splitlines()
     assert set(commands) - {"vlm app captioner"} <= set(tutorial)

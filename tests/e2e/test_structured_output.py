@@ -72,18 +72,6 @@ def test_parse_gives_what_pydantic_asked_for(client):
         assert said.removeprefix(" ").startswith(choice.message.content)
 
 
-def test_a_streamed_answer_is_the_same(client):
-    asked = {
-        "model": "shapes", "messages": messages("Describe the image."), "temperature": 1, "seed": 5,
-        "response_format": Scene,
-    }  # fmt: skip
-    whole = client.chat.completions.parse(**asked).choices[0].message.content
-    with client.chat.completions.stream(**asked) as stream:
-        streamed = stream.get_final_completion().choices[0].message
-    assert streamed.content == whole
-    assert isinstance(streamed.parsed, Scene)
-
-
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_answers_conform(client, schema):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -94,18 +82,6 @@ def test_answers_conform(client, schema):
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content), schema)
-
-
-def test_choices_and_patterns(client):
-    def ask(text, **form):
-        answer = client.chat.completions.create(
-            model="shapes", messages=messages(text), temperature=0,
-            extra_body={"structured_outputs": form},
-        )  # fmt: skip
-        return answer.choices[0].message.content
-
-    assert ask("What color is the star?", choice=["blue", "green", "red"]) == "red"
-    assert ask("How many shapes are there?", regex="[0-9]") == "3"
 
 
 def test_a_form_that_cannot_be_kept_names_the_field(client):

@@ -7,16 +7,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import psutil
 
-from deploy.commands import GatewayStore, upload
-from deploy.pack import pack
-from shared.gateway_client import Client
-from shared.packages.manifest import PackageConfig, make_manifest
 from tests.integration.fleet_process import ROOT, Served, invoke_vlm
 from tests.processes import environment_of
 from tests.waiting import wait_for
@@ -46,28 +41,12 @@ class Deployer:
         )  # fmt: skip
 
     def deploy(self, version: int, *more: str):
-        package = self._write(version)
-        given = ("--name", "cap", "--application", str(package), "--set", "kind=mock")
-        return self.vlm("deploy", *given, *more)
-
-    def deploy_from_a_newer_machine(self, version: int, **engine: str) -> dict:
-        """A version with settings that the fleet's engine does not have. Returns what came of it."""
-        packed = pack(str(self._write(version)), engine={"kind": "mock"})
-        config = PackageConfig("model", engine={"kind": "mock", **engine})
-        packed = replace(packed, manifest=make_manifest(config, list(packed.manifest.layers)))
-        client = Client(self.fleet.url, self.key)
-        store = GatewayStore(client)
-        store.begin(packed.manifest)
-        upload(packed, store)
-        client.call("PUT", "/cap", {"digest": packed.manifest.digest, "spec": {"retry_limit": 0}})
-        return self.wait(lambda app: app["generations"][-1]["outcome"])["generations"][-1]
-
-    def _write(self, version: int) -> Path:
         package = self.folder / f"version-{version}"
         package.mkdir(exist_ok=True)
         (package / "config.json").write_text(f'{{"version": {version}}}')
         (package / "shared.json").write_text('"the same in all versions"')
-        return package
+        given = ("--name", "cap", "--application", str(package), "--set", "kind=mock")
+        return self.vlm("deploy", *given, *more)
 
     def app(self) -> dict:
         headers = {"authorization": f"Bearer {self.key}"}
@@ -82,13 +61,13 @@ class Deployer:
     def wait(self, is_so: Callable[[dict], bool]) -> dict:
         return wait_for(lambda: app if is_so(app := self.app()) else None, self._within_s)
 
-    def instances(self) -> list[psutil.Process]:
+    def instances(self, name: str = "cap") -> list[psutil.Process]:
         found = []
         for process in self.fleet.family():
             with suppress(psutil.NoSuchProcess):  # it may end at any time
                 if "worker" in process.cmdline():
                     package = environment_of(process).get("VLM_WORKER__PACKAGE", "")
-                    found += [process] if package.startswith("cap@") else []
+                    found += [process] if package.startswith(f"{name}@") else []
         return found
 
 

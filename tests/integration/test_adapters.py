@@ -99,9 +99,13 @@ async def test_an_adapter_of_the_settings_is_listed_and_answers_by_its_name(
         assert one == listed[1]
         refused = await unload(gateway, "sql")
         assert refused.status_code == 400
-        assert "the workers' settings define this adapter" in refused.json()["error"]["message"]
         missing = await ask(gateway, f"{MODEL}:other")
         assert missing.status_code == 404
+        key = {**KEY, "idempotency-key": "once"}
+        body = make_body(model=f"{MODEL}:sql", temperature=0, max_tokens=5)
+        first, second = [await gateway.chat(body, headers=key) for _ in range(2)]
+        assert first.json() == second.json()
+        assert text(first) == text(answer)
 
 
 async def test_an_operator_loads_and_unloads_while_the_fleet_serves(
@@ -111,10 +115,8 @@ async def test_an_operator_loads_and_unloads_while_the_fleet_serves(
     async with serving(gateway, ends, "w1", **options), serving(gateway, ends, "w2", **options):
         plain = text(await ask(gateway))
         loaded = await load(gateway, "sql", "sql")
-        assert (loaded.status_code, loaded.text) == (
-            200,
-            "Success: LoRA adapter 'sql' added successfully.",
-        )
+        assert loaded.status_code == 200
+        assert loaded.text.startswith("Success: ")  # as vLLM
         answers = await asyncio.gather(*(ask(gateway, f"{MODEL}:sql") for _ in range(8)))
         [changed] = {text(answer) for answer in answers}
         assert changed != plain
@@ -127,23 +129,11 @@ async def test_an_operator_loads_and_unloads_while_the_fleet_serves(
         replaced = await load(gateway, "sql", "poet", load_inplace=True)
         assert replaced.status_code == 200
         assert text(await ask(gateway, f"{MODEL}:sql")) == text(await ask(gateway, f"{MODEL}:poet"))
-        removed = await unload(gateway, "sql")
-        assert removed.text == "Success: LoRA adapter 'sql' removed successfully."
+        assert (await unload(gateway, "sql")).text.startswith("Success: ")
         gone = await ask(gateway, f"{MODEL}:sql")
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
         assert (await unload(gateway, "sql")).status_code == 404
         assert text(await ask(gateway)) == plain
-
-
-async def test_a_worker_that_starts_later_has_what_was_loaded(
-    gateway: RunningGateway, ends: Ends, directory: Path
-):
-    options = {"lora_dir": str(directory)}
-    async with serving(gateway, ends, "early", **options):
-        await load(gateway, "sql", "sql")
-        expected = text(await ask(gateway, f"{MODEL}:sql"))
-    async with serving(gateway, ends, "late", **options):
-        assert text(await ask(gateway, f"{MODEL}:sql")) == expected
 
 
 async def test_another_worker_goes_on_in_the_middle_with_the_same_adapter(
@@ -179,59 +169,43 @@ async def test_a_request_whose_adapter_went_while_it_waited_is_told_so(
         worker.engine.gate.set()
         assert (await first).status_code == 200
         refused = await waiting
-        assert (refused.status_code, refused.json()["error"]["code"]) == (
-            409,
-            "adapter_unavailable",
-        )
+        code = refused.json()["error"]["code"]
+        assert (refused.status_code, code) == (409, "adapter_unavailable")
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "param", "reason"),
-    [
-        ("sql", "../elsewhere", "lora_path", "is outside the workers' directory"),
-        ("sql", "/etc", "lora_path", "is outside the workers' directory"),
-        ("sql", ".", "lora_path", "is outside the workers' directory"),
-        ("sql", "link", "lora_path", "is outside the workers' directory"),
-        ("sql", "nothing", "lora_path", "is not a directory"),
-        ("sql", "empty", "lora_path", "there is no adapter_config.json"),
-        ("a:b", "sql", "lora_name", "lora_name"),
-        ("", "sql", "lora_name", "lora_name"),
-        ("sql\n", "sql", "lora_name", "lora_name"),
-        ("sql", "a\0b", "lora_path", "is not a directory"),
-        ("sql", "a" * 1000, "lora_path", "is not a directory"),
-    ],
-)
-async def test_what_cannot_be_loaded_is_refused_in_a_sentence(
-    gateway: RunningGateway, ends: Ends, directory: Path, name: str, path: str, param: str, reason: str
-):  # fmt: skip
+async def test_what_cannot_be_loaded_is_refused_by_its_field(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
     (directory / "empty").mkdir()
     (directory / "link").symlink_to(directory.parent / "elsewhere")
+    outside = ("../elsewhere", "/etc", ".", "link")
+    missing = ("nothing", "empty", "a\0b", "a" * 1000)
+    rows = [("sql", path, "lora_path") for path in outside + missing]
+    rows += [(name, "sql", "lora_name") for name in ("a:b", "", "sql\n")]
     async with serving(gateway, ends, lora_dir=str(directory)):
-        refused = await load(gateway, name, path)
-        assert refused.status_code == 400, refused.text
-        error = refused.json()["error"]
-        assert error["param"] == param
-        assert reason in error["message"]
-        assert "/" not in error["message"].replace("/v1", "")
+        for name, path, param in rows:
+            refused = await load(gateway, name, path)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, param), (name, path)
+            assert ("is outside" in error["message"]) == (path in outside)
+            assert "/" not in error["message"].replace("/v1", "")
+        refused = await load(gateway, "sql", "sql", base_model_name="nope")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "base_model_name")
         assert (await load(gateway, "sql", "sql")).status_code == 200
 
 
-async def test_a_base_model_that_is_not_served_is_named_by_its_own_field(
+async def test_where_no_worker_can_load_the_reason_is_told(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):
-    async with serving(gateway, ends, lora_dir=str(directory)):
-        refused = await load(gateway, "sql", "sql", base_model_name="nope")
-        assert refused.status_code == 404
-        assert refused.json()["error"]["param"] == "base_model_name"
+    def load_numbers() -> LoadedEngine:
+        return create_engine({"kind": "mock_pooling", "served_name": MODEL})
 
-
-async def test_without_a_directory_nothing_is_loaded_at_run_time(
-    gateway: RunningGateway, ends: Ends, directory: Path
-):
-    async with serving(gateway, ends):
-        refused = await load(gateway, "sql", str(directory / "sql"))
-        assert refused.status_code == 400
-        assert "VLM_WORKER__LORA_DIR" in refused.json()["error"]["message"]
+    numbers = {"load": load_numbers, "lora_dir": str(directory)}
+    for options, reason in (({}, "VLM_WORKER__LORA_DIR"), (numbers, "takes no adapters")):
+        async with serving(gateway, ends, **options):
+            refused = await load(gateway, "sql", "sql", base_model_name=MODEL)
+            assert refused.status_code == 400
+            assert reason in refused.json()["error"]["message"]
 
 
 async def test_a_replacement_by_its_like_or_that_fails_leaves_what_was_there(
@@ -251,52 +225,20 @@ async def test_a_replacement_by_its_like_or_that_fails_leaves_what_was_there(
         assert text(await ask(gateway, f"{MODEL}:sql")) == expected
 
 
-@pytest.mark.parametrize("path", [LOAD, UNLOAD])
-async def test_an_ordinary_key_may_not(gateway: RunningGateway, ends: Ends, path: str):
+async def test_operators_alone_load(gateway: RunningGateway, redis_server: str, redis_prefix: str):
     body = {"lora_name": "sql", "lora_path": "sql"}
-    refused = await gateway.client.post(path, json=body)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (
-        403,
-        "insufficient_permissions",
-    )
     wrong = {"authorization": "Bearer sk-wrong"}
-    assert (await gateway.client.post(path, json=body, headers=wrong)).status_code == 401
-
-
-async def test_an_open_gateway_lets_operators_alone_load(redis_server: str, redis_prefix: str):
-    settings = make_settings(redis_server, redis_prefix, gateway={"admin_keys": ("sk-admin",)})
-    async with run_gateway_on_socket(settings) as gateway:
-        body = {"lora_name": "sql", "lora_path": "sql"}
-        assert (await gateway.client.post(LOAD, json=body)).status_code == 401
-        assert (await gateway.client.get("/v1/models")).status_code == 200
-        refused = await gateway.client.post(LOAD, json=body, headers=ADMIN)
-        assert refused.status_code == 400
-    settings = make_settings(redis_server, redis_prefix)
-    async with run_gateway_on_socket(settings) as gateway:
-        refused = await gateway.client.post(LOAD, json=body, headers=ADMIN)
-        assert "VLM_GATEWAY__ADMIN_KEYS" in refused.json()["error"]["message"]
-        assert refused.status_code == 403
-
-
-async def test_a_resumable_answer_goes_on_by_its_adapter(
-    gateway: RunningGateway, ends: Ends, directory: Path
-):
-    async with serving(gateway, ends, lora=(f"sql={directory / 'sql'}",)):
-        key = {**KEY, "idempotency-key": "once"}
-        body = make_body(model=f"{MODEL}:sql", temperature=0, max_tokens=5)
-        first, second = [await gateway.chat(body, headers=key) for _ in range(2)]
-        assert text(first) == text(second) == text(await ask(gateway, f"{MODEL}:sql"))
-        assert first.json()["id"] == second.json()["id"]
-        assert second.json()["model"] == f"{MODEL}:sql"
-
-
-async def test_an_engine_without_adapters_says_so(gateway: RunningGateway, ends: Ends, directory: Path):  # fmt: skip
-    def load_numbers() -> LoadedEngine:
-        return create_engine({"kind": "mock_pooling", "served_name": MODEL})
-
-    async with serving(gateway, ends, load=load_numbers, lora_dir=str(directory)):
-        refused = await load(gateway, "sql", "sql", base_model_name=MODEL)
-        assert "takes no adapters" in refused.json()["error"]["message"]
+    for path in (LOAD, UNLOAD):
+        refused = await gateway.client.post(path, json=body)
+        code = refused.json()["error"]["code"]
+        assert (refused.status_code, code) == (403, "insufficient_permissions")
+        assert (await gateway.client.post(path, json=body, headers=wrong)).status_code == 401
+    for keys, statuses in (({"admin_keys": ("sk-admin",)}, (401, 400)), ({}, (403, 403))):
+        settings = make_settings(redis_server, redis_prefix, gateway=keys)
+        async with run_gateway_on_socket(settings) as open_to_all:
+            assert (await open_to_all.client.get("/v1/models")).status_code == 200
+            asked = [await open_to_all.client.post(LOAD, json=body, headers=h) for h in ({}, ADMIN)]
+            assert tuple(answer.status_code for answer in asked) == statuses
 
 
 async def test_metrics_count_by_adapter_until_there_are_too_many_names(
@@ -307,8 +249,7 @@ async def test_metrics_count_by_adapter_until_there_are_too_many_names(
     async with serving(gateway, ends, lora=own):
         for name in ("sql", "poet", "sql"):
             text(await ask(gateway, f"{MODEL}:{name}"))
-        headers = {"authorization": "Bearer sk-admin"}
-        shown = (await gateway.client.get("/metrics", headers=headers)).text
+        shown = (await gateway.client.get("/metrics", headers=ADMIN)).text
     assert f'vlm_requests_total{{model="{MODEL}:sql",outcome="ok"}} 2.0' in shown
     assert f'vlm_requests_total{{model="{MODEL}",outcome="ok"}} 1.0' in shown
     assert "poet" not in shown
@@ -325,29 +266,20 @@ async def test_no_more_adapters_are_held_than_the_limits_say(
         await until_known(gateway, lambda: len(gateway.services.models.adapters) == most)
         refused = await load(gateway, "more", "poet")
         assert refused.status_code == 400
-        assert f"at most {most} adapters; unload one" in refused.json()["error"]["message"]
+        assert f"at most {most} adapters" in refused.json()["error"]["message"]
         await registry.put_adapter(MODEL, "more", AdapterSource("poet", "1"))
-        [error] = await told(gateway)
+
+        async def errors() -> list[str]:
+            """What the worker could not load."""
+            [worker] = await registry.workers()
+            return [each.error for each in worker.card.adapters if each.error]
+
+        [error] = await until(errors)
         assert "VLM_LIMITS__MAX_LORAS" in error
 
 
-async def told(gateway: RunningGateway) -> list[str]:
-    """What the workers could not load."""
-    async with asyncio.timeout(20):
-        while True:
-            workers = await gateway.services.registry.workers()
-            errors = [each.error for worker in workers for each in worker.card.adapters]
-            if any(errors):
-                return [error for error in errors if error]
-            await asyncio.sleep(0.02)
-
-
 async def test_a_bad_adapter_of_the_settings_stops_the_start(ends: Ends, tmp_path: Path):
-    missing = tmp_path / "nowhere"
-    for path, says in (
-        (tmp_path, "there is no adapter_config"),
-        (missing, f"there is no directory {missing}"),
-    ):
-        with pytest.raises(SettingsError, match=f"VLM_WORKER__LORA: sql: {says}"):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SettingsError, match="VLM_WORKER__LORA: sql: there is no "):
             async with run_worker(ends, lora=(f"sql={path}",)):
                 pass

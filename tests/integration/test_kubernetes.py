@@ -3,6 +3,7 @@
 Paths, ports and the address of Redis are replaced. A gateway splits requests between them by weight.
 """
 
+import asyncio
 import os
 import re
 import signal
@@ -24,9 +25,7 @@ from shared.gateway_client import Client
 from shared.packages.deployments import Spec
 from shared.packages.store import FileStore
 from tests.gateway.api.test_applications import DEPLOY, Deployments, run
-from tests.integration.deployer import Deployer, load
-from tests.integration.fleet_process import ROOT, start_fleet
-from tests.processes import environment_of
+from tests.integration.fleet_process import ROOT, invoke_vlm
 from tests.waiting import wait_for
 from worker.node.serve import find_port
 
@@ -46,9 +45,9 @@ WITHIN_S = 60.0
 class Cluster:
     """What runs pods here."""
 
-    def __init__(self, folder: Path, capsys: Any, store: str = "", **variables: str) -> None:
+    def __init__(self, folder: Path, capsys: Any, prefix: str, **variables: str) -> None:
         self.folder = folder
-        self.store = Path(store or folder / "store")
+        self.prefix = prefix
         self.variables = variables
         self._capsys = capsys
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -69,7 +68,7 @@ class Cluster:
         )  # fmt: skip
         documents = list(yaml.safe_load_all(self._capsys.readouterr().out))
         values = dict(each.split("=") for each in engine)
-        upload(pack(str(package), engine=values), FileStore(self.store))
+        upload(pack(str(package), engine=values), FileStore(self.folder / "store"))
         return documents
 
     def start(self, deployment: dict[str, Any]) -> "subprocess.Popen[bytes]":
@@ -79,7 +78,7 @@ class Cluster:
         given = {name: expand(value, given) for name, value in given.items()}
         port = find_port("127.0.0.1", 0)
         replaced = {
-            "VLM_DEPLOY__STORE": f"file://{self.store}",
+            "VLM_DEPLOY__STORE": f"file://{self.folder}/store",
             "VLM_DEPLOY__CACHE_DIR": f"{self.folder}/cache-{port}",
             "VLM_WORKER__HEALTH_HOST": "127.0.0.1",
             "VLM_WORKER__HEALTH_PORT": str(port),
@@ -89,7 +88,7 @@ class Cluster:
         system = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         process = subprocess.Popen(
             [sys.executable, "-m", "vlm", *container["args"]], cwd=self.folder,
-            env={**system, "PYTHONPATH": str(ROOT), **given, **self.only(replaced)},
+            env={**system, "PYTHONPATH": str(ROOT), **given, "VLM_REDIS__KEY_PREFIX": self.prefix},
         )  # fmt: skip
         self._processes.append(process)
         path = container["startupProbe"]["httpGet"]["path"]
@@ -104,11 +103,6 @@ class Cluster:
 
         wait_for(is_ready, WITHIN_S)
         return process
-
-    @staticmethod
-    def only(replaced: dict[str, str]) -> dict[str, str]:
-        """What the tests' Redis needs besides."""
-        return {k: v for k, v in replaced.items() if k == "VLM_REDIS__KEY_PREFIX"}
 
     def end(self) -> None:
         for process in self._processes:
@@ -128,8 +122,7 @@ def version(deployment: dict[str, Any]) -> str:
 
 @pytest.fixture
 def cluster(tmp_path, capsys, redis_server, redis_prefix) -> Iterator[Cluster]:
-    where = {"VLM_REDIS_URL": redis_server, "VLM_REDIS__KEY_PREFIX": redis_prefix}
-    cluster = Cluster(tmp_path, capsys, **where)
+    cluster = Cluster(tmp_path, capsys, redis_prefix, VLM_REDIS_URL=redis_server)
     yield cluster
     cluster.end()
 
@@ -140,11 +133,10 @@ async def gateway(redis_server, redis_prefix, tmp_path) -> AsyncIterator[Deploym
         yield gateway
 
 
-async def route(gateway: Deployments, weights: dict[str, int]) -> None:
-    answer = await gateway.client.post(
-        "/v1/applications/cap:route", json={"weights": weights}, headers=DEPLOY
-    )
-    assert answer.status_code == 200, answer.text
+async def route(gateway: Deployments, *weights: str) -> None:
+    command = ("route", "cap", *weights, "--url", gateway.gateway.url)
+    done = await asyncio.to_thread(invoke_vlm, *command, DEPLOY_KEY="may-deploy")
+    assert done.returncode == 0, done.stderr
 
 
 async def answered(gateway: Deployments, count: int) -> Counter[str]:
@@ -167,11 +159,11 @@ async def test_requests_go_to_the_workers_of_the_manifests_by_weight(
     rendered = [cluster.render({"config.json": f"[{n}]"}, "kind=mock") for n in range(2)]
     old, new = (version(documents[0]) for documents in rendered)
     pods = [cluster.start(documents[0]) for documents in rendered]
-    await route(gateway, {old: 90, new: 10})
+    await route(gateway, f"{old}=90", f"{new}=10")
     first = await answered(gateway, 200)
     assert set(first) == {old, new}
     assert 5 <= first[new] <= 40
-    await route(gateway, {old: 0, new: 100})
+    await route(gateway, f"{old}=0", f"{new}=100")
     assert await answered(gateway, 20) == {new: 20}
 
     # What KEDA reads is there.
@@ -197,7 +189,7 @@ async def test_an_application_in_a_pod_has_its_variables_and_secrets(
     given = {"env": ["PLAIN=$(REDIS_PASSWORD)$$"], "secret": ["KEY=token"]}
     documents = cluster.render({"app.py": APPLICATION}, **given)
     cluster.start(documents[0])
-    await route(gateway, {version(documents[0]): 1})
+    await route(gateway, f"{version(documents[0])}=1")
 
     async def ask(name: str) -> Any:
         answer = await gateway.client.post(
@@ -210,33 +202,3 @@ async def test_an_application_in_a_pod_has_its_variables_and_secrets(
     assert await ask("KEY") == "of-the-secret"
     assert await ask("REDIS_PASSWORD") is None
     assert await ask("VLM_DEPLOY__STORE") is None
-
-
-def test_a_name_moves_from_nodes_to_kubernetes_under_load(tmp_path, capsys):
-    fleet = start_fleet(tmp_path, VLM_ENGINE__MOCK__DECODE_S="0.02")
-    deployer = Deployer(fleet, tmp_path)
-    gateway = environment_of(fleet.child("gateway"))
-    cluster = Cluster(
-        tmp_path, capsys, gateway["VLM_DEPLOY__STORE"].removeprefix("file://"),
-        VLM_REDIS_URL=gateway["VLM_REDIS__URL"],
-    )  # fmt: skip
-    try:
-        assert deployer.deploy(1, "--resources", "cpu=0.5").returncode == 0
-        old, [deployment, *_] = deployer.active(), cluster.render({"config.json": "2"}, "kind=mock")
-        short, new = old.removeprefix("sha256:")[:12], version(deployment)
-        cluster.start(deployment)
-        with load(deployer) as running:
-            routed = deployer.vlm("route", "cap", f"{short}=50", f"{new}=50")
-            assert routed.returncode == 0, routed.stderr
-            wait_for(lambda: len(set(running.packages[-50:])) == 2, WITHIN_S)
-            refused = deployer.vlm("undeploy", "cap")
-            assert (refused.returncode, "only nodes serve it" in refused.stderr) == (4, True)
-            assert deployer.vlm("route", "cap", f"{short}=0", f"{new}=1").returncode == 0
-            assert deployer.vlm("undeploy", "cap").returncode == 0
-            wait_for(lambda: not deployer.instances(), WITHIN_S)
-            running.packages.clear()
-            wait_for(lambda: len(running.packages) > 10, WITHIN_S)
-        assert {name.partition(":")[2][:12] for name in running.packages} == {new}
-    finally:
-        cluster.end()
-        fleet.end()

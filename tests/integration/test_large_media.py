@@ -11,7 +11,7 @@ import pytest
 
 from tests.factories_video import clip
 from tests.integration.fleet_process import Served, run_vlm, start_fleet
-from tests.integration.test_video import chat, num_frames, video
+from tests.integration.test_media import chat, num_tokens, video
 from tests.shared.conftest import s3_url as s3_url
 
 MIB = 1024 * 1024
@@ -69,13 +69,13 @@ def test_a_large_video_is_in_no_memory(fleet: Served, large: Path, tmp_path: Pat
     gateway, worker = fleet.child("gateway"), fleet.child("worker")
     small = padded(tmp_path / "clip.mp4", MIB)
     with fleet.client() as client:
-        assert num_frames(chat(client, video(upload(client, small).json()["id"]))) == 32
+        assert num_tokens(chat(client, video(upload(client, small).json()["id"]))) == 32
         most_memory(gateway), most_memory(worker)
         before = gateway.memory_info().rss, worker.memory_info().rss
         file = upload(client, large).json()
         assert file["bytes"] == NUM_BYTES, file
         for count in (3, 4):
-            assert num_frames(chat(client, video(file["id"], num_frames=count))) == count
+            assert num_tokens(chat(client, video(file["id"], num_frames=count))) == count
         with client.stream("GET", f"/v1/files/{file['id']}/content") as response:
             assert sum(map(len, response.iter_bytes())) == NUM_BYTES
     after = most_memory(gateway), most_memory(worker)

@@ -1,6 +1,9 @@
-"""The numbers of a running fleet: every metric is there under its name, and the stages add up."""
+"""The numbers of a running fleet: each metric is there under its name, the stages add up, and a request is one trace
+across the gateway's process, Redis and the worker's, at a collector that speaks OTLP.
+"""
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import httpx
@@ -11,13 +14,22 @@ from shared.telemetry.metrics import GATEWAY_METRICS, STAGES, WORKER_METRICS, Me
 from tests.factories_gateway import make_body
 from tests.factories_images import data_url, image_part
 from tests.integration.fleet_process import Served, start_fleet
+from tests.otlp_collector import Collector, Span, run_collector
 
 VISION_S, PREFILL_S, DECODE_S, NUM_TOKENS = 0.08, 0.0004, 0.01, 12
+TOLD = [stage for stage in STAGES if stage != "media_decode"]  # of videos alone
+CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory):
-    """A fleet whose engine takes known times."""
+def collector() -> Iterator[Collector]:
+    with run_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory, collector: Collector) -> Iterator[Served]:
+    """A fleet whose engine takes known times, and which exports its traces."""
     fleet = start_fleet(
         tmp_path_factory.mktemp("slow"),
         VLM_ENGINE__MOCK__VISION_S=str(VISION_S),
@@ -25,6 +37,9 @@ def slow(tmp_path_factory):
         VLM_ENGINE__MOCK__DECODE_S=str(DECODE_S),
         VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS="64",
         VLM_WORKER__HEALTH_PORT="0",
+        VLM_TRACES__EXPORT="otlp",
+        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
+        OTEL_BSP_SCHEDULE_DELAY="50",
     )
     yield fleet
     fleet.end()
@@ -42,13 +57,49 @@ def ask(fleet: Served, seed: int, **extra) -> tuple[httpx.Response, float]:
         return response, time.perf_counter() - began
 
 
+def check_trace(spans: list[Span], timings: dict[str, float], parent: str) -> None:
+    """Every stage in its process, below one span each of gateway and worker, as long as the answer says."""
+    [gateway] = [span for span in spans if span.name == "chat mock"]
+    [worker] = [span for span in spans if span.name == "generate mock"]
+    assert {span.trace_id for span in spans} == {"a" * 32}
+    assert (gateway.parent_id, worker.parent_id) == (parent, gateway.span_id)
+    assert (gateway.service, worker.service) == ("vlm-gateway", "vlm-worker")
+    owners = dict.fromkeys(TOLD, worker)
+    owners |= dict.fromkeys(("ingest", "image_decode", "relay"), gateway)
+    for stage, owner in owners.items():
+        parts = [span for span in spans if span.name == stage]
+        assert {(span.parent_id, span.service) for span in parts} == {
+            (owner.span_id, owner.service)
+        }
+        told = sum(span.duration for span in parts)
+        # What comes after the answer's own numbers were made is relay.
+        tolerance = 0.05 if stage == "relay" else 1e-4
+        assert told == pytest.approx(timings[f"{stage}_s"], abs=tolerance), stage
+
+
+def test_a_request_is_one_trace_with_a_span_for_each_stage(slow: Served, collector: Collector):
+    parts = [{"type": "text", "text": "secret prompt"}, image_part(data_url())]
+    body = make_body(parts, model="mock", timings=True, max_tokens=4)
+    with slow.client() as client:
+        headers = {"traceparent": CALLER}
+        answer = client.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["traceparent"][3:35] == "a" * 32
+    spans = collector.wait_for(2 + len(TOLD) + 1)  # the queue has two: Redis and engine
+    check_trace(spans, answer.json()["timings"], "b" * 16)
+    assert not [body for body in collector.bodies if b"secret" in body]
+
+
 def test_stages_add_up_to_the_time_that_the_client_measures(slow):
     """A busy machine delays the client's reading; a stage that is missing or counted twice shows every time."""
     differences: list[float] = []
     for seed in range(1000, 1020):
         response, measured_s = ask(slow, seed, timings=True)
         timings = response.json()["timings"]
-        assert set(timings) >= {f"{stage}_s" for stage in STAGES}
+        header = response.headers["server-timing"].split(",")
+        entries = dict(part.strip().split(";dur=") for part in header)
+        for stage in STAGES:
+            assert float(entries[stage]) == pytest.approx(timings[f"{stage}_s"] * 1000, abs=0.2)
         total_s = sum(timings[f"{stage}_s"] for stage in STAGES)
         assert total_s == pytest.approx(timings["e2e_s"], rel=0.02)
         differences.append(abs(measured_s - total_s) / measured_s)
@@ -67,26 +118,11 @@ def test_each_stage_holds_the_time_that_was_spent_in_it(slow):
     assert least["queue_s"] < 0.1
 
 
-def test_server_timing_header_tells_the_same_as_the_body(slow):
-    response, _ = ask(slow, 200, timings=True)
-    entries = dict(
-        part.strip().split(";dur=") for part in response.headers["server-timing"].split(",")
-    )
-    timings = response.json()["timings"]
-    for stage in STAGES:
-        assert float(entries[stage]) == pytest.approx(timings[f"{stage}_s"] * 1000, abs=0.2)
-
-
-def families(text: str) -> dict[str, object]:
-    """Metric families by the name under which they are declared."""
-    return {
+def check_declared(metrics: tuple[Metric, ...], text: str) -> None:
+    shown = {
         family.name + ("_total" if family.type == "counter" else ""): family
         for family in text_string_to_metric_families(text)
     }
-
-
-def check_declared(metrics: tuple[Metric, ...], text: str) -> None:
-    shown = families(text)
     for metric in metrics:
         assert metric.name in shown, metric.name
         assert shown[metric.name].type == metric.kind
@@ -95,21 +131,22 @@ def check_declared(metrics: tuple[Metric, ...], text: str) -> None:
     assert ours == {metric.name for metric in metrics}
 
 
-def test_the_gateway_shows_exactly_its_declared_metrics(slow):
-    ask(slow, 400)
-    with slow.client() as client:
-        check_declared(GATEWAY_METRICS, client.get("/metrics").text)
-
-
 def worker_metrics(fleet: Served) -> str:
     worker = fleet.child("worker")
     [port] = {c.laddr.port for c in worker.net_connections() if c.status == "LISTEN"}
     return httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
 
 
-def test_the_worker_shows_exactly_its_declared_metrics(slow):
-    ask(slow, 500)
-    check_declared(WORKER_METRICS, worker_metrics(slow))
+def test_each_process_shows_exactly_its_declared_metrics(slow):
+    image = image_part(data_url(seed=700))
+    for words in ("One.", "Something else."):  # what the prefix cache knows is not encoded
+        content = [{"type": "text", "text": words}, image]
+        assert ask(slow, 0, messages=[{"role": "user", "content": content}])[0].is_success
+    with slow.client() as client:
+        check_declared(GATEWAY_METRICS, client.get("/metrics").text)
+    shown = worker_metrics(slow)
+    check_declared(WORKER_METRICS, shown)
+    assert value(shown, "vlm_encoder_cache_hits_total") == 1
 
 
 def value(text: str, name: str, **labels: str) -> float:
@@ -144,15 +181,3 @@ def test_gauges_tell_of_two_streams_while_they_are_open(slow):
             assert time.monotonic() < deadline, seen
         assert 0 < value(worker, "vlm_kv_cache_usage_ratio") < 0.5
     assert at_rest == 0
-
-
-def test_a_repeated_image_is_one_hit_of_the_encoder_cache(slow):
-    """Another question before it: what the prefix cache knows is not asked of the encoder's."""
-    names = ("vlm_encoder_cache_queries_total", "vlm_encoder_cache_hits_total")
-    before = [value(worker_metrics(slow), name) for name in names]
-    image = image_part(data_url(seed=700))
-    for words in ("One.", "Something else."):
-        content = [{"type": "text", "text": words}, image]
-        assert ask(slow, 0, messages=[{"role": "user", "content": content}])[0].is_success
-    after = [value(worker_metrics(slow), name) for name in names]
-    assert [now - then for now, then in zip(after, before, strict=True)] == [2, 1]

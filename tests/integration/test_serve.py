@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,13 +22,12 @@ from tests.integration.fleet_process import (
     SAMPLE,
     Served,
     run_vlm,
-    run_vlm_on_terminal,
     start_fleet,
 )
+from tests.processes import environment_of
 from tests.waiting import wait_for
 
 REDIS_BYTES = 64 * 2**20
-DECODE_S = 0.04  # slow enough that an answer is seen to grow
 
 
 @pytest.fixture(scope="module")
@@ -40,74 +38,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(folder: Path) -> Iterator[Served]:
     """Its processes are killed one after another; the last test ends it."""
-    options = ["--log-level", "info"]
-    fleet = start_fleet(folder, *options, VLM_REDIS__MAX_MEMORY_BYTES=str(REDIS_BYTES))
+    fleet = start_fleet(
+        folder, "--log-level", "info",
+        VLM_REDIS__MAX_MEMORY_BYTES=str(REDIS_BYTES),
+        VLM_ENGINE__MOCK__DECODE_S="0.04",  # an answer is seen to grow
+    )  # fmt: skip
     yield fleet
     fleet.end()
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_printed_curl_answers_when_pasted(served):
-    answer = subprocess.run(
-        ["bash", "-c", served.curl], cwd=ROOT, capture_output=True, text=True, timeout=30
-    )
-    assert '"finish_reason":"' in answer.stdout.replace(" ", "")
-
-
-def test_chat_streams_an_answer(served):
-    command = [sys.executable, "-m", "vlm", "chat", "--url", served.url, "--image", str(SAMPLE)]
+def test_chat_streams_an_answer(fleet):
+    command = [sys.executable, "-m", "vlm", "chat", "--url", fleet.url, "--image", str(SAMPLE)]
     with subprocess.Popen([*command, "what is this?"], cwd=ROOT, stdout=subprocess.PIPE) as chat:
         assert chat.stdout is not None
         first = os.read(chat.stdout.fileno(), 1000)
-        with served.client() as client:  # the request has not ended
+        with fleet.client() as client:  # the request has not ended
             assert "\nvlm_open_requests 1.0\n" in client.get("/metrics").text
         answer = first + chat.stdout.read()
     assert chat.returncode == 0
     assert answer.strip()
 
 
-def test_chat_on_a_terminal_ends_with_the_stage_timings(served):
-    asked = ["chat", "--url", served.url, "--image", str(SAMPLE), "what is this?"]
-    code, shown = run_vlm_on_terminal(*asked, TERM="dumb")
-    assert code == 0
-    timings = shown.splitlines()[-1]
-    for stage in ("ingest", "image_decode", "queue", "preprocess", "vision", "prefill", "decode"):
-        assert stage in timings
-    assert "tokens" in timings
-
-
-def test_chat_remembers_the_image_in_follow_up_questions(served):
-    short = ["--max-tokens", "2", "--image", str(SAMPLE)]
-    done = run_vlm("chat", "--url", served.url, *short, input="first\nsecond\n")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == 2
-
-
-def test_chat_without_a_server_says_how_to_start_one():
-    done = run_vlm("chat", "--url", "http://127.0.0.1:9", "hello")
-    assert done.returncode == 1
-    assert "vlm serve" in done.stderr
-
-
-def test_a_port_in_use_is_one_clear_line(served):
-    port = served.url.rsplit(":", 1)[1]
+def test_a_port_in_use_is_one_clear_line(fleet):
+    port = fleet.url.rsplit(":", 1)[1]
     done = run_vlm("serve", "--engine", "mock", "--port", port)
     assert done.returncode == os.EX_CONFIG
     assert "--port" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_no_orphan_outlives_a_killed_parent(served):
-    """The last test that asks this fleet."""
-    family = served.family()
-    assert len(family) >= 3  # Redis, worker, gateway
-    served.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert not alive
-
-
-def test_the_log_level_is_that_of_the_option_even_where_it_is_the_default_of_other_commands(fleet):
-    assert "gateway listens" in fleet.screen
 
 
 def test_a_killed_worker_is_replaced_and_requests_go_on(fleet):
@@ -195,14 +152,33 @@ def text_of(lines: list[str]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-def test_it_serves_with_a_root_key_alone(tmp_path):
-    fleet = start_fleet(tmp_path, VLM_GATEWAY__ROOT_KEY="the-root-key")
+def test_it_serves_with_a_root_key_alone_and_each_process_has_only_its_own_secrets(tmp_path):
+    (tmp_path / "vlm.yaml").write_text("gateway: {root_key: key-of-the-file}\n")
+    shared = {"OTEL_SERVICE_NAME": "mine", "CUDA_VISIBLE_DEVICES": "0", "PATH": os.environ["PATH"]}
+    key, own = "key-of-the-environment", {"VLM_WORKER__ID": "named", "HF_TOKEN": "token-of-the-hub"}
+    fleet = start_fleet(
+        tmp_path / "data", **shared, **own, VLM_CONFIG=str(tmp_path / "vlm.yaml"),
+        VLM_GATEWAY__ROOT_KEY=key, OPENAI_API_KEY=key, API_KEY=key,
+    )  # fmt: skip
     try:
         assert f"{fleet.url}/admin" in fleet.screen
         assert "$API_KEY" in fleet.curl
         with fleet.client() as client:
-            headers = {"authorization": "Bearer the-root-key"}
+            assert client.get("/v1/models").status_code == 401
+            headers = {"authorization": f"Bearer {key}"}
             status = client.get("/v1/admin/status", headers=headers).json()
         assert [each["num_workers"] for each in status["models"]] == [1]
+        worker, gateway = (environment_of(fleet.child(name)) for name in ("worker", "gateway"))
+        assert not any("key-of" in value for value in worker.values())
+        assert not any(name.startswith("VLM_GATEWAY") or name == "VLM_CONFIG" for name in worker)
+        assert worker.items() >= (own | shared).items()
+        assert not any("token-of" in value for value in gateway.values())
+        assert not any(name.startswith(("VLM_WORKER", "VLM_ENGINE")) for name in gateway)
+        assert gateway.items() >= {"VLM_GATEWAY__ROOT_KEY": key, **shared}.items()
+        family = fleet.family()
+        assert len(family) >= 3  # Redis, worker, gateway
+        fleet.process.kill()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive, "an orphan"
     finally:
         fleet.end()

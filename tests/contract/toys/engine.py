@@ -60,7 +60,8 @@ class ToyEngine(Engine[ToyInput]):
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ToyInput:
         sampling = call.task.sampling
         if sampling.stop or sampling.logit_bias or sampling.num_logprobs is not None:
-            raise InvalidRequest("the toy knows no stop, logit_bias and logprobs: send none")
+            message = "the toy knows no stop, logit_bias and logprobs: send none"
+            raise InvalidRequest(message, param="sampling")
         parts = call.task.messages[-1].parts
         words = " ".join(part.text for part in parts if isinstance(part, TextPart)).split()
         if len(words) >= MAX_MODEL_LEN:

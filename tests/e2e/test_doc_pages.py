@@ -1,0 +1,125 @@
+"""The examples of the tutorial and the API pages work with another port, and print what the pages show.
+
+A block that follows a `python` or `bash` block is what that prints: `text` with `...` for anything, `json` by its shape:
+keys and types are the same, strings without `...` too.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.fleet_process import ROOT, Served, start_fleet
+
+#: In the order of their examples: later pages of the API use names of the first.
+API = ("chat", "output", "completions", "responses", "messages", "ollama", "errors")
+PAGES = ("tutorial", *(f"api-{name}" for name in API))
+ROOT_KEY = "root-key-of-the-tutorial"
+Names = dict[str, Any]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def read(page: str) -> str:
+    return (ROOT / "docs" / f"{page}.md").read_text()
+
+
+def check_output(kind: str, shown: str, printed: str) -> None:
+    if kind == "json":
+        check_shape(json.loads(shown), json.loads(printed), "$")
+    else:
+        pattern = ".*?".join(re.escape(part) for part in shown.strip().split("..."))
+        assert re.fullmatch(pattern, printed.strip(), re.S), printed
+
+
+def check_shape(shown: Any, got: Any, place: str) -> None:
+    assert type(shown) is type(got), place
+    if isinstance(shown, dict):
+        assert list(shown) == list(got), place
+        for key, value in shown.items():
+            check_shape(value, got[key], f"{place}.{key}")
+    elif isinstance(shown, list):
+        assert len(shown) == len(got), place
+        for index, pair in enumerate(zip(shown, got, strict=True)):
+            check_shape(*pair, f"{place}[{index}]")
+    elif isinstance(shown, str):
+        check_output("text", shown, got)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Has a `vlm` that runs this checkout, as the activated environment has."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    program = folder / "vlm"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m vlm "$@"\n')
+    program.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def names() -> Iterator[dict[str, Names]]:
+    """What earlier Python blocks have defined: those of the tutorial, and those of the API pages."""
+    names: dict[str, Names] = {"tutorial": {}, "api": {}}
+    yield names
+    for defined in names.values():
+        for client in {"client", "claude"} & defined.keys():
+            defined[client].close()
+
+
+def run(commands: str, folder: Path, url: str, **variables: str) -> str:
+    """What commands of the shell print."""
+    environment = {
+        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "VLM_URL": url,
+        **variables,
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-ec", commands.replace(". .venv/bin/activate\n", "")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_prints_what_the_page_shows(
+    page: str, shapes_fleet: Served, folder: Path, names: dict[str, Names], monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    group = page.partition("-")[0]
+    pattern = r"^```(bash|python)\n(.*?)^```$(?:\n^```(text|json)\n(.*?)^```$)?"
+    blocks = re.findall(pattern, read(page), re.M | re.S)
+    assert blocks
+    for language, code, kind, shown in blocks:
+        code = code.replace("http://127.0.0.1:8000", shapes_fleet.url)
+        if language == "bash":
+            printed = run(code, folder, shapes_fleet.url)
+        else:
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(code, names[group])
+            printed = out.getvalue()
+        assert kind or group == "tutorial"
+        if kind:
+            check_output(kind, shown, printed)
+
+
+def test_the_key_of_a_colleague_works(folder: Path):
+    """The commands with keys, whose server the tutorial starts anew."""
+    page = read("tutorial")
+    [create] = re.findall(r"^(VLM_API_KEY=.* vlm keys create .*)$", page, re.M)
+    [ask] = re.findall(r"^VLM_API_KEY=vlm-\.\.\. (vlm chat) --url \S+ (.*)$", page, re.M)
+    fleet = start_fleet(folder / "keys", engine="mock", VLM_GATEWAY__ROOT_KEY=ROOT_KEY)
+    try:
+        created = run(create, folder, fleet.url, VLM_GATEWAY__ROOT_KEY=ROOT_KEY)
+        assert run(" ".join(ask), folder, fleet.url, VLM_API_KEY=created.split()[-1]).strip()
+    finally:
+        fleet.end()
