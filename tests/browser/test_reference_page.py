@@ -3,7 +3,7 @@
 import httpx
 from selenium.webdriver.common.keys import Keys
 
-from tests.browser.chat_page import DESK, PHONE, SCREENSHOTS, ChatPage
+from tests.browser.chat_page import DESK, PHONE, ChatPage
 from tests.integration.fleet_process import start_fleet
 
 TEXTS = "return [...document.querySelectorAll(arguments[0])].map((each) => each.textContent)"
@@ -29,10 +29,6 @@ def test_the_reference_needs_no_other_host(browser, fleet):
     page.find_all("#operations summary")[place].click()
     page.find("#operations details[open] a").click()
     page.wait_for(lambda: page.find("#schema-ChatCompletionRequest").get_property("open"))
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    browser.save_screenshot(str(SCREENSHOTS / "reference.png"))
-    browser.execute_script("document.querySelector('#operations details[open]').scrollIntoView()")
-    browser.save_screenshot(str(SCREENSHOTS / "reference-operation.png"))
     page.open(PHONE)
     page.wait_for(lambda: page.find_all("#schemas details"))
     assert browser.execute_script(
