@@ -604,9 +604,7 @@ def _grammar(request: MessageRequest, card: ModelCard, limits: LimitSettings) ->
         wanted, param = request.output_config.format, "output_config.format.schema"
     if wanted is None:
         return None
-    grammar = schema_grammar(bytes(wanted.schema), param, limits)
-    check_grammar(grammar, card)
-    return grammar
+    return check_grammar(schema_grammar(bytes(wanted.schema), param, limits), card)
 
 
 def _tools(request: PromptFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
