@@ -126,6 +126,13 @@ class ChatPage:
             self.wait_for(lambda: len(self.find_all("#tray img")) == len(images))
         self.find("#question").send_keys(question, Keys.ENTER)
 
+    def answer_to(self, question: str, *images: Path) -> str:
+        """Ask, and wait for the end of the answer."""
+        before = len(self.find_all(".answer"))
+        self.ask(question, *images)
+        self.wait_for(lambda: len(self.find_all(".answer")) > before)
+        return self.wait_for_end()
+
     @property
     def answer(self) -> WebElement:
         """The latest answer."""

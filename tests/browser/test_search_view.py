@@ -130,5 +130,13 @@ def test_without_a_model_it_says_what_to_start(page: ChatPage):
     page.wait_for(lambda: page.find("#search-none").is_displayed())
     assert "vlm serve --also shapes-clip" in page.find("#search-none").text
     page.find('#views [href="#chat"]').click()
-    page.ask("What is it?")
-    assert page.wait_for_end()
+    assert page.answer_to("What is it?")
+
+
+def test_the_reference_of_a_gateway_with_keys_asks_for_one(browser, clip):
+    page = ChatPage(browser, f"{clip.url}/docs")
+    page.open(DESK)
+    page.wait_for(lambda: page.find("#key-dialog").is_displayed())
+    page.find("#key").send_keys("sk-one", Keys.ENTER)
+    page.wait_for(lambda: page.find_all("#operations details"))
+    assert all("401 (Unauthorized)" in line for line in page.complaints())

@@ -140,7 +140,7 @@ async def test_a_deployment_is_recorded_and_the_same_again_changes_nothing(deplo
     assert listed.json()["store"].startswith("file://")
 
 
-async def test_what_cannot_be_deployed_is_refused_by_field(deployments):
+async def test_what_cannot_be_deployed_is_refused_by_field(deployments, tmp_path):
     for change, says in (
         ({"digest": "sha256:" + 64 * "0"}, "has no package"),
         ({"digest": "sha256:../../x"}, "digest"),
@@ -159,6 +159,14 @@ async def test_what_cannot_be_deployed_is_refused_by_field(deployments):
         assert says in message(answer)
         assert KEY not in answer.text
         assert (await deployments.ask(method="GET")).status_code == 404
+    digest = deployments.add_package("{1}")
+    for name in ("a b", "@x", "x" * 64):
+        assert (await deployments.put(digest, name=name)).status_code in (400, 404)
+    blob = tmp_path / "store" / "blobs" / "sha256" / digest_of(b"{1}").removeprefix("sha256:")
+    for change in (lambda: blob.write_bytes(b"{"), blob.unlink):  # cut, then missing
+        change()
+        answer = await deployments.put(digest)
+        assert "config.json: blob missing or incomplete" in message(answer)
 
 
 async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_there(
@@ -192,20 +200,6 @@ async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_ther
         assert answer.json()["error"]["code"] == "record_unreadable"
 
 
-async def test_a_package_whose_blobs_are_missing_or_cut_is_refused(deployments, tmp_path):
-    digest = deployments.add_package("{1}")
-    blob = tmp_path / "store" / "blobs" / "sha256" / digest_of(b"{1}").removeprefix("sha256:")
-    blob.write_bytes(b"{")
-    assert "config.json: blob missing or incomplete; push it again" in message(
-        await deployments.put(digest)
-    )
-    blob.unlink()
-    assert (await deployments.put(digest)).status_code == 400
-    for name in ("a b", "@x", "x" * 64):
-        answer = await deployments.put(digest, name=name)
-        assert answer.status_code in (400, 404)
-
-
 async def test_a_canary_is_promoted_and_rolled_back_by_hand(deployments):
     old, new = deployments.add_package("{}"), deployments.add_package("[]")
     await deployments.put(old)
@@ -226,7 +220,8 @@ async def test_a_canary_is_promoted_and_rolled_back_by_hand(deployments):
     assert back["candidate"]["spec"]["canary"] == 0  # it is known
 
 
-async def test_scale_and_undeploy(deployments):
+async def test_resources_that_no_node_has_are_refused_to_a_version_that_serves(deployments):
+    """It is scaled, and undeployed in the end."""
     digest = deployments.add_package("{}")
     await deployments.put(digest)
     assert (await deployments.ask(":scale", min_instances=2)).status_code == 409
@@ -235,27 +230,20 @@ async def test_scale_and_undeploy(deployments):
     scaled = (await deployments.ask(":scale", min_instances=2)).json()
     assert (scaled["active"]["spec"]["min_instances"], scaled["candidate"]) == (2, None)
     assert (await deployments.ask(":scale", min_instances=200)).status_code == 400
+    node = NodeRecord("node", cpu=2.0, memory_bytes=10, gpu=0)
+    await deployments.deployments.announce(node, ttl_s=60)
+    spec = scaled["active"]["spec"]
+    refused = await deployments.put(digest, spec={**spec, "resources": {"cpu": 64.0}})
+    assert refused.status_code == 409
+    assert "no node has room for an instance of cpu=64" in message(refused)
+    assert (await deployments.ask(method="GET")).json()["active"]["spec"] == spec
+    changed = await deployments.put(digest, spec={**spec, "resources": {"cpu": 2.0}})
+    assert (changed.status_code, changed.json()["state"]) == (202, "active")
+    assert changed.json()["active"]["spec"]["resources"]["cpu"] == 2.0
     gone = await deployments.ask(method="DELETE")
     assert (gone.status_code, gone.json()["state"]) == (202, "undeployed")
     assert (await deployments.ask(":promote")).status_code == 404
     assert (await deployments.put(digest)).status_code == 202
-
-
-async def test_resources_that_no_node_has_are_refused_to_a_version_that_serves(deployments):
-    digest = deployments.add_package("{}")
-    await deployments.put(digest)
-    await deployments.make_ready(digest)
-    await deployments.ask(":promote")
-    await deployments.deployments.announce(
-        NodeRecord("node", cpu=2.0, memory_bytes=10, gpu=0), ttl_s=60
-    )
-    refused = await deployments.put(digest, spec={"resources": {"cpu": 64.0}})
-    assert refused.status_code == 409
-    assert "no node has room for an instance of cpu=64" in message(refused)
-    assert (await deployments.ask(method="GET")).json()["active"]["spec"]["resources"]["cpu"] == 1.0
-    changed = await deployments.put(digest, spec={"resources": {"cpu": 2.0}})
-    assert (changed.status_code, changed.json()["state"]) == (202, "active")
-    assert changed.json()["active"]["spec"]["resources"]["cpu"] == 2.0
 
 
 async def test_the_latest_lines_of_instances_are_shown_to_who_deploys(deployments):
@@ -420,18 +408,6 @@ async def test_a_route_survives_an_emptied_redis_and_reaches_other_gateways(
         await until(has_moved)
 
 
-async def test_a_removed_route_leaves_the_name_to_its_deployment(deployments):
-    [pods] = await serving(deployments, "{}")
-    nodes = await deploy_on_nodes(deployments, "[]")
-    assert await picked(deployments) == {nodes: 1000}
-    await route(deployments, {pods: 1})
-    assert await picked(deployments) == {pods: 1000}
-    assert (await route(deployments, {})).status_code == 200
-    assert await picked(deployments) == {nodes: 1000}
-    missing = await route(deployments, {})
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "application_not_found")
-
-
 async def deploy_on_nodes(deployments: Deployments, text: str) -> str:
     """A version that one instance of a node serves."""
     digest = deployments.add_package(text)
@@ -448,6 +424,13 @@ async def deploy_on_nodes(deployments: Deployments, text: str) -> str:
 
 async def test_what_nodes_serve_stays_while_a_route_names_it(deployments):
     nodes, [pods] = await deploy_on_nodes(deployments, "[]"), await serving(deployments, "{}")
+    assert await picked(deployments) == {nodes: 1000}
+    await route(deployments, {pods: 1})
+    assert await picked(deployments) == {pods: 1000}
+    assert (await route(deployments, {})).status_code == 200  # it leaves the name to its deployment
+    assert await picked(deployments) == {nodes: 1000}
+    missing = await route(deployments, {})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "application_not_found")
     assert (await route(deployments, {nodes: 90, pods: 10})).status_code == 200
     refused = [
         await deployments.ask(method="DELETE"),

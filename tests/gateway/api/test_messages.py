@@ -9,12 +9,6 @@ from shared.protocol import ErrorCode, Finished, FinishReason, Usage
 from tests.factories_gateway import CARD, HELLO, MODEL, Answer, think
 from tests.factories_images import data_url
 
-PNG = data_url().partition(",")[2]
-
-
-def image() -> dict:
-    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
-
 
 @pytest.fixture
 async def client(gateway):
@@ -30,7 +24,10 @@ async def client(gateway):
 
 
 async def test_a_message_with_system_and_an_image(client, worker):
-    content = [image(), {"type": "text", "text": "what?", "cache_control": {"type": "ephemeral"}}]
+    data = data_url().partition(",")[2]
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    image = {"type": "image", "source": source}
+    content = [image, {"type": "text", "text": "what?", "cache_control": {"type": "ephemeral"}}]
     answer = await client.messages.create(
         model=MODEL,
         max_tokens=9,

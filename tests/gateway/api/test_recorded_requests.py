@@ -13,7 +13,6 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 GENERATE, OLLAMA, COMPLETIONS = "/api/generate", "/api/chat", "/v1/completions"
 BASE64 = data_url().partition(",")[2]
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
-TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -297,10 +296,6 @@ def parts(*more):
     return {"messages": [{"role": "user", "content": [*more]}]}
 
 
-def image(**fields):
-    return {"type": "image_url", "image_url": {"url": data_url()}, **fields}
-
-
 NO_OPS = {
     "stop_token_ids": None, "prompt_logprobs": None, "add_generation_prompt": True, "continue_final_message": False,
     "priority": 0, "cache_salt": None, "mm_processor_kwargs": {}, "return_token_ids": False, "min_tokens": 0,
@@ -320,7 +315,6 @@ TAKEN = [
     (RESPONSES, items({"type": "image_generation_call", "id": "i", "status": "completed", "result": ""})),
     (RESPONSES, items({"type": "mcp_call", "id": "i", "name": "f", "server_label": "s", "arguments": "{}"})),
     (RESPONSES, items({"type": "reasoning", "id": "i", "summary": [], "encrypted_content": None})),
-    (CHAT, {"mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 100352}}),
     (CHAT, {"repetition_penalty": 1.0, "presence_penalty": 1.0, "max_completion_tokens": 5}),
     (CHAT, {"reasoning": {"effort": "low"}}),
     (GENERATE, {"think": True}),
@@ -328,15 +322,11 @@ TAKEN = [
     (CHAT, {"store": True, "service_tier": "auto", "parallel_tool_calls": False, "safety_identifier": "x",
             "prompt_cache_key": {"any": ["thing"]}, "verbosity": "low", "tools": [], "tool_choice": "none",
             "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}),
-    *((CHAT, {"tools": [TOOL], "tool_choice": choice}) for choice in ("auto", "none", None)),
-    (CHAT, {"tool_choice": "auto", "functions": [], "function_call": "auto"}),
     # defaults of others
     (CHAT, NO_OPS),
     (COMPLETIONS, NO_OPS),
     # blocks and parts
-    (CHAT, said({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, *HELLO)),
-    (CHAT, parts(image(min_pixels=784, max_pixels=100352))),
-    (CHAT, parts(image(max_dynamic_patch=6))),
+    (CHAT, parts({"type": "image_url", "image_url": data_url(), "max_dynamic_patch": 6})),
     (CHAT, parts({"type": "image_url", "image_url": {"url": data_url(), "detail": "low", "max_dynamic_patch": 6}})),
     (OLLAMA, {"options": {"stop": list("abcde")}}),
     # images
@@ -345,16 +335,11 @@ TAKEN = [
     # Ollama
     (GENERATE, {"context": [1, 2], "options": {"seed": 1.0, "num_ctx": 2048}}),
     (GENERATE, {"logprobs": False}),
-    (GENERATE, {"logprobs": True, "top_logprobs": 2}),
-    (OLLAMA, {"logprobs": True, "top_logprobs": 2}),
-    (GENERATE, {"suffix": ""}),
     # tools
     (CHAT, {"tools": [{"type": "function", "function": {**FUNCTION, "name": "n" * 128}}]}),
-    (CHAT, {"tools": [TOOL] * 40}),
     (CHAT, said({"role": "assistant", "content": "", "tool_calls": [
         {**CALL, "function": {"name": "f", "arguments": {"a": 1}}}]},
         {"role": "tool", "tool_call_id": "c", "content": "1"})),
-    (CHAT, {"tools": [{"type": "function", **FUNCTION}]}),
     (MESSAGES, {"tools": [{"name": f"f{i}" * 20, "input_schema": {"type": "object"}} for i in range(129)]}),
 ]  # fmt: skip
 
@@ -378,3 +363,26 @@ async def test_flat_tools_and_arguments_as_objects_are_understood(gateway, worke
     assert [function.name for function in task.tools.functions] == ["f"]
     assert task.messages[1].tool_calls[0].arguments == '{"a":[1]}'
     assert task.messages[1].parts[0].text == "No."
+
+
+SAMPLING = {
+    "temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.25, "seed": 3, "stop_token_ids": [5],
+    "allowed_token_ids": [5, 6], "presence_penalty": 0.5, "frequency_penalty": 0.25,
+    "logit_bias": {"5": 1.0}, "min_tokens": 2, "skip_special_tokens": False, "ignore_eos": True,
+}  # fmt: skip
+
+
+async def test_every_api_of_text_has_every_sampling_field(gateway, worker):
+    expected = {
+        **SAMPLING,
+        "stop_token_ids": (5,),
+        "allowed_token_ids": (5, 6),
+        "logit_bias": {5: 1},
+    }
+    for path in TEXT_BODIES:
+        fields = {"options": SAMPLING} if path.startswith("/api/") else SAMPLING
+        response, _ = await post(gateway, path, **TEXT_BODIES[path], **fields)
+        assert response.status_code == 200, response.text
+        assert "x-vlm-ignored" not in response.headers
+        sampling = worker.requests[-1].task.sampling
+        assert {name: getattr(sampling, name) for name in SAMPLING} == expected

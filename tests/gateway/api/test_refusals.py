@@ -71,10 +71,6 @@ def thinking(**changes: Any) -> dict[str, Any]:
     return {"model": THINKS, **changes}
 
 
-def template(**options: Any) -> dict[str, Any]:
-    return thinking(chat_template_kwargs=options)
-
-
 def with_file(media_type: str, data: bytes) -> dict[str, Any]:
     url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
     return {"messages": user({"type": "file", "file": {"filename": "x", "file_data": url}})}
@@ -206,24 +202,17 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, with_tools(*[OTHER] * 513), "invalid_value", "tools"),
     (CHAT, with_tools(TOOL, min_tokens=3), "invalid_value", "min_tokens"),
     (CHAT, with_tools(function(name="f", strict=True, parameters={"not": {}})), "invalid_grammar", "tools.[0].function.parameters/not"),
-    (CHAT, template(add_dates="x" * 257), "invalid_value", "chat_template_kwargs"),
-    (CHAT, template(add_dates=[1]), "invalid_value", "chat_template_kwargs"),
-    (CHAT, template(**{str(i): 1 for i in range(17)}), "invalid_value", "chat_template_kwargs"),
+    *[(CHAT, thinking(chat_template_kwargs=options), "invalid_value", "chat_template_kwargs")
+      for options in ({"add_dates": "x" * 257}, {"add_dates": [1]}, {str(i): 1 for i in range(17)})],
     (CHAT, thinking(reasoning_effort="hard"), "invalid_value", "reasoning_effort"),
     (CHAT, thinking(enable_thinking="yes"), "invalid_value", "enable_thinking"),
-    (COMPLETIONS, {"suffix": "end"}, "unsupported_parameter", "suffix"),
-    (COMPLETIONS, {"best_of": 3}, "unsupported_parameter", "best_of"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, "invalid_value", "prompt"),
-    (COMPLETIONS, {"prompt": [[]]}, "invalid_value", "prompt"),
-    (COMPLETIONS, {"prompt": ["a"] * 65}, "invalid_value", "prompt"),
+    *[(COMPLETIONS, {"prompt": value}, "invalid_value", "prompt") for value in ([1, "a"], [[]], ["a"] * 65)],
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "invalid_value", "prompt_logprobs"),
     (COMPLETIONS, {"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs"),
     (COMPLETIONS, {"max_tokens": 0}, "invalid_value", "max_tokens"),
     (COMPLETIONS, {"logprobs": 21}, "invalid_value", "logprobs"),
     (COMPLETIONS, {"logit_bias": {"x": 1}}, "invalid_value", "logit_bias"),
     (COMPLETIONS, {"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
-    (RESPONSES, {"background": True}, "unsupported_parameter", "background"),
-    (RESPONSES, {"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
     (RESPONSES, {"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
     (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "unsupported_parameter", "text.format"),
     (RESPONSES, {"input": []}, "invalid_value", "input"),
@@ -239,46 +228,35 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"previous_response_id": "r" * 65}, "invalid_value", "previous_response_id"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, "unsupported_parameter", "tool_choice"),
     (MESSAGES, {"tool_choice": {"type": "tool"}}, "missing_field", "tool_choice.name"),
-    (MESSAGES, {"stop_sequences": ["x"] * 17}, "invalid_value", "stop_sequences"),
-    (MESSAGES, {"stop_sequences": [""]}, "invalid_value", "stop_sequences"),
+    *[(MESSAGES, {"stop_sequences": value}, "invalid_value", "stop_sequences") for value in (["x"] * 17, [""])],
     (MESSAGES, {"messages": user({"type": "container_upload", "file_id": "f"})}, "invalid_value", "messages.[0].content.[0].type"),
     (MESSAGES, {"messages": user({"type": "tool_use", "id": "x", "name": "f", "input": {}})}, "invalid_value", "messages.[0].content.[0].type"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "unsupported_parameter", "output_config.format.schema"),
-    (MESSAGES, source("bm8gaW1hZ2U=", "image/png"), "unsupported_image", f"{IMAGE}.data"),  # "no image"
-    (MESSAGES, source("no base64", "image/png"), "unsupported_image", f"{IMAGE}.data"),
-    (MESSAGES, source("", "image/png"), "unsupported_image", f"{IMAGE}.data"),
+    *[(MESSAGES, source(data, "image/png"), "unsupported_image", f"{IMAGE}.data")
+      for data in ("bm8gaW1hZ2U=", "no base64", "")],  # the first is "no image"
     (MESSAGES, source(PNG[:16], "image/png"), "invalid_image", f"{IMAGE}.data"),  # its signature alone
-    (MESSAGES, source(PNG, "image/webp"), "invalid_value", f"{IMAGE}.media_type"),
-    (MESSAGES, source(JPEG, "image/png"), "invalid_value", f"{IMAGE}.media_type"),
+    *[(MESSAGES, source(*given), "invalid_value", f"{IMAGE}.media_type")
+      for given in ((PNG, "image/webp"), (JPEG, "image/png"))],
     (OLLAMA, {"format": "xml"}, "invalid_grammar", "format"),
-    (OLLAMA, {"options": {"mirostat": 2}}, "unsupported_parameter", "options.mirostat"),
     (OLLAMA, {"options": {"num_predict": 10**6}}, "invalid_value", "options.num_predict"),
     (OLLAMA, {"messages": [{"role": "user", "content": "x", "images": ["!"]}]}, "invalid_image", "messages.[0].images.[0]"),
     (OLLAMA, {"messages": [{"role": "developer", "content": "1"}]}, "invalid_value", "messages.[0].role"),
     (OLLAMA, {"messages": [{"role": "user", "images": [{"type": "Buffer", "data": [1]}]}]}, "invalid_value", "messages.[0].images.[0]"),
-    (GENERATE, {"suffix": "x"}, "unsupported_parameter", "suffix"),
     (GENERATE, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
     (EMBEDDINGS, {"input": [{"image": PNG}] * 65}, "too_many_images", "input"),
     (EMBEDDINGS, {"input": None}, "missing_field", "input"),
     (EMBEDDINGS, {"messages": [], "input": []}, "invalid_value", "messages"),
     (EMBEDDINGS, {"messages": user(PART)}, "invalid_value", "input"),
-    (EMBEDDINGS, {"messages": user(PART, TEXT), "input": None}, "invalid_value", "messages.[0].content"),
-    (EMBEDDINGS, {"messages": user(PART, PART), "input": None}, "invalid_value", "messages.[0].content"),
-    (EMBEDDINGS, {"messages": user({"type": "text", "text": ""}), "input": None}, "invalid_value", "messages.[0].content"),
+    *[(EMBEDDINGS, {"messages": user(*parts), "input": None}, "invalid_value", "messages.[0].content")
+      for parts in ([PART, TEXT], [PART, PART], [{"type": "text", "text": ""}])],
     (EMBEDDINGS, {"messages": user({"type": "image_url", "image_url": {"url": "data:,x"}}), "input": None}, "invalid_image_url",
      "messages.[0].content.[0].image_url"),
     (EMBEDDINGS, {"messages": user(PART) * 2, "input": None}, "invalid_value", "messages"),
     (EMBEDDINGS, {"messages": user(PART, role="assistant"), "input": None}, "invalid_value", "messages.[0].role"),
-    (EMBEDDINGS, {"input": ""}, "invalid_value", "input"),
-    (EMBEDDINGS, {"input": []}, "invalid_value", "input"),
-    (EMBEDDINGS, {"input": ["a", ""]}, "invalid_value", "input.[1]"),
-    (EMBEDDINGS, {"input": [[5], []]}, "invalid_value", "input.[1]"),
-    (EMBEDDINGS, {"input": [5, "a"]}, "invalid_value", "input"),
-    (EMBEDDINGS, {"input": [[5], "a"]}, "invalid_value", "input"),
-    (EMBEDDINGS, {"input": [5, -1]}, "invalid_value", "input.[1]"),
-    (EMBEDDINGS, {"input": [[5], [65_536]]}, "invalid_value", "input.[1]"),
-    (EMBEDDINGS, {"input": [{}]}, "invalid_value", "input.[0]"),
-    (EMBEDDINGS, {"input": [{"text": "a", "image": "b"}]}, "invalid_value", "input.[0]"),
+    *[(EMBEDDINGS, {"input": value}, "invalid_value", "input") for value in ("", [], [5, "a"], [[5], "a"])],
+    *[(EMBEDDINGS, {"input": value}, "invalid_value", "input.[1]")
+      for value in (["a", ""], [[5], []], [5, -1], [[5], [65_536]])],
+    *[(EMBEDDINGS, {"input": [value]}, "invalid_value", "input.[0]") for value in ({}, {"text": "a", "image": "b"})],
     (EMBEDDINGS, {"input": [{"image": "not base64!"}]}, "invalid_image", "input.[0].image"),
     (EMBEDDINGS, {"input": ["x"] * 2049}, "too_many_inputs", "input"),
     (EMBEDDINGS, {"input": [[5] * 500] * 601}, "too_many_tokens", "input"),

@@ -122,35 +122,24 @@ async def test_another_gateway_goes_on_exactly_where_the_first_was_left(gateway,
             seen = await read_until(events, num_seen)
         script.go(len(WORDS) + 1 - num_seen)
 
-        rest = parse((await take_up(other, response, seen[-1][0])).text)
+        whole = seen + parse((await take_up(other, response, seen[-1][0])).text)
 
-        ids = [event_id for event_id, _ in seen + rest]
+        ids = [event_id for event_id, _ in whole]
         assert ids == sorted(set(ids))
-        assert content(seen + rest) == "".join(WORDS)
-        assert rest[-1][1] == "[DONE]"
-        usage = json.loads(rest[-2][1])["usage"]
+        assert content(whole) == "".join(WORDS)
+        assert whole[-1] == (8, "[DONE]")
+        usage = json.loads(whole[-2][1])["usage"]
         assert usage["completion_tokens"] == len(WORDS)
-        heads = [json.loads(data) for _, data in seen + rest if data != "[DONE]"]
+        heads = [json.loads(data) for _, data in whole if data != "[DONE]"]
         assert len({(head["id"], head["created"]) for head in heads}) == 1
+    for last_id in (None, 0, 1, 5, 7):  # it has ended
+        again = parse((await take_up(other, response, last_id)).text)
+        known = -1 if last_id is None else last_id
+        assert again[-1] == whole[-1]
+        assert content(again) == "".join(WORDS[max(0, known) :])
+        assert min(event_id for event_id, _ in again) > known
     script.go(6)
     assert "\nid:" not in "\n" + await gateway.stream(body)  # which does not ask for it
-
-
-async def test_an_ended_stream_is_told_again_from_any_event(gateway, other, worker):
-    script = Paced(worker)
-    script.go(6)
-    body = make_body(stream_options={"include_usage": True})
-    async with begun(gateway, body) as (response, events):
-        whole = await read_until(events, 8)
-    for place in (None, 0, 1, -3, -2):
-        last_id = None if place is None else whole[place][0]
-
-        again = parse((await take_up(other, response, last_id)).text)
-
-        known = -1 if last_id is None else last_id
-        assert again[-1] == whole[-1] == (8, "[DONE]")
-        assert content(again) == content([event for event in whole if event[0] > known])
-        assert min(event_id for event_id, _ in again) > known
 
 
 async def test_a_stream_that_is_not_known_is_a_404(gateway, redis, redis_prefix):
@@ -372,23 +361,6 @@ async def test_a_follower_ends_at_its_deadline_while_redis_is_away(
     assert json.loads(parse(text)[-1][1])["error"]["code"] == "deadline_exceeded"
 
 
-async def test_retries_at_once_under_overload_are_never_told_of_streams(gateway, other, worker):
-    """Refused tries forget their record while others look for it."""
-
-    async def refuse(*arguments, **options) -> None:
-        await asyncio.sleep(0)
-        raise QueueRefused("queue_full", 0.0)
-
-    for each in (gateway, other):
-        each.services.queue.submit = refuse
-    for number in range(20):
-        key = {"idempotency-key": f"order-76-{number}"}
-        tries = [each.chat(headers=key) for _ in range(4) for each in (gateway, other)]
-        answers = await asyncio.gather(*tries)
-        assert {answer.status_code for answer in answers} == {503}
-        assert all("retry-after" in answer.headers for answer in answers)
-
-
 async def test_a_reader_of_a_request_that_was_refused_after_all_is_told_at_once(
     gateway, other, redis, redis_prefix, worker
 ):
@@ -399,7 +371,8 @@ async def test_a_reader_of_a_request_that_was_refused_after_all_is_told_at_once(
         await may_refuse.wait()
         raise QueueRefused("queue_full", 0.0)
 
-    gateway.services.queue.submit = refuse
+    for each in (gateway, other):
+        each.services.queue.submit = refuse
     first = asyncio.create_task(gateway.chat(headers={"idempotency-key": "order-77"}))
     await is_asked.wait()
     [record] = [name async for name in redis.scan_iter(match=f"{redis_prefix}:stream:*")]
@@ -409,6 +382,12 @@ async def test_a_reader_of_a_request_that_was_refused_after_all_is_told_at_once(
     may_refuse.set()
     async with asyncio.timeout(BEGINS_WITHIN_S / 2):
         assert (await first).status_code == (await reader).status_code == 503
+    for number in range(20):  # refused tries forget their record while others look for it
+        key = {"idempotency-key": f"order-76-{number}"}
+        tries = [each.chat(headers=key) for _ in range(4) for each in (gateway, other)]
+        answers = await asyncio.gather(*tries)
+        assert {answer.status_code for answer in answers} == {503}
+        assert all("retry-after" in answer.headers for answer in answers)
 
 
 async def test_a_post_beside_another_versions_record_is_served_or_told_when_to_come_back(

@@ -199,20 +199,6 @@ async def test_sessions_are_listed_in_pages(gateway, scripted, worker):
         assert refused["error"]["param"] == query.partition("=")[0]
 
 
-async def test_common_data_outlives_the_tasks_that_run_when_a_session_is_closed(
-    session, scripted, worker, redis, redis_prefix
-):
-    scripted.gate.clear()
-    await session.send({"input": 0, "id": "runs"})
-    await until(lambda: worker.requests)
-    common = worker.requests[0].task.common
-    await session.ask("POST", ":close", {})
-    await session.counts()
-    assert await redis.pttl(RedisKeys(redis_prefix).blob(common.sha256)) > 1000 * 3600
-    scripted.gate.set()
-    assert (await session.end_of("runs"))["state"] == "succeed"
-
-
 async def test_a_task_is_followed_piece_by_piece(session, gateway):
     await session.send({"input": "pieces", "id": "p"})
     answer = await gateway.client.get(f"/v1/sessions/{session.id}/tasks/p/events")
@@ -284,7 +270,9 @@ async def test_any_gateway_finds_a_task(
     assert await session.counts() == {"succeed": 1}
 
 
-async def test_closing_cancels_what_waits_and_lets_finish_what_runs(session, scripted, worker):
+async def test_closing_cancels_what_waits_and_lets_finish_what_runs(
+    session, scripted, worker, redis, redis_prefix
+):
     scripted.gate.clear()
     await session.send({"input": 0, "id": "runs"})
     await until(lambda: worker.requests)
@@ -292,8 +280,9 @@ async def test_closing_cancels_what_waits_and_lets_finish_what_runs(session, scr
     await session.send({"input": 1, "id": "waits"})
     # What was being read at this moment may have been taken all the same.
     closed = await session.ask("POST", ":close", {})
-    assert closed["state"] == "closed"
-    assert closed["cancelled"] == 1
+    assert (closed["state"], closed["cancelled"]) == ("closed", 1)
+    common = worker.requests[0].task.common  # outlives the task that runs
+    assert await redis.pttl(RedisKeys(redis_prefix).blob(common.sha256)) > 1000 * 3600
     scripted.gate.set()
     assert (await session.end_of("runs"))["state"] == "succeed"
     assert (await session.end_of("waits"))["state"] == "cancelled"
@@ -301,24 +290,18 @@ async def test_closing_cancels_what_waits_and_lets_finish_what_runs(session, scr
     assert refused["error"]["code"] == "session_closed"
 
 
-async def test_a_cancelled_task_stops_its_worker(session, scripted, worker):
-    worker.script = say_nothing
-    await session.send({"input": 0, "id": "x"})
-    await until_equal(session.counts, {"running": 1})
-    assert (await session.ask("POST", "/tasks/x:cancel", {}))["state"] == "cancelled"
-    await asyncio.wait_for(worker.cancelled.wait(), 20)
-
-
-async def test_a_task_that_has_ended_stays_as_it_ended_when_it_is_cancelled_late(
-    session, redis, redis_prefix
-):
+async def test_a_cancelled_task_stops_its_worker(session, scripted, worker, redis, redis_prefix):
     await session.send({"input": 1, "id": "x"}, {"input": "fail", "id": "y"})
     assert (await session.end_of("x"))["state"] == "succeed"
     assert (await session.end_of("y"))["state"] == "failed"
     keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*:request:*")]
     assert await redis.delete(*keys)  # as when nobody has asked for long
-    assert (await session.ask("POST", "/tasks/x:cancel", {}))["state"] == "succeed"
-    assert (await session.ask("POST", "/tasks/y:cancel", {}))["state"] == "failed"
+    worker.script = say_nothing
+    await session.send({"input": 0, "id": "z"})
+    await until(lambda: len(worker.requests) == 3)
+    for name, state in (("x", "succeed"), ("y", "failed"), ("z", "cancelled")):
+        assert (await session.ask("POST", f"/tasks/{name}:cancel", {}))["state"] == state
+    await asyncio.wait_for(worker.cancelled.wait(), 20)
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_queue_depth": 2}}])

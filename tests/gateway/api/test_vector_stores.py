@@ -10,6 +10,7 @@ import pytest
 
 from gateway.api.vector_stores import cut_chunks
 from gateway.search import Outage
+from tests.doc_examples import Examples
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 from tests.factories_images import data_url
 from tests.factories_keys import code
@@ -326,23 +327,6 @@ BAD_SEARCHES = [
 ]  # fmt: skip
 
 
-QUOTES = ["o'hara", "'; DROP TABLE x; --", '"', "\\", "%", "ünï\n"]
-
-
-async def test_quotes_in_filters_find_what_they_say_and_nothing_else(gateway, store):
-    for value in QUOTES:
-        key = f"k'{value.strip()}"
-        items = [
-            {"id": f"it's {n}", "text": "x", "attributes": {key: marks}}
-            for n, marks in enumerate([value, "other", 1.5, True])
-        ]
-        assert (await put(gateway, store, items)).status_code == 200
-        for kind, expected in (("eq", {"it's 0"}), ("ne", {"it's 1", "it's 2", "it's 3"})):
-            where = {"type": kind, "key": key, "value": value}
-            page = await find(gateway, store, {"embedding": [1.0] * 64}, filters=where)
-            assert {hit["id"] for hit in page.json()["data"]} == expected
-
-
 async def test_another_tenants_ids_do_not_exist(gateway, client, store):
     await put(gateway, store, [{"id": "secret", "text": "secret"}])
     file = await client.files.create(file=("a.txt", b"secret"), purpose="user_data")
@@ -570,3 +554,16 @@ async def test_a_client_that_leaves_stores_nothing_and_frees_the_fleet(ends, red
             await until(lambda: not worker.engine.has_work())
             read = await gateway.client.get(f"{STORES}/{store}")
     assert read.json()["num_items"] == 0
+
+
+@pytest.mark.parametrize("page", ["embeddings.md", "search.md"])
+async def test_examples_of_docs_print_what_the_page_shows(
+    ends, redis_server, search, monkeypatch, page
+):
+    monkeypatch.setenv("NO_PROXY", "*")
+    examples = Examples(page)
+    async with run_worker(ends, load=lambda: load(served_name="mock-embeddings")):
+        settings = make_settings(redis_server, ends.prefix, search=dict(search))
+        async with run_gateway_on_socket(settings) as gateway:
+            assert await asyncio.to_thread(examples.run, gateway.url) == examples.shown
+    assert len(examples.shown) >= 3

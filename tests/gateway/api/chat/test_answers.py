@@ -11,14 +11,17 @@ from msgspec.structs import replace
 
 from gateway.http.errors import ApiError
 from shared.protocol import (
+    CallPiece,
     ErrorCode,
     FinishReason,
+    Function,
     OutputLogprob,
     SamplingDefaults,
     TokenLogprob,
+    Tools,
 )
 from shared.telemetry.metrics import STAGES
-from tests.factories_gateway import CARD, HELLO, MODEL, Answer, make_body
+from tests.factories_gateway import CARD, CHAT, HELLO, MODEL, Answer, make_body
 from tests.factories_images import data_url, encoded
 
 
@@ -128,24 +131,14 @@ async def test_logprobs_have_tokens_bytes_and_rivals(gateway, worker):
     worker.script = script
     answer = (await gateway.chat(make_body(logprobs=True, top_logprobs=2))).json()
     assert worker.requests[0].task.sampling.num_logprobs == 2
-    assert answer["choices"][0]["logprobs"] == {
-        "refusal": None,
-        "content": [
-            {
-                "token": "Hé",
-                "logprob": -0.5,
-                "bytes": [72, 195, 169],
-                "top_logprobs": [
-                    {"token": "Hé", "logprob": -0.5, "bytes": [72, 195, 169]},
-                    {"token": "Ha", "logprob": -1.5, "bytes": [72, 97]},
-                ],
-            }
-        ],
-    }
+    told = {"token": "Hé", "logprob": -0.5, "bytes": [72, 195, 169]}
+    rival = {"token": "Ha", "logprob": -1.5, "bytes": [72, 97]}
+    content = [{**told, "top_logprobs": [told, rival]}]
+    assert answer["choices"][0]["logprobs"] == {"refusal": None, "content": content}
 
 
 async def test_parameters_in_words_of_chat_alone_reach_the_worker(gateway, worker):
-    """The others are in tests/gateway/api/test_sampling.py."""
+    """The others are in tests/gateway/api/test_recorded_requests.py."""
     own = {"max_completion_tokens": 9, "seed": -1, "stop": ["a", "b"], "metadata": {"k": "v"}}
     await gateway.chat(make_body(repetition_penalty=1.5, **own))
     [sampling] = [request.task.sampling for request in worker.requests]
@@ -155,18 +148,6 @@ async def test_parameters_in_words_of_chat_alone_reach_the_worker(gateway, worke
         await gateway.chat(make_body(temperature=1e-45, **{name: 30_000}))
         sampling = worker.requests[-1].task.sampling
         assert (sampling.max_tokens, sampling.temperature) == (30_000, 0.0)
-
-
-async def test_defaults_are_openais(gateway, worker):
-    nothing = dict.fromkeys(
-        ("max_tokens", "temperature", "top_p", "top_k", "stop", "n", "logit_bias", "logprobs",
-         "tools", "response_format", "stream", "stream_options", "user", "seed")
-    )  # fmt: skip
-    for body in (make_body(), make_body(**nothing)):
-        await gateway.chat(body)
-        sampling = worker.requests[-1].task.sampling
-        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-        assert (sampling.max_tokens, sampling.stop, sampling.num_logprobs) == (None, (), None)
 
 
 SUGGESTED = SamplingDefaults(0.25, 0.5, 7, 0.125, 1.5, 9)
@@ -355,3 +336,74 @@ async def test_an_error_in_mid_stream_is_raised(client, worker):
     with pytest.raises(openai.APIError, match=r"The worker was lost\."):
         await read()
     assert "".join(texts) == "half"
+
+
+# Functions that the model may call
+
+
+ABLE = replace(CARD, supports_grammars=True)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+WEATHER = Function(
+    "get_weather", '{"type":"object","properties":{"city":{"type":"string"}}}', "The weather."
+)
+OTHER = {"type": "function", "function": {"name": "other"}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("card", [ABLE])
+async def test_what_the_model_may_call(gateway, worker):
+    for fields, expected in (
+        ({"tools": [TOOL]}, Tools((WEATHER,))),
+        ({"tools": [TOOL], "tool_choice": "auto"}, Tools((WEATHER,))),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, Tools((WEATHER,), False, False)),
+        ({"tools": [TOOL], "tool_choice": "none"}, None),
+        ({"tools": [], "tool_choice": "auto"}, None),
+        ({"tools": [{"type": "web_search"}]}, None),
+        ({"tools": [OTHER, TOOL], "tool_choice": NAMED}, Tools((WEATHER,), True)),
+        (
+            {"tools": [OTHER, TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+                "mode": "required", "tools": [NAMED]}}},
+            Tools((WEATHER,), True),
+        ),
+    ):  # fmt: skip
+        response = await gateway.client.post(CHAT, json=make_body(**fields))
+        assert response.status_code == 200, response.text
+        assert worker.requests[-1].task.tools == expected
+
+
+DEEP = '{"x": ' + "[" * 2000
+
+
+@pytest.mark.parametrize("card", [ABLE])
+async def test_arguments_that_are_whole_are_told_whatever_they_are(gateway, worker):
+    async def call(answer: Answer) -> None:
+        await answer.start()
+        [event] = answer.deltas("")
+        piece = CallPiece(0, "get_weather", arguments)
+        await answer.publish(replace(event, calls=(piece,)))
+        await answer.finish(reason=FinishReason.TOOL_CALLS if is_whole else FinishReason.LENGTH)
+
+    worker.script = call
+    for arguments, is_whole in (
+        (DEEP + "]" * 2000 + "}", True),
+        ('{"x": ' + "9" * 5000 + ', "y": 1e999}', True),
+        ('{"x": "]}', False),
+        (DEEP, False),
+        (DEEP + '"' + "]" * 2000 + "}", False),
+    ):
+        for path in ("/v1/messages", "/api/chat"):
+            body = {"model": MODEL, "messages": HELLO, "stream": False, "tools": [TOOL]}
+            if path == "/v1/messages":
+                tool = {"name": "get_weather", "input_schema": {"type": "object"}}
+                body |= {"max_tokens": 9, "tools": [tool]}
+            response = await gateway.client.post(path, json=body)
+            assert response.status_code == 200
+            name = "input" if path == "/v1/messages" else "arguments"
+            assert f'"{name}":{arguments if is_whole else {}}' in response.text

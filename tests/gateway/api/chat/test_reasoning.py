@@ -29,7 +29,7 @@ ALWAYS = replace(CARD, reasoning="think", always_thinks=True)
 async def think(answer: Answer) -> None:
     """Two tokens of thinking, one that ends it, one of the answer."""
     request_id, attempt = answer.request.id, answer.claim.attempt
-    pieces = [("so ", ""), ("it is", ""), (".", "Yes"), ("", "!"), ("", "")]
+    pieces = [("so ", ""), ("it is", ""), (".", "Yes "), ("", f"{answer.choice}!"), ("", "")]
     await answer.start()
     for index, (thought, text) in enumerate(pieces):
         await answer.publish(Tokens(request_id, attempt, index, (index,), text, reasoning=thought))
@@ -44,26 +44,28 @@ async def test_a_whole_answer_has_what_was_thought_beside_it(gateway, worker):
     worker.script = think
     answer = (await gateway.chat()).json()
     message = answer["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("so it is.", "Yes!")
+    assert (message["reasoning_content"], message["content"]) == ("so it is.", "Yes 0!")
     assert answer["usage"]["completion_tokens"] == 5
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
     body = make_body(include_reasoning=False)
     whole = await gateway.chat(body)
-    assert whole.json()["choices"][0]["message"]["content"] == "Yes!"
+    assert whole.json()["choices"][0]["message"]["content"] == "Yes 0!"
     assert "reasoning_content" not in whole.text
     assert "reasoning_content" not in await gateway.stream(body)
 
 
 async def test_a_stream_tells_what_is_thought_apart(gateway, worker):
+    """Choices are interleaved by index."""
     worker.script = think
     body = make_body(n=2, stream_options={"include_usage": True})
     *chunks, usage, _ = read_events(await gateway.stream(body))
     for index in range(2):
-        deltas = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        deltas = [choice["delta"] for choice in choices]
         assert deltas[0] == {"role": "assistant", "content": ""}
         assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "so it is."
-        assert "".join(delta.get("content", "") for delta in deltas) == "Yes!"
-        assert {} in deltas
+        assert "".join(delta.get("content", "") for delta in deltas) == f"Yes {index}!"
+        assert (deltas[-1], choices[-1]["finish_reason"]) == ({}, "stop")
     assert usage["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
 
 

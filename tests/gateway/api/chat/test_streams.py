@@ -1,6 +1,5 @@
 """Streams on the wire: the order of chunks, usage, timings, failures before and after the status line."""
 
-import asyncio
 import json
 from itertools import accumulate
 from operator import methodcaller
@@ -98,33 +97,6 @@ async def test_each_chunk_with_a_choice_counts_more_than_the_one_before(gateway,
     [choice] = chunks[-1]["choices"]
     assert choice["finish_reason"] == "length"
     assert (choice.get("text") or choice["delta"]["content"]) == "lo"
-
-
-async def test_choices_are_interleaved_by_index(gateway, worker):
-    turns = [asyncio.Event() for _ in range(3)]
-    turns[0].set()
-
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        for turn in range(2):
-            await turns[turn].wait()
-            await answer.say(f"{answer.choice}{turn} ")
-            if answer.choice == 1:
-                turns[turn + 1].set()
-        await answer.finish()
-
-    worker.script = script
-    *chunks, _ = read_events(await gateway.stream(make_body(n=2)))
-    texts: dict[int, str] = {0: "", 1: ""}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            texts[choice["index"]] += choice["delta"].get("content", "")
-    assert texts == {0: "00 01 ", 1: "10 11 "}
-    assert [c["choices"][0]["finish_reason"] for c in chunks].count("stop") == 2
-    for index in (0, 1):
-        own = [c for c in chunks if c["choices"][0]["index"] == index]
-        assert own[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-        assert own[-1]["choices"][0]["delta"] == {}
 
 
 async def test_tokens_that_complete_no_text_make_no_chunk(gateway, worker):
