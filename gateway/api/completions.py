@@ -591,18 +591,14 @@ class _Messages:
             if role not in ("assistant", "tool"):
                 raise invalid(f"{param}.content", "send a string or a list of parts")
             content = ""
-        reasoning = ""
-        if isinstance(content, str):
-            parts: tuple[Part, ...] = (conversation.text(content),)
-        else:
-            thoughts = [part.thinking for part in content if isinstance(part, ThinkingContent)]
-            reasoning = "".join(thoughts)
-            parts = tuple(
-                self._part(part, role, f"{param}.content.[{index}]")
-                for index, part in enumerate(content)
-                if not isinstance(part, ThinkingContent)
-            )
-        reasoning = (_reasoning(message) or reasoning) if role == "assistant" else ""
+        given = [TextContent(text=content)] if isinstance(content, str) else content
+        thoughts = [part.thinking for part in given if isinstance(part, ThinkingContent)]
+        parts = tuple(
+            self._part(part, role, f"{param}.content.[{index}]")
+            for index, part in enumerate(given)
+            if not isinstance(part, ThinkingContent)
+        )
+        reasoning = (_reasoning(message) or "".join(thoughts)) if role == "assistant" else ""
         calls = _calls(message, param) if role == "assistant" else ()
         call_id = message.tool_call_id or ""
         if message.role == "function":

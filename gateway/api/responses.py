@@ -634,10 +634,10 @@ def translate_input(
         conversation.add("system", [conversation.text(request.instructions)])
     if kept is not None:
         _go_on(conversation, kept)
-    if isinstance(request.input, str):
-        conversation.add("user", [conversation.text(request.input)])
-    else:
-        _Items(conversation, limits).add(request.input)
+    items = request.input
+    if isinstance(items, str):
+        items = [InputItem(role="user", content=items)]
+    _Items(conversation, limits).add(items)
     if len(conversation.messages) > limits.max_messages:
         raise invalid(
             "input", f"send at most {limits.max_messages} messages, earlier ones included"
