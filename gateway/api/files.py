@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
-from itertools import chain
+from itertools import chain, islice
 from tempfile import SpooledTemporaryFile
 from typing import IO, Annotated, Literal, TypeVar
 
@@ -404,13 +404,9 @@ class Files(Resource):
             if query.before:
                 ids = [i for i in ids if (i < query.before if is_ascending else i > query.before)]
                 ids.reverse()
-            found: list[BatchFile] = []
-            for id_ in ids:
-                file = files.get(owner, id_)
-                if file is not None and query.purpose in ("", file.purpose):
-                    found.append(file)
-                if len(found) > query.limit:
-                    break
+            all_files = filter(None, (files.get(owner, id_) for id_ in ids))
+            wanted = (file for file in all_files if query.purpose in ("", file.purpose))
+            found = [*islice(wanted, query.limit + 1)]
             kept = found[: query.limit]
             return kept[::-1] if query.before else kept, len(found) > query.limit
 

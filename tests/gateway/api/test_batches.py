@@ -80,8 +80,7 @@ def to_file(lines):
 
 
 async def begin(client, lines, endpoint=CHAT, **options):
-    data = lines if isinstance(lines, bytes) else to_file(lines)
-    file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+    file = await client.files.create(file=("in.jsonl", to_file(lines)), purpose="batch")
     return await client.batches.create(
         input_file_id=file.id, endpoint=endpoint, completion_window="24h", **options
     )
@@ -103,8 +102,6 @@ async def until_ended(client, batch):
 
 
 async def read(client, file_id):
-    if file_id is None:
-        return {}
     lines = [json.loads(line) for line in (await client.files.content(file_id)).text.splitlines()]
     found = {line["custom_id"]: line for line in lines}
     assert len(found) == len(lines)

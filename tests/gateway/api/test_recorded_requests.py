@@ -142,36 +142,25 @@ async def test_small_things_that_others_take(gateway, worker):
     assert response.headers["x-vlm-ignored"] == "messages.content.uuid"
 
 
-async def test_functions_of_the_older_form_are_tools(gateway, worker):
-    turns = [
-        *HELLO,
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
-        {"role": "function", "name": "f", "content": "42"},
-    ]
-    response, _ = await post(gateway, CHAT, messages=turns)
-    assert response.status_code == 200, response.text
-    _, called, answered = worker.requests[-1].task.messages
+async def test_older_functions_files_and_thinking_parts_of_chat_are_understood(gateway, worker):
+    async def task_of(*turns):
+        response, _ = await post(gateway, CHAT, messages=[*HELLO, *turns])
+        assert response.status_code == 200, response.text
+        return worker.requests[-1].task
+
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    task = await task_of(call, {"role": "function", "name": "f", "content": "42"})
+    _, called, answered = task.messages
     assert called.tool_calls == (ToolCall("f", "f", "{}"),)
     assert (answered.role, answered.tool_call_id) == ("tool", "f")
-
-
-async def test_files_of_text_are_text_and_of_images_are_images(gateway, worker):
     url = f"data:text/plain;base64,{b64encode('wörds'.encode()).decode()}"
     text = {"type": "file", "file": {"filename": "x", "file_data": url}}
     picture = {"type": "file", "file": {"file_data": data_url()}}
-    response, _ = await post(gateway, CHAT, **parts(text, picture))
-    assert response.status_code == 200, response.text
-    task = worker.requests[-1].task
-    assert task.messages[0].parts[0] == TextPart("wörds")
+    task = await task_of({"role": "user", "content": [text, picture]})
+    assert task.messages[1].parts[0] == TextPart("wörds")
     assert len(task.images) == 1
-
-
-async def test_thinking_parts_of_the_assistant_are_its_reasoning(gateway, worker):
     said = [{"type": "thinking", "thinking": "hm", "closed": True}, {"type": "text", "text": "so"}]
-    turns = [*HELLO, {"role": "assistant", "content": said}, *HELLO]
-    response, _ = await post(gateway, CHAT, messages=turns)
-    assert response.status_code == 200, response.text
-    turn = worker.requests[-1].task.messages[1]
+    turn = (await task_of({"role": "assistant", "content": said}, *HELLO)).messages[1]
     assert (turn.reasoning, turn.parts) == ("hm", (TextPart("so"),))
 
 

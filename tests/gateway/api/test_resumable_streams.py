@@ -73,20 +73,19 @@ def content(events: list[tuple[int, str]]) -> str:
 
 
 @asynccontextmanager
-async def begun(gateway, body=None, headers=RESUMABLE):
+async def begun(gateway, body=None):
     """An open stream, event by event; left when the block ends."""
     body = {**(body or make_body()), "stream": True}
-    async with gateway.client.stream("POST", CHAT, json=body, headers=headers) as response:
+    async with gateway.client.stream("POST", CHAT, json=body, headers=RESUMABLE) as response:
         assert response.status_code == 200
 
         async def events():
-            block = ""
-            async for text in response.aiter_text():
-                block += text
-                *whole, block = block.split("\n\n")
-                for event in whole:
-                    for parsed in parse(event + "\n\n"):
-                        yield parsed
+            event_id = -1
+            async for line in response.aiter_lines():
+                name, _, value = line.partition(": ")
+                if name == "data":
+                    yield event_id, value
+                event_id = int(value) if name == "id" else event_id
 
         yield response, events()
 

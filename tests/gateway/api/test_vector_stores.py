@@ -227,6 +227,9 @@ async def test_the_official_client_attaches_batches_of_files(client):
     assert found[2].last_error.code == "unsupported_file"
     failed = batches.list_files(batch.id, vector_store_id=store.id, filter="failed")
     assert [file.id async for file in failed] == [binary.id]
+    crossed = {"after": files[2], "before": files[1], "order": "asc"}
+    none = batches.list_files(batch.id, vector_store_id=store.id, **crossed)
+    assert [file async for file in none] == []
     attached = client.vector_stores.files.list(store.id)
     assert {file.id async for file in attached} == set(files)
     each = [{"file_id": files[0], "attributes": {"n": 1.0}}, {"file_id": files[1]}]

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from gateway.http.errors import ApiError
 from shared.protocol import (
     CallPiece,
-    ErrorCode,
     FinishReason,
     Function,
     OutputLogprob,
@@ -313,29 +312,6 @@ async def test_errors_become_the_clients_own(client, worker):
         await client.chat.completions.create(model=MODEL, messages=HELLO, n=1000)
     assert (bad.value.param, bad.value.type) == ("n", "invalid_request_error")
     assert bad.value.request_id
-
-
-async def test_an_error_in_mid_stream_is_raised(client, worker):
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        await answer.say("half")
-        await has_read.wait()
-        await answer.fail(ErrorCode.WORKER_LOST, "The worker was lost.")
-
-    has_read = asyncio.Event()
-    worker.script = script
-    stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
-    texts: list[str] = []
-
-    async def read() -> None:
-        async for chunk in stream:
-            texts.append(chunk.choices[0].delta.content or "")
-            if texts[-1]:
-                has_read.set()
-
-    with pytest.raises(openai.APIError, match=r"The worker was lost\."):
-        await read()
-    assert "".join(texts) == "half"
 
 
 # Functions that the model may call
