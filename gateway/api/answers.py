@@ -127,16 +127,12 @@ def _to_scores(entry: PromptLogprob) -> dict[str, PromptTokenScore]:
 
 def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
     """Join adjacent token events of the same choice."""
-    for (index, has_tokens), run in groupby(events, _run_of):
+    for (index, has_tokens), run in groupby(events, lambda e: (e[0], isinstance(e[1], Tokens))):
         if has_tokens:
             pieces: list[Any] = [event for _, event in run]
             yield index, join_tokens(pieces[0].request_id, pieces[0].attempt, pieces)
         else:
             yield from run
-
-
-def _run_of(entry: ChoiceEvent) -> tuple[int, bool]:
-    return entry[0], isinstance(entry[1], Tokens)
 
 
 def with_ends(

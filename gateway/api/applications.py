@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 from starlette.responses import Response
 from starlette.types import Receive
 
-from gateway.api.fields import Data, invalid
+from gateway.api.fields import Data, copy_fields, invalid
 from gateway.calls.models import ModelDirectory
 from gateway.http.body import BodyTooSlow, PacedBody
 from gateway.http.endpoint import Caller, Resource, operation
@@ -440,11 +440,9 @@ class NodeObject(msgspec.Struct):
 
     @classmethod
     def of(cls, node: NodeRecord) -> "NodeObject":
-        return cls(
-            node.id, node.cpu, node.memory_bytes, node.gpu,
-            "draining" if node.is_stopping else "ready",
-            [NodeInstance(each.app, each.slot, each.digest, each.state) for each in node.slots],
-        )  # fmt: skip
+        instances = [copy_fields(each, NodeInstance, application=each.app) for each in node.slots]
+        state = "draining" if node.is_stopping else "ready"
+        return copy_fields(node, cls, state=state, instances=instances)
 
 
 class NodeList(Data[NodeObject]):

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -121,14 +121,14 @@ class ImageUrl(IgnoredImageFields, frozen=True, kw_only=True):
     url: str
 
 
-class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True):
+class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True, tag_field="type"):
     """Cache hints that some clients add to parts; no effect."""
 
     cache_control: Ignored = UNSET
     prompt_cache_breakpoint: Ignored = UNSET
 
 
-class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
+class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag="text"):
     text: str
 
 
@@ -148,7 +148,7 @@ class MediaFields(RequestStruct, frozen=True, kw_only=True):
     video: SamplingOfFrames | None = None
 
 
-class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
+class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag="image_url"):
     """An image; many clients send the URL as a string."""
 
     image_url: ImageUrl | str
@@ -165,7 +165,7 @@ class VideoUrl(VideoFields, frozen=True, kw_only=True):
     url: str
 
 
-class VideoContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="video_url"):
+class VideoContent(IgnoredPartFields, frozen=True, kw_only=True, tag="video_url"):
     """A video."""
 
     video_url: VideoUrl | str
@@ -177,31 +177,25 @@ class AudioUrl(RequestStruct, frozen=True, kw_only=True):
     url: str
 
 
-class AudioContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="audio_url"):
+class AudioContent(IgnoredPartFields, frozen=True, kw_only=True, tag="audio_url"):
     """Audio in vLLM's format."""
 
     audio_url: AudioUrl | str
 
 
-class InputAudioContent(
-    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_audio"
-):
+class InputAudioContent(IgnoredPartFields, frozen=True, kw_only=True, tag="input_audio"):
     """Audio in OpenAI's format."""
 
     input_audio: AudioData
 
 
-class InputTextContent(
-    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"
-):
+class InputTextContent(IgnoredPartFields, frozen=True, kw_only=True, tag="input_text"):
     """Text in the format of the Responses API."""
 
     text: str
 
 
-class InputImageContent(
-    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_image"
-):
+class InputImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag="input_image"):
     """An image in the format of the Responses API."""
 
     image_url: str
@@ -215,7 +209,7 @@ class FileField(EchoedStruct, frozen=True, kw_only=True):
     file_id: str | None = None
 
 
-class FileContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="file"):
+class FileContent(IgnoredPartFields, frozen=True, kw_only=True, tag="file"):
     """A text file, an image, a video or audio."""
 
     file: FileField
@@ -597,18 +591,14 @@ class _Messages:
             if role not in ("assistant", "tool"):
                 raise invalid(f"{param}.content", "send a string or a list of parts")
             content = ""
-        reasoning = ""
-        if isinstance(content, str):
-            parts: tuple[Part, ...] = (conversation.text(content),)
-        else:
-            thoughts = [part.thinking for part in content if isinstance(part, ThinkingContent)]
-            reasoning = "".join(thoughts)
-            parts = tuple(
-                self._part(part, role, f"{param}.content.[{index}]")
-                for index, part in enumerate(content)
-                if not isinstance(part, ThinkingContent)
-            )
-        reasoning = (_reasoning(message) or reasoning) if role == "assistant" else ""
+        given = [TextContent(text=content)] if isinstance(content, str) else content
+        thoughts = [part.thinking for part in given if isinstance(part, ThinkingContent)]
+        parts = tuple(
+            self._part(part, role, f"{param}.content.[{index}]")
+            for index, part in enumerate(given)
+            if not isinstance(part, ThinkingContent)
+        )
+        reasoning = (_reasoning(message) or "".join(thoughts)) if role == "assistant" else ""
         calls = _calls(message, param) if role == "assistant" else ()
         call_id = message.tool_call_id or ""
         if message.role == "function":
@@ -706,12 +696,6 @@ def _reasoning(message: ChatMessageParam) -> str:
     return ""
 
 
-def _wants_thinking(request: ChatCompletionRequest) -> bool | None:
-    if not isinstance(request.thinking, ThinkingType):
-        return request.thinking
-    return {"enabled": True, "disabled": False}.get(request.thinking.type)
-
-
 def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Ending:
     """How the prompt ends: a final assistant message is continued. Raises: InvalidRequest."""
     continues, adds = request.continue_final_message, request.add_generation_prompt
@@ -731,10 +715,11 @@ def _template_options(
 ) -> dict[str, TemplateOption]:
     """Variables of the chat template: `chat_template_kwargs`, and the switches of thinking."""
     options = find_template_options(card, request.chat_template_kwargs, context)
-    for name, wanted in (
-        ("thinking", _wants_thinking(request)),
-        ("enable_thinking", request.enable_thinking),
-    ):
+    thinking = request.thinking
+    if isinstance(thinking, ThinkingType):
+        thinking = {"enabled": True, "disabled": False}.get(thinking.type)
+    switches = {"thinking": thinking, "enable_thinking": request.enable_thinking}
+    for name, wanted in switches.items():
         if wanted is not None:
             options |= switch_thinking(card, wanted, name, context)
     return options | find_effort(card, request.reasoning_effort, "reasoning_effort", context)
@@ -1029,15 +1014,13 @@ def _prompts(request: CompletionRequest) -> list[TextPart | TokensPart]:
     given = request.prompt
     if isinstance(given, str):
         return [TextPart(given)]
-    texts = [prompt for prompt in given if isinstance(prompt, str)]
-    ids = [prompt for prompt in given if isinstance(prompt, int)]
-    lists = [prompt for prompt in given if isinstance(prompt, list)]
-    if len(ids) == len(given):
-        return [TokensPart(tuple(ids))]
-    if len(texts) == len(given):
-        return [TextPart(text) for text in texts]
-    if len(lists) == len(given) and all(lists):
-        return [TokensPart(tuple(each)) for each in lists]
+    kinds, prompts = {type(prompt) for prompt in given}, cast(list[Any], given)
+    if kinds == {int}:
+        return [TokensPart(tuple(prompts))]
+    if kinds == {str}:
+        return [TextPart(text) for text in prompts]
+    if kinds == {list} and all(prompts):
+        return [TokensPart(tuple(ids)) for ids in prompts]
     raise invalid("prompt", "send a text, token ids, a list of texts, or a list of lists of ids")
 
 
@@ -1121,7 +1104,9 @@ class CompletionAnswer(ChunkStream):
             spelled = b"".join([entry.chosen.token_bytes for entry in entries])
             choice.text = spelled.decode("utf-8", "replace") if text is None else text
         if self.options.with_logprobs:
-            choice.logprobs = to_echoed_logprobs(entries, choice.text)
+            # a tokenizer may put a space before the text
+            begin = len(choice.text) - sum(len(entry.chosen.token) for entry in entries)
+            choice.logprobs = to_text_logprobs(entries, begin)
         if self.options.with_token_ids:
             choice.prompt_token_ids, choice.token_ids = self._tokens_of_prompt[index].token_ids, ()
         self._num_chars[index] = len(choice.text)
@@ -1135,31 +1120,22 @@ class CompletionAnswer(ChunkStream):
         return to_text_logprobs(event.logprobs, begin)
 
 
-def to_echoed_logprobs(entries: Sequence[PromptLogprob], text: str) -> CompletionLogprobs:
-    """The `logprobs` object of a prompt's tokens; the first has no logprob."""
-    found = CompletionLogprobs([], [], [], [])
-    # a tokenizer may put a space before the text
-    begin = len(text) - sum(len(entry.chosen.token) for entry in entries)
-    for entry in entries:
-        chosen = entry.chosen
-        found.tokens.append(chosen.token)
-        found.token_logprobs.append(chosen.logprob if entry.rank else None)
-        top = {rival.token: rival.logprob for _, rival in entry.top}
-        found.top_logprobs.append({**top, chosen.token: chosen.logprob} if entry.rank else None)
-        found.text_offset.append(max(begin, 0) if entry.position else 0)
-        begin += len(chosen.token)
-    return found
-
-
-def to_text_logprobs(entries: Sequence[OutputLogprob], begin: int) -> CompletionLogprobs:
-    """The `logprobs` object of tokens. `begin`: offset of the first token in the text."""
+def to_text_logprobs(
+    entries: Sequence[OutputLogprob | PromptLogprob], begin: int
+) -> CompletionLogprobs:
+    """The `logprobs` object of tokens; the first of a prompt has none. `begin`: offset of the first in the text."""
     found = CompletionLogprobs([], [], [], [])
     for entry in entries:
-        chosen = entry.chosen
+        chosen, offset, has_logprob = entry.chosen, begin, True
+        if isinstance(entry, PromptLogprob):
+            rivals, has_logprob = [rival for _, rival in entry.top], bool(entry.rank)
+            offset = max(begin, 0) if entry.position else 0
+        else:
+            rivals = [*entry.top]
+        top = {rival.token: rival.logprob for rival in rivals} | {chosen.token: chosen.logprob}
         found.tokens.append(chosen.token)
-        found.token_logprobs.append(chosen.logprob)
-        top = {rival.token: rival.logprob for rival in entry.top}
-        found.top_logprobs.append({**top, chosen.token: chosen.logprob})
-        found.text_offset.append(begin)
+        found.token_logprobs.append(chosen.logprob if has_logprob else None)
+        found.top_logprobs.append(top if has_logprob else None)
+        found.text_offset.append(offset)
         begin += len(chosen.token)
     return found

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gateway.calls.surface import Totals
 from gateway.http.body import Unsupported
-from gateway.http.errors import InvalidRequest
+from gateway.http.errors import InvalidRequest, NotFound
 from gateway.http.exchange import RequestContext
 from shared.protocol import (
     Generate,
@@ -171,6 +171,14 @@ class NewestQuery(msgspec.Struct):
 
 
 Entry = TypeVar("Entry")
+Made = TypeVar("Made", bound=msgspec.Struct)
+
+
+def copy_fields(source: object, type_: type[Made], **others: Any) -> Made:
+    """A struct with the values of the source's attributes of the same names, and with `others`."""
+    names = [name for name in type_.__struct_fields__ if name not in others]
+    same = {name: getattr(source, name) for name in names if hasattr(source, name)}
+    return type_(**same, **others)
 
 
 class Data(msgspec.Struct, Generic[Entry]):
@@ -231,6 +239,10 @@ def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidReq
 
 def missing(param: str) -> InvalidRequest:
     return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")
+
+
+def no_such(what: str, param: str) -> NotFound:
+    return NotFound(f"There is no such {what}.", param=param, code="not_found")
 
 
 def check_most(param: str, count: int, most: int, unit: str = "") -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
-from itertools import chain
+from itertools import chain, islice
 from tempfile import SpooledTemporaryFile
 from typing import IO, Annotated, Literal, TypeVar
 
@@ -19,7 +19,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 from starlette.responses import Response, StreamingResponse
 
-from gateway.api.fields import Data, Listing, RequestStruct, invalid, missing
+from gateway.api.fields import Data, Listing, RequestStruct, copy_fields, invalid, missing, no_such
 from gateway.api.vector_stores import Deleted, ListQuery, Metadata, PageQuery
 from gateway.batches import FILE_ID, Batches, BatchFile, BatchFiles, BatchView, LineError
 from gateway.calls.kept import IMAGE_ID, image_name
@@ -89,15 +89,11 @@ class BatchObject(msgspec.Struct):
         record, ending = view.record, view.ending
         completed, failed = view.counts
         total = 0 if view.beginning is None else view.beginning.total
-        batch = cls(
-            record.id,
-            record.endpoint,
-            record.input_file_id,
-            view.status,
-            record.created_at,
-            record.expires_at,
-            RequestCounts(total, min(completed, total), min(failed, total)),
-            metadata=record.metadata,
+        batch = copy_fields(
+            record,
+            cls,
+            status=view.status,
+            request_counts=RequestCounts(total, min(completed, total), min(failed, total)),
             in_progress_at=view.beginning and view.beginning.at,
             cancelling_at=view.cancel and view.cancel.at,
             finalizing_at=view.finalizing and view.finalizing.at,
@@ -226,7 +222,7 @@ def not_served() -> NotFound:
 
 def _found(view: BatchView | None) -> BatchView:
     if view is None:
-        raise NotFound("There is no such batch.", param="batch_id", code="not_found")
+        raise no_such("batch", "batch_id")
     return view
 
 
@@ -258,7 +254,7 @@ class FileObject(msgspec.Struct):
 
     @classmethod
     def of(cls, record: FileRecord | BatchFile) -> "FileObject":
-        return cls(record.id, record.num_bytes, record.created_at, record.filename, record.purpose)
+        return copy_fields(record, cls, bytes=record.num_bytes)
 
 
 class FileList(Listing[FileObject]):
@@ -345,7 +341,7 @@ class Files(Resource):
     async def _find_image(self, tenant: str, name: str) -> Record:
         record = await self._lifecycle.kept.get(tenant, name)
         if record is None:
-            raise _no_file()
+            raise no_such("file", "file_id")
         return record
 
     async def _create_for_batch(self, owner: str, filename: str, data: bytes) -> BatchFile:
@@ -408,13 +404,9 @@ class Files(Resource):
             if query.before:
                 ids = [i for i in ids if (i < query.before if is_ascending else i > query.before)]
                 ids.reverse()
-            found: list[BatchFile] = []
-            for id_ in ids:
-                file = files.get(owner, id_)
-                if file is not None and query.purpose in ("", file.purpose):
-                    found.append(file)
-                if len(found) > query.limit:
-                    break
+            all_files = filter(None, (files.get(owner, id_) for id_ in ids))
+            wanted = (file for file in all_files if query.purpose in ("", file.purpose))
+            found = [*islice(wanted, query.limit + 1)]
             kept = found[: query.limit]
             return kept[::-1] if query.before else kept, len(found) > query.limit
 
@@ -459,7 +451,7 @@ class Files(Resource):
                 caller.held.add(image.num_bytes)
             stored = await self._lifecycle.kept.open(image)
             if stored is None:
-                raise _no_file()
+                raise no_such("file", "file_id")
             length = {"content-length": str(image.num_bytes)}
             return StreamingResponse(_read(stored), media_type=image.media_type, headers=length)
         asked = ReadFile(tenant=caller.tenant, file=name, with_data=True)
@@ -479,7 +471,7 @@ class Files(Resource):
             await blocking(lambda: files.delete(caller.tenant, file))
         elif name.startswith(IMAGE_ID):
             if not await self._lifecycle.kept.delete(caller.context.tenant, name):
-                raise _no_file()
+                raise no_such("file", "file_id")
         else:
             self._check_searched()
             await self._search.ask(DropFile(tenant=caller.tenant, file=name))
@@ -488,7 +480,7 @@ class Files(Resource):
     def _check_searched(self) -> None:
         """Without a search process, only files of batches and images exist. Raises: NotFound."""
         if self._batch_files is not None and not self._search.is_on:
-            raise _no_file()
+            raise no_such("file", "file_id")
 
     @property
     def _files(self) -> BatchFiles:
@@ -500,14 +492,10 @@ class Files(Resource):
         files = self._files
         file = await blocking(lambda: files.get(owner, name))
         if file is None:
-            raise _no_file()
+            raise no_such("file", "file_id")
         return file
 
 
 def _read(file: IO[bytes]) -> Iterator[bytes]:
     with file:
         yield from iter(partial(file.read, _MAX_MEMORY_BYTES), b"")
-
-
-def _no_file() -> NotFound:
-    return NotFound("There is no such file.", param="file_id", code="not_found")

@@ -8,6 +8,8 @@ draft 2020-12.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,7 +27,6 @@ from gateway.api.fields import (
 )
 from gateway.calls.surface import NoOptions, Plan
 from gateway.http.body import is_deeper
-from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
 from shared.media import MEDIA
@@ -69,6 +70,7 @@ _REPEATED = re.compile(r"\\[uUx]\{[0-9A-Fa-f]+\}|\\.|\{(\d{1,9})", re.DOTALL)
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}", re.ASCII)
 _NO_PARAMETERS = '{"type":"object","properties":{}}'
 _NULL = b"null"
+_invalid_schema = partial(invalid, code="invalid_grammar")
 
 
 class Conversation(Struct):
@@ -229,18 +231,18 @@ def find_grammar(
         return None
     if len(found) > 1:
         raise invalid(found[1].param, f"send it or {found[0].param}, not both")
-    check_grammar(found[0], card)
-    return found[0]
+    return check_grammar(found[0], card)
 
 
-def check_grammar(grammar: Grammar, card: ModelCard) -> None:
-    """Raises: InvalidRequest if the model's engine supports no grammars."""
+def check_grammar(grammar: Grammar, card: ModelCard) -> Grammar:
+    """The grammar. Raises: InvalidRequest if the model's engine supports none."""
     if not card.supports_grammars:
         raise invalid(
             grammar.param,
             "this model's engine cannot constrain answers; leave it out",
             code="unsupported_parameter",
         )
+    return grammar
 
 
 def check_with_grammar(sampling: SamplingParams) -> None:
@@ -314,49 +316,42 @@ def schema_grammar(
     if not isinstance(content, dict):
         raise _invalid_schema(param, "send an object")
     is_lenient = strict is False
-    _SchemaCheck(param, limits, is_lenient=is_lenient).check(content)
+    _SchemaCheck(param, limits, is_lenient).check(content)
     return Grammar("json", schema.decode(), param, is_lenient)
 
 
+@dataclass
 class _SchemaCheck:
     """Checks the limits of a schema, and refuses unsupported keywords. Raises: InvalidRequest."""
 
-    def __init__(self, param: str, limits: LimitSettings, *, is_lenient: bool) -> None:
-        self._param = param
-        self._limits = limits
-        self._is_lenient = is_lenient
-        self._num_values = 0
+    _param: str
+    _limits: LimitSettings
+    _is_lenient: bool
+    _num_values: int = 0
 
     def check(self, schema: dict[str, Any]) -> None:
         self._look(schema, self._param, 1)
-        waiting: list[tuple[Any, str]] = [(schema, self._param)]
-        while waiting:
-            found, param = waiting.pop()
-            if isinstance(found, dict):
-                waiting += self._check_keywords(found, param)
+        self._check_keywords(schema, self._param)
 
     def _look(self, value: Any, param: str, depth: int) -> None:
         """Check sizes and nesting, independent of keywords."""
-        limits = self._limits
+        limits, inner = self._limits, enumerate(value) if isinstance(value, list) else ()
         self._num_values += 1
         if depth > limits.max_schema_depth:
             raise _invalid_schema(param, f"send at most {limits.max_schema_depth} levels")
         if self._num_values > limits.max_schema_values:
             raise _invalid_schema(self._param, f"send at most {limits.max_schema_values} values")
         if isinstance(value, dict):
-            if len(value) > limits.max_schema_properties:
-                most = limits.max_schema_properties
+            inner = value.items()
+            if len(value) > (most := limits.max_schema_properties):
                 raise _invalid_schema(param, f"send at most {most} properties of an object")
-            for key, each in value.items():
-                self._look(each, _join(param, key), depth + 1)
-        elif isinstance(value, list):
-            for index, each in enumerate(value):
-                self._look(each, f"{param}/{index}", depth + 1)
+        for key, each in inner:
+            self._look(each, _join(param, str(key)), depth + 1)
 
-    def _check_keywords(self, schema: dict[str, Any], param: str) -> Iterator[tuple[Any, str]]:
-        """Check the keywords of one schema; yields the schemas inside it."""
+    def _check_keywords(self, schema: Any, param: str) -> None:
+        """Check the keywords of a schema and of the schemas inside it. `_look` has bounded their depth."""
         limits = self._limits
-        for key, value in schema.items():
+        for key, value in schema.items() if isinstance(schema, dict) else ():
             place = _join(param, key)
             if key in UNSUPPORTED_KEYWORDS and not self._is_lenient:
                 raise _invalid_schema(place, "this keyword is not supported; leave it out")
@@ -368,28 +363,24 @@ class _SchemaCheck:
                 if value > limits.max_schema_text:
                     raise _invalid_schema(place, f"send at most {limits.max_schema_text}")
             elif key in ("const", "enum"):
-                self._check_texts(value, place)
+                texts, most = value if isinstance(value, list) else [value], limits.max_schema_text
+                if any(isinstance(text, str) and len(text) > most for text in texts):
+                    raise _invalid_schema(place, f"send values of at most {most} characters")
             else:
-                yield from self._schemas_of(key, value, place)
+                self._check_inner(key, value, place)
 
-    def _schemas_of(self, key: str, value: Any, place: str) -> Iterator[tuple[Any, str]]:
-        """The schemas in a keyword's value."""
-        if key in _SCHEMAS:
-            if isinstance(value, list):
-                yield from ((part, f"{place}/{i}") for i, part in enumerate(value))
-            else:
-                yield value, place
+    def _check_inner(self, key: str, value: Any, place: str) -> None:
+        """Check the schemas in a keyword's value."""
+        if key in _SCHEMAS and not isinstance(value, list):
+            self._check_keywords(value, place)
+        elif key in _SCHEMAS:
+            for index, part in enumerate(value):
+                self._check_keywords(part, f"{place}/{index}")
         elif key in _NAMED_SCHEMAS and isinstance(value, dict):
             for name, part in value.items():
                 if key == "patternProperties":
                     _check_pattern(name, place, self._limits)
-                yield part, _join(place, name)
-
-    def _check_texts(self, value: Any, param: str) -> None:
-        most = self._limits.max_schema_text
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and len(text) > most:
-                raise _invalid_schema(param, f"send values of at most {most} characters")
+                self._check_keywords(part, _join(place, name))
 
 
 def _check_pattern(pattern: str, param: str, limits: LimitSettings) -> None:
@@ -402,17 +393,12 @@ def _check_pattern(pattern: str, param: str, limits: LimitSettings) -> None:
         raise _invalid_schema(param, f"send repetitions whose product is at most {most}")
 
 
-def _invalid_schema(param: str, problem: str) -> InvalidRequest:
-    return invalid(param, problem, code="invalid_grammar")
-
-
 _SANE_NAME = re.compile(r"[\w$.-]{1,64}", re.ASCII)
 
 
 def _join(param: str, name: str) -> str:
-    return (
-        f"{param}/{name if _SANE_NAME.fullmatch(name) else '?'}"  # the client's text is not echoed
-    )
+    """A path in a schema, without text that the client made up."""
+    return f"{param}/{name if _SANE_NAME.fullmatch(name) else '?'}"
 
 
 # Functions.

@@ -212,12 +212,12 @@ class TenantData:
         return num_forgotten
 
 
+@dataclass
 class Audit(Resource):
     tag = "keys"
     access = "admin"
 
-    def __init__(self, log: AuditLog) -> None:
-        self._log = log
+    _log: AuditLog
 
     @operation("GET", "/v1/admin/audit")
     async def list_audit_entries(self, caller: Caller, query: NewestQuery) -> AuditList:

@@ -498,12 +498,14 @@ def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:
         if shown:
             conversation.add("system", shown)
     for index, message in enumerate(request.messages):
-        if isinstance(message.content, str):
-            conversation.add(message.role, [conversation.text(message.content)])
-        else:
-            _add_blocks(conversation, message.role, message.content, f"messages.[{index}].content")
+        blocks = _blocks(message.content)
+        _add_blocks(conversation, message.role, blocks, f"messages.[{index}].content")
     conversation.check("messages", limits, f"messages.[{len(request.messages) - 1}].role")
     return conversation
+
+
+def _blocks(content: str | Sequence[Any]) -> Sequence[Any]:
+    return [TextBlock(text=content)] if isinstance(content, str) else content
 
 
 def _add_blocks(
@@ -539,16 +541,16 @@ def _add_blocks(
 
 
 def _add_result(conversation: Conversation, result: ToolResultBlock, place: str) -> None:
-    content = result.content or ""
-    if isinstance(content, str):
-        parts: list[Part] = [conversation.text(content)]
-    else:
-        parts = [
-            part
-            for index, block in enumerate(content)
-            for part in _parts(conversation, block, "tool", f"{place}.content.[{index}]")
-        ]
-    conversation.add("tool", parts, call_id=result.tool_use_id)
+    blocks = _blocks(result.content or "")
+    parts = _all_parts(conversation, blocks, "tool", f"{place}.content")
+    conversation.add("tool", [*parts], call_id=result.tool_use_id)
+
+
+def _all_parts(
+    conversation: Conversation, blocks: Sequence[ShownBlock], role: Role, place: str
+) -> Iterator[Part]:
+    for index, block in enumerate(blocks):
+        yield from _parts(conversation, block, role, f"{place}.[{index}]")
 
 
 def _parts(conversation: Conversation, block: ShownBlock, role: Role, place: str) -> Iterator[Part]:
@@ -563,21 +565,12 @@ def _parts(conversation: Conversation, block: ShownBlock, role: Role, place: str
         case DocumentBlock():
             for text in filter(None, (block.title, block.context)):
                 yield conversation.text(f"{text}\n")
-            yield from _document(conversation, block.source, role, f"{place}.source")
+            source = block.source
+            blocks = _blocks(source.data if isinstance(source, TextSource) else source.content)
+            yield from _all_parts(conversation, blocks, role, f"{place}.source.content")
         case ImageBlock():
             url, name = _url(block, place)
             yield conversation.medium(ImageSource(url, f"{place}.source.{name}"), role)
-
-
-def _document(
-    conversation: Conversation, source: TextSource | ContentSource, role: Role, place: str
-) -> Iterator[Part]:
-    content = source.data if isinstance(source, TextSource) else source.content
-    if isinstance(content, str):
-        yield conversation.text(content)
-        return
-    for index, block in enumerate(content):
-        yield from _parts(conversation, block, role, f"{place}.content.[{index}]")
 
 
 def _url(block: ImageBlock, place: str) -> tuple[str, str]:
@@ -604,9 +597,7 @@ def _grammar(request: MessageRequest, card: ModelCard, limits: LimitSettings) ->
         wanted, param = request.output_config.format, "output_config.format.schema"
     if wanted is None:
         return None
-    grammar = schema_grammar(bytes(wanted.schema), param, limits)
-    check_grammar(grammar, card)
-    return grammar
+    return check_grammar(schema_grammar(bytes(wanted.schema), param, limits), card)
 
 
 def _tools(request: PromptFields, card: ModelCard, limits: LimitSettings) -> Tools | None:

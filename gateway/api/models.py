@@ -8,15 +8,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
 from secrets import token_hex
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from gateway.api.fields import Data, invalid
+from gateway.api.fields import Data, copy_fields, invalid
 from gateway.calls.models import ModelDirectory
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import InvalidRequest, NotFound, Overloaded, ServerError
@@ -132,12 +133,12 @@ class AnthropicModelList(msgspec.Struct):
 _OUTPUTS = {"generate": "text", "embed": "embedding", "rerank": "score"}
 
 
+@dataclass
 class Models(Resource):
     tag = "models"
 
-    def __init__(self, models: ModelDirectory, limits: LimitSettings) -> None:
-        self._models = models
-        self._limits = limits
+    _models: ModelDirectory
+    _limits: LimitSettings
 
     @operation("GET", "/v1/models", answer_type=ModelList, is_suggested=True)
     async def list_models(self, caller: Caller) -> Struct:
@@ -147,13 +148,7 @@ class Models(Resource):
         known = {**models.cards, **models.adapters, **deployed}
         tenant = caller.context.tenant
         found = [card for name, card in known.items() if models.may_use(tenant, name)]
-        found.sort(
-            key=lambda card: (
-                models.num_workers[card.queue] == 0,
-                card.name in models.aliases,
-                *_order(card),
-            )
-        )
+        found.sort(key=self._order)
         objects = [self._to_object(card) for card in found]
         if _is_anthropic(caller):
             names = [each.id for each in objects] or [None]
@@ -175,21 +170,24 @@ class Models(Resource):
         found = self._to_object(card)
         return _to_anthropic(found) if _is_anthropic(caller) else found
 
+    def _order(self, card: ModelCard) -> tuple[Any, ...]:
+        """Sort key. Clients use the first model by default, so a deployment must not become the first."""
+        models, is_version = self._models, bool(card.package) and not card.parent
+        kind = (card.name in models.aliases, bool(card.adapter), bool(card.package), is_version)
+        return not models.num_workers[card.queue], *kind, -card.created_at, card.name
+
     def _to_object(self, card: ModelCard) -> ModelObject:
         models = self._models
-        return ModelObject(
+        return copy_fields(
+            card,
+            ModelObject,
             id=card.name,
             created=card.created_at,
-            max_model_len=card.max_model_len,
-            supports_images=card.supports_images,
             num_workers=models.num_workers[card.queue],
-            tasks=card.tasks,
             input_modalities=("text", *(kind for kind, m in MEDIA.items() if m.is_taken(card))),
             output_modalities=tuple(_OUTPUTS[task] for task in card.tasks if task in _OUTPUTS),
             limits=_limits(card, self._limits),
-            supports_grammars=card.supports_grammars,
             reasoning=bool(card.reasoning),
-            template_options=card.template_options,
             adapters=tuple(n for n, each in models.adapters.items() if each.parent == card.name),
             default_sampling=card.sampling,
             dtype=card.dtype or None,
@@ -216,33 +214,20 @@ def _to_anthropic(model: ModelObject) -> AnthropicModel:
     return AnthropicModel(model.id, model.id, created, *limits)
 
 
-def _order(card: ModelCard) -> tuple[bool, bool, bool, int, str]:
-    """Sort key. Clients use the first model by default, so a deployment must not become the first."""
-    is_version = bool(card.package) and not card.parent
-    return bool(card.adapter), bool(card.package), is_version, -card.created_at, card.name
-
-
 def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
-    found = ModelLimits()
-    if "generate" in card.tasks:
+    generates = "generate" in card.tasks
+    kinds = {"max_text": generates, "max_image": card.supports_images}
+    kinds |= {"max_video": card.supports_video, "max_audio": card.supports_audio}
+    begins = tuple(name for name, is_taken in kinds.items() if is_taken)
+    names = ModelLimits.__struct_fields__
+    same = [name for name in names if name.startswith(begins) and hasattr(limits, name)]
+    found = ModelLimits(**{name: getattr(limits, name) for name in same})
+    if generates:
         found.max_output_tokens = min(limits.max_output_tokens, card.max_model_len - 1)
-        found.max_text_chars = limits.max_text_chars
     if card.supports_images:
-        generates = "generate" in card.tasks
         found.max_images = limits.max_images if generates else limits.max_input_images
-        found.max_image_bytes = limits.max_image_bytes
-        found.max_image_pixels = limits.max_image_pixels
         found.scaled_image_pixels = card.max_image_pixels or msgspec.UNSET
         found.max_image_tokens = card.image_tokens or msgspec.UNSET
-    if card.supports_video:
-        found.max_videos = limits.max_videos
-        found.max_video_bytes = limits.max_video_bytes
-        found.max_video_s = limits.max_video_s
-        found.max_video_frames = limits.max_video_frames
-    if card.supports_audio:
-        found.max_audios = limits.max_audios
-        found.max_audio_bytes = limits.max_audio_bytes
-        found.max_audio_s = limits.max_audio_s
     return found
 
 

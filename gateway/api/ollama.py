@@ -7,6 +7,7 @@ Source: Ollama, "API", of 2026-08-21.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -241,6 +242,7 @@ class _Ollama(Surface):
     options = OllamaAnswerOptions
     stream_headers = _LINES
     keep_alive = b""  # clients parse every line as JSON
+    is_chat = False
 
     def read(self, body: bytes, context: RequestContext) -> Any:
         return _without_tag(super().read(body, context))
@@ -297,7 +299,7 @@ class _Ollama(Surface):
         kept = b"" if request.keep_alive is UNSET else bytes(request.keep_alive)
         line = OllamaLine(model=head.model, created_at=_time(head.created), done=True)
         line.done_reason = "unload" if kept in _NOT_KEPT else "load"
-        if isinstance(request, OllamaChatRequest):
+        if self.is_chat:
             line.message = OllamaSaid("assistant", "")
         else:
             line.response = ""
@@ -306,6 +308,9 @@ class _Ollama(Surface):
     def is_empty(self, request: Any) -> bool:
         """Whether the request has no prompt."""
         raise NotImplementedError
+
+    def answer(self, options: OllamaAnswerOptions, head: AnswerHead) -> Answer:
+        return OllamaAnswer(options, head, is_chat=self.is_chat)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         return render_error(error)
@@ -345,8 +350,7 @@ def _grammar(request: OllamaRequest, card: ModelCard, limits: LimitSettings) -> 
         return None
     is_any = wanted == b'"json"'
     grammar = any_object("format") if is_any else schema_grammar(wanted, "format", limits)
-    check_grammar(grammar, card)
-    return grammar
+    return check_grammar(grammar, card)
 
 
 def _parts(
@@ -391,6 +395,7 @@ class OllamaChat(_Ollama):
     path = "/api/chat"
     request_type = OllamaChatRequest
     unsupported = UNSUPPORTED["/api/chat"]
+    is_chat = True
     hints: ClassVar = {"role": "Supported roles are system, user, assistant and tool."}
 
     def is_empty(self, request: OllamaChatRequest) -> bool:
@@ -413,9 +418,6 @@ class OllamaChat(_Ollama):
         offer = read_offer(request.tools, None, None)
         tools = find_tools(offer, card, self.limits)
         return self._plan(request, conversation, context, card, tools=tools)
-
-    def answer(self, options: OllamaAnswerOptions, head: AnswerHead) -> Answer:
-        return OllamaAnswer(options, head, is_chat=True)
 
 
 class OllamaGenerate(_Ollama):
@@ -440,9 +442,6 @@ class OllamaGenerate(_Ollama):
             conversation.add("system", [conversation.text(request.system)])
         conversation.add("user", _parts(conversation, request.prompt, request.images, ""))
         return self._plan(request, conversation, context, card, is_raw=bool(request.raw))
-
-    def answer(self, options: OllamaAnswerOptions, head: AnswerHead) -> Answer:
-        return OllamaAnswer(options, head, is_chat=False)
 
 
 class OllamaEmbed(Embeddings):
@@ -657,13 +656,13 @@ def _details(card: ModelCard) -> OllamaDetails:
     return OllamaDetails(card.format, card.quantization or card.dtype, card.parent)
 
 
+@dataclass
 class OllamaModelList(Resource):
     """Operations that need no worker."""
 
     tag = "ollama"
 
-    def __init__(self, models: ModelDirectory) -> None:
-        self._models = models
+    _models: ModelDirectory
 
     @operation("GET", "/api/tags")
     async def ollama_tags(self, caller: Caller) -> OllamaModels:

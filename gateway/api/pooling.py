@@ -60,15 +60,15 @@ from shared.settings.limits import LimitSettings
 TokenIds = list[TokenId]
 _BYTES_PER_NUMBER = 4
 
-_QUERY = ("query", "search_query")
-_DOCUMENT = ("document", "passage", "search_document")
+QUERY_PROMPTS = ("query", "search_query")
+DOCUMENT_PROMPTS = ("document", "passage", "search_document")
 #: Names of prompts by `input_type`, a field of other APIs. The first name that the model has is used.
 _PROMPTS_OF_TYPE = {
-    "search_query": _QUERY,
-    "query": _QUERY,
-    "search_document": _DOCUMENT,
-    "document": _DOCUMENT,
-    "passage": _DOCUMENT,
+    "search_query": QUERY_PROMPTS,
+    "query": QUERY_PROMPTS,
+    "search_document": DOCUMENT_PROMPTS,
+    "document": DOCUMENT_PROMPTS,
+    "passage": DOCUMENT_PROMPTS,
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
@@ -200,13 +200,16 @@ class Embeddings(Surface):
     def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
         inputs = Inputs(request, card, self.limits)
         check_dimensions(request.dimensions, card)
+        if (most := request.truncate_prompt_tokens) == 0:
+            problem = "send at least 1, or -1 for the model's maximum"
+            raise invalid("truncate_prompt_tokens", problem)
         task = Embed(
             (),
             prompt_name=_find_prompt(request, card),
             dimensions=request.dimensions,
             is_normalized=request.normalized is not False,
             truncate=_find_truncation(request),
-            max_tokens=_find_max_tokens(request),
+            max_tokens=None if most == -1 else most,
             first=0 if inputs.is_list else None,
         )
         tasks = split_inputs(task, inputs.parts, card, context.headers)
@@ -284,9 +287,7 @@ class Inputs:
     def _image(self, url: str, param: str) -> ImagePart:
         if not self._card.supports_images:
             raise invalid(param, "this model takes no images", code="unsupported_input")
-        if not url[:8].lower().startswith(("data:", "http://", "https://")):
-            url = f"data:;base64,{url}"
-        self.images.append(ImageSource(url, param))
+        self.images.append(to_image(url, param))
         return ImagePart(len(self.images) - 1)
 
     def _check(self, limits: LimitSettings) -> None:
@@ -311,6 +312,13 @@ def _to_list(
         for index, row in enumerate(rows_of(events))
     ]
     return EmbeddingList(head.model, data, InputUsage.of(totals), timings=timings_of(totals))
+
+
+def to_image(url: str, param: str) -> ImageSource:
+    """An image by URL, or in bare base64."""
+    if not url[:8].lower().startswith(("data:", "http://", "https://")):
+        url = f"data:;base64,{url}"
+    return ImageSource(url, param)
 
 
 def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:
@@ -350,21 +358,24 @@ def check_dimensions(dimensions: int | None, card: ModelCard) -> None:
         raise invalid("dimensions", f"this model has {', '.join(map(str, allowed))}")
 
 
+def check_prompt(name: str, param: str, card: ModelCard) -> str:
+    """The name of one of the model's prompts. Raises: InvalidRequest."""
+    if name not in card.prompts:
+        offered = ", ".join(card.prompts) or "none"
+        raise invalid(param, f"the prompts of this model are: {offered}")
+    return name
+
+
 def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str | None:
     """`Embed.prompt_name` of a request. Raises: InvalidRequest."""
     if request.prompt_name is not None:
-        if request.prompt_name not in card.prompts:
-            offered = ", ".join(card.prompts) or "none"
-            raise invalid("prompt_name", f"the prompts of this model are: {offered}")
-        return request.prompt_name
+        return check_prompt(request.prompt_name, "prompt_name", card)
     if request.input_type is None or not card.prompts:
         return ""
     names = _PROMPTS_OF_TYPE[request.input_type]
-    for name in names:
-        if name in card.prompts:
-            return name
-    if names == _DOCUMENT:  # models with a prompt for queries only embed documents as they are
-        return None
+    found = next((name for name in names if name in card.prompts), None)
+    if found is not None or names == DOCUMENT_PROMPTS:  # a model without a prompt for documents
+        return found
     message = f"the prompts of this model are: {', '.join(card.prompts)}; name one in prompt_name"
     raise invalid("input_type", message)
 
@@ -377,14 +388,6 @@ def _find_truncation(request: EmbeddingRequest) -> Truncate:
     if request.truncate is not None:
         raise invalid("truncate", "send true, START or END with truncate_prompt_tokens")
     return "end"
-
-
-def _find_max_tokens(request: EmbeddingRequest) -> int | None:
-    """Raises: InvalidRequest."""
-    if request.truncate_prompt_tokens == 0:
-        raise invalid("truncate_prompt_tokens", "send at least 1, or -1 for the model's maximum")
-    most = request.truncate_prompt_tokens
-    return None if most == -1 else most
 
 
 # Shared with reranking and vector stores

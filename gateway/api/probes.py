@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.fields import Data, NewestQuery, invalid
+from gateway.api.fields import Data, NewestQuery, copy_fields, invalid
 from gateway.calls.lifecycle import Lifecycle
 from gateway.http.endpoint import Access, Caller, Operation, OperationServices, Resource, operation
 from gateway.http.exchange import short_hash
@@ -113,20 +113,12 @@ class Probes(Resource):
         queues = []
         for name in sorted(models.cards):
             stats = await self._lifecycle.dispatcher.queue.stats(name)
-            queues.append(
-                ModelStatus(
-                    name, models.num_workers[name],
-                    stats.num_open, stats.num_backlog, round(stats.age_s, 3),
-                )
-            )  # fmt: skip
+            own = {"num_workers": models.num_workers[name], "oldest_wait_s": round(stats.age_s, 3)}
+            queues.append(copy_fields(stats, ModelStatus, id=name, **own))
         workers = [
-            WorkerStatus(
-                each.worker_id, each.card.name, each.engine, each.state,
-                each.num_running, each.num_waiting, each.max_num_seqs,
-                each.num_finished, each.num_failed,
-            )
+            copy_fields(each, WorkerStatus, id=each.worker_id, model=each.card.name)
             for each in sorted(models.workers, key=lambda each: (each.card.name, each.worker_id))
-        ]  # fmt: skip
+        ]
         return FleetStatus(
             package_version(), self._state(), self._lifecycle.admission.num_open, queues, workers
         )

@@ -514,6 +514,12 @@ def translate(
     )
 
 
+_SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+#: Fields of a response that are those of its request.
+_REPEATED = ("previous_response_id", "instructions", "max_output_tokens", "safety_identifier",
+             "prompt_cache_key", "user")  # fmt: skip
+
+
 def _echo(
     request: ResponseRequest, sampling: SamplingParams, service_tier: str | msgspec.UnsetType
 ) -> ResponseObject:
@@ -521,23 +527,15 @@ def _echo(
     effort = None if request.reasoning is None else request.reasoning.effort
     form = None if request.text is None else request.text.format
     return ResponseObject(
-        previous_response_id=request.previous_response_id,
-        instructions=request.instructions,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+        **{name: getattr(sampling, name) for name in _SAMPLED},
+        **{name: getattr(request, name) for name in _REPEATED},
         top_logprobs=request.top_logprobs or 0,
         reasoning=ShownReasoning(effort),
-        max_output_tokens=request.max_output_tokens,
         store=request.store is not False,
         service_tier=service_tier or "default",
         metadata=request.metadata or {},
-        safety_identifier=request.safety_identifier,
-        prompt_cache_key=request.prompt_cache_key,
-        user=request.user,
         text=ShownText() if form is None else ShownText(form),
-        tools=[*map(_show_tool, filter(_is_function, request.tools or ()))],
+        tools=[_show_tool(tool) for tool in request.tools or () if tool.type == "function"],
         tool_choice=_word_of(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
@@ -545,16 +543,13 @@ def _echo(
 
 def _grammar(request: ResponseRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
     """The grammar of the answer; None: any text. Raises: InvalidRequest."""
-    match None if request.text is None else request.text.format:
-        case JsonObjectFormat():
-            grammar = any_object("text.format")
-        case ResponseFormat() as wanted:
-            schema = bytes(wanted.schema)
-            grammar = schema_grammar(schema, "text.format.schema", limits, strict=wanted.strict)
-        case _:
-            return None
-    check_grammar(grammar, card)
-    return grammar
+    wanted = None if request.text is None else request.text.format
+    if isinstance(wanted, JsonObjectFormat):
+        return check_grammar(any_object("text.format"), card)
+    if not isinstance(wanted, ResponseFormat):
+        return None
+    schema, param = bytes(wanted.schema), "text.format.schema"
+    return check_grammar(schema_grammar(schema, param, limits, strict=wanted.strict), card)
 
 
 def _sampling(
@@ -583,10 +578,6 @@ def template_options(
     return find_effort(card, effort, "reasoning.effort", context)
 
 
-def _is_function(tool: ResponseTool) -> bool:
-    return tool.type == "function"
-
-
 def _show_tool(tool: ResponseTool) -> ShownTool:
     schema = None if tool.parameters is msgspec.UNSET else tool.parameters.copy()
     return ShownTool(tool.name or "", tool.description, schema, tool.strict)
@@ -607,7 +598,7 @@ def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) ->
         return None
     functions: list[tuple[str, FunctionField]] = []
     for index, tool in enumerate(request.tools or ()):
-        if not _is_function(tool):
+        if tool.type != "function":
             continue
         if tool.name is None:
             raise missing(f"tools.[{index}].name")
@@ -643,10 +634,10 @@ def translate_input(
         conversation.add("system", [conversation.text(request.instructions)])
     if kept is not None:
         _go_on(conversation, kept)
-    if isinstance(request.input, str):
-        conversation.add("user", [conversation.text(request.input)])
-    else:
-        _Items(conversation, limits).add(request.input)
+    items = request.input
+    if isinstance(items, str):
+        items = [InputItem(role="user", content=items)]
+    _Items(conversation, limits).add(items)
     if len(conversation.messages) > limits.max_messages:
         raise invalid(
             "input", f"send at most {limits.max_messages} messages, earlier ones included"
@@ -894,11 +885,11 @@ _kept_decoder = msgspec.json.Decoder(KeptConversation)
 _PATH = "/v1/responses/{response_id}"
 
 
+@dataclass
 class StoredResponses(Resource):
     tag = "responses"
 
-    def __init__(self, kept: KeptAnswers) -> None:
-        self._kept = kept
+    _kept: KeptAnswers
 
     @operation("GET", _PATH, answer_type=ResponseObject)
     async def retrieve_response(self, caller: Caller) -> Response:
@@ -924,12 +915,7 @@ class StoredResponses(Resource):
             for index, message in enumerate(kept.messages[:-1])
             for item in _show_message(message, f"{digits}_{index}")
         ]
-        if query.order == "desc":
-            items.reverse()
-        names = [item.id for item in items]
-        if query.after in names:
-            items = items[names.index(query.after) + 1 :]
-        return ResponseItemList.of(items[: query.limit], len(items) > query.limit)
+        return ResponseItemList.of(*query.choose(items))
 
     async def _find(self, caller: Caller) -> KeptConversation:
         """Raises: NotFound."""

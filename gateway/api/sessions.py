@@ -10,14 +10,15 @@ import hmac
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from secrets import token_hex
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 from starlette.responses import Response, StreamingResponse
 
-from gateway.api.fields import Data, RequestStruct, check_most, invalid
+from gateway.api.fields import Data, RequestStruct, check_most, copy_fields, invalid
 from gateway.api.run import TaskAnswer, compact, output_of
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.open_call import Gone, OpenCall
@@ -213,13 +214,13 @@ _SESSION = "/v1/sessions/{session_id}"
 _TASK = _SESSION + "/tasks/{task_id}"
 
 
+@dataclass
 class Sessions(Resource):
     tag = "sessions"
 
-    def __init__(self, lifecycle: Lifecycle, store: SessionStore, limits: LimitSettings) -> None:
-        self._lifecycle = lifecycle
-        self._store = store
-        self._limits = limits
+    _lifecycle: Lifecycle
+    _store: SessionStore
+    _limits: LimitSettings
 
     # Sessions
 
@@ -515,11 +516,8 @@ class Sessions(Resource):
         return [state if state in ENDED else found[task.id] for task, state in noted]
 
     async def _look(self, tasks: Sequence[TaskRecord]) -> list[TaskState]:
-        by_model: dict[str, list[TaskRecord]] = {}
-        for task in tasks:
-            by_model.setdefault(task.model, []).append(task)
         stands: dict[str, TaskState] = {}
-        for model, group in by_model.items():
+        for model, group in _by_model(tasks).items():
             ids = [task.request_id for task in group]
             found = await self._lifecycle.dispatcher.queue.states(model, ids)
             for task, state in zip(group, found, strict=True):
@@ -562,11 +560,8 @@ class Sessions(Resource):
         )  # fmt: skip
 
     async def _cancel(self, session_id: str, tasks: Sequence[TaskRecord]) -> None:
-        by_model: dict[str, list[str]] = {}
-        for task in tasks:
-            by_model.setdefault(task.model, []).append(task.request_id)
-        for model, request_ids in by_model.items():
-            await self._lifecycle.dispatcher.queue.cancel(model, request_ids)
+        for model, group in _by_model(tasks).items():
+            await self._lifecycle.dispatcher.queue.cancel(model, [t.request_id for t in group])
         states = await self._look(tasks)  # some may have ended meanwhile
         ended = {
             task.id: state if state in ENDED else "cancelled"
@@ -576,14 +571,14 @@ class Sessions(Resource):
 
     def _show(self, found: SessionState, counts: Mapping[str, int]) -> SessionObject:
         session = found.session
-        return SessionObject(
-            session.id, session.application, found.state, session.priority,
-            counts.get("pending", 0), counts.get("running", 0),
-            counts.get("succeed", 0), counts.get("failed", 0), counts.get("cancelled", 0),
-            int(session.created_at), session.idle_s, session.timeout_s,
-            session.min_instances, session.max_instances,
-            self._lifecycle.models.resources(session.application),
-        )  # fmt: skip
+        return copy_fields(
+            session,
+            SessionObject,
+            state=found.state,
+            created=int(session.created_at),
+            resources=self._lifecycle.models.resources(session.application),
+            **{state: counts.get(state, 0) for state in get_args(TaskState)},
+        )
 
     def _check_resources(self, session: Session) -> None:
         """Raises: InvalidRequest if the application's instances have less resources."""
@@ -606,6 +601,13 @@ class Sessions(Resource):
                 code="wrong_task",
             )
         return card
+
+
+def _by_model(tasks: Sequence[TaskRecord]) -> dict[str, list[TaskRecord]]:
+    by_model: dict[str, list[TaskRecord]] = {}
+    for task in tasks:
+        by_model.setdefault(task.model, []).append(task)
+    return by_model
 
 
 def _state_of(task: TaskRecord, found: RequestState | None) -> TaskState:

@@ -21,6 +21,7 @@ from gateway.api.fields import (
     UserName,
     check_chars,
     check_most,
+    copy_fields,
     doc,
     invalid,
 )
@@ -118,19 +119,8 @@ class Tokenization(Surface):
             )
         else:
             assert request.messages is not None
-            plan = translate(
-                ChatCompletionRequest(
-                    model=request.model,
-                    messages=request.messages,
-                    tools=request.tools,
-                    chat_template_kwargs=request.chat_template_kwargs,
-                    add_generation_prompt=request.add_generation_prompt,
-                    continue_final_message=request.continue_final_message,
-                ),
-                context,
-                card,
-                self.limits,
-            )
+            chat = copy_fields(request, ChatCompletionRequest)
+            plan = translate(chat, context, card, self.limits)
             [of], images = plan.tasks, plan.images
             assert isinstance(of, Generate)
         with_strings = bool(request.return_token_strs)

@@ -11,8 +11,8 @@ import binascii
 import math
 import time
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -26,16 +26,22 @@ from gateway.api.fields import (
     check_chars,
     check_most,
     check_num,
+    copy_fields,
     invalid,
+    no_such,
 )
 from gateway.api.pooling import (
+    DOCUMENT_PROMPTS,
+    QUERY_PROMPTS,
     Embeddings,
     Reranking,
     check_dimensions,
+    check_prompt,
     rows_of,
     scores_of,
     split_documents,
     split_inputs,
+    to_image,
 )
 from gateway.calls.key_limits import CHARS_PER_TOKEN
 from gateway.calls.lifecycle import Lifecycle
@@ -72,6 +78,7 @@ FileIds = Annotated[
 ]
 ItemId = Annotated[str, Meta(min_length=1, max_length=MAX_ITEM_ID_CHARS)]
 Vector = list[float] | str
+T = TypeVar("T")
 
 #: OpenAI's defaults, in tokens.
 CHUNK_TOKENS, OVERLAP_TOKENS = 800, 400
@@ -220,24 +227,21 @@ class ListQuery(PageQuery, frozen=True, kw_only=True):
         kept = entries[-self.limit :] if self.before else entries[: self.limit]
         return kept, len(entries) > self.limit
 
+    def choose(self, entries: Sequence[Any]) -> tuple[list[Any], bool]:
+        """The page of a whole list in ascending order, and whether there are more."""
+        chosen = [*entries] if self.order == "asc" else [*reversed(entries)]
+        ids = [entry.id for entry in chosen]
+        end = ids.index(self.before) if self.before in ids else len(ids)
+        begin = ids.index(self.after) + 1 if self.after in ids else 0
+        kept = chosen[begin:end]
+        page = kept[-self.limit :] if self.before in ids else kept[: self.limit]
+        return page, len(kept) > self.limit
+
 
 class FilesQuery(ListQuery, frozen=True, kw_only=True):
     """Page of a list of files, optionally of one status."""
 
     filter: Literal["", "in_progress", "completed", "failed", "cancelled"] = ""
-
-    def choose(self, files: Sequence[wire.StoreFile]) -> tuple[list[wire.StoreFile], bool]:
-        """The page of these files, in the order of attachment, and whether there are more."""
-        chosen = [file for file in files if self.filter in ("", file.status)]
-        if self.order == "desc":
-            chosen.reverse()
-        ids = [file.id for file in chosen]
-        if self.after in ids:
-            chosen = chosen[ids.index(self.after) + 1 :]
-        if self.before in ids:
-            before = chosen[: [file.id for file in chosen].index(self.before)]
-            return before[-self.limit :], len(before) > self.limit
-        return chosen[: self.limit], len(chosen) > self.limit
 
 
 class ItemsQuery(PageQuery, frozen=True, kw_only=True):
@@ -287,23 +291,15 @@ class VectorStore(msgspec.Struct):
 
     @classmethod
     def of(cls, record: wire.StoreRecord) -> "VectorStore":
-        return cls(
-            id=record.id,
-            created_at=record.created_at,
-            name=record.name,
+        days = record.expires_after_days
+        return copy_fields(
+            record,
+            cls,
             usage_bytes=record.num_bytes,
             file_counts=FileCounts(record.num_files, record.num_files),
-            last_active_at=record.last_active_at,
-            metadata=record.metadata,
             embedding_model=record.model,
             embedding_digest=record.digest,
-            dimensions=record.dimensions,
-            num_items=record.num_items,
-            is_read_only=record.is_read_only,
-            expires_after={"anchor": "last_active_at", "days": record.expires_after_days}
-            if record.expires_after_days
-            else None,
-            expires_at=record.expires_at,
+            expires_after={"anchor": "last_active_at", "days": days} if days else None,
         )
 
 
@@ -390,17 +386,14 @@ class StoreFileObject(msgspec.Struct):
             "max_chunk_size_tokens": record.max_chunk_tokens,
             "chunk_overlap_tokens": record.chunk_overlap_tokens,
         }
-        return cls(
-            id=record.id,
-            created_at=record.created_at,
+        error = {"code": record.error_code, "message": record.error}
+        return copy_fields(
+            record,
+            cls,
             vector_store_id=record.store_id,
             usage_bytes=record.num_bytes,
-            status=record.status,
             chunking_strategy={"type": "static", "static": sizes},
-            attributes=record.attributes,
-            last_error={"code": record.error_code, "message": record.error}
-            if record.error_code
-            else None,
+            last_error=error if record.error_code else None,
         )
 
 
@@ -462,10 +455,7 @@ def find_prompt(param: str, asked: str | None, card: ModelCard, usual: Sequence[
     """The requested prompt, or the model's default for this use. Raises: InvalidRequest."""
     if asked is None:
         return next((name for name in usual if name in card.prompts), "")
-    if asked and asked not in card.prompts:
-        offered = ", ".join(card.prompts) or "none"
-        raise invalid(param, f"the prompts of this model are: {offered}")
-    return asked
+    return asked and check_prompt(asked, param, card)
 
 
 def pack_vector(vector: Vector, param: str) -> bytes:
@@ -481,13 +471,6 @@ def pack_vector(vector: Vector, param: str) -> bytes:
     if not vector:
         raise invalid(param, "send at least one number")
     return array("f", vector).tobytes()
-
-
-def to_image(url: str, param: str) -> ImageSource:
-    """An image by URL, or in bare base64."""
-    if not url[:8].lower().startswith(("data:", "http://", "https://")):
-        url = f"data:;base64,{url}"
-    return ImageSource(url, param)
 
 
 def name_of_image(url: str | None, param: str) -> str:
@@ -663,8 +646,6 @@ def _find_end(text: str, first: int, last: int) -> int:
 _RERANK_FACTOR = 4
 #: Size limit of a page of items; the first item is always included.
 _MAX_PAGE_BYTES = 4 * MIB
-_DOCUMENT_PROMPTS = ("document", "passage", "search_document")
-_QUERY_PROMPTS = ("query", "search_query")
 _NO_RANKERS = ("none", "auto", "default-2024-11-15")
 
 _HINTS = {
@@ -708,8 +689,8 @@ class VectorStores(Resource):
             model=card.name,
             digest=card.digest,
             dimensions=body.dimensions or card.dimensions,
-            prompt=find_prompt("prompt", body.prompt, card, _DOCUMENT_PROMPTS),
-            query_prompt=find_prompt("query_prompt", body.query_prompt, card, _QUERY_PROMPTS),
+            prompt=find_prompt("prompt", body.prompt, card, DOCUMENT_PROMPTS),
+            query_prompt=find_prompt("query_prompt", body.query_prompt, card, QUERY_PROMPTS),
             metadata=body.metadata or {},
             expires_after_days=body.expires_after.days if body.expires_after else 0,
         )
@@ -764,36 +745,43 @@ class VectorStores(Resource):
         """Retrieve a vector store."""
         return VectorStore.of(await self._find(caller))
 
+    async def _ask(
+        self,
+        caller: Caller,
+        kind: Callable[..., wire.Request[T]],
+        rename: Callable[[str], str | None] | None = None,
+        **fields: Any,
+    ) -> T:
+        """Send a request about the store of the path, or `store`. `rename`: see `SearchClient.ask`. Raises: ApiError."""
+        asked = {"tenant": caller.tenant, "store": caller.path.get("vector_store_id"), **fields}
+        return await self._search.ask(kind(**asked), rename)
+
     async def _find(self, caller: Caller, name: str | None = None) -> wire.StoreRecord:
         if name is None:
             name = caller.path["vector_store_id"]
             if not name.startswith(wire.STORE_ID):  # names are set by the operator
-                raise NotFound(
-                    "There is no such vector store.", param="vector_store_id", code="not_found"
-                )
-        asked = wire.ReadStore(tenant=caller.tenant, store=name)
-        return await self._search.ask(asked)
+                raise no_such("vector store", "vector_store_id")
+        return await self._ask(caller, wire.ReadStore, store=name)
 
     @operation("POST", _STORE)
     async def modify_vector_store(self, caller: Caller, body: ChangeStoreRequest) -> VectorStore:
         """Modify a vector store."""
         check_metadata(body.metadata)
         days = body.expires_after.days if body.expires_after else 0
-        change = wire.ChangeStore(
-            tenant=caller.tenant,
-            store=caller.path["vector_store_id"],
+        changed = await self._ask(
+            caller,
+            wire.ChangeStore,
             name=None if body.name is None else check_text("name", body.name),
             metadata=body.metadata,
             expires_after_days=None if body.expires_after is UNSET else days,
         )
-        return VectorStore.of(await self._search.ask(change))
+        return VectorStore.of(changed)
 
     @operation("DELETE", _STORE)
     async def delete_vector_store(self, caller: Caller) -> Deleted:
         """Delete a vector store."""
-        name = caller.path["vector_store_id"]
-        await self._search.ask(wire.DropStore(tenant=caller.tenant, store=name))
-        return Deleted(name, "vector_store.deleted")
+        await self._ask(caller, wire.DropStore)
+        return Deleted(caller.path["vector_store_id"], "vector_store.deleted")
 
     # Items
 
@@ -821,37 +809,30 @@ class VectorStores(Resource):
         ]
         made = await self._embed(list(parts.values()), names, store, store.prompt, caller)
         vectors |= dict(zip(parts, made, strict=True))
-        put = wire.PutItems(
-            tenant=caller.tenant,
-            store=store.id,
+        stored = [
+            wire.Item(
+                id=item.id,
+                vector=vectors[index],
+                text=item.text or "",
+                image=images[index],
+                attributes=dict(item.attributes or {}),
+            )
+            for index, item in enumerate(items)
+        ]
+        record = await self._ask(
+            caller,
+            wire.PutItems,
+            lambda index: f"items.[{index}].embedding" if index.isdigit() else index,
             digest=store.digest if parts else "",
-            items=[
-                wire.Item(
-                    id=item.id,
-                    vector=vectors[index],
-                    text=item.text or "",
-                    image=images[index],
-                    attributes=dict(item.attributes or {}),
-                )
-                for index, item in enumerate(items)
-            ],
-        )
-        record = await self._search.ask(
-            put, lambda index: f"items.[{index}].embedding" if index.isdigit() else index
+            items=stored,
         )
         return ItemsStored(len(items), VectorStore.of(record))
 
     @operation("GET", _ITEMS)
     async def list_items(self, caller: Caller, query: ItemsQuery) -> ItemList:
         """List items."""
-        store = await self._find(caller)
-        asked = wire.ReadItems(
-            tenant=caller.tenant,
-            store=store.id,
-            page=wire.Page(limit=query.limit, after=query.after),
-            with_vectors=query.include == "embedding",
-        )
-        items = await self._search.ask(asked)
+        page = wire.Page(limit=query.limit, after=query.after)
+        items = await self._read_items(caller, query.include, page=page)
         data, num_bytes = [], 0
         for item in items[: query.limit]:
             stored = to_stored(item)
@@ -864,17 +845,14 @@ class VectorStores(Resource):
     @operation("GET", _ITEMS + "/{item_id:path}")
     async def retrieve_item(self, caller: Caller, query: ItemQuery) -> StoredItem:
         """Retrieve an item."""
-        store = await self._find(caller)
-        asked = wire.ReadItems(
-            tenant=caller.tenant,
-            store=store.id,
-            ids=[caller.path["item_id"]],
-            with_vectors=query.include == "embedding",
-        )
-        items = await self._search.ask(asked)
+        items = await self._read_items(caller, query.include, ids=[caller.path["item_id"]])
         if not items:
-            raise NotFound("There is no such item.", param="item_id", code="not_found")
+            raise no_such("item", "item_id")
         return to_stored(items[0])
+
+    async def _read_items(self, caller: Caller, include: str, **which: Any) -> Sequence[wire.Item]:
+        await self._find(caller)
+        return await self._ask(caller, wire.ReadItems, with_vectors=include == "embedding", **which)
 
     @operation("DELETE", _ITEMS, hints=_HINTS)
     async def delete_items(self, caller: Caller, body: DeleteItemsRequest) -> ItemsDeleted:
@@ -884,14 +862,9 @@ class VectorStores(Resource):
         check_num("ids", len(body.ids or ()), self._limits.max_inputs, "ids")
         if body.filters is not None:
             check_filter(body.filters, self._limits)
-        store = await self._find(caller)
-        drop = wire.DropItems(
-            tenant=caller.tenant,
-            store=store.id,
-            ids=None if body.ids is None else list(dict.fromkeys(body.ids)),
-            where=body.filters,
-        )
-        return ItemsDeleted(await self._search.ask(drop))
+        await self._find(caller)
+        ids = None if body.ids is None else list(dict.fromkeys(body.ids))
+        return ItemsDeleted(await self._ask(caller, wire.DropItems, ids=ids, where=body.filters))
 
     # Search
 
@@ -909,16 +882,16 @@ class VectorStores(Resource):
         ranker = None if options.ranker in (None, *_NO_RANKERS) else options.ranker
         if ranker and not texts:
             raise invalid("ranking_options.ranker", "a ranker requires a text query")
-        query = wire.Query(
-            tenant=caller.tenant,
-            store=store.id,
+        name = "query.embedding" if vectors else "query"
+        hits = await self._ask(
+            caller,
+            wire.Query,
+            lambda param: name if param.isdigit() else param,
             digest=store.digest if parts else "",
             vectors=[*made, *vectors],
             k=wanted * _RERANK_FACTOR if ranker else wanted,
             where=body.filters,
         )
-        name = "query.embedding" if vectors else "query"
-        hits = await self._search.ask(query, lambda p: name if p.isdigit() else p)
         if ranker:
             hits = (await self._rerank(ranker, texts, hits, caller))[:wanted]
         least = options.score_threshold
@@ -937,14 +910,8 @@ class VectorStores(Resource):
             raise NotFound(message, code="search_not_served")
         store = await self._find(caller, self._default_store)
         made = await self._embed([text], ["text"], store, store.query_prompt, caller)
-        query = wire.Query(
-            tenant=caller.tenant,
-            store=store.id,
-            digest=store.digest,
-            vectors=made,
-            k=body.num_results,
-        )
-        hits = await self._search.ask(query)
+        asked = {"digest": store.digest, "vectors": made, "k": body.num_results}
+        hits = await self._ask(caller, wire.Query, store=store.id, **asked)
         shown = ((h.item.text or h.item.image, h.item.id, h.score) for h in hits)
         return SimilarAnswer([f"Item: {t} (index: {i} score:{score:.2f})" for t, i, score in shown])
 
@@ -981,27 +948,28 @@ class VectorStores(Resource):
             chunks, ["file_id"] * len(chunks), store, store.prompt, caller, truncate="end"
         )
         attributes = dict(request.attributes or {})
-        attach = wire.AttachFile(
-            tenant=caller.tenant,
+        items = [
+            wire.Item(
+                id=f"{file.id}:{number}",
+                vector=vector,
+                text=text,
+                file_id=file.id,
+                filename=file.filename,
+                attributes=attributes,
+            )
+            for number, (text, vector) in enumerate(zip(chunks, vectors, strict=True))
+        ]
+        return await self._ask(
+            caller,
+            wire.AttachFile,
             store=store.id,
             file=file.id,
             digest=store.digest,
-            items=[
-                wire.Item(
-                    id=f"{file.id}:{number}",
-                    vector=vector,
-                    text=text,
-                    file_id=file.id,
-                    filename=file.filename,
-                    attributes=attributes,
-                )
-                for number, (text, vector) in enumerate(zip(chunks, vectors, strict=True))
-            ],
+            items=items,
             max_chunk_tokens=size,
             chunk_overlap_tokens=overlap,
             attributes=attributes,
         )
-        return await self._search.ask(attach)
 
     async def _attach_all(
         self, requests: Sequence[AttachFileRequest], store: wire.StoreRecord, caller: Caller
@@ -1034,13 +1002,8 @@ class VectorStores(Resource):
     ) -> StoreFileObject:
         """Change a file's attributes."""
         check_attributes(body.attributes, "attributes")
-        change = wire.ChangeStoreFile(
-            tenant=caller.tenant,
-            store=caller.path["vector_store_id"],
-            file=caller.path["file_id"],
-            attributes=dict(body.attributes or {}),
-        )
-        return StoreFileObject.of(await self._search.ask(change))
+        asked = {"file": caller.path["file_id"], "attributes": dict(body.attributes or {})}
+        return StoreFileObject.of(await self._ask(caller, wire.ChangeStoreFile, **asked))
 
     @operation("POST", _BATCHES, hints=_CHUNKS)
     async def create_vector_store_file_batch(
@@ -1062,8 +1025,7 @@ class VectorStores(Resource):
             check_attributes(file.attributes, f"files.[{index}].attributes")
         store = await self._find(caller)
         attached = await self._attach_all(files, store, caller)
-        put = wire.PutFileBatch(tenant=caller.tenant, store=store.id, files=attached)
-        return FileBatchObject.of(await self._search.ask(put))
+        return FileBatchObject.of(await self._ask(caller, wire.PutFileBatch, files=attached))
 
     @operation("GET", _BATCH)
     async def retrieve_vector_store_file_batch(self, caller: Caller) -> FileBatchObject:
@@ -1076,29 +1038,26 @@ class VectorStores(Resource):
         return FileBatchObject.of(await self._find_batch(caller))
 
     async def _find_batch(self, caller: Caller) -> wire.FileBatch:
-        asked = wire.ReadFileBatch(
-            tenant=caller.tenant,
-            store=caller.path["vector_store_id"],
-            batch=caller.path["batch_id"],
-        )
-        return await self._search.ask(asked)
+        return await self._ask(caller, wire.ReadFileBatch, batch=caller.path["batch_id"])
 
     @operation("GET", _BATCH + "/files")
     async def list_files_in_vector_store_batch(
         self, caller: Caller, query: FilesQuery
     ) -> StoreFileList:
         """List the files of a file batch."""
-        files, has_more = query.choose((await self._find_batch(caller)).files)
+        files = (await self._find_batch(caller)).files
+        chosen = [file for file in files if query.filter in ("", file.status)]
+        files, has_more = query.choose(chosen)
         return StoreFileList.of([StoreFileObject.of(file) for file in files], has_more)
 
     @operation("GET", _FILES)
     async def list_vector_store_files(self, caller: Caller, query: FilesQuery) -> StoreFileList:
         """List attached files; all are completed."""
-        store = await self._find(caller)
+        await self._find(caller)
         if query.filter not in ("", "completed"):
             return StoreFileList.of([], False)
-        asked = wire.ListStoreFiles(tenant=caller.tenant, store=store.id, page=query.page)
-        records, has_more = query.cut(await self._search.ask(asked))
+        found = await self._ask(caller, wire.ListStoreFiles, page=query.page)
+        records, has_more = query.cut(found)
         return StoreFileList.of([StoreFileObject.of(record) for record in records], has_more)
 
     @operation("GET", _FILE)
@@ -1107,28 +1066,21 @@ class VectorStores(Resource):
         return StoreFileObject.of(await self._find_file(caller))
 
     async def _find_file(self, caller: Caller) -> wire.StoreFile:
-        asked = wire.ReadStoreFile(
-            tenant=caller.tenant, store=caller.path["vector_store_id"], file=caller.path["file_id"]
-        )
-        return await self._search.ask(asked)
+        return await self._ask(caller, wire.ReadStoreFile, file=caller.path["file_id"])
 
     @operation("GET", _FILE + "/content")
     async def retrieve_vector_store_file_content(self, caller: Caller) -> FileContent:
         """Retrieve the chunks of an attached file."""
         file = await self._find_file(caller)
         ids = [f"{file.id}:{number}" for number in range(file.num_chunks)]
-        asked = wire.ReadItems(tenant=caller.tenant, store=file.store_id, ids=ids)
-        items = {item.id: item for item in await self._search.ask(asked)}
+        items = {item.id: item for item in await self._ask(caller, wire.ReadItems, ids=ids)}
         return FileContent([Content("text", items[key].text) for key in ids if key in items])
 
     @operation("DELETE", _FILE)
     async def delete_vector_store_file(self, caller: Caller) -> Deleted:
         """Detach a file."""
         name = caller.path["file_id"]
-        detach = wire.DetachFile(
-            tenant=caller.tenant, store=caller.path["vector_store_id"], file=name
-        )
-        await self._search.ask(detach)
+        await self._ask(caller, wire.DetachFile, file=name)
         return Deleted(name, "vector_store.file.deleted")
 
     # Vectors and scores, by calls to workers

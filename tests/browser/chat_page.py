@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -126,6 +126,13 @@ class ChatPage:
             self.wait_for(lambda: len(self.find_all("#tray img")) == len(images))
         self.find("#question").send_keys(question, Keys.ENTER)
 
+    def answer_to(self, question: str, *images: Path) -> str:
+        """Ask, and wait for the end of the answer."""
+        before = len(self.find_all(".answer"))
+        self.ask(question, *images)
+        self.wait_for(lambda: len(self.find_all(".answer")) > before)
+        return self.wait_for_end()
+
     @property
     def answer(self) -> WebElement:
         """The latest answer."""
@@ -151,6 +158,21 @@ class ChatPage:
         """The latest answer's text, once it is complete, stopped or failed."""
         self.wait_for(lambda: self.answer.get_attribute("aria-busy") == "false")
         return self.answer_text
+
+    def names_from(self, first: str | None, to: str) -> list[str]:
+        """What TAB reaches from an element, or from where the focus is: all of it has a name."""
+        if first:
+            self.browser.execute_script(f"document.querySelector('{first}').focus()")
+        names = []
+        while True:
+            element = self.browser.switch_to.active_element
+            names.append(element.accessible_name)
+            if element == self.find(to):
+                break
+            ActionChains(self.browser).send_keys(Keys.TAB).perform()
+            assert len(names) < 60
+        assert all(names[:-1]), names
+        return names
 
     def complaints(self) -> list[str]:
         """What the browser's console has said since it was asked last: errors, policy violations."""

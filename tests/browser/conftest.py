@@ -24,6 +24,7 @@ def fleet(browser, tmp_path_factory) -> Iterator[Served]:
         tmp_path_factory.mktemp("page"),
         VLM_ENGINE__MOCK__DECODE_S=str(DECODE_S),
         VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS=str(NUM_TOKENS),
+        VLM_GATEWAY__ALIASES='{"shapes": "mock"}',
     )
     yield fleet
     fleet.end()

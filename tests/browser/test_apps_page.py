@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from tests.browser.chat_page import DESK, PHONE, SCREENSHOTS, ChatPage
+from tests.browser.chat_page import DESK, PHONE, ChatPage
 from tests.integration.fleet_process import Served, run_vlm, start_fleet
 from tests.long import long
 
@@ -31,9 +31,7 @@ def deployed(browser, tmp_path_factory) -> Iterator[tuple[Served, str]]:
         )
         assert done.returncode == 0, done.stderr
     yield fleet, key
-    browser.get(
-        "about:blank"
-    )  # the page looks again and again, and would complain of a fleet that ended
+    browser.get("about:blank")  # the page would complain of a fleet that ended
     browser.get_log("browser")
     fleet.end()
 
@@ -59,14 +57,13 @@ def test_versions_instances_and_events_are_shown_to_who_may_deploy(browser, depl
     assert {row[2] for row in rows("slots")} == {"ready"}
     assert "canary: 25% of the requests" in page.find(".app .events").text
     page.wait_for(lambda: rows("versions")[0][6] == "0.0")  # a rate, by the second look
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     for name, size in (("desk", DESK), ("phone", PHONE)):
         screen = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         page.wait_for(lambda: len(rows("versions")) == 2)
         wide = "return document.documentElement.scrollWidth > innerWidth"
         assert not browser.execute_script(wide)
-        browser.save_screenshot(str(SCREENSHOTS / f"apps-{name}.png"))
+        page.keep(f"apps-{name}")
     browser.refresh()
     page.wait_for(lambda: len(rows("versions")) == 2)
     assert not page.find("#key-dialog").is_displayed()

@@ -1,10 +1,8 @@
 """The API reference: every operation and schema of the document, from this gateway's own files alone."""
 
 import httpx
-from selenium.webdriver.common.keys import Keys
 
-from tests.browser.chat_page import DESK, PHONE, SCREENSHOTS, ChatPage
-from tests.integration.fleet_process import start_fleet
+from tests.browser.chat_page import DESK, PHONE, ChatPage
 
 TEXTS = "return [...document.querySelectorAll(arguments[0])].map((each) => each.textContent)"
 LOADED = "return performance.getEntriesByType('resource').map((each) => new URL(each.name).origin)"
@@ -29,27 +27,9 @@ def test_the_reference_needs_no_other_host(browser, fleet):
     page.find_all("#operations summary")[place].click()
     page.find("#operations details[open] a").click()
     page.wait_for(lambda: page.find("#schema-ChatCompletionRequest").get_property("open"))
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    browser.save_screenshot(str(SCREENSHOTS / "reference.png"))
-    browser.execute_script("document.querySelector('#operations details[open]').scrollIntoView()")
-    browser.save_screenshot(str(SCREENSHOTS / "reference-operation.png"))
     page.open(PHONE)
     page.wait_for(lambda: page.find_all("#schemas details"))
     assert browser.execute_script(
         "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     )
     assert page.complaints() == []
-
-
-def test_a_gateway_with_keys_asks_for_one(browser, tmp_path):
-    fleet = start_fleet(tmp_path, VLM_GATEWAY__API_KEYS="sk-one")
-    try:
-        page = ChatPage(browser, f"{fleet.url}/docs")
-        page.open(DESK)
-        page.wait_for(lambda: page.find("#key-dialog").is_displayed())
-        page.find("#key").send_keys("sk-one", Keys.ENTER)
-        page.wait_for(lambda: page.find_all("#operations details"))
-    finally:
-        browser.get("about:blank")
-        browser.get_log("browser")
-        fleet.end()

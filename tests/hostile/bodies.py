@@ -9,7 +9,7 @@ from typing import Any
 from tests.factories_hostile_images import CASES, ihdr, png
 from tests.factories_images import data_url, encoded
 from tests.faults.processes import MODEL
-from tests.gateway.api.chat.test_bad_inputs import ROWS as FIELDS
+from tests.gateway.api.test_refusals import FIELDS
 from tests.hostile.fleet import CANARY
 
 #: A body as JSON or as bytes, and the statuses that it may get.

@@ -1,7 +1,8 @@
-"""`/v1/applications` without nodes: permissions, checks, canaries, and deployments at the same time."""
+"""`/v1/applications` without nodes: permissions, checks, canaries, deployments at the same time, and routes."""
 
 import asyncio
 import io
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,12 +11,23 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from gateway.calls.models import Route
-from shared.packages import rollout
+from deploy.commands import CommandFailed, run_apps, run_route
+from gateway.http.errors import ApiError
+from shared.gateway_client import ApiFailed, Client
 from shared.packages.deployment_state import DeploymentState
+from shared.packages.deployments import (
+    Generation,
+    Outcome,
+    Spec,
+    read_routes,
+    record_generation,
+    settle,
+    version_name,
+)
+from shared.packages.garbage import collect
 from shared.packages.manifest import Layer, PackageConfig, digest_of, make_manifest
 from shared.packages.rollout import App, LogLine, NodeRecord, Revision, Slot
-from shared.packages.store import open_store
+from shared.packages.store import StoreError, open_store
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import WorkerRecord
@@ -27,6 +39,7 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
     run_worker,
 )
+from tests.waiting import until
 
 KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # of nothing
 DEPLOY = {"authorization": "Bearer may-deploy"}
@@ -98,47 +111,36 @@ async def test_keys_that_deploy_are_a_class_of_their_own(redis_server, redis_pre
         for key, status in expected.items():
             headers = {"authorization": f"Bearer {key}"} if key else {}
             assert (await deployments.put(digest, headers=headers)).status_code == status
-            listed = await deployments.client.get("/v1/applications", headers=headers)
-            assert (listed.status_code == 200) is (key == "may-deploy")
+            for path in ("", "/n/logs"):
+                url = f"/v1/applications{path}"
+                listed = await deployments.client.get(url, headers=headers)
+                assert listed.status_code == (200 if key == "may-deploy" else status)
         lora = {"lora_name": "x", "lora_path": "x"}
         answer = await deployments.client.post("/v1/load_lora_adapter", json=lora, headers=DEPLOY)
         assert answer.status_code == 403  # and it is no operator's
-
-
-async def test_without_keys_nobody_may_deploy(redis_server, redis_prefix, tmp_path):
     async with run(redis_server, redis_prefix, tmp_path, deploy_keys=()) as deployments:
-        answer = await deployments.put(deployments.add_package("{}"))
-    assert answer.status_code == 403
-    assert "VLM_GATEWAY__DEPLOY_KEYS" in message(answer)
+        answer = await deployments.put(digest)
+    assert (answer.status_code, "VLM_GATEWAY__DEPLOY_KEYS" in message(answer)) == (403, True)
 
 
 async def test_a_deployment_is_recorded_and_the_same_again_changes_nothing(deployments):
     digest = deployments.add_package("{}")
-    first = await deployments.put(digest)
+    first = await deployments.put(digest, spec={"canary": 0.2})
+    shown = first.json()["candidate"]
     assert (first.status_code, first.json()["state"]) == (202, "starting")
-    assert first.json()["candidate"]["digest"] == digest
-    again = await deployments.put(digest)
+    assert (shown["digest"], shown["spec"]["canary"]) == (digest, 0.2)
+    assert shown["spec"]["resources"] == {"cpu": 1.0, "memory_bytes": 0, "gpu": 0}
+    assert shown["environment"] == {"variables": {}, "secrets": {}}
+    again = await deployments.put(digest, spec=shown["spec"])  # what is shown may be sent
     assert (again.status_code, again.json()["generation"]) == (200, 1)
+    stale = await deployments.put(deployments.add_package("[]"), if_generation=8)
+    assert stale.status_code == 409
     listed = await deployments.client.get("/v1/applications", headers=DEPLOY)
     assert [app["name"] for app in listed.json()["data"]] == ["n"]
     assert listed.json()["store"].startswith("file://")
 
 
-async def test_of_two_deployments_at_once_one_is_refused(deployments):
-    digests = [deployments.add_package(text) for text in ("{}", "[]")]
-    answers = await asyncio.gather(*(deployments.put(digest) for digest in digests))
-    assert sorted(answer.status_code for answer in answers) in ([202, 409], [202, 202])
-    number = max(answer.json().get("generation", 0) for answer in answers)
-    late = await asyncio.gather(
-        *(deployments.put(digest, if_generation=number) for digest in reversed(digests))
-    )
-    statuses = sorted(answer.status_code for answer in late)
-    assert statuses in ([200, 409], [200, 202], [202, 409])
-    stale = await deployments.put(digests[0], if_generation=number + 7)
-    assert stale.status_code == 409
-
-
-async def test_what_cannot_be_deployed_is_refused_by_field(deployments):
+async def test_what_cannot_be_deployed_is_refused_by_field(deployments, tmp_path):
     for change, says in (
         ({"digest": "sha256:" + 64 * "0"}, "has no package"),
         ({"digest": "sha256:../../x"}, "digest"),
@@ -157,32 +159,21 @@ async def test_what_cannot_be_deployed_is_refused_by_field(deployments):
         assert says in message(answer)
         assert KEY not in answer.text
         assert (await deployments.ask(method="GET")).status_code == 404
-
-
-async def test_a_version_is_shown_with_all_fields_of_its_spec(deployments):
-    digest = deployments.add_package("{}")
-    shown = (await deployments.put(digest, spec={"canary": 0.2})).json()["candidate"]
-    assert shown["spec"]["canary"] == 0.2
-    assert shown["spec"]["resources"] == {"cpu": 1.0, "memory_bytes": 0, "gpu": 0}
-    assert shown["environment"] == {"variables": {}, "secrets": {}}
-    again = await deployments.put(digest, spec=shown["spec"])
-    assert again.status_code == 200  # what is shown may be sent
-
-
-async def test_a_record_of_a_newer_version_says_so(deployments):
-    digest = deployments.add_package("{}")
-    newer = b'{"name":"n","number":1,"digest":"%s","spec":{"newer":1}}' % digest.encode()
-    deployments.store.put_if_absent("deployments/n/00000001.json", newer)
-    for answer in (await deployments.ask(method="GET"), await deployments.put(digest)):
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "record_unreadable"
+    digest = deployments.add_package("{1}")
+    for name in ("a b", "@x", "x" * 64):
+        assert (await deployments.put(digest, name=name)).status_code in (400, 404)
+    blob = tmp_path / "store" / "blobs" / "sha256" / digest_of(b"{1}").removeprefix("sha256:")
+    for change in (lambda: blob.write_bytes(b"{"), blob.unlink):  # cut, then missing
+        change()
+        answer = await deployments.put(digest)
+        assert "config.json: blob missing or incomplete" in message(answer)
 
 
 async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_there(
     deployments, redis_server, redis_prefix, tmp_path
 ):
     card = ModelCard("n@old", 1, 512, 1000)
-    app = App("n", 1, active=Revision(1, "sha256:old", rollout.Spec(), card=card))
+    app = App("n", 1, active=Revision(1, "sha256:old", Spec(), card=card))
     await deployments.deployments.put(None, app)
     models = deployments.gateway.services.models
     async with run_worker(redis_server, redis_prefix, card), Redis.from_url(redis_server) as redis:
@@ -194,28 +185,19 @@ async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_ther
         [listed] = (await deployments.client.get("/v1/applications", headers=DEPLOY)).json()["data"]
         assert (listed["name"], listed["state"]) == ("n", "unreadable")
         async with run(redis_server, redis_prefix, tmp_path) as later:
-            answer = await later.gateway.chat(make_body(model="n"))
-            assert answer.status_code == 503
-            assert answer.json()["error"]["code"] == "record_unreadable"
+            unread = [await later.gateway.chat(make_body(model="n"))]
     await models.registry.withdraw("scripted")
     await models.registry.forget(card.name)  # as nodes do, when they have retired it
     await models.refresh()
-    answer = await deployments.gateway.chat(make_body(model="n"))
-    assert answer.json()["error"]["code"] == "record_unreadable"
-
-
-async def test_a_package_whose_blobs_are_missing_or_cut_is_refused(deployments, tmp_path):
-    digest = deployments.add_package("{1}")
-    blob = tmp_path / "store" / "blobs" / "sha256" / digest_of(b"{1}").removeprefix("sha256:")
-    blob.write_bytes(b"{")
-    assert "config.json: blob missing or incomplete; push it again" in message(
-        await deployments.put(digest)
-    )
-    blob.unlink()
-    assert (await deployments.put(digest)).status_code == 400
-    for name in ("a b", "@x", "x" * 64):
-        answer = await deployments.put(digest, name=name)
-        assert answer.status_code in (400, 404)
+    unread.append(await deployments.gateway.chat(make_body(model="n")))
+    digest = deployments.add_package("{}")
+    newer = b'{"name":"m","number":1,"digest":"%s","spec":{"newer":1}}' % digest.encode()
+    deployments.store.put_if_absent("deployments/m/00000001.json", newer)
+    unread.append(await deployments.client.get("/v1/applications/m", headers=DEPLOY))
+    unread.append(await deployments.put(digest, "m"))
+    for answer in unread:
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "record_unreadable"
 
 
 async def test_a_canary_is_promoted_and_rolled_back_by_hand(deployments):
@@ -238,7 +220,8 @@ async def test_a_canary_is_promoted_and_rolled_back_by_hand(deployments):
     assert back["candidate"]["spec"]["canary"] == 0  # it is known
 
 
-async def test_scale_and_undeploy(deployments):
+async def test_resources_that_no_node_has_are_refused_to_a_version_that_serves(deployments):
+    """It is scaled, and undeployed in the end."""
     digest = deployments.add_package("{}")
     await deployments.put(digest)
     assert (await deployments.ask(":scale", min_instances=2)).status_code == 409
@@ -247,27 +230,20 @@ async def test_scale_and_undeploy(deployments):
     scaled = (await deployments.ask(":scale", min_instances=2)).json()
     assert (scaled["active"]["spec"]["min_instances"], scaled["candidate"]) == (2, None)
     assert (await deployments.ask(":scale", min_instances=200)).status_code == 400
+    node = NodeRecord("node", cpu=2.0, memory_bytes=10, gpu=0)
+    await deployments.deployments.announce(node, ttl_s=60)
+    spec = scaled["active"]["spec"]
+    refused = await deployments.put(digest, spec={**spec, "resources": {"cpu": 64.0}})
+    assert refused.status_code == 409
+    assert "no node has room for an instance of cpu=64" in message(refused)
+    assert (await deployments.ask(method="GET")).json()["active"]["spec"] == spec
+    changed = await deployments.put(digest, spec={**spec, "resources": {"cpu": 2.0}})
+    assert (changed.status_code, changed.json()["state"]) == (202, "active")
+    assert changed.json()["active"]["spec"]["resources"]["cpu"] == 2.0
     gone = await deployments.ask(method="DELETE")
     assert (gone.status_code, gone.json()["state"]) == (202, "undeployed")
     assert (await deployments.ask(":promote")).status_code == 404
     assert (await deployments.put(digest)).status_code == 202
-
-
-async def test_resources_that_no_node_has_are_refused_to_a_version_that_serves(deployments):
-    digest = deployments.add_package("{}")
-    await deployments.put(digest)
-    await deployments.make_ready(digest)
-    await deployments.ask(":promote")
-    await deployments.deployments.announce(
-        NodeRecord("node", cpu=2.0, memory_bytes=10, gpu=0), ttl_s=60
-    )
-    refused = await deployments.put(digest, spec={"resources": {"cpu": 64.0}})
-    assert refused.status_code == 409
-    assert "no node has room for an instance of cpu=64" in message(refused)
-    assert (await deployments.ask(method="GET")).json()["active"]["spec"]["resources"]["cpu"] == 1.0
-    changed = await deployments.put(digest, spec={"resources": {"cpu": 2.0}})
-    assert (changed.status_code, changed.json()["state"]) == (202, "active")
-    assert changed.json()["active"]["spec"]["resources"]["cpu"] == 2.0
 
 
 async def test_the_latest_lines_of_instances_are_shown_to_who_deploys(deployments):
@@ -276,12 +252,9 @@ async def test_the_latest_lines_of_instances_are_shown_to_who_deploys(deployment
     lines = [LogLine(n / 10, "node", n % 2, f"line {n}") for n in range(1200)]
     for first in range(0, 1200, 100):
         await deployments.deployments.add_log("n", lines[first : first + 100])
-    shown = (await deployments.ask("/logs?limit=1000", "GET")).json()["data"]
-    assert [line["text"] for line in shown] == [f"line {n}" for n in range(200, 1200)]
-    shown = (await deployments.ask("/logs?limit=2&slot=1", "GET")).json()["data"]
-    assert [line["text"] for line in shown] == ["line 1197", "line 1199"]
-    path = "/v1/applications/n/logs"
-    assert (await deployments.client.get(path)).status_code in (401, 403)
+    for query, expected in (("limit=1000", [*range(200, 1200)]), ("limit=2&slot=1", [1197, 1199])):
+        shown = (await deployments.ask(f"/logs?{query}", "GET")).json()["data"]
+        assert [line["text"] for line in shown] == [f"line {n}" for n in expected]
     unknown = await deployments.client.get("/v1/applications/other/logs", headers=DEPLOY)
     assert unknown.status_code == 404
     assert (await deployments.ask("/logs?limit=0", "GET")).json()["error"]["param"] == "limit"
@@ -294,7 +267,7 @@ async def test_requests_go_to_the_version_that_serves_and_answers_name_it(
     digest = deployments.add_package("{}")
     card = ModelCard("n@old", 1, 512, 1000, package=f"n@{digest}")
     other = replace(card, name="n@new", package="n@sha256:new")
-    spec = rollout.Spec(canary=0.3)
+    spec = Spec(canary=0.3)
     app = App(
         "n", 2,
         active=Revision(1, digest, spec, card=card),
@@ -326,7 +299,7 @@ async def test_requests_go_to_the_version_that_serves_and_answers_name_it(
 async def test_a_deployment_is_listed_after_models_of_workers_and_before_its_versions(deployments):
     own = ModelCard("own", 1, 512, 1000)
     version = ModelCard("n@old", 2, 512, 1000, package="n@sha256:old")
-    revision = Revision(1, "sha256:old", rollout.Spec(), card=version)
+    revision = Revision(1, "sha256:old", Spec(), card=version)
     await deployments.deployments.put(None, App("n", 1, active=revision))
     models = deployments.gateway.services.models
     for card in (own, version):
@@ -334,15 +307,6 @@ async def test_a_deployment_is_listed_after_models_of_workers_and_before_its_ver
     await models.refresh()
     listed = (await deployments.client.get("/v1/models")).json()["data"]
     assert [model["id"] for model in listed] == ["own", "n", "n@old"]
-
-
-def test_a_canary_has_its_share_of_ten_thousand_and_each_client_one_side():
-    old, new = ModelCard("n", 1, 1, 1, parent="n@old"), ModelCard("n", 1, 1, 1, parent="n@new")
-    route = Route(old, ((new, 0.1),))
-    picked = [route.pick(f"{number:032x}") for number in range(10_000)]
-    assert 900 <= picked.count(new) <= 1100
-    assert picked == [route.pick(f"{number:032x}") for number in range(10_000)]
-    assert {Route(old).pick(f"{number}") is old for number in range(10)} == {True}
 
 
 async def test_an_environment_is_a_version_of_its_own_and_a_rollback_brings_it_back(deployments):
@@ -366,3 +330,188 @@ async def test_an_environment_is_a_version_of_its_own_and_a_rollback_brings_it_b
     assert (back["candidate"]["environment"], back["candidate"]["digest"]) == (
         first, placed["digest"],
     )  # fmt: skip
+
+
+# Routes split the requests of a name between versions by weight
+
+
+def version(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12]
+
+
+async def announce(deployments: Deployments, digest: str, worker: str = "w") -> None:
+    """A worker of the version serves, as in a pod."""
+    card = ModelCard(version_name("n", digest), 1, 512, 1000, package=f"n@{digest}")
+    record = WorkerRecord(f"{worker}-{digest}", card, "mock")
+    await deployments.gateway.services.models.registry.announce(record, ttl_s=600)
+
+
+async def serving(deployments: Deployments, *texts: str) -> list[str]:
+    """Packages with a worker each."""
+    digests = [deployments.add_package(text) for text in texts]
+    for digest in digests:
+        await announce(deployments, digest)
+    return digests
+
+
+async def route(deployments: Deployments, weights: dict[str, int]) -> httpx.Response:
+    weights = {version(digest): weight for digest, weight in weights.items()}
+    return await deployments.ask(":route", weights=weights)
+
+
+async def picked(deployments: Deployments, count: int = 1000) -> Counter[str]:
+    """The packages that answer so many clients."""
+    models = deployments.gateway.services.models
+    cards = [await models.find("n", f"client {number}") for number in range(count)]
+    return Counter(card.package.partition("@")[2] for card in cards)
+
+
+async def test_each_version_has_its_weight_and_few_clients_move_as_it_changes(deployments):
+    old, new = await serving(deployments, "{}", "[]")
+    assert (await route(deployments, {old: 90, new: 10})).status_code == 200
+    first = await picked(deployments)
+    assert set(first) == {old, new}
+    assert 60 <= first[new] <= 140
+    models = deployments.gateway.services.models
+    moved = {f"{n}" for n in range(200) if (await models.find("n", f"{n}")).package.endswith(new)}
+    assert (await route(deployments, {old: 1, new: 1})).status_code == 200
+    still = {side for side in moved if (await models.find("n", side)).package.endswith(new)}
+    assert still == moved
+    assert (await route(deployments, {old: 0, new: 100})).status_code == 200
+    assert await picked(deployments) == {new: 1000}
+    listed = (await deployments.client.get("/v1/models")).json()["data"]
+    assert "n" in [model["id"] for model in listed]
+    listed = (await deployments.client.get("/v1/applications", headers=DEPLOY)).json()
+    assert listed["routes"] == {"n": {version(old): 0, version(new): 100}}
+
+
+async def test_a_route_survives_an_emptied_redis_and_reaches_other_gateways(
+    deployments, redis, redis_server, redis_prefix, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("gateway.calls.models.READ_PAUSE_S", 0.0)
+    old, new = await serving(deployments, "{}", "[]")
+    await route(deployments, {old: 1, new: 1})
+    async with run(redis_server, redis_prefix, tmp_path) as other:
+        assert set(await picked(other)) == {old, new}
+        for key in await redis.keys(f"{redis_prefix}:*"):
+            await redis.delete(key)
+        # No worker is there, as at zero pods: requests wait for one.
+        for each in (deployments, other):
+            await each.gateway.services.models.refresh()
+            assert set(await picked(each)) == {old, new}
+        assert (await route(deployments, {new: 1})).status_code == 200
+
+        async def has_moved() -> bool:
+            await other.gateway.services.models.refresh()
+            return await picked(other) == {new: 1000}
+
+        await until(has_moved)
+
+
+async def deploy_on_nodes(deployments: Deployments, text: str) -> str:
+    """A version that one instance of a node serves."""
+    digest = deployments.add_package(text)
+    record_generation(deployments.store, Generation("n", 1, digest, Spec()))
+    settle(deployments.store, "n", 1, Outcome("active"))
+    await announce(deployments, digest, "node")
+    card = ModelCard(version_name("n", digest), 1, 512, 1000, package=f"n@{digest}")
+    app = App("n", 1, active=Revision(1, digest, Spec(), card=card))
+    app = replace(app, slots=(Slot(1, digest, "ready", "node"),))
+    assert await deployments.deployments.put(None, app)
+    await deployments.gateway.services.models.refresh()
+    return digest
+
+
+async def test_what_nodes_serve_stays_while_a_route_names_it(deployments):
+    nodes, [pods] = await deploy_on_nodes(deployments, "[]"), await serving(deployments, "{}")
+    assert await picked(deployments) == {nodes: 1000}
+    await route(deployments, {pods: 1})
+    assert await picked(deployments) == {pods: 1000}
+    assert (await route(deployments, {})).status_code == 200  # it leaves the name to its deployment
+    assert await picked(deployments) == {nodes: 1000}
+    missing = await route(deployments, {})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "application_not_found")
+    assert (await route(deployments, {nodes: 90, pods: 10})).status_code == 200
+    refused = [
+        await deployments.ask(method="DELETE"),
+        await deployments.put(deployments.add_package("1")),
+    ]
+    for answer in refused:
+        assert answer.status_code == 409
+        assert "only nodes serve it" in message(answer)
+    await announce(deployments, nodes, "pod")
+    assert (await deployments.ask(method="DELETE")).status_code == 202
+    late = await route(deployments, {nodes: 1})
+    assert (late.status_code, "stopping" in message(late)) == (409, True)
+    assert (await route(deployments, {pods: 1})).status_code == 200
+    assert await picked(deployments) == {pods: 1000}
+
+
+async def test_commands_set_show_and_remove_a_route(deployments, capsys):
+    [pods] = await serving(deployments, "{}")
+    client = Client(deployments.gateway.url, "may-deploy")
+    await asyncio.to_thread(run_route, client, "n", [f"{version(pods)}=90"])
+    await asyncio.to_thread(run_apps, client, None)
+    assert f"{version(pods)}=90" in capsys.readouterr().out
+    for wrong in (["x=1"], ["000000000000=1"]):
+        with pytest.raises(ApiFailed):
+            await asyncio.to_thread(run_route, client, "n", wrong)
+    for wrong in (["x"], ["x="], ["x=1.5"], ["x=-1"], ["x=1", "x=2"]):
+        with pytest.raises(CommandFailed, match="VERSION=WEIGHT") as failed:
+            run_route(client, "n", wrong)
+        assert failed.value.code == 1
+    await asyncio.to_thread(run_route, client, "n", [])
+    assert not read_routes(deployments.store)["n"].versions
+
+
+async def test_weights_that_cannot_be_are_refused(deployments):
+    missing = "sha256:" + 64 * "1"
+    await announce(deployments, missing)
+    for weights, status, says in (
+        ({"3f2a": 1}, 400, "weights"),
+        ({64 * "0": -1}, 400, "weights"),
+        ({64 * "0": 0}, 400, "more than 0"),
+        ({64 * "0": 1}, 409, "No worker serves n@000000000000"),
+        ({missing: 1}, 400, "has no package"),
+        (dict.fromkeys((f"{n:064}"[::-1] for n in range(17)), 1), 400, "weights"),
+    ):
+        answer = await route(deployments, weights)
+        assert (answer.status_code, says in message(answer)) == (status, True), weights
+    [pods] = await serving(deployments, "{}")
+    assert (await deployments.put(deployments.add_package("[]"))).status_code == 202
+    answer = await route(deployments, {pods: 1})
+    assert (answer.status_code, "being rolled out" in message(answer)) == (409, True)
+
+
+async def test_of_two_routes_at_once_one_is_refused(deployments, monkeypatch):
+    """The packages of routes are no garbage."""
+    old, new = await serving(deployments, "{}", "[]")
+    deployments.add_package("garbage")
+    before = read_routes(deployments.store)
+    await route(deployments, {old: 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.api.applications.read_routes", lambda _: before)
+        assert (await route(deployments, {old: 2})).status_code == 409
+    await route(deployments, {new: 1})
+    collect(deployments.store, grace_s=-1, num_kept=2)
+    assert [deployments.store.size(digest) is None for digest in (old, new)] == [False, False]
+    removed = collect(deployments.store, grace_s=-1, num_kept=1)
+    assert len(removed.blobs) == 2  # a manifest and its file
+    assert deployments.store.size(old) is None
+
+
+async def test_until_its_store_answers_a_gateway_calls_no_name_unknown(
+    redis_server, redis_prefix, tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise StoreError("it is away")
+
+    monkeypatch.setattr("gateway.calls.models.READ_PAUSE_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.calls.models.read_routes", fail)
+        async with run(redis_server, redis_prefix, tmp_path) as deployments:
+            for expected in ((503, "store_unavailable"), (404, "model_not_found")):
+                with pytest.raises(ApiError) as refused:
+                    await deployments.gateway.services.models.find("n")
+                assert (refused.value.status, refused.value.code) == expected
+                patch.undo()

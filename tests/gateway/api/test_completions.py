@@ -1,6 +1,8 @@
 """`/v1/completions`, `/tokenize` and `/detokenize` as clients of OpenAI and vLLM use them."""
 
+import itertools
 import json
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -17,11 +19,13 @@ from shared.protocol import (
     Tokenized,
     TokenLogprob,
     Tokens,
-    TokensPart,
     Usage,
 )
-from tests.factories_gateway import CARD, MODEL, Answer
+from tests.factories_gateway import CARD, CHAT, HELLO, MODEL, Answer
 from tests.factories_images import data_url
+
+#: The least that an API must be sent.
+ASKED = {"/v1/completions": {"prompt": "Oh no yes"}, CHAT: {"messages": HELLO}}
 
 
 async def say_prompt(answer: Answer) -> None:
@@ -30,6 +34,12 @@ async def say_prompt(answer: Answer) -> None:
     words = prompt.text.split() if isinstance(prompt, TextPart) else map(str, prompt.token_ids)
     await answer.start()
     await answer.finish(*(f" {word}" for word in words))
+
+
+async def chunks_of(client: Any, *, stream: bool = False, **wish: Any) -> list[Any]:
+    """The chunks of a stream, or the whole answer as one."""
+    answer = await client.completions.create(**wish, stream=stream)
+    return [chunk async for chunk in answer] if stream else [answer]
 
 
 async def test_a_text_goes_to_the_worker_as_it_stands(client, worker):
@@ -44,22 +54,19 @@ async def test_a_text_goes_to_the_worker_as_it_stands(client, worker):
     assert request.task.sampling.max_tokens == 16
 
 
-@pytest.mark.parametrize(
-    ("prompt", "texts"),
-    [
+async def test_each_prompt_has_n_choices_and_counts_once(client, worker):
+    worker.script = say_prompt
+    for prompt, texts in (
         (["a b", "c"], [" a b", " a b", " c", " c"]),
         ([7, 8], [" 7 8", " 7 8"]),
         ([[7], [8, 9]], [" 7", " 7", " 8 9", " 8 9"]),
-    ],
-)
-async def test_each_prompt_has_n_choices_and_counts_once(client, worker, prompt, texts):
-    worker.script = say_prompt
-    answer = await client.completions.create(model=MODEL, prompt=prompt, n=2)
-    assert [(c.index, c.text) for c in answer.choices] == list(enumerate(texts))
-    num_prompts = len(texts) // 2
-    assert answer.usage.prompt_tokens == 7 * num_prompts
-    assert answer.usage.completion_tokens == sum(text.count(" ") for text in texts)
-    assert len({request.task.sampling.seed for request in worker.requests}) == 2
+    ):
+        worker.answers.clear()
+        answer = await client.completions.create(model=MODEL, prompt=prompt, n=2)
+        assert [(c.index, c.text) for c in answer.choices] == list(enumerate(texts))
+        assert answer.usage.prompt_tokens == 7 * len(texts) // 2
+        assert answer.usage.completion_tokens == sum(text.count(" ") for text in texts)
+        assert len({request.task.sampling.seed for request in worker.requests}) == 2
 
 
 async def test_a_stream_has_the_prompt_first_and_the_usage_last(client, worker):
@@ -109,20 +116,18 @@ async def score_prompt(answer: Answer) -> None:
 
 @pytest.mark.parametrize("num_asked", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("prompt", ["Oh no yes", [40, 41, 42]])
 async def test_an_echoed_prompt_has_logprobs_but_of_its_first_token(
-    client, worker, prompt, stream, num_asked
+    client, worker, stream, num_asked
 ):
     worker.script = score_prompt
-    wish = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": num_asked}
-    if stream:
-        told = [chunk async for chunk in await client.completions.create(**wish, stream=True)]
-    else:
-        told = [await client.completions.create(**wish)]
+    prompt = [40, 41, 42] if stream else "Oh no yes"
+    wish = {"model": MODEL, "prompt": prompt, "echo": True, "max_tokens": num_asked}
+    told = await chunks_of(client, **wish, logprobs=1, stream=stream)
     choices = [chunk.choices[0] for chunk in told]
     logprobs = [choice.logprobs for choice in choices if choice.logprobs]
     said = [" so"][:num_asked]
-    assert "".join(choice.text for choice in choices) == "Oh no yes" + "".join(said)
+    text = "Oh no yes" + "".join(said)
+    assert "".join(choice.text for choice in choices) == text
     assert [x for each in logprobs for x in each.tokens] == ["Oh", " no", " yes", *said]
     values = [x for each in logprobs for x in each.token_logprobs]
     assert values == [None, -0.5, -0.5, -0.5][: 3 + num_asked]
@@ -130,43 +135,29 @@ async def test_an_echoed_prompt_has_logprobs_but_of_its_first_token(
     assert tops[:2] == [None, {" so": -0.25, " no": -0.5}]
     assert [x for each in logprobs for x in each.text_offset] == [0, 2, 5, 9][: 3 + num_asked]
     assert choices[-1].finish_reason == "length"
-    [request] = worker.requests
-    sampling = request.task.sampling
+    sampling = worker.requests[0].task.sampling
     assert (sampling.num_prompt_logprobs, sampling.max_tokens) == (1, num_asked)
+    if stream and num_asked:  # token ids are echoed without logprobs too
+        [told] = await chunks_of(client, **wish)
+        assert (told.choices[0].text, told.choices[0].logprobs) == (text, None)
 
 
-async def test_token_ids_are_echoed_without_logprobs_too(client, worker):
-    worker.script = score_prompt
-    told = await client.completions.create(model=MODEL, prompt=[40, 41, 42], echo=True)
-    assert (told.choices[0].text, told.choices[0].logprobs) == ("Oh no yes so", None)
-
-
-@pytest.mark.parametrize("of", ["completions", "chat"])
-async def test_prompt_logprobs_are_told_as_vllm_tells_them(gateway, worker, of):
+async def test_prompt_logprobs_are_told_as_vllm_tells_them(gateway, worker):
     worker.script = score_prompt
     wish = {"model": MODEL, "prompt_logprobs": 2, "max_tokens": 1}
-    if of == "completions":
-        told = await gateway.client.post("/v1/completions", json={**wish, "prompt": "Oh no yes"})
-        [choice] = told.json()["choices"]
-        found, text = choice["prompt_logprobs"], choice["text"]
-    else:
-        messages = [{"role": "user", "content": "hello"}]
-        told = await gateway.chat({**wish, "messages": messages})
-        found = told.json()["prompt_logprobs"]
-        text = told.json()["choices"][0]["message"]["content"]
-    assert text == " so"
     rival = {"logprob": -0.25, "rank": 1, "decoded_token": " so"}
     own = {"logprob": -0.5, "rank": 2, "decoded_token": " no"}
-    assert found[:2] == [None, {"41": own, "7": rival}]
-    assert len(found) == 3
-    assert worker.requests[0].task.sampling.num_prompt_logprobs == 2
+    for path in ASKED:
+        response = await gateway.client.post(path, json={**wish, **ASKED[path]})
+        [choice] = response.json()["choices"]
+        assert choice.get("text", choice.get("message", {}).get("content")) == " so"
+        holder = choice if path == "/v1/completions" else response.json()
+        found = holder["prompt_logprobs"]
+        assert (found[:2], len(found)) == ([None, {"41": own, "7": rival}], 3)
+        assert worker.requests[-1].task.sampling.num_prompt_logprobs == 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_token_ids_of_prompt_and_output_are_returned_on_request(
-    gateway, worker, path, stream
-):
+async def test_token_ids_of_prompt_and_output_are_returned_on_request(gateway, worker):
     async def script(answer: Answer) -> None:
         name = (answer.request.id, answer.claim.attempt)
         await answer.publish_raw(Started(*name, Usage(3, 0), (40, 41, 42)))
@@ -174,22 +165,17 @@ async def test_token_ids_of_prompt_and_output_are_returned_on_request(
         await answer.publish_raw(Finished(*name, FinishReason.STOP, Usage(3, 3)))
 
     worker.script = script
-    asked = (
-        {"prompt": "a"}
-        if path == "/v1/completions"
-        else {"messages": [{"role": "user", "content": "a"}]}
-    )
-    body = {"model": MODEL, "return_token_ids": True, "stream": stream, **asked}
-    response = await gateway.client.post(path, json=body)
-    lines = response.text.split("\n\n") if stream else [response.text]
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.endswith("}")]
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert [i for choice in choices for i in choice.get("token_ids", ())] == [5, 6, 7]
-    holders = choices if path == "/v1/completions" else chunks
-    assert [each["prompt_token_ids"] for each in holders if "prompt_token_ids" in each] == [
-        [40, 41, 42]
-    ]
-    assert worker.requests[0].task.sampling.returns_prompt_ids
+    for path, stream in itertools.product(ASKED, (False, True)):
+        body = {"model": MODEL, "return_token_ids": True, "stream": stream, **ASKED[path]}
+        response = await gateway.client.post(path, json=body)
+        lines = response.text.split("\n\n") if stream else [response.text]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.endswith("}")]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert [i for choice in choices for i in choice.get("token_ids", ())] == [5, 6, 7]
+        holders = choices if path == "/v1/completions" else chunks
+        found = [each["prompt_token_ids"] for each in holders if "prompt_token_ids" in each]
+        assert found == [[40, 41, 42]]
+        assert worker.requests[-1].task.sampling.returns_prompt_ids
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -201,17 +187,12 @@ async def test_logprobs_say_where_each_token_begins(client, worker, stream):
     async def script(answer: Answer) -> None:
         await answer.start()
         await answer.publish(*answer.deltas("né", logprobs=(entry("né", "no"),)))
-        await answer.publish(
-            *answer.deltas(" a", logprobs=(entry(" a", "x"),)), answer.finished(num_tokens=2)
-        )
+        last = answer.deltas(" a", logprobs=(entry(" a", "x"),))
+        await answer.publish(*last, answer.finished(num_tokens=2))
 
     worker.script = script
-    wish = {"model": MODEL, "prompt": "hello", "logprobs": 2}
-    if stream:
-        chunks = [c async for c in await client.completions.create(**wish, stream=True)]
-        found = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
-    else:
-        found = [(await client.completions.create(**wish)).choices[0].logprobs]
+    told = await chunks_of(client, model=MODEL, prompt="hello", logprobs=2, stream=stream)
+    found = [chunk.choices[0].logprobs for chunk in told if chunk.choices[0].logprobs]
     assert [x for each in found for x in each.tokens] == ["né", " a"]
     assert [x for each in found for x in each.token_logprobs] == [-0.5, -0.5]
     assert [x for each in found for x in each.text_offset] == [0, 2]
@@ -247,8 +228,3 @@ async def test_prompts_and_conversations_are_tokenized_as_vllm_says(gateway, wor
     assert fourth.token_ids == (3, 4)
     both = await post("/tokenize", json={**prompt, **chat})
     assert both.json()["error"]["param"] == "messages"
-
-
-async def test_ids_are_a_prompt(client, worker):
-    await client.completions.create(model=MODEL, prompt=[5, 6])
-    assert worker.requests[0].task.prompt == TokensPart((5, 6))

@@ -1,4 +1,4 @@
-"""Vectors over HTTP, through the queue and a worker: right, in order, nobody else's, and nothing left behind."""
+"""Vectors and scores over HTTP, through the queue and a worker: right, in order, nobody else's, and nothing left behind."""
 
 import asyncio
 import base64
@@ -12,18 +12,24 @@ from gateway.api.pooling import Embeddings
 from gateway.http.exchange import RequestContext
 from shared.settings.limits import LimitSettings
 from shared.telemetry.metrics import STAGES
-from tests.factories_gateway import CARD
+from tests.factories_gateway import CARD, make_settings, run_gateway_on_socket
+from tests.factories_images import encoded
 from tests.factories_numbers import (
     EMBEDDINGS,
-    as_floats,
+    RERANK,
+    SCORE,
     read_vectors,
     run_fleet,
+    score_of,
     vector_of,
 )
 from tests.factories_queue import MODEL
 from tests.waiting import until, until_equal
 
 TEXTS = ["a client for redis", "how to bake bread", "ein Gedicht über Köln"]
+
+
+KEYS = {"gateway": {"api_keys": ("sk-one", "sk-two")}}
 
 
 @pytest.fixture
@@ -43,76 +49,64 @@ def gateway(fleet):
 
 
 async def embed(gateway, given, **options):
+    headers = options.pop("headers", None)
     body = {"model": MODEL, "input": given, **options}
-    return await gateway.client.post(EMBEDDINGS, json=body, headers=options.pop("headers", None))
+    return await gateway.client.post(EMBEDDINGS, json=body, headers=headers)
 
 
 # What is answered
 
 
-@pytest.mark.parametrize("given", ["a text", TEXTS, [5, 6, 7], [[5, 6], [7]]])
-async def test_the_official_client_gets_a_vector_for_each_input(client, given):
-    answer = await client.embeddings.create(model=MODEL, input=given)
-    items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    assert [entry.embedding for entry in answer.data] == [vector_of(item) for item in items]
-    assert [entry.index for entry in answer.data] == list(range(len(items)))
-    assert answer.model == MODEL
-    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
-
-
-async def test_numbers_and_base64_are_the_same_bits(gateway):
-    as_numbers = (await embed(gateway, TEXTS)).json()
-    as_text = (await embed(gateway, TEXTS, encoding_format="base64")).json()
-    decoded = [as_floats(base64.b64decode(text)) for text in read_vectors(as_text)]
-    assert read_vectors(as_numbers) == decoded == [vector_of(text) for text in TEXTS]
+async def test_the_official_client_gets_a_vector_for_each_input(client):
+    for given in ("a text", TEXTS, [5, 6, 7], [[5, 6], [7]], ["one", {"text": "two"}]):
+        answer = await client.embeddings.create(model=MODEL, input=given)
+        items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        texts = [item["text"] if isinstance(item, dict) else item for item in items]
+        assert [entry.embedding for entry in answer.data] == [vector_of(text) for text in texts]
+        assert [entry.index for entry in answer.data] == list(range(len(items)))
+        assert answer.model == MODEL
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
 
 
 async def test_options_reach_the_model(gateway):
-    async def one(**options):
-        response = await embed(gateway, "a text", **options)
-        assert response.status_code == 200, response.text
-        return read_vectors(response.json())[0]
-
-    assert await one(dimensions=16) == vector_of("a text", dimensions=16)
-    assert await one(normalized=False) == vector_of("a text", is_normalized=False)
-    prompted = vector_of("a text", prompt_name="query")
-    assert await one(prompt_name="query") == prompted == await one(input_type="search_query")
     long = " ".join(map(str, range(600)))
-    cut = await embed(gateway, long, truncate=True)
-    assert read_vectors(cut.json())[0] == vector_of(long, truncate="end")
-    cut = await embed(gateway, long, truncate="START")
-    assert read_vectors(cut.json())[0] == vector_of(long, truncate="start")
-    cut = await embed(gateway, long, truncate_prompt_tokens=-1)
-    assert read_vectors(cut.json())[0] == vector_of(long, truncate="end")
-    cut = await embed(gateway, "one two three", truncate_prompt_tokens=2)
-    assert read_vectors(cut.json())[0] == vector_of("one two")
-    cut = await embed(gateway, "one two three", truncate_prompt_tokens=2, truncate="START")
-    assert read_vectors(cut.json())[0] == vector_of("two three")
-
-
-async def test_jinas_objects_are_texts_too(gateway):
-    answer = (await embed(gateway, ["one", {"text": "two"}])).json()
-    assert read_vectors(answer) == [vector_of("one"), vector_of("two")]
-
-
-async def test_the_model_says_what_it_offers(gateway):
-    model = (await gateway.client.get(f"/v1/models/{MODEL}")).json()
-    assert model["tasks"] == ["embed", "rerank", "tokenize"]
-    assert model["dimensions"] == 64
+    three = "one two three"
+    prompted = {"prompt_name": "query"}
+    for text, options, expected in (
+        ("a text", {"dimensions": 16}, vector_of("a text", dimensions=16)),
+        ("a text", {"normalized": False}, vector_of("a text", is_normalized=False)),
+        ("a text", prompted, vector_of("a text", **prompted)),
+        ("a text", {"input_type": "search_query"}, vector_of("a text", **prompted)),
+        (long, {"truncate": True}, vector_of(long, truncate="end")),
+        (long, {"truncate": "START"}, vector_of(long, truncate="start")),
+        (long, {"truncate_prompt_tokens": -1}, vector_of(long, truncate="end")),
+        (three, {"truncate_prompt_tokens": 2}, vector_of("one two")),
+        (three, {"truncate_prompt_tokens": 2, "truncate": "START"}, vector_of("two three")),
+    ):
+        response = await embed(gateway, text, **options)
+        assert response.status_code == 200, response.text
+        assert read_vectors(response.json()) == [expected]
 
 
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [("w " * 513, "input"), (["a", "w " * 513], "input.[1]"), (["a"] * 300 + ["w " * 513], "input.[300]")],
-)  # fmt: skip
-async def test_an_input_that_is_too_long_is_named_where_the_client_put_it(gateway, given, param):
-    response = await embed(gateway, given)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+async def test_an_input_that_is_too_long_is_named_where_the_client_put_it(fleet):
+    """It fails the whole request."""
+    gateway, [worker] = fleet
+    worker.engine.gate.clear()
+    long = "w " * 513
+    for given, param in (
+        (long, "input"),
+        (["a", long], "input.[1]"),
+        (["a"] * 999 + [long], "input.[999]"),
+    ):
+        response = await embed(gateway, given)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    worker.engine.gate.set()
+    await until(lambda: not worker.engine.has_work())
 
 
 # Many
@@ -131,6 +125,7 @@ async def test_no_answer_holds_anothers_vectors(gateway):
 
 @pytest.mark.parametrize("changes", [{"num_workers": 2, "engine": {"max_calls": 2}}])
 async def test_a_large_request_is_shared_and_comes_back_in_order(fleet, ends):
+    """Its results do not go through log or mailbox."""
     gateway, workers = fleet
     texts = [f"text {index} " + "word " * (index % 40) for index in range(2048)]
     response = await embed(gateway, texts)
@@ -138,27 +133,12 @@ async def test_a_large_request_is_shared_and_comes_back_in_order(fleet, ends):
     usage = response.json()["usage"]
     assert usage["prompt_tokens"] == sum(len(text.split()) for text in texts)
     assert all(worker.engine.added for worker in workers)
-    assert not [key async for key in ends.redis.scan_iter(f"{ends.prefix}:*:result:*")]
-
-
-async def test_large_results_do_not_go_through_log_or_mailbox(fleet, ends):
-    gateway, _ = fleet
-    response = await embed(gateway, [f"text {n}" for n in range(256)], encoding_format="base64")
-    assert len(response.content) > 64 * 256
     keys = [key async for key in ends.redis.scan_iter(f"{ends.prefix}:*")]
+    assert not [key for key in keys if b":result:" in key]
     for key in keys:
         size = await ends.redis.memory_usage(key)
         assert size is None or size < 32_000, key
-    assert len(await ends.redis.keys(f"{ends.prefix}:*:log:*")) == 1
-
-
-async def test_one_bad_input_fails_the_whole_request(fleet):
-    gateway, [worker] = fleet
-    worker.engine.gate.clear()
-    response = await embed(gateway, ["fine"] * 1000 + ["w " * 513])
-    assert response.json()["error"]["param"] == "input.[1000]"
-    worker.engine.gate.set()
-    await until(lambda: not worker.engine.has_work())
+    assert [key for key in keys if b":log:" in key]
 
 
 async def test_a_client_that_leaves_frees_all_parts(fleet, ends):
@@ -196,12 +176,160 @@ async def test_it_is_counted_and_logged_as_an_answer_without_tokens(gateway, cap
     assert f'vlm_request_duration_seconds_count{{model="{MODEL}"}} 1.0' in metrics
 
 
-@pytest.mark.parametrize("use", ["search_document", "document", "passage"])
-def test_documents_need_no_prompt_of_their_own(use):
+def test_documents_need_no_prompt_of_their_own():
     """A model with a prompt for queries alone takes documents as they are."""
     card = msgspec.structs.replace(CARD, tasks=("embed",), prompts=("query",))
     surface, context = Embeddings(LimitSettings()), RequestContext("", {}, 0.0)
-    body = {"model": "m", "input": "a text", "input_type": use}
-    request = surface.read(msgspec.json.encode(body), context)
-    [task] = surface.plan(request, context, card).tasks
-    assert task.prompt_name is None
+    for use in ("search_document", "document", "passage"):
+        body = {"model": "m", "input": "a text", "input_type": use}
+        request = surface.read(msgspec.json.encode(body), context)
+        [task] = surface.plan(request, context, card).tasks
+        assert task.prompt_name is None
+
+
+# Equal inputs are computed once, also through two gateways, but never shared by tenants
+
+
+@pytest.mark.parametrize("changes", [KEYS])
+async def test_two_gateways_at_once_have_it_computed_once_and_another_tenant_anew(
+    fleet, ends, redis_server
+):
+    gateway, [worker] = fleet
+
+    async def cached(gateway, *texts, key="sk-one"):
+        headers = {"authorization": f"Bearer {key}"}
+        response = await embed(gateway, list(texts), headers=headers)
+        assert read_vectors(response.json()) == [vector_of(text) for text in texts]
+        return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async with run_gateway_on_socket(make_settings(redis_server, ends.prefix, **KEYS)) as other:
+        worker.engine.gate.clear()
+        held = asyncio.create_task(cached(gateway, "held up"))
+        await until(lambda: worker.engine.added)
+        asking = [
+            asyncio.create_task(cached(each, "the same", "the same", key=key))
+            for each in (gateway, other)
+            for key in ("sk-one", "sk-two")
+        ]
+        await until(lambda: worker.engine.num_prepared == 5)
+        worker.engine.gate.set()
+        assert sorted(await asyncio.gather(held, *asking)) == [0, 2, 2, 4, 4]
+        stats = worker.engine.stats()
+        assert (stats.num_result_queries, stats.num_result_hits) == (9, 6)
+        assert await cached(other, "the same") == 2
+        assert await cached(other, "the same", key="sk-two") == 2
+        assert await cached(other, "not yet") == 0
+
+
+# Images
+
+
+def as_base64(seed: int) -> str:
+    return base64.b64encode(encoded(seed)).decode()
+
+
+async def test_images_stand_among_texts(gateway):
+    image = as_base64(1)
+    url = f"data:image/png;base64,{image}"
+    given = ["a text", {"image": image}, {"text": "more"}, {"image": url}]
+    response = await embed(gateway, given)
+    assert response.status_code == 200, response.text
+    first, plain, more, again = read_vectors(response.json())
+    assert (first, more) == (vector_of("a text"), vector_of("more"))
+    assert plain == again
+    usage = response.json()["usage"]
+    assert usage["prompt_tokens_details"]["image_tokens"] == 128
+    assert usage["prompt_tokens"] == 128 + 3
+    texts = [{"type": "text", "text": text} for text in ("one", "two")]
+    for content, options, expected in (  # vLLM's messages are one text or one image
+        ([{"type": "image_url", "image_url": {"url": url}}], {"input": []}, plain),
+        ([{"type": "image_url", "image_url": url}], {}, plain),
+        ("one", {}, vector_of("one")),
+        (texts, {"dimensions": 16}, vector_of("one\ntwo", dimensions=16)),
+    ):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}], **options}
+        response = await gateway.client.post(EMBEDDINGS, json=body)
+        assert read_vectors(response.json()) == [expected]
+
+
+async def test_many_images_are_several_calls_and_keep_their_places(gateway):
+    seeds = [index % 5 for index in range(60)]
+    given = [item for seed in seeds for item in ({"image": as_base64(seed)}, "w " * 400)]
+    vectors = read_vectors((await embed(gateway, given)).json())
+    alone = {
+        seed: read_vectors((await embed(gateway, [{"image": as_base64(seed)}])).json())[0]
+        for seed in set(seeds)
+    }
+    assert vectors[::2] == [alone[seed] for seed in seeds]
+    assert len({tuple(vector) for vector in alone.values()}) == 5
+
+
+async def test_an_image_that_cannot_be_decoded_is_named_where_the_client_put_it(gateway):
+    broken = base64.b64encode(encoded(2)[:-30]).decode()
+    given = ["w " * 400] * 40 + [{"image": as_base64(1)}, {"image": broken}]
+    response = await embed(gateway, given)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_image", "input.[41].image")
+
+
+# Scores
+
+
+QUERY = "which is a planet?"
+DOCUMENTS = ["a stone", "Venus", "a red star", "Mars is one"]
+
+
+async def rerank(gateway, documents=DOCUMENTS, path=RERANK, **options):
+    body = {"model": MODEL, "query": QUERY, "documents": documents, **options}
+    return (await gateway.client.post(path, json=body)).json()
+
+
+async def test_the_best_documents_come_first(gateway):
+    answer = await rerank(gateway)
+    scores = {index: score_of(QUERY, text) for index, text in enumerate(DOCUMENTS)}
+    best = sorted(scores, key=lambda index: -scores[index])
+    assert [result["index"] for result in answer["results"]] == best
+    assert {r["index"]: r["relevance_score"] for r in answer["results"]} == scores
+    assert answer["meta"] == {"scorer": "cross_encoder"}
+    assert answer["usage"]["total_tokens"] > 0
+    assert "document" not in answer["results"][0]
+    for path in ("/v2/rerank", "/rerank"):  # other clients' paths
+        assert (await rerank(gateway, path=path))["results"] == answer["results"]
+        error = (await rerank(gateway, ["x", "w " * 600], path))["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "documents.[1]")
+
+
+async def test_options_of_rerank(gateway):
+    answer = await rerank(gateway, top_n=2, return_documents=True)
+    assert len(answer["results"]) == 2
+    for result in answer["results"]:
+        assert result["document"]["text"] == DOCUMENTS[result["index"]]
+    [raw] = (await rerank(gateway, ["x"], raw_scores=True))["results"]
+    assert raw["relevance_score"] == score_of(QUERY, "x", is_raw=True)
+    [cut] = (await rerank(gateway, [{"text": "x y z"}], max_tokens_per_doc=1))["results"]
+    assert cut["relevance_score"] == score_of(QUERY, "x")
+    equal = (await rerank(gateway, ["same"] * 5))["results"]
+    assert [result["index"] for result in equal] == [0, 1, 2, 3, 4]
+
+
+async def test_many_documents_are_several_calls_and_one_ranking(gateway):
+    documents = [f"document {index}" for index in range(1000)]
+    results = (await rerank(gateway, documents))["results"]
+    scores = [result["relevance_score"] for result in results]
+    assert scores == [score_of(QUERY, documents[result["index"]]) for result in results]
+    assert scores == sorted(scores, reverse=True)
+
+
+async def test_pairs_are_scored_in_their_order(gateway):
+    many = [[f"{name} {index}" for index in range(600)] for name in ("one", "two")]
+    for first, second, pairs in (
+        ("a", "b", [("a", "b")]),
+        ("a", ["b", "c"], [("a", "b"), ("a", "c")]),
+        (["a", "b"], ["c", "d"], [("a", "c"), ("b", "d")]),
+        (*many, zip(*many, strict=True)),
+    ):
+        body = {"model": MODEL, "text_1": first, "text_2": second}
+        data = (await gateway.client.post(SCORE, json=body)).json()["data"]
+        assert [entry["score"] for entry in data] == [score_of(*pair) for pair in pairs]
+        assert [entry["index"] for entry in data] == list(range(len(data)))

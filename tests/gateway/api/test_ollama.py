@@ -1,9 +1,17 @@
 """Ollama's API: chats and prompts in lines of JSON, images, options, and what is told of models."""
 
+import itertools
 import json
 
-from shared.protocol import FinishReason, ImagePart, StageTimings, TextPart
-from tests.factories_gateway import CARD, HELLO, MODEL, Answer, think
+from shared.protocol import (
+    FinishReason,
+    ImagePart,
+    OutputLogprob,
+    StageTimings,
+    TextPart,
+    TokenLogprob,
+)
+from tests.factories_gateway import CARD, HELLO, MODEL, TEXT_BODIES, Answer, think
 from tests.factories_images import data_url
 
 PNG = data_url().partition(",")[2]
@@ -26,16 +34,15 @@ async def test_a_chat_is_streamed_unless_it_says_otherwise(gateway, worker):
 
 async def test_the_curl_of_ollamas_own_examples_is_answered(gateway, worker):
     form = {"content-type": "application/x-www-form-urlencoded"}  # as of `curl -d`
-    body = json.dumps({"model": MODEL, "prompt": "hello", "stream": False})
-    response = await gateway.client.post("/api/generate", content=body, headers=form)
-    assert response.json()["response"] == "Hello you"
-    response = await gateway.client.post(
-        "/api/show", content=f'{{"model": "{MODEL}"}}', headers=form
-    )
-    assert response.json()["capabilities"] == ["completion", "vision"]
-    response = await gateway.client.post(
-        "/api/show", content=f'{{"model": "{MODEL}"}}', headers={**form, "origin": "null"}
-    )
+    content = json.dumps({"model": MODEL, "prompt": "hello", "stream": False})
+    for path, name, expected in (
+        ("/api/generate", "response", "Hello you"),
+        ("/api/show", "capabilities", ["completion", "vision"]),
+    ):
+        response = await gateway.client.post(path, content=content, headers=form)
+        assert response.json()[name] == expected
+    headers = {**form, "origin": "null"}
+    response = await gateway.client.post("/api/show", content=content, headers=headers)
     assert response.status_code == 403
 
 
@@ -70,8 +77,8 @@ async def test_a_prompt_goes_through_the_template_or_raw(gateway, worker):
     *pieces, end = lines_of((await gateway.client.post("/api/generate", json=body)).text)
     assert "".join(piece["response"] for piece in pieces) == "Hello you"
     assert end["done"]
-    raw = {"model": MODEL, "prompt": "hello", "raw": True, "stream": False}
-    assert (await gateway.client.post("/api/generate", json=raw)).json()["response"] == "Hello you"
+    raw = {"model": MODEL, "prompt": "hello", "raw": True}
+    await gateway.client.post("/api/generate", json=raw)
     first, second = worker.requests
     assert [message.role for message in first.task.messages] == ["system", "user"]
     assert second.task.prompt == TextPart("hello")
@@ -102,3 +109,21 @@ async def test_models_are_listed_and_shown(gateway, worker):
     assert missing.status_code == 404
     assert isinstance(missing.json()["error"], str)
     assert (await client.get("/api/version")).json()["version"]
+
+
+async def test_logprobs(gateway, worker):
+    token = TokenLogprob.of(b"Hi", -0.5)
+
+    async def answer(answer: Answer) -> None:
+        deltas = answer.deltas("Hi", logprobs=(OutputLogprob(token, (token,)),))
+        await answer.publish(answer.started(), *deltas, answer.finished())
+
+    worker.script = answer
+    told = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105]}
+    for path, stream in itertools.product(("/api/chat", "/api/generate"), (True, False)):
+        asked = {"logprobs": True, "top_logprobs": 1, "stream": stream}
+        body = {"model": MODEL, **TEXT_BODIES[path], **asked}
+        lines = lines_of((await gateway.client.post(path, json=body)).text)
+        assert worker.requests[-1].task.sampling.num_logprobs == 1
+        [found] = [line["logprobs"] for line in lines if "logprobs" in line]
+        assert found == [{**told, "top_logprobs": [told]}]

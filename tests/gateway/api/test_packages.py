@@ -5,8 +5,9 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ from shared.packages.signature import sign
 from shared.packages.store import PIECE_BYTES, PackageStore, open_store, read_manifest
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import RunningGateway, make_settings, run_gateway_on_socket
+from tests.waiting import until
 
 DEPLOY = {"authorization": "Bearer may-deploy"}
 
@@ -98,49 +100,40 @@ async def test_one_changed_file_of_a_package_is_sent_alone(fleet, tmp_path):
 async def test_an_upload_that_was_cut_goes_on_where_it_was(fleet):
     """A connection that ends within the body leaves what had come; the next sends the rest alone."""
     data = os.urandom(3 * PIECE_BYTES)
-    digest, held = digest_of(data), asyncio.Event()
-
-    async def pieces(end: int):
-        for start in range(0, end, 1 << 20):
-            yield data[start : start + (1 << 20)]
-        await held.wait()  # which nobody sets
-
-    headers = {**DEPLOY, "content-length": str(len(data))}
-    sending = asyncio.create_task(
-        fleet.http.put(f"/v1/blobs/{digest}", content=pieces(2 * PIECE_BYTES), headers=headers)
-    )
-    while fleet.store.partial(digest) < PIECE_BYTES:
-        await asyncio.sleep(0.01)
-        assert not sending.done()
+    digest, size, never = digest_of(data), len(data), asyncio.Event()
+    sending = asyncio.create_task(send_paced(fleet, data, 2 * PIECE_BYTES, never.wait))
+    await until(lambda: fleet.store.partial(digest) >= PIECE_BYTES)
     sending.cancel()
     await asyncio.wait({sending})
 
-    async def offset() -> int:
+    async def send_rest() -> httpx.Response | None:
         found = await fleet.http.head(f"/v1/blobs/{digest}", headers=DEPLOY)
-        return int(found.headers["upload-offset"])
-
-    while (start := await offset()) < PIECE_BYTES:
-        await asyncio.sleep(0.01)
-    size = len(data)
-    while True:  # until the gateway has seen that the first client is gone
+        start = int(found.headers["upload-offset"])
+        if start < PIECE_BYTES:
+            return None
         rest = f"bytes {start}-{size - 1}/{size}"
         sent = await fleet.put(data[start:], digest, **{"content-range": rest})
-        if sent.status_code != 409:
-            break
-        start = await offset()
+        return None if sent.status_code == 409 else sent
+
+    sent = await until(send_rest)  # the gateway has seen that the first client is gone
     assert sent.status_code == 201, sent.text
     assert fleet.store.size(digest) == size
 
 
 async def send_paced(
-    fleet: Fleet, data: bytes, piece: int, pause_s: float, key: str = "may-deploy"
+    fleet: Fleet,
+    data: bytes,
+    piece: int,
+    pause: Callable[[], Awaitable[object]],
+    key: str = "may-deploy",
 ):
     """Upload a blob in pieces with pauses between them."""
 
     async def pieces():
         for start in range(0, len(data), piece):
+            if start:
+                await pause()
             yield data[start : start + piece]
-            await asyncio.sleep(pause_s)
 
     headers = {"authorization": f"Bearer {key}", "content-length": str(len(data))}
     url = f"/v1/blobs/{digest_of(data)}"
@@ -153,7 +146,7 @@ async def test_an_upload_may_take_longer_than_the_body_timeout(
     """The server closes a silent body one second after `body_timeout_s`."""
     async with run(redis_server, redis_prefix, tmp_path, body_timeout_s=1.0) as fleet:
         data = os.urandom(2_600_000)
-        sent = await send_paced(fleet, data, 100_000, 0.1)
+        sent = await send_paced(fleet, data, 100_000, partial(asyncio.sleep, 0.1))
         assert sent.status_code == 201, sent.text
         assert fleet.store.size(digest_of(data)) == len(data)
 
@@ -179,22 +172,10 @@ async def test_slow_uploads_of_a_key_leave_place_for_others_and_are_few(
 ):
     async with run(redis_server, redis_prefix, tmp_path, body_timeout_s=10.0) as fleet:
         go_on = asyncio.Event()
-
-        async def send_slowly():
-            data = os.urandom(200_000)
-
-            async def pieces():
-                yield data[:-1]
-                await go_on.wait()
-                yield data[-1:]
-
-            headers = {**DEPLOY, "content-length": str(len(data))}
-            url = f"/v1/blobs/{digest_of(data)}"
-            return await fleet.http.put(url, content=pieces(), headers=headers, timeout=60)
-
-        slow = [asyncio.create_task(send_slowly()) for _ in range(8)]
+        data = [os.urandom(200_000) for _ in range(8)]
+        slow = [asyncio.create_task(send_paced(fleet, each, 199_999, go_on.wait)) for each in data]
         await asyncio.wait(slow, timeout=3.0)  # until eight are slow, four at a time
-        other = await send_paced(fleet, b"data", 4, 0, key="deploys-too")
+        other = await send_paced(fleet, b"data", 4, go_on.wait, key="deploys-too")
         assert other.status_code == 201
         go_on.set()
         sent = [await each for each in slow]
@@ -241,11 +222,8 @@ async def test_only_keys_that_deploy_may_upload(fleet):
 def junk_before(signature: str) -> list[str]:
     """16 texts whose digests sort before the signature's."""
     texts = (f"junk {number}" for number in itertools.count())
-    return list(itertools.islice((t for t in texts if _digest(t) < _digest(signature)), 16))
-
-
-def _digest(text: str) -> str:
-    return digest_of(text.encode())
+    most = digest_of(signature.encode())
+    return list(itertools.islice((t for t in texts if digest_of(t.encode()) < most), 16))
 
 
 @pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="no ssh-keygen")

@@ -1,23 +1,24 @@
 """Requests as programs send them, cut down to the fields that were refused once."""
 
 from base64 import b64encode
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from shared.protocol import TextPart, ToolCall
-from tests.factories_gateway import CARD, HELLO, MODEL
+from tests.factories_gateway import CARD, CHAT, HELLO, MODEL, TEXT_BODIES
 from tests.factories_images import data_url
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+GENERATE, OLLAMA, COMPLETIONS = "/api/generate", "/api/chat", "/v1/completions"
+BASE64 = data_url().partition(",")[2]
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 async def post(gateway, path, **body):
     response = await gateway.client.post(path, json={"model": MODEL, **body})
     return response, response.json()
-
-
-async def message(gateway, **body):
-    return await post(gateway, "/v1/messages", **{"max_tokens": 9, "messages": HELLO, **body})
 
 
 def texts(worker, place: int = -1) -> list[tuple[str, str]]:
@@ -27,13 +28,16 @@ def texts(worker, place: int = -1) -> list[tuple[str, str]]:
     ]
 
 
-async def test_claude_code(gateway, worker):
+@pytest.mark.parametrize("card", [CARD, replace(CARD, template_options=("reasoning_effort",))])
+async def test_claude_code(gateway, worker, card):
     billing = "x-anthropic-billing-header: cc_version=2.1; cch=1f;"
     reference = {"type": "tool_reference", "tool_name": "grep"}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [reference]}
     use = {"type": "tool_use", "id": "t", "name": "find_tools", "input": {}}
-    response, _ = await message(
+    response, answer = await post(
         gateway,
+        MESSAGES,
+        max_tokens=9,
         system=[{"type": "text", "text": billing}, {"type": "text", "text": "Be short."}],
         messages=[
             *HELLO,
@@ -46,33 +50,27 @@ async def test_claude_code(gateway, worker):
         output_config={"effort": "high"},
     )
     assert response.status_code == 200, response.text
-    assert {"context_management", "thinking", "output_config.effort"} <= set(
-        response.headers["x-vlm-ignored"].split(", ")
-    )
+    # Citations are a list, since clients differ about null.
+    assert answer["content"] == [{"type": "text", "text": "Hello you", "citations": []}]
+    ignored = set(response.headers["x-vlm-ignored"].split(", "))
+    takes_effort = "reasoning_effort" in card.template_options
+    assert "context_management" in ignored
+    assert ({"thinking", "output_config.effort"} <= ignored) is not takes_effort
     assert texts(worker) == [
         ("system", "Be short."), ("user", "hello"), ("system", "Mind the date."),
         ("assistant", ""), ("tool", "grep"),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("card", [replace(CARD, template_options=("reasoning_effort",))])
-async def test_claude_codes_effort_is_that_of_the_template(gateway, worker):
-    response, _ = await message(gateway, output_config={"effort": "low"})
-    assert response.status_code == 200, response.text
-    assert worker.requests[-1].task.template_options == {"reasoning_effort": "low"}
+    effort = {"reasoning_effort": "high"} if takes_effort else {}
+    assert worker.requests[-1].task.template_options == effort
 
 
 async def test_anthropics_tool_runner_is_told_to_go_on_without_a_thread(gateway):
-    response, told = await message(gateway, thread={"type": "create"})
+    body = {"max_tokens": 9, "messages": HELLO, "thread": {"type": "create"}}
+    response, told = await post(gateway, MESSAGES, **body)
     assert response.status_code == 400
     assert told["error"]["details"] == {
         "error_code": "thread_unsupported_request", "unsupported": ["thread"],
     }  # fmt: skip
-
-
-async def test_citations_are_a_list_since_clients_differ_about_null(gateway):
-    _, answer = await message(gateway)
-    assert answer["content"] == [{"type": "text", "text": "Hello you", "citations": []}]
 
 
 async def test_documents_of_text_and_results_of_searches_are_text(gateway, worker):
@@ -86,7 +84,8 @@ async def test_documents_of_text_and_results_of_searches_are_text(gateway, worke
     ]  # fmt: skip
     skipped = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
     turns = [*HELLO, {"role": "assistant", "content": [skipped, {"type": "text", "text": "so"}]}]
-    response, _ = await message(gateway, messages=[*turns, {"role": "user", "content": blocks}])
+    turns.append({"role": "user", "content": blocks})
+    response, _ = await post(gateway, MESSAGES, max_tokens=9, messages=turns)
     assert response.status_code == 200, response.text
     assert texts(worker)[1:] == [("assistant", "so"), ("user", "T\nwordsmoreS\nu\nfound")]
 
@@ -111,7 +110,7 @@ async def test_candle_vllms_forms(gateway, worker):
     for stop in ({"Single": "</s>"}, {"Multiple": ["</s>"]}, "</s>", ["</s>"]):
         for thinking in (True, {"type": "enabled"}):
             body = {"stop": stop, "penalty": 1.5, "repeat_last_n": 64, "thinking": thinking}
-            response, _ = await post(gateway, "/v1/chat/completions", messages=HELLO, **body)
+            response, _ = await post(gateway, CHAT, messages=HELLO, **body)
             assert response.status_code == 200, response.text
             assert response.headers["x-vlm-ignored"] == "repeat_last_n"
             task = worker.requests[-1].task
@@ -121,7 +120,7 @@ async def test_candle_vllms_forms(gateway, worker):
 
 async def test_open_webuis_panel(gateway, worker):
     body = {"repeat_penalty": 1.5, "num_ctx": 4096, "keep_alive": "5m", "mirostat": 0}
-    response, _ = await post(gateway, "/v1/chat/completions", messages=HELLO, **body)
+    response, _ = await post(gateway, CHAT, messages=HELLO, **body)
     assert response.headers["x-vlm-ignored"] == "num_ctx, keep_alive"
     assert worker.requests[-1].task.sampling.repetition_penalty == 1.5
 
@@ -138,54 +137,31 @@ async def test_small_things_that_others_take(gateway, worker):
         {"role": "tool", "tool_call_id": "c", "content": None},
     ]
     tools = [{"type": "function", "function": {"name": f"{'n' * 120}_{i}"}} for i in range(300)]
-    response, _ = await post(
-        gateway, "/v1/chat/completions", messages=turns, tools=tools, stop=["x"] * 16
-    )
+    response, _ = await post(gateway, CHAT, messages=turns, tools=tools, stop=["x"] * 16)
     assert response.status_code == 200, response.text
     assert response.headers["x-vlm-ignored"] == "messages.content.uuid"
 
 
-async def test_functions_of_the_older_form_are_tools(gateway, worker):
-    turns = [
-        *HELLO,
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
-        {"role": "function", "name": "f", "content": "42"},
-    ]
-    response, _ = await post(gateway, "/v1/chat/completions", messages=turns)
-    assert response.status_code == 200, response.text
-    _, called, answered = worker.requests[-1].task.messages
+async def test_older_functions_files_and_thinking_parts_of_chat_are_understood(gateway, worker):
+    async def task_of(*turns):
+        response, _ = await post(gateway, CHAT, messages=[*HELLO, *turns])
+        assert response.status_code == 200, response.text
+        return worker.requests[-1].task
+
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    task = await task_of(call, {"role": "function", "name": "f", "content": "42"})
+    _, called, answered = task.messages
     assert called.tool_calls == (ToolCall("f", "f", "{}"),)
     assert (answered.role, answered.tool_call_id) == ("tool", "f")
-
-
-def file_part(media_type: str, data: bytes) -> dict[str, Any]:
-    url = f"data:{media_type};base64,{b64encode(data).decode()}"
-    return {"type": "file", "file": {"filename": "x", "file_data": url}}
-
-
-async def test_files_of_text_are_text_and_of_images_are_images(gateway, worker):
-    image = {"type": "file", "file": {"file_data": data_url()}}
-    content = [file_part("text/plain", "wörds".encode()), image]
-    turns = [{"role": "user", "content": content}]
-    response, _ = await post(gateway, "/v1/chat/completions", messages=turns)
-    assert response.status_code == 200, response.text
-    task = worker.requests[-1].task
-    assert task.messages[0].parts[0] == TextPart("wörds")
+    url = f"data:text/plain;base64,{b64encode('wörds'.encode()).decode()}"
+    text = {"type": "file", "file": {"filename": "x", "file_data": url}}
+    picture = {"type": "file", "file": {"file_data": data_url()}}
+    task = await task_of({"role": "user", "content": [text, picture]})
+    assert task.messages[1].parts[0] == TextPart("wörds")
     assert len(task.images) == 1
-
-
-async def test_thinking_parts_of_the_assistant_are_its_reasoning(gateway, worker):
     said = [{"type": "thinking", "thinking": "hm", "closed": True}, {"type": "text", "text": "so"}]
-    turns = [*HELLO, {"role": "assistant", "content": said}, *HELLO]
-    response, _ = await post(gateway, "/v1/chat/completions", messages=turns)
-    assert response.status_code == 200, response.text
-    turn = worker.requests[-1].task.messages[1]
+    turn = (await task_of({"role": "assistant", "content": said}, *HELLO)).messages[1]
     assert (turn.reasoning, turn.parts) == ("hm", (TextPart("so"),))
-
-
-async def test_ping_and_version(gateway):
-    assert (await gateway.client.get("/ping")).status_code == 200
-    assert (await gateway.client.get("/version")).json()["version"]
 
 
 BEGUN = [*HELLO, {"role": "assistant", "content": "There are"}]
@@ -193,14 +169,14 @@ BEGUN = [*HELLO, {"role": "assistant", "content": "There are"}]
 
 async def test_a_last_message_of_the_assistant_is_continued(gateway, worker):
     for path, body, ending in (
-        ("/v1/chat/completions", {"messages": BEGUN}, "message"),
-        ("/v1/chat/completions", {"messages": BEGUN, "continue_final_message": True,
+        (CHAT, {"messages": BEGUN}, "message"),
+        (CHAT, {"messages": BEGUN, "continue_final_message": True,
                                   "add_generation_prompt": False}, "message"),
-        ("/v1/chat/completions", {"messages": BEGUN, "continue_final_message": False,
+        (CHAT, {"messages": BEGUN, "continue_final_message": False,
                                   "add_generation_prompt": True}, "answer"),
-        ("/v1/chat/completions", {"messages": BEGUN, "add_generation_prompt": False}, "none"),
-        ("/v1/chat/completions", {"messages": HELLO, "add_generation_prompt": False}, "none"),
-        ("/v1/chat/completions", {"messages": HELLO, "add_generation_prompt": True}, "answer"),
+        (CHAT, {"messages": BEGUN, "add_generation_prompt": False}, "none"),
+        (CHAT, {"messages": HELLO, "add_generation_prompt": False}, "none"),
+        (CHAT, {"messages": HELLO, "add_generation_prompt": True}, "answer"),
         ("/v1/messages", {"messages": BEGUN, "max_tokens": 9}, "message"),
         ("/v1/responses", {"input": BEGUN}, "message"),
         ("/api/chat", {"messages": BEGUN, "stream": False}, "message"),
@@ -214,15 +190,17 @@ async def test_a_last_message_of_the_assistant_is_continued(gateway, worker):
 async def test_ocr_clients_ask_for_special_tokens_in_the_text(gateway, worker):
     for skips in (True, False, None):
         body = {"skip_special_tokens": skips, "vllm_xargs": {"no_repeat_ngram_size": 100}}
-        response, _ = await post(gateway, "/v1/chat/completions", messages=HELLO, **body)
+        response, _ = await post(gateway, CHAT, messages=HELLO, **body)
         assert response.status_code == 200, response.text
         assert worker.requests[-1].task.sampling.skip_special_tokens is (skips is not False)
 
 
 async def test_an_unknown_path_of_ollama_is_an_error_of_text(gateway):
-    response = await gateway.client.post("/api/pull", json={"model": MODEL})
+    response, told = await post(gateway, "/api/pull")
     assert response.status_code == 404
-    assert isinstance(response.json()["error"], str)
+    assert isinstance(told["error"], str)
+    assert (await gateway.client.get("/ping")).status_code == 200
+    assert (await gateway.client.get("/version")).json()["version"]
 
 
 async def test_codex_cli(gateway, worker):
@@ -237,7 +215,7 @@ async def test_codex_cli(gateway, worker):
             {**call, "status": "completed"},
             {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
             shell,
-            {"type": "local_shell_call_output", "call_id": "d", "output": "files"},
+            {"type": "local_shell_call_output", "id": "d", "output": "files"},
         ],
         client_metadata={"session": "7"},
         reasoning={"effort": "medium", "summary": "auto"},
@@ -253,6 +231,7 @@ async def test_codex_cli(gateway, worker):
     assert [turn.role for turn in turns] == ["user", "assistant", "tool", "assistant", "tool"]
     assert turns[1].tool_calls == (ToolCall("c", "apply_patch", '{"input":"a\\nb"}'),)
     assert turns[3].tool_calls[0].name == "local_shell"
+    assert turns[4].tool_call_id == "d"  # named by `id`
     items = [*HELLO, {"type": "item_reference", "id": "msg_1"}]
     response, told = await post(gateway, "/v1/responses", input=items)
     assert (response.status_code, told["error"]["param"]) == (404, "input.[1].id")
@@ -260,11 +239,11 @@ async def test_codex_cli(gateway, worker):
 
 async def test_thinking_is_a_hint_for_a_model_that_cannot(gateway):
     for path, body, name in (
-        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
-        ("/v1/chat/completions", {"enable_thinking": True}, "enable_thinking"),
-        ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": True}},
+        (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (CHAT, {"enable_thinking": True}, "enable_thinking"),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": True}},
          "chat_template_kwargs.enable_thinking"),
-        ("/v1/chat/completions", {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
+        (CHAT, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
         ("/api/chat", {"think": True, "stream": False}, "think"),
         ("/api/chat", {"think": "low", "stream": False}, "think"),
     ):  # fmt: skip
@@ -289,3 +268,110 @@ async def test_ollama_run_and_stop(gateway, worker, card):
         response = await gateway.client.post("/api/generate", json=body)
         assert response.status_code == 200, response.text
         assert worker.requests[-1].task.template_options == {"reasoning_effort": effort}
+
+
+# Bodies field by field
+
+
+def said(*turns):
+    return {"messages": [*HELLO, *turns]}
+
+
+def items(*more):
+    return {"input": [{"role": "user", "content": "hello"}, *more]}
+
+
+def parts(*more):
+    return {"messages": [{"role": "user", "content": [*more]}]}
+
+
+NO_OPS = {
+    "stop_token_ids": None, "prompt_logprobs": None, "add_generation_prompt": True, "continue_final_message": False,
+    "priority": 0, "cache_salt": None, "mm_processor_kwargs": {}, "return_token_ids": False, "min_tokens": 0,
+    "include_stop_str_in_output": False, "kv_transfer_params": None, "ignore_eos": False, "allowed_token_ids": None,
+    "media_io_kwargs": None, "vllm_xargs": {}, "request_id": "x", "separate_reasoning": True, "stream_reasoning": True,
+    "add_special_tokens": False, "structured_outputs": None, "samplers": ["top_k"], "n_probs": 0, "lora_path": None,
+}  # fmt: skip
+
+TAKEN = [
+    (MESSAGES, {"thinking": {"type": "adaptive", "display": "omitted"}}),
+    (RESPONSES, items({"type": "compaction", "id": "i", "encrypted_content": "x"})),
+    (RESPONSES, items({"type": "compaction_summary", "encrypted_content": "x"})),
+    (RESPONSES, items({"type": "ghost_snapshot", "ghost_commit": {}})),
+    (RESPONSES, items({"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {}},
+                      {"type": "tool_search_output", "call_id": "c", "status": "completed",
+                       "execution": "client", "tools": []})),
+    (RESPONSES, items({"type": "image_generation_call", "id": "i", "status": "completed", "result": ""})),
+    (RESPONSES, items({"type": "mcp_call", "id": "i", "name": "f", "server_label": "s", "arguments": "{}"})),
+    (RESPONSES, items({"type": "reasoning", "id": "i", "summary": [], "encrypted_content": None})),
+    (CHAT, {"repetition_penalty": 1.0, "presence_penalty": 1.0, "max_completion_tokens": 5}),
+    (CHAT, {"reasoning": {"effort": "low"}}),
+    (GENERATE, {"think": True}),
+    # what changes nothing
+    (CHAT, {"store": True, "service_tier": "auto", "parallel_tool_calls": False, "safety_identifier": "x",
+            "prompt_cache_key": {"any": ["thing"]}, "verbosity": "low", "tools": [], "tool_choice": "none",
+            "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}),
+    # defaults of others
+    (CHAT, NO_OPS),
+    (COMPLETIONS, NO_OPS),
+    # blocks and parts
+    (CHAT, parts({"type": "image_url", "image_url": data_url(), "max_dynamic_patch": 6})),
+    (CHAT, parts({"type": "image_url", "image_url": {"url": data_url(), "detail": "low", "max_dynamic_patch": 6}})),
+    (OLLAMA, {"options": {"stop": list("abcde")}}),
+    # images
+    (OLLAMA, {"messages": [{"role": "user", "content": "a", "images": [data_url()]}]}),
+    (OLLAMA, {"messages": [{"role": "user", "content": "a", "images": [BASE64[:60] + "\n" + BASE64[60:]]}]}),
+    # Ollama
+    (GENERATE, {"context": [1, 2], "options": {"seed": 1.0, "num_ctx": 2048}}),
+    (GENERATE, {"logprobs": False}),
+    # tools
+    (CHAT, {"tools": [{"type": "function", "function": {**FUNCTION, "name": "n" * 128}}]}),
+    (CHAT, said({"role": "assistant", "content": "", "tool_calls": [
+        {**CALL, "function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "1"})),
+    (MESSAGES, {"tools": [{"name": f"f{i}" * 20, "input_schema": {"type": "object"}} for i in range(129)]}),
+]  # fmt: skip
+
+
+async def test_each_is_answered(gateway):
+    for path, change in TAKEN:
+        body = {"model": MODEL, **TEXT_BODIES[path], **change}
+        response = await gateway.client.post(path, json=body)
+        assert response.status_code == 200, (path, change, response.text)
+
+
+@pytest.mark.parametrize("card", [replace(CARD, supports_grammars=True)])
+async def test_flat_tools_and_arguments_as_objects_are_understood(gateway, worker):
+    called = {**CALL, "function": {"name": "f", "arguments": {"a": [1]}}}
+    refusal = {"type": "refusal", "refusal": "No."}
+    turn = {"role": "assistant", "content": [refusal], "tool_calls": [called]}
+    tools = [{"type": "function", **FUNCTION}]
+    response, _ = await post(gateway, CHAT, tools=tools, **said(turn, *HELLO))
+    assert response.status_code == 200, response.text
+    task = worker.requests[-1].task
+    assert [function.name for function in task.tools.functions] == ["f"]
+    assert task.messages[1].tool_calls[0].arguments == '{"a":[1]}'
+    assert task.messages[1].parts[0].text == "No."
+
+
+SAMPLING = {
+    "temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.25, "seed": 3, "stop_token_ids": [5],
+    "allowed_token_ids": [5, 6], "presence_penalty": 0.5, "frequency_penalty": 0.25,
+    "logit_bias": {"5": 1.0}, "min_tokens": 2, "skip_special_tokens": False, "ignore_eos": True,
+}  # fmt: skip
+
+
+async def test_every_api_of_text_has_every_sampling_field(gateway, worker):
+    expected = {
+        **SAMPLING,
+        "stop_token_ids": (5,),
+        "allowed_token_ids": (5, 6),
+        "logit_bias": {5: 1},
+    }
+    for path in TEXT_BODIES:
+        fields = {"options": SAMPLING} if path.startswith("/api/") else SAMPLING
+        response, _ = await post(gateway, path, **TEXT_BODIES[path], **fields)
+        assert response.status_code == 200, response.text
+        assert "x-vlm-ignored" not in response.headers
+        sampling = worker.requests[-1].task.sampling
+        assert {name: getattr(sampling, name) for name in SAMPLING} == expected

@@ -1,14 +1,16 @@
 """Refusals of each API: a change of a valid request, and the code and field of the error.
 
-What the lifecycle refuses for all of them is in tests/contract/test_surface.py, what chat refuses whatever the
-model in tests/gateway/api/chat/test_bad_inputs.py.
+What the lifecycle refuses for all of them is in tests/contract/test_surface.py. After every refusal of chat: the error
+has OpenAI's shape, is small and echoes no input. Nothing reaches a worker.
 """
 
+import base64
 import re
-from base64 import b64encode
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
@@ -17,6 +19,9 @@ from tests.contract.test_surface import DIALECTS
 from tests.factories_gateway import (
     CARD,
     MODEL,
+    RunningGateway,
+    ScriptedWorker,
+    make_body,
     make_settings,
     run_gateway_on_socket,
     run_worker,
@@ -25,6 +30,9 @@ from tests.factories_images import data_url
 from tests.factories_numbers import load
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CANARY = "cAnArY7"
+JSON_TYPE = {"content-type": "application/json"}
 
 NUMBERS, ABLE, THINKS = "numbers", "able", "thinks"
 OTHERS = [
@@ -63,12 +71,8 @@ def thinking(**changes: Any) -> dict[str, Any]:
     return {"model": THINKS, **changes}
 
 
-def template(**options: Any) -> dict[str, Any]:
-    return thinking(chat_template_kwargs=options)
-
-
 def with_file(media_type: str, data: bytes) -> dict[str, Any]:
-    url = f"data:{media_type};base64,{b64encode(data).decode()}"
+    url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
     return {"messages": user({"type": "file", "file": {"filename": "x", "file_data": url}})}
 
 
@@ -80,6 +84,108 @@ def source(data: str, media_type: str) -> dict[str, Any]:
 IMAGE = "messages.[0].content.[0].source"
 FILE = "messages.[0].content.[0].file.file_data"
 TEXT = {"type": "text", "text": "a"}
+
+
+def with_image(url: Any) -> dict[str, Any]:
+    return with_parts({"type": "image_url", "image_url": url})
+
+
+def with_parts(*parts: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [*user(*parts, role=role), {"role": "user", "content": "?"}]}
+
+
+def message(**changes: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x", **changes}]}
+
+
+def video(**fields: Any) -> dict[str, Any]:
+    return message(content=[{"type": "video_url", "video_url": {"url": CANARY, **fields}}])
+
+
+PLACE = "messages.[0].content.[0]"
+AS_IMAGE = f"{PLACE}.image_url"
+VALUES = [
+    *[("n", value) for value in (0, -1, 10**30, 1.5, "1", True)],
+    *[("max_tokens", value) for value in (0, -1, 2**31, 1.5, "9")],
+    *[("max_completion_tokens", value) for value in (0, 2**63)],
+    *[("min_tokens", value) for value in (-1, 32769, 1.5)],
+    *[("seed", value) for value in (2**63, -(2**63) - 1, 1.5, "7")],
+    *[("temperature", value) for value in (-0.1, 2.1, "hot", [1])],
+    *[("top_p", value) for value in (-0.1, 1.1)],
+    *[("top_k", value) for value in (-2, 2**31, 1.5)],
+    *[("min_p", value) for value in (-0.1, 1.1)],
+    *[(f"{kind}_penalty", value) for kind in ("presence", "frequency") for value in (-2.1, 2.1)],
+    *[("repetition_penalty", value) for value in (0, 1e9)],
+    *[("logit_bias", value) for value in (
+        {"1000": 1}, {"-1": 1}, {"1e3": 1}, {CANARY: 1}, {"1": 101}, {"1": -1e9}, {"1": "x"}, [1],
+    )],
+    *[("stop_token_ids", value) for value in ([1000], "1")],
+    *[("allowed_token_ids", value) for value in ([], [1000])],
+    ("include_stop_str_in_output", "yes"),
+    *[("top_logprobs", value) for value in (-1, 5, 1.5)],
+    ("logprobs", "yes"),
+    *[("stop", value) for value in ("", [""], 7)],
+    *[("stream", value) for value in ("yes", 1)],
+    *[("stream_options", value) for value in ({}, {"include_usage": True}, 5)],
+    ("user", CANARY * 100_0),
+    *[("metadata", value) for value in ({CANARY: CANARY * 100}, {"k": 5}, CANARY)],
+    ("timings", "yes"),
+    *[("model", value) for value in (5, "", CANARY * 100)],
+    *[("messages", value) for value in ([], CANARY, None)],
+]  # fmt: skip
+#: Of chat: name, changes of the body, status, code, param. What is unsupported whatever its value is in `UNSUPPORTED`.
+FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
+    *[(f"unsupported {name}", {name: value}, 400, "unsupported_parameter", name) for name, value in (
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": CANARY}}),
+        ("response_format", {"type": "json_object"}),
+        *[("best_of", value) for value in (2, True, "1", 10**400)],
+        ("chat_template", CANARY), ("documents", [{}]), ("functions", [{}]), ("prompt_embeds", CANARY),
+        ("use_beam_search", True), ("bad_words", [CANARY]),
+    )],
+    *[(f"{name} {str(value)[:20]}", {name: value}, 400, "invalid_value", name) for name, value in VALUES],
+    ("least over most", {"max_tokens": 4, "min_tokens": 5}, 400, "invalid_value", "min_tokens"),
+    ("two lengths", {"max_tokens": 1, "max_completion_tokens": 2}, 400, "invalid_value", "max_tokens"),
+    ("fps and num_frames", video(fps=1, num_frames=8), 400, "invalid_value", f"{PLACE}.video_url.fps"),
+    ("fps and num_frames of all", {**video(), "media_io_kwargs": {"video": {"fps": 1, "num_frames": 8}}}, 400,
+     "invalid_value", "media_io_kwargs.video.fps"),
+    ("end before start", video(start_s=3, end_s=2), 400, "invalid_value", f"{PLACE}.video_url.end_s"),
+    ("fps of 0", video(fps=0), 400, "invalid_value", f"{PLACE}.video_url.fps"),
+    *[(f"{kind} of a model without", message(content=[{"type": kind, kind: {name: CANARY}}]), 400, "unsupported_image",
+       f"{PLACE}.{kind}") for kind, name in (("video_url", "url"), ("audio_url", "url"), ("input_audio", "data"))],
+    ("unknown model", {"model": CANARY}, 404, "model_not_found", "model"),
+    ("line break as model", {"model": "\n"}, 404, "model_not_found", "model"),
+    ("role root", message(role="root"), 400, "invalid_value", "messages.[0].role"),
+    ("no role", {"messages": [{"content": "x"}]}, 400, "missing_field", "messages.[0].role"),
+    ("no content", {"messages": [{"role": "user"}]}, 400, "missing_field", "messages.[0].content"),
+    ("null content", message(content=None), 400, "invalid_value", "messages.[0].content"),
+    ("number content", message(content=5), 400, "invalid_value", "messages.[0].content"),
+    ("empty content", message(content=[]), 400, "invalid_value", "messages.[0].content"),
+    ("nested content", message(content=[["x"]]), 400, "invalid_value", PLACE),
+    ("part 1 of 2", message(content=[{"type": "text", "text": "x"}, {"type": "text", "text": 5}]), 400,
+     "invalid_value", "messages.[0].content.[1].text"),
+    ("message 1 of 2", {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": 5}]}, 400,
+     "invalid_value", "messages.[1].content"),
+    *[(f"{kind} part", message(content=[{"type": kind, kind: {"url": CANARY}}]), 400, "invalid_value", f"{PLACE}.type")
+      for kind in ("video", "audio", "image", "sound")],
+    ("part without type", message(content=[{"text": "x"}]), 400, "missing_field", f"{PLACE}.type"),
+    ("tool calls", message(role="assistant", tool_calls=[{"id": CANARY}]), 400, "missing_field",
+     "messages.[0].tool_calls.[0].function"),
+    ("nothing to continue", {"continue_final_message": True}, 400, "invalid_value", "continue_final_message"),
+    ("image without url", with_image({"detail": "low"}), 400, "missing_field", f"{AS_IMAGE}.url"),
+    ("image url null", with_image(None), 400, "invalid_value", AS_IMAGE),
+    ("image detail", with_image({"url": "x", "detail": CANARY}), 400, "invalid_value", f"{AS_IMAGE}.detail"),
+    ("file id", with_parts({"type": "input_image", "file_id": CANARY}), 400, "missing_field", AS_IMAGE),
+    *[(f"image of {role}", with_parts(PART, role=role), 400, "invalid_value", AS_IMAGE) for role in ("system", "assistant")],
+    ("second image", with_parts(PART, {"type": "image_url", "image_url": "data:image/png;base64,eA=="}), 400,
+     "unsupported_image", "messages.[0].content.[1].image_url"),
+    ("base64 url-safe", with_image("data:image/png;base64,_-_-"), 400, "invalid_image", AS_IMAGE),
+    ("base64 junk", with_image(f"data:image/png;base64,{CANARY}!"), 400, "invalid_image", AS_IMAGE),
+    *[(f"url {url[:20]}", with_image(url), 400, "invalid_image_url", AS_IMAGE) for url in (
+        "data:image/png,hello", "data:image/png;base64", "http://127.0.0.1:6379/", "HTTPS://example.com/x.png",
+        "file:///etc/passwd", "javascript:alert(1)", "//host/x.png", "",
+    )],
+]  # fmt: skip
 #: path, change of the body, code, param
 ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"response_format": SCHEMA}, "unsupported_parameter", "response_format.json_schema.schema"),
@@ -96,24 +202,17 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, with_tools(*[OTHER] * 513), "invalid_value", "tools"),
     (CHAT, with_tools(TOOL, min_tokens=3), "invalid_value", "min_tokens"),
     (CHAT, with_tools(function(name="f", strict=True, parameters={"not": {}})), "invalid_grammar", "tools.[0].function.parameters/not"),
-    (CHAT, template(add_dates="x" * 257), "invalid_value", "chat_template_kwargs"),
-    (CHAT, template(add_dates=[1]), "invalid_value", "chat_template_kwargs"),
-    (CHAT, template(**{str(i): 1 for i in range(17)}), "invalid_value", "chat_template_kwargs"),
+    *[(CHAT, thinking(chat_template_kwargs=options), "invalid_value", "chat_template_kwargs")
+      for options in ({"add_dates": "x" * 257}, {"add_dates": [1]}, {str(i): 1 for i in range(17)})],
     (CHAT, thinking(reasoning_effort="hard"), "invalid_value", "reasoning_effort"),
     (CHAT, thinking(enable_thinking="yes"), "invalid_value", "enable_thinking"),
-    (COMPLETIONS, {"suffix": "end"}, "unsupported_parameter", "suffix"),
-    (COMPLETIONS, {"best_of": 3}, "unsupported_parameter", "best_of"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, "invalid_value", "prompt"),
-    (COMPLETIONS, {"prompt": [[]]}, "invalid_value", "prompt"),
-    (COMPLETIONS, {"prompt": ["a"] * 65}, "invalid_value", "prompt"),
+    *[(COMPLETIONS, {"prompt": value}, "invalid_value", "prompt") for value in ([1, "a"], [[]], ["a"] * 65)],
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "invalid_value", "prompt_logprobs"),
     (COMPLETIONS, {"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs"),
     (COMPLETIONS, {"max_tokens": 0}, "invalid_value", "max_tokens"),
     (COMPLETIONS, {"logprobs": 21}, "invalid_value", "logprobs"),
     (COMPLETIONS, {"logit_bias": {"x": 1}}, "invalid_value", "logit_bias"),
     (COMPLETIONS, {"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
-    (RESPONSES, {"background": True}, "unsupported_parameter", "background"),
-    (RESPONSES, {"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
     (RESPONSES, {"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
     (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "unsupported_parameter", "text.format"),
     (RESPONSES, {"input": []}, "invalid_value", "input"),
@@ -129,46 +228,35 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"previous_response_id": "r" * 65}, "invalid_value", "previous_response_id"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, "unsupported_parameter", "tool_choice"),
     (MESSAGES, {"tool_choice": {"type": "tool"}}, "missing_field", "tool_choice.name"),
-    (MESSAGES, {"stop_sequences": ["x"] * 17}, "invalid_value", "stop_sequences"),
-    (MESSAGES, {"stop_sequences": [""]}, "invalid_value", "stop_sequences"),
+    *[(MESSAGES, {"stop_sequences": value}, "invalid_value", "stop_sequences") for value in (["x"] * 17, [""])],
     (MESSAGES, {"messages": user({"type": "container_upload", "file_id": "f"})}, "invalid_value", "messages.[0].content.[0].type"),
     (MESSAGES, {"messages": user({"type": "tool_use", "id": "x", "name": "f", "input": {}})}, "invalid_value", "messages.[0].content.[0].type"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "unsupported_parameter", "output_config.format.schema"),
-    (MESSAGES, source("bm8gaW1hZ2U=", "image/png"), "unsupported_image", f"{IMAGE}.data"),  # "no image"
-    (MESSAGES, source("no base64", "image/png"), "unsupported_image", f"{IMAGE}.data"),
-    (MESSAGES, source("", "image/png"), "unsupported_image", f"{IMAGE}.data"),
+    *[(MESSAGES, source(data, "image/png"), "unsupported_image", f"{IMAGE}.data")
+      for data in ("bm8gaW1hZ2U=", "no base64", "")],  # the first is "no image"
     (MESSAGES, source(PNG[:16], "image/png"), "invalid_image", f"{IMAGE}.data"),  # its signature alone
-    (MESSAGES, source(PNG, "image/webp"), "invalid_value", f"{IMAGE}.media_type"),
-    (MESSAGES, source(JPEG, "image/png"), "invalid_value", f"{IMAGE}.media_type"),
+    *[(MESSAGES, source(*given), "invalid_value", f"{IMAGE}.media_type")
+      for given in ((PNG, "image/webp"), (JPEG, "image/png"))],
     (OLLAMA, {"format": "xml"}, "invalid_grammar", "format"),
-    (OLLAMA, {"options": {"mirostat": 2}}, "unsupported_parameter", "options.mirostat"),
     (OLLAMA, {"options": {"num_predict": 10**6}}, "invalid_value", "options.num_predict"),
     (OLLAMA, {"messages": [{"role": "user", "content": "x", "images": ["!"]}]}, "invalid_image", "messages.[0].images.[0]"),
     (OLLAMA, {"messages": [{"role": "developer", "content": "1"}]}, "invalid_value", "messages.[0].role"),
     (OLLAMA, {"messages": [{"role": "user", "images": [{"type": "Buffer", "data": [1]}]}]}, "invalid_value", "messages.[0].images.[0]"),
-    (GENERATE, {"suffix": "x"}, "unsupported_parameter", "suffix"),
     (GENERATE, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
     (EMBEDDINGS, {"input": [{"image": PNG}] * 65}, "too_many_images", "input"),
     (EMBEDDINGS, {"input": None}, "missing_field", "input"),
     (EMBEDDINGS, {"messages": [], "input": []}, "invalid_value", "messages"),
     (EMBEDDINGS, {"messages": user(PART)}, "invalid_value", "input"),
-    (EMBEDDINGS, {"messages": user(PART, TEXT), "input": None}, "invalid_value", "messages.[0].content"),
-    (EMBEDDINGS, {"messages": user(PART, PART), "input": None}, "invalid_value", "messages.[0].content"),
-    (EMBEDDINGS, {"messages": user({"type": "text", "text": ""}), "input": None}, "invalid_value", "messages.[0].content"),
+    *[(EMBEDDINGS, {"messages": user(*parts), "input": None}, "invalid_value", "messages.[0].content")
+      for parts in ([PART, TEXT], [PART, PART], [{"type": "text", "text": ""}])],
     (EMBEDDINGS, {"messages": user({"type": "image_url", "image_url": {"url": "data:,x"}}), "input": None}, "invalid_image_url",
      "messages.[0].content.[0].image_url"),
     (EMBEDDINGS, {"messages": user(PART) * 2, "input": None}, "invalid_value", "messages"),
     (EMBEDDINGS, {"messages": user(PART, role="assistant"), "input": None}, "invalid_value", "messages.[0].role"),
-    (EMBEDDINGS, {"input": ""}, "invalid_value", "input"),
-    (EMBEDDINGS, {"input": []}, "invalid_value", "input"),
-    (EMBEDDINGS, {"input": ["a", ""]}, "invalid_value", "input.[1]"),
-    (EMBEDDINGS, {"input": [[5], []]}, "invalid_value", "input.[1]"),
-    (EMBEDDINGS, {"input": [5, "a"]}, "invalid_value", "input"),
-    (EMBEDDINGS, {"input": [[5], "a"]}, "invalid_value", "input"),
-    (EMBEDDINGS, {"input": [5, -1]}, "invalid_value", "input.[1]"),
-    (EMBEDDINGS, {"input": [[5], [65_536]]}, "invalid_value", "input.[1]"),
-    (EMBEDDINGS, {"input": [{}]}, "invalid_value", "input.[0]"),
-    (EMBEDDINGS, {"input": [{"text": "a", "image": "b"}]}, "invalid_value", "input.[0]"),
+    *[(EMBEDDINGS, {"input": value}, "invalid_value", "input") for value in ("", [], [5, "a"], [[5], "a"])],
+    *[(EMBEDDINGS, {"input": value}, "invalid_value", "input.[1]")
+      for value in (["a", ""], [[5], []], [5, -1], [[5], [65_536]])],
+    *[(EMBEDDINGS, {"input": [value]}, "invalid_value", "input.[0]") for value in ({}, {"text": "a", "image": "b"})],
     (EMBEDDINGS, {"input": [{"image": "not base64!"}]}, "invalid_image", "input.[0].image"),
     (EMBEDDINGS, {"input": ["x"] * 2049}, "too_many_inputs", "input"),
     (EMBEDDINGS, {"input": [[5] * 500] * 601}, "too_many_tokens", "input"),
@@ -199,45 +287,177 @@ CLOSED_SETS: list[tuple[str, dict[str, Any], str, set[str]]] = [
 ]
 
 
+@dataclass
+class Fleet:
+    gateway: RunningGateway
+    workers: list[ScriptedWorker]
+
+    async def ask(self, path: str, change: dict[str, Any]) -> httpx.Response:
+        """Send a request with a change."""
+        dialect = DIALECTS[path]
+        model = NUMBERS if dialect.task in ("embed", "rerank") else MODEL
+        body = {"model": model, **dialect.body, **dialect.extra, **change}
+        return await self.gateway.client.post(path, json=body)
+
+    async def send(self, content: Any) -> httpx.Response:
+        """Send bytes to chat."""
+        return await self.gateway.client.post(CHAT, content=content, headers=JSON_TYPE)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def ask(redis_server):
-    """Send a request with a change; its answer, after a look that no worker has had it."""
-    settings = make_settings(redis_server, "refusals")
+async def everything(redis_server):
+    settings = make_settings(redis_server, "refusals", limits={"max_body_bytes": 3_000_000})
     async with AsyncExitStack() as stack:
         running = [run_worker(redis_server, "refusals", card) for card in (CARD, *OTHERS)]
         workers = [await stack.enter_async_context(worker) for worker in running]
-        gateway = await stack.enter_async_context(run_gateway_on_socket(settings))
+        yield Fleet(await stack.enter_async_context(run_gateway_on_socket(settings)), workers)
 
-        async def ask(path: str, change: dict[str, Any]):
-            dialect = DIALECTS[path]
-            model = NUMBERS if dialect.task in ("embed", "rerank") else MODEL
-            body = {"model": model, **dialect.body, **dialect.extra, **change}
-            response = await gateway.client.post(path, json=body)
-            assert not any(worker.answers for worker in workers)
-            return response
 
-        yield ask
+@pytest.fixture
+def fleet(everything):
+    """Nothing that is refused reaches a worker."""
+    yield everything
+    assert not any(worker.answers for worker in everything.workers)
+
+
+@pytest.fixture
+def answering(everything):
+    """The fleet and the worker of the usual model."""
+    yield everything, everything.workers[0]
+    everything.workers[0].answers.clear()
+
+
+def check_error(response: httpx.Response, status: int, code: str, param: str | None) -> None:
+    assert response.status_code == status, response.text
+    assert len(response.content) < 4096
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param)
+    assert error["type"] == "invalid_request_error"
+    assert CANARY not in response.text
+    assert "0x" not in error["message"]
 
 
 @pytest.mark.parametrize(
     ("path", "change", "code", "param"), ROWS, ids=lambda value: str(value)[:40]
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(ask, path, change, code, param):
-    response = await ask(path, change)
+async def test_what_cannot_be_honoured_is_refused_by_name(fleet, path, change, code, param):
+    response = await fleet.ask(path, change)
     assert response.status_code == 400, response.text
     assert DIALECTS[path].error_of(response.json()) == (code, param)
 
 
-async def test_texts_that_are_too_long_together_are_a_413(ask):
-    response = await ask(EMBEDDINGS, {"input": ["x" * 1_000_000] * 2 + ["y"]})
+@pytest.mark.parametrize(
+    ("changes", "status", "code", "param"),
+    [row[1:] for row in FIELDS],
+    ids=[row[0] for row in FIELDS],
+)
+async def test_a_bad_field_is_refused_by_name(fleet, changes, status, code, param):
+    check_error(await fleet.ask(CHAT, changes), status, code, param)
+
+
+async def test_texts_that_are_too_long_together_are_a_413(fleet):
+    response = await fleet.ask(EMBEDDINGS, {"input": ["x" * 1_000_000] * 2 + ["y"]})
     assert response.status_code == 413
     assert DIALECTS[EMBEDDINGS].error_of(response.json())[1] == "input"
 
 
 @pytest.mark.parametrize(("path", "change", "param", "values"), CLOSED_SETS)
-async def test_a_value_outside_a_closed_set_is_told_the_set(ask, path, change, param, values):
-    response = await ask(path, change)
+async def test_a_value_outside_a_closed_set_is_told_the_set(fleet, path, change, param, values):
+    response = await fleet.ask(path, change)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param)
     assert values <= set(re.findall(r"\w+", error["message"]))
     assert "?" not in error["message"]
+
+
+def raw(text: str) -> bytes:
+    return f'{{"model": "tiny", "messages": [{{"role": "user", "content": "x"}}], {text}}}'.encode()
+
+
+BODIES = [
+    *[(body, "invalid_value", None) for body in (b'"x"', b"5")],
+    (b"{}", "missing_field", "model"),
+    *[(raw(text), "invalid_json", None) for text in (
+        '"n": NaN', '"temperature": -Infinity', '"user": "\\ud83d"', '"store": "\\ude00"', '"stop": ["\\ud800"]',
+        '"functions": [NaN]', '"functions": ["\\ud800"]', "'n': 1", '"n": 1,', '"n": 1, // comment\n"user": "x"',
+    )],
+    *[(raw('"n": 1') + end, "invalid_json", None) for end in (b"{}", b"x")],
+    (raw('"temperature": 1e999'), "invalid_value", "temperature"),
+    *[(raw(f'"n": {value}'), "invalid_value", "n")
+      for value in ("1e999", "9" * 5000, '1, "n": 0', '1, "\\u006e": 0', f'"{CANARY * 20_000}"')],
+    *[(raw(f'"store": {value}'), "invalid_json", "store") for value in ("[" * 100_000, "[" * 101 + "]" * 101)],
+    (raw('"functions": ' + "[" * 50_000 + "]" * 50_000), "invalid_json", "functions"),
+    (raw('"metadata": {"a": ' + "[" * 5000 + "]" * 5000 + "}"), "invalid_json", "metadata"),
+    (raw('"prediction": "' + '\\"' * 90_000 + '"'), "unsupported_parameter", "prediction"),
+    (raw('"prediction": [' + "1.5," * 15_000 + "1]"), "unsupported_parameter", "prediction"),
+    (raw('"best_of": 1e999'), "unsupported_parameter", "best_of"),
+    *[(body, "invalid_json", None) for body in (
+        raw('"store": "') + b'\xff"}', raw('"store": "\xed\xa0\x80"').decode().encode("latin-1"),
+        raw('"metadata": {"a": 5}') + b"\xff", b'{"model": "tiny", "messages": [5, \xff',
+        "\ufeff".encode() + raw('"n": 1'), raw('"n": 1').decode().encode("utf-16"),
+    )],
+    (b'{"model": "tiny", "messages": [5], "messages": []}', "invalid_value", "messages.[0]"),
+]  # fmt: skip
+
+
+async def test_a_bad_body_is_refused(fleet):
+    for content, code, param in BODIES:
+        check_error(await fleet.send(content), 400, code, param)
+
+    async def too_much():
+        for _ in range(100):
+            yield bytes(32_000)
+
+    check_error(await fleet.send(too_much()), 413, "request_too_large", None)
+    for headers in (
+        {"content-type": "application/json; charset=latin-1"},
+        {**JSON_TYPE, "content-encoding": "gzip"},
+    ):
+        response = await fleet.gateway.chat(headers=headers)
+        check_error(response, 415, "unsupported_media_type", None)
+
+
+async def test_what_asks_for_nothing_else_is_answered(answering):
+    fleet, _ = answering
+    for text in (
+        '"n": 2, "n": 1',
+        '"store": ' + "[" * 100 + "]" * 100,
+        '"tools": [ ], "best_of": 1, "response_format": {"type" : "text"}, "audio": null',
+        '"logit_bias": {"5": 1, "999": -1}',
+    ):
+        response = await fleet.send(raw(text))
+        assert response.status_code == 200, response.text
+        assert len(response.json()["choices"]) == 1
+    for charset in ("utf-8", '"UTF-8"'):
+        headers = {"content-type": f"application/json; charset={charset}"}
+        assert (await fleet.gateway.chat(headers=headers)).status_code == 200
+
+
+async def test_text_is_text_whatever_it_looks_like(answering):
+    fleet, worker = answering
+    controls = "\x00\ufffe\u202e" + "e" + "\u0301" * 500
+    images = ("![](http://127.0.0.1:1/x.png)", "<img src=http://127.0.0.1:1/>", data_url())
+    for text in (controls, *images, "<image>", "[DONE]", "</s>"):
+        assert (await fleet.gateway.chat(make_body(text))).status_code == 200
+        task = worker.requests[-1].task
+        assert task.images == ()
+        assert task.messages[0].parts[0].text == text
+
+
+async def test_wrong_paths_and_methods_have_errors_of_the_same_shape(fleet):
+    for method, path, status in (
+        ("GET", CHAT, 405),
+        ("OPTIONS", CHAT, 405),
+        ("POST", CHAT + "/", 404),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/models/nobody", 404),
+        ("GET", "//v1/models", 404),
+        ("GET", "/v1/../v1/models/", 404),
+        ("POST", "/v1/moderations", 404),
+    ):
+        response = await fleet.gateway.client.request(method, path)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert "access-control-allow-origin" not in response.headers

@@ -1,6 +1,7 @@
 """Sessions of applications: each task runs once, and any client with the same key finds it again."""
 
 import asyncio
+import itertools
 import json
 import signal
 import time
@@ -12,15 +13,14 @@ from msgspec.structs import replace
 from shared.protocol import ErrorCode
 from shared.queue.api import QueueUnavailable
 from shared.queue.keys import RedisKeys
-from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings
-from shared.settings.tree import RedisSettings
 from tests.factories_gateway import (
     CARD,
     MODEL,
     Answer,
     make_settings,
     run_gateway_on_socket,
+    say_nothing,
 )
 from tests.waiting import until, until_equal
 
@@ -102,16 +102,11 @@ async def test_tasks_of_a_session_have_its_common_data_and_come_to_something(ses
     assert len(common) == 1
     assert await worker.blobs.get(common.pop()) == b'{"word":"dear"}'
     assert await session.counts() == {"succeed": 1, "failed": 1}
-
-
-async def test_a_task_sent_again_is_the_same_task(session, worker):
-    await session.send({"input": 1, "id": "x"})
-    first = await session.end_of("x")
-    again = await session.send({"input": 1, "id": "x"})
+    again = await session.send({"input": {"a": 1}, "id": "one"})  # the same task
     assert again["data"][0]["state"] == "succeed"
-    assert await session.end_of("x") == first
-    assert len(worker.requests) == 1
-    other = await session.send({"input": 2, "id": "x"}, status=409)
+    assert await session.end_of("one") == one
+    assert len(worker.requests) == 2
+    other = await session.send({"input": 2, "id": "one"}, status=409)
     assert other["error"]["code"] == "task_id_reused"
 
 
@@ -133,19 +128,22 @@ async def test_states_are_counted_and_tasks_listed_in_pages(session, scripted):
 
 
 async def test_a_list_of_tasks_shows_what_was_asked_and_what_came_of_it(session):
-    long = "x" * 1000
-    inputs = {"one": {"a": 1}, "two": "fail", "three": long}
+    long, breaks = "x" * 1000, "a\u2028b\x85c"  # line breaks of Unicode are text
+    inputs = {"one": {"a": 1}, "two": "fail", "three": long, "four": breaks}
     await session.send(*({"input": value, "id": name} for name, value in inputs.items()))
     for name in inputs:
         await session.end_of(name)
     listed = await session.ask("GET", "/tasks?include=results")
     by_id = {task["id"]: task for task in listed["data"]}
-    assert {name: task["input"] for name, task in by_id.items()} == {
-        "one": '{"a":1}', "two": '"fail"', "three": json.dumps(long)[:256],
-    }  # fmt: skip
-    assert (by_id["one"]["output"], by_id["three"]["output"]) == ([{"a": 1}], [long])
+    asked = {name: task["input"] for name, task in by_id.items() if name != "four"}
+    assert asked == {"one": '{"a":1}', "two": '"fail"', "three": json.dumps(long)[:256]}
+    outputs = [by_id[name]["output"] for name in ("one", "three", "four")]
+    assert outputs == [[{"a": 1}], [long], [breaks]]
     assert by_id["two"]["error"]["message"] == "told to"
     assert "output" not in (await session.ask("GET", "/tasks"))["data"][0]
+    path = f"/v1/applications/{MODEL}/run"
+    answer = await session.gateway.client.post(path, json={"input": breaks})
+    assert answer.json()["output"] == [breaks]
 
 
 async def test_limits_of_open_sessions_add_up_until_they_are_closed(gateway, scripted, redis):
@@ -185,55 +183,20 @@ async def test_a_session_is_opened_where_instances_have_its_resources(
 
 
 async def test_sessions_are_listed_in_pages(gateway, scripted, worker):
-    async def create(_: int) -> str:
-        return (await Client(gateway).open()).id
-
-    names = [await create(i) for i in range(5)]
-    one = Client(gateway)
-    one.id = names[0]
+    sessions = [await Client(gateway).open() for _ in range(5)]
     scripted.gate.clear()
-    await one.send({"input": 1}, {"input": 2})
+    await sessions[0].send({"input": 1}, {"input": 2})
     found, after = [], ""
     for expected in (2, 2, 1):
         page = await Client(gateway).ask("GET", f"/v1/sessions?limit=2&after={after}")
         assert (len(page["data"]), page["has_more"]) == (expected, expected == 2)
         found += page["data"]
         after = found[-1]["id"]
-    assert [each["id"] for each in found] == names[::-1]
+    assert [each["id"] for each in found] == [each.id for each in reversed(sessions)]
     assert found[-1]["pending"] + found[-1]["running"] == 2
-    refused = await Client(gateway).ask("GET", "/v1/sessions?after=nothing", status=400)
-    assert refused["error"]["param"] == "after"
-    for limit in (0, 101):
-        refused = await Client(gateway).ask("GET", f"/v1/sessions?limit={limit}", status=400)
-        assert refused["error"]["param"] == "limit"
-
-
-@pytest.mark.parametrize("changes", [{"limits": {"max_queue_depth": 2}}])
-async def test_tasks_that_were_not_queued_are_named_and_those_that_were_are_listed(
-    session, scripted, worker
-):
-    scripted.gate.clear()
-    worker.stop_claiming()
-    answer = await session.send(*({"input": i} for i in range(10)), status=503)
-    listed = await session.ask("GET", "/tasks")
-    assert sorted(t["id"] for t in answer["data"]) == sorted(t["id"] for t in listed["data"])
-    assert 0 < len(answer["data"]) < 10
-    assert answer["error"]["param"].startswith("tasks[")
-    assert "tasks[9]" in answer["error"]["message"]
-
-
-async def test_common_data_outlives_the_tasks_that_run_when_a_session_is_closed(
-    session, scripted, worker, redis, redis_prefix
-):
-    scripted.gate.clear()
-    await session.send({"input": 0, "id": "runs"})
-    await until(lambda: worker.requests)
-    common = worker.requests[0].task.common
-    await session.ask("POST", ":close", {})
-    await session.counts()
-    assert await redis.pttl(RedisKeys(redis_prefix).blob(common.sha256)) > 1000 * 3600
-    scripted.gate.set()
-    assert (await session.end_of("runs"))["state"] == "succeed"
+    for query in ("after=nothing", "limit=0", "limit=101"):
+        refused = await Client(gateway).ask("GET", f"/v1/sessions?{query}", status=400)
+        assert refused["error"]["param"] == query.partition("=")[0]
 
 
 async def test_a_task_is_followed_piece_by_piece(session, gateway):
@@ -264,20 +227,11 @@ async def test_who_follows_a_task_has_an_open_request_until_its_end(session, gat
     await until(lambda: gateway.server.should_exit)
 
 
-async def test_line_breaks_of_unicode_in_an_output_are_text(session, gateway):
-    await session.send({"input": "a\u2028b\x85c", "id": "t"})
-    assert (await session.end_of("t"))["output"] == ["a\u2028b\x85c"]
-    body = {"input": "a\u2028b\x85c"}
-    answer = await gateway.client.post(f"/v1/applications/{MODEL}/run", json=body)
-    assert answer.json()["output"] == ["a\u2028b\x85c"]
-
-
-@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
-async def test_json_of_100_levels_is_taken_and_of_more_refused_by_field(
-    session, gateway, worker, opening, closing
-):
+async def test_json_of_100_levels_is_taken_and_of_more_refused_by_field(session, gateway, worker):
     run, tasks = f"/v1/applications/{MODEL}/run", f"/v1/sessions/{session.id}/tasks"
-    for levels in (100, 101, 969, *range(955, 990), 5000):
+    for (opening, closing), levels in itertools.product(
+        (("[", "]"), ('{"a":', "}")), (100, 101, *range(966, 972), 5000)
+    ):
         value = opening * levels + "1" + closing * levels
         for path, body, param in (
             (run, '{"input": %s}', "input"),
@@ -292,9 +246,19 @@ async def test_json_of_100_levels_is_taken_and_of_more_refused_by_field(
             assert answer.json()["error"]["param"] == param
 
 
-async def test_any_gateway_finds_a_task(session, redis_server, redis_prefix, scripted):
+async def test_any_gateway_finds_a_task(
+    session, redis_server, redis_prefix, gateway, scripted, monkeypatch
+):
+    """Also one whose reply was lost as it was queued."""
+    submit = gateway.services.dispatcher.submit
+
+    async def lose_reply(*arguments: Any, **options: Any) -> None:
+        (await submit(*arguments, **options)).close()
+        raise QueueUnavailable
+
     scripted.gate.clear()
-    await session.send({"input": 1, "id": "x"})
+    monkeypatch.setattr(gateway.services.dispatcher, "submit", lose_reply)
+    await session.send({"input": 1, "id": "x"}, status=503)
     settings = make_settings(redis_server, redis_prefix)
     async with run_gateway_on_socket(settings) as other:
         elsewhere = Client(other)
@@ -303,9 +267,12 @@ async def test_any_gateway_finds_a_task(session, redis_server, redis_prefix, scr
         await until_equal(elsewhere.counts, {"running": 1})
         scripted.gate.set()
         assert (await waiting)["output"] == [1]
+    assert await session.counts() == {"succeed": 1}
 
 
-async def test_closing_cancels_what_waits_and_lets_finish_what_runs(session, scripted, worker):
+async def test_closing_cancels_what_waits_and_lets_finish_what_runs(
+    session, scripted, worker, redis, redis_prefix
+):
     scripted.gate.clear()
     await session.send({"input": 0, "id": "runs"})
     await until(lambda: worker.requests)
@@ -313,8 +280,9 @@ async def test_closing_cancels_what_waits_and_lets_finish_what_runs(session, scr
     await session.send({"input": 1, "id": "waits"})
     # What was being read at this moment may have been taken all the same.
     closed = await session.ask("POST", ":close", {})
-    assert closed["state"] == "closed"
-    assert closed["cancelled"] == 1
+    assert (closed["state"], closed["cancelled"]) == ("closed", 1)
+    common = worker.requests[0].task.common  # outlives the task that runs
+    assert await redis.pttl(RedisKeys(redis_prefix).blob(common.sha256)) > 1000 * 3600
     scripted.gate.set()
     assert (await session.end_of("runs"))["state"] == "succeed"
     assert (await session.end_of("waits"))["state"] == "cancelled"
@@ -322,69 +290,46 @@ async def test_closing_cancels_what_waits_and_lets_finish_what_runs(session, scr
     assert refused["error"]["code"] == "session_closed"
 
 
-async def test_a_cancelled_task_stops_its_worker(session, scripted, worker):
-    async def wait(answer: Answer) -> None:
-        await answer.start()
-        while answer.refused is None:
-            answer.refused = (await worker.queue.renew([answer.claim])).get(answer.request.id)
-            await asyncio.sleep(0.02)
-        worker.cancelled.set()
-
-    worker.script = wait
-    await session.send({"input": 0, "id": "x"})
-    await until_equal(session.counts, {"running": 1})
-    assert (await session.ask("POST", "/tasks/x:cancel", {}))["state"] == "cancelled"
-    await asyncio.wait_for(worker.cancelled.wait(), 20)
-
-
-async def test_a_task_that_has_ended_stays_as_it_ended_when_it_is_cancelled_late(
-    session, redis_server, redis_prefix
-):
+async def test_a_cancelled_task_stops_its_worker(session, scripted, worker, redis, redis_prefix):
     await session.send({"input": 1, "id": "x"}, {"input": "fail", "id": "y"})
     assert (await session.end_of("x"))["state"] == "succeed"
     assert (await session.end_of("y"))["state"] == "failed"
-    redis = create_redis(RedisSettings(url=redis_server))
     keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*:request:*")]
     assert await redis.delete(*keys)  # as when nobody has asked for long
-    await redis.aclose()
-    assert (await session.ask("POST", "/tasks/x:cancel", {}))["state"] == "succeed"
-    assert (await session.ask("POST", "/tasks/y:cancel", {}))["state"] == "failed"
-
-
-async def test_a_task_that_was_queued_is_known_though_its_reply_was_lost(
-    session, gateway, scripted, monkeypatch
-):
-    submit = gateway.services.dispatcher.submit
-
-    async def lose_reply(*arguments: Any, **options: Any) -> None:
-        (await submit(*arguments, **options)).close()
-        raise QueueUnavailable
-
-    monkeypatch.setattr(gateway.services.dispatcher, "submit", lose_reply)
-    await session.send({"input": 1, "id": "t"}, status=503)
-    assert (await session.end_of("t"))["output"] == [1]
-    assert await session.counts() == {"succeed": 1}
+    worker.script = say_nothing
+    await session.send({"input": 0, "id": "z"})
+    await until(lambda: len(worker.requests) == 3)
+    for name, state in (("x", "succeed"), ("y", "failed"), ("z", "cancelled")):
+        assert (await session.ask("POST", f"/tasks/{name}:cancel", {}))["state"] == state
+    await asyncio.wait_for(worker.cancelled.wait(), 20)
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_queue_depth": 2}}])
-async def test_what_a_full_queue_refuses_may_be_sent_again(session, scripted, worker):
+async def test_tasks_that_were_not_queued_are_named_and_those_that_were_are_listed(
+    session, scripted, worker
+):
+    """What a full queue refuses may be sent again."""
     scripted.gate.clear()
-    tasks = [{"input": i, "id": f"t{i}"} for i in range(8)]
+    tasks = [{"input": i, "id": f"t{i}"} for i in range(10)]
     worker.stop_claiming()
     refused = await session.send(*tasks, status=503)
     assert refused["error"]["code"] == "server_overloaded"
+    listed = await session.ask("GET", "/tasks")
+    assert sorted(t["id"] for t in refused["data"]) == sorted(t["id"] for t in listed["data"])
+    assert 0 < len(refused["data"]) < 10
+    assert refused["error"]["param"].startswith("tasks[")
+    assert "tasks[9]" in refused["error"]["message"]
     await worker.start()
     scripted.gate.set()
     ended: set[str] = set()
-    while len(ended) < 8:
+    while len(ended) < 10:
         for task in tasks:
-            answer = await session.gateway.client.post(
-                f"/v1/sessions/{session.id}/tasks", json={"input": task["input"], "id": task["id"]}
-            )
+            path = f"/v1/sessions/{session.id}/tasks"
+            answer = await session.gateway.client.post(path, json=task)
             assert answer.status_code in (200, 503)
             if answer.is_success and (await session.end_of(task["id"]))["state"] == "succeed":
                 ended.add(task["id"])
-    assert len({request.id for request in worker.requests}) == len(worker.requests) == 8
+    assert len({request.id for request in worker.requests}) == len(worker.requests) == 10
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": "sk-one,sk-two"}}])
@@ -430,28 +375,27 @@ BAD_TASKS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+async def test_bad_tasks_name_the_field(session):
+    for body, param in BAD_TASKS:
+        told = await session.ask("POST", "/tasks", body, 400)
+        assert told["error"]["param"] == param
+    told = await session.send({"input": "x" * (4 * 2**20 + 1)}, status=413)
+    assert told["error"]["code"] == "task_too_large"
+    client = Client(session.gateway)
+    common = {"common_data": "x" * (2**20 + 1)}
+    told = await client.ask("POST", f"/v1/applications/{MODEL}/sessions", common, 413)
+    assert told["error"]["param"] == "common_data"
+    for path in ("run", "sessions"):
+        told = await client.ask("POST", f"/v1/applications/nobody/{path}", {"input": 1}, 404)
+        assert told["error"]["param"] == "name"
+
+
 async def test_a_task_of_a_session_may_have_as_many_commas_as_one_of_none(session, gateway):
     numbers = [1] * 400_000
     await session.send({"input": numbers, "id": "many"})
     assert (await session.end_of("many"))["output"] == [numbers]
     ran = await gateway.client.post(f"/v1/applications/{MODEL}/run", json={"input": numbers})
     assert ran.status_code == 200
-
-
-async def test_bad_tasks_name_the_field(session):
-    for body, param in BAD_TASKS:
-        told = await session.ask("POST", "/tasks", body, 400)
-        assert told["error"]["param"] == param
-
-
-async def test_too_much_data_is_refused(gateway, session):
-    told = await session.send({"input": "x" * (4 * 2**20 + 1)}, status=413)
-    assert told["error"]["code"] == "task_too_large"
-    answer = await gateway.client.post(
-        f"/v1/applications/{MODEL}/sessions", json={"common_data": "x" * (2**20 + 1)}
-    )
-    assert answer.status_code == 413
-    assert answer.json()["error"]["param"] == "common_data"
 
 
 @pytest.mark.parametrize("card", [CARD])
@@ -461,10 +405,3 @@ async def test_a_model_has_no_sessions(gateway, worker):
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         assert (error["code"], error["param"]) == ("wrong_task", "name")
-
-
-async def test_an_unknown_application_is_not_found(gateway):
-    for path, body in (("run", {"input": 1}), ("sessions", {})):
-        answer = await gateway.client.post(f"/v1/applications/nobody/{path}", json=body)
-        assert answer.status_code == 404
-        assert answer.json()["error"]["param"] == "name"

@@ -15,7 +15,7 @@ from gateway.api.generation import (
 from gateway.http.errors import InvalidRequest
 from shared.protocol import Grammar, SamplingParams
 from shared.settings.limits import LimitSettings
-from tests.factories_gateway import CARD, CHAT, HELLO, MODEL, make_body
+from tests.factories_gateway import CARD, CHAT, MODEL, TEXT_BODIES
 from tests.factories_settings import make_group
 
 LIMITS = LimitSettings()
@@ -25,12 +25,9 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"not": {"type": "stri
 WHERE = "response_format.json_schema.schema"
 
 
-def read(fields: dict[str, Any]) -> StructuredFields:
-    return msgspec.json.decode(msgspec.json.encode(fields), type=StructuredFields)
-
-
 def grammar_of(fields: dict[str, Any], limits: LimitSettings = LIMITS) -> Grammar | None:
-    return find_grammar(read(fields), ABLE, limits)
+    asked = msgspec.json.decode(msgspec.json.encode(fields), type=StructuredFields)
+    return find_grammar(asked, ABLE, limits)
 
 
 def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
@@ -38,30 +35,29 @@ def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": form}}
 
 
-ANY_OBJECT = Grammar("json", '{"type":"object"}', "response_format")
+ANY_OBJECT = '{"type":"object"}'
 COMPACT = json.dumps(SCHEMA, separators=(",", ":"))
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, None),
-        ({"response_format": None, "structured_outputs": {"json": None}}, None),
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
-        (schema_format(SCHEMA), Grammar("json", COMPACT, WHERE)),
-        (schema_format(SCHEMA, strict=True, description="x"), Grammar("json", COMPACT, WHERE)),
-        (schema_format(SCHEMA, strict=False), Grammar("json", COMPACT, WHERE, True)),
-        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json", COMPACT, "structured_outputs.json")),
-        ({"structured_outputs": {"json": COMPACT}}, Grammar("json", COMPACT, "structured_outputs.json")),
-        ({"structured_outputs": {"json_object": True}},
-         Grammar("json", '{"type":"object"}', "structured_outputs.json_object")),
-        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+", "structured_outputs.regex")),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a","b"]', "structured_outputs.choice")),
-    ],
-)  # fmt: skip
-def test_each_field_says_what_the_answer_must_be(fields, expected):
-    assert grammar_of(fields) == expected
+OUTPUTS = "structured_outputs"
+MEANT = [
+    ({}, None),
+    ({"response_format": None, OUTPUTS: {"json": None}}, None),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, ("json", ANY_OBJECT, "response_format")),
+    (schema_format(SCHEMA), ("json", COMPACT, WHERE)),
+    (schema_format(SCHEMA, strict=True, description="x"), ("json", COMPACT, WHERE)),
+    (schema_format({"not": {}}, strict=False), ("json", '{"not":{}}', WHERE, True)),  # what is ignored
+    *[({OUTPUTS: {"json": value}}, ("json", COMPACT, f"{OUTPUTS}.json")) for value in (SCHEMA, COMPACT)],
+    ({OUTPUTS: {"json_object": True}}, ("json", ANY_OBJECT, f"{OUTPUTS}.json_object")),
+    ({OUTPUTS: {"regex": "a+"}}, ("regex", "a+", f"{OUTPUTS}.regex")),
+    ({OUTPUTS: {"choice": ["a", "b"]}}, ("choice", '["a","b"]', f"{OUTPUTS}.choice")),
+]  # fmt: skip
+
+
+def test_each_field_says_what_the_answer_must_be():
+    for fields, expected in MEANT:
+        assert grammar_of(fields) == (expected and Grammar(*expected))
 
 
 def test_grammars_need_the_operators_leave():
@@ -118,49 +114,31 @@ def test_schemas_are_bounded_and_errors_name_the_place(right, wrong, place):
     assert CANARY not in caught.value.message
 
 
-def test_a_lenient_schema_may_hold_what_is_ignored():
-    assert grammar_of(schema_format({"not": {}}, strict=False)) is not None
+BAD = [
+    *[(schema_format(value), WHERE) for value in ([1], "x")],
+    *[({"structured_outputs": {"json": value}}, "structured_outputs.json")
+      for value in ("{", '"{}"', '{"a":' * 5000 + "1" + "}" * 5000)],
+    *[({"structured_outputs": {"choice": value}}, "structured_outputs.choice")
+      for value in ([], ["x"] * 1001, ["x" * 70_000])],
+    ({"structured_outputs": {"regex": "x{5000}"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "x", "choice": ["x"]}}, "structured_outputs.choice"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "x"}}, "structured_outputs.regex"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        (schema_format([1]), WHERE),
-        (schema_format("x"), WHERE),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": '"{}"'}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": '{"a":' * 5000 + "1" + "}" * 5000}}, "structured_outputs.json"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"choice": ["x"] * 1001}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"choice": ["x" * 70_000]}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"regex": "x{5000}"}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"regex": "x", "choice": ["x"]}}, "structured_outputs.choice"),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "x"}},
-         "structured_outputs.regex"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_meant_is_refused(fields, param):
-    with pytest.raises(InvalidRequest) as caught:
-        grammar_of(fields)
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize("changes", [{"ignore_eos": True}, {"min_tokens": 3}])
-def test_nothing_may_forbid_the_end_of_a_form(changes):
+def test_what_cannot_be_meant_is_refused():
+    for fields, param in BAD:
+        with pytest.raises(InvalidRequest) as caught:
+            grammar_of(fields)
+        assert caught.value.param == param
     check_with_grammar(SamplingParams())
-    with pytest.raises(InvalidRequest) as caught:
-        check_with_grammar(SamplingParams(**changes))
-    assert caught.value.param == next(iter(changes))
-
-
-@pytest.mark.parametrize("card", [ABLE])
-async def test_a_form_reaches_the_worker_with_every_choice(gateway, worker):
-    body = make_body(n=2, **schema_format(SCHEMA))
-    response = await gateway.client.post(CHAT, json=body)
-    assert response.status_code == 200
-    assert [request.task.grammar for request in worker.requests] == [
-        Grammar("json", COMPACT, WHERE)
-    ] * 2
+    for changes in (
+        {"ignore_eos": True},
+        {"min_tokens": 3},
+    ):  # nothing may forbid the end of a form
+        with pytest.raises(InvalidRequest) as caught:
+            check_with_grammar(SamplingParams(**changes))
+        assert [caught.value.param] == list(changes)
 
 
 KINDS = {"type": "object", "properties": {"kind": {"type": "string"}}, "required": ["kind"]}
@@ -168,24 +146,20 @@ FORMAT = {"type": "json_schema", "schema": KINDS}
 
 
 @pytest.mark.parametrize("card", [ABLE])
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "hello", "structured_outputs": {"json": KINDS}},
-         "structured_outputs.json"),
-        ("/v1/responses", {"input": "hello", "text": {"format": {**FORMAT, "name": "x"}}},
-         "text.format.schema"),
-        ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "output_config": {"format": FORMAT}},
-         "output_config.format.schema"),
-        ("/api/chat", {"messages": HELLO, "format": KINDS}, "format"),
-        ("/api/generate", {"prompt": "hello", "format": KINDS}, "format"),
-    ],
-)  # fmt: skip
-async def test_every_api_of_text_takes_a_schema_in_its_own_words(
-    gateway, worker, path, body, param
-):
-    response = await gateway.client.post(path, json={"model": MODEL, **body})
-    assert response.status_code == 200, response.text
-    [request] = worker.requests
-    grammar = request.task.grammar
-    assert (grammar.kind, grammar.param, json.loads(grammar.source)) == ("json", param, KINDS)
+async def test_every_api_of_text_takes_a_schema_in_its_own_words(gateway, worker):
+    for path, fields, param in (
+        (CHAT, schema_format(KINDS), WHERE),
+        ("/v1/completions", {"structured_outputs": {"json": KINDS}}, "structured_outputs.json"),
+        ("/v1/responses", {"text": {"format": {**FORMAT, "name": "x"}}}, "text.format.schema"),
+        ("/v1/messages", {"output_config": {"format": FORMAT}}, "output_config.format.schema"),
+        ("/api/chat", {"format": KINDS}, "format"),
+        ("/api/generate", {"format": KINDS}, "format"),
+    ):
+        choices = {"n": 2} if path == CHAT else {}
+        body = {"model": MODEL, **TEXT_BODIES[path], **fields, **choices}
+        response = await gateway.client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        grammars = [request.task.grammar for request in worker.requests]
+        found = [(each.kind, each.param, json.loads(each.source)) for each in grammars]
+        assert found == [("json", param, KINDS)] * choices.get("n", 1)
+        worker.answers.clear()

@@ -2,13 +2,26 @@
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
-import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shared.protocol import ErrorCode, Generate
+from gateway.api.transcriptions import TranscriptAnswer, TranscriptOptions
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import Totals
+from shared.protocol import (
+    ErrorCode,
+    Finished,
+    FinishReason,
+    Generate,
+    ModelCard,
+    Tokens,
+    Usage,
+)
 from shared.settings.limits import LimitSettings
 from tests.factories_audio import sound
 from tests.factories_gateway import (
@@ -21,10 +34,14 @@ from tests.factories_gateway import (
 )
 from tests.waiting import until
 
-pytestmark = pytest.mark.parametrize("card", [replace(CARD, supports_audio=True)])
 PATH = "/v1/audio/transcriptions"
 ENDS = (28.25, 55.5, 3661.0625)
 TEXTS = ["Hello there. ", " This <is>\n\nit -->", "Bye"]
+
+
+@pytest.fixture
+def card() -> ModelCard:
+    return replace(CARD, supports_audio=True)
 
 
 @pytest.fixture
@@ -60,14 +77,14 @@ async def test_each_segment_is_a_call_with_its_part_and_their_texts_are_joined(g
     num_output = sum(len(text.split("o")) for text in TEXTS)
     assert (usage["input_tokens"], usage["output_tokens"]) == (3 * 7, num_output)
     assert usage["total_tokens"] == 3 * 7 + num_output
-
-
-async def test_a_file_that_the_model_takes_whole_is_one_call_without_a_part(gateway, worker):
-    worker.segment_ends = (12.5,)
+    worker.answers.clear()
+    worker.segment_ends = (12.5,)  # which the model takes whole
     answer = (await post(gateway, response_format="verbose_json")).json()
     assert parts_of(worker) == [(0.0, 0.0)]
-    assert answer["duration"] == 12.5
+    assert (answer["duration"], answer["language"]) == (12.5, "unknown")
     assert [(s["start"], s["end"]) for s in answer["segments"]] == [(0.0, 12.5)]
+    answer = await post(gateway, "/v1/audio/translations", response_format="verbose_json")
+    assert (answer.json()["task"], answer.json()["language"]) == ("translate", "english")
 
 
 async def test_times_are_those_of_the_cuts_in_each_format(gateway, worker):
@@ -107,13 +124,6 @@ async def test_a_segment_without_speech_has_no_caption(gateway, worker):
     assert (await post(gateway)).json()["text"] == " Yes Yes"
 
 
-async def test_a_translation_says_that_it_is_english(gateway, worker):
-    answer = await post(gateway, "/v1/audio/translations", response_format="verbose_json")
-    assert (answer.json()["task"], answer.json()["language"]) == ("translate", "english")
-    answer = await post(gateway, response_format="verbose_json")
-    assert answer.json()["language"] == "unknown"
-
-
 async def test_a_stream_has_the_text_in_the_order_of_the_segments(gateway, worker):
     has_ended = asyncio.Event()
 
@@ -134,21 +144,18 @@ async def test_a_stream_has_the_text_in_the_order_of_the_segments(gateway, worke
     assert "".join(event["delta"] for event in deltas) == done["text"] == "one 0! 1! 2!"
 
 
-@pytest.mark.parametrize(
-    ("texts", "joined"),
-    [
-        (["one.", "two", "three"], "one. two three"),
-        (["\u4f60\u597d\u3002", "\u4e16\u754c", "ok"], "\u4f60\u597d\u3002\u4e16\u754c ok"),
-        (["\uc548\ub155.", "\uc138\uacc4", ""], "\uc548\ub155. \uc138\uacc4"),
-    ],
-)
-async def test_a_space_joins_segments_of_languages_that_have_spaces(gateway, worker, texts, joined):
-    async def say(answer: Answer) -> None:
+async def test_a_space_joins_segments_of_languages_that_have_spaces(gateway, worker):
+    async def say(texts: list[str], answer: Answer) -> None:
         await answer.start()
         await answer.finish(texts[answer.choice])
 
-    worker.script = say
-    assert (await post(gateway)).json()["text"] == joined
+    for texts, joined in (
+        (["one.", "two", "three"], "one. two three"),
+        (["\u4f60\u597d\u3002", "\u4e16\u754c", "ok"], "\u4f60\u597d\u3002\u4e16\u754c ok"),
+        (["\uc548\ub155.", "\uc138\uacc4", ""], "\uc548\ub155. \uc138\uacc4"),
+    ):
+        worker.script = partial(say, texts)
+        assert (await post(gateway)).json()["text"] == joined
 
 
 async def test_a_segment_that_fails_fails_the_request_with_its_error_and_ends_the_others(
@@ -162,19 +169,9 @@ async def test_a_segment_that_fails_fails_the_request_with_its_error_and_ends_th
 
     worker.script = fail_one
     response = await post(gateway)
-    assert (response.status_code, response.json()["error"]["code"]) == (
-        400,
-        "context_length_exceeded",
-    )
+    code = response.json()["error"]["code"]
+    assert (response.status_code, code) == (400, "context_length_exceeded")
     await until(lambda: sum(answer.refused == "cancelled" for answer in worker.answers) == 2)
-
-
-async def test_a_client_that_leaves_cancels_all_segments(gateway, worker):
-    worker.script = say_nothing
-    waiting = asyncio.create_task(post(gateway))
-    await until(lambda: len(worker.answers) == 3)
-    waiting.cancel()
-    await until(lambda: all(answer.refused == "cancelled" for answer in worker.answers))
 
 
 async def test_a_client_that_leaves_while_the_file_is_cut_is_noticed(gateway, worker):
@@ -197,16 +194,6 @@ async def test_the_time_in_which_a_file_is_cut_counts_for_the_deadline(gateway, 
     assert {answer.claim.remaining_s <= 59.0 for answer in worker.answers} == {True}
 
 
-async def test_more_segments_than_the_limit_are_refused(gateway, worker):
-    most = LimitSettings.max_audio_segments
-    worker.segment_ends = tuple(float(number) for number in range(1, most + 2))
-    response = await post(gateway)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "file")
-    assert f"{most + 1} segments, at most {most}" in error["message"]
-    assert not worker.requests
-
-
 async def test_a_resumable_request_is_one_call(gateway, worker):
     gateway.client.headers["idempotency-key"] = "a"
     response = await post(gateway, response_format="verbose_json")
@@ -218,10 +205,9 @@ async def test_a_resumable_request_is_one_call(gateway, worker):
     assert (len(worker.requests), answers[0]["duration"]) == (1, 5.0)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "timestamp_granularities", "timestamps of words are not supported"),
+async def test_a_bad_field_is_named(gateway, worker):
+    for fields, param, message in (
+        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "timestamp_granularities", "words are not supported"),
         ({"timestamp_granularities[]": "letter"}, "timestamp_granularities.[0]", "segment"),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "verbose_json"),
         ({"timestamp_granularities": "segment"}, "timestamp_granularities", "array"),
@@ -230,13 +216,44 @@ async def test_a_resumable_request_is_one_call(gateway, worker):
         ({"response_format": "diarized_json"}, "response_format", "srt"),
         ({"temperature": "warm"}, "temperature", "float"),
         ({"temperature": "3"}, "temperature", "1"),
-        ({"stream": "true", "response_format": "text"}, "response_format", "send json"),
         ({"language": "x"}, "language", "2"),
         ({"prompt": "x" * 5000}, "prompt", "4096"),
-    ],
-)  # fmt: skip
-async def test_a_bad_field_is_named(gateway, worker, fields, param: str, message: str):
-    response: httpx.Response = await post(gateway, **fields)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param), error
-    assert message in error["message"]
+    ):  # fmt: skip
+        response = await post(gateway, **fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), error
+        assert message in error["message"]
+    most = LimitSettings.max_audio_segments
+    worker.segment_ends = tuple(float(number) for number in range(1, most + 2))
+    error = (await post(gateway)).json()["error"]
+    assert (error["param"], f"{most + 1} segments, at most {most}" in error["message"]) == (
+        "file",
+        True,
+    )
+    assert not worker.requests
+
+
+PIECES = st.lists(st.sampled_from(["a", " b", "c ", " ", "\n", ""]), max_size=4)
+
+
+def events_of(index: int, pieces: list[str]) -> list[ChoiceEvent]:
+    name = (f"r-{index}", 1)
+    tokens = [Tokens(*name, place, (place,), text) for place, text in enumerate(pieces)]
+    end = Finished(*name, FinishReason.STOP, Usage(1, len(pieces)))
+    return [(index, event) for event in (*tokens, end)]
+
+
+@given(segments=st.lists(PIECES, min_size=1, max_size=4), data=st.data())
+def test_deltas_join_to_the_whole_text(segments: list[list[str]], data: st.DataObject):
+    left = [events_of(index, pieces) for index, pieces in enumerate(segments)]
+    order = data.draw(st.permutations([i for i, events in enumerate(left) for _ in events]))
+    events = [left[index].pop(0) for index in order]
+    options = TranscriptOptions("json", segment_ends=tuple(map(float, range(1, len(segments) + 1))))
+    cut = data.draw(st.integers(0, len(events)))
+    streamed = TranscriptAnswer(options)
+    frames = [*streamed.frames(events[:cut], None), *streamed.frames(events[cut:], Totals())]
+    *deltas, done = [json.loads(frame.removeprefix(b"data: ")) for _, frame in frames]
+    text = json.loads(TranscriptAnswer(options).whole(events, Totals()))["text"]
+    assert "".join(delta["delta"] for delta in deltas) == done["text"] == text
+    words = [word for pieces in segments for word in "".join(pieces).split()]
+    assert text.split() == words

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 from array import array
 from urllib.parse import quote
 
@@ -11,12 +10,13 @@ import pytest
 
 from gateway.api.vector_stores import cut_chunks
 from gateway.search import Outage
+from tests.doc_examples import Examples
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 from tests.factories_images import data_url
 from tests.factories_keys import code
 from tests.factories_numbers import load, run_fleet, score_of, vector_of
 from tests.factories_queue import MODEL
-from tests.factories_search import make_vectors, serve_search
+from tests.factories_search import serve_search
 from tests.factories_worker import run_worker
 from tests.waiting import until, until_equal
 
@@ -150,23 +150,15 @@ async def test_queries_are_embedded_with_the_models_prompt_and_joined(gateway, s
     assert [hit["score"] for hit in page["data"]] == pytest.approx([1, 1], abs=1e-5)
     few = (await find(gateway, store, TEXTS[0], ranking_options={"score_threshold": 0.99})).json()
     assert [hit["id"] for hit in few["data"]] == [TEXTS[0]]
-
-
-async def test_images_are_items_and_queries(gateway, store):
+    ranked = (await find(gateway, store, "words", ranking_options={"ranker": MODEL})).json()
+    scores = {text: score_of("words", text) for text in TEXTS}
+    assert [hit["id"] for hit in ranked["data"]] == sorted(TEXTS, key=lambda text: -scores[text])
+    assert ranked["data"][0]["score"] == pytest.approx(max(scores.values()))
     red, blue = data_url(1), data_url(2)
     stored = await put(gateway, store, [{"id": "red", "image": red}, {"id": "blue", "image": blue}])
     assert stored.status_code == 200, stored.text
-    page = (await find(gateway, store, {"image": blue})).json()
-    assert [hit["id"] for hit in page["data"]] == ["blue", "red"]
-    assert page["data"][0]["score"] == pytest.approx(1, abs=1e-5)
-
-
-async def test_a_model_orders_what_was_found(gateway, store):
-    await put(gateway, store, [{"id": text, "text": text} for text in TEXTS])
-    page = (await find(gateway, store, "words", ranking_options={"ranker": MODEL})).json()
-    scores = {text: score_of("words", text) for text in TEXTS}
-    assert [hit["id"] for hit in page["data"]] == sorted(TEXTS, key=lambda text: -scores[text])
-    assert page["data"][0]["score"] == pytest.approx(max(scores.values()))
+    best = (await find(gateway, store, {"image": blue})).json()["data"][0]
+    assert (best["id"], best["score"]) == ("blue", pytest.approx(1, abs=1e-5))
 
 
 async def test_the_official_client_uploads_attaches_and_searches_files(client, gateway):
@@ -235,6 +227,9 @@ async def test_the_official_client_attaches_batches_of_files(client):
     assert found[2].last_error.code == "unsupported_file"
     failed = batches.list_files(batch.id, vector_store_id=store.id, filter="failed")
     assert [file.id async for file in failed] == [binary.id]
+    crossed = {"after": files[2], "before": files[1], "order": "asc"}
+    none = batches.list_files(batch.id, vector_store_id=store.id, **crossed)
+    assert [file async for file in none] == []
     attached = client.vector_stores.files.list(store.id)
     assert {file.id async for file in attached} == set(files)
     each = [{"file_id": files[0], "attributes": {"n": 1.0}}, {"file_id": files[1]}]
@@ -245,29 +240,27 @@ async def test_the_official_client_attaches_batches_of_files(client):
         await batches.retrieve("vsfb_none", vector_store_id=store.id)
 
 
-async def test_attributes_of_a_file_in_a_store_are_changed(client):
-    file = await client.files.create(file=("a.txt", b"word"), purpose="assistants")
-    store = await client.vector_stores.create(file_ids=[file.id])
-    changed = await client.vector_stores.files.update(
-        file.id, vector_store_id=store.id, attributes={"lang": "de"}
-    )
-    assert changed.attributes == {"lang": "de"}
-    where = {"type": "eq", "key": "lang", "value": "de"}
-    found = await client.vector_stores.search(store.id, query="word", filters=where)
-    assert [(hit.file_id, hit.attributes) for hit in found.data] == [(file.id, {"lang": "de"})]
-    again = await client.vector_stores.files.retrieve(file.id, vector_store_id=store.id)
-    assert again == changed
-
-
-async def test_when_a_store_expires_is_shown_and_changed(client, gateway):
+async def test_when_a_store_expires_is_shown_and_changed(client):
     week = {"anchor": "last_active_at", "days": 7}
     store = await client.vector_stores.create(expires_after=week)
     assert store.expires_at == store.last_active_at + 7 * 86_400
     assert store.expires_after.days == 7
     renamed = await client.vector_stores.update(store.id, name="b")
     assert renamed.expires_after.days == 7
-    kept = await gateway.client.post(f"{STORES}/{store.id}", json={"expires_after": None})
-    assert (kept.json()["expires_after"], kept.json()["expires_at"]) == (None, None)
+    kept = await client.vector_stores.update(store.id, expires_after=None)
+    assert (kept.expires_after, kept.expires_at) == (None, None)
+
+
+async def test_attributes_of_a_file_in_a_store_are_changed(client):
+    file = await client.files.create(file=("a.txt", b"word"), purpose="assistants")
+    store = await client.vector_stores.create(file_ids=[file.id])
+    files, german = client.vector_stores.files, {"lang": "de"}
+    changed = await files.update(file.id, vector_store_id=store.id, attributes=german)
+    assert changed.attributes == german
+    where = {"type": "eq", "key": "lang", "value": "de"}
+    found = await client.vector_stores.search(store.id, query="word", filters=where)
+    assert [(hit.file_id, hit.attributes) for hit in found.data] == [(file.id, german)]
+    assert await files.retrieve(file.id, vector_store_id=store.id) == changed
 
 
 def test_chunks_cover_a_text_and_end_where_words_do():
@@ -283,111 +276,58 @@ def test_chunks_cover_a_text_and_end_where_words_do():
 # What is refused
 
 
+VECTOR = [1.0] * 64
+NO_NUMBERS = [
+    base64.b64encode(array("f", [float(number)] * 64).tobytes()).decode()
+    for number in ("nan", "inf")
+]
 BAD_ITEMS = [
+    ([], (400, "invalid_value", "items")),
     ([{"id": str(n), "text": "x"} for n in range(2049)], (400, "too_many_inputs", "items")),
     ([{"id": "a", "text": "x" * 10_000_000}], (413, "text_too_long", "items.[0].text")),
     ([{"id": "a", "text": ""}], (400, "invalid_value", "items.[0].text")),
     ([{"id": "a"}], (400, "invalid_value", "items.[0]")),
-    ([], (400, "invalid_value", "items")),
-    ([{"id": "", "text": "x"}], (400, "invalid_value", "items.[0].id")),
-    ([{"id": "a\0", "text": "x"}], (400, "invalid_value", "items.[0].id")),
-    ([{"id": "a" * 257, "text": "x"}], (400, "invalid_value", "items.[0].id")),
-    ([{"id": str(n), "text": "x" * 100_000, "embedding": [1.0] * 64} for n in range(21)], (413, "text_too_long", "items")),
-    ([{"id": "a", "image": "https://a/".ljust(2049, "a"), "embedding": [1.0] * 64}], (400, "invalid_value", "items.[0].image")),
+    *[([{"id": id_, "text": "x"}], (400, "invalid_value", "items.[0].id")) for id_ in ("", "a\0", "a" * 257)],
+    ([{"id": str(n), "text": "x" * 100_000, "embedding": VECTOR} for n in range(21)], (413, "text_too_long", "items")),
+    ([{"id": "a", "image": "https://a/".ljust(2049, "a"), "embedding": VECTOR}], (400, "invalid_value", "items.[0].image")),
     ([{"id": "a", "text": "x"}] * 2, (400, "invalid_value", "items.[1].id")),
     ([{"id": "a", "text": "word " * 600}], (400, "context_length_exceeded", "items.[0].text")),
     ([{"id": "a", "image": "?"}], (400, "invalid_image", "items.[0].image")),
-    ([{"id": "a", "embedding": [1.0] * 63}], (400, "invalid_value", "items.[0].embedding")),
-    ([{"id": "a", "embedding": [0.0] * 64}], (400, "invalid_value", "items.[0].embedding")),
-    ([{"id": "a", "embedding": [1e39] * 64}], (400, "invalid_value", "items.[0].embedding")),
-    ([{"id": "a", "embedding": "AAA"}], (400, "invalid_value", "items.[0].embedding")),
-    ([{"id": "a", "text": "x", "attributes": {"k": "v" * 513}}], (400, "invalid_value", "items.[0].attributes")),
-    ([{"id": "a", "text": "x", "attributes": {str(n): n for n in range(17)}}], (400, "invalid_value", "items.[0].attributes")),
-    ([{"id": "a", "text": "x", "attributes": {"k": [1]}}], (400, "invalid_value", "items.[0].attributes")),
+    *[([{"id": "a", "embedding": vector}], (400, "invalid_value", "items.[0].embedding"))
+      for vector in ([1.0] * 63, [0.0] * 64, [1e39] * 64, "AAA", *NO_NUMBERS)],
+    *[([{"id": "a", "text": "x", "attributes": attributes}], (400, "invalid_value", "items.[0].attributes"))
+      for attributes in ({"k": "v" * 513}, {str(n): n for n in range(17)}, {"k": [1]})],
     ([{"id": "a", "text": "x", "vector": []}], (400, "unsupported_parameter", "items.[0].vector")),
+    ([{"id": "fine", "text": "fine"}, {"id": "a", "embedding": [0.0] * 64}], (400, "invalid_value", "items.[1].embedding")),
 ]  # fmt: skip
 
 
-async def test_a_bad_item_is_named_and_nothing_is_stored(gateway, store):
-    for items, expected in BAD_ITEMS:
-        response = await put(gateway, store, items)
-        assert code(response) == expected, response.text
-        assert len(response.content) < 1000
-    fine = {"id": "fine", "text": "fine"}
-    response = await put(gateway, store, [fine, {"id": "a", "embedding": [0.0] * 64}])
-    assert code(response) == (400, "invalid_value", "items.[1].embedding")
-    assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == 0
-
-
-async def test_vectors_that_are_no_numbers_are_refused(gateway, store):
-    for number in ("nan", "inf"):
-        encoded = base64.b64encode(array("f", [float(number)] * 64).tobytes()).decode()
-        for answer, param in (
-            (await put(gateway, store, [{"id": "a", "embedding": encoded}]), "items.[0].embedding"),
-            (await find(gateway, store, {"embedding": encoded}), "query.embedding"),
-        ):
-            assert code(answer) == (400, "invalid_value", param)
-    body = b'{"items": [{"id": "a", "embedding": [NaN]}]}'
-    headers = {"content-type": "application/json"}
-    answer = await gateway.client.put(f"{STORES}/{store}/items", content=body, headers=headers)
-    assert code(answer) == (400, "invalid_json", None)
-
-
-DEEP = {"type": "eq", "key": "k", "value": "v"}
+SHORT = {"type": "eq", "key": "k", "value": "v"}
+DEEP = SHORT
 for _ in range(9):
     DEEP = {"type": "and", "filters": [DEEP]}
-
-
+WIDE = {"type": "or", "filters": [DEEP["filters"][0]["filters"][0]] * 30}
 BAD_SEARCHES = [
-    ({"query": ""}, "query"),
-    ({"query": []}, "query"),
-    ({"query": ["a", ""]}, "query"),
-    ({"query": ["a"] * 17}, "query"),
-    ({"query": {}}, "query"),
-    ({"query": {"text": "a", "embedding": [1]}}, "query"),
+    *[({"query": query}, "query") for query in (
+        "", [], ["a", ""], ["a"] * 17, {}, {"text": "a", "embedding": [1]}, "word " * 600,
+    )],
     ({"query": {"image": "?"}}, "query.image"),
     ({"query": {"embedding": [1.0]}}, "query.embedding"),
-    ({"query": "word " * 600}, "query"),
+    *[({"query": {"embedding": encoded}}, "query.embedding") for encoded in NO_NUMBERS],
     ({"query": ["a", "word " * 600]}, "query.[1]"),
-    ({"query": "a", "rewrite_query": True}, "rewrite_query"),
-    ({"query": "a", "max_num_results": 51}, "max_num_results"),
-    ({"query": "a", "ranking_options": {"score_threshold": 2}}, "ranking_options.score_threshold"),
-    ({"query": "a", "ranking_options": {"ranker": "nobody"}}, "ranking_options.ranker"),
-    ({"query": "a", "filters": {"type": "like", "key": "k", "value": "v"}}, "filters.type"),
-    ({"query": "a", "filters": {"type": "eq", "key": "k"}}, "filters.value"),
-    ({"query": "a", "filters": {"type": "eq", "key": "k", "value": ["v"]}}, "filters.value"),
-    ({"query": "a", "filters": {"type": "in", "key": "k", "value": "v"}}, "filters.value"),
-    ({"query": "a", "filters": {"type": "in", "key": "k", "value": ["v"] * 129}}, "filters.value"),
-    ({"query": "a", "filters": {"type": "lt", "key": "k", "value": "v"}}, "filters.value"),
-    ({"query": "a", "filters": {"type": "and", "filters": []}}, "filters"),
-    ({"query": "a", "filters": {"type": "or", "filters": [{"type": "eq", "key": "", "value": 1}]}}, "filters.filters.[0].key"),
-    ({"query": "a", "filters": DEEP}, "filters"),
-    ({"query": "a", "filters": {"type": "or", "filters": [DEEP["filters"][0]["filters"][0]] * 30}}, "filters"),
+    ({"rewrite_query": True}, "rewrite_query"),
+    ({"max_num_results": 51}, "max_num_results"),
+    ({"ranking_options": {"score_threshold": 2}}, "ranking_options.score_threshold"),
+    ({"ranking_options": {"ranker": "nobody"}}, "ranking_options.ranker"),
+    ({"filters": {**SHORT, "type": "like"}}, "filters.type"),
+    ({"filters": {"type": "eq", "key": "k"}}, "filters.value"),
+    *[({"filters": {"type": kind, "key": "k", "value": value}}, "filters.value") for kind, value in (
+        ("eq", ["v"]), ("in", "v"), ("in", ["v"] * 129), ("lt", "v"),
+    )],
+    ({"filters": {"type": "and", "filters": []}}, "filters"),
+    ({"filters": {"type": "or", "filters": [{**SHORT, "key": ""}]}}, "filters.filters.[0].key"),
+    *[({"filters": filters}, "filters") for filters in (DEEP, WIDE)],
 ]  # fmt: skip
-
-
-async def test_a_bad_search_is_named(gateway, store):
-    for body, param in BAD_SEARCHES:
-        response = await gateway.client.post(f"{STORES}/{store}/search", json=body)
-        assert 400 <= response.status_code < 500, response.text
-        assert response.json()["error"]["param"] == param, response.text
-
-
-QUOTES = ["o'hara", "'; DROP TABLE x; --", '"', "\\", "%", "ünï\n"]
-
-
-async def test_quotes_in_filters_find_what_they_say_and_nothing_else(gateway, store):
-    for value in QUOTES:
-        key = f"k'{value.strip()}"
-        items = [
-            {"id": f"it's {n}", "text": "x", "attributes": {key: marks}}
-            for n, marks in enumerate([value, "other", 1.5, True])
-        ]
-        assert (await put(gateway, store, items)).status_code == 200
-        for kind, expected in (("eq", {"it's 0"}), ("ne", {"it's 1", "it's 2", "it's 3"})):
-            where = {"type": kind, "key": key, "value": value}
-            page = await find(gateway, store, {"embedding": [1.0] * 64}, filters=where)
-            assert {hit["id"] for hit in page.json()["data"]} == expected
 
 
 async def test_another_tenants_ids_do_not_exist(gateway, client, store):
@@ -431,79 +371,81 @@ async def test_another_tenants_ids_do_not_exist(gateway, client, store):
     assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == 2
 
 
-BAD_STORES = [
+#: Of a store.
+BAD_FIELDS = [
     ({"embedding_model": "nobody"}, (404, "model_not_found", "embedding_model")),
-    ({"dimensions": 63}, (400, "invalid_value", "dimensions")),
-    ({"prompt": "nobody"}, (400, "invalid_value", "prompt")),
-    ({"name": "x" * 257}, (400, "invalid_value", "name")),
-    ({"name": "a\nb"}, (400, "invalid_value", "name")),
-    ({"metadata": {"a\nb": ""}}, (400, "invalid_value", "metadata")),
-    ({"metadata": {"a": "\x1b"}}, (400, "invalid_value", "metadata")),
-    ({"metadata": {str(n): "" for n in range(17)}}, (400, "invalid_value", "metadata")),
+    *[({name: value}, (400, "invalid_value", name)) for name, value in (
+        ("dimensions", 63), ("prompt", "nobody"), ("name", "x" * 257), ("name", "a\nb"), ("metadata", {"a\nb": ""}),
+        ("metadata", {"a": "\x1b"}), ("metadata", {str(n): "" for n in range(17)}), ("file_ids", ["f"] * 501),
+    )],
     ({"expires_after": {"anchor": "created_at", "days": 1}}, (400, "invalid_value", "expires_after.anchor")),
     ({"expires_after": {"anchor": "last_active_at", "days": 366}}, (400, "invalid_value", "expires_after.days")),
-    ({"file_ids": ["f"] * 501}, (400, "invalid_value", "file_ids")),
 ]  # fmt: skip
 
 
-async def test_a_bad_store_is_named(gateway):
-    for body, expected in BAD_STORES:
-        assert code(await gateway.client.post(STORES, json=body)) == expected
-
-
-async def test_a_store_is_not_renamed_by_control_characters(gateway, store):
-    answer = await gateway.client.post(f"{STORES}/{store}", json={"metadata": {"a": "\0"}})
-    assert code(answer) == (400, "invalid_value", "metadata")
+async def test_bad_items_searches_and_stores_are_named_and_nothing_is_stored(gateway, store):
+    rows = [("PUT", f"/{store}/items", {"items": items}, expected) for items, expected in BAD_ITEMS]
+    rows += [
+        ("POST", f"/{store}/search", {"query": "a", **body}, (400, "invalid_value", param))
+        for body, param in BAD_SEARCHES
+    ]
+    rows += [("POST", "", body, expected) for body, expected in BAD_FIELDS]
+    rows.append(
+        ("POST", f"/{store}", {"metadata": {"a": "\0"}}, (400, "invalid_value", "metadata"))
+    )
+    for method, path, body, expected in rows:
+        response = await gateway.client.request(method, f"{STORES}{path}", json=body)
+        status, found, param = code(response)
+        assert 400 <= status < 500, response.text
+        assert param == expected[2], response.text
+        assert path.endswith("search") or (status, found) == expected[:2]
+        assert len(response.content) < 1000
+    body = b'{"items": [{"id": "a", "embedding": [NaN]}]}'
+    headers = {"content-type": "application/json"}
+    answer = await gateway.client.put(f"{STORES}/{store}/items", content=body, headers=headers)
+    assert code(answer) == (400, "invalid_json", None)
+    assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == 0
 
 
 FORM = b'--b\r\ncontent-disposition: form-data; name="file"; %b\r\n\r\nx\r\n--b--'
-MIXED = [
-    b"filename*1=b; filename*=b",
-    b"filename*=x''y; filename*0*=b",
-    b"filename*0=b; filename*=a''b",
-]
 
 
-def form_of(head, boundary="boundary=b"):
-    return {"content": FORM % head, "headers": {"content-type": f"multipart/form-data; {boundary}"}}
+def form_of(head, boundary="; boundary=b"):
+    return {"content": FORM % head, "headers": {"content-type": f"multipart/form-data{boundary}"}}
+
+
+def upload(data=b"x", name="a.txt", **fields):
+    return {"files": {"file": (name, data)}, "data": fields or {"purpose": "assistants"}}
 
 
 BAD_UPLOADS = [
-    *((form_of(head), (400, "invalid_form", None)) for head in MIXED),
-    (form_of(b"filename=b", "boundary*1=b; boundary*=b"), (400, "invalid_form", None)),
-    ({"files": [("file", ("a.txt", b"x"))] * 2, "data": {"purpose": "assistants"}}, (400, "invalid_form", "file")),
-    ({"files": {"file": ("a" * 257, b"x")}, "data": {"purpose": "assistants"}}, (400, "invalid_value", "file")),
-    ({"files": {"file": ("a.txt", b"x" * 10_000_000)}, "data": {"purpose": "assistants"}}, (413, "text_too_long", "file")),
-    ({"files": {"file": ("a.txt", b"x")}, "data": {"purpose": "batches"}}, (400, "invalid_value", "purpose")),
+    *[(form_of(head), (400, "invalid_form", None)) for head in (
+        b"filename*1=b; filename*=b", b"filename*=x''y; filename*0*=b", b"filename*0=b; filename*=a''b",
+    )],
+    (form_of(b"filename=b", "; boundary*1=b; boundary*=b"), (400, "invalid_form", None)),
+    ({**upload(), "files": [("file", ("a.txt", b"x"))] * 2}, (400, "invalid_form", "file")),
+    (upload(name="a" * 257), (400, "invalid_value", "file")),
+    (upload(b"x" * 10_000_000), (413, "text_too_long", "file")),
+    (upload(purpose="batches"), (400, "invalid_value", "purpose")),
     ({"files": {"file": ("a.txt", b"x")}}, (400, "missing_field", "purpose")),
-    ({"files": {"other": ("a.txt", b"x")}, "data": {"purpose": "assistants"}}, (400, "unsupported_parameter", "other")),
+    ({**upload(), "files": {"other": ("a.txt", b"x")}}, (400, "unsupported_parameter", "other")),
     ({"files": {"x" * 1000: ("a.txt", b"x")}}, (400, "unsupported_parameter", None)),
-    ({"content": b"--x", "headers": {"content-type": "multipart/form-data; boundary=y"}}, (400, "invalid_form", None)),
-    ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, (415, "unsupported_media_type", None)),
+    (form_of(b"", "; boundary=y"), (400, "invalid_form", None)),
+    (form_of(b"", ""), (415, "unsupported_media_type", None)),
     ({"json": {}}, (415, "unsupported_media_type", None)),
 ]  # fmt: skip
 
 
-async def test_a_bad_upload_is_named(gateway):
+async def test_bad_files_and_queries_are_named_and_not_repeated(client, gateway, store):
     for form, expected in BAD_UPLOADS:
         assert code(await gateway.client.post("/v1/files", **form)) == expected
-    form = {"files": {"file": ("a" * 256, b"x")}, "data": {"purpose": "assistants"}}
-    assert (await gateway.client.post("/v1/files", **form)).status_code == 200
-
-
-async def test_a_file_that_is_no_text_is_refused(client, gateway, store):
-    for data in (b"\xff\xfe\x00x", b"", b"  \n", b"%PDF\0"):
+    assert (await gateway.client.post("/v1/files", **upload(name="a" * 256))).status_code == 200
+    for data in (b"\xff\xfe\x00x", b"", b"  \n", b"%PDF\0"):  # no text
         file = await client.files.create(file=("a.txt", data), purpose="assistants")
         response = await gateway.client.post(f"{STORES}/{store}/files", json={"file_id": file.id})
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "file_id"
-
-
-async def test_list_parameters_are_checked_and_not_repeated(gateway, store):
+        assert (response.status_code, code(response)[2]) == (400, "file_id")
     for path, query, param in (
-        ("", "limit=0", "limit"),
-        ("", "limit=101", "limit"),
-        ("", "limit=VALUE", "limit"),
+        *[("", f"limit={value}", "limit") for value in ("0", "101", "VALUE")],
         ("", "order=VALUE", "order"),
         ("", f"after={'VALUE' * 60}", "after"),
         ("", "a=VALUE", "a"),
@@ -551,8 +493,13 @@ async def test_a_page_ends_early_and_goes_on_where_it_ended(gateway, store):
     assert listed == [f"{n:02}" for n in range(23)]
 
 
-@pytest.mark.parametrize("limits", [{"max_key_search_bytes": 40_000}])
-async def test_a_key_keeps_so_many_bytes_of_all_fields(gateway, client, store):
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_stores": 1, "max_files": 1, "max_store_items": 25, "max_key_search_bytes": 40_000}],
+)
+async def test_a_key_keeps_so_much(gateway, client, store):
+    assert code(await gateway.client.post(STORES, json={})) == (413, "store_full", None)
+    assert (await gateway.client.post(STORES, json={}, headers=AS_TWO)).status_code == 200
     vector = [1.0] * 64
     for field in (
         {"text": "x" * 50_000},
@@ -563,33 +510,23 @@ async def test_a_key_keeps_so_many_bytes_of_all_fields(gateway, client, store):
         assert code(await put(gateway, store, items)) == (413, "store_full", None), field
     with pytest.raises(openai.APIStatusError, match="40000 bytes"):
         await client.files.create(file=("a.txt", b"x" * 40_001), purpose="assistants")
-    assert (await put(gateway, store, [{"id": "a", "text": "x"}])).status_code == 200
-    assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == 1
-
-
-@pytest.mark.parametrize("limits", [{"max_stores": 1, "max_files": 1, "max_store_items": 2}])
-async def test_a_key_keeps_so_much(gateway, client, store):
-    assert code(await gateway.client.post(STORES, json={})) == (413, "store_full", None)
-    assert (await gateway.client.post(STORES, json={}, headers=AS_TWO)).status_code == 200
-    items = [{"id": str(n), "embedding": [1.0] * 64} for n in range(3)]
-    assert (await put(gateway, store, items[:2])).status_code == 200
-    assert (await put(gateway, store, items[1:2])).status_code == 200
-    assert code(await put(gateway, store, items[2:])) == (413, "store_full", None)
+    assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == 0
+    items = [{"id": str(n), "embedding": vector} for n in range(26)]
+    assert (await put(gateway, store, items[:25])).status_code == 200
+    assert (await put(gateway, store, items[1:25])).status_code == 200
+    assert code(await put(gateway, store, items[24:])) == (413, "store_full", None)
     await client.files.create(file=("a.txt", b"x"), purpose="assistants")
     with pytest.raises(openai.APIStatusError, match="This key has 1 files"):
         await client.files.create(file=("a.txt", b"x"), purpose="assistants")
 
 
-async def test_without_a_search_process_a_sentence_says_what_to_do(ends, redis_server):
+async def test_without_a_search_process_a_sentence_says_what_to_do(ends, redis_server, tmp_path):
     async with run_fleet(ends, redis_server) as (gateway, _):
         response = await gateway.client.post(STORES, json={})
         assert code(response)[:2] == (404, "search_not_served")
         assert "VLM_SEARCH__URL" in response.text
-
-
-async def test_a_search_process_that_is_away_is_a_503(ends, redis_server, tmp_path):
-    changes = {"search": {"url": f"unix://{tmp_path}/nobody"}}
-    async with run_fleet(ends, redis_server, **changes) as (gateway, _):
+    settings = make_settings(redis_server, ends.prefix, search={"url": f"unix://{tmp_path}/nobody"})
+    async with run_gateway_on_socket(settings) as gateway:  # it is away
         response = await gateway.client.get(STORES)
         assert code(response)[:2] == (503, "service_unavailable")
         assert response.headers["retry-after"] == "5"  # a start takes that long
@@ -622,35 +559,14 @@ async def test_a_client_that_leaves_stores_nothing_and_frees_the_fleet(ends, red
     assert read.json()["num_items"] == 0
 
 
-async def test_a_worker_that_dies_in_a_batch_costs_no_item(ends, redis_server, search):
-    async with run_worker(ends, "first", load=load, lease_s=0.6) as first:
+@pytest.mark.parametrize("page", ["embeddings.md", "search.md"])
+async def test_examples_of_docs_print_what_the_page_shows(
+    ends, redis_server, search, monkeypatch, page
+):
+    monkeypatch.setenv("NO_PROXY", "*")
+    examples = Examples(page)
+    async with run_worker(ends, load=lambda: load(served_name="mock-embeddings")):
         settings = make_settings(redis_server, ends.prefix, search=dict(search))
         async with run_gateway_on_socket(settings) as gateway:
-            store = (await gateway.client.post(STORES, json={})).json()["id"]
-            first.engine.gate.clear()
-            items = [{"id": str(n), "text": f"text {n}"} for n in range(300)]
-            writing = asyncio.create_task(put(gateway, store, items))
-            await until(lambda: first.engine.added)
-            async with run_worker(ends, "second", load=load, lease_s=0.6) as second:
-                await first.vanish()
-                first.engine.gate.set()
-                response = await writing
-                assert second.engine.added
-    assert response.json()["store"]["num_items"] == 300
-
-
-async def test_many_writers_and_readers_at_once(gateway, store):
-    vectors = make_vectors(200, 64).tolist()
-
-    async def write(n):
-        items = [{"id": f"{n} {i}", "embedding": vectors[n * 10 + i]} for i in range(10)]
-        assert (await put(gateway, store, items)).status_code == 200
-
-    async def read(n):
-        response = await find(gateway, store, {"embedding": vectors[n]})
-        assert response.status_code == 200, response.text
-
-    await asyncio.gather(*map(write, range(20)), *map(read, range(20)))
-    page = (await find(gateway, store, {"embedding": vectors[57]}, max_num_results=1)).json()
-    assert page["data"][0]["id"] == "5 7"
-    assert json.dumps(page).count("5 7") == 3
+            assert await asyncio.to_thread(examples.run, gateway.url) == examples.shown
+    assert len(examples.shown) >= 3

@@ -5,55 +5,51 @@ import base64
 import gc
 import re
 
+import openai
 import pytest
 from msgspec.structs import replace
 
 from gateway.http.errors import ApiError
 from shared.protocol import (
+    CallPiece,
     FinishReason,
+    Function,
     OutputLogprob,
     SamplingDefaults,
     TokenLogprob,
+    Tools,
 )
 from shared.telemetry.metrics import STAGES
-from tests.factories_gateway import CARD, Answer, make_body
+from tests.factories_gateway import CARD, CHAT, HELLO, MODEL, Answer, make_body
 from tests.factories_images import data_url, encoded
 
 
-@pytest.mark.parametrize("card", [replace(CARD, max_image_pixels=5000)])
+@pytest.mark.parametrize("card", [replace(CARD, max_image_pixels=5000, supports_video=True)])
 async def test_images_are_scaled_to_what_the_request_asks_within_the_models_limit(gateway, worker):
     part = {"type": "image_url", "image_url": {"url": data_url(1)}}
+    clip = base64.b64encode(b"\0\0\0\x18ftypisom" + bytes(64)).decode()
+    video = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}}
+    file = {"type": "file", "file": {"file_data": data_url(1), "filename": "a.png"}}
     content = [
         part,
         {**part, "max_pixels": 2000},
         {**part, "min_pixels": 100, "max_pixels": 9000},
         {**part, "image_url": data_url(1), "min_pixels": None},
-        {"type": "file", "file": {"file_data": data_url(1), "filename": "a.png"}},
+        file,
+        video,
     ]
-    body = make_body(
-        messages=[{"role": "user", "content": content}],
-        mm_processor_kwargs={"min_pixels": 50, "max_pixels": 4000},
-    )
-    response = await gateway.chat(body)
+    asked = {"min_pixels": 50, "max_pixels": 4000}
+    response = await gateway.chat(make_body(content, mm_processor_kwargs=asked))
     assert response.status_code == 200, response.text
-    [request] = worker.requests
-    limits = [(image.min_pixels, image.max_pixels) for image in request.task.images]
-    assert limits == [(50, 4000), (50, 2000), (100, 5000), (50, 4000), (50, 4000)]
-
-
-@pytest.mark.parametrize("card", [replace(CARD, max_image_pixels=5000, supports_video=True)])
-async def test_frames_of_a_video_are_scaled_as_images(gateway, worker):
-    clip = base64.b64encode(b"\0\0\0\x18ftypisom" + bytes(64)).decode()
-    part = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}}
-    messages = [{"role": "user", "content": [part]}]
-    for asked, expected in (({}, (0, 5000)), ({"min_pixels": 50, "max_pixels": 4000}, (50, 4000))):
-        response = await gateway.chat(make_body(messages=messages, mm_processor_kwargs=asked))
-        assert response.status_code == 200, response.text
-        [image] = worker.requests[-1].task.images
-        assert (image.min_pixels, image.max_pixels) == expected
-        assert image.video is not None
+    images = worker.requests[0].task.images
+    limits = [(image.min_pixels, image.max_pixels) for image in images]
+    assert limits == [(50, 4000), (50, 2000), (100, 5000), *[(50, 4000)] * 3]
+    assert images[-1].video is not None
+    assert (await gateway.chat(make_body([video]))).status_code == 200
+    [image] = worker.requests[-1].task.images
+    assert (image.min_pixels, image.max_pixels) == (0, 5000)
     asked = {"min_pixels": 50, "max_pixels": 40}
-    refused = await gateway.chat(make_body(messages=messages, mm_processor_kwargs=asked))
+    refused = await gateway.chat(make_body([video], mm_processor_kwargs=asked))
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "mm_processor_kwargs.min_pixels"
 
@@ -91,26 +87,20 @@ async def test_an_answer_has_every_field_of_the_contract(gateway, worker):
     }
 
 
-async def test_the_length_limit_is_the_finish_reason(gateway, worker):
-    async def script(answer: Answer) -> None:
-        await answer.finish("cut", reason=FinishReason.LENGTH)
-
-    worker.script = script
-    [choice] = (await gateway.chat()).json()["choices"]
-    assert choice["finish_reason"] == "length"
-
-
 async def test_choices_come_by_index_and_the_prompt_counts_once(gateway, worker):
     async def script(answer: Answer) -> None:
         await answer.start()
-        await answer.finish(f"choice {answer.choice}", "!")
+        reason = FinishReason.LENGTH if answer.choice == 1 else FinishReason.STOP
+        await answer.finish(f"choice {answer.choice}", "!", reason=reason)
 
     worker.script = script
     answer = (await gateway.chat(make_body(n=3))).json()
-    assert [(c["index"], c["message"]["content"]) for c in answer["choices"]] == [
-        (0, "choice 0!"),
-        (1, "choice 1!"),
-        (2, "choice 2!"),
+    assert [
+        (c["index"], c["message"]["content"], c["finish_reason"]) for c in answer["choices"]
+    ] == [
+        (0, "choice 0!", "stop"),
+        (1, "choice 1!", "length"),
+        (2, "choice 2!", "stop"),
     ]
     assert answer["usage"]["prompt_tokens"] == 7
     assert answer["usage"]["completion_tokens"] == 6
@@ -124,26 +114,10 @@ async def test_choices_are_drawn_with_seeds_of_their_own(gateway, worker):
         seeds[answer.choice].append(answer.request.task.sampling.seed)
     assert seeds[0] == [5, 5]
     assert seeds[1][0] == seeds[1][1] != seeds[2][0] == seeds[2][1]
-
-
-async def test_different_seeds_stay_different(gateway, worker):
-    for seed in (-1, 2**63 - 1, -(2**63), 0):
+    worker.answers.clear()
+    for seed in (-1, 2**63 - 1, -(2**63), 0, None, None):
         await gateway.chat(make_body(seed=seed))
-    assert len({answer.request.task.sampling.seed for answer in worker.answers}) == 4
-
-
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-async def test_more_output_than_the_context_holds_may_be_asked_for(gateway, worker, name):
-    response = await gateway.chat(make_body(**{name: 30_000}))
-    assert response.status_code == 200
-    assert worker.requests[0].task.sampling.max_tokens == 30_000
-
-
-async def test_a_request_without_seed_gets_a_new_one_each_time(gateway, worker):
-    await gateway.chat()
-    await gateway.chat()
-    first, second = (request.task.sampling.seed for request in worker.requests)
-    assert first != second
+    assert len({answer.request.task.sampling.seed for answer in worker.answers}) == 6
 
 
 async def test_logprobs_have_tokens_bytes_and_rivals(gateway, worker):
@@ -156,41 +130,23 @@ async def test_logprobs_have_tokens_bytes_and_rivals(gateway, worker):
     worker.script = script
     answer = (await gateway.chat(make_body(logprobs=True, top_logprobs=2))).json()
     assert worker.requests[0].task.sampling.num_logprobs == 2
-    assert answer["choices"][0]["logprobs"] == {
-        "refusal": None,
-        "content": [
-            {
-                "token": "Hé",
-                "logprob": -0.5,
-                "bytes": [72, 195, 169],
-                "top_logprobs": [
-                    {"token": "Hé", "logprob": -0.5, "bytes": [72, 195, 169]},
-                    {"token": "Ha", "logprob": -1.5, "bytes": [72, 97]},
-                ],
-            }
-        ],
-    }
+    told = {"token": "Hé", "logprob": -0.5, "bytes": [72, 195, 169]}
+    rival = {"token": "Ha", "logprob": -1.5, "bytes": [72, 97]}
+    content = [{**told, "top_logprobs": [told, rival]}]
+    assert answer["choices"][0]["logprobs"] == {"refusal": None, "content": content}
 
 
 async def test_parameters_in_words_of_chat_alone_reach_the_worker(gateway, worker):
-    """The others are in tests/gateway/api/test_sampling.py."""
+    """The others are in tests/gateway/api/test_recorded_requests.py."""
     own = {"max_completion_tokens": 9, "seed": -1, "stop": ["a", "b"], "metadata": {"k": "v"}}
     await gateway.chat(make_body(repetition_penalty=1.5, **own))
     [sampling] = [request.task.sampling for request in worker.requests]
     assert (sampling.max_tokens, sampling.seed) == (9, 2**64 - 1)
     assert (sampling.stop, sampling.repetition_penalty) == (("a", "b"), 1.5)
-
-
-async def test_defaults_are_openais(gateway, worker):
-    nothing = dict.fromkeys(
-        ("max_tokens", "temperature", "top_p", "top_k", "stop", "n", "logit_bias", "logprobs",
-         "tools", "response_format", "stream", "stream_options", "user", "seed")
-    )  # fmt: skip
-    for body in (make_body(), make_body(**nothing)):
-        await gateway.chat(body)
+    for name in ("max_tokens", "max_completion_tokens"):  # more than the context holds
+        await gateway.chat(make_body(temperature=1e-45, **{name: 30_000}))
         sampling = worker.requests[-1].task.sampling
-        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-        assert (sampling.max_tokens, sampling.stop, sampling.num_logprobs) == (None, (), None)
+        assert (sampling.max_tokens, sampling.temperature) == (30_000, 0.0)
 
 
 SUGGESTED = SamplingDefaults(0.25, 0.5, 7, 0.125, 1.5, 9)
@@ -206,25 +162,18 @@ async def test_where_a_request_says_nothing_the_model_is_sampled_as_its_makers_s
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.25, 0.5, 7)
         assert (sampling.min_p, sampling.repetition_penalty) == (0.125, 1.5)
         assert sampling.max_tokens == 9
-    await gateway.chat(make_body(min_tokens=12))
-    assert worker.requests[-1].task.sampling.max_tokens == 12
-
-
-@pytest.mark.parametrize("card", [replace(CARD, sampling=SUGGESTED)])
-async def test_what_the_client_says_goes_before_what_the_makers_suggest(gateway, worker, card):
-    await gateway.chat(
-        make_body(temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, max_tokens=99)
-    )
-    await gateway.chat(make_body(top_k=-1))
-    first, second = (request.task.sampling for request in worker.requests)
-    assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0, 1, 0, 0)
-    assert (first.repetition_penalty, first.max_tokens) == (1, 99)
-    assert (second.top_k, second.temperature) == (0, 0.25)
-
-
-async def test_a_temperature_too_small_to_divide_by_is_greedy(gateway, worker):
-    await gateway.chat(make_body(temperature=1e-45))
-    assert worker.requests[0].task.sampling.temperature == 0.0
+    for fields, changed in (
+        ({"min_tokens": 12}, {"min_tokens": 12, "max_tokens": 12}),
+        ({"top_k": -1}, {"top_k": 0}),
+        (
+            own := {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1},
+            own,
+        ),
+        ({"max_tokens": 99}, {"max_tokens": 99}),
+    ):
+        await gateway.chat(make_body(**fields))
+        found = worker.requests[-1].task.sampling
+        assert found == replace(sampling, seed=found.seed, **changed)
 
 
 async def test_what_clients_keep_in_their_history_is_skipped(gateway, worker):
@@ -265,28 +214,21 @@ async def test_an_unknown_path_is_told_the_right_one(gateway):
 
 
 async def test_a_conversation_with_images_keeps_its_order(gateway, worker):
+    first = [
+        {"type": "image_url", "image_url": {"url": data_url(1), "detail": "low"}},
+        {"type": "text", "text": "one"},
+        {"type": "image_url", "image_url": data_url(2, format="JPEG")},
+    ]
+    second = [
+        {"type": "input_text", "text": "three"},
+        {"type": "input_image", "image_url": data_url(3, format="WebP")},
+    ]
     messages = [
         {"role": "developer", "content": "Be short."},
-        {
-            "role": "user",
-            "content": [
-                {"type": "image_url", "image_url": {"url": data_url(1), "detail": "low"}},
-                {"type": "text", "text": "one"},
-                {"type": "image_url", "image_url": data_url(2, format="JPEG")},
-            ],
-        },
-        {
-            "role": "assistant", "content": "two", "refusal": None, "annotations": [],
-            "audio": None, "function_call": None, "tool_calls": None,
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "input_text", "text": "three"},
-                {"type": "input_image", "image_url": data_url(3, format="WebP")},
-            ],
-        },
-    ]  # fmt: skip
+        {"role": "user", "content": first},
+        {"role": "assistant", "content": "two", "refusal": None, "annotations": []},
+        {"role": "user", "content": second},
+    ]
     response = await gateway.chat(make_body(messages=messages))
     assert response.status_code == 200, response.text
     [request] = worker.requests
@@ -313,40 +255,35 @@ async def test_headers_say_who_and_how_long(gateway, worker):
     asked = {"x-vlm-timings": "true"}
     timings = (await gateway.chat(headers=asked)).json()["timings"]
     assert list(timings) == [f"{stage}_s" for stage in STAGES] + ["e2e_s"]
-
-
-async def test_a_request_id_that_is_not_sane_is_replaced(gateway, worker):
     for sent in ("", "a b", "x" * 200, 'a"b'):
         response = await gateway.chat(headers={"x-request-id": sent})
         assert re.fullmatch(r"req_[0-9a-f]{32}", response.headers["x-request-id"])
 
 
-async def test_names_that_clients_make_up_are_no_metric_labels(gateway, worker):
-    for name in ("nobody", "evil\n"):
-        await gateway.chat({**make_body(), "model": name})
-    text = (await gateway.client.get("/metrics")).text
-    assert 'vlm_requests_total{model="other",outcome="model_not_found"} 2.0' in text
-    assert "nobody" not in text
-
-
-@pytest.mark.parametrize("model", ["tiny", "unheard-of"])
-@pytest.mark.parametrize(
-    "changes",
-    [
+async def test_what_is_refused_is_counted_under_a_model_that_is_known(gateway):
+    """Names that clients make up are no labels."""
+    bad = (
         {"best_of": 2},
         {"temperature": "hot"},
         {"messages": []},
         {"n": 0},
         {"service_tier": "x"},
-    ],
-)
-async def test_what_is_refused_is_counted_under_a_model_that_is_known(gateway, changes, model):
-    response = await gateway.chat({**make_body(), "model": model, **changes})
-    code = response.json()["error"]["code"]
+    )
+    for model, label in (("tiny", "tiny"), ("unheard-of", "other"), ("evil\n", "other")):
+        for changes in (*bad, {} if label == "other" else {"n": -1}):
+            response = await gateway.chat({**make_body(), "model": model, **changes})
+            assert response.is_error
     text = (await gateway.client.get("/metrics")).text
-    label = model if model == "tiny" else "other"
-    assert f'vlm_requests_total{{model="{label}",outcome="{code}"}} 1.0' in text
+    for label, code, count in (
+        ("tiny", "unsupported_parameter", 1),
+        ("tiny", "invalid_value", 5),
+        ("other", "unsupported_parameter", 2),
+        ("other", "invalid_value", 8),
+        ("other", "model_not_found", 2),
+    ):
+        assert f'vlm_requests_total{{model="{label}",outcome="{code}"}} {count}.0' in text
     assert "unheard-of" not in text
+    assert "evil" not in text
 
 
 async def test_a_refusal_leaves_nothing_to_collect(gateway):
@@ -362,3 +299,87 @@ async def test_a_refusal_leaves_nothing_to_collect(gateway):
                 await asyncio.sleep(0)
     finally:
         gc.enable()
+
+
+# Errors of the official client
+
+
+async def test_errors_become_the_clients_own(client, worker):
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.chat.completions.create(model="nobody", messages=HELLO)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.chat.completions.create(model=MODEL, messages=HELLO, n=1000)
+    assert (bad.value.param, bad.value.type) == ("n", "invalid_request_error")
+    assert bad.value.request_id
+
+
+# Functions that the model may call
+
+
+ABLE = replace(CARD, supports_grammars=True)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+WEATHER = Function(
+    "get_weather", '{"type":"object","properties":{"city":{"type":"string"}}}', "The weather."
+)
+OTHER = {"type": "function", "function": {"name": "other"}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("card", [ABLE])
+async def test_what_the_model_may_call(gateway, worker):
+    for fields, expected in (
+        ({"tools": [TOOL]}, Tools((WEATHER,))),
+        ({"tools": [TOOL], "tool_choice": "auto"}, Tools((WEATHER,))),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, Tools((WEATHER,), False, False)),
+        ({"tools": [TOOL], "tool_choice": "none"}, None),
+        ({"tools": [], "tool_choice": "auto"}, None),
+        ({"tools": [{"type": "web_search"}]}, None),
+        ({"tools": [OTHER, TOOL], "tool_choice": NAMED}, Tools((WEATHER,), True)),
+        (
+            {"tools": [OTHER, TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+                "mode": "required", "tools": [NAMED]}}},
+            Tools((WEATHER,), True),
+        ),
+    ):  # fmt: skip
+        response = await gateway.client.post(CHAT, json=make_body(**fields))
+        assert response.status_code == 200, response.text
+        assert worker.requests[-1].task.tools == expected
+
+
+DEEP = '{"x": ' + "[" * 2000
+
+
+@pytest.mark.parametrize("card", [ABLE])
+async def test_arguments_that_are_whole_are_told_whatever_they_are(gateway, worker):
+    async def call(answer: Answer) -> None:
+        await answer.start()
+        [event] = answer.deltas("")
+        piece = CallPiece(0, "get_weather", arguments)
+        await answer.publish(replace(event, calls=(piece,)))
+        await answer.finish(reason=FinishReason.TOOL_CALLS if is_whole else FinishReason.LENGTH)
+
+    worker.script = call
+    for arguments, is_whole in (
+        (DEEP + "]" * 2000 + "}", True),
+        ('{"x": ' + "9" * 5000 + ', "y": 1e999}', True),
+        ('{"x": "]}', False),
+        (DEEP, False),
+        (DEEP + '"' + "]" * 2000 + "}", False),
+    ):
+        for path in ("/v1/messages", "/api/chat"):
+            body = {"model": MODEL, "messages": HELLO, "stream": False, "tools": [TOOL]}
+            if path == "/v1/messages":
+                tool = {"name": "get_weather", "input_schema": {"type": "object"}}
+                body |= {"max_tokens": 9, "tools": [tool]}
+            response = await gateway.client.post(path, json=body)
+            assert response.status_code == 200
+            name = "input" if path == "/v1/messages" else "arguments"
+            assert f'"{name}":{arguments if is_whole else {}}' in response.text

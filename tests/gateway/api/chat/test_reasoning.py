@@ -9,6 +9,7 @@ from shared.protocol import Finished, FinishReason, Tokens, Usage
 from tests.factories_engine import make_mock
 from tests.factories_gateway import (
     CARD,
+    HELLO,
     Answer,
     make_body,
     make_settings,
@@ -28,7 +29,7 @@ ALWAYS = replace(CARD, reasoning="think", always_thinks=True)
 async def think(answer: Answer) -> None:
     """Two tokens of thinking, one that ends it, one of the answer."""
     request_id, attempt = answer.request.id, answer.claim.attempt
-    pieces = [("so ", ""), ("it is", ""), (".", "Yes"), ("", "!"), ("", "")]
+    pieces = [("so ", ""), ("it is", ""), (".", "Yes "), ("", f"{answer.choice}!"), ("", "")]
     await answer.start()
     for index, (thought, text) in enumerate(pieces):
         await answer.publish(Tokens(request_id, attempt, index, (index,), text, reasoning=thought))
@@ -37,40 +38,35 @@ async def think(answer: Answer) -> None:
 
 
 async def test_a_whole_answer_has_what_was_thought_beside_it(gateway, worker):
+    plain = (await gateway.chat()).json()
+    assert "reasoning_content" not in plain["choices"][0]["message"]
+    assert "completion_tokens_details" not in plain["usage"]
     worker.script = think
     answer = (await gateway.chat()).json()
     message = answer["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("so it is.", "Yes!")
+    assert (message["reasoning_content"], message["content"]) == ("so it is.", "Yes 0!")
     assert answer["usage"]["completion_tokens"] == 5
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
-
-
-async def test_a_model_that_does_not_think_says_nothing_of_it(gateway):
-    answer = (await gateway.chat()).json()
-    assert "reasoning_content" not in answer["choices"][0]["message"]
-    assert "completion_tokens_details" not in answer["usage"]
+    body = make_body(include_reasoning=False)
+    whole = await gateway.chat(body)
+    assert whole.json()["choices"][0]["message"]["content"] == "Yes 0!"
+    assert "reasoning_content" not in whole.text
+    assert "reasoning_content" not in await gateway.stream(body)
 
 
 async def test_a_stream_tells_what_is_thought_apart(gateway, worker):
+    """Choices are interleaved by index."""
     worker.script = think
     body = make_body(n=2, stream_options={"include_usage": True})
     *chunks, usage, _ = read_events(await gateway.stream(body))
     for index in range(2):
-        deltas = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        deltas = [choice["delta"] for choice in choices]
         assert deltas[0] == {"role": "assistant", "content": ""}
         assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "so it is."
-        assert "".join(delta.get("content", "") for delta in deltas) == "Yes!"
-        assert {} in deltas
+        assert "".join(delta.get("content", "") for delta in deltas) == f"Yes {index}!"
+        assert (deltas[-1], choices[-1]["finish_reason"]) == ({}, "stop")
     assert usage["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
-
-
-async def test_what_is_thought_is_left_out_where_nobody_wants_it(gateway, worker):
-    worker.script = think
-    body = make_body(include_reasoning=False)
-    whole = await gateway.chat(body)
-    assert whole.json()["choices"][0]["message"]["content"] == "Yes!"
-    assert "reasoning_content" not in whole.text
-    assert "reasoning_content" not in await gateway.stream(body)
 
 
 async def test_what_was_thought_comes_back_in_the_history(gateway, worker):
@@ -87,33 +83,33 @@ async def test_what_was_thought_comes_back_in_the_history(gateway, worker):
 
 
 @pytest.mark.parametrize(
-    ("card", "asked", "options"),
+    ("card", "cases"),
     [
-        (SWITCHED, {"enable_thinking": False}, {"enable_thinking": False}),
-        (SWITCHED, {"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
-        (SWITCHED, {"chat_template_kwargs": {"add_dates": "no"}}, {"add_dates": "no"}),
-        (SWITCHED, {"chat_template_kwargs": {"thinking": False}}, {"enable_thinking": False}),
-        (SWITCHED, {"reasoning_effort": "none"}, {"enable_thinking": False}),
-        (SWITCHED, {"reasoning_effort": "high"}, {"enable_thinking": True}),
-        (SWITCHED, {"reasoning_effort": None, "chat_template_kwargs": None}, {}),
-        (DEEPSEEK, {"enable_thinking": True}, {"thinking": True}),
-        (EFFORTS, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
-        (ALWAYS, {"enable_thinking": True}, {}),
-        (ALWAYS, {"reasoning_effort": "low"}, {}),
-        (CARD, {"enable_thinking": False}, {}),
-        (CARD, {"reasoning_effort": "none"}, {}),
-        (CARD, {"chat_template_kwargs": {}}, {}),
+        (SWITCHED, [
+            ({"enable_thinking": False}, {"enable_thinking": False}),
+            ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+            ({"chat_template_kwargs": {"add_dates": "no"}}, {"add_dates": "no"}),
+            ({"chat_template_kwargs": {"thinking": False}}, {"enable_thinking": False}),
+            ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+            ({"reasoning_effort": "high"}, {"enable_thinking": True}),
+            ({"reasoning_effort": None, "chat_template_kwargs": None}, {}),
+        ]),
+        (DEEPSEEK, [({"enable_thinking": True}, {"thinking": True})]),
+        (EFFORTS, [({"reasoning_effort": "low"}, {"reasoning_effort": "low"})]),
+        (ALWAYS, [({"enable_thinking": True}, {}), ({"reasoning_effort": "low"}, {})]),
+        (CARD, [({"reasoning_effort": "none"}, {}), ({"chat_template_kwargs": {}}, {})]),
     ],
-)
-async def test_switches_reach_the_template_by_its_own_names(gateway, worker, card, asked, options):
-    response = await gateway.chat(make_body(**asked))
-    assert response.status_code == 200, response.text
-    assert worker.requests[0].task.template_options == options
+)  # fmt: skip
+async def test_switches_reach_the_template_by_its_own_names(gateway, worker, card, cases):
+    for asked, options in cases:
+        response = await gateway.chat(make_body(**asked))
+        assert response.status_code == 200, response.text
+        assert worker.requests[-1].task.template_options == options
 
 
 async def test_a_thinking_model_by_the_official_client(ends: Ends, redis_server, redis_prefix):
     mock = make_mock(num_output_tokens=6, num_reasoning_tokens=4).model_dump()
-    ask = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
+    ask = {"model": MODEL, "messages": HELLO, "temperature": 0}
     async with (
         run_worker(ends, mock=mock),
         run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
@@ -121,21 +117,19 @@ async def test_a_thinking_model_by_the_official_client(ends: Ends, redis_server,
     ):
         shown = (await client.models.retrieve(MODEL)).model_dump()
         whole = await client.chat.completions.create(**ask)
+        message = whole.choices[0].message
         stream = await client.chat.completions.create(**ask, stream=True)
         deltas = [choice.delta async for chunk in stream for choice in chunk.choices]
         plain = await client.chat.completions.create(**ask, extra_body={"enable_thinking": False})
         again = await client.chat.completions.create(
-            **{**ask, "messages": [*ask["messages"], whole.choices[0].message, *ask["messages"]]}
+            **{**ask, "messages": [*HELLO, message, *HELLO]}
         )
     assert (shown["reasoning"], shown["template_options"]) == (True, ["enable_thinking"])
-    message = whole.choices[0].message
-    assert len(message.reasoning_content.split()) == 4
-    assert len(message.content.split()) == 5
+    assert (len(message.reasoning_content.split()), len(message.content.split())) == (4, 5)
     thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
     said = "".join(delta.content or "" for delta in deltas)
     assert (thought, said) == (message.reasoning_content, message.content)
     details = whole.usage.completion_tokens_details
     assert details.reasoning_tokens == 4 + len("<think>\n" + "\n</think>")
     assert not hasattr(plain.choices[0].message, "reasoning_content")
-    assert len(plain.choices[0].message.content.split()) == 5
     assert again.choices[0].message.reasoning_content
