@@ -8,9 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from msgspec.structs import replace
-from typer.testing import CliRunner
 
-import vlm
 from shared.protocol import Generate, Priority
 from tests.factories_gateway import (
     CARD,
@@ -23,6 +21,7 @@ from tests.factories_gateway import (
     run_worker,
     say_nothing,
 )
+from tests.factories_keys import run_command
 from tests.factories_search import serve_search
 from tests.waiting import until
 
@@ -39,13 +38,10 @@ class User:
 
     async def create_key(self, *arguments: str) -> dict[str, Any]:
         """Take a new key; returns how it is shown."""
-        env = {"VLM_URL": self.gateway.url, "VLM_API_KEY": "the-root-key"}
-        for command in (["create", "--name", "a", *arguments], ["show", "a"]):
-            done = await asyncio.to_thread(CliRunner().invoke, vlm.app, ["keys", *command], env=env)
-            assert done.exit_code == 0, done.output
-            if command[0] == "create":
-                self.key = done.stdout.splitlines()[-1]
-        return json.loads(done.stdout)
+        made = await run_command(self.gateway, "keys", "create", "--name", "a", *arguments)
+        assert made.exit_code == 0, made.output
+        self.key = made.stdout.splitlines()[-1]
+        return json.loads((await run_command(self.gateway, "keys", "show", "a")).stdout)
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
         headers["authorization"] = f"Bearer {self.key}"
@@ -69,58 +65,41 @@ async def user(redis_server, redis_prefix, tmp_path) -> AsyncIterator[User]:
         yield User(gateway, worker)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
-        ("/v1/chat/completions", CHAT, "max_tokens"),
-        ("/v1/chat/completions", CHAT, "max_completion_tokens"),
-        ("/v1/completions", PROMPT, "max_tokens"),
-        ("/v1/messages", CHAT, "max_tokens"),
-        ("/v1/responses", INPUT, "max_output_tokens"),
-        ("/api/chat", CHAT, "options.num_predict"),
-        ("/api/generate", PROMPT, "options.num_predict"),
-    ],
+AT_MOST_8 = (
+    ("/v1/chat/completions", CHAT, "max_tokens"),
+    ("/v1/chat/completions", CHAT, "max_completion_tokens"),
+    ("/v1/completions", PROMPT, "max_tokens"),
+    ("/v1/completions", PROMPT, "min_tokens"),
+    ("/v1/messages", CHAT, "max_tokens"),
+    ("/v1/responses", INPUT, "max_output_tokens"),
+    ("/api/chat", CHAT, "options.num_predict"),
+    ("/api/generate", PROMPT, "options.num_predict"),
 )
-async def test_a_longer_answer_than_the_key_allows_is_refused_by_the_fields_name(
-    user: User, path: str, body: dict[str, Any], field: str
-):
+WITHOUT_LIMIT = (
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", PROMPT),  # whose own default is 16
+    ("/v1/responses", INPUT),
+    ("/api/chat", {**CHAT, "options": {"num_predict": -1}}),
+    ("/api/generate", PROMPT),
+)
+
+
+async def test_a_longer_answer_than_the_key_allows_is_refused_by_the_fields_name_or_cut(user: User):
     shown = await user.create_key("--max-output-tokens", "8")
     assert (shown["max_output_tokens"], shown["max_priority"]) == (8, "interactive")
-
-    def asks(count: int) -> dict[str, Any]:
+    for path, body, field in AT_MOST_8:
         outer, _, inner = field.partition(".")
-        return {**body, outer: {inner: count} if inner else count}
-
-    assert (await user.post(path, asks(8))).status_code == 200
-    assert user.max_tokens == 8
-    refused = await user.post(path, asks(9))
-    assert refused.status_code == 400
-    assert f"{field}: send at most 8" in refused.text
-    assert len(user.worker.requests) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", CHAT),
-        ("/v1/completions", PROMPT),  # whose own default is 16
-        ("/v1/responses", INPUT),
-        ("/api/chat", {**CHAT, "options": {"num_predict": -1}}),
-        ("/api/generate", PROMPT),
-    ],
-)
-async def test_an_answer_without_a_limit_is_cut_at_the_keys(
-    user: User, path: str, body: dict[str, Any]
-):
-    await user.create_key("--max-output-tokens", "8")
-    assert (await user.post(path, body)).status_code == 200
-    assert user.max_tokens == 8
-
-
-async def test_min_tokens_are_held_to_the_keys_limit(user: User):
-    await user.create_key("--max-output-tokens", "8")
-    refused = await user.post("/v1/completions", {**PROMPT, "min_tokens": 9})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
+        fits, long = ({**body, outer: {inner: n} if inner else n} for n in (8, 9))
+        assert (await user.post(path, fits)).status_code == 200
+        assert user.max_tokens == 8
+        num_before = len(user.worker.requests)
+        refused = await user.post(path, long)
+        assert refused.status_code == 400
+        assert f"{field}: send at most 8" in refused.text
+        assert len(user.worker.requests) == num_before
+    for path, body in WITHOUT_LIMIT:
+        assert (await user.post(path, body)).status_code == 200
+        assert user.max_tokens == 8
 
 
 async def test_a_line_of_a_batch_is_held_to_the_keys_limit(user: User):
@@ -139,12 +118,12 @@ async def test_a_line_of_a_batch_is_held_to_the_keys_limit(user: User):
     assert user.max_tokens == 8
 
 
-@pytest.mark.parametrize("asked", [{}, {"service_tier": "auto"}, {"service_tier": "priority"}])
-async def test_requests_run_at_the_priority_that_the_key_allows(user: User, asked: dict[str, str]):
+async def test_requests_run_at_the_priority_that_the_key_allows(user: User):
     shown = await user.create_key("--max-priority", "batch")
     assert shown["max_priority"] == "batch"
-    answer = await user.post("/v1/chat/completions", {**CHAT, **asked})
-    assert answer.json().get("service_tier") == ("flex" if asked else None)
+    for asked in ({}, {"service_tier": "auto"}, {"service_tier": "priority"}):
+        answer = await user.post("/v1/chat/completions", {**CHAT, **asked})
+        assert answer.json().get("service_tier") == ("flex" if asked else None)
     headers = {"x-vlm-priority": "interactive"}
     body = {**CHAT, "max_tokens": 8}
     assert (await user.post("/v1/messages", body, **headers)).status_code == 200
