@@ -39,8 +39,7 @@ from tests.factories_keys import (
     run_command,
     run_team,
 )
-from tests.gateway.keys.test_keys import is_status
-from tests.waiting import until
+from tests.waiting import until, until_equal
 
 #: A request of the scripted worker has 7 prompt tokens, 2 of them cached, and 3 output tokens.
 PRICES = {MODEL: {"input": 10.0, "cached_input": 1.0, "output": 100.0, "image": 0.01}}
@@ -107,37 +106,29 @@ async def test_cells_of_csv_are_no_formulas(team: Team):
     }
 
 
-async def test_each_prompt_of_a_request_counts_and_choices_add_output_alone(team: Team):
+async def test_prompts_choices_versions_and_what_was_published_of_a_stream_count(team: Team, fleet):
+    gateway, key = team.gateways[0], await team.create(budget=5)
     body = {"model": MODEL, "prompt": ["a", "b", "c"], "n": 2}
-    headers = bearer(await team.create(budget=5))
-    answer = await team.gateways[0].client.post("/v1/completions", json=body, headers=headers)
+    answer = await gateway.client.post("/v1/completions", json=body, headers=bearer(key))
     assert answer.json()["usage"]["prompt_tokens"] == 21
-    [row] = await rows(team)
+    [row] = await rows(team, key=key)
     assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 21, 18)
 
-
-async def test_versions_of_a_deployment_are_one_model_with_one_price(
-    team: Team, redis_server, redis_prefix
-):
-    key = await team.create()
-    for version in ("a", "b"):
+    key = await team.create("bob")
+    for version in ("a", "b"):  # of a deployment: one model with one price
         card = replace(CARD, name=f"{MODEL}@{version}")
-        async with run_worker(redis_server, redis_prefix, card):
-            await team.gateways[0].services.models.refresh()
+        async with fleet.worker(card):
+            await gateway.services.models.refresh()
             assert (await team.chat(key, model=card.name)).status_code == 200
-    [row] = await rows(team)
+    [row] = await rows(team, key=key)
     assert (row["model"], row["requests"], row["cost"]) == (MODEL, 2, pytest.approx(2 * COST))
 
-
-async def test_a_stream_that_its_client_left_counts_what_was_published(team: Team):
-    team.worker.script = talk_on
-    key = await team.create()
+    team.worker.script, key = talk_on, await team.create("carol")
     task = asyncio.create_task(team.chat(key, stream=True, max_tokens=4096))
-    await until(lambda: any(each.num_tokens > 5 for each in team.worker.answers))
+    answer = await until(lambda: next((a for a in team.worker.answers if a.num_tokens > 9), None))
     task.cancel()
-    [answer] = team.worker.answers
     await until(lambda: answer.refused == "cancelled")
-    [row] = await rows(team)
+    [row] = await rows(team, key=key)
     published = answer.num_tokens - 1  # the last one was refused
     assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 7, published)
 
@@ -259,7 +250,7 @@ async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
     async def talk(key: str, times: int) -> None:
         async with run_worker(url, redis_prefix) as worker:  # it does not outlive its Redis
             for _ in range(times):
-                await until(lambda: is_status(Team([gateway], worker), key, 0, 200))
+                await until_equal(lambda: Team([gateway], worker).status(key), 200)
 
     def restart() -> None:
         server.stop()
