@@ -58,8 +58,6 @@ WINDOW_S = 24 * 3600.0
 _BATCHES, _OPEN, _CANCELLED = "batches", "open", "cancelled"
 #: Age at which the marker of an open batch is deleted if it has no record. Markers are written before records.
 _ORPHAN_S = 600.0
-_EXPIRED = "This request could not be executed before the completion window expired."
-
 Final = Literal["completed", "cancelled", "expired", "failed"]
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -93,6 +91,11 @@ class _Response(msgspec.Struct, frozen=True):
 class _Error(msgspec.Struct, frozen=True):
     code: str
     message: str
+
+
+_EXPIRED = _Error(
+    "batch_expired", "This request could not be executed before the completion window expired."
+)
 
 
 class _Result(msgspec.Struct, frozen=True):
@@ -184,22 +187,11 @@ def _check_body(body: Raw, number: int) -> LineError | None:
     return None
 
 
-def to_result(batch_id: str, line: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
-    response = _Response(status, request_id, Raw(body))
-    return msgspec.json.encode(
-        _Result(result_id(batch_id, line.number), line.custom_id, response, None)
-    )
-
-
-def to_failure(batch_id: str, line: BatchLine, code: str, message: str) -> bytes:
-    """The output line of a request that got no response."""
-    result_of = result_id(batch_id, line.number)
-    return msgspec.json.encode(_Result(result_of, line.custom_id, None, _Error(code, message)))
-
-
-def result_id(batch_id: str, number: int) -> str:
-    """The id of a result: a function of batch and line."""
-    return "batch_req_" + hashlib.sha256(f"{batch_id} {number}".encode()).hexdigest()[:32]
+def to_output(batch_id: str, line: BatchLine, result: _Response | _Error) -> bytes:
+    """A line of an output file. Its id is a function of batch and line."""
+    digest = hashlib.sha256(f"{batch_id} {line.number}".encode()).hexdigest()
+    response, error = (result, None) if isinstance(result, _Response) else (None, result)
+    return msgspec.json.encode(_Result("batch_req_" + digest[:32], line.custom_id, response, error))
 
 
 class LineResult(msgspec.Struct, frozen=True):
@@ -534,9 +526,7 @@ class Batches:
             if final.status == "expired" and (data := self.read_input(record)) is not None:
                 for number, line in enumerate(split_lines(data)):
                     if number not in seen:
-                        late = to_failure(
-                            record.id, read_line(line, number), "batch_expired", _EXPIRED
-                        )
+                        late = to_output(record.id, read_line(line, number), _EXPIRED)
                         bad.write(late + b"\n")
                         counts[False] += 1
             output = self._keep(record, final, good, "output") if counts[True] else None
@@ -771,7 +761,8 @@ class BatchRunner:
             num_refusals += 1
             pause_s = min(_MAX_PAUSE_S, max(pause_s, 0.1 * 2 ** min(num_refusals, 10)))
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-        data = to_result(record.id, line, answer.status, answer.request_id, answer.body)
+        response = _Response(answer.status, answer.request_id, Raw(answer.body))
+        data = to_output(record.id, line, response)
         return LineResult(line.number, answer.status == 200, data)
 
     async def keep(self, record: BatchRecord, results: list[LineResult]) -> None:

@@ -22,7 +22,7 @@ from gateway.http.auth import KeyRing, WrongKeys, check_exposure
 from gateway.http.errors import Render
 from gateway.http.router import Router
 from gateway.http.server import RESERVED_FILES
-from gateway.page import PageEndpoint, load_page
+from gateway.page import load_page
 from gateway.services import Services
 from shared.process import end_startup, return_large_buffers
 from shared.queue.shards import check_shards
@@ -51,10 +51,7 @@ def create_app(
     settings = services.settings
     gateway, limits = settings.gateway, settings.limits
     served = [create(limits) for create in surfaces]
-    keys = KeyRing(
-        gateway.api_keys, gateway.admin_keys, gateway.deploy_keys, gateway.root_key,
-        services.tokens or services.keys,
-    )  # fmt: skip
+    keys = KeyRing(gateway, services.tokens or services.keys)
     services.run_batches({each.path: each for each in served if each.batchable}, keys.knows)
 
     @asynccontextmanager
@@ -65,9 +62,11 @@ def create_app(
         finally:
             await services.stop()
 
-    pages = (PageEndpoint(path, file) for path, file in load_page().items())
     router = Router(
-        endpoints=[*create_endpoints(services, served), *((page, page.serve) for page in pages)],
+        endpoints=[
+            *create_endpoints(services, served),
+            *((page, page.serve) for page in load_page()),
+        ],
         lifespan=LifespanRouter(lifespan=lifespan).lifespan,
         keys=keys,
         wrong_keys=WrongKeys(limits.max_wrong_keys_per_minute),

@@ -16,12 +16,12 @@ from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.hooks import Hooks, load_hooks
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds
-from gateway.calls.lifecycle import Fallbacks, Lifecycle
+from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.models import ModelDirectory
 from gateway.calls.resume import Resume
 from gateway.calls.surface import Surface
 from gateway.http.body import Admission
-from gateway.http.server import DrainingServer, create_server
+from gateway.http.server import DrainingServer
 from gateway.keys.audit import AuditLog
 from gateway.keys.directory import KeyDirectory, KeyStore
 from gateway.keys.usage import UsageLog
@@ -184,7 +184,6 @@ class Services:
         if found := load_hooks(settings.hooks):
             is_open = settings.hook_failure == "open"
             hooks = Hooks(found, settings.hook_timeout_s, is_open, self.metrics)
-        names = settings.fallbacks
         return Lifecycle(
             gateway_id=self.gateway_id,
             settings=settings,
@@ -197,7 +196,6 @@ class Services:
             dispatcher=self.dispatcher,
             resume=Resume(self.queue, self.records, self.dispatcher, settings.request_timeout_s),
             refunds=self.refunds,
-            fallbacks=Fallbacks(names, self.models, self.metrics) if names else None,
             hooks=hooks,
             kept=KeptAnswers(
                 self.answers, self.blobs, self.blob_reader.open, settings.response_ttl_s
@@ -212,7 +210,7 @@ class Services:
 
     def create_server(self, app: ASGIApp) -> DrainingServer:
         fail_open = self.dispatcher.fail_all
-        return create_server(app, self.settings, self.admission, self.metrics, fail_open)
+        return DrainingServer(app, self.settings, self.admission, self.metrics, fail_open)
 
     def run_batches(
         self, surfaces: Mapping[str, Surface], may_ask: Callable[[str, str], bool]

@@ -135,9 +135,8 @@ class Hooks:
                 raise
             except Exception as error:
                 self._metrics.count("hook_failures", name)
-                at = traceback.extract_tb(error.__traceback__)[
-                    -1
-                ]  # the error's own message may quote a prompt
+                # The error's own message may quote a prompt.
+                at = traceback.extract_tb(error.__traceback__)[-1]
                 logger.error(
                     "the hook %s failed: %s in %s, line %s",
                     name, type(error).__name__, at.filename, at.lineno,

@@ -67,57 +67,6 @@ _LEAST_TIMEOUT_S = 0.1  #: of a request that used its time to load media
 _IMAGE_GRACE_S = 60.0
 _FULL = ("queue_full", "open_tokens")  #: reasons for which a model's queue refuses a request
 
-#: Queues the request to a model. None: the request was answered at once.
-Ask = Callable[[str], Awaitable[Reply | None]]
-
-
-@dataclass
-class Fallbacks:
-    """The models that answer while a model's queue is full or no worker serves it. Fallbacks are not chained."""
-
-    _names: Mapping[str, str]
-    _models: ModelDirectory
-    _metrics: GatewayMetrics
-
-    async def ask(self, ask: Ask, asked: str, recorder: Recorder) -> Reply | None:
-        """Queue a request to a model, or to its fallback.
-
-        Only generated text falls back, as vectors, scores and token counts of another model would be wrong. If the
-        fallback refuses the request, this error is ignored, and the original model decides. Raises: as `ask`.
-        """
-        models, context = self._models, recorder.context
-        name = asked if asked in self._names else models.target(asked)
-        other = self._names.get(name, "")
-        is_possible = (
-            other
-            and recorder.surface.task == "generate"
-            and context.route  # lines of a batch wait
-            and models.may_use(context.tenant, other)
-            and models.num_ready(other) > 0
-        )
-        if not is_possible:
-            return await ask(asked)
-        models.check_use(context.tenant, asked)
-        refused = None
-        if models.num_ready(asked) or models.is_at_rest(asked):
-            try:
-                return await ask(asked)
-            except Overloaded as error:
-                if error.reason not in _FULL:
-                    raise
-                refused = error.with_traceback(None)  # frames would retain the body
-        model = recorder.model
-        context.fallback_from = asked
-        try:
-            reply = await ask(other)
-        except ApiError:
-            recorder.model, context.fallback_from = model, ""
-            if refused is not None:
-                raise refused from None
-            return await ask(asked)
-        self._metrics.count("fallbacks", name, other)
-        return reply
-
 
 @dataclass(kw_only=True, slots=True)
 class Lifecycle:
@@ -132,7 +81,6 @@ class Lifecycle:
     dispatcher: Dispatcher
     resume: Resume
     refunds: Refunds
-    fallbacks: Fallbacks | None
     hooks: Hooks | None
     kept: KeptAnswers
     metrics: GatewayMetrics
@@ -142,10 +90,7 @@ class Lifecycle:
     async def serve(self, surface: Surface, exchange: Exchange) -> None:
         """Answer one request. Every exit path is recorded once."""
         context = exchange.context
-        recorder = Recorder(surface, context, self.metrics)
-        recorder.key = self.key_limits.key_name(context.tenant)
-        if self.tracer is not None:
-            recorder.trace(self.tracer)
+        recorder = self._record(surface, context)
         error, is_answered, reply = None, False, None
         try:
             with self.admission:
@@ -164,6 +109,13 @@ class Lifecycle:
             self.metrics.record_http("POST", context.route, exchange.status)
         # Logged in the next iteration of the event loop, as this iteration sends the answer.
         asyncio.get_running_loop().call_soon(recorder.account, exchange.status)
+
+    def _record(self, surface: Surface, context: RequestContext) -> Recorder:
+        recorder = Recorder(surface, context, self.metrics)
+        recorder.key = self.key_limits.key_name(context.tenant)
+        if self.tracer is not None:
+            recorder.trace(self.tracer)
+        return recorder
 
     async def serve_stream(self, surfaces: Mapping[str, Surface], exchange: Exchange) -> None:
         """Answer a client that resumes a stream. Only the original request is recorded, where it arrived."""
@@ -188,10 +140,7 @@ class Lifecycle:
         Raises: ApiError, Gone.
         """
         context = replace(context, id=secrets.token_hex(16), received_at=time.perf_counter())
-        recorder = Recorder(surface, context, self.metrics)
-        recorder.key = self.key_limits.key_name(context.tenant)
-        if self.tracer is not None:
-            recorder.trace(self.tracer)
+        recorder = self._record(surface, context)
         self.key_limits.restrict(context)
         plan = replace(plan, priority=context.at_most(plan.priority))
         recorder.model, recorder.priority = card.name, plan.priority
@@ -238,9 +187,49 @@ class Lifecycle:
             recorder.user = request.user
             recorder.describe(request)
             ask = partial(self._ask, request, exchange, recorder, held)
-            if self.fallbacks is None:
-                return await ask(request.model)
-            return await self.fallbacks.ask(ask, request.model, recorder)
+            return await self._ask_or_fall_back(ask, request.model, recorder)
+
+    async def _ask_or_fall_back(
+        self, ask: Callable[[str], Awaitable[Reply | None]], asked: str, recorder: Recorder
+    ) -> Reply | None:
+        """Queue a request to a model, or to its fallback while its queue is full or no worker serves it.
+
+        Only generated text falls back, as vectors, scores and token counts of another model would be wrong. If the
+        fallback refuses the request, this error is ignored, and the original model decides. Fallbacks are not chained.
+        Raises: as `ask`.
+        """
+        models, context, names = self.models, recorder.context, self.settings.fallbacks
+        name = asked if asked in names else models.target(asked)
+        other = names.get(name, "")
+        is_possible = (
+            other
+            and recorder.surface.task == "generate"
+            and context.route  # lines of a batch wait
+            and models.may_use(context.tenant, other)
+            and models.num_ready(other) > 0
+        )
+        if not is_possible:
+            return await ask(asked)
+        models.check_use(context.tenant, asked)
+        refused = None
+        if models.num_ready(asked) or models.is_at_rest(asked):
+            try:
+                return await ask(asked)
+            except Overloaded as error:
+                if error.reason not in _FULL:
+                    raise
+                refused = error.with_traceback(None)  # frames would retain the body
+        model = recorder.model
+        context.fallback_from = asked
+        try:
+            reply = await ask(other)
+        except ApiError:
+            recorder.model, context.fallback_from = model, ""
+            if refused is not None:
+                raise refused from None
+            return await ask(asked)
+        self.metrics.count("fallbacks", name, other)
+        return reply
 
     async def _ask(
         self, request: Request, exchange: Exchange, recorder: Recorder, held: HeldBody, model: str
@@ -333,8 +322,7 @@ class Lifecycle:
     async def _read(self, exchange: Exchange, surface: Surface, held: HeldBody) -> Request:
         context = exchange.context
         body = await read_body(
-            exchange.receive,
-            context,
+            exchange,
             held,
             self.limits,
             timeout_s=self.settings.body_timeout_s,

@@ -11,13 +11,17 @@ import ipaddress
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import SecretStr
 
 from gateway.http.errors import AuthenticationError, Forbidden, RateLimited
 from shared.settings.tree import GatewaySettings, SettingsError
+
+if TYPE_CHECKING:
+    from gateway.keys.directory import KeyDirectory
+    from gateway.keys.oidc import TokenKeys
 
 MAX_ADDRESSES = 10_000
 WINDOW_S = 60.0
@@ -40,48 +44,27 @@ class WrongKey(AuthenticationError):
     """The key is malformed or unknown."""
 
 
-class StoredKey(Protocol):
-    """A key that was created while the gateway ran."""
-
-    @property
-    def tenant(self) -> str: ...
-
-    @property
-    def roles(self) -> Collection[str]: ...
-
-
-class StoredKeys(Protocol):
-    async def find(self, key: bytes) -> StoredKey | None: ...
-
-    def is_active(self, tenant: str, guest: str = "") -> bool: ...
-
-
 class KeyRing:
     """The accepted keys: keys of the settings, and stored keys."""
 
     def __init__(
-        self,
-        api_keys: Sequence[SecretStr],
-        admin_keys: Sequence[SecretStr] = (),
-        deploy_keys: Sequence[SecretStr] = (),
-        root_key: SecretStr | None = None,
-        stored: StoredKeys | None = None,
+        self, settings: GatewaySettings, stored: "KeyDirectory | TokenKeys | None" = None
     ) -> None:
-        """`admin_keys` and `deploy_keys` also have the rights of `api_keys`."""
-        roots = () if root_key is None else (root_key,)
-        users = (*api_keys, *admin_keys, *deploy_keys)
+        """Admin keys and deploy keys also have the rights of `api_keys`."""
+        roots = () if settings.root_key is None else (settings.root_key,)
+        users = (*settings.api_keys, *settings.admin_keys, *settings.deploy_keys)
         keys = (*users, *roots)
         roles = {
             "any": keys,
             "use": users,
-            "adapters": admin_keys,
-            "deploy": deploy_keys,
+            "adapters": settings.admin_keys,
+            "deploy": settings.deploy_keys,
             "admin": roots,
         }
         # tenants
         self._roles = {role: frozenset(map(tenant_of, held)) for role, held in roles.items()}
         self._salts = {_digest(_bytes(key)): tenant_of(key) for key in keys}
-        self.is_open = not api_keys and root_key is None  #: whether requests need no key
+        self.is_open = not settings.api_keys and not roots  #: whether requests need no key
         self._stored = stored
 
     def knows(self, salt: str, guest: str = "") -> bool:

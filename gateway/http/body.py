@@ -30,7 +30,7 @@ from gateway.http.errors import (
     Overloaded,
     unsupported_media_type,
 )
-from gateway.http.exchange import RequestContext, clean_name
+from gateway.http.exchange import Exchange, RequestContext, clean_name
 from shared.settings.limits import LimitSettings
 
 #: No-op values by field; null is always a no-op. Fields in objects are named after a dot.
@@ -312,8 +312,7 @@ _ANY_KEY = "[...]"  #: msgspec's placeholder for keys of the client, which are n
 
 
 async def read_body(
-    receive: Receive,
-    context: RequestContext,
+    exchange: Exchange,
     held: HeldBody,
     limits: LimitSettings,
     *,
@@ -328,8 +327,9 @@ async def read_body(
     most = max_commas or limits.max_commas if media_type == JSON else limits.max_body_bytes
     pieces: list[bytes] = []
     num_commas = 0
-    max_bytes = limits.max_body_bytes
-    async for piece in read_pieces(receive, context, held, max_bytes, timeout_s, media_type):
+    async for piece in read_pieces(
+        exchange.receive, exchange.context, held, limits.max_body_bytes, timeout_s, media_type
+    ):
         if b"," in piece:  # a search is 20 times as fast as a count: long base64 has no comma
             num_commas += piece.count(b",")
         if num_commas > most:

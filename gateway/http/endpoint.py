@@ -214,8 +214,7 @@ class Operation(Endpoint):
         context, services, body = exchange.context, self._services, b""
         if self._has_body:
             body = await read_body(
-                exchange.receive,
-                context,
+                exchange,
                 held,
                 services.limits,
                 timeout_s=services.body_timeout_s,

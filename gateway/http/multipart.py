@@ -52,9 +52,8 @@ class FormReader:
         self._open_file = open_file
         self._parts: list[FormPart] = []
         self._unread = bytearray(b"\r\n")
-        self._head: bytearray | None = (
-            None  # of the part that begins; None before the first delimiter
-        )
+        # of the part that begins; None before the first delimiter
+        self._head: bytearray | None = None
         self._part: FormPart | None = None  # the part whose content arrives
 
     def __enter__(self) -> Self:

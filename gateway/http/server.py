@@ -343,15 +343,32 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: ASGIApp,
+        settings: Settings,
         admission: Admission,
+        metrics: GatewayMetrics,
         fail_open: Callable[[str], None],
-        drain_s: float,
     ) -> None:
+        gateway, files = settings.gateway, FileReserve(metrics)
+        config = uvicorn.Config(
+            app,
+            host=gateway.host,
+            port=gateway.port,
+            http=partial(BoundedHttpProtocol, settings=settings, files=files),  # type: ignore[arg-type]
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=bool(gateway.trusted_proxies),
+            forwarded_allow_ips=list(gateway.trusted_proxies),
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_LAST_WORDS_S,  # type: ignore[arg-type]
+        )
         super().__init__(config)
         self.admission = admission
         self.fail_open = fail_open
-        self.drain_s = drain_s
+        self.drain_s = gateway.drain_s
         self._drain_until = float("inf")
 
     @property
@@ -382,29 +399,3 @@ class DrainingServer(uvicorn.Server):
                 self.fail_open("The server is shutting down.")
                 self.should_exit = True
         return await super().on_tick(counter)
-
-
-def create_server(
-    app: ASGIApp,
-    settings: Settings,
-    admission: Admission,
-    metrics: GatewayMetrics,
-    fail_open: Callable[[str], None],
-) -> DrainingServer:
-    files = FileReserve(metrics)
-    config = uvicorn.Config(
-        app,
-        host=settings.gateway.host,
-        port=settings.gateway.port,
-        http=partial(BoundedHttpProtocol, settings=settings, files=files),  # type: ignore[arg-type]
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=bool(settings.gateway.trusted_proxies),
-        forwarded_allow_ips=list(settings.gateway.trusted_proxies),
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=_LAST_WORDS_S,  # type: ignore[arg-type]
-    )
-    return DrainingServer(config, admission, fail_open, settings.gateway.drain_s)

@@ -7,7 +7,7 @@ Source: Content Security Policy Level 3; Trusted Types; RFC 9110, sections 8.8.3
 """
 
 import hashlib
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from gateway.http.endpoint import Endpoint
@@ -35,51 +35,39 @@ _SECURITY = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    """A file with its ETag: browsers revalidate it, and rarely download it again."""
-
-    body: bytes
-    content_type: bytes
-    tag: bytes
-
-
 class PageEndpoint(Endpoint):
-    """A file of the pages."""
+    """A file of the pages, with its ETag: browsers revalidate it, and rarely download it again."""
 
     method = "GET"
     access = "public"
     is_documented = False
 
-    def __init__(self, path: str, file: PageFile) -> None:
+    def __init__(self, path: str, file: Path) -> None:
         self.path = path
-        self._file = file
+        self.body = file.read_bytes()
+        self._content_type = _TYPES[file.suffix]
+        self._tag = b'"%b"' % hashlib.sha256(self.body).hexdigest()[:32].encode()
 
     async def serve(self, exchange: Exchange) -> None:
         """Send the file, or 304. The server drops the body of an answer to HEAD."""
-        file = self._file
-        headers = [(b"etag", file.tag), (b"cache-control", b"no-cache"), *_SECURITY]
+        headers = [(b"etag", self._tag), (b"cache-control", b"no-cache"), *_SECURITY]
         known = exchange.context.headers.get(b"if-none-match", b"").split(b",")
-        if {file.tag, b"*"} & {tag.strip().removeprefix(b"W/") for tag in known}:
+        if {self._tag, b"*"} & {tag.strip().removeprefix(b"W/") for tag in known}:
             await exchange.start(304, headers)
             await exchange.write(b"", is_last=True)
         else:
-            headers.append((b"content-type", file.content_type))
-            await exchange.answer(200, headers, file.body)
+            headers.append((b"content-type", self._content_type))
+            await exchange.answer(200, headers, self.body)
 
 
-def load_page(folder: Path = FOLDER) -> dict[str, PageFile]:
-    """All files by path: the pages `/`, `/admin`, `/apps` and `/docs`, and the other files under `/page/`."""
+@cache
+def load_page() -> list[PageEndpoint]:
+    """All files: the pages `/`, `/admin`, `/apps` and `/docs`, and the other files under `/page/`."""
     files = {
-        f"/page/{path.relative_to(folder).as_posix()}": _read(path)
-        for path in sorted(folder.rglob("*"))
+        f"/page/{path.relative_to(FOLDER).as_posix()}": path
+        for path in sorted(FOLDER.rglob("*"))
         if path.suffix in _TYPES
     }
     pages = {"/": "index", "/admin": "admin", "/apps": "apps", "/docs": "docs"}
-    return {path: files.pop(f"/page/{name}.html") for path, name in pages.items()} | files
-
-
-def _read(path: Path) -> PageFile:
-    body = path.read_bytes()
-    tag = b'"%b"' % hashlib.sha256(body).hexdigest()[:32].encode()
-    return PageFile(body, _TYPES[path.suffix], tag)
+    files |= {path: files.pop(f"/page/{name}.html") for path, name in pages.items()}
+    return [PageEndpoint(path, file) for path, file in files.items()]

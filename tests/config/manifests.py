@@ -89,6 +89,21 @@ def variables(container: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def check_all(documents: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schemas, pods, their settings, and what selects them."""
+    for document in documents:
+        if document["kind"] not in ("PodMonitor", "PrometheusRule"):  # which others define
+            check_schema(document)
+    check_selectors(documents)
+    for name, pod in pods_of(documents).items():
+        check_pod(documents, name)
+        user = name.partition("-")[0]
+        if user != "redis":
+            with monkeypatch.context() as patch:
+                settings = check_settings(user, pod, patch)
+            assert user == "search" or f"://{user}:" in settings.redis.url
+
+
 def check_pod(documents: list[dict[str, Any]], name: str) -> None:
     """It may do nothing that it needs not, is probed and bounded, and mounts what it has."""
     pod = pods_of(documents)[name]
@@ -128,6 +143,7 @@ def check_settings(name: str, pod: dict[str, Any], monkeypatch: pytest.MonkeyPat
             monkeypatch.setenv(key, value)
     settings = load_settings()
     if name == "search":
+        assert settings.search.url == f"http://0.0.0.0:{box['ports'][0]['containerPort']}"
         return settings
     pause_s = box.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
     process = settings.gateway if name == "gateway" else settings.worker

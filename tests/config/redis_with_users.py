@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from redis import Redis
@@ -27,10 +27,20 @@ WITHIN_S = 30.0
 
 
 class RedisWithUsers:
-    """A running server. `url` and `client` are for one of its users."""
+    """A server with the shipped configuration and users that may be killed and started again on what it kept.
 
-    def __init__(self, socket: Path) -> None:
-        self.socket = socket
+    `url` and `client` are for one of its users; `admin`: a user beside the shipped ones, for tests that look at every key.
+    """
+
+    def __init__(self, program: Path, folder: Path) -> None:
+        self.socket = folder / "redis.sock"
+        self._program = program
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._config = folder / "config"
+        shutil.copytree(FOLDER, self._config)
+        with (self._config / "users.acl").open("a") as users:
+            users.write("user admin reset on nopass ~* &* +@all\n")
 
     def url(self, user: str, password: str = "") -> str:
         return f"unix://{user}:{password or PASSWORDS.get(user, 'any')}@{self.socket}"
@@ -43,28 +53,9 @@ class RedisWithUsers:
         return Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0))
 
     def is_ready(self) -> bool:
-        try:
-            with self.client("probe") as probe:
-                return probe.execute_command("PING") is True
-        except RedisError:
-            return False
-
-
-class RestartableRedis(RedisWithUsers):
-    """A server with the shipped configuration and users that may be killed and started again on what it kept.
-
-    `admin`: a user beside the shipped ones, for tests that look at every key.
-    """
-
-    def __init__(self, program: Path, folder: Path) -> None:
-        super().__init__(folder / "redis.sock")
-        self._program = program
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        self._config = folder / "config"
-        shutil.copytree(FOLDER, self._config)
-        with (self._config / "users.acl").open("a") as users:
-            users.write("user admin reset on nopass ~* &* +@all\n")
+        with suppress(RedisError), self.client("probe") as probe:
+            return probe.execute_command("PING") is True
+        return False
 
     def start(self) -> None:
         """Start it as compose does, by `start.sh`, and wait until it has loaded what it keeps."""
@@ -87,9 +78,9 @@ class RestartableRedis(RedisWithUsers):
 
 
 @contextmanager
-def run_redis(program: Path, folder: Path) -> Iterator[RestartableRedis]:
+def run_redis(program: Path, folder: Path) -> Iterator[RedisWithUsers]:
     """A server in a folder of its own."""
-    server = RestartableRedis(program, folder)
+    server = RedisWithUsers(program, folder)
     try:
         server.start()
         yield server

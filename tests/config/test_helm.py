@@ -9,18 +9,12 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from engines.registry import settings_classes
 from loadtest.fleet import ROOT
-from shared.settings.load import rows
 from shared.settings.redis_url import SentinelUrl
 from tests.config import test_kubernetes as example
 from tests.config.manifests import (
-    check_pod,
-    check_schema,
-    check_selectors,
-    check_settings,
+    check_all,
     check_vllm,
-    containers,
     pods_of,
     variables,
 )
@@ -75,7 +69,6 @@ def render(values: dict[str, Any], chart: Path = CHART) -> list[dict[str, Any]]:
 
 
 MADE = {variant: render(values) for variant, values in VARIANTS.items()}
-OBJECTS = [(variant, document) for variant, documents in MADE.items() for document in documents]
 
 
 def name_of(document: dict[str, Any]) -> tuple[str, str]:
@@ -90,24 +83,12 @@ def pods(variant: str) -> dict[str, dict[str, Any]]:
     return pods_of(MADE[variant])
 
 
-PODS = [(variant, name, pod) for variant in VARIANTS for name, pod in pods(variant).items()]
-each_pod = pytest.mark.parametrize(
-    ("variant", "name", "pod"), PODS, ids=[f"{variant}-{name}" for variant, name, _ in PODS]
-)
-
-
-def main_container(pod: dict[str, Any]) -> dict[str, Any]:
-    return pod["spec"]["containers"][0]
-
-
-@pytest.mark.parametrize(
-    "document",
-    [document for _, document in OBJECTS],
-    ids=["-".join((variant, *name_of(document))) for variant, document in OBJECTS],
-)
-def test_every_object_keeps_to_its_schema(document):
-    if document["kind"] not in ("PodMonitor", "PrometheusRule"):  # below
-        check_schema(document)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_objects_keep_to_schemas_and_pods_may_do_nothing_that_they_need_not(variant, monkeypatch):
+    check_all(MADE[variant], monkeypatch)
+    report = helm.lint(CHART, VARIANTS[variant], strict=True, kube_version="v1.30.0")
+    assert report["errors"] == []
+    assert [m for m in report["messages"] if m["severity"] > 1] == []
 
 
 def test_every_object_is_made_once_and_where_it_is_wanted():
@@ -161,41 +142,6 @@ def test_redis_gets_the_files_of_the_repository():
         assert volume["configMap"] == {"name": "redis"}
 
 
-def test_other_files_restart_redis():
-    first, second = (pods(variant)["redis"]["metadata"] for variant in ("default", "all"))
-    assert first["annotations"] != second["annotations"]
-
-
-def test_a_packaged_chart_renders_the_same(tmp_path):
-    archive = helm.package(CHART, destination=tmp_path)
-    assert render(ALL, Path(archive)) == MADE["all"]
-
-
-@each_pod
-def test_settings_are_known_and_leave_time_to_drain(variant, name, pod, monkeypatch):
-    if name == "redis":
-        return
-    box = main_container(pod)
-    texts = {key for key in variables(box) if key.startswith("VLM_")} - {"VLM_REDIS_URL"}
-    assert texts <= {row.variable for row in rows(settings_classes())}
-    settings = check_settings(name.partition("-")[0], pod, monkeypatch)
-    if name == "search":
-        [port] = box["ports"]
-        assert settings.search.url == f"http://0.0.0.0:{port['containerPort']}"
-    else:
-        assert bool(settings.search.url) is (name == "gateway" and variant != "default")
-
-
-@each_pod
-def test_pods_may_do_nothing_that_they_need_not(variant, name, pod):
-    check_pod(MADE[variant], name)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_what_selects_pods_finds_them_at_ports_that_are_there(variant):
-    check_selectors(MADE[variant])
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ways_out_lead_to_ports_of_pods(variant):
     ports = {
@@ -219,7 +165,9 @@ def test_ways_out_lead_to_ports_of_pods(variant):
     needed |= {("gateway", "search")} if "search" in ports else set()
     assert {(name, app) for name, app, _ in ways} == needed
     if "search" in ports:
-        url = urlsplit(variables(main_container(pods(variant)["gateway"]))["VLM_SEARCH__URL"])
+        url = urlsplit(
+            variables(pods(variant)["gateway"]["spec"]["containers"][0])["VLM_SEARCH__URL"]
+        )
         [port] = by_name(variant)["Service", str(url.hostname)]["spec"]["ports"]
         assert port["port"] == url.port
         assert {("gateway", "search", url.port)} <= ways
@@ -236,7 +184,7 @@ def test_sentinels_are_asked_by_gateways_and_workers():
     [port] = [each["containerPort"] for each in sentinel["ports"]]
     for name in ("gateway", "worker-shapes", "worker-qwen"):
         user = name.partition("-")[0]
-        text = variables(main_container(pods("all")[name]))["VLM_REDIS_URL"]
+        text = variables(pods("all")[name]["spec"]["containers"][0])["VLM_REDIS_URL"]
         url = SentinelUrl.parse(text)
         assert url is not None
         assert url.sentinels == tuple((host, port) for host in hosts)
@@ -254,7 +202,7 @@ def test_sentinels_are_asked_by_gateways_and_workers():
 
 def test_an_external_redis_is_used():
     for name in ("gateway", "worker-qwen"):
-        box = main_container(pods("external")[name])
+        box = pods("external")[name]["spec"]["containers"][0]
         order = [each["name"] for each in box["env"]]
         assert variables(box)["VLM_REDIS_URL"] == EXTERNAL
         assert variables(box)["REDIS_USER"] == name.partition("-")[0]
@@ -277,7 +225,7 @@ def test_vllm_is_a_container_of_the_workers_pod():
 
 
 def test_an_entry_of_workers_overrides_the_defaults():
-    limits = main_container(pods("all")["worker-gpu"])["resources"]["limits"]
+    limits = pods("all")["worker-gpu"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits == {"nvidia.com/gpu": 1, "memory": "4Gi"}
     assert pods("all")["worker-qwen"]["spec"]["terminationGracePeriodSeconds"] == 135
     off = {"name": "w", "model": "m", "replicas": 0, "vllm": {"enabled": False}, "tolerations": []}
@@ -326,55 +274,14 @@ def test_prometheus_scrapes_under_the_names_that_dashboard_and_alerts_expect():
         ({"gateway": {"env": {"VLM_GATEWAY__DRAIN_S": "3"}}}, "VLM_GATEWAY__DRAIN_S"),
         ({"gateway": {"env": {"VLM_LIMITS__MAX_IMAGES": 4}}}, "VLM_LIMITS__MAX_IMAGES"),
         ({"gateway": {"ingress": {"enabled": True}}}, "host"),
-    ],
-    ids=str,
-)
-def test_values_that_are_unknown_or_wrong_are_refused_by_name(values, named):
-    with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmError, match=rf"\b{named}\b"):
-        chart.validate_schema(values)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
         ({"workers": [{"name": "a", "model": "b"}, {"name": "a", "model": "c"}]}, "named a"),
         ({"redis": {"url": EXTERNAL, "sentinel": {"enabled": True}}}, "sentinel.enabled"),
     ],
     ids=str,
 )
-def test_values_that_contradict_each_other_are_refused(values, message):
-    with pytest.raises(helm.HelmError, match=message):
+def test_values_that_are_unknown_wrong_or_contradict_each_other_are_refused_by_name(values, named):
+    with pytest.raises(helm.HelmError, match=rf"\b{named}\b"):
         render(values)
-
-
-def test_every_value_is_in_the_schema():
-    with helm.Chart.load(CHART) as chart:
-        schema, values = chart.schema, chart.values
-    assert schema is not None
-
-    def paths(node: Any, at: str = "") -> set[str]:
-        found = set()
-        for name, each in node.get("properties", {}).items():
-            while "$ref" in each:
-                each = schema["definitions"][each["$ref"].rpartition("/")[2]]
-            found |= {f"{at}.{name}"} | paths(each, f"{at}.{name}")
-        return found
-
-    def used(node: Any, at: str = "") -> set[str]:
-        found = set()
-        for name, each in node.items():
-            found |= {f"{at}.{name}"} | (used(each, f"{at}.{name}") if isinstance(each, dict) else set())  # fmt: skip
-        return found
-
-    known = {path for path in paths(schema) if path != ".global"}
-    assert known <= used(values), known - used(values)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_lint_finds_nothing(variant):
-    report = helm.lint(CHART, VARIANTS[variant], strict=True, kube_version="v1.30.0")
-    assert report["errors"] == []
-    assert [m for m in report["messages"] if m["severity"] > 1] == []
 
 
 def test_the_chart_has_the_version_of_the_project():
@@ -383,30 +290,6 @@ def test_the_chart_has_the_version_of_the_project():
         assert chart.metadata["appVersion"] == chart.version == project["version"]
         assert chart.metadata["description"] == project["description"]
         assert chart.name == project["name"]
-
-
-def test_the_guide_names_the_keys_of_the_secret_and_values_that_exist():
-    section = GUIDE.split("## Helm")[1].split("\n## ")[0]
-    asked = {
-        value["secretKeyRef"]["key"]
-        for _, _, pod in PODS
-        for box in containers(pod)
-        for value in variables(box).values()
-        if isinstance(value, dict) and "secretKeyRef" in value
-    }
-    ours = asked - {"admin-keys", "hf-token", "search-index"}  # which ALL names
-    assert {key for key in ours if key not in GUIDE} == set()
-    with helm.Chart.load(CHART) as chart:
-        values = chart.values
-    named = re.findall(
-        r"`([a-zA-Z]+(?:\.[a-zA-Z]+)*)`", re.sub(r"(?m)^(\|[^|]*\|).*", r"\1", section)
-    )
-    assert "redis.sentinel.enabled" in named
-    for path in named:
-        node: Any = values
-        for part in path.split("."):
-            assert part in node, path
-            node = node[part]
 
 
 def test_the_values_of_the_guide_are_taken():

@@ -44,7 +44,7 @@ from tests.factories_gateway import (
     make_settings,
     run_gateway_on_socket,
 )
-from tests.factories_images import data_url
+from tests.factories_images import data_url, image_part
 from tests.factories_queue import (
     events_of,
     make_delta,
@@ -54,6 +54,7 @@ from tests.factories_queue import (
     wait_until_written,
 )
 from tests.faults.processes import Process
+from tests.waiting import until_equal
 
 USERS = (FOLDER / "users.acl").read_text().replace("\\\n", "")
 MODEL = "mock"
@@ -91,12 +92,8 @@ async def run_worker(server: RedisWithUsers, name: str) -> AsyncIterator[Process
 
 
 def ask_about_an_image(**changes) -> dict:
-    content = [
-        {"type": "image_url", "image_url": {"url": data_url()}},
-        {"type": "text", "text": "What is it?"},
-    ]
-    messages = [{"role": "user", "content": content}]
-    return make_body(model=MODEL, messages=messages, ignore_eos=True, **changes)
+    content = [image_part(data_url()), {"type": "text", "text": "What is it?"}]
+    return make_body(content, **{"model": MODEL, "ignore_eos": True, **changes})
 
 
 def content_of(stream: str) -> str:
@@ -129,9 +126,11 @@ async def leave_early(gateway: RunningGateway) -> None:
     body = ask_about_an_image(max_tokens=300, stream=True)
     async with gateway.client.stream("POST", CHAT, json=body) as response:
         await anext(response.aiter_lines())
-    async with asyncio.timeout(20):
-        while (await gateway.services.queue.stats(MODEL)).num_open:
-            await asyncio.sleep(0.02)
+
+    async def num_open() -> int:
+        return (await gateway.services.queue.stats(MODEL)).num_open
+
+    await until_equal(num_open, 0)
 
 
 async def test_the_main_path_works_under_the_users(server, caplog):
@@ -166,36 +165,20 @@ async def test_the_main_path_works_under_the_users(server, caplog):
 
 DENIED = {
     "gateway": (
-        ("SET", "other", "1"),
-        ("GET", f"other:blob:{SHA}"),
-        ("XREAD", "STREAMS", "vlm:{m}:dead", "0"),
+        ("GET", f"other:blob:{SHA}"), ("XREAD", "STREAMS", "vlm:{m}:dead", "0"),
         ("XREADGROUP", "GROUP", "workers", "g", "STREAMS", "vlm:{m}:queue", ">"),
-        ("RPUSH", "vlm:{m}:log:r", "forged"),
-        ("SADD", "vlm:workers", "forged"),
-        ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
+        ("RPUSH", "vlm:{m}:log:r", "forged"), ("SADD", "vlm:workers", "forged"),
     ),
     "worker": (
-        ("INFO",),
-        ("SET", "other", "1"),
-        ("GET", "vlm:stream:r"),
-        ("XTRIM", "vlm:{m}:queue", "MAXLEN", "0"),
-        ("SMEMBERS", "vlm:workers"),
-        ("MGET", "vlm:worker:w"),
-        ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
-        ("XGROUP", "SETID", "vlm:{m}:queue", "workers", "$"),
-        ("XINFO", "STREAM", "vlm:{m}:queue"),
-        ("HGETALL", "vlm:apps"),
-        ("GET", "vlm:node:n"),
+        ("INFO",), ("GET", "vlm:stream:r"), ("XTRIM", "vlm:{m}:queue", "MAXLEN", "0"), ("SMEMBERS", "vlm:workers"),
+        ("MGET", "vlm:worker:w"), ("XGROUP", "SETID", "vlm:{m}:queue", "workers", "$"),
+        ("XINFO", "STREAM", "vlm:{m}:queue"), ("HGETALL", "vlm:apps"), ("GET", "vlm:node:n"),
     ),
-    "node": (
-        ("SET", "other", "1"),
-        ("GET", "vlm:stream:r"),
-        ("XTRIM", "vlm:{m}:queue", "MAXLEN", "0"),
-        ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
-    ),
-}
+    "node": (("GET", "vlm:stream:r"), ("XTRIM", "vlm:{m}:queue", "MAXLEN", "0")),
+}  # fmt: skip
 #: Of no use to any process: what reads or ends everything, and what changes the server.
 DENIED_TO_ALL = (
+    ("SET", "other", "1"), ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
     ("FLUSHALL",), ("FLUSHDB",), ("KEYS", "*"), ("SCAN", "0"), ("RANDOMKEY",), ("DBSIZE",),
     ("CONFIG", "GET", "*"), ("CONFIG", "SET", "dir", "/tmp"),
     ("MODULE", "LIST"), ("SHUTDOWN", "NOSAVE"), ("SAVE",), ("BGREWRITEAOF",),
@@ -207,25 +190,21 @@ DENIED_TO_ALL = (
     ("COPY", "vlm:models", "vlm:workers"), ("SORT", "vlm:models"), ("PERSIST", "vlm:models"),
     ("PUBLISH", "vlm", "x"), ("SUBSCRIBE", "vlm"), ("MULTI",), ("PING",),
 )  # fmt: skip
-SCRIPTED = (
-    "return redis.call('FLUSHALL')",
-    "return redis.call('KEYS', '*')",
-    "return redis.call('SET', 'other', '1')",
-    "return redis.call('DBSIZE')",
-)
 
 
 @pytest.mark.parametrize("user", ["gateway", "worker", "node"])
 def test_other_commands_and_keys_are_denied(server, user):
     with server.client(user) as client:
-        allowed = []
         for command in (*DENIED[user], *DENIED_TO_ALL):
-            try:
+            with pytest.raises(NoPermissionError):
                 client.execute_command(*command)
-                allowed.append(command)
-            except NoPermissionError:
-                pass
-        assert allowed == []
+        for command in (
+            ()
+            if user == "node"
+            else ("'FLUSHALL'", "'KEYS', '*'", "'SET', 'other', '1'", "'DBSIZE'")
+        ):
+            with pytest.raises(ResponseError, match=r"(?i)acl|perm|can't"):
+                client.execute_command("EVAL", f"return redis.call({command})", 0)
 
 
 def test_keda_counts_what_waits_and_may_do_nothing_else(server):
@@ -245,13 +224,6 @@ def test_keda_counts_what_waits_and_may_do_nothing_else(server):
         for command in (*denied, ("XLEN", "other"), *DENIED_TO_ALL[:-1]):
             with pytest.raises(NoPermissionError):
                 keda.execute_command(*command)
-
-
-@pytest.mark.parametrize("user", ["gateway", "worker"])
-@pytest.mark.parametrize("script", SCRIPTED)
-def test_a_script_may_do_no_more_than_its_caller(server, user, script):
-    with server.client(user) as client, pytest.raises(ResponseError, match=r"(?i)acl|perm|can't"):
-        client.execute_command("EVAL", script, 0)
 
 
 def test_nobody_enters_without_a_name_or_with_a_wrong_password(server):
@@ -280,22 +252,9 @@ async def test_a_gateway_with_a_wrong_password_says_that_it_is_not_ready(server)
 #: What each kind of process calls of the code that speaks to Redis, besides the sending itself.
 CALLED = {
     "gateway": (
-        *(
-            RedisGatewayQueue,
-            ResumableCalls,
-            RedisMailbox,
-            RedisBlobStore.put,
-            RedisBlobStore._put,
-            RedisBlobStore._release,
-            RedisBlobStore.get,
-            RedisBlobStore.open,
-            RecordStore,
-            SessionStore,
-            Leases,
-            Confirmer,
-            KeyStore,
-            AuditLog,
-        ),
+        *(RedisGatewayQueue, ResumableCalls, RedisMailbox, RecordStore, SessionStore, Leases),
+        *(RedisBlobStore.put, RedisBlobStore._put, RedisBlobStore._release, RedisBlobStore.get),
+        *(RedisBlobStore.open, Confirmer, KeyStore, AuditLog),
         *(Registry.workers, Registry.models, Registry.silence_s, Registry._members),
         *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),
         *(DeploymentState.apps, DeploymentState.put, DeploymentState._put, DeploymentState.now),
@@ -308,12 +267,8 @@ CALLED = {
 }
 CALLED["node"] = (
     *CALLED["worker"],
-    *(
-        DeploymentState,
-        RedisGatewayQueue.stats,
-        RedisGatewayQueue._age_s,
-        RedisGatewayQueue.fail_all,
-    ),
+    *(DeploymentState, RedisGatewayQueue.stats, RedisGatewayQueue._age_s),
+    *(RedisGatewayQueue.fail_all,),
     *(Registry.workers, Registry.worker, Registry._members, Registry.forget),
 )
 CONTAINERS = ("XGROUP", "XINFO")  #: whose subcommands are rights of their own
@@ -465,11 +420,8 @@ async def make_every_kind_of_key(server: RedisWithUsers) -> None:
         connect(server, "node") as (node, _),
     ):
         mailbox, sessions = RedisMailbox(blocking, "vlm", "g"), SessionStore(gateway, "vlm")
-        adapters, registry, deployments = (
-            Registry(gateway, "vlm"),
-            Registry(node, "vlm"),
-            DeploymentState(node, "vlm"),
-        )
+        adapters, registry = Registry(gateway, "vlm"), Registry(node, "vlm")
+        deployments = DeploymentState(node, "vlm")
         await worker.create_group()
         await worker.read(1, 0.001)
         await registry.announce(WorkerRecord("w", ModelCard(MODEL, 1, 128, 100), "mock"), 60.0)

@@ -57,17 +57,12 @@ class Pods:
                 ["sh", self._config / "sentinel.sh", role, "--bind", host],
                 cwd=data,
                 env={
-                    "PATH": f"{self._programs}:{os.environ['PATH']}",
-                    "TMPDIR": str(temporary),
-                    "SELF": host,
-                    "PEERS": " ".join(self.hosts),
-                    "DOWN_AFTER_MS": "1000",
-                    "REDIS_REPLICA_PASSWORD": "follows-the-primary",
-                    **passwords,
+                    "PATH": f"{self._programs}:{os.environ['PATH']}", "TMPDIR": str(temporary), "SELF": host,
+                    "PEERS": " ".join(self.hosts), "DOWN_AFTER_MS": "1000",
+                    "REDIS_REPLICA_PASSWORD": "follows-the-primary", **passwords,
                 },
-                stdout=subprocess.DEVNULL,
-                preexec_fn=request_parent_death_signal,
-            )
+                stdout=subprocess.DEVNULL, preexec_fn=request_parent_death_signal,
+            )  # fmt: skip
 
     def end(self, host: str) -> None:
         for role in ("server", "sentinel"):
@@ -77,13 +72,11 @@ class Pods:
 
     def primary(self, host: str) -> str:
         """What the Sentinel of a pod says, asked without a password."""
-        try:
-            with self.sentinel(host) as client:
-                state = client.sentinel_masters()["fleet"]
-        except RedisError:
-            return ""
-        complete = state["num-slaves"] >= 2 and state["num-other-sentinels"] >= 2
-        return state["ip"] if complete else ""
+        with suppress(RedisError), self.sentinel(host) as client:
+            state = client.sentinel_masters()["fleet"]
+            if state["num-slaves"] >= 2 and state["num-other-sentinels"] >= 2:
+                return state["ip"]
+        return ""
 
     @staticmethod
     def sentinel(host: str) -> Redis:

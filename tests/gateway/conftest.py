@@ -1,6 +1,7 @@
 """A gateway and a scripted worker for each test, over the run's Redis."""
 
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -40,6 +41,23 @@ async def worker(
 async def gateway(
     redis_server: str, redis_prefix: str, worker: ScriptedWorker, changes: dict[str, dict[str, Any]]
 ) -> AsyncIterator[RunningGateway]:
-    settings = make_settings(redis_server, redis_prefix, **changes)
-    async with run_gateway_on_socket(settings) as gateway:
+    async with Fleet(redis_server, redis_prefix).gateway(**changes) as gateway:
         yield gateway
+
+
+class Fleet:
+    """Starts gateways and scripted workers of one queue."""
+
+    def __init__(self, redis_url: str, prefix: str) -> None:
+        self.redis_url, self.prefix = redis_url, prefix
+
+    def gateway(self, **changes: dict[str, Any]) -> AbstractAsyncContextManager[RunningGateway]:
+        return run_gateway_on_socket(make_settings(self.redis_url, self.prefix, **changes))
+
+    def worker(self, card: ModelCard = CARD) -> AbstractAsyncContextManager[ScriptedWorker]:
+        return run_worker(self.redis_url, self.prefix, card)
+
+
+@pytest.fixture
+def fleet(redis_server: str, redis_prefix: str) -> Fleet:
+    return Fleet(redis_server, redis_prefix)

@@ -21,7 +21,7 @@ from shared.redis.confirm import WITHIN_S, Confirmer
 from shared.redis.embedded import EmbeddedRedis
 from shared.sessions.store import Session, SessionStore, TaskRecord
 from shared.settings.tree import RedisSettings
-from tests.factories_gateway import CHAT, RunningGateway, make_body, talk_on
+from tests.factories_gateway import RunningGateway, make_body, say_hello, talk_on
 from tests.faults.proxy import FaultProxy, run_proxy
 from tests.waiting import until
 
@@ -80,16 +80,13 @@ async def store(pair: Pair) -> AsyncIterator[RecordStore]:
     await store.close()
 
 
-async def test_a_stored_record_is_on_the_replica(pair: Pair, store: RecordStore):
+async def test_a_record_is_on_the_replica_or_refused_and_delays_no_other_command(
+    pair: Pair, store: RecordStore
+):
     await store.put("me", "one", Record(b"x"))
     assert await pair.replica.exists("t:{me}:record:one")
     await store.delete("me", "one")
     assert not await pair.replica.exists("t:{me}:record:one")
-
-
-async def test_a_write_that_no_replica_has_is_refused_and_delays_no_other_command(
-    pair: Pair, store: RecordStore
-):
     await store.put("me", "one", Record(b"x"))
     pair.line.freeze()
     began_at = time.monotonic()
@@ -160,36 +157,26 @@ async def test_a_session_and_its_tasks_are_refused_unless_a_replica_has_them(pai
         await store.close()
 
 
-async def test_an_idempotent_request_is_refused_and_its_retry_gets_the_one_answer(
+async def test_requests_that_outlive_their_connection_are_refused_while_no_replica_has_them(
     pair: Pair, gateway: RunningGateway, worker
 ):
-    pair.line.freeze()
-    headers = {"Idempotency-Key": "once"}
-    refused = await gateway.client.post(CHAT, json=make_body(), headers=headers)
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    pair.line.thaw()
-    answers = [await gateway.client.post(CHAT, json=make_body(), headers=headers) for _ in range(2)]
-    assert [answer.status_code for answer in answers] == [200, 200]
-    assert len(worker.answers) == 1
-
-
-async def test_a_resumable_stream_that_nobody_can_resume_is_cancelled(
-    pair: Pair, gateway: RunningGateway, worker
-):
-    worker.script = talk_on
-    pair.line.freeze()
-    body = make_body(stream=True)
-    refused = await gateway.client.post(CHAT, json=body, headers={"x-vlm-resumable": "true"})
-    assert refused.status_code == 503
-    await asyncio.wait_for(worker.cancelled.wait(), 20.0)
-
-
-async def test_an_answer_that_cannot_be_stored_for_sure_is_refused(
-    pair: Pair, gateway: RunningGateway
-):
-    body = {"model": "tiny", "input": "hello"}
+    body, once = {"model": "tiny", "input": "hello"}, {"idempotency-key": "once"}
     assert (await gateway.client.post(RESPONSES, json=body)).status_code == 200
     pair.line.freeze()
-    refused = await gateway.client.post(RESPONSES, json=body)
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert (await gateway.client.post(CHAT, json=make_body())).status_code == 200
+    for refused in (
+        await gateway.chat(headers=once),
+        await gateway.client.post(RESPONSES, json=body),
+    ):
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert (await gateway.chat()).status_code == 200
+    worker.script = talk_on
+    resumable = {"x-vlm-resumable": "true"}  # which nobody can resume: it is cancelled
+    refused = await gateway.chat(make_body(stream=True), headers=resumable)
+    assert refused.status_code == 503
+    await asyncio.wait_for(worker.cancelled.wait(), 20.0)
+    worker.script = say_hello
+    pair.line.thaw()
+    num_before = len(worker.answers)
+    answers = [await gateway.chat(headers=once) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert len(worker.answers) == num_before  # they get the answer that was refused

@@ -40,10 +40,9 @@ def check(response: Any, documented: set[str]) -> None:
         assert len(response.content) < 4096
 
 
-def send(url: str, operation: Any, mode: GenerationMode, count: int, known: dict[str, str]) -> int:
-    """Make requests to one operation, half of them with names that are `known`; how many were sent."""
+def send(url: str, operation: Any, mode: GenerationMode, count: int, known: dict[str, str]) -> None:
+    """Make requests to one operation, half of them with names that are `known`."""
     documented = set(operation.responses.status_codes)
-    num_sent = 0
 
     @settings(
         max_examples=count, deadline=None, database=None, derandomize=not IS_LONG,
@@ -51,8 +50,6 @@ def send(url: str, operation: Any, mode: GenerationMode, count: int, known: dict
     )  # fmt: skip
     @given(operation.as_strategy(generation_mode=mode), st.booleans())
     def call(case: Any, is_known: bool) -> None:
-        nonlocal num_sent
-        num_sent += 1
         for fields in (case.body, case.path_parameters) if is_known else ():
             if isinstance(fields, dict):
                 fields.update({name: known[name] for name in fields.keys() & known.keys()})
@@ -61,33 +58,28 @@ def send(url: str, operation: Any, mode: GenerationMode, count: int, known: dict
             check(case.call(base_url=url, session=session, timeout=30), documented)
 
     call()
-    return num_sent
 
 
 async def send_all(
     gateway: RunningGateway, is_meant: Callable[[str], bool], known: dict[str, str]
-) -> int:
-    """Requests to the operations of some paths; how many were sent."""
+) -> None:
+    """Requests to the operations of some paths."""
     document = (await gateway.client.get("/openapi.json")).json()
     operations = [
         found.ok() for found in schemathesis.openapi.from_dict(document).get_all_operations()
     ]
     meant = [operation for operation in operations if is_meant(operation.path)]
     assert meant
-    num_sent = 0
     for operation in meant:
         count = FUZZ_EXAMPLES * (SHARE if operation.path == CHAT else 1)
         has_input = operation.path == CHAT or (IS_LONG and (operation.body or operation.query))
         modes = list(GenerationMode) if has_input else [GenerationMode.POSITIVE]
         for mode in modes:
-            num_sent += await asyncio.to_thread(send, gateway.url, operation, mode, count, known)
-    print(f"{num_sent} requests")  # shown by pytest -s
-    return num_sent
+            await asyncio.to_thread(send, gateway.url, operation, mode, count, known)
 
 
 async def test_no_request_of_the_document_is_too_much(gateway: RunningGateway, worker):
-    num_sent = await send_all(gateway, lambda path: not path.startswith(OF_VECTORS), KNOWN)
-    assert num_sent >= FUZZ_EXAMPLES * SHARE * len(GenerationMode)  # 5,000 in `make fuzz`
+    await send_all(gateway, lambda path: not path.startswith(OF_VECTORS), KNOWN)
     assert (await gateway.chat()).status_code == 200
 
 

@@ -23,6 +23,12 @@ SETTINGS = {
     *(row.variable for row in rows(settings_classes())),
     *("VLM_CONFIG", KEY_VARIABLE, URL_VARIABLE),
 }
+#: `path/test_file.py::test_name`, `test_file.py::test_name`, or `::test_name` of the file before
+NAMED_TEST = re.compile(r"`([\w/]*test_\w+\.py)?(?:::(test_\w+))?`")
+TESTS = {
+    f"/{path.relative_to(ROOT)}": set(re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.M))
+    for path in ROOT.joinpath("tests").rglob("test_*.py")
+}  # fmt: skip
 METRIC_NAMES = {metric.name for metric in METRICS}
 
 
@@ -61,11 +67,7 @@ def test_paths_of_the_repository_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_metrics_and_targets_exist(page):
     variables = named(page, r"\bVLM_[A-Z0-9_]*[A-Z0-9]\b(?!\.\.\.)")
-    unknown = {
-        v
-        for v in variables
-        if v not in SETTINGS and not any(s.startswith(f"{v}__") for s in SETTINGS)
-    }
+    unknown = {v for v in variables if not any(f"{s}__".startswith(f"{v}__") for s in SETTINGS)}
     assert not unknown
     metrics = {re.sub(r"_(bucket|sum|count)$", "", name) for name in named(page, r"`(vlm_\w+)")}
     assert metrics - {OidcSettings().key_claim} <= METRIC_NAMES
@@ -73,23 +75,23 @@ def test_settings_metrics_and_targets_exist(page):
     assert targets <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "engines/packages/shapes/README.md"], ids=lambda page: page.name
-)
-def test_modules_of_ours_that_are_to_be_run_do_something(page):
-    for module in named(page, r"python3? -m ([\w.]+)"):
-        if module.split(".")[0] in {path.removesuffix(".py") for path in TOP}:
-            path = ROOT / f"{module.replace('.', '/')}.py"
-            main = path if path.exists() else path.with_suffix("") / "__main__.py"
-            assert main.exists(), module
-            assert main.name == "__main__.py" or '__name__ == "__main__"' in main.read_text(), (
-                module
-            )
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_generated_tables_are_current(page):
     assert fill(page.read_text(), TABLES) == page.read_text(), "run: make docs"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "tests" / "findings.md"], ids=lambda page: page.name
+)
+def test_named_tests_exist(page):
+    """In the file that stands before the name, where one does."""
+    for line in page.read_text().splitlines():
+        file = ""
+        for named, name in NAMED_TEST.findall(line):
+            file = named or file
+            if file and (name or "/" in file):
+                found = [names for path, names in TESTS.items() if path.endswith(f"/{file}")]
+                assert any(not name or name in names for names in found), (file, name)
 
 
 def test_every_error_code_of_the_gateway_is_described_with_its_status():

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 
-import httpx
 import pytest
 
 from shared.protocol import ErrorCode
@@ -14,20 +13,6 @@ from tests.waiting import until
 
 def is_idle(gateway) -> bool:
     return gateway.services.admission.num_open == 0 and gateway.services.dispatcher.num_open == 0
-
-
-async def test_a_client_that_leaves_before_any_event_cancels_its_request(gateway, worker):
-    worker.script = lambda answer: asyncio.sleep(0)
-    with pytest.raises(httpx.TimeoutException):
-        await gateway.chat(make_body(stream=True), timeout=0.3)
-    await until(lambda: is_idle(gateway) and worker.requests)
-    [request] = worker.requests
-
-    async def is_cancelled() -> bool:
-        state = await gateway.services.queue.state("tiny", request.id)
-        return state is not None and state.state == "cancelled"
-
-    await until(is_cancelled)
 
 
 async def test_a_client_that_leaves_in_the_body_is_forgotten(gateway, worker):

@@ -5,22 +5,22 @@ import logging
 from functools import partial
 
 import pytest
-from pydantic import SecretStr
 
-from gateway.http.auth import KeyRing, check_exposure, is_loopback
-from gateway.http.errors import AuthenticationError
+from gateway.http.auth import check_exposure
 from shared.settings.tree import GatewaySettings, SettingsError
 from tests.factories_gateway import CHAT, make_body
 from tests.factories_images import data_url, image_part
+from tests.factories_keys import bearer
 
 KEYS = {"gateway": {"api_keys": ("sk-one", "sk-two")}}
-ONE = {"authorization": "Bearer sk-one"}
 
 with_keys = pytest.mark.parametrize("changes", [KEYS])
 
 
 @with_keys
-async def test_without_a_known_key_nothing_passes(gateway, worker, changes):
+async def test_only_known_keys_pass_by_any_host_name_and_each_has_a_tenant_of_its_own(
+    gateway, worker, changes
+):
     for headers in (
         {},
         {"authorization": ""},
@@ -49,50 +49,25 @@ async def test_without_a_known_key_nothing_passes(gateway, worker, changes):
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
         assert "sk-" not in response.text
     assert worker.answers == []
-
-
-@with_keys
-async def test_each_key_passes(gateway, worker, changes):
+    by_url = await gateway.client.get("/v1/models?api_key=sk-one&authorization=Bearer%20sk-one")
+    assert by_url.status_code == 401
     for given in ("Bearer sk-one", "bearer sk-one", "Bearer sk-two", "bearer sk-two"):
-        response = await gateway.chat(headers={"authorization": given})
-        assert response.status_code == 200, given
-
-
-@with_keys
-async def test_caches_are_salted_by_key_and_never_by_the_client(gateway, worker, changes):
-    for key in ("sk-one", "sk-two", "sk-one"):
-        await gateway.chat(headers={"authorization": f"Bearer {key}", "cache-salt": "x"})
-    one, two, again = (request.tenant for request in worker.requests)
+        headers = {"authorization": given, "host": "evil.example", "cache-salt": "x"}
+        assert (await gateway.chat(headers=headers)).status_code == 200, given
+    one, again, two, _ = (request.tenant for request in worker.requests)
     assert one == again != two
     assert "sk-" not in one
     assert len(one) == 32
 
 
-async def test_keys_are_not_kept_in_clear():
-    ring = KeyRing([SecretStr("sk-secret")])
-    assert "sk-secret" not in repr(vars(ring))
-    with pytest.raises(AuthenticationError):
-        await ring.authenticate([])
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.com", "192.168.1.1"])
-def test_an_open_gateway_is_refused_where_others_can_reach_it(host):
+def test_a_gateway_that_others_can_reach_needs_keys_and_one_on_loopback_does_not(host):
     with pytest.raises(SettingsError, match="API_KEYS"):
         check_exposure(GatewaySettings(host=host))
     check_exposure(GatewaySettings(host=host, allow_open=True))
     check_exposure(GatewaySettings(host=host, api_keys=("k",)))
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.5.5.5", "::1", "localhost"])
-def test_loopback_may_be_open(host):
-    assert is_loopback(host)
-    check_exposure(GatewaySettings(host=host))
-
-
-@with_keys
-async def test_a_key_in_the_url_is_no_key(gateway, worker, changes):
-    response = await gateway.client.get("/v1/models?api_key=sk-one&authorization=Bearer%20sk-one")
-    assert response.status_code == 401
+    for loopback in ("127.0.0.1", "127.5.5.5", "::1", "localhost"):
+        check_exposure(GatewaySettings(host=loopback))
 
 
 @with_keys
@@ -106,9 +81,9 @@ async def test_logs_hold_no_key_no_prompt_and_no_image(
     monkeypatch.setattr(logging.getLogger("gateway.calls.recorder"), "handlers", [watch])
     image = data_url(size=(300, 200))
     body = make_body([{"type": "text", "text": "pRoMpT"}, image_part(image)])
-    for headers in (ONE, {"authorization": "Bearer sk-wrong"}):
+    for key in ("sk-one", "sk-wrong"):
         for extra in ({}, {"unknown": "pRoMpT"}, {"temperature": 9}, {"model": "pRoMpT"}):
-            await gateway.client.post(CHAT, json={**body, **extra}, headers=headers)
+            await gateway.client.post(CHAT, json={**body, **extra}, headers=bearer(key))
     async with asyncio.timeout(10):
         for _ in range(4):  # those with a key
             await ended.acquire()
@@ -120,14 +95,8 @@ async def test_logs_hold_no_key_no_prompt_and_no_image(
 
 OWN = ("127.0.0.1:8000", "10.0.0.5:8000", "[::1]:8000", "LocalHost", "models.lan:80")
 FOREIGN = (
-    "evil.example",
-    "evil.example:8000",
-    "localhost.evil.example",
-    "",
-    "a b",
-    "[::1",
-    "127.0.0.1@x",
-)
+    "evil.example", "evil.example:8000", "localhost.evil.example", "", "a b", "[::1", "127.0.0.1@x",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"hosts": ("models.lan",)}}])
@@ -138,19 +107,9 @@ async def test_without_keys_a_foreign_name_is_refused(gateway, worker, changes):
         for request in (gateway.chat, partial(gateway.client.get, "/v1/files")):
             refused = await request(headers={"host": host})
             assert refused.status_code == 403, host
-            error = refused.json()["error"]
-            assert (error["code"], "VLM_GATEWAY__HOSTS" in error["message"]) == (
-                "host_not_allowed",
-                True,
-            )
+            assert refused.json()["error"]["code"] == "host_not_allowed"
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await gateway.client.get(path, headers={"host": host})).status_code == 200
-
-
-@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one",)}}])
-async def test_with_keys_any_name_may_be_used(gateway, worker, changes):
-    headers = {"host": "evil.example", "authorization": "Bearer sk-one"}
-    assert (await gateway.chat(headers=headers)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -158,8 +117,7 @@ async def test_with_keys_any_name_may_be_used(gateway, worker, changes):
 )
 async def test_where_operators_have_keys_they_alone_read_metrics(gateway):
     for key, status in ((None, 401), ("sk-none", 401), ("sk-one", 403), ("sk-admin", 200)):
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        answer = await gateway.client.get("/metrics", headers=headers)
+        answer = await gateway.client.get("/metrics", headers=bearer(key) if key else {})
         assert answer.status_code == status
 
 

@@ -23,35 +23,36 @@ from tests.factories_gateway import (
     make_body,
     make_settings,
     run_gateway_on_socket,
-    run_worker,
     say_hello,
     say_nothing,
     talk_on,
 )
 from tests.factories_images import encoded
-from tests.factories_keys import run_command
+from tests.factories_keys import PATH, ROOT, run_command
 from tests.factories_numbers import run_fleet
 from tests.factories_search import serve_search
 from tests.waiting import until
 
+RUNS = replace(CARD, tasks=("run",), package=f"{MODEL}@sha256:0")
 PATHS = ("/v1/files", "/v1/batches", "/v1/vector_stores", "/v1/sessions")
 
 
 @pytest.fixture
-async def gateway(redis_server, redis_prefix, tmp_path) -> AsyncIterator[RunningGateway]:
-    async with serve_search(tmp_path / "search") as search:
-        settings = make_settings(
-            redis_server, redis_prefix, search=dict(search),
-            gateway={"root_key": "the-root-key", "files": f"file://{tmp_path}/files"},
-        )  # fmt: skip
-        async with run_gateway_on_socket(settings) as gateway:
-            yield gateway
+async def gateway(fleet, tmp_path) -> AsyncIterator[RunningGateway]:
+    keys = {"root_key": "the-root-key", "files": f"file://{tmp_path}/files"}
+    async with (
+        serve_search(tmp_path / "search") as search,
+        fleet.gateway(search=dict(search), gateway=keys) as gateway,
+    ):
+        yield gateway
 
 
-async def create(gateway: RunningGateway, *arguments: str) -> str:
-    done = await run_command(gateway, "keys", "create", *arguments)
-    assert done.exit_code == 0, done.output
-    return done.stdout.splitlines()[-1]
+async def create_users(gateway: RunningGateway, *names: str, **fields: Any) -> "list[User]":
+    keys = [
+        await gateway.client.post(PATH, json={"name": name, **fields}, headers=ROOT)
+        for name in names
+    ]
+    return [User(gateway, answer.json()["key"]) for answer in keys]
 
 
 class User:
@@ -74,13 +75,17 @@ class User:
         image = await self.upload("vision", encoded())
         text = await self.upload("assistants", b"some text")
         batch = await self.gateway.begin_batch(self.headers, {"model": MODEL})
-        session = await self.ask("POST", f"/v1/applications/{MODEL}/sessions", json={})
-        task = {"id": "one", "input": 1}
-        session_path = f"/v1/sessions/{session['id']}"
-        await self.ask("POST", f"{session_path}/tasks", json={"tasks": [task]})
-        await self.ask("GET", f"{session_path}/tasks/one?wait=20")
+        session = await self.begin_session("one")
+        await self.ask("GET", f"{session}/tasks/one?wait=20")
         files = [f"/v1/files/{name}" for name in (image, batch["input_file_id"], text)]
-        return [*files, f"/v1/batches/{batch['id']}", session_path]
+        return [*files, f"/v1/batches/{batch['id']}", session]
+
+    async def begin_session(self, *tasks: str) -> str:
+        session = await self.ask("POST", f"/v1/applications/{MODEL}/sessions", json={})
+        path = f"/v1/sessions/{session['id']}"
+        body = {"tasks": [{"id": task, "input": 1} for task in tasks]}
+        await self.ask("POST", f"{path}/tasks", json=body)
+        return path
 
     async def upload(self, purpose: str, data: bytes) -> str:
         files = {"file": ("name.png" if purpose == "vision" else "name.txt", data)}
@@ -92,14 +97,12 @@ async def say_done(answer: Answer) -> None:
 
 
 async def test_what_a_key_has_stored_is_deleted_and_what_another_has_stays(
-    gateway: RunningGateway, redis_server, redis_prefix, redis
+    gateway: RunningGateway, fleet, redis_prefix, redis
 ):
-    card = replace(CARD, tasks=("run",), package=f"{MODEL}@sha256:0")
-    async with run_worker(redis_server, redis_prefix, card) as worker:
+    async with fleet.worker(RUNS) as worker:
         worker.script = say_done
         await gateway.services.models.refresh()
-        users = [User(gateway, await create(gateway, "--name", name)) for name in ("alice", "bob")]
-        alice, bob = users
+        users = alice, bob = await create_users(gateway, "alice", "bob")
         stored = {user: await user.store() for user in users}
         assert {await user.status(path) for user in users for path in stored[user]} == {200}
         task_ids = [request.id for request in worker.requests]
@@ -117,25 +120,15 @@ async def test_what_a_key_has_stored_is_deleted_and_what_another_has_stays(
         assert "deleted 0 answers, 0 sessions, 0 batches" in again.stderr
 
 
-async def test_revoking_a_key_cancels_the_tasks_of_its_sessions(
-    gateway: RunningGateway, redis_server, redis_prefix
-):
-    card = replace(CARD, tasks=("run",), package=f"{MODEL}@sha256:0")
-    admin = {"authorization": "Bearer the-root-key"}
-
+async def test_revoking_a_key_cancels_the_tasks_of_its_sessions(gateway: RunningGateway, fleet):
     async def num_open() -> int:
-        found = (await gateway.client.get("/v1/admin/requests", headers=admin)).json()["data"]
-        return len(found)
+        return len((await gateway.client.get("/v1/admin/requests", headers=ROOT)).json()["data"])
 
-    async with run_worker(redis_server, redis_prefix, card) as worker:
+    async with fleet.worker(RUNS) as worker:
         worker.script = say_nothing
         await gateway.services.models.refresh()
-        users = [User(gateway, await create(gateway, "--name", name)) for name in ("alice", "bob")]
-        for user in users:
-            path = f"/v1/applications/{MODEL}/sessions"
-            session = await user.ask("POST", path, json={})
-            tasks = {"tasks": [{"id": str(number), "input": 1} for number in range(3)]}
-            await user.ask("POST", f"/v1/sessions/{session['id']}/tasks", json=tasks)
+        for user in await create_users(gateway, "alice", "bob"):
+            await user.begin_session("0", "1", "2")
         assert await num_open() == 6
         for _ in range(2):
             done = await run_command(gateway, "keys", "revoke", "alice")
@@ -143,74 +136,69 @@ async def test_revoking_a_key_cancels_the_tasks_of_its_sessions(
             assert await num_open() == 3
 
 
-async def test_collections_stay_and_the_common_data_of_sessions_goes(
-    redis_server, redis_prefix, tmp_path, redis
+async def test_vector_stores_and_common_data_of_sessions_go_and_collections_stay(
+    ends, redis_server, redis_prefix, tmp_path, redis, fleet
 ):
     (tmp_path / "inputs.jsonl").write_text('{"text": "a"}\n')
     embedder = LocalEmbedder("mock_pooling", "")
     embed([tmp_path / "inputs.jsonl"], tmp_path / "collection", embedder)
     embedder.close()
     collections = (str(tmp_path / "collection"),)
-    card = replace(CARD, tasks=("run",), package=f"{MODEL}@sha256:0")
     async with (
         serve_search(tmp_path / "search", collections=collections) as search,
-        run_worker(redis_server, redis_prefix, card),
+        fleet.worker(replace(RUNS, name="app", package="app@sha256:0")),
+        run_fleet(
+            ends, redis_server, search=dict(search), gateway={"root_key": "the-root-key"}
+        ) as (gateway, _),
     ):
-        keys = {"root_key": "the-root-key"}
-        settings = make_settings(redis_server, redis_prefix, search=dict(search), gateway=keys)
-        async with run_gateway_on_socket(settings) as gateway:
-            user = User(gateway, await create(gateway, "--name", "alice"))
-            await user.upload("assistants", b"private")
-            path = f"/v1/applications/{MODEL}/sessions"
-            await user.ask("POST", path, json={"common_data": "a secret"})
-            blobs = f"{redis_prefix}:blob:*:holders"
-            assert [key async for key in redis.scan_iter(blobs)]
-            done = await run_command(gateway, "forget", "--key", "alice")
-            assert "1 sessions, 0 batches, 0 vector stores, 1 files" in done.stderr
-            listed = (await user.ask("GET", "/v1/vector_stores"))["data"]
-            assert len(listed) == 1
+        users = await create_users(gateway, "alice", "bob")
+        for user in users:
+            await user.ask("POST", "/v1/vector_stores", json={"name": "mine"})
+        alice = users[0]
+        await alice.upload("assistants", b"private")
+        common = {"common_data": "a secret"}
+        await alice.ask("POST", "/v1/applications/app/sessions", json=common)
+        blobs = f"{redis_prefix}:blob:*:holders"
+        assert [key async for key in redis.scan_iter(blobs)]
+        done = await run_command(gateway, "forget", "--key", "alice")
+        assert "1 sessions, 0 batches, 1 vector stores, 1 files" in done.stderr
+        listed = [(await user.ask("GET", "/v1/vector_stores"))["data"] for user in users]
+        assert [len(stores) for stores in listed] == [1, 2]
 
-            async def has_no_holder() -> bool:
-                found = [key async for key in redis.scan_iter(blobs)]
-                return not found or not any([await redis.exists(key) for key in found])
+        async def has_no_holder() -> bool:
+            return not [key async for key in redis.scan_iter(blobs)]
 
-            await until(has_no_holder)
+        await until(has_no_holder)
 
 
-@pytest.mark.parametrize("fails", [False, True])
 async def test_batches_wait_until_a_gateway_knows_the_keys(
-    redis_server, redis_prefix, tmp_path, monkeypatch, fails
+    redis_server, redis_prefix, tmp_path, monkeypatch, fleet
 ):
-    settings = make_settings(
-        redis_server, redis_prefix,
-        gateway={"root_key": "the-root-key", "files": f"file://{tmp_path}/files"},
-    )  # fmt: skip
-    settings = settings.model_copy(
-        update={"deploy": DeploySettings(store=f"file://{tmp_path}/store")}
-    )
+    keys = {"root_key": "the-root-key", "files": f"file://{tmp_path}/files"}
+    stores = {"deploy": DeploySettings(store=f"file://{tmp_path}/store")}
+    settings = make_settings(redis_server, redis_prefix, gateway=keys).model_copy(update=stores)
     read, calls = KeyStore.read_durable, []
 
     def slow(store: KeyStore, known: Any) -> Any:
         calls.append(1)
         time.sleep(0.3)  # the fault's length
-        if fails and len(calls) == 1:
+        if len(calls) == 1:
             raise StoreError("it is away")
         return read(store, known)
 
-    async with run_worker(redis_server, redis_prefix) as worker:
+    async with fleet.worker() as worker:
         worker.script = talk_on
         async with run_gateway_on_socket(settings) as gateway:
-            key = await create(gateway, "--name", "alice")
-            user = User(gateway, key)
+            [user] = await create_users(gateway, "alice")
             batch = await gateway.begin_batch(user.headers, make_body(max_tokens=4096))
             await until(lambda: worker.answers)
         worker.script = say_hello
         monkeypatch.setattr(KeyStore, "read_durable", slow)
         async with run_gateway_on_socket(settings) as gateway:
-            user = User(gateway, key)
 
             async def has_ended() -> str | None:
-                answer = await user.client.get(f"/v1/batches/{batch['id']}", headers=user.headers)
+                path = f"/v1/batches/{batch['id']}"
+                answer = await gateway.client.get(path, headers=user.headers)
                 status = answer.json().get("status")  # 503 until the keys are known
                 return status if status in ("completed", "failed") else None
 
@@ -218,16 +206,16 @@ async def test_batches_wait_until_a_gateway_knows_the_keys(
 
 
 async def test_more_batches_than_a_gateway_runs_are_forgotten_while_others_run(
-    gateway: RunningGateway, redis_server, redis_prefix, monkeypatch
+    gateway: RunningGateway, fleet, monkeypatch
 ):
     monkeypatch.setattr("gateway.api.keys._ENDS_WITHIN_S", 5.0)
-    users = [User(gateway, await create(gateway, "--name", name)) for name in ("bob", "alice")]
+    users = await create_users(gateway, "bob", "alice")
 
     async def begin(user: User, count: int) -> None:
         for _ in range(count):
             await gateway.begin_batch(user.headers, make_body(max_tokens=4096))
 
-    async with run_worker(redis_server, redis_prefix) as worker:
+    async with fleet.worker() as worker:
         worker.script = talk_on
         await begin(users[0], MAX_RUNNING)
         await until(lambda: len(worker.answers) == MAX_RUNNING)
@@ -238,48 +226,36 @@ async def test_more_batches_than_a_gateway_runs_are_forgotten_while_others_run(
         assert states == ["in_progress"] * MAX_RUNNING
 
 
-async def test_vector_stores_are_deleted(ends, redis_server, tmp_path):
-    async with serve_search(tmp_path / "search") as search:
-        changes = {"gateway": {"root_key": "the-root-key"}, "search": dict(search)}
-        async with run_fleet(ends, redis_server, **changes) as (gateway, _):
-            users = [
-                User(gateway, await create(gateway, "--name", name)) for name in ("alice", "bob")
-            ]
-            for user in users:
-                await user.ask("POST", "/v1/vector_stores", json={"name": "mine"})
-            done = await run_command(gateway, "forget", "--key", "alice")
-            assert "1 vector stores" in done.stderr
-            listed = [(await user.ask("GET", "/v1/vector_stores"))["data"] for user in users]
-            assert [len(stores) for stores in listed] == [0, 1]
-
-
 async def test_keys_by_the_command_line(gateway: RunningGateway):
-    key = await create(
-        gateway, "--name", "alice", "--roles", "use,admin", "--models", "qwen*,shapes", "--rpm", "60",
-        "--tpm", "1000", "--open", "8", "--expires", "90d",
+    async def keys(*arguments: str, key: str = "the-root-key") -> list[str]:
+        done = await run_command(gateway, "keys", *arguments, key=key)
+        assert done.exit_code == 0, done.output
+        return done.stdout.splitlines()
+
+    async def show(key: str) -> dict[str, Any]:
+        return json.loads("".join(await keys("show", "alice", key=key)))
+
+    *_, key = await keys(
+        "create", "--name", "alice", "--roles", "use,admin", "--models", "qwen*,shapes", "--rpm", "60", "--tpm", "1000",
+        "--open", "8", "--expires", "90d", "--max-output-tokens", "8", "--max-priority", "batch",
     )  # fmt: skip
-    shown = json.loads((await run_command(gateway, "keys", "show", "alice", key=key)).stdout)
+    shown = await show(key)
     assert shown["expires_at"] - shown["created_at"] == 90 * 86400
     expected = {
         "name": "alice", "state": "active", "roles": ["use", "admin"], "models": ["qwen*", "shapes"],
-        "requests_per_minute": 60, "tokens_per_minute": 1000, "open_requests": 8,
+        "requests_per_minute": 60, "tokens_per_minute": 1000, "open_requests": 8, "max_output_tokens": 8,
+        "max_priority": "batch",
     }  # fmt: skip
-    assert {name: shown[name] for name in expected} == expected
-    await create(gateway, "--name", "boss", "--roles", "admin")
-    changes = ("--rpm", "5", "--remove", "tpm,expires")
-    changed = await run_command(gateway, "keys", "update", "alice", *changes)
-    assert changed.exit_code == 0, changed.output
-    shown = json.loads((await run_command(gateway, "keys", "show", "alice", key=key)).stdout)
-    limits = [shown[name] for name in ("requests_per_minute", "tokens_per_minute", "expires_at")]
-    assert limits == [5, None, None]
-    new = (await run_command(gateway, "keys", "rotate", "alice")).stdout.splitlines()[-1]
+    assert shown.items() >= expected.items()
+    await keys("create", "--name", "boss", "--roles", "admin")
+    await keys("update", "alice", "--rpm", "5", "--remove", "tpm,expires")
+    changes = {"requests_per_minute": 5, "tokens_per_minute": None, "expires_at": None}
+    assert (await show(key)).items() >= changes.items()
+    *_, new = await keys("rotate", "alice")
     assert (await run_command(gateway, "keys", "list", key=key)).exit_code == 4
-    table = (await run_command(gateway, "keys", "list", key=new)).stdout
-    assert [line.split()[:2] for line in table.splitlines()[2:] if line.strip()] == [
-        ["alice", "active"],
-        ["boss", "active"],
-    ]
-    assert (await run_command(gateway, "keys", "revoke", "alice")).exit_code == 0
+    rows = [line.split()[:2] for line in (await keys("list", key=new))[2:] if line.strip()]
+    assert rows == [["alice", "active"], ["boss", "active"]]
+    await keys("revoke", "alice")
     refused = await run_command(gateway, "keys", "list", key=new)
     assert refused.exit_code == 4
     assert "Incorrect API key" in refused.stderr
@@ -290,14 +266,11 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["keys", "create", "--name", "a", "--expires", "soon"], 2, "90d"),
     (["keys", "create", "--name", "a", "--rpm", "0"], 2, "--rpm"),
     (["keys", "create", "--name", "a", "--roles", "root"], 4, "roles"),
-    (["keys", "create", "--name", "a/b"], 4, "name. Send 1 to 64 letters, digits"),
-    (["keys", "create", "--name", "J\u00f6rg x"], 4, "name. Send 1 to 64 letters, digits"),
+    (["keys", "create", "--name", "a/b"], 4, "name."),
     (["keys", "create", "--name", "a", "--per", "week"], 2, "--per"),
     (["keys", "create", "--name", "a", "--budget", "nan"], 2, "--budget"),
-    (["keys", "create", "--name", "a", "--budget", "0"], 2, "--budget"),
     (["keys", "update", "a", "--budget", "-1"], 2, "--budget"),
     (["keys", "update", "a", "--remove", "roles"], 2, "--remove"),
-    (["keys", "update", "a", "--rpm", "0"], 2, "--rpm"),
     (["keys", "update", "a", "--tag", "b"], 4, "no key of this name"),
     (["keys", "revoke", "nobody"], 4, "`vlm keys list`"),
     (["forget", "--key", "nobody"], 4, "no key of this name"),
@@ -317,11 +290,9 @@ def test_a_gateway_that_is_away():
     assert "does not answer" in done.stderr
 
 
-async def test_batches_leave_half_of_the_open_requests_of_its_key(
-    gateway: RunningGateway, redis_server, redis_prefix
-):
-    user = User(gateway, await create(gateway, "--name", "alice", "--open", "2"))
-    async with run_worker(redis_server, redis_prefix) as worker:
+async def test_batches_leave_half_of_the_open_requests_of_its_key(gateway: RunningGateway, fleet):
+    [user] = await create_users(gateway, "alice", open_requests=2)
+    async with fleet.worker() as worker:
         worker.script = talk_on
         for _ in range(2):
             await gateway.begin_batch(user.headers, *[make_body()] * 8)
@@ -331,16 +302,14 @@ async def test_batches_leave_half_of_the_open_requests_of_its_key(
             await user.ask("POST", "/v1/chat/completions", json=make_body())
 
 
-async def test_a_key_that_is_revoked_attaches_no_more_files(
-    gateway: RunningGateway, redis_server, redis_prefix
-):
+async def test_a_key_that_is_revoked_attaches_no_more_files(gateway: RunningGateway, fleet):
     card = replace(CARD, tasks=("embed",), dimensions=4, digest="d")
-    user = User(gateway, await create(gateway, "--name", "alice"))
+    [user] = await create_users(gateway, "alice")
 
     async def revoke(_answer: Answer) -> None:
         await run_command(gateway, "keys", "revoke", "alice")
 
-    async with run_worker(redis_server, redis_prefix, card) as worker:
+    async with fleet.worker(card) as worker:
         worker.script = revoke
         await gateway.services.models.refresh()
         body = {"name": "notes", "file_ids": [await user.upload("assistants", b"a") for _ in "ab"]}

@@ -39,8 +39,7 @@ from tests.factories_keys import (
     run_command,
     run_team,
 )
-from tests.gateway.keys.test_keys import is_status
-from tests.waiting import until
+from tests.waiting import until, until_equal
 
 #: A request of the scripted worker has 7 prompt tokens, 2 of them cached, and 3 output tokens.
 PRICES = {MODEL: {"input": 10.0, "cached_input": 1.0, "output": 100.0, "image": 0.01}}
@@ -85,83 +84,58 @@ async def test_usage_is_listed_by_day_key_and_model(team: Team):
     assert [each["key"] for each in await rows(team, "?by=key", bob)] == ["bob"]
     other_days = await rows(team, "?from=2020-01-01&to=2020-02-01")
     assert other_days == []
-
-
-async def test_versions_of_a_deployment_are_one_model_with_one_price(
-    team: Team, redis_server, redis_prefix
-):
-    key = await team.create()
-    for version in ("a", "b"):
-        card = replace(CARD, name=f"{MODEL}@{version}")
-        async with run_worker(redis_server, redis_prefix, card):
-            await team.gateways[0].services.models.refresh()
-            assert (await team.chat(key, model=card.name)).status_code == 200
-    [row] = await rows(team)
-    assert (row["model"], row["requests"], row["cost"]) == (MODEL, 2, pytest.approx(2 * COST))
-
-
-async def test_the_command_shows_the_usage_of_the_key_that_it_has(team: Team):
-    alice, bob = await team.create("alice"), await team.create("bob")
-    await team.status(alice)
+    monitor = await team.create("monitor", roles=["adapters"])
+    text = (await team.gateways[0].client.get("/metrics", headers=bearer(monitor))).text
+    for kind, count in (("input", 14), ("output", 6)):
+        assert f'vlm_key_tokens_total{{key="alice",type="{kind}"}} {count}.0' in text
     shown = await run_command(team.gateways[0], "usage")
     assert (shown.exit_code, "alice" in shown.output) == (0, True), shown.output
-    text = await run_command(team.gateways[0], "usage", "--by", "key", "--csv", key=alice)
+    text = await run_command(team.gateways[0], "usage", "--by", "key", "--csv", key=bob)
     [row] = csv.DictReader(io.StringIO(text.stdout))
-    assert (row["key"], row["output_tokens"], float(row["cost"])) == ("alice", "3", COST)
-    none = await run_command(team.gateways[0], "usage", "--csv", key=bob)
-    assert len(none.stdout.splitlines()) == 1
-    wrong = await run_command(team.gateways[0], "usage", "--by", "color")
-    assert wrong.exit_code != 0
-    assert "day, key, tag, model" in wrong.stderr
+    assert (row["key"], row["output_tokens"], float(row["cost"])) == ("bob", "3", COST)
 
 
-@pytest.mark.parametrize("tag", ["=1+1", "\t=1+1", "\r=1+1"])
-async def test_usage_as_csv(team: Team, tag: str):
-    await team.status(await team.create("alice", tag=tag))
+async def test_cells_of_csv_are_no_formulas(team: Team):
+    tags = ("=1+1", "\t=1+1", "\r=1+1")
+    for number, tag in enumerate(tags):
+        await team.status(await team.create(f"key{number}", tag=tag))
     text = (await ask(team, "?by=key,tag&format=csv")).text
-    [row] = csv.DictReader(io.StringIO(text, newline=""))
-    assert (row["key"], row["tag"], row["output_tokens"]) == ("alice", f"'{tag}", "3")
+    found = csv.DictReader(io.StringIO(text, newline=""))
+    assert {row["key"]: row["tag"] for row in found} == {
+        f"key{number}": f"'{tag}" for number, tag in enumerate(tags)
+    }
 
 
-async def test_prometheus_counts_tokens_by_the_name_of_the_key(team: Team):
-    key, monitor = await team.create(), await team.create("monitor", roles=["adapters"])
-    await team.status(key)
-    text = (await team.gateways[0].client.get("/metrics", headers=bearer(monitor))).text
-    assert 'vlm_key_tokens_total{key="alice",type="input"} 7.0' in text
-    assert 'vlm_key_tokens_total{key="alice",type="output"} 3.0' in text
-
-
-async def test_choices_count_as_one_request_with_one_prompt(team: Team):
-    await team.chat(await team.create(), n=3)
-    [row] = await rows(team)
-    assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 7, 9)
-
-
-async def test_each_prompt_of_a_request_counts(team: Team):
+async def test_prompts_choices_versions_and_what_was_published_of_a_stream_count(team: Team, fleet):
+    gateway, key = team.gateways[0], await team.create(budget=5)
     body = {"model": MODEL, "prompt": ["a", "b", "c"], "n": 2}
-    headers = bearer(await team.create(budget=5))
-    answer = await team.gateways[0].client.post("/v1/completions", json=body, headers=headers)
+    answer = await gateway.client.post("/v1/completions", json=body, headers=bearer(key))
     assert answer.json()["usage"]["prompt_tokens"] == 21
-    [row] = await rows(team)
+    [row] = await rows(team, key=key)
     assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 21, 18)
 
+    key = await team.create("bob")
+    for version in ("a", "b"):  # of a deployment: one model with one price
+        card = replace(CARD, name=f"{MODEL}@{version}")
+        async with fleet.worker(card):
+            await gateway.services.models.refresh()
+            assert (await team.chat(key, model=card.name)).status_code == 200
+    [row] = await rows(team, key=key)
+    assert (row["model"], row["requests"], row["cost"]) == (MODEL, 2, pytest.approx(2 * COST))
 
-async def test_a_stream_that_its_client_left_counts_what_was_published(team: Team):
-    team.worker.script = talk_on
-    key = await team.create()
+    team.worker.script, key = talk_on, await team.create("carol")
     task = asyncio.create_task(team.chat(key, stream=True, max_tokens=4096))
-    await until(lambda: any(each.num_tokens > 5 for each in team.worker.answers))
+    answer = await until(lambda: next((a for a in team.worker.answers if a.num_tokens > 9), None))
     task.cancel()
-    [answer] = team.worker.answers
     await until(lambda: answer.refused == "cancelled")
-    [row] = await rows(team)
+    [row] = await rows(team, key=key)
     published = answer.num_tokens - 1  # the last one was refused
     assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 7, published)
 
 
 async def test_a_spent_budget_refuses_until_the_next_month(team: Team):
     key = await team.create(budget=2.5 * COST)
-    await until(lambda: knows(team, "alice"))
+    await team.refresh()
     for _ in range(3):  # the last one overdraws it
         assert await team.status(key) == 200
     refused = await team.chat(key, 1)
@@ -176,19 +150,18 @@ async def test_what_was_spent_without_a_budget_counts_once_there_is_one(team: Te
     bob = await team.create("bob", budget=100 * COST)
     await team.status(bob)
 
-    async def change(name: str, key: str, **body: Any) -> tuple[int, str | None]:
+    async def change(name: str, key: str, **body: Any) -> int:
         changed = await team.admin("PATCH", f"/{name}", **body)
         assert changed.status_code == 200, changed.text
-        answer = await team.chat(key)
-        return answer.status_code, answer.json().get("error", {}).get("code")
+        return await team.status(key)
 
     await team.status(key)
-    assert await change("alice", key, budget=0.5 * COST) == (429, "insufficient_quota")
-    assert (await change("alice", key, budget=1.5 * COST))[0] == 200
-    assert (await change("alice", key, budget=1.5 * COST))[0] == 429
-    assert (await change("bob", bob, budget=None))[0] == 200
-    assert (await change("bob", bob, budget=1.5 * COST))[0] == 429
-    assert (await change("bob", bob, budget=1.5 * COST, period="day"))[0] == 429
+    assert await change("alice", key, budget=0.5 * COST) == 429
+    assert await change("alice", key, budget=1.5 * COST) == 200
+    assert await change("alice", key, budget=1.5 * COST) == 429
+    assert await change("bob", bob, budget=None) == 200
+    assert await change("bob", bob, budget=1.5 * COST) == 429
+    assert await change("bob", bob, budget=1.5 * COST, period="day") == 429
 
 
 async def test_lines_of_a_batch_fail_once_the_budget_is_spent(
@@ -204,8 +177,7 @@ async def test_lines_of_a_batch_fail_once_the_budget_is_spent(
             shown = (await client.get(f"/v1/batches/{batch['id']}", headers=headers)).json()
             return shown["request_counts"] if shown["status"] == "completed" else {}
 
-        await until(lambda: counts(), 20.0)
-        found = await counts()
+        found = await until(counts)
     assert found["completed"] + found["failed"] == found["total"] == 20
     assert 0 < found["failed"] < 20
 
@@ -214,7 +186,7 @@ async def test_requests_at_once_overspend_by_at_most_one(team: Team):
     """Each reserves what it may cost: 64 output tokens."""
     most = (30 * 10 + 64 * 100) / 1e6
     key = await team.create(budget=8 * most)
-    await until(lambda: knows(team, "alice"))
+    await team.refresh()
 
     async def talk(answer: Answer) -> None:
         await answer.start()
@@ -226,28 +198,16 @@ async def test_requests_at_once_overspend_by_at_most_one(team: Team):
     assert {each.status_code for each in answers} == {200, 429}
     [row] = await rows(team)
     assert 0 < row["cost"] <= 9 * most
-
-
-async def test_a_prompt_reserves_the_tokens_that_its_bytes_may_be(team: Team):
-    """Three bytes each: as many tokens, to some tokenizers."""
+    # A prompt reserves the tokens that its bytes may be: three for each character, to some tokenizers.
     text = "\u5b57" * 120
-    key = await team.create(budget=2 * 360 * 10 / 1e6)
-    await until(lambda: knows(team, "alice"))
+    bob = await team.create("bob", budget=2 * 360 * 10 / 1e6)
+    await team.refresh()
     team.worker.script = say_nothing
-    asked = [asyncio.create_task(team.chat(key, n % 2, text, max_tokens=1)) for n in range(8)]
-
-    async def have_been_refused() -> bool:
-        return sum(each.done() for each in asked) >= 5
-
-    await until(have_been_refused)
+    asked = [asyncio.create_task(team.chat(bob, n % 2, text, max_tokens=1)) for n in range(8)]
+    await until(lambda: sum(each.done() for each in asked) >= 5)
     assert {each.result().status_code for each in asked if each.done()} == {429}
     for each in asked:
         each.cancel()
-
-
-async def knows(team: Team, name: str) -> bool:
-    keys = [gateway.services.keys for gateway in team.gateways]
-    return all(each is not None and name in each.records for each in keys)
 
 
 async def test_what_a_request_did_not_use_of_its_reservation_is_free_again(team: Team):
@@ -265,7 +225,7 @@ async def test_usage_and_budgets_outlive_redis(
     before = await rows(team)
     # A gateway that starts saves what Redis has.
     async with run_team(redis_server, redis_prefix, store, 1, prices=PRICES) as other:
-        await until(lambda: is_saved(store))
+        await until(lambda: has_saved(store, 2))
         names = RedisKeys(redis_prefix)
         for pattern in (names.spent + "*", names.budget("*", "*")):
             await redis.delete(*[each async for each in redis.scan_iter(pattern)])
@@ -290,7 +250,7 @@ async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
     async def talk(key: str, times: int) -> None:
         async with run_worker(url, redis_prefix) as worker:  # it does not outlive its Redis
             for _ in range(times):
-                await until(lambda: is_status(Team([gateway], worker), key, 0, 200))
+                await until_equal(lambda: Team([gateway], worker).status(key), 200)
 
     def restart() -> None:
         server.stop()
@@ -332,45 +292,34 @@ async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
         server.stop()
 
 
-async def has_saved(store: str, num_requests: int) -> bool:
+def has_saved(store: str, num_requests: int) -> bool:
     """Whether the store has the usage of so many requests."""
-    sums = [json.loads(path.read_bytes()) for path in saved_usage(store)]
+    paths = Path(store.removeprefix("file://")).rglob("usage/*/*.json")
+    sums = [json.loads(path.read_bytes()) for path in paths]
     found = [count for each in sums for name, count in each.items() if name.startswith("requests ")]
-    return sum(found) == num_requests
+    return sum(found) >= num_requests
 
 
-def saved_usage(store: str) -> list[Path]:
-    return list(Path(store.removeprefix("file://")).rglob("usage/*/*.json"))
+BAD_QUERIES = (
+    ("by=color", "by"), ("by=", "by"), ("from=yesterday", "from"), ("from=2026-02-30", "from"),
+    ("from=2020-01-01&to=2024-01-01", "from"), ("from=2024-01-02&to=2024-01-01", "from"),
+    ("to=2999-01-01", "to"), ("format=xml", "format"),
+)  # fmt: skip
 
 
-async def is_saved(store: str) -> bool:
-    return bool(saved_usage(store))
-
-
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [
-        ("by=color", "by"),
-        ("by=", "by"),
-        ("from=yesterday", "from"),
-        ("from=2026-02-30", "from"),
-        ("from=2020-01-01&to=2024-01-01", "from"),
-        ("from=2024-01-02&to=2024-01-01", "from"),
-        ("to=2999-01-01", "to"),
-        ("format=xml", "format"),
-    ],
-)
-async def test_a_bad_query_names_its_field(team: Team, query: str, param: str):
-    answer = await ask(team, f"?{query}")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-    assert "end " in answer.json()["error"]["message"]  # what to send
+async def test_a_bad_query_names_its_field(team: Team):
+    for query, param in BAD_QUERIES:
+        answer = await ask(team, f"?{query}")
+        assert code(answer)[::2] == (400, param), answer.text
+    wrong = await run_command(team.gateways[0], "usage", "--by", "color")
+    assert wrong.exit_code != 0
+    assert "day, key, tag, model" in wrong.stderr
 
 
 async def test_a_budget_needs_prices(redis_server, redis_prefix, store):
     async with run_team(redis_server, redis_prefix, store, 1) as team:
         answer = await team.admin("POST", name="alice", budget=5)
         assert code(answer)[::2] == (400, "budget")
-        assert "VLM_GATEWAY__PRICES" in answer.json()["error"]["message"]
         await team.status("of-the-settings")
         [row] = await rows(team, key="of-the-settings")
         assert (row["requests"], row["cost"]) == (1, None)
