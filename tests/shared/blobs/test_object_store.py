@@ -60,14 +60,19 @@ async def reader(redis, redis_prefix):
     await reader.close()
 
 
-async def test_a_worker_reads_a_large_blob_by_its_url(make, url, reader, redis, redis_prefix):
-    store = make(url)
-    assert await store.put(LARGE, "a", ttl_s=60) == REF
-    located = await store.locate(REF, 60.0)
+async def test_a_worker_reads_a_large_blob_by_its_url_unless_others_changed_it(
+    make, url, reader, redis, redis_prefix
+):
+    stores = make(url), make(url)  # of two gateways
+    refs = await asyncio.gather(*(store.put(LARGE, "a", ttl_s=60) for store in stores))
+    assert refs == [REF, REF]
+    located = await stores[0].locate(REF, 60.0)
     assert located.url
     assert await reader.get(located) == LARGE
     assert [key async for key in redis.scan_iter(f"{redis_prefix}:*")] == []
-    assert await store.hold(REF, "b", ttl_s=60)
+    assert await stores[1].hold(REF, "b", ttl_s=60)
+    obstore.put(from_url(url), REF.sha256, LARGE[::-1])
+    assert await reader.get(located) is None
 
 
 async def test_a_file_is_stored_in_parts_and_read_as_a_file(make, url, reader):
@@ -87,33 +92,13 @@ async def test_a_file_is_stored_in_parts_and_read_as_a_file(make, url, reader):
     assert await reader.open(located) is None
 
 
-async def test_a_small_file_is_in_redis(make, url, reader):
-    ref = BlobRef(sha256(b"small").hexdigest(), 5)
-    assert await make(url).put(io.BytesIO(b"small"), "a", ttl_s=60, ref=ref) == ref
-    assert (await reader.open(ref)).read() == b"small"
-
-
-async def test_a_small_blob_is_in_redis(make, url, reader):
-    store = make(url)
-    ref = await store.put(b"small", "a", ttl_s=60)
+async def test_what_is_small_is_in_redis(make, url, reader):
+    store, ref = make(url), BlobRef(sha256(b"small").hexdigest(), 5)
+    assert await store.put(b"small", "a", ttl_s=60) == ref
+    assert await store.put(io.BytesIO(b"small"), "a", ttl_s=60, ref=ref) == ref
     assert await store.locate(ref, 60.0) == ref
     assert await reader.get(ref) == b"small"
-
-
-async def test_what_is_not_there_is_none(make, url, reader):
-    store = make(url)
-    other = BlobRef("0" * 64, len(LARGE))
-    assert not await store.hold(other, "a", ttl_s=60)
-    assert await reader.get(await store.locate(other, 60.0)) is None
-
-
-async def test_two_gateways_keep_one_object_which_others_may_not_change(make, url, reader):
-    stores = [make(url), make(url)]
-    refs = await asyncio.gather(*(store.put(LARGE, "a", ttl_s=60) for store in stores))
-    assert refs == [REF, REF]
-    located = await stores[0].locate(REF, 60.0)
-    obstore.put(from_url(url), REF.sha256, LARGE[::-1])
-    assert await reader.get(located) is None
+    assert (await reader.open(ref)).read() == b"small"
 
 
 async def test_a_blob_is_written_once_in_an_hour_unless_it_is_gone(make, url, reader):
@@ -126,6 +111,7 @@ async def test_a_blob_is_written_once_in_an_hour_unless_it_is_gone(make, url, re
     assert bytes(obstore.get(bucket, REF.sha256).bytes()) == b"as it was written"
     obstore.delete(bucket, REF.sha256)
     assert not await store.hold(REF, "a", ttl_s=60)
+    assert await reader.get(await store.locate(REF, 60.0)) is None
     await store.put(LARGE, "a", ttl_s=60)
     assert await reader.get(await store.locate(REF, 60.0)) == LARGE
 

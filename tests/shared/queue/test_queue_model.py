@@ -387,9 +387,9 @@ class QueueMachine(RuleBasedStateMachine):
     def lose_the_reply_of_a_claim(self, data) -> None:
         """A repeated claim with the same nonce is not a second attempt."""
         hand = self._any_hand(data)
-        request = self.requests.get(hand.id)
-        if request is None or request.verdict(hand.claim.attempt) != "ok" or request.is_late:
+        if self._verdict(hand) != "ok" or self.requests[hand.id].is_late:
             return
+        request = self.requests[hand.id]
         keys = (
             self.keys.queue(MODEL),
             *(f(MODEL, hand.id) for f in (self.keys.request, self.keys.log)),
@@ -406,11 +406,10 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def begin_to_run(self, data) -> None:
         hand = self._any_hand(data)
-        request = self.requests.get(hand.id)
-        is_ours = request is not None and request.verdict(hand.claim.attempt) == "ok"
+        is_ours = self._verdict(hand) == "ok"
         assert self.run(hand.worker.begin(hand.claim)) == is_ours
-        if request is not None and is_ours:
-            request.has_begun = True
+        if is_ours:
+            self.requests[hand.id].has_begun = True
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data(), count=st.integers(1, 3), repeats=st.integers(1, 2))
@@ -437,14 +436,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _say(self, hand: Hand, events, repeats: int) -> str:
         """Publish, twice as after a lost reply if `repeats` is 2. Returns the verdict of the model."""
-        request = self.requests.get(hand.id)
-        verdict = "gone" if request is None else request.verdict(hand.claim.attempt)
-        if (
-            verdict == "ended"
-            and isinstance(events[-1], Finished | Failed)
-            and request is not None
-            and request.state == ("finished" if isinstance(events[-1], Finished) else "failed")
-        ):
+        verdict = self._verdict(hand)
+        endings = {Finished: "finished", Failed: "failed"}
+        if verdict == "ended" and endings.get(type(events[-1])) == self.requests[hand.id].state:
             verdict = "repeated"  # the same end was published before
         hand.number += 1
         said = publication(hand.claim, hand.number, hand.num_tokens, *events)
@@ -461,12 +455,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Entries of this worker have fresh leases; entries of other workers are unchanged."""
         hand = self._any_hand(data)
         hands = {h.id: h for h in self.hands if h.worker is hand.worker} | {hand.id: hand}
-        verdicts = {
-            name: self.requests[name].verdict(each.claim.attempt)
-            if name in self.requests
-            else "gone"
-            for name, each in hands.items()
-        }
+        verdicts = {name: self._verdict(each) for name, each in hands.items()}
         before = {name: self._lease(each.claim.entry_id) for name, each in hands.items()}
         refused = self.run(hand.worker.renew([each.claim for each in hands.values()]))
         assert refused == {name: verdict for name, verdict in verdicts.items() if verdict != "ok"}
@@ -495,11 +484,10 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data(), is_crash=st.booleans())
     def release(self, data, is_crash: bool) -> None:
         hand = self._any_hand(data)
-        request = self.requests.get(hand.id)
-        is_ours = request is not None and request.verdict(hand.claim.attempt) == "ok"
+        is_ours = self._verdict(hand) == "ok"
         assert self.run(hand.worker.release([hand.claim], is_crash=is_crash)) == is_ours
-        if request is not None and is_ours and not is_crash:
-            request.state = "queued"
+        if is_ours and not is_crash:
+            self.requests[hand.id].state = "queued"
         self.hands.remove(hand)
 
     # Redis
@@ -648,21 +636,17 @@ class QueueMachine(RuleBasedStateMachine):
         self.workers["survivor"] = survivor
         self.run(survivor.create_group())
         while any(r.state in ("queued", "running") for r in self.requests.values()):
-            pending = self.eye.xpending_range(self.keys.queue(MODEL), GROUP, "-", "+", 100)
-            for entry in pending:
-                self._expire_lease(entry["message_id"])
+            for entry_id in self._pending():
+                self._expire_lease(entry_id)
             before = len(self.hands)
             self._take("survivor", self.run(survivor.reclaim(100)))
             self._take("survivor", self.run(survivor.read(100, 0.001)))
             self._take("survivor", self.run(survivor.take(100)))
-            mine, self.hands = self.hands[before:], self.hands[:before]
-            for hand in mine:
+            for hand in self.hands[before:]:
                 end = make_finished(hand.claim, hand.num_tokens)
-                assert (
-                    self.run(survivor.publish([publication(hand.claim, 1, hand.num_tokens, end)]))
-                    == {}
-                )
+                assert self._say(hand, (end,), 1) == "ok"
                 self.requests[hand.id].state = "finished"
+            del self.hands[before:]
         self.redis_agrees()
         self.usage_is_that_of_ended_requests()
 
@@ -687,8 +671,8 @@ class QueueMachine(RuleBasedStateMachine):
         if request.sets_preferred:
             self.preferred = name
 
-    def _pending(self, name: str) -> set[bytes]:
-        """Entries that are this worker's as Redis counts."""
+    def _pending(self, name: str | None = None) -> set[bytes]:
+        """Entries that some worker holds, or this one, as Redis counts."""
         if not self._has_group():
             return set()
         pending = self.eye.xpending_range(self.keys.queue(MODEL), GROUP, "-", "+", 100, name)
@@ -701,6 +685,10 @@ class QueueMachine(RuleBasedStateMachine):
     def _any_request(self, data) -> str:
         return data.draw(st.sampled_from(sorted(self.requests)))
 
+    def _verdict(self, hand: Hand) -> str:
+        request = self.requests.get(hand.id)
+        return "gone" if request is None else request.verdict(hand.claim.attempt)
+
     def _any_hand(self, data) -> Hand:
         """What is drawn does not depend on how many there are: a pause of the machine may change that."""
         return self.hands[data.draw(st.integers(0, 63)) % len(self.hands)]
@@ -708,12 +696,9 @@ class QueueMachine(RuleBasedStateMachine):
     def _expire_lease(self, entry_id: bytes) -> None:
         """Whoever holds it has given no sign for an hour."""
         self.clock.pass_time(3600.0)
-        queue = self.keys.queue(MODEL)
-        if self._has_group():
-            pending = self.eye.xpending_range(queue, GROUP, entry_id, entry_id, 1)
-            for entry in pending:
-                owner = entry["consumer"]
-                self.eye.xclaim(queue, GROUP, owner, 0, [entry_id], idle=3_600_000, justid=True)
+        if entry := self._lease(entry_id):
+            queue, owner = self.keys.queue(MODEL), entry["consumer"]
+            self.eye.xclaim(queue, GROUP, owner, 0, [entry_id], idle=3_600_000, justid=True)
 
     def _lease(self, entry_id: bytes) -> dict[str, Any] | None:
         """Who holds an entry, and since when without a sign."""

@@ -44,7 +44,8 @@ def test_environment_overrides_the_configuration_file(monkeypatch, configured):
     assert settings.engine.values() == {"kind": "mock", "mock": {"decode_s": 0.5}}
 
 
-def test_dotenv_file_may_hold_the_variables_of_other_programs(tmp_path):
+def test_dotenv_file_may_hold_the_variables_of_other_programs(tmp_path, configured):
+    configured("# nothing yet\n")
     (tmp_path / ".env").write_text("GATEWAY_PORT=9000\nHF_TOKEN=x\nVLM_GATEWAY__PORT=9001\n")
     assert load_settings().gateway.port == 9001
 
@@ -62,6 +63,7 @@ def test_api_keys_are_split_at_commas_and_never_shown(monkeypatch):
         ("VLM_GATEWAY__PORT", "70000", "VLM_GATEWAY__PORT"),
         ("VLM_CONFIG", "/does/not/exist.yaml", "VLM_CONFIG"),
         ("VLM_WORKER__LEASE_S", "0.1", "VLM_WORKER__LEASE_S"),
+        ("VLM_GATEWAY", "{port", "gateway"),
     ],
 )
 def test_bad_or_unknown_setting_is_refused_by_name(monkeypatch, name, value, named):
@@ -70,16 +72,10 @@ def test_bad_or_unknown_setting_is_refused_by_name(monkeypatch, name, value, nam
         load_settings()
 
 
-@pytest.mark.parametrize("value", ["x", "[]", "{", "5", "null", '"x"'])
-@pytest.mark.parametrize("name", ["PRICES", "ALIASES", "FALLBACKS", "MODEL_DEFAULTS"])
-def test_a_setting_that_is_no_json_object_is_named_with_what_to_write(monkeypatch, name, value):
-    monkeypatch.setenv(f"VLM_GATEWAY__{name}", value)
-    with pytest.raises(SettingsError, match=rf"VLM_GATEWAY__{name}: write a JSON object"):
-        load_settings()
-
-
 #: of the gateway, what is written there, and what the refusal begins with
 WRONG_NAMES = [
+    *((name, value, f"{name}: write a JSON object")
+      for name in ("PRICES", "ALIASES", "FALLBACKS", "MODEL_DEFAULTS") for value in ([], 5, "x")),
     *(("ALIASES", value, "ALIASES: name for each alias a model") for value in (
         {"a": "a"}, {"a": "b", "b": "c"}, {"a": ""}, {"": "a"}, {"a\n": "b"})),
     *(("FALLBACKS", value, "FALLBACKS: name for each model another") for value in (
@@ -90,7 +86,7 @@ WRONG_NAMES = [
 
 
 @pytest.mark.parametrize(("name", "value", "says"), WRONG_NAMES)
-def test_impossible_aliases_fallbacks_and_defaults_of_models_are_refused(
+def test_impossible_prices_aliases_fallbacks_and_defaults_of_models_are_refused(
     monkeypatch, name, value, says
 ):
     monkeypatch.setenv(f"VLM_GATEWAY__{name}", json.dumps(value))
@@ -98,11 +94,9 @@ def test_impossible_aliases_fallbacks_and_defaults_of_models_are_refused(
         load_settings()
 
 
-@pytest.mark.parametrize("name", ["VLM_REDIS_URL", "VLM_REDIS__URL"])
 @pytest.mark.parametrize(
     "url",
     [
-        "bla",
         "http://host/0",
         "redis://",
         "unix://",
@@ -114,9 +108,9 @@ def test_impossible_aliases_fallbacks_and_defaults_of_models_are_refused(
         "unix+sentinel://one/name",
     ],
 )
-def test_what_is_no_redis_url_is_refused_without_being_shown(monkeypatch, name, url):
-    monkeypatch.setenv(name, url)
-    with pytest.raises(SettingsError, match=name) as refused:
+def test_what_is_no_redis_url_is_refused_without_being_shown(monkeypatch, url):
+    monkeypatch.setenv("VLM_REDIS_URL", url)
+    with pytest.raises(SettingsError, match="VLM_REDIS_URL") as refused:
         load_settings()
     assert "redis://HOST" in str(refused.value)
     assert "word" not in str(refused.value).replace("password", "")
@@ -137,8 +131,7 @@ def test_the_address_of_redis_holds_no_password(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"- gateway\n", b"7", b"{1: 2}", b"\xff\xfe", b"gateway: [", b"gateway: {port: 1", b"\x07"],
+    "content", [b"- gateway\n", b"{1: 2}", b"\xff\xfe", b"gateway: [", b"\x07"]
 )
 def test_a_file_that_holds_no_settings_is_named_with_its_variable(configured, content):
     file = configured(content)
@@ -147,16 +140,7 @@ def test_a_file_that_holds_no_settings_is_named_with_its_variable(configured, co
     assert file in str(refused.value)
 
 
-def test_an_empty_file_sets_nothing(configured):
-    configured("# nothing yet\n")
-    assert load_settings().gateway.port == 8000
-
-
-def test_a_group_that_is_no_json_and_a_dotenv_file_in_another_encoding(monkeypatch, tmp_path):
-    monkeypatch.setenv("VLM_GATEWAY", "{port")
-    with pytest.raises(SettingsError, match="gateway"):
-        load_settings()
-    monkeypatch.delenv("VLM_GATEWAY")
+def test_a_dotenv_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / ".env").write_bytes(b"VLM_GATEWAY__HOST=\xff\n")
     with pytest.raises(SettingsError, match=r"\.env"):
         load_settings()
@@ -170,19 +154,16 @@ def test_a_group_that_is_no_json_and_a_dotenv_file_in_another_encoding(monkeypat
         ("VLM_REDIS_ULR", "VLM_REDIS_URL"),
     ],
 )
-@pytest.mark.parametrize("in_dotenv", [False, True])
-def test_a_misspelled_setting_is_told_the_closest_one(
-    monkeypatch, tmp_path, name, meant, in_dotenv
-):
-    if in_dotenv:
-        (tmp_path / ".env").write_text(f"{name}=80\n")
-    else:
-        monkeypatch.setenv(name, "80")
-    with pytest.raises(SettingsError) as refused:
-        load_settings()
-    assert name in str(refused.value)
-    assert f"did you mean {meant}?" in str(refused.value)
-    assert "vlm settings" in str(refused.value)
+def test_a_misspelled_setting_is_told_the_closest_one(monkeypatch, tmp_path, name, meant):
+    """Of the environment, and of a .env file."""
+    for in_dotenv in (False, True):
+        with monkeypatch.context() as patch:
+            if in_dotenv:
+                (tmp_path / ".env").write_text(f"{name}=80\n")
+            else:
+                patch.setenv(name, "80")
+            with pytest.raises(SettingsError, match=f"{name}.*did you mean {meant}\\?"):
+                load_settings()
 
 
 @pytest.mark.parametrize("value", ["foo", "foo=", "=path", "a=b,foo", "a b=path", "a\n=path"])
@@ -192,13 +173,10 @@ def test_an_adapter_without_name_or_path_is_refused(monkeypatch, value):
         load_settings()
 
 
-def test_an_adapter_path_may_hold_an_equals_sign():
-    settings = load_settings(worker={"lora": "a=b=c,d=e="})
-    assert settings.worker.adapters == {"a": "b=c", "d": "e="}
-
-
-def test_a_shorter_lease_has_a_quicker_heartbeat():
-    assert load_settings(worker={"lease_s": 2}).worker.heartbeat_s == 0.2
+def test_an_adapter_path_may_hold_an_equals_sign_and_a_short_lease_has_a_quick_heartbeat():
+    worker = load_settings(worker={"lora": "a=b=c,d=e=", "lease_s": 2}).worker
+    assert worker.adapters == {"a": "b=c", "d": "e="}
+    assert worker.heartbeat_s == 0.2
 
 
 def test_a_setting_that_became_a_constant_is_refused(monkeypatch, configured):
