@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections import Counter
 
 import httpx
 import pytest
@@ -36,56 +36,34 @@ def slow(tmp_path_factory):
     fleet.end()
 
 
-Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+def read_sums(client: httpx.Client) -> Counter[tuple[str, str]]:
+    """The gateway's metrics, by name and stage."""
+    sums: Counter[tuple[str, str]] = Counter()
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            sums[sample.name, sample.labels.get("stage", "")] += sample.value
+    return sums
 
 
-def read_series(client: httpx.Client) -> Series:
-    """The gateway's metrics by name and labels."""
-    families = text_string_to_metric_families(client.get("/metrics").text)
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in families
-        for sample in family.samples
-    }
-
-
-@dataclass(frozen=True)
-class Period:
-    """What the gateway counted between two looks."""
-
-    before: Series
-    after: Series
-
-    def grown(self, name: str, **labels: str) -> float:
-        """By how much all series of this name with these labels have grown together."""
-        return sum(
-            value - self.before.get((series, held), 0.0)
-            for (series, held), value in self.after.items()
-            if series == name and labels.items() <= held
-        )
-
-
-def load(fleet: Served) -> tuple[list[Record], Period]:
-    """Streamed questions about new images, two at a time; what the client and what the server noted."""
+def load(fleet: Served) -> tuple[list[Record], Counter[tuple[str, str]]]:
+    """Streamed questions about new images, two at a time; what the client noted, and what the server counted."""
     target = Target(url=fleet.url, model=first_model(fleet.url, ""))
     workload = Workload(profile="image", stream_ratio=1.0, max_tokens=NUM_TOKENS, image_bytes=2_000)
     plan = Plan(levels=(2.0,), duration_s=1.5, warmup_s=0.0)
     with httpx.Client(base_url=fleet.url, trust_env=False) as client:
-        before = read_series(client)
+        before = read_sums(client)
         records, _ = drive(Order(target=target, workload=workload, plan=plan))
-        return records, Period(before, read_series(client))
+        grown = read_sums(client)
+        grown.subtract(before)
+        return records, grown
 
 
-def difference(records: list[Record], server: Period, latency: str) -> float:
+def difference(records: list[Record], server: Counter[tuple[str, str]], latency: str) -> float:
     """Of the two means, relative to the server's."""
     values, name = values_of(records, latency), SERVER_NAMES[latency]
-    assert len(values) == server.grown(f"{name}_count")
-    mean_s = server.grown(f"{name}_sum") / len(values)
+    assert len(values) == server[f"{name}_count", ""]
+    mean_s = server[f"{name}_sum", ""] / len(values)
     return abs(sum(values) / len(values) - mean_s) / mean_s
-
-
-def stage_s(server: Period, stage: str) -> float:
-    return server.grown("vlm_request_stage_seconds_sum", stage=stage)
 
 
 def test_client_agrees_with_the_histograms_of_the_server(slow):
@@ -94,9 +72,7 @@ def test_client_agrees_with_the_histograms_of_the_server(slow):
         records, server = load(slow)
         assert not [record.error for record in records if record.error]
         num_tokens = sum(record.num_output_tokens for record in records)
-        assert (
-            num_tokens == server.grown("vlm_generation_tokens_total") == NUM_TOKENS * len(records)
-        )
+        assert num_tokens == server["vlm_generation_tokens_total", ""] == NUM_TOKENS * len(records)
         differences = {latency: difference(records, server, latency) for latency in SERVER_NAMES}
         if len(records) >= 4 and max(differences.values()) <= 0.02:
             break
@@ -104,7 +80,8 @@ def test_client_agrees_with_the_histograms_of_the_server(slow):
     assert max(differences.values()) <= 0.02, differences
     for stage in ("queue", "vision", "prefill", "decode"):
         told_s = sum(record.stages_s[stage] for record in records)
-        assert told_s == pytest.approx(stage_s(server, stage), abs=1e-5 * len(records))
+        stage_s = server["vlm_request_stage_seconds_sum", stage]
+        assert told_s == pytest.approx(stage_s, abs=1e-5 * len(records))
 
 
 def locust(url: str, users: int, duration: str, *more: str) -> "subprocess.CompletedProcess[str]":

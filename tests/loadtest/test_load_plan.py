@@ -40,15 +40,14 @@ def test_a_load_is_of_users_or_of_a_rate_which_makes_an_open_loop():
 def test_steps_share_the_time_and_a_ramp_goes_up_evenly():
     steps = Plan(levels=(2.0, 4.0, 8.0), duration_s=9.0)
     assert [level_at(steps, at) for at in (-1, 0, 2.9, 3, 6, 9)] == [2, 2, 2, 4, 8, 8]
+    assert [(p.start_s, p.end_s, p.level) for p in phases(steps)] == [
+        (0, 3, 2),
+        (3, 6, 4),
+        (6, 9, 8),
+    ]
     ramp = Plan(levels=(0.0, 8.0), is_ramp=True, duration_s=8.0)
     assert [level_at(ramp, at) for at in (-1, 0, 2, 8, 9)] == [0, 0, 2, 8, 8]
-
-
-def test_phases_are_the_steps_or_parts_of_the_ramp():
-    steps = phases(Plan(levels=(2.0, 4.0), duration_s=10.0))
-    assert [(p.start_s, p.end_s, p.level) for p in steps] == [(0, 5, 2), (5, 10, 4)]
-    ramp = phases(Plan(levels=(0.0, 8.0), is_ramp=True, duration_s=8.0))
-    assert [p.level for p in ramp] == [0.5 + n for n in range(8)]
+    assert [p.level for p in phases(ramp)] == [0.5 + n for n in range(8)]
 
 
 def test_arrivals_are_a_poisson_process():

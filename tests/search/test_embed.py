@@ -59,14 +59,9 @@ async def run_beside(*arguments: str):
 
 def test_a_collection_holds_the_inputs_and_their_vectors_in_order(tmp_path, inputs, embedder):
     reported = []
-    manifest = embed(
-        [inputs],
-        tmp_path / "out",
-        embedder,
-        part_items=20,
-        batch_items=7,
-        report=lambda *progress: reported.append(progress),
-    )
+    report = lambda *progress: reported.append(progress)  # noqa: E731
+    options = {"part_items": 20, "batch_items": 7, "report": report}
+    manifest = embed([inputs], tmp_path / "out", embedder, **options)
     assert [part.num_items for part in manifest.parts] == [20, 20, 10]
     assert (reported[0], reported[-1]) == ((0, 50), (50, 50))
     assert len(reported) == 1 + 3 + 3 + 2
@@ -324,11 +319,6 @@ async def test_a_collection_is_a_store_that_every_key_may_search(
                 listed += [entry["id"] for entry in page["data"]]
                 has_more = page["has_more"]
             assert listed == every
-        item = {"items": [{"id": "a", "text": "b"}]}
-        for method, path, sent in (("PUT", "/items", item), ("DELETE", "", None), ("POST", "", {})):
-            refused = await client.request(method, f"{STORES}/{store['id']}{path}", json=sent)
-            code = refused.json()["error"]["code"]
-            assert (refused.status_code, code) == (409, "store_read_only")
         # The served model is called otherwise than the one that made the collection.
         assert (await client.post("/similar", json=body)).status_code == 404
     manifest = read_manifest(tmp_path / "seed")
@@ -346,3 +336,9 @@ async def test_a_collection_is_a_store_that_every_key_may_search(
         assert len(words.json()["text"]) == 10
         for bad in ({}, {"text": ""}, {"text": "a", "keywords": "b"}):
             assert (await client.post("/similar", json=bad)).status_code == 400
+        [store] = (await client.get(STORES)).json()["data"]
+        item = {"items": [{"id": "a", "text": "b"}]}
+        for method, path, sent in (("PUT", "/items", item), ("DELETE", "", None), ("POST", "", {})):
+            refused = await client.request(method, f"{STORES}/{store['id']}{path}", json=sent)
+            code = refused.json()["error"]["code"]
+            assert (refused.status_code, code) == (409, "store_read_only")

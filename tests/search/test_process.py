@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from search.server import NUM_THREADS, SearchApp, create_server, listen
+from search.server import NUM_THREADS, SearchApp
 from search.server import run_search as run_server
 from search.stores import chunk_ids
 from shared.search import (
@@ -35,7 +37,7 @@ from shared.settings import SettingsError
 from shared.settings.tree import Settings
 from tests.factories_search import make_items, run_search, serve_search
 from tests.search.postgres_server import postgres
-from tests.waiting import until
+from tests.waiting import until, wait_for
 
 CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
 
@@ -47,26 +49,22 @@ def process(tmp_path_factory, request):
         yield process
 
 
-def run_until_killed(process, is_begun, write) -> None:
-    """Kill the process while a thread writes, and start it again."""
-
-    def go_on() -> None:
-        with suppress(httpx.HTTPError, AssertionError):
-            write()
-
-    writer = threading.Thread(target=go_on)
-    writer.start()
-    while not is_begun():
-        pass
-    process.kill()
-    writer.join(30)
-    process.start()
-
-
 def test_what_was_acknowledged_outlives_kill_9_while_writing(process):
-    """A batch is there as a whole or not at all; an acknowledged one is there."""
-    store = process.ask(CREATE, StoreRecord)
+    """A batch is there as a whole or not at all, as are the chunks of a file; an acknowledged one is there."""
+    store, other = process.ask(CREATE, StoreRecord), process.ask(CREATE, StoreRecord)
+    upload = PutFile(tenant="t", filename="a.txt", purpose="assistants", data=b"text")
+    file = process.ask(upload, FileRecord).id
+    chunks = [
+        replace(item, id=key, file_id=file)
+        for key, item in zip(chunk_ids(file, 0, 2000), make_items(2000), strict=True)
+    ]
+    attach = AttachFile(
+        tenant="t", store=other.id, file=file, digest="d", items=chunks, max_chunk_tokens=800,
+        chunk_overlap_tokens=400,
+    )  # fmt: skip
+    listing = ListStoreFiles(tenant="t", store=other.id, page=Page())
     acknowledged: list[int] = []
+    attached: list[StoreFile] = []
 
     def write() -> None:
         for number in range(1000):
@@ -75,48 +73,34 @@ def test_what_was_acknowledged_outlives_kill_9_while_writing(process):
             process.ask(put, StoreRecord)
             acknowledged.append(number)
 
+    def go_on(step: Callable[[], object]) -> None:
+        with suppress(httpx.HTTPError, AssertionError):  # until the kill
+            step()
+
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(go_on, write)
+        wait_for(lambda: len(acknowledged) > 2)
+        threads.submit(go_on, lambda: attached.append(process.ask(attach, StoreFile)))
+        # As soon as the catalog knows of the file; the answer may be faster than the kill.
+        while not (attached or process.ask(listing, list[StoreFile])):
+            pass
+        process.kill()
+    process.start()
+
     def read_all() -> list[Item]:
         read = ReadItems(tenant="t", store=store.id, page=Page(limit=100_000))
         return process.ask(read, list[Item])
 
-    run_until_killed(process, lambda: len(acknowledged) > 2, write)
     while len(stored := read_all()) != len(read_all()):
         pass  # PostgreSQL commits what it was sent before the kill
     batches = {int(item.id.partition(" ")[0]) for item in stored}
     assert set(acknowledged) <= batches
     assert len(stored) == 50 * len(batches)
-
-
-def test_a_file_whose_chunks_were_not_all_written_leaves_none(process):
-    store = process.ask(CREATE, StoreRecord)
-    file = process.ask(
-        PutFile(tenant="t", filename="a.txt", purpose="assistants", data=b"text"), FileRecord
-    )
-    chunks = [
-        replace(item, id=key, file_id=file.id)
-        for key, item in zip(chunk_ids(file.id, 0, 2000), make_items(2000), strict=True)
-    ]
-    attach = AttachFile(
-        tenant="t", store=store.id, file=file.id, digest="d", items=chunks, max_chunk_tokens=800,
-        chunk_overlap_tokens=400,
-    )  # fmt: skip
-    answered = threading.Event()
-    listing = ListStoreFiles(tenant="t", store=store.id, page=Page())
-
-    def write() -> None:
-        process.ask(attach, StoreFile)
-        answered.set()
-
-    def is_begun() -> bool:
-        """As soon as the catalog knows of it; the answer may be faster than the kill."""
-        return answered.is_set() or bool(process.ask(listing, list[StoreFile]))
-
-    run_until_killed(process, is_begun, write)
     files = process.ask(listing, list[StoreFile])
-    stored = process.ask(ReadStore(tenant="t", store=store.id), StoreRecord)
+    found = process.ask(ReadStore(tenant="t", store=other.id), StoreRecord)
     assert {each.status for each in files} <= {"completed"}
-    assert stored.num_items == 2000 * len(files)
-    assert files or not answered.is_set()
+    assert found.num_items == 2000 * len(files)
+    assert files or not attached
 
 
 async def test_a_gateway_that_leaves_in_the_middle_of_a_request_is_no_fault(tmp_path, caplog):
@@ -167,7 +151,7 @@ def test_strangers_cannot_open_its_socket(process):
     assert mode & 0o007 == 0
 
 
-async def test_a_search_does_not_wait_for_uploads(tmp_path):
+async def test_a_search_does_not_wait_for_uploads():
     """More uploads than the process has threads are being written; a search is answered."""
     is_written, begun = threading.Event(), list[Request]()
 
@@ -178,13 +162,9 @@ async def test_a_search_does_not_wait_for_uploads(tmp_path):
         return is_written.wait(30)
 
     app = SearchApp(answer, "", 1_000_000)
-    server = create_server(app)
-    url = f"unix://{tmp_path}/s"
-    task = asyncio.create_task(server._serve([listen(url)]))
-    await until(lambda: server.started)
     upload = PutFile(tenant="t", filename="f", purpose="assistants", data=b"a file")
     query = Query(tenant="t", store="s", digest="d", vectors=[bytes(4)], k=1)
-    transport = httpx.AsyncHTTPTransport(uds=f"{tmp_path}/s")
+    transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://search") as client:
 
         async def ask(request: Request) -> object:
@@ -199,8 +179,6 @@ async def test_a_search_does_not_wait_for_uploads(tmp_path):
         finally:
             is_written.set()
         assert await asyncio.gather(*uploads) == [True] * len(uploads)
-    server.should_exit = True
-    await task
     app.close()
 
 

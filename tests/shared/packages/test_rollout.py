@@ -123,12 +123,17 @@ def world() -> World:
     return world
 
 
-def test_an_update_starts_first_and_stops_when_the_old_queue_is_empty(world: World):
+@pytest.mark.parametrize("environment", [Environment(), Environment({"X": "1"})])
+def test_an_update_starts_first_and_stops_when_the_old_queue_is_empty(world: World, environment):
+    """Also the same package with another environment."""
     world.loads = {A: Load(num_open=3)}
-    world.deploy(B)
+    package = A if environment.variables else B
+    new = world.deploy(package, environment=environment)
+    assert world.app.candidate is not None
+    assert world.app.candidate.digest == new.version
     world.run(20)
-    assert world.active == B
-    assert world.num_ready(B) == world.num_ready(A) == 1
+    assert world.active == new.version
+    assert world.num_ready(new.version) == world.num_ready(A) == 1
     world.loads = {}
     world.run(10)
     assert not world.app.of(A)
@@ -322,29 +327,6 @@ def test_an_idle_old_version_stays_while_the_new_one_starts(world: World):
     assert world.num_ready(A) == 0
 
 
-def test_a_forgotten_deployment_is_restored_and_keeps_its_instances(world: World):
-    world.deploy(B, replace(SPEC, canary=0.2))
-    world.run(10)
-    before = {slot.id for slot in world.app.slots}
-    first, second = Generation("n", 1, A, SPEC), Generation("n", 2, B, replace(SPEC, canary=0.2))
-    world.app = rollout.restore("n", first, second, 2, world.now)
-    world.run(5)
-    assert {slot.id for slot in world.app.slots} == before
-    assert world.app.state == "canary"
-    assert world.app.active is not None
-    assert world.app.active.card is not None
-
-
-def test_what_is_undeployed_ends_when_its_queue_is_empty(world: World):
-    world.loads = {A: Load(num_open=1)}
-    world.app = rollout.admit(world.app, Generation("n", 2, "", SPEC, "undeploy"), world.now)
-    world.run(20)
-    assert world.num_ready(A) == 1
-    world.loads = {}
-    world.run(20)
-    assert (world.app.state, world.app.slots) == ("undeployed", ())
-
-
 def test_an_old_version_whose_instance_was_lost_finishes_its_queue(world: World):
     world.loads = {A: Load(num_open=3)}
     world.deploy(B)
@@ -471,17 +453,6 @@ def test_a_slot_that_another_node_reports_is_not_claimed(world: World):
     assert not rollout.find_claimable(world.app, node, free, world.now, [other])
 
 
-def test_another_environment_of_the_same_package_is_rolled_out_as_another_package_is(world: World):
-    new = world.deploy(A, environment=Environment({"X": "1"}))
-    assert world.app.candidate is not None
-    assert (world.app.candidate.package, world.app.candidate.digest) == (A, new.version)
-    world.run(20)
-    assert world.active == new.version
-    assert world.num_ready(new.version) == 1
-    assert not world.app.of(A)
-    assert world.least_ready >= 1
-
-
 def test_a_version_waits_for_a_node_with_its_secrets_and_says_which_is_missing(world: World):
     world.secrets = {"one": ("other",)}
     wanted = world.deploy(A, environment=Environment(secrets={"X": "token", "Y": "other"}))
@@ -520,33 +491,6 @@ def test_a_version_whose_only_node_is_away_waits_until_it_is_back(world: World, 
         assert world.app.candidate.is_canary
     else:
         assert world.active == wanted.version
-
-
-def test_a_version_that_waits_says_what_for_where_the_old_one_waits_too(world: World):
-    world.rooms["two"] = Resources(8)
-    world.secrets = {"two": ("token",)}
-    wanted = Generation("n", 2, B, SPEC, environment=Environment(secrets={"X": "token"}))
-    world.behaviour = {wanted.version: "hangs"}
-    world.run(20)
-    world.deploy(B, environment=wanted.environment)
-    world.run(3)
-    assert world.app.of(wanted.version, "starting")
-    del world.rooms["two"]
-    world.rooms["one"] = Resources(0.5)
-    world.running.clear()
-    world.step()
-    assert "(nodes: cpu=0.5)" in world.app.message  # for the old one
-    [text] = [event.text for event in world.app.events if "generation 2 waits" in event.text]
-    assert "no node has the secret token:" in text
-
-
-def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: World):
-    value = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
-    world.deploy(A, environment=Environment(secrets={"X": value}))
-    world.run(10)
-    shown = [world.app.message, *(event.text for event in world.app.events)]
-    assert any("the name of the secret" in text for text in shown)
-    assert not any(value in text for text in shown)
 
 
 def test_weights_that_no_node_has_memory_for_are_placed_on_none(world: World):

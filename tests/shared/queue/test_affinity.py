@@ -1,6 +1,6 @@
 """Prefix affinity: requests are reserved for the worker that last served their affinity key.
 
-What becomes of reserved requests is in test_queue_model.py.
+When requests are reserved and what becomes of them is in test_queue_model.py.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import pytest
 
 from shared.queue.api import Affinity, Claim, Submission
 from shared.queue.worker import RedisWorkerQueue
-from tests.factories_queue import MODEL, Ends, make_finished, make_request, publication, seal
+from tests.factories_queue import Ends, make_finished, make_request, publication, seal
 
 AFFINITY = Affinity("an-image", num_workers=4, num_seats=8)
 
@@ -69,29 +69,12 @@ async def test_a_worker_that_waits_is_woken(ends, workers):
         assert names(await waiting) == ["second", "third"]
 
 
-async def test_nothing_is_reserved_while_a_worker_is_gone(ends, workers):
-    """Its stream of wakeups expires when it does not renew it; its next reads create it again."""
-    a, b = workers
-    await serve(ends, a)
-    await ends.redis.delete(ends.keys.wakeups(MODEL, "a"))
-    for _ in range(3):
-        assert await a.read(1, 0.001) == []
-    assert await submit(ends, "second") == "home"
-    assert names(await a.read(1, 1.0)) == ["second"]
-
-    await ends.redis.delete(ends.keys.wakeups(MODEL, "a"))
-    assert await submit(ends, "third") == "gone"
-    assert names(await b.read(1, 1.0)) == ["third"]
-
-
-async def test_nothing_is_reserved_while_other_requests_wait(ends, workers):
+async def test_one_read_returns_reserved_requests_and_requests_for_any_worker(ends, workers):
     await serve(ends, workers[0])
     await submit(ends, "second")
     await submit(ends, "plain", affinity=None)
-    assert await submit(ends, "third") == "busy"
 
-    assert names(await workers[0].read(1, 1.0)) == ["second", "plain"]  # one read for both kinds
-    assert names(await workers[1].read(4, 1.0)) == ["third"]
+    assert names(await workers[0].read(1, 1.0)) == ["second", "plain"]
 
 
 @pytest.mark.parametrize(

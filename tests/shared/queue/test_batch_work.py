@@ -6,12 +6,7 @@ import pytest
 
 from shared.protocol import Call, Priority
 from shared.queue.api import QueueRefused
-from tests.factories_queue import (
-    MODEL,
-    Ends,
-    call_of,
-    make_request,
-)
+from tests.factories_queue import MODEL, Ends, call_of, make_request
 
 
 async def enqueue_batch(ends: Ends, **options) -> Call:

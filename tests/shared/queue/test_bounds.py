@@ -7,10 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 import shared.queue.worker
-from shared.protocol import (
-    Call,
-    SamplingParams,
-)
+from shared.protocol import Call, SamplingParams
 from shared.queue.api import QueueRefused, QueueUnavailable
 from shared.queue.gateway import RedisGatewayQueue
 from tests.factories_queue import (

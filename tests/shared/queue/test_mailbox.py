@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import shared.queue.gateway
 from shared.protocol import ErrorCode, Failed, decode_events, encode
 from shared.queue.gateway import RedisMailbox
 from shared.queue.keys import RedisKeys
-from shared.redis.client import create_redis
+from shared.redis.client import RedisLink, create_redis
 from shared.settings.tree import RedisSettings
 from tests.faults.proxy import FaultProxy, run_proxy
 
@@ -65,41 +64,26 @@ async def test_a_model_opened_later_is_read_at_once(open_mailbox, post):
 
 
 async def test_a_model_opened_while_the_reader_connects_is_read_at_once(
-    redis_server, redis_prefix, post, tmp_path
+    open_mailbox, post, monkeypatch
 ):
     may_connect, is_connecting = asyncio.Event(), asyncio.Event()
-    connections: list[asyncio.Task[None] | None] = []
+    connect = RedisLink.connect
 
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-        writer.close()
+    async def connect_late(link: RedisLink):
+        is_connecting.set()
+        await may_connect.wait()
+        return await connect(link)
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(asyncio.current_task())
-        if len(connections) == 2:  # the first sends, the second reads
-            is_connecting.set()
-            await may_connect.wait()
-        up = await asyncio.open_unix_connection(redis_server.removeprefix("unix://"))
-        await asyncio.gather(forward(reader, up[1]), forward(up[0], writer))
+    mailbox = open_mailbox()
+    await mailbox.open(["m"])  # the sender has connected
+    monkeypatch.setattr(RedisLink, "connect", connect_late)
+    waiting = asyncio.create_task(names(mailbox.events(), 1))
+    await asyncio.wait_for(is_connecting.wait(), 5.0)
+    await mailbox.open(["n"])
+    may_connect.set()
+    await post("late", model="n")
 
-    path = tmp_path / "r"
-    async with await asyncio.start_unix_server(serve, path):
-        # With a name and a password, connecting takes an exchange.
-        client = create_redis(RedisSettings(url=f"unix://default:any@{path}"), blocking=True)
-        mailbox = RedisMailbox(client, redis_prefix, "g")
-        await mailbox.open(["m"])
-        waiting = asyncio.create_task(names(mailbox.events(), 1))
-        await asyncio.wait_for(is_connecting.wait(), 5.0)
-        await mailbox.open(["n"])
-        may_connect.set()
-        await post("late", model="n")
-
-        assert await asyncio.wait_for(waiting, 1.8) == ["late"]
-        await mailbox.close()
-        await client.aclose()
-        await asyncio.gather(*filter(None, connections))
+    assert await asyncio.wait_for(waiting, 1.8) == ["late"]
 
 
 async def test_after_an_outage_all_models_are_looked_up_and_lost_mailboxes_made_again(

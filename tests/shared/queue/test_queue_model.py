@@ -46,7 +46,7 @@ from shared.queue.api import (
     Submission,
 )
 from shared.queue.gateway import RedisGatewayQueue
-from shared.queue.keys import GROUP, RedisKeys
+from shared.queue.keys import GROUP, RedisKeys, keys_of_calls
 from shared.queue.scripts import CLAIM, named
 from shared.queue.worker import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
 from shared.redis.client import RedisLink, RedisSender, create_redis
@@ -101,9 +101,8 @@ class Modelled:
     sets_preferred: bool = False  #: whether the worker that claims it becomes the preferred one
     is_counted: bool = True
     is_first: bool = True  #: of its request's choices
-    lost_by: RedisWorkerQueue | None = (
-        None  #: worker that claimed it by a read whose reply was lost
-    )
+    #: worker that claimed it by a read whose reply was lost
+    lost_by: RedisWorkerQueue | None = None
 
     @property
     def is_live(self) -> bool:
@@ -182,10 +181,8 @@ class QueueMachine(RuleBasedStateMachine):
     async def _open(self) -> None:
         options = PatientRedis(url=self.server.url)
         self.redis, self.blocking = create_redis(options), create_redis(options, blocking=True)
-        self.queue, self.sender = (
-            RedisGatewayQueue(self.redis, self.prefix),
-            RedisSender(self.redis),
-        )
+        self.queue = RedisGatewayQueue(self.redis, self.prefix)
+        self.sender = RedisSender(self.redis)
         self.closers = [self.queue.close, self.sender.close]
         self.workers = {name: self._worker(name) for name in WORKERS}
 
@@ -239,13 +236,12 @@ class QueueMachine(RuleBasedStateMachine):
         submitting = self.queue.submit(
             Submission(sealed, 600, 1000, reservation, affinity, CHARGES[tenant])
         )
-        unread = self._unread()
+        expected = self._affinity_outcome() if shares else ""
         with losing_first_reply(RedisSender, "run") if repeats > 1 else nullcontext([]) as lost:
             outcome = self.run(submitting).affinity
         assert len(lost) == repeats - 1
-        assert bool(outcome) == shares
-        is_reserved = outcome == "home"
-        assert not is_reserved or (self.preferred is not None and not unread)
+        is_reserved = expected == "home"
+        assert outcome == ("busy" if lost and shares and not is_reserved else expected)
         if is_reserved:
             assert self._unread() == set()
         for choice in choices:
@@ -298,7 +294,7 @@ class QueueMachine(RuleBasedStateMachine):
         name = self._any_request(data)
         self.run(self.queue.cancel(MODEL, [name, "unknown"], is_lost=is_lost))
         request = self.requests[name]
-        if request.state in ("queued", "running"):
+        if request.is_live:
             request.state, request.is_counted = "cancelled", not is_lost
 
     @precondition(lambda self: self.requests)
@@ -390,10 +386,7 @@ class QueueMachine(RuleBasedStateMachine):
         if self._verdict(hand) != "ok" or self.requests[hand.id].is_late:
             return
         request = self.requests[hand.id]
-        keys = (
-            self.keys.queue(MODEL),
-            *(f(MODEL, hand.id) for f in (self.keys.request, self.keys.log)),
-        )
+        keys = (self.keys.queue(MODEL), *keys_of_calls(self.keys, MODEL, [hand.id]))
         nonce = self.eye.hget(keys[1], "claim")
         arguments = named(
             entry=hand.claim.entry_id.decode(), group=GROUP, worker="whoever", nonce=nonce.decode(),
@@ -635,7 +628,7 @@ class QueueMachine(RuleBasedStateMachine):
         survivor = self._worker("survivor")
         self.workers["survivor"] = survivor
         self.run(survivor.create_group())
-        while any(r.state in ("queued", "running") for r in self.requests.values()):
+        while any(request.is_live for request in self.requests.values()):
             for entry_id in self._pending():
                 self._expire_lease(entry_id)
             before = len(self.hands)
@@ -666,6 +659,14 @@ class QueueMachine(RuleBasedStateMachine):
         unread = self.eye.xrange(self.keys.queue(MODEL), min=b"(" + group["last-delivered-id"])
         names = {fields[b"id"].decode() for _, fields in unread if b"id" in fields}
         return {name for name in names if not self.requests[name].is_late}
+
+    def _affinity_outcome(self) -> str:
+        """Of a request with `AFFINITY`, if it is submitted now."""
+        if self.preferred is None:
+            return "new"
+        if self.eye.xlen(self.keys.queue(MODEL)) > len(self._pending()) or not self._has_group():
+            return "busy"
+        return "home" if self.eye.exists(self.keys.wakeups(MODEL, self.preferred)) else "gone"
 
     def _note_preferred(self, name: str, request: Modelled) -> None:
         if request.sets_preferred:
@@ -716,7 +717,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Note what a worker got, and what was given up instead."""
         for claim in claims:
             request = self.requests[claim.id]
-            assert request.state in ("queued", "running")
+            assert request.is_live
             request.claim(self.workers[name])
             self._note_preferred(name, request)
             assert (claim.attempt, claim.failures) == (request.attempt, request.failures)
@@ -729,14 +730,11 @@ class QueueMachine(RuleBasedStateMachine):
                 pipe.hget(self.keys.request(MODEL, request_id), "state")
             states = pipe.execute()
         for request, state in zip(self.requests.values(), states, strict=True):
-            if state == b"failed" and request.state in ("queued", "running"):
+            if state == b"failed" and request.is_live:
                 request.claim(self.workers[name])
                 self._note_preferred(name, request)
-                assert (
-                    request.is_late
-                    or request.failures == MAX_ATTEMPTS
-                    or request.losses >= MAX_LOSSES
-                )
+                is_exhausted = request.failures == MAX_ATTEMPTS or request.losses >= MAX_LOSSES
+                assert request.is_late or is_exhausted
                 request.state = "failed"
 
 

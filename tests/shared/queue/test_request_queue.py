@@ -8,15 +8,8 @@ import time
 
 import pytest
 
-from shared.protocol import (
-    ErrorCode,
-    Failed,
-    Priority,
-)
-from shared.queue.api import (
-    CLEARED_AFTER_TOKENS,
-    Claim,
-)
+from shared.protocol import ErrorCode, Failed, Priority
+from shared.queue.api import CLEARED_AFTER_TOKENS, Claim
 from shared.queue.keys import GROUP
 from shared.queue.worker import CHECK_EVERY, LOSSES_PER_ATTEMPT
 from tests.factories_queue import (

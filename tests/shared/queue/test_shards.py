@@ -28,12 +28,7 @@ from shared.queue.api import (
     Submission,
     shard_of,
 )
-from shared.queue.shards import (
-    ShardedGatewayQueue,
-    ShardedMailbox,
-    Shards,
-    check_shards,
-)
+from shared.queue.shards import ShardedGatewayQueue, ShardedMailbox, Shards, check_shards
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings import SettingsError
 from shared.settings.tree import RedisSettings
