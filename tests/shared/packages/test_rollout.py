@@ -174,17 +174,6 @@ def test_failed_starts_are_tried_again_with_growing_pauses(world: World):
     assert gaps[-1] >= 8
 
 
-def test_a_canary_takes_its_share_until_it_is_promoted(world: World):
-    world.deploy(B, replace(SPEC, canary=0.1))
-    world.run(100)
-    assert world.app.state == "canary"
-    assert world.active == A
-    world.app = rollout.conclude(world.app, 2, Outcome("active"), world.now)
-    world.run(20)
-    assert world.active == B
-    assert not world.app.of(A)
-
-
 @pytest.mark.parametrize(
     ("new", "old", "is_kept"),
     [
@@ -229,13 +218,6 @@ def test_rollback_in_the_middle_of_an_update(world: World):
     assert world.num_ready(C) == 1
     assert not world.app.of(A) + world.app.of(B)
     assert world.least_ready >= 1
-
-
-def test_a_change_of_scale_needs_no_rollout(world: World):
-    world.deploy(A, replace(SPEC, min_instances=3))
-    world.run(10)
-    assert world.num_ready(A) == 3
-    assert world.outcomes == [(1, Outcome("active"))]
 
 
 def test_instances_follow_the_queue_up_and_down_to_none_and_back(world: World):
@@ -431,16 +413,6 @@ def test_crashes_on_requests_of_one_tenant_take_no_version_back(world: World, cr
         world.run(15)
     assert rollout.is_failing(world.app, world.now) == is_failing
     assert world.num_ready(B) == 1
-
-
-def test_a_candidate_whose_one_tenant_crashes_it_goes_on(world: World):
-    world.deploy(B, replace(SPEC, canary=0.5, retry_limit=0))
-    world.run(10)
-    for _ in range(5):
-        world.fail(B, tenants=("a",))
-        world.run(10)
-    assert world.app.candidate is not None
-    assert len(world.outcomes) == 1  # of the version before
 
 
 def test_a_slot_that_another_node_reports_is_not_claimed(world: World):

@@ -207,25 +207,6 @@ async def test_leases_are_renewed_at_intervals(ends, clock):
         assert (age_ms < 9000) == is_renewed
 
 
-async def test_a_heartbeat_between_renewals_costs_the_same_for_one_request_and_for_many(
-    ends, clock
-):
-    sent = []
-    for name, num_requests in (("a", 1), ("b", 50)):
-        worker = ends.worker(name)
-        for _ in range(num_requests):
-            await ends.enqueue()
-        await worker.create_group()
-        claims = await worker.read(num_requests, 1.0)
-        for _ in range(2):
-            assert await worker.renew(claims) == {}
-        before = await ends.redis.info("stats")
-        assert await worker.renew(claims) == {}
-        after = await ends.redis.info("stats")
-        sent.append(after["total_net_output_bytes"] - before["total_net_output_bytes"])
-    assert sent[1] < sent[0] + 100
-
-
 @pytest.mark.parametrize("gap", ["deleted", "trimmed", "restored"])
 async def test_a_gap_in_the_wakeups_of_a_worker_hides_no_lost_request(ends, clock, gap):
     """`restored`: a replica without the last wakeups became the primary, and its clock is slow."""

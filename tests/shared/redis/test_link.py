@@ -164,16 +164,23 @@ async def test_a_connection_that_redis_closed_is_opened_again(redis, sender):
 
 
 async def test_what_does_not_speak_redis_is_refused(tmp_path):
+    has_left = asyncio.Event()
+
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await reader.read()
         writer.close()
+        await writer.wait_closed()
+        has_left.set()
 
     async with await asyncio.start_unix_server(greet, tmp_path / "s"):
         client = create_redis(RedisSettings(url=f"unix://{tmp_path}/s"))
+        link = RedisLink(client)
         with pytest.raises(RedisConnectionError):
-            await RedisLink(client).execute("PING")
+            await link.execute("PING")
+        link.close()
         await client.aclose()
+        await has_left.wait()
 
 
 @pytest.mark.parametrize(

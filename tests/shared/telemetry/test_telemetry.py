@@ -139,13 +139,12 @@ def test_a_later_version_is_read_as_far_as_it_is_known(more):
     assert parse_trace_parent(f"cc{HEADER[2:]}{more}".encode()) == HEADER
 
 
-@pytest.mark.parametrize(
-    "malformed",
-    ["", HEADER.upper(), "ff" + HEADER[2:], HEADER + "-x", HEADER[:-1], HEADER + "0", HEADER.replace("a", "0"),
-     HEADER.replace("b", "0"), f"cc{HEADER[2:]}more", HEADER + "\n"],
-)  # fmt: skip
-def test_what_is_malformed_is_ignored(malformed):
-    assert parse_trace_parent(malformed.encode()) is None
+def test_what_is_malformed_is_ignored():
+    for malformed in (
+        "", HEADER.upper(), "ff" + HEADER[2:], HEADER + "-x", HEADER[:-1], HEADER + "0", HEADER.replace("a", "0"),
+        HEADER.replace("b", "0"), f"cc{HEADER[2:]}more", HEADER + "\n",
+    ):  # fmt: skip
+        assert parse_trace_parent(malformed.encode()) is None, malformed
 
 
 NASTY = 'two\nlines "quoted" \u2028 {"level": "forged"}'
