@@ -92,36 +92,30 @@ def test_event_cut_in_two_is_read_as_one(fake):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "message"),
+    ("answer", "message"),
     [
         (stream()[:-1], "without"),
         ([*stream(), chunk("more")], "goes on"),
         ([event(b"[DONE]")], "lacks"),
         ([chunk("a"), event({"error": {"code": "engine_failure", "message": "-"}})], "engine_fail"),
         ([event(b"{]")], "malformed"),
+        ("no object", "malformed"),
+        ({"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}, "no text"),
     ],
 )
-def test_broken_stream_is_an_error(fake, pieces, message):
-    fake.pieces = pieces
-    with pytest.raises(AnswerError, match=message):
-        ask(fake)
-
-
-@pytest.mark.parametrize("body", [WHOLE, STREAMED])
-def test_refusal_is_an_error_with_its_code(fake, body):
-    fake.status, fake.completion = 429, {"error": {"code": "rate_limit_exceeded", "type": "x"}}
-    with pytest.raises(AnswerError, match="status 429: rate_limit_exceeded"):
-        ask(fake, body)
-
-
-def test_dead_server_is_an_error_and_the_next_request_connects_again(fake):
+def test_broken_answer_is_an_error_and_the_next_request_connects_again(fake, answer, message):
+    fake.pieces = fake.completion = answer
     with ChatClient(fake.url) as client:
-        no_text = {"message": {"content": ""}, "finish_reason": "stop"}
-        for broken, message in (("no object", "malformed"), ({"choices": [no_text]}, "no text")):
-            fake.completion = broken
-            with pytest.raises(AnswerError, match=message):
-                client.ask(WHOLE)
+        with pytest.raises(AnswerError, match=message):
+            client.ask(STREAMED if isinstance(answer, list) else WHOLE)
         fake.completion = completion()
         assert client.ask(WHOLE).num_tokens == 3
+
+
+def test_refusals_and_dead_servers_are_errors(fake):
+    fake.status, fake.completion = 429, {"error": {"code": "rate_limit_exceeded", "type": "x"}}
+    for body in (WHOLE, STREAMED):
+        with pytest.raises(AnswerError, match="status 429: rate_limit_exceeded"):
+            ask(fake, body)
     with ChatClient("http://127.0.0.1:9") as client, pytest.raises(AnswerError, match="connection"):
         client.ask(WHOLE)

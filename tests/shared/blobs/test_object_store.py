@@ -3,7 +3,6 @@
 import asyncio
 import io
 import os
-from base64 import b64encode
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -11,21 +10,12 @@ from uuid import uuid4
 
 import pytest
 from msgspec.structs import replace
-from PIL import Image
 
 from shared.blobs.api import BlobsUnavailable
 from shared.blobs.object_store import MAX_REDIS_BYTES, ObjectBlobStore, UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import BlobRef
 from shared.settings import SettingsError
-from tests.factories_gateway import (
-    CARD,
-    make_body,
-    make_settings,
-    run_gateway_on_socket,
-    run_worker,
-)
-from tests.factories_images import data_url, image_part
 
 obstore = pytest.importorskip("obstore")
 from_url = pytest.importorskip("obstore.store").from_url
@@ -133,26 +123,6 @@ async def test_a_store_that_is_away_says_so(make, tmp_path, reader):
     for url in ((await store.locate(REF, 60.0)).url, "http://127.0.0.1:9/nobody"):
         with pytest.raises(BlobsUnavailable):
             await reader.get(replace(REF, url=url))
-
-
-async def test_a_gateway_sends_a_large_image_by_its_url(
-    redis_server, redis_prefix, tmp_path, reader
-):
-    changes = {"blobs": {"store": f"file://{tmp_path / 'images'}"}}
-    settings = make_settings(redis_server, redis_prefix, **changes)
-    noise = io.BytesIO()
-    Image.frombytes("RGB", (400, 400), os.urandom(480_000)).save(noise, "PNG")
-    large = f"data:image/png;base64,{b64encode(noise.getvalue()).decode()}"
-    async with (
-        run_worker(redis_server, redis_prefix, CARD) as worker,
-        run_gateway_on_socket(settings) as gateway,
-    ):
-        body = make_body([image_part(url) for url in (large, data_url())])
-        assert (await gateway.chat(body)).status_code == 200
-        [request] = worker.requests
-        in_store, in_redis = request.task.images
-        assert (in_redis.url, in_store.num_bytes > MAX_REDIS_BYTES) == ("", True)
-        assert await reader.get(in_store) == noise.getvalue()
 
 
 @pytest.mark.parametrize(
