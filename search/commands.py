@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import quote
 
 import msgspec
@@ -101,14 +101,22 @@ def list_images(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """Raises: EmbedError."""
     try:
-        with path.open(encoding="utf-8-sig", newline=None) as file:
-            yield from ((number, line.rstrip("\n")) for number, line in enumerate(file, 1))
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield file
     except UnicodeDecodeError:
         raise EmbedError(f"{path} is not UTF-8: convert it first") from None
-    except OSError as error:
-        raise EmbedError(f"{path} cannot be read ({error.strerror})") from None
+    except (OSError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise EmbedError(f"{path} cannot be read ({reason})") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with _opened(path) as file:
+        yield from ((number, line.rstrip("\r\n")) for number, line in enumerate(file, 1))
 
 
 def _read_jsonl(path: Path, text_field: str) -> Iterator[Source]:
@@ -127,15 +135,10 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Source]:
 
 
 def _read_csv(path: Path, text_field: str) -> Iterator[Source]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file)
-            for row in rows:
-                yield _from_row(row, text_field, f"{path}:{rows.line_num}", path.parent)
-    except UnicodeDecodeError:
-        raise EmbedError(f"{path} is not UTF-8: convert it first") from None
-    except (OSError, csv.Error) as error:
-        raise EmbedError(f"{path} cannot be read: {error}") from None
+    with _opened(path) as file:
+        rows = csv.DictReader(file)
+        for row in rows:
+            yield _from_row(row, text_field, f"{path}:{rows.line_num}", path.parent)
 
 
 def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path) -> Source:

@@ -72,6 +72,7 @@ _FAILURES = {
 logger = logging.getLogger(__name__)
 
 
+@redis_errors_as(QueueUnavailable)
 class RedisWorkerQueue(RedisStore):
     """One worker's side of one model's queue: a `WorkerQueue`."""
 
@@ -121,7 +122,6 @@ class RedisWorkerQueue(RedisStore):
 
     # Claiming
 
-    @redis_errors_as(QueueUnavailable)
     async def read(self, count: int, block_s: float) -> list[Claim]:
         """See `WorkerQueue.read`. An old batch call joins the queue after `OVERTAKES_PER_AGED` claims."""
         if self._num_overtakes >= OVERTAKES_PER_AGED:
@@ -145,15 +145,9 @@ class RedisWorkerQueue(RedisStore):
             self._last_read_id = (claimed or others)[-1][0]
         return await self._claim_entries([*claimed, *others], "new", count, replies)
 
-    @redis_errors_as(QueueUnavailable)
     async def take(self, count: int) -> list[Claim]:
         return await self._claim_entries(await self.entries.take(count), "new", count)
 
-    @redis_errors_as(QueueUnavailable)
-    async def reclaim(self, count: int) -> list[Claim]:
-        return await self._reclaim(count)
-
-    @redis_errors_as(QueueUnavailable)
     async def take_scan(self, every_s: float) -> bool:
         command = ("SET", self._keys.scan(self._model), self._worker_id, "NX", "PX", to_ms(every_s))
         try:
@@ -161,12 +155,11 @@ class RedisWorkerQueue(RedisStore):
         except ResponseError:  # an older ACL may not allow this key
             return True
 
-    @redis_errors_as(QueueUnavailable)
     async def end_scan(self) -> None:
         with suppress(ResponseError):
             await self._sender.execute("DEL", self._keys.scan(self._model))
 
-    async def _reclaim(self, count: int) -> list[Claim]:
+    async def reclaim(self, count: int) -> list[Claim]:
         idle = await self.entries.idle(count, self._lease_s, self._held)
         if not idle:
             return []
@@ -175,7 +168,6 @@ class RedisWorkerQueue(RedisStore):
             self._held.pop(entry_id, None)  # a later owner lost it too
         return await self._claim_entries(entries, "reclaimed", count)
 
-    @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
         """See `WorkerQueue.reconcile`. Consumers without entries are deleted every `REAP_EVERY_S`."""
         await self.entries.count_backlog()
@@ -220,8 +212,8 @@ class RedisWorkerQueue(RedisStore):
             try:
                 await self.entries.remove(wakeups)
                 if is_released and len(live) < free:
-                    live += await self._reclaim(free - len(live))
-            except RedisError as error:  # the claims must not get lost
+                    live += await self.reclaim(free - len(live))
+            except (RedisError, QueueUnavailable) as error:  # the claims must not get lost
                 logger.warning("could not reclaim released requests: %s", error)
         return live
 
@@ -258,13 +250,11 @@ class RedisWorkerQueue(RedisStore):
         self._held.pop(entry_id, None)
         return None
 
-    @redis_errors_as(QueueUnavailable)
     async def begin(self, claim: Claim) -> bool:
         """See `WorkerQueue.begin`. Before this call, the loss of the worker does not count as a crash."""
         keys = (self._keys.request(self._model, claim.id),)
         return await self._run(BEGIN, keys, attempt=claim.attempt, worker=self._worker_id) == 1
 
-    @redis_errors_as(QueueUnavailable)
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
         """See `WorkerQueue.publish`. Calls that end or are refused are no longer held."""
         return await self._publish(publications)
@@ -286,7 +276,6 @@ class RedisWorkerQueue(RedisStore):
 
     # Leases
 
-    @redis_errors_as(QueueUnavailable)
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
         """See `WorkerQueue.renew`.
 
@@ -327,7 +316,6 @@ class RedisWorkerQueue(RedisStore):
                 self._let_go(claim)
         return refused
 
-    @redis_errors_as(QueueUnavailable)
     async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]:
         claims = list(claims)
         gone = await self.publisher.find_gone({claim.reply_to for claim in claims})
@@ -343,7 +331,6 @@ class RedisWorkerQueue(RedisStore):
             self._let_go(claim)
         await self._run(CANCEL, keys, **cancel_arguments(self._keys, self._model))
 
-    @redis_errors_as(QueueUnavailable)
     async def release(self, claims: Iterable[Claim], *, is_crash: bool = False) -> int:
         claims = list(claims)
         if not claims:
@@ -360,7 +347,6 @@ class RedisWorkerQueue(RedisStore):
             is_crash=is_crash, crashes=crashes, crash_ttl_ms=crash_ttl_ms, items=items,
         )  # fmt: skip
 
-    @redis_errors_as(QueueUnavailable)
     async def leave(self, keep: Iterable[Claim] = ()) -> None:
         """See `WorkerQueue.leave`.
 

@@ -10,30 +10,13 @@ import numpy as np
 import psycopg
 import pytest
 
+import shared.search as wire
 from benchmarks.search.run import make_items, make_vectors
 from search.catalog import Catalog
 from search.index import SearchUnavailable, open_indexes
 from search.postgres import PostgresIndex, PostgresIndexes, open_postgres
 from search.server import run_search as run_server
 from search.stores import Stores
-from shared.search import (
-    AttachFile,
-    CreateStore,
-    DropItems,
-    DropStore,
-    FileRecord,
-    Filter,
-    Item,
-    ListStores,
-    Page,
-    PutFile,
-    PutItems,
-    ReadItems,
-    ReadStore,
-    SearchError,
-    StoreFile,
-    StoreRecord,
-)
 from shared.settings import SettingsError
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import Settings
@@ -43,7 +26,7 @@ from tests.search.index_process import recall
 from tests.search.postgres_server import postgres
 from tests.waiting import wait_for
 
-CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
+CREATE = wire.CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
 
 
 @pytest.fixture
@@ -83,8 +66,8 @@ def open_index(url: str, dimensions: int) -> Iterator[PostgresIndex]:
         yield index
 
 
-def put(store: str, items: list[Item]) -> PutItems:
-    return PutItems(tenant="t", store=store, digest="d", items=items)
+def put(store: str, items: list[wire.Item]) -> wire.PutItems:
+    return wire.PutItems(tenant="t", store=store, digest="d", items=items)
 
 
 def tables(url: str) -> set[str]:
@@ -96,38 +79,40 @@ def tables(url: str) -> set[str]:
 def test_writers_of_two_processes_lose_nothing(pair, shared_url):
     """Upserts of the same ids, files, and stores at once; the other process finds, deletes and counts them."""
     one, two = pair
-    store = one.ask(CREATE, StoreRecord).id
+    store = one.ask(CREATE, wire.StoreRecord).id
 
     def write(number: int) -> None:
         process = pair[number % 2]
         items = [msgspec.structs.replace(i, id=f"{number} {i.id}") for i in make_few(20)]
-        process.ask(put(store, [*items, *make_few(5)]), StoreRecord)
-        file = PutFile(tenant="t", filename="f", purpose="assistants", data=b"text")
-        name = process.ask(file, FileRecord).id
+        process.ask(put(store, [*items, *make_few(5)]), wire.StoreRecord)
+        file = wire.PutFile(tenant="t", filename="f", purpose="assistants", data=b"text")
+        name = process.ask(file, wire.FileRecord).id
         chunk = msgspec.structs.replace(items[0], id=f"{name}:0", file_id=name)
-        attach = AttachFile(
+        attach = wire.AttachFile(
             tenant="t", store=store, file=name, digest="d", items=[chunk], max_chunk_tokens=1,
             chunk_overlap_tokens=0,
         )  # fmt: skip
-        assert process.ask(attach, StoreFile).status == "completed"
-        process.ask(CREATE, StoreRecord)
+        assert process.ask(attach, wire.StoreFile).status == "completed"
+        process.ask(CREATE, wire.StoreRecord)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(write, range(16)))
-    record = two.ask(ReadStore(tenant="t", store=store), StoreRecord)
+    record = two.ask(wire.ReadStore(tenant="t", store=store), wire.StoreRecord)
     assert (record.num_items, record.num_files) == (16 * 21 + 5, 16)
-    listed = one.ask(ListStores(tenant="t", page=Page(limit=100)), list[StoreRecord])
+    listed = one.ask(wire.ListStores(tenant="t", page=wire.Page(limit=100)), list[wire.StoreRecord])
     assert len(listed) == 17
     assert sum(name.startswith("vs_") for name in tables(shared_url)) == 17
 
     gone = [item.id for item in make_few(5)]
-    assert two.ask(DropItems(tenant="t", store=store, ids=[*gone, "none"]), int) == 5
-    found = one.ask(ReadItems(tenant="t", store=store, page=Page(limit=1000)), list[Item])
+    assert two.ask(wire.DropItems(tenant="t", store=store, ids=[*gone, "none"]), int) == 5
+    found = one.ask(
+        wire.ReadItems(tenant="t", store=store, page=wire.Page(limit=1000)), list[wire.Item]
+    )
     assert len(found) == 16 * 21
     assert found == sorted(found, key=lambda item: item.id)
-    two.ask(DropStore(tenant="t", store=store), bool)
-    with pytest.raises(SearchError, match="no such vector store"):
-        one.ask(put(store, make_few(1)), StoreRecord)
+    two.ask(wire.DropStore(tenant="t", store=store), bool)
+    with pytest.raises(wire.SearchError, match="no such vector store"):
+        one.ask(put(store, make_few(1)), wire.StoreRecord)
 
 
 def test_a_store_and_its_vectors_are_deleted_in_one_transaction(stores, url, monkeypatch):
@@ -136,18 +121,18 @@ def test_a_store_and_its_vectors_are_deleted_in_one_transaction(stores, url, mon
 
     store = stores.answer(CREATE).id
     stores.answer(put(store, make_few(3)))
-    drop = DropStore(tenant="t", store=store)
+    drop = wire.DropStore(tenant="t", store=store)
     with monkeypatch.context() as patch:
         patch.setattr(PostgresIndexes, "drop", fail)
         with pytest.raises(OSError, match="told to"):
             stores.answer(drop)
-    assert len(stores.answer(ReadItems(tenant="t", store=store, page=Page()))) == 3
+    assert len(stores.answer(wire.ReadItems(tenant="t", store=store, page=wire.Page()))) == 3
     assert stores.answer(drop)
     assert not any(name.startswith("vs_") for name in tables(url))
     monkeypatch.setattr(PostgresIndexes, "open", fail)
     with pytest.raises(OSError, match="told to"):
         stores.answer(CREATE)
-    assert stores.answer(ListStores(tenant="t", page=Page())) == []
+    assert stores.answer(wire.ListStores(tenant="t", page=wire.Page())) == []
 
 
 def test_a_store_that_is_written_while_its_expiry_waits_is_kept(stores, monkeypatch):
@@ -155,30 +140,33 @@ def test_a_store_that_is_written_while_its_expiry_waits_is_kept(stores, monkeypa
     stale = msgspec.structs.replace(store, last_active_at=0)
     monkeypatch.setattr(Catalog, "all_stores", lambda _: [("t", stale)])
     stores.sweep()
-    assert stores.answer(ReadStore(tenant="t", store=store.id)).id == store.id
-    with pytest.raises(SearchError, match="NUL"):
-        stores.answer(ReadStore(tenant="t", store="vs_\0"))
+    assert stores.answer(wire.ReadStore(tenant="t", store=store.id)).id == store.id
+    with pytest.raises(wire.SearchError, match="NUL"):
+        stores.answer(wire.ReadStore(tenant="t", store="vs_\0"))
 
 
 def test_a_third_process_does_not_take_the_socket_of_the_first(pair, shared_url):
     search = {"url": pair[0].url, "index": shared_url}
     with pytest.raises(SettingsError, match="another process listens there"):
         run_server(Settings(search=search))  # type: ignore[arg-type]
-    assert pair[0].ask(ListStores(tenant="nobody", page=Page()), list[StoreRecord]) == []
+    assert (
+        pair[0].ask(wire.ListStores(tenant="nobody", page=wire.Page()), list[wire.StoreRecord])
+        == []
+    )
 
 
 def test_a_killed_database_loses_nothing_that_was_acknowledged(pair):
     process = pair[0]
     acknowledged: list[int] = []
     begun, refusals = threading.Event(), list[str]()
-    store = process.ask(CREATE, StoreRecord).id
+    store = process.ask(CREATE, wire.StoreRecord).id
 
     def write() -> None:
         for number in range(10_000):
             items = [msgspec.structs.replace(i, id=f"{number} {i.id}") for i in make_few(20)]
             try:
-                process.ask(put(store, items), StoreRecord)
-            except SearchError as error:
+                process.ask(put(store, items), wire.StoreRecord)
+            except wire.SearchError as error:
                 refusals.append(error.fault.code)
                 return
             acknowledged.append(number)
@@ -189,26 +177,26 @@ def test_a_killed_database_loses_nothing_that_was_acknowledged(pair):
     writer.start()
     assert begun.wait(30)
     for _ in range(8):  # each thread of the process has a connection
-        process.ask(ReadStore(tenant="t", store=store), StoreRecord)
+        process.ask(wire.ReadStore(tenant="t", store=store), wire.StoreRecord)
     postgres().kill()
     writer.join(30)
     assert refusals == ["unavailable"]
-    with pytest.raises(SearchError, match="does not answer"):
-        process.ask(ReadStore(tenant="t", store=store), StoreRecord)
+    with pytest.raises(wire.SearchError, match="does not answer"):
+        process.ask(wire.ReadStore(tenant="t", store=store), wire.StoreRecord)
     postgres().start()
 
-    def stored() -> list[Item] | None:
+    def stored() -> list[wire.Item] | None:
         try:
-            read = ReadItems(tenant="t", store=store, page=Page(limit=100_000))
-            return process.ask(read, list[Item])
-        except SearchError:  # it recovers
+            read = wire.ReadItems(tenant="t", store=store, page=wire.Page(limit=100_000))
+            return process.ask(read, list[wire.Item])
+        except wire.SearchError:  # it recovers
             return None
 
     wait_for(lambda: stored() is not None, 30)
     batches = [int(item.id.partition(" ")[0]) for item in stored() or ()]
     assert set(acknowledged) <= set(batches)
     assert len(batches) == 20 * len(set(batches))
-    process.ask(put(store, make_few(1)), StoreRecord)
+    process.ask(put(store, make_few(1)), wire.StoreRecord)
 
 
 def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url):
@@ -228,7 +216,7 @@ def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url):
         [hits] = index.search(queries[:1], 10)
         assert len(hits) == 10
         assert index.stats().num_bytes == pytest.approx(before * 11 / 12, rel=0.01)
-        assert index.search(queries[:1], 10, Filter("in", "none", ["x"])) == [[]]
+        assert index.search(queries[:1], 10, wire.Filter("in", "none", ["x"])) == [[]]
 
 
 def test_a_database_without_an_encoding_keeps_any_text():
@@ -238,7 +226,9 @@ def test_a_database_without_an_encoding_keeps_any_text():
             make_few(1)[0], id="Köln\0", text="näh\0", attributes={"ä?%s": "ü\0", "b": True}
         )
         index.upsert([item])
-        where = Filter("and", filters=(Filter("eq", "ä?%s", "ü\0"), Filter("ne", "b", False)))
+        where = wire.Filter(
+            "and", filters=(wire.Filter("eq", "ä?%s", "ü\0"), wire.Filter("ne", "b", False))
+        )
         [[hit]] = index.search(np.frombuffer(item.vector, "<f4")[None], 1, where)
         assert msgspec.structs.replace(hit.item, vector=item.vector) == item
         assert [each.id for each in index.page("", 1)] == ["Köln\0"]

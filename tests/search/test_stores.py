@@ -6,22 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
+import shared.search as wire
 from search.catalog import Catalog, Sqlite
 from search.lance import LanceIndex, LanceIndexes
 from search.stores import Stores
-from shared.search import (
-    CreateStore,
-    DropStore,
-    ListStores,
-    Page,
-    PutFile,
-    PutItems,
-    Query,
-    ReadFile,
-    ReadItems,
-    ReadStore,
-    SearchError,
-)
 from shared.settings.limits import LimitSettings
 from tests.factories_search import make_items
 
@@ -42,20 +30,22 @@ def stores(tmp_path):
 
 
 def create(stores, tenant="t", **changes):
-    asked = CreateStore(tenant=tenant, name="s", model="m", digest="d", dimensions=8, **changes)
+    asked = wire.CreateStore(
+        tenant=tenant, name="s", model="m", digest="d", dimensions=8, **changes
+    )
     return stores.answer(asked).id
 
 
 def put(store, items=ITEMS, tenant="t"):
-    return PutItems(tenant=tenant, store=store, digest="d", items=items)
+    return wire.PutItems(tenant=tenant, store=store, digest="d", items=items)
 
 
 def query(store):
-    return Query(tenant="t", store=store, digest="d", vectors=[ITEMS[0].vector], k=1)
+    return wire.Query(tenant="t", store=store, digest="d", vectors=[ITEMS[0].vector], k=1)
 
 
 def list_ids(stores):
-    return [record.id for record in stores.answer(ListStores(tenant="t", page=Page()))]
+    return [record.id for record in stores.answer(wire.ListStores(tenant="t", page=wire.Page()))]
 
 
 def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch):
@@ -73,7 +63,7 @@ def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch
     def write(store, tenant="t"):
         try:
             stores.answer(put(store, tenant=tenant))
-        except SearchError as error:
+        except wire.SearchError as error:
             told.release()
             return error.fault.code
         return "written"
@@ -84,13 +74,13 @@ def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch
         theirs = threads.submit(write, of_another, "other")
         for _ in range(NUM_WRITERS + 1):
             assert told.acquire(timeout=60)
-        with pytest.raises(SearchError, match="bytes in files"):
-            stores.answer(PutFile(tenant="t", filename="f", purpose="p", data=b"x" * SIZE))
+        with pytest.raises(wire.SearchError, match="bytes in files"):
+            stores.answer(wire.PutFile(tenant="t", filename="f", purpose="p", data=b"x" * SIZE))
         gate.set()
         assert sorted(each.result() for each in written) == ["full"] * 3 + ["written"] * 3
         assert theirs.result() == "written"
     counts = [
-        len(stores.answer(ReadItems(tenant="t", store=name, page=Page(limit=100))))
+        len(stores.answer(wire.ReadItems(tenant="t", store=name, page=wire.Page(limit=100))))
         for name in names
     ]
     assert sorted(counts) == [0, 0, 0, 50, 50, 50]
@@ -108,7 +98,7 @@ def test_a_refused_or_failed_write_gives_its_room_back(stores, monkeypatch):
             with pytest.raises(OSError, match="disk"):
                 stores.answer(put(name))
     for _ in range(5):
-        with pytest.raises(SearchError, match="bytes in files"):
+        with pytest.raises(wire.SearchError, match="bytes in files"):
             stores.answer(put(name, make_items(400)))
     stores.answer(put(name))
 
@@ -119,7 +109,7 @@ def test_a_store_that_is_deleted_while_it_is_asked_for_is_not_made_again(
 ):
     name = create(stores)
     find = Catalog.store
-    meanwhile = [lambda: stores.answer(DropStore(tenant="t", store=name))]
+    meanwhile = [lambda: stores.answer(wire.DropStore(tenant="t", store=name))]
 
     def find_and_delete(catalog, tenant, name):
         found = find(catalog, tenant, name)
@@ -129,7 +119,7 @@ def test_a_store_that_is_deleted_while_it_is_asked_for_is_not_made_again(
 
     monkeypatch.setattr(Catalog, "store", find_and_delete)
     asked = put(name) if is_write else query(name)
-    with pytest.raises(SearchError, match="no such vector store"):
+    with pytest.raises(wire.SearchError, match="no such vector store"):
         stores.answer(asked)
     assert list((tmp_path / "stores").iterdir()) == []
 
@@ -137,16 +127,16 @@ def test_a_store_that_is_deleted_while_it_is_asked_for_is_not_made_again(
 @pytest.mark.parametrize(
     ("owner", "name", "writes"),
     [
-        (LanceIndexes, "open", CreateStore(tenant="u", name="s", model="m", digest="d", dimensions=8)),
-        (LanceIndexes, "drop", DropStore(tenant="t", store="other")),
+        (LanceIndexes, "open", wire.CreateStore(tenant="u", name="s", model="m", digest="d", dimensions=8)),
+        (LanceIndexes, "drop", wire.DropStore(tenant="t", store="other")),
         (LanceIndex, "upsert", put("other", ITEMS[:5])),
-        (Catalog, "files_of", PutFile(tenant="u", filename="f", purpose="p", data=b"x")),
+        (Catalog, "files_of", wire.PutFile(tenant="u", filename="f", purpose="p", data=b"x")),
     ],
 )  # fmt: skip
 def test_readers_wait_for_no_writer(stores, monkeypatch, owner, name, writes):
     store, other = create(stores), create(stores)
     stores.answer(put(store, ITEMS[:5]))
-    file = stores.answer(PutFile(tenant="t", filename="f", purpose="p", data=b"x"))
+    file = stores.answer(wire.PutFile(tenant="t", filename="f", purpose="p", data=b"x"))
     begun, gate = threading.Event(), threading.Event()
     original = getattr(owner, name)
 
@@ -157,10 +147,10 @@ def test_readers_wait_for_no_writer(stores, monkeypatch, owner, name, writes):
 
     reads = [
         query(store),
-        ReadItems(tenant="t", store=store, ids=[ITEMS[0].id]),
-        ReadStore(tenant="t", store=store),
-        ListStores(tenant="t", page=Page()),
-        ReadFile(tenant="t", file=file.id, with_data=True),
+        wire.ReadItems(tenant="t", store=store, ids=[ITEMS[0].id]),
+        wire.ReadStore(tenant="t", store=store),
+        wire.ListStores(tenant="t", page=wire.Page()),
+        wire.ReadFile(tenant="t", file=file.id, with_data=True),
     ]
     if hasattr(writes, "store"):
         writes = msgspec.structs.replace(writes, store=other)
@@ -194,7 +184,7 @@ def test_a_store_whose_index_cannot_be_deleted_yet_is_deleted_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(LanceIndexes, "drop", fail)
-        assert stores.answer(DropStore(tenant="t", store=name))
+        assert stores.answer(wire.DropStore(tenant="t", store=name))
     assert list_ids(stores) == []
     assert len(list((tmp_path / "stores").iterdir())) == 1
     if is_restarted:
@@ -219,7 +209,7 @@ def test_a_creation_that_was_killed_leaves_no_index(stores, tmp_path, monkeypatc
 def test_a_store_that_is_not_used_expires(stores, tmp_path, monkeypatch):
     day = 86_400
     names = {days: create(stores, expires_after_days=days) for days in (0, 1, 2, 5)}
-    now = stores.answer(ReadStore(tenant="t", store=names[1])).created_at
+    now = stores.answer(wire.ReadStore(tenant="t", store=names[1])).created_at
     searched_at = now + 2 * day - 1
     monkeypatch.setattr("search.stores._now", lambda: searched_at)
     stores.answer(query(names[2]))
@@ -228,4 +218,4 @@ def test_a_store_that_is_not_used_expires(stores, tmp_path, monkeypatch):
     left = set(list_ids(stores))
     assert left == {names[0], names[2], names[5]}
     assert {path.stem for path in (tmp_path / "stores").iterdir()} == left
-    assert stores.answer(ReadStore(tenant="t", store=names[2])).last_active_at == searched_at
+    assert stores.answer(wire.ReadStore(tenant="t", store=names[2])).last_active_at == searched_at

@@ -51,21 +51,8 @@ async def names(events, count: int) -> list[str]:
         return [decode_events((await anext(events))[1])[0].request_id for _ in range(count)]
 
 
-async def test_a_model_opened_later_is_read_at_once(open_mailbox, post):
-    mailbox = open_mailbox()
-    await mailbox.open(["m"])
-    waiting = asyncio.create_task(names(mailbox.events(), 1))
-    await asyncio.sleep(0.02)  # lets the reader block; nothing depends on it
-
-    await mailbox.open(["m", "n"])
-    await post("late", model="n")
-
-    assert await asyncio.wait_for(waiting, 1.8) == ["late"]
-
-
-async def test_a_model_opened_while_the_reader_connects_is_read_at_once(
-    open_mailbox, post, monkeypatch
-):
+@pytest.mark.parametrize("while_it", ["reads", "connects"])
+async def test_a_model_opened_later_is_read_at_once(open_mailbox, post, monkeypatch, while_it):
     may_connect, is_connecting = asyncio.Event(), asyncio.Event()
     connect = RedisLink.connect
 
@@ -79,7 +66,11 @@ async def test_a_model_opened_while_the_reader_connects_is_read_at_once(
     monkeypatch.setattr(RedisLink, "connect", connect_late)
     waiting = asyncio.create_task(names(mailbox.events(), 1))
     await asyncio.wait_for(is_connecting.wait(), 5.0)
-    await mailbox.open(["n"])
+    if while_it == "reads":
+        may_connect.set()
+        await asyncio.sleep(0.02)  # lets the reader block; nothing depends on it
+
+    await mailbox.open(["m", "n"])
     may_connect.set()
     await post("late", model="n")
 

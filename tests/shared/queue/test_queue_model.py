@@ -217,15 +217,7 @@ class QueueMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "t"]),
         shares=st.booleans(),
     )
-    def enqueue(
-        self,
-        repeats: int,
-        priority: Priority,
-        count: int,
-        num_tokens: int,
-        tenant: str,
-        shares: bool,
-    ) -> None:
+    def enqueue(self, repeats, priority, count, num_tokens, tenant, shares) -> None:
         """Perhaps the reply of the first try is lost."""
         shares = shares and priority is not Priority.BATCH
         choices = [make_request(priority=priority, tenant=tenant) for _ in range(count)]
@@ -245,14 +237,10 @@ class QueueMachine(RuleBasedStateMachine):
         if is_reserved:
             assert self._unread() == set()
         for choice in choices:
-            is_batch = priority is Priority.BATCH
             self.requests[choice.id] = Modelled(
-                is_batch,
-                num_tokens,
-                tenant,
-                sets_preferred=shares and not is_reserved,
-                is_first=choice is choices[0],
-            )
+                priority is Priority.BATCH, num_tokens, tenant,
+                sets_preferred=shares and not is_reserved, is_first=choice is choices[0],
+            )  # fmt: skip
             entry, aside = self.eye.hmget(self.keys.request(MODEL, choice.id), "entry", "aside")
             assert aside == (entry if is_reserved else None)
 

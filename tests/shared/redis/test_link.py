@@ -19,19 +19,21 @@ from shared.queue.gateway import RedisGatewayQueue
 from shared.redis.client import RedisLink, RedisSender, create_redis, retry_idempotent
 from shared.settings.tree import RedisSettings
 from tests.factories_settings import make_group
-from tests.faults.proxy import run_proxy
+from tests.faults.proxy import FaultProxy, run_proxy
 from tests.rounds import in_one_round
 
 TIMEOUT_S = 0.5
 
 
 @asynccontextmanager
-async def slow_redis(redis_server: str, bytes_per_s: float) -> AsyncIterator[Redis]:
+async def slow_redis(
+    redis_server: str, bytes_per_s: float = 0.0
+) -> AsyncIterator[tuple[Redis, FaultProxy]]:
     """A client with little patience behind a slow line."""
     async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
         proxy.bytes_per_s = bytes_per_s
         client = create_redis(make_group(RedisSettings, url=proxy.url, command_timeout_s=TIMEOUT_S))
-        yield client
+        yield client, proxy
         await client.aclose()
 
 
@@ -48,7 +50,7 @@ async def longest_answer_s(sender: RedisSender, until: asyncio.Future) -> float:
 @in_one_round
 async def test_many_images_at_once_each_have_their_time(redis_server, redis_prefix):
     """18 MB at 20 MB/s with a patience of half a second; what is small passes by them."""
-    async with slow_redis(redis_server, 20e6) as redis:
+    async with slow_redis(redis_server, 20e6) as (redis, _):
         store, tokens = RedisBlobStore(redis, redis_prefix), RedisSender(redis)
         images = [bytes([number]) * 1_500_000 for number in range(12)]
         putting = asyncio.gather(*(store.put(image, "request", ttl_s=60.0) for image in images))
@@ -64,7 +66,7 @@ async def test_many_images_at_once_each_have_their_time(redis_server, redis_pref
 
 @in_one_round
 async def test_all_clients_that_leave_at_once_are_cancelled(redis_server, redis_prefix):
-    async with slow_redis(redis_server, 3e6) as redis:
+    async with slow_redis(redis_server, 3e6) as (redis, _):
         queue = RedisGatewayQueue(redis, redis_prefix)
         names = [f"request-{number:05}-{'x' * 24}" for number in range(7_000)]
         await asyncio.gather(
@@ -76,8 +78,7 @@ async def test_all_clients_that_leave_at_once_are_cancelled(redis_server, redis_
 @in_one_round
 async def test_a_line_that_stops_is_given_up_by_all_who_wait(redis_server):
     """However much waits to be sent: what has not moved for the time of a command fails then, not in turn."""
-    async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
-        client = create_redis(make_group(RedisSettings, url=proxy.url, command_timeout_s=TIMEOUT_S))
+    async with slow_redis(redis_server) as (client, proxy):
         sender = RedisSender(client)
         await sender.execute("PING")
         proxy.freeze()
@@ -89,7 +90,6 @@ async def test_a_line_that_stops_is_given_up_by_all_who_wait(redis_server):
         proxy.thaw()
         assert await retry_idempotent(lambda: sender.execute("ECHO", "a")) == b"a"
         await sender.close()
-        await client.aclose()
 
 
 @pytest.fixture
