@@ -57,27 +57,11 @@ async def run_beside(*arguments: str):
     return await asyncio.to_thread(run, *arguments)
 
 
-def test_a_collection_holds_the_inputs_and_their_vectors_in_order(tmp_path, inputs, embedder):
-    reported = []
-    report = lambda *progress: reported.append(progress)  # noqa: E731
-    options = {"part_items": 20, "batch_items": 7, "report": report}
-    manifest = embed([inputs], tmp_path / "out", embedder, **options)
-    assert [part.num_items for part in manifest.parts] == [20, 20, 10]
-    assert (reported[0], reported[-1]) == ((0, 50), (50, 50))
-    assert len(reported) == 1 + 3 + 3 + 2
-    items = list(FlatIndex(tmp_path / "out").items())
-    assert [item.text for item in items] == TEXTS
-    assert [item.id for item in items] == [str(n) for n in range(50)]
-    rows = np.array([vector_of(text, prompt_name="document") for text in TEXTS], "<f4")
-    assert b"".join(item.vector for item in items) == rows.tobytes()
-    index, scores = FlatIndex(tmp_path / "out"), rows @ rows[7]
-    [hits] = index.search(rows[7:8], 5)
-    assert [int(hit.item.id) for hit in hits] == np.argsort(-scores)[:5].tolist()
-    assert [hit.score for hit in hits] == pytest.approx(sorted(scores)[:-6:-1])
-    assert [item.id for item in index.page("45", 3)] == ["46", "47", "48"]
+def test_a_run_that_was_cut_goes_on_after_its_last_whole_part(
+    tmp_path, inputs, embedder, monkeypatch
+):
+    """The collection holds the inputs and their vectors in order."""
 
-
-def test_a_cut_run_goes_on_after_its_last_whole_part(tmp_path, inputs, embedder, monkeypatch):
     class Cut(Exception):
         pass
 
@@ -85,19 +69,28 @@ def test_a_cut_run_goes_on_after_its_last_whole_part(tmp_path, inputs, embedder,
         if num_done == 47:
             raise Cut
 
-    whole = embed([inputs], tmp_path / "whole", embedder, part_items=20)
-    options = {"part_items": 20, "batch_items": 7}
+    reported, options = [], {"part_items": 20, "batch_items": 7}
     with pytest.raises(Cut):
         embed([inputs], tmp_path / "out", embedder, **options, report=cut)
     with pytest.raises(BadCollection, match="run it again"):
         read_manifest(tmp_path / "out")
-    reported = []
-    report = lambda num_done, total: reported.append(num_done)  # noqa: E731
-    resumed = embed([inputs], tmp_path / "out", embedder, **options, report=report)
-    assert (reported[0], resumed) == (40, whole)
+    report = lambda *progress: reported.append(progress)  # noqa: E731
+    manifest = embed([inputs], tmp_path / "out", embedder, **options, report=report)
+    assert [part.num_items for part in manifest.parts] == [20, 20, 10]
+    assert reported == [(40, 50), (47, 50), (50, 50)]
+    index = FlatIndex(tmp_path / "out")
+    items = list(index.items())
+    assert [(item.id, item.text) for item in items] == [(str(n), t) for n, t in enumerate(TEXTS)]
+    rows = np.array([vector_of(text, prompt_name="document") for text in TEXTS], "<f4")
+    assert b"".join(item.vector for item in items) == rows.tobytes()
+    scores = rows @ rows[7]
+    [hits] = index.search(rows[7:8], 5)
+    assert [int(hit.item.id) for hit in hits] == np.argsort(-scores)[:5].tolist()
+    assert [hit.score for hit in hits] == pytest.approx(sorted(scores)[:-6:-1])
+    assert [item.id for item in index.page("45", 3)] == ["46", "47", "48"]
     # Once more: nothing is left to do.
     monkeypatch.setattr(embedder, "embed", None)
-    assert embed([inputs], tmp_path / "out", embedder, **options) == whole
+    assert embed([inputs], tmp_path / "out", embedder, **options) == manifest
 
 
 def test_a_collection_does_not_go_on_with_other_inputs_or_values(tmp_path, inputs, embedder):

@@ -10,9 +10,10 @@ import os
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -46,8 +47,8 @@ from shared.queue.api import (
     Submission,
 )
 from shared.queue.gateway import RedisGatewayQueue
-from shared.queue.keys import GROUP, RedisKeys, keys_of_calls
-from shared.queue.scripts import CLAIM, named
+from shared.queue.keys import GROUP, RedisKeys
+from shared.queue.scripts import CLAIM
 from shared.queue.worker import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
 from shared.redis.client import RedisLink, RedisSender, create_redis
 from shared.redis.embedded import EmbeddedRedis
@@ -156,6 +157,27 @@ def losing_first_reply(link: type, method: str) -> Iterator[list[Any]]:
         yield lost
 
 
+def of_one(things: Callable[[Any], Sequence[Any]], **drawn: Any) -> Callable[[Any], Any]:
+    """A rule of one of these things, once there is one.
+
+    What is drawn does not depend on how many there are: a pause of the machine may change that.
+    """
+
+    def decorate(step: Callable[..., None]) -> Any:
+        def run(machine: Any, number: int, **more: Any) -> None:
+            found = things(machine)
+            step(machine, found[number % len(found)], **more)
+
+        run.__name__ = step.__name__
+        return precondition(things)(rule(number=st.integers(0, 63), **drawn)(run))
+
+    return decorate
+
+
+of_a_hand = partial(of_one, lambda machine: machine.hands)
+of_a_request = partial(of_one, lambda machine: sorted(machine.requests))
+
+
 class QueueMachine(RuleBasedStateMachine):
     """One queue, two workers' names, any number of requests."""
 
@@ -182,8 +204,7 @@ class QueueMachine(RuleBasedStateMachine):
         options = PatientRedis(url=self.server.url)
         self.redis, self.blocking = create_redis(options), create_redis(options, blocking=True)
         self.queue = RedisGatewayQueue(self.redis, self.prefix)
-        self.sender = RedisSender(self.redis)
-        self.closers = [self.queue.close, self.sender.close]
+        self.closers = [self.queue.close]
         self.workers = {name: self._worker(name) for name in WORKERS}
 
     def _worker(self, name: str) -> RedisWorkerQueue:
@@ -244,11 +265,9 @@ class QueueMachine(RuleBasedStateMachine):
             entry, aside = self.eye.hmget(self.keys.request(MODEL, choice.id), "entry", "aside")
             assert aside == (entry if is_reserved else None)
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), repeats=st.integers(1, 2))
-    def share(self, data, repeats: int) -> None:
+    @of_a_request(repeats=st.integers(1, 2))
+    def share(self, name, repeats: int) -> None:
         """The grace time is over: a request that the preferred worker has not claimed is for all workers."""
-        name = self._any_request(data)
         request, key = self.requests[name], self.keys.request(MODEL, name)
         entry, aside = self.eye.hmget(key, "entry", "aside")
         waits = request.state == "queued" and request.attempt == 0 and entry == aside is not None
@@ -268,27 +287,21 @@ class QueueMachine(RuleBasedStateMachine):
         with pytest.raises(QueueRefused, match="open_tokens"):
             self.run(enqueue(self.queue, request, num_tokens=num_tokens, max_tokens=most))
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def enqueue_a_known_id(self, data) -> None:
-        name = self._any_request(data)
+    @of_a_request()
+    def enqueue_a_known_id(self, name) -> None:
         request = make_request(id=name)
         with pytest.raises(DuplicateRequest):
             self.run(enqueue(self.queue, request))
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), is_lost=st.booleans())
-    def cancel(self, data, is_lost: bool) -> None:
-        name = self._any_request(data)
+    @of_a_request(is_lost=st.booleans())
+    def cancel(self, name, is_lost: bool) -> None:
         self.run(self.queue.cancel(MODEL, [name, "unknown"], is_lost=is_lost))
         request = self.requests[name]
         if request.is_live:
             request.state, request.is_counted = "cancelled", not is_lost
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def pass_the_deadline(self, data) -> None:
-        name = self._any_request(data)
+    @of_a_request()
+    def pass_the_deadline(self, name) -> None:
         self.eye.hset(self.keys.request(MODEL, name), "deadline_ms", "1")
         self.requests[name].is_late = True
 
@@ -334,9 +347,12 @@ class QueueMachine(RuleBasedStateMachine):
         if self._has_group():
             self.run(self.workers["a"].entries.age(1e-3))
 
-    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
-    def reclaim(self, name: str, count: int) -> None:
-        self._take(name, self.run(self.workers[name].reclaim(count)))
+    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3), repeats=st.integers(1, 2))
+    def reclaim(self, name: str, count: int, repeats: int) -> None:
+        """Perhaps the reply of a claim is lost; repeated with the same nonce, it is not a second attempt."""
+        with losing_first_reply(RedisSender, "run") if repeats > 1 else nullcontext():
+            claims = self.run(self.workers[name].reclaim(count))
+        self._take(name, claims)
 
     @rule(name=st.sampled_from(WORKERS))
     def reconcile(self, name: str) -> None:
@@ -366,46 +382,23 @@ class QueueMachine(RuleBasedStateMachine):
                 request.lost_by = worker
                 self._note_preferred(name, request)
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def lose_the_reply_of_a_claim(self, data) -> None:
-        """A repeated claim with the same nonce is not a second attempt."""
-        hand = self._any_hand(data)
-        if self._verdict(hand) != "ok" or self.requests[hand.id].is_late:
-            return
-        request = self.requests[hand.id]
-        keys = (self.keys.queue(MODEL), *keys_of_calls(self.keys, MODEL, [hand.id]))
-        nonce = self.eye.hget(keys[1], "claim")
-        arguments = named(
-            entry=hand.claim.entry_id.decode(), group=GROUP, worker="whoever", nonce=nonce.decode(),
-            max_attempts=MAX_ATTEMPTS, max_losses=1000, cleared_after=1000,
-        )  # fmt: skip
-        reply = self.run(self.sender.run(CLAIM, keys, arguments))
-        assert reply[:3] == [b"ok", request.attempt, request.failures]
-
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def begin_to_run(self, data) -> None:
-        hand = self._any_hand(data)
+    @of_a_hand()
+    def begin_to_run(self, hand) -> None:
         is_ours = self._verdict(hand) == "ok"
         assert self.run(hand.worker.begin(hand.claim)) == is_ours
         if is_ours:
             self.requests[hand.id].has_begun = True
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data(), count=st.integers(1, 3), repeats=st.integers(1, 2))
-    def publish(self, data, count: int, repeats: int) -> None:
-        hand = self._any_hand(data)
+    @of_a_hand(count=st.integers(1, 3), repeats=st.integers(1, 2))
+    def publish(self, hand, count: int, repeats: int) -> None:
         tokens = range(hand.num_tokens, hand.num_tokens + count)
         events = (make_delta(hand.claim, hand.num_tokens, *tokens),)
         if self._say(hand, events, repeats) == "ok":
             self.requests[hand.id].num_tokens += count
             hand.num_tokens += count
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data(), fails=st.booleans(), repeats=st.integers(1, 2))
-    def finish(self, data, fails: bool, repeats: int) -> None:
-        hand = self._any_hand(data)
+    @of_a_hand(fails=st.booleans(), repeats=st.integers(1, 2))
+    def finish(self, hand, fails: bool, repeats: int) -> None:
         event = (
             Failed(hand.id, hand.claim.attempt, ErrorCode.ENGINE_FAILURE, "")
             if fails
@@ -430,11 +423,9 @@ class QueueMachine(RuleBasedStateMachine):
             self.hands.remove(hand)
         return verdict
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def renew(self, data) -> None:
+    @of_a_hand()
+    def renew(self, hand) -> None:
         """Entries of this worker have fresh leases; entries of other workers are unchanged."""
-        hand = self._any_hand(data)
         hands = {h.id: h for h in self.hands if h.worker is hand.worker} | {hand.id: hand}
         verdicts = {name: self._verdict(each) for name, each in hands.items()}
         before = {name: self._lease(each.claim.entry_id) for name, each in hands.items()}
@@ -449,11 +440,10 @@ class QueueMachine(RuleBasedStateMachine):
             else:
                 assert (lease and lease["consumer"]) == (after and after["consumer"])
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def pause_beyond_the_lease(self, data) -> None:
+    @of_a_hand()
+    def pause_beyond_the_lease(self, hand) -> None:
         """The worker is stopped or cut off: its requests may be taken over, and it may continue as a zombie."""
-        self._expire_lease(self._any_hand(data).claim.entry_id)
+        self._expire_lease(hand.claim.entry_id)
 
     @rule(name=st.sampled_from(WORKERS))
     def crash(self, name: str) -> None:
@@ -461,10 +451,8 @@ class QueueMachine(RuleBasedStateMachine):
         gone, self.workers[name] = self.workers[name], self._worker(name)
         self.hands = [hand for hand in self.hands if hand.worker is not gone]
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data(), is_crash=st.booleans())
-    def release(self, data, is_crash: bool) -> None:
-        hand = self._any_hand(data)
+    @of_a_hand(is_crash=st.booleans())
+    def release(self, hand, is_crash: bool) -> None:
         is_ours = self._verdict(hand) == "ok"
         assert self.run(hand.worker.release([hand.claim], is_crash=is_crash)) == is_ours
         if is_ours and not is_crash:
@@ -671,16 +659,9 @@ class QueueMachine(RuleBasedStateMachine):
         entries = self.eye.xrange(self.keys.backlog(MODEL))
         return {fields[b"id"].decode() for _, fields in entries}
 
-    def _any_request(self, data) -> str:
-        return data.draw(st.sampled_from(sorted(self.requests)))
-
     def _verdict(self, hand: Hand) -> str:
         request = self.requests.get(hand.id)
         return "gone" if request is None else request.verdict(hand.claim.attempt)
-
-    def _any_hand(self, data) -> Hand:
-        """What is drawn does not depend on how many there are: a pause of the machine may change that."""
-        return self.hands[data.draw(st.integers(0, 63)) % len(self.hands)]
 
     def _expire_lease(self, entry_id: bytes) -> None:
         """Whoever holds it has given no sign for an hour."""
