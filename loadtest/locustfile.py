@@ -61,19 +61,14 @@ def add_options(parser: LocustArgumentParser) -> None:
     """Options of these users, besides Locust's own; also on its page."""
     usual = Workload()
     parser.add_argument("--mix", choices=list(PROFILES), default=usual.profile, help="Questions.")
-    parser.add_argument("--seed", type=int, default=usual.seed, help="Seed of all questions.")
-    parser.add_argument(
-        "--max-tokens", type=int, default=usual.max_tokens, help="Output tokens of an answer."
-    )
-    parser.add_argument(
-        "--image-bytes", type=int, default=usual.image_bytes, help="Size of an image."
-    )
-    parser.add_argument(
-        "--stream-ratio", type=float, default=usual.stream_ratio, help="Share of streamed answers."
-    )
-    parser.add_argument(
-        "--think-time", type=float, default=usual.think_s, help="Mean pause of a user, seconds."
-    )
+    for name, default, text in (
+        ("--seed", usual.seed, "Seed of all questions."),
+        ("--max-tokens", usual.max_tokens, "Output tokens of an answer."),
+        ("--image-bytes", usual.image_bytes, "Size of an image."),
+        ("--stream-ratio", usual.stream_ratio, "Share of streamed answers."),
+        ("--think-time", usual.think_s, "Mean pause of a user, seconds."),
+    ):
+        parser.add_argument(name, type=type(default), default=default, help=text)
     parser.add_argument("--model", default="", help="Model to ask; empty: the server's first.")
     parser.add_argument(
         "--api-key",

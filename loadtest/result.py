@@ -7,6 +7,7 @@ import io
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from loadtest.record import LATENCIES, Latency, Objective, Plan, Record, Workloa
 
 SCHEMA = "vlm-loadtest/1"
 PAGE_COLUMNS = 160
+SHARES = (0.5, 0.9, 0.99)
 MAX_FAULTS = 20  # kinds of failures that are shown
 
 
@@ -144,13 +146,7 @@ def to_summary(result: Result) -> dict[str, Any]:
         "failure_ratio": failure_ratio(result),
         "kinds": kinds,
         "phases": [
-            {
-                "start_s": sight.phase.start_s,
-                "end_s": sight.phase.end_s,
-                "level": sight.phase.level,
-                **_rates(sight),
-            }
-            for sight in (Sight(result, phase) for phase in phases(result.plan))
+            {**asdict(phase), **_rates(Sight(result, phase))} for phase in phases(result.plan)
         ],
     }
 
@@ -166,7 +162,7 @@ def _rates(sight: Sight) -> dict[str, float | None]:
 
 
 def _statistics(values: list[float]) -> dict[str, float]:
-    shares = {f"p{share * 100:g}_s": percentile(values, share) for share in (0.5, 0.9, 0.99)}
+    shares = {f"p{share * 100:g}_s": percentile(values, share) for share in SHARES}
     return {"count": len(values), "mean_s": fmean(values), **shares, "max_s": max(values)}
 
 
@@ -202,7 +198,6 @@ def in_number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-SHARES = (0.5, 0.9, 0.99)
 SHOWN: tuple[Latency, ...] = ("TTFT", "E2E")  # of a phase
 
 

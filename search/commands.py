@@ -7,6 +7,7 @@ interrupted run is resumed after its last part.
 import base64
 import csv
 import hashlib
+import io
 import json
 import math
 import sys
@@ -16,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, TextIO
 from urllib.parse import quote
 
 import msgspec
@@ -24,7 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engines.base import EngineStartError
+from engines.base import EngineCall, EngineStartError, PreparedImage, RequestError
 from engines.packages.resolve import BUILT_IN
 from engines.registry import find_kind
 from search.collection import (
@@ -41,7 +42,8 @@ from search.collection import (
 )
 from shared.gateway_client import ApiFailed, Client, GatewaySilent
 from shared.gateway_url import URL
-from shared.search import STORE_ID, Attributes, Item
+from shared.protocol import Embed, ImagePart, ImageRef, TextPart
+from shared.search import STORE_ID, Attributes, Hit, Item
 from shared.settings import SettingsError
 from shared.settings.limits import LimitSettings
 
@@ -66,21 +68,6 @@ class Source:
     text: str = ""
     image: Path | None = None
     attributes: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Embedder(Protocol):
-    """Computes vectors, by an engine in this process or by a gateway."""
-
-    model: str
-    digest: str
-    dimensions: int
-    prompt: str
-
-    def embed(self, sources: Sequence[Source]) -> np.ndarray:
-        """Shapes: [sources, dimensions], float32 of length 1. Raises: EmbedError."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def read_sources(paths: Sequence[Path], text_field: str) -> Iterator[Source]:
@@ -114,14 +101,22 @@ def list_images(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """Raises: EmbedError."""
     try:
-        with path.open(encoding="utf-8-sig", newline=None) as file:
-            yield from ((number, line.rstrip("\n")) for number, line in enumerate(file, 1))
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield file
     except UnicodeDecodeError:
         raise EmbedError(f"{path} is not UTF-8: convert it first") from None
-    except OSError as error:
-        raise EmbedError(f"{path} cannot be read ({error.strerror})") from None
+    except (OSError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise EmbedError(f"{path} cannot be read ({reason})") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with _opened(path) as file:
+        yield from ((number, line.rstrip("\r\n")) for number, line in enumerate(file, 1))
 
 
 def _read_jsonl(path: Path, text_field: str) -> Iterator[Source]:
@@ -140,15 +135,10 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Source]:
 
 
 def _read_csv(path: Path, text_field: str) -> Iterator[Source]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file)
-            for row in rows:
-                yield _from_row(row, text_field, f"{path}:{rows.line_num}", path.parent)
-    except UnicodeDecodeError:
-        raise EmbedError(f"{path} is not UTF-8: convert it first") from None
-    except (OSError, csv.Error) as error:
-        raise EmbedError(f"{path} cannot be read: {error}") from None
+    with _opened(path) as file:
+        rows = csv.DictReader(file)
+        for row in rows:
+            yield _from_row(row, text_field, f"{path}:{rows.line_num}", path.parent)
 
 
 def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path) -> Source:
@@ -213,7 +203,7 @@ class Plan(msgspec.Struct, frozen=True):
 def embed(
     paths: Sequence[Path],
     directory: Path,
-    embedder: Embedder,
+    embedder: "Embedder",
     *,
     text_field: str = "text",
     dtype: str = "f32",
@@ -350,9 +340,7 @@ class LocalEmbedder:
 
     def _start(self, index: int, source: Source) -> None:
         """Raises: EmbedError."""
-        from engines.base import EngineCall, PreparedImage, RequestError  # noqa: PLC0415
         from engines.image_decoder import decode_image  # noqa: PLC0415
-        from shared.protocol import Embed, ImagePart, TextPart  # noqa: PLC0415
 
         task, images = Embed((TextPart(source.text),), prompt_name=self.prompt, truncate="end"), []
         try:
@@ -372,12 +360,9 @@ class LocalEmbedder:
 
 def _image_ref(path: Path, data: bytes) -> Any:
     """Raises: EmbedError."""
-    import io  # noqa: PLC0415
-
     from PIL import Image, UnidentifiedImageError  # noqa: PLC0415
 
     from engines.image_decoder import FORMAT_NAMES, FORMATS  # noqa: PLC0415
-    from shared.protocol import ImageRef  # noqa: PLC0415
 
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -469,6 +454,10 @@ def _read(path: Path | None) -> bytes:
         raise EmbedError(f"{path} cannot be read ({error.strerror})") from None
 
 
+#: Computes vectors of sources. Shapes: [sources, dimensions], float32 of length 1. Raises: EmbedError.
+Embedder = LocalEmbedder | RemoteEmbedder
+
+
 def open_embedder(
     engine: str,
     model: str,
@@ -493,14 +482,6 @@ _STORES = "/v1/vector_stores"
 console = Console(stderr=True, highlight=False)
 
 Report = Callable[[int, int], None]  #: items done, and their total
-
-
-class Found(NamedTuple):
-    """A hit to print."""
-
-    score: float
-    id: str
-    text: str
 
 
 @contextmanager
@@ -550,7 +531,7 @@ def run_embed(
     text_field: str,
     dtype: str,
     part_items: int,
-    open_: Callable[[], Embedder],
+    open_: "Callable[[], Embedder]",
 ) -> None:
     console.print(f"{output}: reading inputs", markup=False)
     known = fingerprint(read_sources(inputs, text_field))
@@ -578,14 +559,8 @@ def find_store(client: Client, name: str) -> dict[str, Any] | None:
 
 @_failing()
 def run_load(directory: Path, name: str, url: str, model: str, api_key: str | None) -> None:
-    with _progress("loading") as report:
-        store = load(Client(url, api_key, TIMEOUT_S), directory, name, model, report)
-    print(f"{store['id']} {store['name']}: {store['num_items']} items")
-
-
-def load(client: Client, directory: Path, name: str, model: str, report: Report) -> dict[str, Any]:
-    """Upsert a collection into a store, which is created if it does not exist. Raises: EmbedError, BadCollection."""
-    index = FlatIndex(directory)
+    """Upsert a collection into a store, which is created if it does not exist."""
+    client, index = Client(url, api_key, TIMEOUT_S), FlatIndex(directory)
     manifest = index.manifest
     store = find_store(client, name)
     if store is None:
@@ -601,13 +576,14 @@ def load(client: Client, directory: Path, name: str, model: str, report: Report)
             f"{directory} and the store were embedded by different models ({manifest.model}, "
             f"{store['embedding_model']}): load it into a new store"
         )
-    num_done = 0
-    for batch in _batches(index.items()):
-        sent = [_to_wire(item) for item in batch]
-        client.ask("PUT", f"{_STORES}/{store['id']}/items", {"items": sent}, TRIES)
-        num_done += len(batch)
-        report(num_done, manifest.num_items)
-    return client.ask("GET", f"{_STORES}/{store['id']}", tries=TRIES)
+    path, num_done = f"{_STORES}/{store['id']}", 0
+    with _progress("loading") as report:
+        for batch in _batches(index.items()):
+            client.ask("PUT", f"{path}/items", {"items": [_to_wire(item) for item in batch]}, TRIES)
+            num_done += len(batch)
+            report(num_done, manifest.num_items)
+    store = client.ask("GET", path, tries=TRIES)
+    print(f"{store['id']} {store['name']}: {store['num_items']} items")
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -632,26 +608,22 @@ def _to_wire(item: Item) -> dict[str, Any]:
 
 @_failing()
 def run_export(name: str, output: Path, url: str, dtype: str, api_key: str | None) -> None:
-    with _progress("exporting") as report:
-        manifest = export(Client(url, api_key, TIMEOUT_S), name, output, dtype, report)
-    print(f"{output}: {manifest.num_items} items")
-
-
-def export(client: Client, name: str, directory: Path, dtype: str, report: Report) -> Manifest:
-    """Write a store as a collection. Raises: EmbedError."""
+    """Write a store as a collection."""
+    client = Client(url, api_key, TIMEOUT_S)
     store = find_store(client, name)
     if store is None:
         raise EmbedError(f"there is no vector store {name!r}")
-    open_output(directory)
-    if any(directory.iterdir()):
-        raise EmbedError(f"{directory} is not empty: name a new directory")
+    open_output(output)
+    if any(output.iterdir()):
+        raise EmbedError(f"{output} is not empty: name a new directory")
     path = f"{_STORES}/{store['id']}/items"
     pages = client.pages(path, TRIES, limit=PAGE, include="embedding")
     items, parts, num_done = map(_from_wire, pages), [], 0
-    while batch := list(islice(items, EXPORT_PART_ITEMS)):
-        parts.append(write_part(directory, len(parts), batch, dtype))
-        num_done += len(batch)
-        report(num_done, store["num_items"])
+    with _progress("exporting") as report:
+        while batch := list(islice(items, EXPORT_PART_ITEMS)):
+            parts.append(write_part(output, len(parts), batch, dtype))
+            num_done += len(batch)
+            report(num_done, store["num_items"])
     manifest = Manifest(
         model=store["embedding_model"],
         digest=store["embedding_digest"],
@@ -660,8 +632,8 @@ def export(client: Client, name: str, directory: Path, dtype: str, report: Repor
         num_items=num_done,
         parts=tuple(parts),
     )
-    write_manifest(directory, manifest)
-    return manifest
+    write_manifest(output, manifest)
+    print(f"{output}: {num_done} items")
 
 
 def _from_wire(item: dict[str, Any]) -> Item:
@@ -708,7 +680,8 @@ def run_search(
             search = search_directory if is_collection else search_images
             found = search(directory, query, limit, embedder)
     for hit in found:
-        print(f"{hit.score:7.4f}  {hit.id}  {hit.text[:100]}".rstrip())
+        text = hit.item.text or hit.item.image
+        print(f"{hit.score:7.4f}  {hit.item.id}  {text[:100]}".rstrip())
 
 
 def _find_model(directory: Path, model: str, url: str | None, engine: str) -> str:
@@ -728,7 +701,7 @@ def _find_model(directory: Path, model: str, url: str | None, engine: str) -> st
     return model
 
 
-def search_directory(directory: Path, query: Source, k: int, embedder: Embedder) -> Sequence[Found]:
+def search_directory(directory: Path, query: Source, k: int, embedder: Embedder) -> list[Hit]:
     """The nearest items of a collection. Raises: EmbedError, BadCollection."""
     index = FlatIndex(directory)
     manifest = index.manifest
@@ -737,24 +710,23 @@ def search_directory(directory: Path, query: Source, k: int, embedder: Embedder)
             f"{directory} was embedded by {manifest.model}, which differs from {embedder.model}: name "
             "its model with --model"
         )
-    [hits] = index.search(np.asarray(embedder.embed([query])), k)
-    return [Found(hit.score, hit.item.id, hit.item.text or hit.item.image) for hit in hits]
+    return index.search(np.asarray(embedder.embed([query])), k)[0]
 
 
-def search_images(folder: Path, query: Source, k: int, embedder: Embedder) -> Sequence[Found]:
+def search_images(folder: Path, query: Source, k: int, embedder: Embedder) -> list[Hit]:
     """The nearest images of a folder that is not a collection. Raises: EmbedError."""
     images = read_sources([folder], "text")
     [vector] = embedder.embed([query])
-    found: list[Found] = []
+    found: list[Hit] = []
     while batch := list(islice(images, _IMAGES)):
         scores = np.asarray(embedder.embed(batch)) @ vector
         pairs = zip(scores, batch, strict=True)
-        found += [Found(float(score), source.id, "") for score, source in pairs]
+        found += [Hit(item=Item(id=source.id), score=float(score)) for score, source in pairs]
         found = sorted(found, key=lambda hit: -hit.score)[:k]
     return found
 
 
-def search_store(client: Client, name: str, query: Source, k: int) -> Sequence[Found]:
+def search_store(client: Client, name: str, query: Source, k: int) -> list[Hit]:
     """The nearest items of a store. Raises: EmbedError."""
     asked: Any = query.text
     if query.image is not None:
@@ -764,4 +736,7 @@ def search_store(client: Client, name: str, query: Source, k: int) -> Sequence[F
         raise EmbedError(f"there is no vector store {name!r}, nor a directory of that name")
     body = {"query": asked, "max_num_results": k}
     page = client.ask("POST", f"{_STORES}/{store['id']}/search", body, TRIES)
-    return [Found(hit["score"], hit["id"], "".join(_content(hit))) for hit in page["data"]]
+    found = [
+        (hit["score"], Item(id=hit["id"], text="".join(_content(hit)))) for hit in page["data"]
+    ]
+    return [Hit(item=item, score=score) for score, item in found]

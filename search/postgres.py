@@ -221,8 +221,6 @@ class PostgresIndex:
             self._count(len(items) - num_known, sum(map(len, contents)) - known_bytes)
 
     def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
-        if ids is None and where is None:
-            return 0
         values: list[Any] = []
         if ids is not None:
             condition = "id = ANY(?)"

@@ -266,9 +266,8 @@ class Embed(_Task, frozen=True):
     dimensions: int | None = None  #: truncate the vectors to this many; None: all
     is_normalized: bool = True  #: scale vectors to length 1
     truncate: Truncate = "none"
-    first: int | None = (
-        0  #: index of the first input in the request's list; None: the request has a single input
-    )
+    #: Index of the first input in the request's list; None: the request has a single input.
+    first: int | None = 0
     max_tokens: int | None = None  #: per input, special tokens included; None: the model's limit
 
     def texts(self) -> Iterator[str]:
@@ -305,9 +304,8 @@ class Rerank(_Task, frozen=True):
     truncate: Truncate = "none"  #: of a query and a document, only the document is truncated
     is_raw: bool = False  #: raw logits without activation
     name: str = "documents"  #: field of the request that holds the documents
-    first: int | None = (
-        0  #: index of the first document in the request's list; None: the request has a single document
-    )
+    #: Index of the first document in the request's list; None: the request has a single document.
+    first: int | None = 0
     images: tuple[ImageRef, ...] = ()
 
     def texts(self) -> Iterator[str]:
@@ -434,9 +432,8 @@ class StageTimings(Report, frozen=True, omit_defaults=True):
     vision_s: float = 0.0  #: vision tower and projector
     prefill_s: float = 0.0  #: first scheduled until first token, without vision
     decode_s: float = 0.0  #: first token until last
-    media_decode_s: float = (
-        0.0  #: requests with a video: fetch, decode and resize all media, before `preprocess_s`
-    )
+    #: Requests with a video: fetch, decode and resize all media, before `preprocess_s`.
+    media_decode_s: float = 0.0
 
     @property
     def total_s(self) -> float:

@@ -30,10 +30,8 @@ _MAX_KNOWN = 10_000
 _TIMEOUT_S = 10.0
 _RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=_TIMEOUT_S)}
 _PROBE = "probe"
-_PART_BYTES, _MIN_PART_BYTES = (
-    1 << 20,
-    5 << 20,
-)  #: of an upload that are in memory; S3 refuses smaller parts
+#: Of an upload that are in memory; S3 refuses smaller parts.
+_PART_BYTES, _MIN_PART_BYTES = 1 << 20, 5 << 20
 
 
 class ObjectBlobStore:

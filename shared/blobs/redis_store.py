@@ -29,6 +29,7 @@ MAX_INLINE_BYTES = 256 * 1024
 Result = TypeVar("Result")
 
 
+@redis_errors_as(BlobsUnavailable)
 class RedisBlobStore(RedisStore):
     """A `BlobStore` in Redis."""
 
@@ -41,7 +42,6 @@ class RedisBlobStore(RedisStore):
         self._held: dict[str, tuple[float, set[str]]] = {}
         self._releasing: set[asyncio.Task[None]] = set()
 
-    @redis_errors_as(BlobsUnavailable)
     async def put(
         self, data: bytes | IO[bytes], holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:
@@ -76,7 +76,6 @@ class RedisBlobStore(RedisStore):
         _, digests = self._held.pop(holder, (0.0, set()))
         self._held[holder] = (now + ttl_s, digests | {digest})
 
-    @redis_errors_as(BlobsUnavailable)
     async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
         return await self._put(b"", holder, ttl_s, ref)
 
@@ -101,12 +100,10 @@ class RedisBlobStore(RedisStore):
         except RedisError as error:
             logger.warning("cannot release %d blobs: %s", len(digests), error)
 
-    @redis_errors_as(BlobsUnavailable)
     async def get(self, ref: BlobRef) -> bytes | None:
         data = await self._ask("GET", self._keys.blob(ref.sha256))
         return data if data is not None and await hash_of(data) == ref.sha256 else None
 
-    @redis_errors_as(BlobsUnavailable)
     async def open(self) -> None:
         await self._sender.execute("TIME")
 

@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 
 from shared.queue.keys import GROUP, QUEUE_TTL_S, WAKEUPS_TTL_S, RedisKeys, to_ms
 from shared.queue.scripts import REAP, TAKE, named
-from shared.redis.client import Command, RedisLink, RedisSender, with_ttl
+from shared.redis.client import Command, Part, RedisLink, RedisSender, with_ttl
 
 Entry = tuple[bytes, list[bytes]]
 
@@ -100,11 +100,7 @@ class QueueEntries:
         # Not XAUTOCLAIM: it stops after 10 x COUNT entries, whose leases may all be valid.
         most = count + len(held)
         command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(lease_s), "-", "+", most)
-        try:
-            idle = await self._sender.execute(*command)
-        except ResponseError as error:
-            await self._handle_missing_queue(error)
-            return []
+        idle = await self._ask(*command)
         me = self._worker_id.encode()
         others = [i[0] for i in idle if i[1] != me or i[0] not in held]
         return others[:count]
@@ -125,11 +121,7 @@ class QueueEntries:
         if not entry_ids:
             return set()
         command = ("XCLAIM", self._queue, GROUP, self._worker_id, age_ms)
-        try:
-            return set(await self._sender.execute(*command, *entry_ids, "JUSTID"))
-        except ResponseError as error:
-            await self._handle_missing_queue(error)
-            return set()
+        return set(await self._ask(*command, *entry_ids, "JUSTID"))
 
     async def lost(self) -> set[bytes] | None:
         """Entries that this worker lost since the last call, from its stream of wakeups. Raises: RedisError.
@@ -151,11 +143,7 @@ class QueueEntries:
         """Entries that Redis counts as this worker's and that are not `held`. Raises: RedisError."""
         most = len(held) + MAX_UNKNOWN
         command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", most)
-        try:
-            pending = await self._sender.execute(*command, self._worker_id)
-        except ResponseError as error:
-            await self._handle_missing_queue(error)
-            return []
+        pending = await self._ask(*command, self._worker_id)
         return [entry[0] for entry in pending if entry[0] not in held]
 
     async def find(self, entry_id: bytes) -> Entry | None:
@@ -184,6 +172,14 @@ class QueueEntries:
         await self._sender.run(
             REAP, (self._queue,), named(group=GROUP, worker=leaving, idle_ms=to_ms(FORGET_AFTER_S))
         )
+
+    async def _ask(self, *command: Part) -> Sequence[Any]:
+        """The reply of a command on the group; nothing if the queue was lost, which is created again."""
+        try:
+            return await self._sender.execute(*command)
+        except ResponseError as error:
+            await self._handle_missing_queue(error)
+            return ()
 
     async def _handle_missing_queue(self, error: ResponseError) -> None:
         if not str(error).startswith(("NOGROUP", "UNBLOCKED")):

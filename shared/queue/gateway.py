@@ -78,6 +78,7 @@ _MAX_PER_SCRIPT = 100
 _MARKS = {"request": "", "prompt": "*", "output": "+"}
 
 
+@redis_errors_as(QueueUnavailable)
 class RedisGatewayQueue(RedisStore):
     """The queues of all models: a `GatewayQueue`."""
 
@@ -89,7 +90,6 @@ class RedisGatewayQueue(RedisStore):
     def is_lost(self, request_id: str) -> bool:
         return False
 
-    @redis_errors_as(QueueUnavailable)
     async def submit(self, calls: Submission) -> Submitted:
         choices, affinity = calls.choices, calls.affinity
         keys, arguments = self._to_script(calls)
@@ -107,7 +107,6 @@ class RedisGatewayQueue(RedisStore):
             (verdict[2] / 1000, verdict[3] / 1000) if len(verdict) > 2 else None,
         )
 
-    @redis_errors_as(QueueUnavailable)
     async def share(self, model: str, request_ids: Sequence[str]) -> int:
         keys = [self._keys.queue(model)]
         keys += [self._keys.request(model, request_id) for request_id in request_ids]
@@ -162,7 +161,6 @@ class RedisGatewayQueue(RedisStore):
             "num_seats": affinity.num_seats,
         }
 
-    @redis_errors_as(QueueUnavailable)
     async def cancel(
         self, model: str, request_ids: Sequence[str], *, is_lost: bool = False
     ) -> None:
@@ -185,7 +183,6 @@ class RedisGatewayQueue(RedisStore):
         shared = cancel_arguments(self._keys, model)
         await self._run(CANCEL, keys, is_lost=is_lost, **shared, **given)
 
-    @redis_errors_as(QueueUnavailable)
     async def refund(self, reservation: Reservation) -> bool:
         keys = [self._keys.rates(reservation.model, reservation.tenant)]
         keys += [self._keys.request(reservation.model, name) for name in reservation.request_ids]
@@ -195,7 +192,6 @@ class RedisGatewayQueue(RedisStore):
         )
         return await self._run(REFUND, keys, tokens_per_minute=limit, num_tokens=num_tokens) == 1
 
-    @redis_errors_as(QueueUnavailable)
     async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
         num_failed = 0
         for key in (self._keys.queue(model), self._keys.backlog(model)):
@@ -208,7 +204,6 @@ class RedisGatewayQueue(RedisStore):
                 start = b"(" + entries[-1][0]
         return num_failed
 
-    @redis_errors_as(QueueUnavailable)
     async def crash_tenants(self, model: str, worker_id: str) -> frozenset[str]:
         keys = (
             self._keys.queue(model),
@@ -225,12 +220,10 @@ class RedisGatewayQueue(RedisStore):
         )
         return frozenset(name.decode() for name in names)
 
-    @redis_errors_as(QueueUnavailable)
     async def state(self, model: str, request_id: str) -> RequestState | None:
         [found] = await self.states(model, [request_id])
         return found
 
-    @redis_errors_as(QueueUnavailable)
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
         found: list[RequestState | None] = []
         for first in range(0, len(request_ids), _MAX_PER_SCRIPT):
@@ -242,7 +235,6 @@ class RedisGatewayQueue(RedisStore):
             ]
         return found
 
-    @redis_errors_as(QueueUnavailable)
     async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
         streams = [
             (model, key)
@@ -273,48 +265,39 @@ class RedisGatewayQueue(RedisStore):
         ]  # fmt: skip
         return sorted(requests, key=lambda each: each.age_s)
 
-    @redis_errors_as(QueueUnavailable)
     async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
         found = await self._ask("HGETALL", f"{self._keys.spent}{day}")
         sums = zip(found[::2], found[1::2], strict=True)
         return [{name.decode(): int(value) for name, value in sums}] if found else []
 
-    @redis_errors_as(QueueUnavailable)
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
         key = self._keys.budget(tenant, budget.period)
         await self._run(RAISE_SUMS, [key], sums={"spent": amount}, ttl_ms=to_ms(budget.ttl_s))
 
-    @redis_errors_as(QueueUnavailable)
     async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
         began, counts = str(sums.get("", 0)), {name: sums[name] for name in sums if name}
         await self._run(RAISE_SUMS, [f"{self._keys.spent}{day}"], sums=counts, began=began)
 
-    @redis_errors_as(QueueUnavailable)
     async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
         for tenant, amount in spent.items():
             await self._run(RAISE_SUMS, [self._keys.budget(tenant, period)], sums={"spent": amount})
 
-    @redis_errors_as(QueueUnavailable)
     async def events(self, model: str, request_id: str) -> list[bytes]:
         return await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
 
-    @redis_errors_as(QueueUnavailable)
     async def forget(self, model: str, request_id: str, *, failed_only: bool) -> None:
         keys = keys_of_calls(self._keys, model, [request_id])
         await self._run(FORGET, keys, failed_only=failed_only)
 
-    @redis_errors_as(QueueUnavailable)
     async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
         found = await self._run(
             LISTEN, (self._keys.request(model, request_id),), gateway=gateway_id
         )
         return to_state(*found) if found else None
 
-    @redis_errors_as(QueueUnavailable)
     async def confirm(self, model: str, request_ids: Sequence[str]) -> None:
         await self._confirm(*(("EXISTS", self._keys.request(model, each)) for each in request_ids))
 
-    @redis_errors_as(QueueUnavailable)
     async def result(
         self, model: str, request_id: str, attempt: int, *, is_last: bool
     ) -> bytes | None:
@@ -325,7 +308,6 @@ class RedisGatewayQueue(RedisStore):
                 await self._sender.execute("DEL", key)
         return found
 
-    @redis_errors_as(QueueUnavailable)
     async def stats(self, model: str) -> QueueStats:
         num_given, num_backlog, age_s = await asyncio.gather(
             self._ask("XLEN", self._keys.queue(model)),
@@ -349,7 +331,6 @@ class RedisGatewayQueue(RedisStore):
         added_at = int(oldest[0].partition(b"-")[0]) / 1000
         return max(0.0, int(seconds) + int(microseconds) / 1e6 - added_at)
 
-    @redis_errors_as(QueueUnavailable)
     async def servers(self) -> dict[str, dict[str, str]]:
         try:
             text: bytes = await self._sender.execute("INFO")
@@ -358,13 +339,11 @@ class RedisGatewayQueue(RedisStore):
         lines = text.decode().splitlines()
         return {"": dict(line.split(":", 1) for line in lines if ":" in line)}
 
-    @redis_errors_as(QueueUnavailable)
     async def note_shard(self, name: str, until: float) -> None:
         """Record until when a shard may have requests (epoch seconds)."""
         arguments = {"name": name, "until": int(until), "ttl_ms": to_ms(QUEUE_TTL_S)}
         await self._run(NOTE_SHARD, (self._keys.shards,), **arguments)
 
-    @redis_errors_as(QueueUnavailable)
     async def open(self) -> None:
         await self._sender.execute("TIME")
 
@@ -408,6 +387,7 @@ def _quota_arguments(reservation: Reservation) -> dict[str, Any]:
     }
 
 
+@redis_errors_as(QueueUnavailable)
 class RedisMailbox:
     """The mailboxes of one gateway: a `Mailbox`.
 
@@ -444,7 +424,6 @@ class RedisMailbox:
         """The models whose mailboxes are open."""
         return set(self._models.values())
 
-    @redis_errors_as(QueueUnavailable)
     async def open(self, models: Iterable[str]) -> None:
         """Create the mailboxes of these models, unless they are open."""
         for model in models:

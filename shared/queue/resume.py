@@ -6,10 +6,10 @@ from shared.queue.scripts import HOLD
 from shared.redis.client import redis_errors_as
 
 
+@redis_errors_as(QueueUnavailable)
 class ResumableCalls(RedisStore):
     """Gateways' records of resumable requests. All methods raise QueueUnavailable."""
 
-    @redis_errors_as(QueueUnavailable)
     async def remember(self, request_id: str, record: bytes, ttl_s: float) -> bool:
         """Store a gateway's record of a request; returns False if one exists.
 
@@ -18,33 +18,28 @@ class ResumableCalls(RedisStore):
         command = ("SET", self._keys.stream(request_id), record, "NX", "PX", to_ms(ttl_s))
         return await self._sender.execute(*command) is not None
 
-    @redis_errors_as(QueueUnavailable)
     async def replace(self, request_id: str, record: bytes, ttl_s: float) -> None:
         await self._ask("SET", self._keys.stream(request_id), record, "XX", "PX", to_ms(ttl_s))
 
-    @redis_errors_as(QueueUnavailable)
     async def recall(self, request_id: str) -> bytes | None:
         return await self._ask("GET", self._keys.stream(request_id))
 
-    @redis_errors_as(QueueUnavailable)
     async def confirm(self, request_id: str) -> None:
         """Wait until a replica has the record, if there is a replica."""
         await self._confirm(("EXISTS", self._keys.stream(request_id)))
 
-    @redis_errors_as(QueueUnavailable)
     async def forget(self, request_id: str) -> None:
         await self._ask("DEL", self._keys.stream(request_id))
 
 
+@redis_errors_as(QueueUnavailable)
 class Leases(RedisStore):
     """Exclusive leases by name. All methods raise QueueUnavailable."""
 
-    @redis_errors_as(QueueUnavailable)
     async def hold(self, name: str, holder: str, ttl_s: float) -> bool:
         """Acquire or renew a lease; returns whether `holder` has it."""
         keys = (self._keys.lease(name),)
         return await self._run(HOLD, keys, holder=holder, ttl_ms=to_ms(ttl_s)) == 1
 
-    @redis_errors_as(QueueUnavailable)
     async def drop(self, name: str, holder: str) -> None:
         await self._run(HOLD, (self._keys.lease(name),), holder=holder, ttl_ms=0)

@@ -31,6 +31,7 @@ from shared.queue.keys import (
     QUEUE_TTL_S,
     RELEASED_CONSUMER,
     RedisKeys,
+    RedisStore,
     cancel_arguments,
     keys_of_calls,
     to_ms,
@@ -71,7 +72,8 @@ _FAILURES = {
 logger = logging.getLogger(__name__)
 
 
-class RedisWorkerQueue:
+@redis_errors_as(QueueUnavailable)
+class RedisWorkerQueue(RedisStore):
     """One worker's side of one model's queue: a `WorkerQueue`."""
 
     def __init__(
@@ -87,8 +89,7 @@ class RedisWorkerQueue:
         batch_age_s: float,
         unknown_after_s: float = UNKNOWN_AFTER_S,
     ) -> None:
-        self._keys = RedisKeys(keys_prefix)
-        self._sender = RedisSender(redis)
+        super().__init__(redis, keys_prefix)
         self._reader = RedisLink(blocking_redis)
         self.entries = QueueEntries(self._sender, self._reader, self._keys, model, worker_id)
         self._model = model
@@ -121,7 +122,6 @@ class RedisWorkerQueue:
 
     # Claiming
 
-    @redis_errors_as(QueueUnavailable)
     async def read(self, count: int, block_s: float) -> list[Claim]:
         """See `WorkerQueue.read`. An old batch call joins the queue after `OVERTAKES_PER_AGED` claims."""
         if self._num_overtakes >= OVERTAKES_PER_AGED:
@@ -145,15 +145,9 @@ class RedisWorkerQueue:
             self._last_read_id = (claimed or others)[-1][0]
         return await self._claim_entries([*claimed, *others], "new", count, replies)
 
-    @redis_errors_as(QueueUnavailable)
     async def take(self, count: int) -> list[Claim]:
         return await self._claim_entries(await self.entries.take(count), "new", count)
 
-    @redis_errors_as(QueueUnavailable)
-    async def reclaim(self, count: int) -> list[Claim]:
-        return await self._reclaim(count)
-
-    @redis_errors_as(QueueUnavailable)
     async def take_scan(self, every_s: float) -> bool:
         command = ("SET", self._keys.scan(self._model), self._worker_id, "NX", "PX", to_ms(every_s))
         try:
@@ -161,12 +155,11 @@ class RedisWorkerQueue:
         except ResponseError:  # an older ACL may not allow this key
             return True
 
-    @redis_errors_as(QueueUnavailable)
     async def end_scan(self) -> None:
         with suppress(ResponseError):
             await self._sender.execute("DEL", self._keys.scan(self._model))
 
-    async def _reclaim(self, count: int) -> list[Claim]:
+    async def reclaim(self, count: int) -> list[Claim]:
         idle = await self.entries.idle(count, self._lease_s, self._held)
         if not idle:
             return []
@@ -175,7 +168,6 @@ class RedisWorkerQueue:
             self._held.pop(entry_id, None)  # a later owner lost it too
         return await self._claim_entries(entries, "reclaimed", count)
 
-    @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
         """See `WorkerQueue.reconcile`. Consumers without entries are deleted every `REAP_EVERY_S`."""
         await self.entries.count_backlog()
@@ -220,8 +212,8 @@ class RedisWorkerQueue:
             try:
                 await self.entries.remove(wakeups)
                 if is_released and len(live) < free:
-                    live += await self._reclaim(free - len(live))
-            except RedisError as error:  # the claims must not get lost
+                    live += await self.reclaim(free - len(live))
+            except (RedisError, QueueUnavailable) as error:  # the claims must not get lost
                 logger.warning("could not reclaim released requests: %s", error)
         return live
 
@@ -243,7 +235,10 @@ class RedisWorkerQueue:
     async def _claim(self, entry_id: bytes, request_id: str, replies: Replies) -> Claim | None:
         self._held[entry_id] = 0
         try:
-            reply = replies.get(entry_id) or await self._call(entry_id, request_id)
+            reply = replies.get(entry_id)
+            if reply is None:
+                keys, arguments = self._script.of_one(entry_id, request_id)
+                reply = await self._run(CLAIM, keys, **arguments)
             if reply[0] != b"unknown":
                 verdict, claim = read_claim(reply, entry_id, request_id, self._max_attempts)
                 if verdict == b"ok":
@@ -255,18 +250,11 @@ class RedisWorkerQueue:
         self._held.pop(entry_id, None)
         return None
 
-    async def _call(self, entry_id: bytes, request_id: str) -> list[Any]:
-        keys, arguments = self._script.of_one(entry_id, request_id)
-        return await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
-
-    @redis_errors_as(QueueUnavailable)
     async def begin(self, claim: Claim) -> bool:
         """See `WorkerQueue.begin`. Before this call, the loss of the worker does not count as a crash."""
-        request = self._keys.request(self._model, claim.id)
-        keys, arguments = (request,), named(attempt=claim.attempt, worker=self._worker_id)
-        return await retry_idempotent(lambda: self._sender.run(BEGIN, keys, arguments)) == 1
+        keys = (self._keys.request(self._model, claim.id),)
+        return await self._run(BEGIN, keys, attempt=claim.attempt, worker=self._worker_id) == 1
 
-    @redis_errors_as(QueueUnavailable)
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
         """See `WorkerQueue.publish`. Calls that end or are refused are no longer held."""
         return await self._publish(publications)
@@ -288,7 +276,6 @@ class RedisWorkerQueue:
 
     # Leases
 
-    @redis_errors_as(QueueUnavailable)
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
         """See `WorkerQueue.renew`.
 
@@ -318,20 +305,17 @@ class RedisWorkerQueue:
         """Renew the leases of the requests that still belong to this attempt. Returns the others, with reasons."""
         keys = [self._queue]
         keys += [self._keys.request(self._model, claim.id) for claim in claims]
-        arguments = named(
-            group=GROUP,
-            worker=self._worker_id,
-            queue_ttl_ms=to_ms(QUEUE_TTL_S),
+        verdicts = await self._run(
+            RENEW, keys, group=GROUP, worker=self._worker_id, queue_ttl_ms=to_ms(QUEUE_TTL_S),
             items=_items(claims),
-        )
-        refused = refusals(claims, await self._sender.run(RENEW, keys, arguments))
+        )  # fmt: skip
+        refused = refusals(claims, verdicts)
         self._doubtful.difference_update(claim.entry_id for claim in claims)
         for claim in claims:
             if claim.id in refused:
                 self._let_go(claim)
         return refused
 
-    @redis_errors_as(QueueUnavailable)
     async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]:
         claims = list(claims)
         gone = await self.publisher.find_gone({claim.reply_to for claim in claims})
@@ -345,31 +329,24 @@ class RedisWorkerQueue:
         keys += keys_of_calls(self._keys, self._model, [claim.id for claim in claims])
         for claim in claims:
             self._let_go(claim)
-        arguments = named(**cancel_arguments(self._keys, self._model))
-        await self._sender.run(CANCEL, keys, arguments)
+        await self._run(CANCEL, keys, **cancel_arguments(self._keys, self._model))
 
-    @redis_errors_as(QueueUnavailable)
     async def release(self, claims: Iterable[Claim], *, is_crash: bool = False) -> int:
         claims = list(claims)
         if not claims:
             return 0
         requests = [self._keys.request(self._model, claim.id) for claim in claims]
-        return await retry_idempotent(lambda: self._release(requests, _items(claims), is_crash))
+        return await self._release(requests, _items(claims), is_crash)
 
     async def _release(
         self, requests: list[str], items: list[dict[str, Any]], is_crash: bool
     ) -> int:
-        arguments = named(
-            group=GROUP,
-            released=RELEASED_CONSUMER,
-            is_crash=is_crash,
-            crashes=self._keys.crash(self._model, ""),
-            crash_ttl_ms=to_ms(CRASH_TTL_S),
-            items=items,
-        )
-        return await self._sender.run(RELEASE, [self._queue, *requests], arguments)
+        crashes, crash_ttl_ms = self._keys.crash(self._model, ""), to_ms(CRASH_TTL_S)
+        return await self._run(
+            RELEASE, [self._queue, *requests], group=GROUP, released=RELEASED_CONSUMER,
+            is_crash=is_crash, crashes=crashes, crash_ttl_ms=crash_ttl_ms, items=items,
+        )  # fmt: skip
 
-    @redis_errors_as(QueueUnavailable)
     async def leave(self, keep: Iterable[Claim] = ()) -> None:
         """See `WorkerQueue.leave`.
 
@@ -403,7 +380,7 @@ class RedisWorkerQueue:
 
     async def close(self) -> None:
         self._reader.close()
-        await self._sender.close()
+        await super().close()
 
 
 def _items(claims: Iterable[Claim]) -> list[dict[str, Any]]:
@@ -437,7 +414,7 @@ class ClaimScript:
         }
         self._read_command = ("EVALSHA", CLAIM.sha, 1, keys.queue(model))
 
-    def of_one(self, entry_id: bytes, request_id: str) -> tuple[list[str], tuple[bytes, ...]]:
+    def of_one(self, entry_id: bytes, request_id: str) -> tuple[list[str], dict[str, Any]]:
         """Claim the request of an entry."""
         keys = [
             self._keys.queue(self._model),
@@ -445,7 +422,7 @@ class ClaimScript:
             self._keys.log(self._model, request_id),
         ]
         nonces = {"nonce": token_hex(8), "read_nonce": self._read_nonce}
-        return keys, named(entry=entry_id.decode(), **nonces, **self._common)
+        return keys, {"entry": entry_id.decode(), **nonces, **self._common}
 
     def of_read(self, last_id: bytes, count: int) -> Command:
         """Claim up to `count` requests of the read that precedes this command. `last_id`: last entry before the read.

@@ -37,6 +37,7 @@ class Record(msgspec.Struct, frozen=True):
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
+@redis_errors_as(RecordsUnavailable)
 class RecordStore(RedisStore):
     """Records by owner and name; writes return when a replica has them. All methods raise RecordsUnavailable."""
 
@@ -48,7 +49,6 @@ class RecordStore(RedisStore):
         self._max_records = max_records
         self._max_bytes = max_bytes
 
-    @redis_errors_as(RecordsUnavailable)
     async def put(
         self, owner: str, name: str, record: Record, *, anew: bool = False
     ) -> Sequence[tuple[str, Record]] | None:
@@ -77,12 +77,10 @@ class RecordStore(RedisStore):
         pairs = zip(found[::2], found[1::2], strict=True)
         return [(name.decode(), _decoder.decode(data)) for name, data in pairs]
 
-    @redis_errors_as(RecordsUnavailable)
     async def get(self, owner: str, name: str) -> Record | None:
         data = await self._ask("GET", self._keys.record(owner, name))
         return None if data is None else _decoder.decode(data)
 
-    @redis_errors_as(RecordsUnavailable)
     async def delete(self, owner: str, name: str) -> Record | None:
         """Delete a record; returns it, or None if it does not exist."""
         keys, prefix = self._keys_of_call(owner), self._keys.record(owner, "")
@@ -94,7 +92,6 @@ class RecordStore(RedisStore):
         await self._confirm(("EXISTS", keys[-1]))
         return _decoder.decode(data)
 
-    @redis_errors_as(RecordsUnavailable)
     async def names(self, owner: str) -> list[str]:
         return [
             name.decode() for name in await self._ask("ZRANGE", self._keys.records(owner), 0, -1)

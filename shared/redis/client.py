@@ -19,6 +19,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import wraps
 from hashlib import sha1
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -454,6 +455,7 @@ class RedisSender:
 BLOCK_S = 2.0
 
 Result = TypeVar("Result")
+Class = TypeVar("Class", bound=type)
 Function = TypeVar("Function", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 #: Errors after which an idempotent command can be repeated.
@@ -497,18 +499,24 @@ async def retry_idempotent(call: Callable[[], Awaitable[Result]]) -> Result:
     return await call()
 
 
-def redis_errors_as(kind: Callable[[str], Exception]) -> Callable[[Function], Function]:
-    """Decorate a coroutine function to raise `kind` instead of RedisError."""
+def redis_errors_as(kind: Callable[[str], Exception]) -> Callable[[Class], Class]:
+    """Decorate a class: its public coroutine methods raise `kind` instead of RedisError."""
 
-    def decorate(function: Function) -> Function:
-        @wraps(function)
+    def translated(method: Function) -> Function:
+        @wraps(method)
         async def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return await function(*args, **kwargs)
+                return await method(*args, **kwargs)
             except RedisError as error:
                 raise kind(str(error)) from error
 
         return cast("Function", call)
+
+    def decorate(cls: Class) -> Class:
+        for name, method in list(vars(cls).items()):
+            if iscoroutinefunction(method) and not name.startswith("_"):
+                setattr(cls, name, translated(method))
+        return cls
 
     return decorate
 

@@ -88,10 +88,10 @@ _sessions = msgspec.json.Decoder(Session)
 _tasks = msgspec.json.Decoder(TaskRecord)
 
 
+@redis_errors_as(QueueUnavailable)
 class SessionStore(RedisStore):
     """The sessions of all owners. All methods raise QueueUnavailable."""
 
-    @redis_errors_as(QueueUnavailable)
     async def take_place(self, session: Session, max_sessions: int) -> bool:
         """Reserve a place among the sessions of the owner; returns False if there is none. Expired sessions do not count.
 
@@ -124,7 +124,6 @@ class SessionStore(RedisStore):
         if gone := [name for name, is_there in zip(names, found, strict=True) if not is_there]:
             await self._ask("ZREM", index, *gone)
 
-    @redis_errors_as(QueueUnavailable)
     async def create(self, session: Session) -> None:
         keys = (self._keys.session(session.id),)
         await self._run(OPEN_SESSION, keys, encode(session), ttl_ms=to_ms(session.ttl_s))
@@ -135,7 +134,6 @@ class SessionStore(RedisStore):
         await self._ask("ZREMRANGEBYSCORE", limits, "-inf", now)
         await self._ask("ZREM", self._keys.sessions(session.owner), _TO_COME + session.id)
 
-    @redis_errors_as(QueueUnavailable)
     async def keep_limits(self, session: Session) -> None:
         """Renew the instance limits of a session."""
         key = self._keys.session_limits(session.application)
@@ -143,7 +141,6 @@ class SessionStore(RedisStore):
         command = ("ZADD", key, until, _limits(session))
         await self._ask(*with_ttl(key, to_ms(_INDEX_TTL_S), *command))
 
-    @redis_errors_as(QueueUnavailable)
     async def find(self, session_id: str, max_open: int = 0) -> SessionState | None:
         """The state of a session; None if it does not exist. `max_open`: as in `page`."""
         [found] = await self._states([session_id], max_open)
@@ -157,7 +154,6 @@ class SessionStore(RedisStore):
         found = await self._run(LIST_SESSIONS, keys, max_open=max_open)
         return [_to_state(fields) if fields[0] else None for fields in found]
 
-    @redis_errors_as(QueueUnavailable)
     async def page(
         self, owner: str, after: str, limit: int, max_open: int
     ) -> tuple[list[SessionState], bool] | None:
@@ -178,21 +174,18 @@ class SessionStore(RedisStore):
                 return [state for state in found if state is not None], len(names) > limit
             await self._ask("ZREM", index, *gone)
 
-    @redis_errors_as(QueueUnavailable)
     async def close_session(self, session: Session) -> None:
         """Close a session to new tasks."""
         await self._run(CLOSE_SESSION, (self._keys.session(session.id),))
         await self._ask("ZREM", self._keys.session_limits(session.application), _limits(session))
         await self._confirm()
 
-    @redis_errors_as(QueueUnavailable)
     async def forget(self, session: Session) -> None:
         await self.close_session(session)
         for key in self._task_keys(session.id):
             await self._ask("DEL", key)
         await self._ask("ZREM", self._keys.sessions(session.owner), session.id)
 
-    @redis_errors_as(QueueUnavailable)
     async def add(
         self, session: Session, task: TaskRecord, max_tasks: int
     ) -> tuple[TaskRecord, str]:
@@ -210,25 +203,21 @@ class SessionStore(RedisStore):
             raise TaskRefused(verdict.decode())
         return task, "new"
 
-    @redis_errors_as(QueueUnavailable)
     async def confirm(self, session_id: str, task: TaskRecord) -> None:
         """Wait until a replica has a task, if there is a replica."""
         await self._confirm(("HEXISTS", self._keys.session_tasks(session_id), task.id))
 
-    @redis_errors_as(QueueUnavailable)
     async def settle(self, session_id: str, states: Mapping[str, str]) -> None:
         """Record how tasks ended; `forgotten`: the task was not queued."""
         pairs, keys = list(states.items()), self._task_keys(session_id)
         for first in range(0, len(pairs), _MAX_SETTLED):
             await self._run(SETTLE_TASKS, keys, states=dict(pairs[first : first + _MAX_SETTLED]))
 
-    @redis_errors_as(QueueUnavailable)
     async def task(self, session_id: str, task_id: str) -> tuple[TaskRecord, str] | None:
         """A task and its state: `open`, or its outcome."""
         found = await self._ask("HGET", self._keys.session_tasks(session_id), task_id)
         return None if found is None else _read(found)
 
-    @redis_errors_as(QueueUnavailable)
     async def tasks(self, session_id: str) -> list[tuple[TaskRecord, str]]:
         """All tasks, the oldest first."""
         found = await self._ask("HGETALL", self._keys.session_tasks(session_id))

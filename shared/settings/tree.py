@@ -149,12 +149,10 @@ class GatewaySettings(Group):
     #: to wait for the first event before a stream's headers are sent
     headers_after_s: ClassVar[float] = 15.0
     keep_alive_s: ClassVar[float] = 10.0  #: between the SSE comments of a waiting stream
-    send_timeout_s: ClassVar[float] = (
-        30.0  #: until a stream is cancelled whose client does not read
-    )
-    silence_timeout_s: ClassVar[float] = (
-        30.0  #: without events, until a request's state is read from Redis
-    )
+    #: until a stream is cancelled whose client does not read
+    send_timeout_s: ClassVar[float] = 30.0
+    #: without events, until a request's state is read from Redis
+    silence_timeout_s: ClassVar[float] = 30.0
     image_fetch_timeout_s: ClassVar[float] = 10.0  #: to fetch one image, redirects included
     #: For one request of a batch.
     batch_line_timeout_s: ClassVar[float] = 3600.0

@@ -434,11 +434,8 @@ class _ModelMetrics:
         self.first_token = metrics.histograms["vlm_time_to_first_token_seconds"].labels(model)
         self.per_token = metrics.histograms["vlm_time_per_output_token_seconds"].labels(model)
         self.inter_token = metrics.histograms["vlm_inter_token_latency_seconds"].labels(model)
-        self.prompt = metrics.counters["vlm_prompt_tokens_total"].labels(model)
-        self.image = metrics.counters["vlm_image_tokens_total"].labels(model)
-        self.audio = metrics.counters["vlm_audio_tokens_total"].labels(model)
-        self.cached = metrics.counters["vlm_cached_tokens_total"].labels(model)
-        self.generation = metrics.counters["vlm_generation_tokens_total"].labels(model)
+        kinds = ("prompt", "image", "audio", "cached", "generation")
+        self.tokens = [metrics.counters[f"vlm_{kind}_tokens_total"].labels(model) for kind in kinds]
 
     def record(self, record: RequestRecord) -> None:
         for stage, seconds in record.stages.items():
@@ -449,8 +446,9 @@ class _ModelMetrics:
             self.first_token.observe(record.ttft_s)
         if (per_token_s := record.per_token_s) is not None:
             self.per_token.observe(per_token_s)
-        self.prompt.inc(record.num_prompt_tokens)
-        self.generation.inc(record.num_output_tokens)
-        self.image.inc(record.num_image_tokens)
-        self.audio.inc(record.num_audio_tokens)
-        self.cached.inc(record.num_cached_tokens)
+        counts = (
+            record.num_prompt_tokens, record.num_image_tokens, record.num_audio_tokens,
+            record.num_cached_tokens, record.num_output_tokens,
+        )  # fmt: skip
+        for counter, count in zip(self.tokens, counts, strict=True):
+            counter.inc(count)

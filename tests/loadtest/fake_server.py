@@ -24,7 +24,6 @@ class FakeServer:
         #: Of a stream: bytes to send, seconds to wait.
         self.pieces: list[bytes | float] | None = None
         self.completion: Any = completion()
-        self.status = 200
         self.models: list[dict[str, Any]] = [{"id": "fake"}]
         self.sent_at: list[float] = []
 
@@ -49,20 +48,12 @@ def chunk(content: str | None = None, finish_reason: str | None = None, **fields
     return event({"choices": choices, "usage": None, **fields})
 
 
-def stream(
-    words: list[str] = WORDS, pause_s: float = 0.0, num_tokens: int = 3
-) -> list[bytes | float]:
+def stream(pause_s: float = 0.0) -> list[bytes | float]:
     """A whole streamed answer, a pause before each word."""
-    pieces: list[bytes | float] = [chunk("")]
-    for word in words:
-        pieces += [pause_s, chunk(word)]
-    usage = {"prompt_tokens": 5, "completion_tokens": num_tokens}
-    return [
-        *pieces,
-        chunk(finish_reason="length"),
-        chunk(choices=[], usage=usage),
-        event(b"[DONE]"),
-    ]
+    words = [piece for word in WORDS for piece in (pause_s, chunk(word))]
+    usage = {"prompt_tokens": 5, "completion_tokens": len(WORDS)}
+    end = [chunk(finish_reason="length"), chunk(choices=[], usage=usage), event(b"[DONE]")]
+    return [chunk(""), *words, *end]
 
 
 class _Server(ThreadingHTTPServer):

@@ -1,36 +1,26 @@
-"""Rates, percentiles and failures are those of the records; a file comes back as it was written."""
+"""Rates, percentiles, objectives and failures are those of the records; a file comes back as it was written."""
 
 import json
+import math
 
 import pytest
 from rich.table import Table
 
 from loadtest.load_plan import Phase
-from loadtest.record import LATENCIES, Objective
+from loadtest.record import Objective, parse_objective, percentile
 from loadtest.result import (
     Sight,
     counted,
     failure_ratio,
     failures,
-    mean_stages_s,
+    in_ms,
+    in_number,
+    show,
+    to_failure_table,
     to_latency_table,
     to_rate_table,
 )
 from tests.loadtest.factories import load_result, record, result
-
-
-def test_latencies_begin_when_the_request_was_meant_to_be_sent():
-    late = record(1.0, e2e_s=1.5, waited_s=0.5, ttft_s=0.7)
-    assert late.waited_s == pytest.approx(0.5)
-    assert late.ttft_s == pytest.approx(0.7)
-    assert late.tpot_s == pytest.approx(0.8 / 4)
-    assert late.e2e_s == pytest.approx(1.5)
-
-
-def test_one_token_has_no_time_per_further_token():
-    assert record(ttft_s=0.1, num_output_tokens=1).tpot_s is None
-    measured = {latency: record().values_s(latency) for latency in LATENCIES}
-    assert measured == {"TTFT": [], "TPOT": [], "ITL": [], "E2E": [pytest.approx(0.1)]}
 
 
 def test_warm_up_counts_for_nothing_but_failures():
@@ -41,32 +31,64 @@ def test_warm_up_counts_for_nothing_but_failures():
     assert failure_ratio(result([])) == 1
 
 
-def test_rates_are_of_what_happened_within_the_time():
-    records = [record(-0.5, e2e_s=1.0), record(1), record(2, error="x"), record(9.9, e2e_s=0.5)]
-    sight = Sight(result(records))
-    assert sight.offered_rate == pytest.approx(3 / 10)
-    assert sight.answered_rate == pytest.approx(2 / 10)
-    assert sight.token_rate == pytest.approx(10 / 10)
-
-
-def test_goodput_leaves_out_what_was_slow_or_wrong():
-    records = [record(1), record(2, e2e_s=3.0), record(3, error="x"), record(4)]
-    sight = Sight(result(records, Objective(e2e_s=1.0)))
-    assert sight.good_rate == pytest.approx(2 / 10)
-    assert sight.good_ratio == pytest.approx(2 / 4)
-
-
-def test_phase_has_its_own_requests_and_answers():
-    run = result([record(1), record(4.9, e2e_s=0.3), record(6)])
+def test_rates_are_of_what_happened_in_each_phase_and_goodput_of_what_was_right_in_time():
+    records = [record(-0.5, e2e_s=1.0), record(1), record(2, e2e_s=3.0), record(3, error="x")]
+    run = result([*records, record(4.9, e2e_s=0.3), record(6)], Objective(e2e_s=1.0))
+    whole = Sight(run)
+    assert (whole.offered_rate, whole.answered_rate) == (pytest.approx(0.5), pytest.approx(0.5))
+    assert whole.token_rate == pytest.approx(2.5)
+    assert (whole.good_rate, whole.good_ratio) == (pytest.approx(0.4), pytest.approx(3 / 5))
     first, second = (Sight(run, Phase(start, start + 5, 1)) for start in (0, 5))
-    assert (first.offered_rate, first.answered_rate) == (pytest.approx(2 / 5), pytest.approx(1 / 5))
-    assert (second.offered_rate, second.answered_rate) == (pytest.approx(0.2), pytest.approx(0.4))
+    assert (first.offered_rate, first.answered_rate) == (pytest.approx(4 / 5), pytest.approx(2 / 5))
+    assert (second.offered_rate, second.answered_rate) == (pytest.approx(0.2), pytest.approx(0.6))
 
 
-def test_stages_are_means_of_those_that_tell_them():
-    records = [record(stages_s={"queue": 0.1}), record(stages_s={"queue": 0.3}), record()]
-    assert mean_stages_s(records) == {"queue": pytest.approx(0.2)}
-    assert mean_stages_s([record()]) == {}
+@pytest.mark.parametrize(
+    ("objective", "changes", "is_kept"),
+    [
+        ("ttft=200", {"ttft_s": 0.21}, False),
+        ("ttft=200", {"ttft_s": 0.15, "waited_s": 0.1}, True),
+        ("tpot=100", {"ttft_s": 0.1, "e2e_s": 0.5}, True),
+        ("tpot=100", {"ttft_s": 0.1, "e2e_s": 0.6}, False),
+        ("ttft=200, e2e=500", {"e2e_s": 0.6}, False),
+        ("ttft=200", {"e2e_s": 9.0}, True),
+        ("ttft=200,tpot=100", {"e2e_s": 0.59}, True),
+        ("ttft=200,tpot=100", {"e2e_s": 0.61}, False),
+        ("", {"e2e_s": 9.0}, True),
+        ("", {"error": "status 503"}, False),
+    ],
+)
+def test_answers_are_judged_by_what_was_measured_in_milliseconds(objective, changes, is_kept):
+    assert parse_objective(objective).is_kept(record(**changes)) == is_kept
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft=x", "itl=5", "ttft=0", "e2e=nan"])
+def test_objective_that_nobody_can_keep_is_refused(text):
+    with pytest.raises(ValueError):
+        parse_objective(text)
+
+
+def test_percentile_is_the_nearest_rank_and_numbers_have_three_figures():
+    for share, expected in ((0.0, 1), (0.5, 50), (0.99, 99), (1.0, 100)):
+        assert percentile(range(100, 0, -1), share) == expected
+    assert math.isnan(percentile([], 0.5))
+    shown = (
+        (math.nan, "-"),
+        (0.00123, "0.00"),
+        (1.234, "1.23"),
+        (45.67, "45.7"),
+        (12345.6, "12,346"),
+    )
+    for value, text in shown:
+        assert (in_number(value), in_ms(value / 1000)) == (text, text)
+
+
+def test_page_shows_what_a_server_says_as_text(tmp_path):
+    table = to_failure_table(result([record(error="</pre><script>[bold]")] * 3))
+    show([table], page := tmp_path / "page.html")
+    written = page.read_text()
+    assert "&lt;/pre&gt;&lt;script&gt;[bold]" in written
+    assert "<script" not in written
 
 
 def test_file_comes_back_as_it_was_written(tmp_path):

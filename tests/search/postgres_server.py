@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import warnings
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 
@@ -30,18 +30,23 @@ class Postgres:
             warnings.simplefilter("ignore")
             import pgserver  # noqa: PLC0415 - it makes folders
 
-            folder = Path(tempfile.mkdtemp(prefix="vlm-pg-"))
-            folder.chmod(0o755)
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after the server has ended
-            for is_last in (*[False] * (_TRIES - 1), True):
-                try:
-                    self._server = pgserver.get_server(folder / "data", cleanup_mode="delete")
-                    self._server.ensure_postgres_running()
-                    break
-                except _LATE:  # a busy machine: it waits for ten seconds
-                    if is_last:
-                        raise
+        folder = Path(tempfile.mkdtemp(prefix="vlm-pg-"))
+        folder.chmod(0o755)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after the server has ended
+        self._get = partial(pgserver.get_server, folder / "data", cleanup_mode="delete")
+        self.start()
         self.url = self._server.get_uri()
+
+    def start(self) -> None:
+        """Start it, again after `kill`: it recovers then. pgserver waits for ten seconds, and a machine may be busy."""
+        for is_last in (*[False] * (_TRIES - 1), True):
+            try:
+                self._server = self._get()
+                self._server.ensure_postgres_running()
+                return
+            except _LATE:
+                if is_last:
+                    raise
 
     def new_database(self, options: str = "") -> str:
         """The URL of an empty database. `options`: of `CREATE DATABASE`."""
@@ -59,16 +64,6 @@ class Postgres:
                 each.send_signal(signal.SIGKILL)
         wait_for(lambda: not any(each.is_running() for each in family if each.pid != process.pid))
         wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
-
-    def start(self) -> None:
-        """Start it again after `kill`."""
-        for number in range(_TRIES):
-            try:
-                self._server.ensure_postgres_running()
-                return
-            except _LATE:  # it recovers, or memory of the killed one is still there
-                if number == _TRIES - 1:
-                    raise
 
 
 @cache

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -29,6 +30,7 @@ from tests.factories_numbers import run_fleet, vector_of
 from tests.factories_queue import MODEL
 from tests.factories_search import make_items, serve_search
 
+STORES = "/v1/vector_stores"
 TEXTS = [f"text number {n}" for n in range(50)]
 
 
@@ -55,28 +57,11 @@ async def run_beside(*arguments: str):
     return await asyncio.to_thread(run, *arguments)
 
 
-def test_a_collection_holds_the_inputs_and_their_vectors_in_order(tmp_path, inputs, embedder):
-    reported = []
-    manifest = embed(
-        [inputs],
-        tmp_path / "out",
-        embedder,
-        part_items=20,
-        batch_items=7,
-        report=lambda *progress: reported.append(progress),
-    )
-    assert [part.num_items for part in manifest.parts] == [20, 20, 10]
-    assert (reported[0], reported[-1]) == ((0, 50), (50, 50))
-    assert len(reported) == 1 + 3 + 3 + 2
-    items = list(FlatIndex(tmp_path / "out").items())
-    assert [item.text for item in items] == TEXTS
-    assert [item.id for item in items] == [str(n) for n in range(50)]
-    for item, text in zip(items, TEXTS, strict=True):
-        expected = vector_of(text, prompt_name="document")
-        assert np.frombuffer(item.vector, "<f4").tolist() == expected
+def test_a_run_that_was_cut_goes_on_after_its_last_whole_part(
+    tmp_path, inputs, embedder, monkeypatch
+):
+    """The collection holds the inputs and their vectors in order."""
 
-
-def test_a_cut_run_goes_on_after_its_last_whole_part(tmp_path, inputs, embedder, monkeypatch):
     class Cut(Exception):
         pass
 
@@ -84,39 +69,40 @@ def test_a_cut_run_goes_on_after_its_last_whole_part(tmp_path, inputs, embedder,
         if num_done == 47:
             raise Cut
 
-    whole = embed([inputs], tmp_path / "whole", embedder, part_items=20)
-    options = {"part_items": 20, "batch_items": 7}
+    reported, options = [], {"part_items": 20, "batch_items": 7}
     with pytest.raises(Cut):
         embed([inputs], tmp_path / "out", embedder, **options, report=cut)
     with pytest.raises(BadCollection, match="run it again"):
         read_manifest(tmp_path / "out")
-    reported = []
-    report = lambda num_done, total: reported.append(num_done)  # noqa: E731
-    resumed = embed([inputs], tmp_path / "out", embedder, **options, report=report)
-    assert (reported[0], resumed) == (40, whole)
+    report = lambda *progress: reported.append(progress)  # noqa: E731
+    manifest = embed([inputs], tmp_path / "out", embedder, **options, report=report)
+    assert [part.num_items for part in manifest.parts] == [20, 20, 10]
+    assert reported == [(40, 50), (47, 50), (50, 50)]
+    index = FlatIndex(tmp_path / "out")
+    items = list(index.items())
+    assert [(item.id, item.text) for item in items] == [(str(n), t) for n, t in enumerate(TEXTS)]
+    rows = np.array([vector_of(text, prompt_name="document") for text in TEXTS], "<f4")
+    assert b"".join(item.vector for item in items) == rows.tobytes()
+    scores = rows @ rows[7]
+    [hits] = index.search(rows[7:8], 5)
+    assert [int(hit.item.id) for hit in hits] == np.argsort(-scores)[:5].tolist()
+    assert [hit.score for hit in hits] == pytest.approx(sorted(scores)[:-6:-1])
+    assert [item.id for item in index.page("45", 3)] == ["46", "47", "48"]
     # Once more: nothing is left to do.
     monkeypatch.setattr(embedder, "embed", None)
-    assert embed([inputs], tmp_path / "out", embedder, **options) == whole
+    assert embed([inputs], tmp_path / "out", embedder, **options) == manifest
 
 
-def test_other_inputs_or_another_model_do_not_go_on_with_it(tmp_path, inputs, embedder):
-    embed([inputs], tmp_path / "out", embedder)
+def test_a_collection_does_not_go_on_with_other_inputs_or_values(tmp_path, inputs, embedder):
+    whole = embed([inputs], tmp_path / "out", embedder)
+    with pytest.raises(EmbedError, match="another dtype"):
+        embed([inputs], tmp_path / "out", embedder, dtype="f16")
+    embedder.prompt = "query"
+    with pytest.raises(EmbedError, match="another prompt"):
+        embed([inputs], tmp_path / "out", embedder)
     inputs.write_text("other\n")
     with pytest.raises(EmbedError, match="another collection"):
         embed([inputs], tmp_path / "out", embedder)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    with pytest.raises(EmbedError, match="not empty"):
-        embed([inputs], tmp_path / "full", embedder)
-
-
-@pytest.mark.parametrize("change", ["dtype", "prompt"])
-def test_a_whole_collection_is_not_told_to_be_made_otherwise(tmp_path, inputs, embedder, change):
-    whole = embed([inputs], tmp_path / "out", embedder)
-    embedder.prompt = "query" if change == "prompt" else embedder.prompt
-    dtype = "f16" if change == "dtype" else "f32"
-    with pytest.raises(EmbedError, match=f"another {change}"):
-        embed([inputs], tmp_path / "out", embedder, dtype=dtype)
     assert read_manifest(tmp_path / "out") == whole
 
 
@@ -125,15 +111,6 @@ def test_without_a_name_the_model_of_a_gateway_that_has_a_worker_is_asked(monkey
     cards = [{**card, "id": "new", "num_workers": 1}, {**card, "id": "old", "num_workers": 0}]
     monkeypatch.setattr(Client, "ask", lambda *asked, tries: {"data": cards})
     assert RemoteEmbedder("http://gateway", "", None).model == "new"
-
-
-def test_a_file_that_is_no_image_is_named(tmp_path):
-    (tmp_path / "a.png").write_text("no image")
-    done = run(
-        "embed", tmp_path / "a.png", "--output", tmp_path / "out", "--engine", "mock_pooling"
-    )
-    assert done.exit_code == 1
-    assert "a.png: use an image in PNG" in done.stderr
 
 
 def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
@@ -201,11 +178,7 @@ def test_the_commands_embed_and_search_a_directory(tmp_path, inputs):
     assert made.exit_code == 0, made.output
     assert "50 items of mock-embeddings" in made.output
     found = run("search", out, TEXTS[7], "--engine", "mock_pooling", "--limit", "3")
-    assert found.exit_code == 0, found.output
-    assert len(found.output.splitlines()) == 3
-    failed = run("embed", tmp_path / "nobody.txt", "--output", out, "--engine", "mock_pooling")
-    assert failed.exit_code == 1
-    assert "cannot be read" in failed.output.replace("\n", " ")
+    assert (found.exit_code, len(found.output.splitlines())) == (0, 3), found.output
 
 
 def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
@@ -217,10 +190,6 @@ def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
     first, second = (line.split() for line in found.stdout.splitlines())
     assert first == ["1.0000", "3.png"]
     assert float(second[0]) < 0.99
-    (tmp_path / "empty").mkdir()
-    found = run("search", tmp_path / "empty", "a word", *engine)
-    assert found.exit_code == 1
-    assert "has no images" in found.output
 
 
 @pytest.mark.parametrize(
@@ -228,10 +197,9 @@ def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
     [
         (("embed", "nobody.txt", "--output", "out"), "nobody.txt cannot be read"),
         (("embed", "inputs.txt", "empty", "--output", "out"), "empty has no images"),
-        (("embed", "inputs.txt", "--output", "inputs.txt"), "--output"),
         (("embed", "inputs.txt", "--output", "inputs.txt/deep"), "--output"),
         (("embed", "inputs.txt", "--output", "."), "not empty"),
-        (("search", "empty", "x"), "manifest.json"),
+        (("search", "empty", "x"), "has no images"),
         (("search", "cut", "x"), "run it again"),
         (("search", "folder", "--image", "nobody.png"), "nobody.png"),
         (("search", "nolib", "x"), "there is no directory nolib"),
@@ -317,45 +285,37 @@ async def test_a_collection_goes_into_a_store_and_comes_out_again(
 
 
 async def test_a_collection_is_a_store_that_every_key_may_search(
-    tmp_path, inputs, ends, redis_server
+    tmp_path, inputs, embedder, ends, redis_server
 ):
-    embedder = LocalEmbedder("mock_pooling", "")
+    where = Filter("lt", "n", 3.0)
     inputs.write_text("\n".join(json.dumps({"text": text, "n": n}) for n, text in enumerate(TEXTS)))
     embed([inputs.rename(tmp_path / "inputs.jsonl")], tmp_path / "seed", embedder)
-    embedder.close()
-    where = Filter("lt", "n", 3.0)
-    assert [
-        len(hits) for hits in FlatIndex(tmp_path / "seed").search(np.eye(64)[:1], 9, where)
-    ] == [3]
+    [hits] = FlatIndex(tmp_path / "seed").search(np.eye(64)[:1], 9, where)
+    assert len(hits) == 3
     settings = {"collections": (str(tmp_path / "seed"),), "default_store": "seed"}
+    keys = {"api_keys": ["a", "b"]}
+    body = {"text": "anything", "num_results": 4}
     async with (
         serve_search(tmp_path / "search", **settings) as served,
-        run_fleet(ends, redis_server, search=dict(served), gateway={"api_keys": ["a", "b"]}) as (
-            gateway,
-            _,
-        ),
+        run_fleet(ends, redis_server, search=dict(served), gateway=keys) as (gateway, _),
     ):
         client = gateway.client
         client.headers["authorization"] = "Bearer b"
-        client.base_url = gateway.url
-        store = (await client.get("/v1/vector_stores")).json()["data"][0]
+        store = (await client.get(STORES)).json()["data"][0]
         assert (store["name"], store["num_items"], store["is_read_only"]) == ("seed", 50, True)
-        own = [(await client.post("/v1/vector_stores", json={})).json()["id"] for _ in range(3)]
-        for order in ("asc", "desc"):
-            listed: list[str] = []
-            while True:
+        own = [(await client.post(STORES, json={})).json()["id"] for _ in range(3)]
+        for order, every in (("asc", [*own, store["id"]]), ("desc", [store["id"], *own[::-1]])):
+            listed, has_more = list[str](), True
+            while has_more:
                 query = {"limit": 1, "order": order, **({"after": listed[-1]} if listed else {})}
-                page = (await client.get("/v1/vector_stores", params=query)).json()
+                page = (await client.get(STORES, params=query)).json()
                 listed += [entry["id"] for entry in page["data"]]
-                if not page["has_more"]:
-                    break
-            assert listed == [*own, store["id"]][:: 1 if order == "asc" else -1]
-        body = {"text": "anything", "num_results": 4}
+                has_more = page["has_more"]
+            assert listed == every
         # The served model is called otherwise than the one that made the collection.
-        response = await client.post("/similar", json=body)
-        assert response.status_code == 404
+        assert (await client.post("/similar", json=body)).status_code == 404
     manifest = read_manifest(tmp_path / "seed")
-    write_manifest(tmp_path / "seed", type(manifest)(**{**_fields(manifest), "model": MODEL}))
+    write_manifest(tmp_path / "seed", msgspec.structs.replace(manifest, model=MODEL))
     async with (
         serve_search(tmp_path / "search", **settings) as served,
         run_fleet(ends, redis_server, search=dict(served)) as (gateway, _),
@@ -369,17 +329,9 @@ async def test_a_collection_is_a_store_that_every_key_may_search(
         assert len(words.json()["text"]) == 10
         for bad in ({}, {"text": ""}, {"text": "a", "keywords": "b"}):
             assert (await client.post("/similar", json=bad)).status_code == 400
-        [store] = (await client.get("/v1/vector_stores")).json()["data"]
+        [store] = (await client.get(STORES)).json()["data"]
         item = {"items": [{"id": "a", "text": "b"}]}
-        for method, path, body in (("PUT", "/items", item), ("DELETE", "", None), ("POST", "", {})):
-            refused = await client.request(
-                method, f"/v1/vector_stores/{store['id']}{path}", json=body
-            )
-            assert (refused.status_code, refused.json()["error"]["code"]) == (
-                409,
-                "store_read_only",
-            )
-
-
-def _fields(manifest):
-    return {name: getattr(manifest, name) for name in manifest.__struct_fields__}
+        for method, path, sent in (("PUT", "/items", item), ("DELETE", "", None), ("POST", "", {})):
+            refused = await client.request(method, f"{STORES}/{store['id']}{path}", json=sent)
+            code = refused.json()["error"]["code"]
+            assert (refused.status_code, code) == (409, "store_read_only")

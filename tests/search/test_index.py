@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from benchmarks.search.run import make_items, make_vectors
-from search.index import OrderedIds, SearchUnavailable, matches, open_indexes
+from search.index import WINDOW, OrderedIds, matches
 from search.lance import LanceIndexes, Readers
 from shared.search import Filter, Item
 from tests.fuzzing import IS_LONG
-from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess
+from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess, recall
 
 IDS = [f"id {number}'\"" for number in range(12)]
 KEYS = ("color", 'it\'s "n"')
@@ -95,7 +95,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(seed=seeds, k=st.integers(1, 8), where=st.none() | filters)
     def search(self, seed, k, where):
         query = direction(seed)
-        [hits] = self.index.search(query[None], k, where)
+        [hits] = self.index.ask("search", vectors=query[None], k=k, where=where)
         scores = {
             key: float(np.frombuffer(item.vector, "<f4") @ query)
             for key, item in self.model.items()
@@ -134,14 +134,15 @@ class IndexMachine(RuleBasedStateMachine):
             self.model = after
 
     def stored(self) -> dict[str, Item]:
-        return {item.id: item for item in self.index.ask("page", list[Item], k=100)}
+        page = self.index.ask("page", after="", limit=100, with_vectors=True)
+        return {item.id: item for item in page}
 
     @invariant()
     def it_holds_what_was_acknowledged(self):
         stored = self.stored()
         assert list(stored) == sorted(self.model)
         assert _same(stored, self.model)
-        assert self.index.ask("count") == len(self.model)
+        assert self.index.ask("stats").num_items == len(self.model)
 
     def teardown(self) -> None:
         self.index.close()
@@ -179,25 +180,14 @@ def test_an_index_in_8_bits_finds_the_nearest_of_twenty_thousand(tmp_path):
     index.upsert(make_items(vectors[:18_000]))
     index.compact()
     index.upsert(make_items(vectors)[18_000:])  # newer than what is indexed
-    assert _recall(index, vectors, make_vectors(50, 32, 2)) >= 0.97
+    assert recall(index, vectors, make_vectors(50, 32, 2)) >= 0.97
     index.upsert(make_items(vectors[:200]))
     assert index.stats().num_items == 20_000
     assert index.delete(["7", "19999"]) == 2
     index.compact()
     kept = np.delete(vectors, [7, 19_999], axis=0)
     names = np.delete(np.arange(20_000), [7, 19_999])
-    assert _recall(index, kept, make_vectors(50, 32, 3), names) >= 0.97
-
-
-def _recall(index, vectors, queries, names=None) -> float:
-    names = np.arange(len(vectors)) if names is None else names
-    found = index.search(queries, 10)
-    nearest = np.argsort(-(queries @ vectors.T), axis=1)[:, :10]
-    shares = [
-        len({hit.item.id for hit in hits} & {str(n) for n in names[row]})
-        for hits, row in zip(found, nearest, strict=True)
-    ]
-    return sum(shares) / len(shares) / 10
+    assert recall(index, kept, make_vectors(50, 32, 3), names) >= 0.97
 
 
 def test_single_writes_leave_few_files(tmp_path):
@@ -254,17 +244,13 @@ class Ids:
         return found
 
 
-def test_a_walk_in_pages_reads_the_ids_once():
-    index = Ids(f"{n:05}" for n in range(3000))
-    assert index.walk(10) == sorted(index.ids)
-    assert index.num_read == 3000
-
-
-def test_a_walk_beyond_a_window_reads_the_ids_once_for_each(monkeypatch):
-    monkeypatch.setattr("search.index.WINDOW", 500)
+@pytest.mark.parametrize(("window", "num_reads"), [(WINDOW, 1), (500, 7)])
+def test_a_walk_in_pages_reads_the_ids_once(monkeypatch, window, num_reads):
+    """Once for each window."""
+    monkeypatch.setattr("search.index.WINDOW", window)
     index = Ids(f"{n:05}" for n in range(3000))
     assert index.walk(70) == sorted(index.ids)
-    assert index.num_read <= 7 * 3000
+    assert index.num_read <= num_reads * 3000
 
 
 def test_pages_lack_nothing_that_was_written_and_hold_nothing_that_was_deleted(monkeypatch):
@@ -283,11 +269,6 @@ def test_pages_lack_nothing_that_was_written_and_hold_nothing_that_was_deleted(m
     assert sorted(set(found)) == found
     assert first & index.ids <= set(found)
     assert index.walk(7) == sorted(index.ids)
-
-
-def test_an_index_that_is_not_there_is_told_in_a_sentence():
-    with pytest.raises(SearchUnavailable, match=r"lance://"):
-        open_indexes("mysql://somewhere")
 
 
 def test_the_oracle_itself():

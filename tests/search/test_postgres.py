@@ -3,46 +3,30 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 import numpy as np
 import psycopg
 import pytest
 
+import shared.search as wire
 from benchmarks.search.run import make_items, make_vectors
 from search.catalog import Catalog
 from search.index import SearchUnavailable, open_indexes
-from search.postgres import PostgresIndexes, open_postgres
+from search.postgres import PostgresIndex, PostgresIndexes, open_postgres
 from search.server import run_search as run_server
 from search.stores import Stores
-from shared.search import (
-    AttachFile,
-    CreateStore,
-    DropItems,
-    DropStore,
-    FileRecord,
-    Filter,
-    Item,
-    ListStores,
-    Page,
-    PutFile,
-    PutItems,
-    ReadItems,
-    ReadStore,
-    SearchError,
-    StoreFile,
-    StoreRecord,
-)
 from shared.settings import SettingsError
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import Settings
 from tests.factories_search import SearchProcess, run_search
 from tests.factories_search import make_items as make_few
+from tests.search.index_process import recall
 from tests.search.postgres_server import postgres
 from tests.waiting import wait_for
 
-CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
+CREATE = wire.CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
 
 
 @pytest.fixture
@@ -50,17 +34,40 @@ def url() -> str:
     return postgres().new_database()
 
 
-@pytest.fixture
-def pair(tmp_path, url) -> Iterator[tuple[SearchProcess, SearchProcess]]:
+@pytest.fixture(scope="module")
+def shared_url() -> str:
+    return postgres().new_database()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, shared_url) -> Iterator[tuple[SearchProcess, SearchProcess]]:
     with ExitStack() as stack:
         one, two = (
-            stack.enter_context(run_search(tmp_path / name, index=url)) for name in ("one", "two")
+            stack.enter_context(run_search(tmp_path_factory.mktemp(name), index=shared_url))
+            for name in ("one", "two")
         )
         yield one, two
 
 
-def put(store: str, items: list[Item]) -> PutItems:
-    return PutItems(tenant="t", store=store, digest="d", items=items)
+@pytest.fixture
+def stores(url) -> Iterator[Stores]:
+    indexes = open_postgres(url)
+    stores = Stores(Catalog(indexes.database), indexes, LimitSettings())
+    yield stores
+    stores.close()
+
+
+@contextmanager
+def open_index(url: str, dimensions: int) -> Iterator[PostgresIndex]:
+    indexes = open_postgres(url)
+    with closing(indexes):
+        with indexes.database.change():
+            index = indexes.open("store", dimensions)
+        yield index
+
+
+def put(store: str, items: list[wire.Item]) -> wire.PutItems:
+    return wire.PutItems(tenant="t", store=store, digest="d", items=items)
 
 
 def tables(url: str) -> set[str]:
@@ -69,164 +76,139 @@ def tables(url: str) -> set[str]:
         return {name for (name,) in connection.execute(sql)}
 
 
-def test_what_one_process_writes_the_other_finds_and_counts(pair):
+def test_writers_of_two_processes_lose_nothing(pair, shared_url):
+    """Upserts of the same ids, files, and stores at once; the other process finds, deletes and counts them."""
     one, two = pair
-    store = one.ask(CREATE, StoreRecord).id
-    one.ask(put(store, make_few(10)), StoreRecord)
-    two.ask(put(store, make_few(10, seed=1)[:4]), StoreRecord)  # the same ids
-    assert one.ask(ReadStore(tenant="t", store=store), StoreRecord).num_items == 10
-    gone = [item.id for item in make_few(2)]
-    assert two.ask(DropItems(tenant="t", store=store, ids=[*gone, "none"]), int) == 2
-    found = one.ask(ReadItems(tenant="t", store=store, page=Page(limit=100)), list[Item])
-    assert [item.id for item in found] == sorted(item.id for item in make_few(10)[2:])
-    two.ask(DropStore(tenant="t", store=store), bool)
-    with pytest.raises(SearchError, match="no such vector store"):
-        one.ask(put(store, make_few(1)), StoreRecord)
-
-
-def test_writers_of_two_processes_lose_nothing(pair, url):
-    """Upserts of the same ids, files, and stores at once."""
-    store = pair[0].ask(CREATE, StoreRecord).id
+    store = one.ask(CREATE, wire.StoreRecord).id
 
     def write(number: int) -> None:
         process = pair[number % 2]
         items = [msgspec.structs.replace(i, id=f"{number} {i.id}") for i in make_few(20)]
-        process.ask(put(store, [*items, *make_few(5)]), StoreRecord)
-        file = PutFile(tenant="t", filename="f", purpose="assistants", data=b"text")
-        name = process.ask(file, FileRecord).id
+        process.ask(put(store, [*items, *make_few(5)]), wire.StoreRecord)
+        file = wire.PutFile(tenant="t", filename="f", purpose="assistants", data=b"text")
+        name = process.ask(file, wire.FileRecord).id
         chunk = msgspec.structs.replace(items[0], id=f"{name}:0", file_id=name)
-        attach = AttachFile(
+        attach = wire.AttachFile(
             tenant="t", store=store, file=name, digest="d", items=[chunk], max_chunk_tokens=1,
             chunk_overlap_tokens=0,
         )  # fmt: skip
-        assert process.ask(attach, StoreFile).status == "completed"
-        process.ask(CREATE, StoreRecord)
+        assert process.ask(attach, wire.StoreFile).status == "completed"
+        process.ask(CREATE, wire.StoreRecord)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(write, range(16)))
-    record = pair[1].ask(ReadStore(tenant="t", store=store), StoreRecord)
+    record = two.ask(wire.ReadStore(tenant="t", store=store), wire.StoreRecord)
     assert (record.num_items, record.num_files) == (16 * 21 + 5, 16)
-    listed = pair[0].ask(ListStores(tenant="t", page=Page(limit=100)), list[StoreRecord])
+    listed = one.ask(wire.ListStores(tenant="t", page=wire.Page(limit=100)), list[wire.StoreRecord])
     assert len(listed) == 17
-    assert sum(name.startswith("vs_") for name in tables(url)) == 17
+    assert sum(name.startswith("vs_") for name in tables(shared_url)) == 17
+
+    gone = [item.id for item in make_few(5)]
+    assert two.ask(wire.DropItems(tenant="t", store=store, ids=[*gone, "none"]), int) == 5
+    found = one.ask(
+        wire.ReadItems(tenant="t", store=store, page=wire.Page(limit=1000)), list[wire.Item]
+    )
+    assert len(found) == 16 * 21
+    assert found == sorted(found, key=lambda item: item.id)
+    two.ask(wire.DropStore(tenant="t", store=store), bool)
+    with pytest.raises(wire.SearchError, match="no such vector store"):
+        one.ask(put(store, make_few(1)), wire.StoreRecord)
 
 
-def test_a_store_and_its_vectors_are_deleted_in_one_transaction(url, monkeypatch):
-    indexes = open_postgres(url)
-    stores = Stores(Catalog(indexes.database), indexes, LimitSettings())
-    try:
-        store = stores.answer(CREATE).id
-        stores.answer(put(store, make_few(3)))
-        with monkeypatch.context() as patch:
+def test_a_store_and_its_vectors_are_deleted_in_one_transaction(stores, url, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError("told to")
 
-            def fail(*_: object) -> None:
-                raise OSError("told to")
-
-            patch.setattr(PostgresIndexes, "drop", fail)
-            with pytest.raises(OSError, match="told to"):
-                stores.answer(DropStore(tenant="t", store=store))
-        read = ReadItems(tenant="t", store=store, page=Page())
-        assert len(stores.answer(read)) == 3
-        assert stores.answer(DropStore(tenant="t", store=store))
-        assert not any(name.startswith("vs_") for name in tables(url))
-        with monkeypatch.context() as patch:
-            patch.setattr(PostgresIndexes, "open", fail)
-            with pytest.raises(OSError, match="told to"):
-                stores.answer(CREATE)
-        assert stores.answer(ListStores(tenant="t", page=Page())) == []
-    finally:
-        stores.close()
+    store = stores.answer(CREATE).id
+    stores.answer(put(store, make_few(3)))
+    drop = wire.DropStore(tenant="t", store=store)
+    with monkeypatch.context() as patch:
+        patch.setattr(PostgresIndexes, "drop", fail)
+        with pytest.raises(OSError, match="told to"):
+            stores.answer(drop)
+    assert len(stores.answer(wire.ReadItems(tenant="t", store=store, page=wire.Page()))) == 3
+    assert stores.answer(drop)
+    assert not any(name.startswith("vs_") for name in tables(url))
+    monkeypatch.setattr(PostgresIndexes, "open", fail)
+    with pytest.raises(OSError, match="told to"):
+        stores.answer(CREATE)
+    assert stores.answer(wire.ListStores(tenant="t", page=wire.Page())) == []
 
 
-def test_a_store_that_is_written_while_its_expiry_waits_is_kept(url, monkeypatch):
-    indexes = open_postgres(url)
-    stores = Stores(Catalog(indexes.database), indexes, LimitSettings())
-    try:
-        asked = msgspec.structs.replace(CREATE, expires_after_days=1)
-        store = stores.answer(asked)
-        stale = msgspec.structs.replace(store, last_active_at=0)
-        monkeypatch.setattr(Catalog, "all_stores", lambda _: [("t", stale)])
-        stores.sweep()
-        assert stores.answer(ReadStore(tenant="t", store=store.id)).id == store.id
-        with pytest.raises(SearchError, match="NUL"):
-            stores.answer(ReadStore(tenant="t", store="vs_\0"))
-    finally:
-        stores.close()
+def test_a_store_that_is_written_while_its_expiry_waits_is_kept(stores, monkeypatch):
+    store = stores.answer(msgspec.structs.replace(CREATE, expires_after_days=1))
+    stale = msgspec.structs.replace(store, last_active_at=0)
+    monkeypatch.setattr(Catalog, "all_stores", lambda _: [("t", stale)])
+    stores.sweep()
+    assert stores.answer(wire.ReadStore(tenant="t", store=store.id)).id == store.id
+    with pytest.raises(wire.SearchError, match="NUL"):
+        stores.answer(wire.ReadStore(tenant="t", store="vs_\0"))
 
 
-def test_a_second_process_does_not_take_the_socket_of_the_first(tmp_path, url):
-    with run_search(tmp_path / "data", index=url) as process:
-        search = {"url": process.url, "index": url}
-        with pytest.raises(SettingsError, match="another process listens there"):
-            run_server(Settings(search=search))  # type: ignore[arg-type]
-        assert process.ask(ListStores(tenant="t", page=Page()), list[StoreRecord]) == []
+def test_a_third_process_does_not_take_the_socket_of_the_first(pair, shared_url):
+    search = {"url": pair[0].url, "index": shared_url}
+    with pytest.raises(SettingsError, match="another process listens there"):
+        run_server(Settings(search=search))  # type: ignore[arg-type]
+    assert (
+        pair[0].ask(wire.ListStores(tenant="nobody", page=wire.Page()), list[wire.StoreRecord])
+        == []
+    )
 
 
-def test_a_killed_database_loses_nothing_that_was_acknowledged(tmp_path, url):
+def test_a_killed_database_loses_nothing_that_was_acknowledged(pair):
+    process = pair[0]
     acknowledged: list[int] = []
     begun, refusals = threading.Event(), list[str]()
-    with run_search(tmp_path / "data", index=url) as process:
-        store = process.ask(CREATE, StoreRecord).id
+    store = process.ask(CREATE, wire.StoreRecord).id
 
-        def write() -> None:
-            for number in range(10_000):
-                items = [msgspec.structs.replace(i, id=f"{number} {i.id}") for i in make_few(20)]
-                try:
-                    process.ask(put(store, items), StoreRecord)
-                except SearchError as error:
-                    refusals.append(error.fault.code)
-                    return
-                acknowledged.append(number)
-                if number == 3:
-                    begun.set()
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        assert begun.wait(30)
-        for _ in range(8):  # each thread of the process has a connection
-            process.ask(ReadStore(tenant="t", store=store), StoreRecord)
-        postgres().kill()
-        writer.join(30)
-        assert refusals == ["unavailable"]
-        with pytest.raises(SearchError, match="does not answer"):
-            process.ask(ReadStore(tenant="t", store=store), StoreRecord)
-        postgres().start()
-
-        def stored() -> list[Item] | None:
+    def write() -> None:
+        for number in range(10_000):
+            items = [msgspec.structs.replace(i, id=f"{number} {i.id}") for i in make_few(20)]
             try:
-                read = ReadItems(tenant="t", store=store, page=Page(limit=100_000))
-                return process.ask(read, list[Item])
-            except SearchError:  # it recovers
-                return None
+                process.ask(put(store, items), wire.StoreRecord)
+            except wire.SearchError as error:
+                refusals.append(error.fault.code)
+                return
+            acknowledged.append(number)
+            if number == 3:
+                begun.set()
 
-        wait_for(lambda: stored() is not None, 30)
-        batches = [int(item.id.partition(" ")[0]) for item in stored() or ()]
-        assert set(acknowledged) <= set(batches)
-        assert len(batches) == 20 * len(set(batches))
-        process.ask(put(store, make_few(1)), StoreRecord)
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert begun.wait(30)
+    for _ in range(8):  # each thread of the process has a connection
+        process.ask(wire.ReadStore(tenant="t", store=store), wire.StoreRecord)
+    postgres().kill()
+    writer.join(30)
+    assert refusals == ["unavailable"]
+    with pytest.raises(wire.SearchError, match="does not answer"):
+        process.ask(wire.ReadStore(tenant="t", store=store), wire.StoreRecord)
+    postgres().start()
+
+    def stored() -> list[wire.Item] | None:
+        try:
+            read = wire.ReadItems(tenant="t", store=store, page=wire.Page(limit=100_000))
+            return process.ask(read, list[wire.Item])
+        except wire.SearchError:  # it recovers
+            return None
+
+    wait_for(lambda: stored() is not None, 30)
+    batches = [int(item.id.partition(" ")[0]) for item in stored() or ()]
+    assert set(acknowledged) <= set(batches)
+    assert len(batches) == 20 * len(set(batches))
+    process.ask(put(store, make_few(1)), wire.StoreRecord)
 
 
-@pytest.mark.parametrize("compacted", [False, True])
-def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url, compacted):
-    vectors = make_vectors(12_000, 16, 1)
-    indexes = open_postgres(url)
-    try:
-        with indexes.database.change():
-            index = indexes.open("store", 16)
+def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url):
+    vectors, queries = make_vectors(12_000, 16, 1), make_vectors(30, 16, 2)
+    with open_index(url, 16) as index:
         items = make_items(vectors)
         for at in range(0, len(items), 3000):
             index.upsert(items[at : at + 3000])
-        if compacted:
+        assert recall(index, vectors, queries) == 1.0
+        for _ in range(2):  # the second has nothing to do
             index.compact()
-            index.compact()  # nothing is left to do
-        queries = make_vectors(30, 16, 2)
-        nearest = np.argsort(-(queries @ vectors.T), axis=1)[:, :10]
-        found = index.search(queries, 10)
-        shares = [
-            len({hit.item.id for hit in hits} & {str(n) for n in row})
-            for hits, row in zip(found, nearest, strict=True)
-        ]
-        assert sum(shares) / 300 >= (0.95 if compacted else 1.0)
+        assert recall(index, vectors, queries) >= 0.95
         assert all(len(hits) == 2000 for hits in index.search(queries[:1], 2000))
         before = index.stats().num_bytes
         gone = np.argsort(-(queries[0] @ vectors.T))[:1000]  # all that the index would look at
@@ -234,28 +216,22 @@ def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url, compacte
         [hits] = index.search(queries[:1], 10)
         assert len(hits) == 10
         assert index.stats().num_bytes == pytest.approx(before * 11 / 12, rel=0.01)
-        [hits] = index.search(queries[:1], 10, Filter("in", "none", ["x"]))
-        assert hits == []
-    finally:
-        indexes.close()
+        assert index.search(queries[:1], 10, wire.Filter("in", "none", ["x"])) == [[]]
 
 
 def test_a_database_without_an_encoding_keeps_any_text():
-    indexes = open_postgres(postgres().new_database("ENCODING 'SQL_ASCII' TEMPLATE template0"))
-    try:
-        with indexes.database.change():
-            index = indexes.open("store", 8)
+    url = postgres().new_database("ENCODING 'SQL_ASCII' TEMPLATE template0")
+    with open_index(url, 8) as index:
         item = msgspec.structs.replace(
             make_few(1)[0], id="Köln\0", text="näh\0", attributes={"ä?%s": "ü\0", "b": True}
         )
         index.upsert([item])
-        where = Filter("and", filters=(Filter("eq", "ä?%s", "ü\0"), Filter("ne", "b", False)))
-        vector = np.frombuffer(item.vector, "<f4")[None]
-        [[hit]] = index.search(vector, 1, where)
+        where = wire.Filter(
+            "and", filters=(wire.Filter("eq", "ä?%s", "ü\0"), wire.Filter("ne", "b", False))
+        )
+        [[hit]] = index.search(np.frombuffer(item.vector, "<f4")[None], 1, where)
         assert msgspec.structs.replace(hit.item, vector=item.vector) == item
         assert [each.id for each in index.page("", 1)] == ["Köln\0"]
-    finally:
-        indexes.close()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +240,7 @@ def test_a_database_without_an_encoding_keeps_any_text():
         (("host=", "host=/nowhere&x="), "URL is invalid"),
         (("?host=", "?host=/nowhere/"), "start it, or correct the URL"),
         (("/db", "/no_such_db"), "does not exist"),
-        (("postgres:@", "u:se%cret@"), "URL is invalid"),
+        (("postgresql:", "mysql:"), "use lance://, postgresql://"),
         (("postgres:@", "u:se cret@"), "URL is invalid"),
     ],
 )

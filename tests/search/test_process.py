@@ -3,42 +3,27 @@
 import asyncio
 import logging
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from search.server import NUM_THREADS, SearchApp, create_server, listen
+import shared.search as wire
+from search.server import NUM_THREADS, SearchApp
 from search.server import run_search as run_server
 from search.stores import chunk_ids
-from shared.search import (
-    AttachFile,
-    CreateStore,
-    FileRecord,
-    Hit,
-    Item,
-    ListStoreFiles,
-    Page,
-    PutFile,
-    PutItems,
-    Query,
-    ReadItems,
-    ReadStore,
-    Request,
-    SearchError,
-    StoreFile,
-    StoreRecord,
-)
 from shared.settings import SettingsError
 from shared.settings.tree import Settings
 from tests.factories_search import make_items, run_search, serve_search
-from tests.fuzzing import IS_LONG
 from tests.search.postgres_server import postgres
-from tests.waiting import until
+from tests.waiting import until, wait_for
 
-CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
+CREATE = wire.CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
 
 
 @pytest.fixture(scope="module", params=["lance", "postgres"])
@@ -49,95 +34,57 @@ def process(tmp_path_factory, request):
 
 
 def test_what_was_acknowledged_outlives_kill_9_while_writing(process):
-    """A batch is there as a whole or not at all; an acknowledged one is there."""
-    store = process.ask(CREATE, StoreRecord)
+    """A batch is there as a whole or not at all, as are the chunks of a file; an acknowledged one is there."""
+    store, other = process.ask(CREATE, wire.StoreRecord), process.ask(CREATE, wire.StoreRecord)
+    upload = wire.PutFile(tenant="t", filename="a.txt", purpose="assistants", data=b"text")
+    file = process.ask(upload, wire.FileRecord).id
+    chunks = [
+        replace(item, id=key, file_id=file)
+        for key, item in zip(chunk_ids(file, 0, 2000), make_items(2000), strict=True)
+    ]
+    attach = wire.AttachFile(
+        tenant="t", store=other.id, file=file, digest="d", items=chunks, max_chunk_tokens=800,
+        chunk_overlap_tokens=400,
+    )  # fmt: skip
+    listing = wire.ListStoreFiles(tenant="t", store=other.id, page=wire.Page())
     acknowledged: list[int] = []
-    begun = threading.Event()
+    attached: list[wire.StoreFile] = []
 
     def write() -> None:
         for number in range(1000):
-            items = [
-                Item(id=f"{number} {item.id}", vector=item.vector, text=item.text)
-                for item in make_items(50, seed=number)
-            ]
-            try:
-                process.ask(
-                    PutItems(tenant="t", store=store.id, digest="d", items=items), StoreRecord
-                )
-            except (httpx.HTTPError, AssertionError):
-                return
+            items = [replace(item, id=f"{number} {item.id}") for item in make_items(50)]
+            put = wire.PutItems(tenant="t", store=store.id, digest="d", items=items)
+            process.ask(put, wire.StoreRecord)
             acknowledged.append(number)
-            if number % 3 == 2:
-                begun.set()
 
-    def read_all() -> list[Item]:
-        stored: list[Item] = []
-        while True:
-            after = stored[-1].id if stored else ""
-            read = ReadItems(tenant="t", store=store.id, page=Page(limit=1000, after=after))
-            if not (page := process.ask(read, list[Item])):
-                return stored
-            stored += page
+    def go_on(step: Callable[[], object]) -> None:
+        with suppress(httpx.HTTPError, AssertionError):  # until the kill
+            step()
 
-    for _ in range(3 if IS_LONG else 1):
-        writer = threading.Thread(target=write)
-        writer.start()
-        assert begun.wait(30)
-        process.kill()
-        writer.join(30)
-        process.start()
-        begun.clear()
-        while len(stored := read_all()) != len(read_all()):
-            pass  # PostgreSQL commits what it was sent before the kill
-        batches = {int(item.id.partition(" ")[0]) for item in stored}
-        assert set(acknowledged) <= batches
-        assert len(stored) == 50 * len(batches)
-    wanted = make_items(50, seed=acknowledged[-1])[7]
-    query = Query(tenant="t", store=store.id, digest="d", vectors=[wanted.vector], k=1)
-    [hit] = process.ask(query, list[Hit])
-    assert hit.item.id == f"{acknowledged[-1]} {wanted.id}"
-
-
-def test_a_file_whose_chunks_were_not_all_written_leaves_none(process):
-    store = process.ask(CREATE, StoreRecord)
-    file = process.ask(
-        PutFile(tenant="t", filename="a.txt", purpose="assistants", data=b"text"), FileRecord
-    )
-    chunks = [
-        Item(id=key, vector=item.vector, text=item.text, file_id=file.id)
-        for key, item in zip(chunk_ids(file.id, 0, 2000), make_items(2000), strict=True)
-    ]
-    attach = AttachFile(
-        tenant="t", store=store.id, file=file.id, digest="d", items=chunks, max_chunk_tokens=800,
-        chunk_overlap_tokens=400,
-    )  # fmt: skip
-    answered = threading.Event()
-
-    def write() -> None:
-        try:
-            process.ask(attach, StoreFile)
-            answered.set()
-        except (httpx.HTTPError, AssertionError):
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(go_on, write)
+        wait_for(lambda: len(acknowledged) > 2)
+        threads.submit(go_on, lambda: attached.append(process.ask(attach, wire.StoreFile)))
+        # As soon as the catalog knows of the file; the answer may be faster than the kill.
+        while not (attached or process.ask(listing, list[wire.StoreFile])):
             pass
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    # As soon as the catalog knows of it; the answer may be faster than the kill.
-    listing = ListStoreFiles(tenant="t", store=store.id, page=Page())
-    while not process.ask(listing, list[StoreFile]) and not answered.is_set():
-        pass
-    process.kill()
-    writer.join(30)
+        process.kill()
     process.start()
-    files = process.ask(listing, list[StoreFile])
-    stored = process.ask(ReadStore(tenant="t", store=store.id), StoreRecord)
-    if answered.is_set():
-        assert [f.status for f in files] == ["completed"]
-        assert stored.num_items == 2000
-    else:
-        whole = [f for f in files if f.status == "completed"]
-        assert files == whole
-        assert stored.num_items == 2000 * len(whole)
+
+    def read_all() -> list[wire.Item]:
+        read = wire.ReadItems(tenant="t", store=store.id, page=wire.Page(limit=100_000))
+        return process.ask(read, list[wire.Item])
+
+    while len(stored := read_all()) != len(read_all()):
+        pass  # PostgreSQL commits what it was sent before the kill
+    batches = {int(item.id.partition(" ")[0]) for item in stored}
+    assert set(acknowledged) <= batches
+    assert len(stored) == 50 * len(batches)
+    files = process.ask(listing, list[wire.StoreFile])
+    found = process.ask(wire.ReadStore(tenant="t", store=other.id), wire.StoreRecord)
+    assert {each.status for each in files} <= {"completed"}
+    assert found.num_items == 2000 * len(files)
+    assert files or not attached
 
 
 async def test_a_gateway_that_leaves_in_the_middle_of_a_request_is_no_fault(tmp_path, caplog):
@@ -173,13 +120,15 @@ def test_a_process_that_cannot_serve_says_why(tmp_path, url, says):
 
 
 def test_vectors_of_another_model_are_refused(process):
-    store = process.ask(CREATE, StoreRecord)
+    store = process.ask(CREATE, wire.StoreRecord)
     for request in (
-        PutItems(tenant="t", store=store.id, digest="other", items=make_items(1)),
-        Query(tenant="t", store=store.id, digest="other", vectors=[make_items(1)[0].vector], k=1),
+        wire.PutItems(tenant="t", store=store.id, digest="other", items=make_items(1)),
+        wire.Query(
+            tenant="t", store=store.id, digest="other", vectors=[make_items(1)[0].vector], k=1
+        ),
     ):
-        with pytest.raises(SearchError) as refused:
-            process.ask(request, StoreRecord)
+        with pytest.raises(wire.SearchError) as refused:
+            process.ask(request, wire.StoreRecord)
         assert refused.value.fault.code == "conflict"
 
 
@@ -188,27 +137,23 @@ def test_strangers_cannot_open_its_socket(process):
     assert mode & 0o007 == 0
 
 
-async def test_a_search_does_not_wait_for_uploads(tmp_path):
+async def test_a_search_does_not_wait_for_uploads():
     """More uploads than the process has threads are being written; a search is answered."""
-    is_written, begun = threading.Event(), list[Request]()
+    is_written, begun = threading.Event(), list[wire.Request]()
 
-    def answer(request: Request) -> object:
-        if isinstance(request, Query):
+    def answer(request: wire.Request) -> object:
+        if isinstance(request, wire.Query):
             return []
         begun.append(request)
         return is_written.wait(30)
 
     app = SearchApp(answer, "", 1_000_000)
-    server = create_server(app)
-    url = f"unix://{tmp_path}/s"
-    task = asyncio.create_task(server._serve([listen(url)]))
-    await until(lambda: server.started)
-    upload = PutFile(tenant="t", filename="f", purpose="assistants", data=b"a file")
-    query = Query(tenant="t", store="s", digest="d", vectors=[bytes(4)], k=1)
-    transport = httpx.AsyncHTTPTransport(uds=f"{tmp_path}/s")
+    upload = wire.PutFile(tenant="t", filename="f", purpose="assistants", data=b"a file")
+    query = wire.Query(tenant="t", store="s", digest="d", vectors=[bytes(4)], k=1)
+    transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://search") as client:
 
-        async def ask(request: Request) -> object:
+        async def ask(request: wire.Request) -> object:
             answer = await client.post("/", content=msgspec.msgpack.encode(request))
             return msgspec.msgpack.decode(answer.content)
 
@@ -220,8 +165,6 @@ async def test_a_search_does_not_wait_for_uploads(tmp_path):
         finally:
             is_written.set()
         assert await asyncio.gather(*uploads) == [True] * len(uploads)
-    server.should_exit = True
-    await task
     app.close()
 
 

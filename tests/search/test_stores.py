@@ -6,24 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
+import shared.search as wire
 from search.catalog import Catalog, Sqlite
 from search.lance import LanceIndex, LanceIndexes
 from search.stores import Stores
-from shared.search import (
-    AttachFile,
-    CreateStore,
-    DropItems,
-    DropStore,
-    ListStores,
-    Page,
-    PutFile,
-    PutItems,
-    Query,
-    ReadFile,
-    ReadItems,
-    ReadStore,
-    SearchError,
-)
 from shared.settings.limits import LimitSettings
 from tests.factories_search import make_items
 
@@ -43,9 +29,23 @@ def stores(tmp_path):
     stores.close()
 
 
-def create(stores, tenant="t"):
-    asked = CreateStore(tenant=tenant, name="s", model="m", digest="d", dimensions=8)
+def create(stores, tenant="t", **changes):
+    asked = wire.CreateStore(
+        tenant=tenant, name="s", model="m", digest="d", dimensions=8, **changes
+    )
     return stores.answer(asked).id
+
+
+def put(store, items=ITEMS, tenant="t"):
+    return wire.PutItems(tenant=tenant, store=store, digest="d", items=items)
+
+
+def query(store):
+    return wire.Query(tenant="t", store=store, digest="d", vectors=[ITEMS[0].vector], k=1)
+
+
+def list_ids(stores):
+    return [record.id for record in stores.answer(wire.ListStores(tenant="t", page=wire.Page()))]
 
 
 def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch):
@@ -62,8 +62,8 @@ def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch
 
     def write(store, tenant="t"):
         try:
-            stores.answer(PutItems(tenant=tenant, store=store, digest="d", items=ITEMS))
-        except SearchError as error:
+            stores.answer(put(store, tenant=tenant))
+        except wire.SearchError as error:
             told.release()
             return error.fault.code
         return "written"
@@ -74,13 +74,13 @@ def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch
         theirs = threads.submit(write, of_another, "other")
         for _ in range(NUM_WRITERS + 1):
             assert told.acquire(timeout=60)
-        with pytest.raises(SearchError, match="bytes in files"):
-            stores.answer(PutFile(tenant="t", filename="f", purpose="p", data=b"x" * SIZE))
+        with pytest.raises(wire.SearchError, match="bytes in files"):
+            stores.answer(wire.PutFile(tenant="t", filename="f", purpose="p", data=b"x" * SIZE))
         gate.set()
         assert sorted(each.result() for each in written) == ["full"] * 3 + ["written"] * 3
         assert theirs.result() == "written"
     counts = [
-        len(stores.answer(ReadItems(tenant="t", store=name, page=Page(limit=100))))
+        len(stores.answer(wire.ReadItems(tenant="t", store=name, page=wire.Page(limit=100))))
         for name in names
     ]
     assert sorted(counts) == [0, 0, 0, 50, 50, 50]
@@ -96,11 +96,11 @@ def test_a_refused_or_failed_write_gives_its_room_back(stores, monkeypatch):
         patch.setattr(LanceIndex, "upsert", fail)
         for _ in range(5):
             with pytest.raises(OSError, match="disk"):
-                stores.answer(PutItems(tenant="t", store=name, digest="d", items=ITEMS))
+                stores.answer(put(name))
     for _ in range(5):
-        with pytest.raises(SearchError, match="bytes in files"):
-            stores.answer(PutItems(tenant="t", store=name, digest="d", items=make_items(400)))
-    stores.answer(PutItems(tenant="t", store=name, digest="d", items=ITEMS))
+        with pytest.raises(wire.SearchError, match="bytes in files"):
+            stores.answer(put(name, make_items(400)))
+    stores.answer(put(name))
 
 
 @pytest.mark.parametrize("is_write", [False, True])
@@ -109,7 +109,7 @@ def test_a_store_that_is_deleted_while_it_is_asked_for_is_not_made_again(
 ):
     name = create(stores)
     find = Catalog.store
-    meanwhile = [lambda: stores.answer(DropStore(tenant="t", store=name))]
+    meanwhile = [lambda: stores.answer(wire.DropStore(tenant="t", store=name))]
 
     def find_and_delete(catalog, tenant, name):
         found = find(catalog, tenant, name)
@@ -118,49 +118,25 @@ def test_a_store_that_is_deleted_while_it_is_asked_for_is_not_made_again(
         return found
 
     monkeypatch.setattr(Catalog, "store", find_and_delete)
-    asked = Query(tenant="t", store=name, digest="d", vectors=[ITEMS[0].vector], k=1)
-    if is_write:
-        asked = PutItems(tenant="t", store=name, digest="d", items=ITEMS)
-    with pytest.raises(SearchError, match="no such vector store"):
+    asked = put(name) if is_write else query(name)
+    with pytest.raises(wire.SearchError, match="no such vector store"):
         stores.answer(asked)
     assert list((tmp_path / "stores").iterdir()) == []
-
-
-def test_ids_of_another_tenant_change_nothing_and_find_nothing(stores):
-    mine, theirs = create(stores), create(stores, "other")
-    stores.answer(PutItems(tenant="t", store=mine, digest="d", items=ITEMS))
-    file = stores.answer(PutFile(tenant="t", filename="f", purpose="p", data=b"x"))
-    asked = [
-        PutItems(tenant="other", store=mine, digest="d", items=ITEMS),
-        DropItems(tenant="other", store=mine, ids=[ITEMS[0].id]),
-        ReadItems(tenant="other", store=mine, ids=[ITEMS[0].id]),
-        AttachFile(
-            tenant="other", store=theirs, file=file.id, digest="d", items=[], max_chunk_tokens=100,
-            chunk_overlap_tokens=0,
-        ),
-    ]  # fmt: skip
-    for request in asked:
-        with pytest.raises(SearchError) as refused:
-            stores.answer(request)
-        assert refused.value.fault.code == "not_found"
-    [record] = stores.answer(ListStores(tenant="t", page=Page()))
-    assert record.num_items == len(ITEMS)
-    assert [each.id for each in stores.answer(ListStores(tenant="other", page=Page()))] == [theirs]
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "writes"),
     [
-        (LanceIndexes, "open", CreateStore(tenant="u", name="s", model="m", digest="d", dimensions=8)),
-        (LanceIndexes, "drop", DropStore(tenant="t", store="other")),
-        (LanceIndex, "upsert", PutItems(tenant="t", store="other", digest="d", items=ITEMS[:5])),
-        (Catalog, "files_of", PutFile(tenant="u", filename="f", purpose="p", data=b"x")),
+        (LanceIndexes, "open", wire.CreateStore(tenant="u", name="s", model="m", digest="d", dimensions=8)),
+        (LanceIndexes, "drop", wire.DropStore(tenant="t", store="other")),
+        (LanceIndex, "upsert", put("other", ITEMS[:5])),
+        (Catalog, "files_of", wire.PutFile(tenant="u", filename="f", purpose="p", data=b"x")),
     ],
 )  # fmt: skip
 def test_readers_wait_for_no_writer(stores, monkeypatch, owner, name, writes):
     store, other = create(stores), create(stores)
-    stores.answer(PutItems(tenant="t", store=store, digest="d", items=ITEMS[:5]))
-    file = stores.answer(PutFile(tenant="t", filename="f", purpose="p", data=b"x"))
+    stores.answer(put(store, ITEMS[:5]))
+    file = stores.answer(wire.PutFile(tenant="t", filename="f", purpose="p", data=b"x"))
     begun, gate = threading.Event(), threading.Event()
     original = getattr(owner, name)
 
@@ -170,11 +146,11 @@ def test_readers_wait_for_no_writer(stores, monkeypatch, owner, name, writes):
         return original(*arguments)
 
     reads = [
-        Query(tenant="t", store=store, digest="d", vectors=[ITEMS[0].vector], k=1),
-        ReadItems(tenant="t", store=store, ids=[ITEMS[0].id]),
-        ReadStore(tenant="t", store=store),
-        ListStores(tenant="t", page=Page()),
-        ReadFile(tenant="t", file=file.id, with_data=True),
+        query(store),
+        wire.ReadItems(tenant="t", store=store, ids=[ITEMS[0].id]),
+        wire.ReadStore(tenant="t", store=store),
+        wire.ListStores(tenant="t", page=wire.Page()),
+        wire.ReadFile(tenant="t", file=file.id, with_data=True),
     ]
     if hasattr(writes, "store"):
         writes = msgspec.structs.replace(writes, store=other)
@@ -201,15 +177,15 @@ def test_a_store_whose_index_cannot_be_deleted_yet_is_deleted_later(
     stores, tmp_path, monkeypatch, is_restarted
 ):
     name = create(stores)
-    stores.answer(PutItems(tenant="t", store=name, digest="d", items=ITEMS[:5]))
+    stores.answer(put(name, ITEMS[:5]))
 
     def fail(kind, name):
         raise OSError("no route to host")
 
     with monkeypatch.context() as patch:
         patch.setattr(LanceIndexes, "drop", fail)
-        assert stores.answer(DropStore(tenant="t", store=name))
-    assert stores.answer(ListStores(tenant="t", page=Page())) == []
+        assert stores.answer(wire.DropStore(tenant="t", store=name))
+    assert list_ids(stores) == []
     assert len(list((tmp_path / "stores").iterdir())) == 1
     if is_restarted:
         stores = reopened(tmp_path)
@@ -230,31 +206,16 @@ def test_a_creation_that_was_killed_leaves_no_index(stores, tmp_path, monkeypatc
     assert list((tmp_path / "stores").iterdir()) == []
 
 
-def test_the_time_of_a_search_is_noted(stores, monkeypatch):
-    name = create(stores)
-    stores.answer(Query(tenant="t", store=name, digest="d", vectors=[ITEMS[0].vector], k=1))
-    made = stores.answer(ReadStore(tenant="t", store=name))
-    monkeypatch.setattr("search.stores._now", lambda: made.created_at + 100)
-    stores.answer(Query(tenant="t", store=name, digest="d", vectors=[ITEMS[0].vector], k=1))
-    stores.sweep()
-    assert stores.answer(ReadStore(tenant="t", store=name)).last_active_at >= made.created_at + 100
-
-
 def test_a_store_that_is_not_used_expires(stores, tmp_path, monkeypatch):
     day = 86_400
-    names = {
-        days: stores.answer(
-            CreateStore(
-                tenant="t", name="s", model="m", digest="d", dimensions=8, expires_after_days=days
-            )
-        ).id
-        for days in (0, 1, 2, 5)
-    }
-    now = stores.answer(ReadStore(tenant="t", store=names[1])).created_at
-    monkeypatch.setattr("search.stores._now", lambda: now + 2 * day - 1)
-    stores.answer(Query(tenant="t", store=names[2], digest="d", vectors=[ITEMS[0].vector], k=1))
+    names = {days: create(stores, expires_after_days=days) for days in (0, 1, 2, 5)}
+    now = stores.answer(wire.ReadStore(tenant="t", store=names[1])).created_at
+    searched_at = now + 2 * day - 1
+    monkeypatch.setattr("search.stores._now", lambda: searched_at)
+    stores.answer(query(names[2]))
     monkeypatch.setattr("search.stores._now", lambda: now + 2 * day + 1)
     stores.sweep()
-    left = [record.id for record in stores.answer(ListStores(tenant="t", page=Page()))]
-    assert set(left) == {names[0], names[2], names[5]}
-    assert {path.stem for path in (tmp_path / "stores").iterdir()} == set(left)
+    left = set(list_ids(stores))
+    assert left == {names[0], names[2], names[5]}
+    assert {path.stem for path in (tmp_path / "stores").iterdir()} == left
+    assert stores.answer(wire.ReadStore(tenant="t", store=names[2])).last_active_at == searched_at

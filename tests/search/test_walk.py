@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import subprocess
-import time
 from random import Random
 
 import pytest
@@ -60,14 +59,11 @@ async def test_texts_are_embedded_served_and_found_by_curl(tmp_path, ends, redis
             make_settings(redis_server, ends.prefix, search=dict(search))
         ) as gateway,
     ):
-        took_s = []
         for question, words in QUESTIONS.items():
             body = {"text": question, "num_results": 3}
-            began_at = time.perf_counter()
             answer = await asyncio.to_thread(curl, f"{gateway.url}/similar", body)
-            took_s.append(time.perf_counter() - began_at)
             assert len(answer["text"]) == 3
             best = answer["text"][0]
             assert words <= set(best.lower().replace(".", "").split()), best
             assert "score:1.00" in best
-    print(f"{said}\ncurl: {', '.join(f'{1000 * each:.0f} ms' for each in took_s)}")  # with -s
+    print(said)  # with -s

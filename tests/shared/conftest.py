@@ -2,15 +2,16 @@
 
 import os
 import shutil
-import signal
-import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from uuid import uuid4
 
 import pytest
+
+from loadtest.fleet import free_port
+from tests.waiting import wait_for
 
 MOTO = shutil.which("moto_server") or os.environ.get("MOTO_SERVER", "")
 
@@ -21,29 +22,26 @@ def s3_url() -> Iterator[str]:
     pytest.importorskip("obstore")
     if not MOTO:
         pytest.skip("no moto_server: make store-test")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [MOTO, "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
-    patch = pytest.MonkeyPatch()
-    for name, value in {
-        "AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1",
-    }.items():  # fmt: skip
-        patch.setenv(name, value)
-    try:
-        for _ in range(600):
-            try:
-                request = urllib.request.Request(f"{url}/packages", method="PUT")
-                urllib.request.urlopen(request, timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield f"s3://packages/{uuid4().hex}"
-    finally:
-        patch.undo()
-        server.send_signal(signal.SIGTERM)
-        server.wait()
+
+    def has_bucket() -> bool:
+        with suppress(OSError):
+            request = urllib.request.Request(f"{url}/packages", method="PUT")
+            urllib.request.urlopen(request, timeout=5).close()
+            return True
+        return False
+
+    command = [MOTO, "-p", str(port)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **quiet) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1",
+        }.items():  # fmt: skip
+            patch.setenv(name, value)
+        try:
+            wait_for(has_bucket, 60)
+            yield f"s3://packages/{uuid4().hex}"
+        finally:
+            server.terminate()

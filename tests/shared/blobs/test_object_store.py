@@ -3,7 +3,6 @@
 import asyncio
 import io
 import os
-from base64 import b64encode
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -11,21 +10,12 @@ from uuid import uuid4
 
 import pytest
 from msgspec.structs import replace
-from PIL import Image
 
 from shared.blobs.api import BlobsUnavailable
 from shared.blobs.object_store import MAX_REDIS_BYTES, ObjectBlobStore, UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import BlobRef
 from shared.settings import SettingsError
-from tests.factories_gateway import (
-    CARD,
-    make_body,
-    make_settings,
-    run_gateway_on_socket,
-    run_worker,
-)
-from tests.factories_images import data_url, image_part
 
 obstore = pytest.importorskip("obstore")
 from_url = pytest.importorskip("obstore.store").from_url
@@ -60,14 +50,19 @@ async def reader(redis, redis_prefix):
     await reader.close()
 
 
-async def test_a_worker_reads_a_large_blob_by_its_url(make, url, reader, redis, redis_prefix):
-    store = make(url)
-    assert await store.put(LARGE, "a", ttl_s=60) == REF
-    located = await store.locate(REF, 60.0)
+async def test_a_worker_reads_a_large_blob_by_its_url_unless_others_changed_it(
+    make, url, reader, redis, redis_prefix
+):
+    stores = make(url), make(url)  # of two gateways
+    refs = await asyncio.gather(*(store.put(LARGE, "a", ttl_s=60) for store in stores))
+    assert refs == [REF, REF]
+    located = await stores[0].locate(REF, 60.0)
     assert located.url
     assert await reader.get(located) == LARGE
     assert [key async for key in redis.scan_iter(f"{redis_prefix}:*")] == []
-    assert await store.hold(REF, "b", ttl_s=60)
+    assert await stores[1].hold(REF, "b", ttl_s=60)
+    obstore.put(from_url(url), REF.sha256, LARGE[::-1])
+    assert await reader.get(located) is None
 
 
 async def test_a_file_is_stored_in_parts_and_read_as_a_file(make, url, reader):
@@ -87,33 +82,13 @@ async def test_a_file_is_stored_in_parts_and_read_as_a_file(make, url, reader):
     assert await reader.open(located) is None
 
 
-async def test_a_small_file_is_in_redis(make, url, reader):
-    ref = BlobRef(sha256(b"small").hexdigest(), 5)
-    assert await make(url).put(io.BytesIO(b"small"), "a", ttl_s=60, ref=ref) == ref
-    assert (await reader.open(ref)).read() == b"small"
-
-
-async def test_a_small_blob_is_in_redis(make, url, reader):
-    store = make(url)
-    ref = await store.put(b"small", "a", ttl_s=60)
+async def test_what_is_small_is_in_redis(make, url, reader):
+    store, ref = make(url), BlobRef(sha256(b"small").hexdigest(), 5)
+    assert await store.put(b"small", "a", ttl_s=60) == ref
+    assert await store.put(io.BytesIO(b"small"), "a", ttl_s=60, ref=ref) == ref
     assert await store.locate(ref, 60.0) == ref
     assert await reader.get(ref) == b"small"
-
-
-async def test_what_is_not_there_is_none(make, url, reader):
-    store = make(url)
-    other = BlobRef("0" * 64, len(LARGE))
-    assert not await store.hold(other, "a", ttl_s=60)
-    assert await reader.get(await store.locate(other, 60.0)) is None
-
-
-async def test_two_gateways_keep_one_object_which_others_may_not_change(make, url, reader):
-    stores = [make(url), make(url)]
-    refs = await asyncio.gather(*(store.put(LARGE, "a", ttl_s=60) for store in stores))
-    assert refs == [REF, REF]
-    located = await stores[0].locate(REF, 60.0)
-    obstore.put(from_url(url), REF.sha256, LARGE[::-1])
-    assert await reader.get(located) is None
+    assert (await reader.open(ref)).read() == b"small"
 
 
 async def test_a_blob_is_written_once_in_an_hour_unless_it_is_gone(make, url, reader):
@@ -126,6 +101,7 @@ async def test_a_blob_is_written_once_in_an_hour_unless_it_is_gone(make, url, re
     assert bytes(obstore.get(bucket, REF.sha256).bytes()) == b"as it was written"
     obstore.delete(bucket, REF.sha256)
     assert not await store.hold(REF, "a", ttl_s=60)
+    assert await reader.get(await store.locate(REF, 60.0)) is None
     await store.put(LARGE, "a", ttl_s=60)
     assert await reader.get(await store.locate(REF, 60.0)) == LARGE
 
@@ -147,26 +123,6 @@ async def test_a_store_that_is_away_says_so(make, tmp_path, reader):
     for url in ((await store.locate(REF, 60.0)).url, "http://127.0.0.1:9/nobody"):
         with pytest.raises(BlobsUnavailable):
             await reader.get(replace(REF, url=url))
-
-
-async def test_a_gateway_sends_a_large_image_by_its_url(
-    redis_server, redis_prefix, tmp_path, reader
-):
-    changes = {"blobs": {"store": f"file://{tmp_path / 'images'}"}}
-    settings = make_settings(redis_server, redis_prefix, **changes)
-    noise = io.BytesIO()
-    Image.frombytes("RGB", (400, 400), os.urandom(480_000)).save(noise, "PNG")
-    large = f"data:image/png;base64,{b64encode(noise.getvalue()).decode()}"
-    async with (
-        run_worker(redis_server, redis_prefix, CARD) as worker,
-        run_gateway_on_socket(settings) as gateway,
-    ):
-        body = make_body([image_part(url) for url in (large, data_url())])
-        assert (await gateway.chat(body)).status_code == 200
-        [request] = worker.requests
-        in_store, in_redis = request.task.images
-        assert (in_redis.url, in_store.num_bytes > MAX_REDIS_BYTES) == ("", True)
-        assert await reader.get(in_store) == noise.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -123,12 +123,17 @@ def world() -> World:
     return world
 
 
-def test_an_update_starts_first_and_stops_when_the_old_queue_is_empty(world: World):
+@pytest.mark.parametrize("environment", [Environment(), Environment({"X": "1"})])
+def test_an_update_starts_first_and_stops_when_the_old_queue_is_empty(world: World, environment):
+    """Also the same package with another environment."""
     world.loads = {A: Load(num_open=3)}
-    world.deploy(B)
+    package = A if environment.variables else B
+    new = world.deploy(package, environment=environment)
+    assert world.app.candidate is not None
+    assert world.app.candidate.digest == new.version
     world.run(20)
-    assert world.active == B
-    assert world.num_ready(B) == world.num_ready(A) == 1
+    assert world.active == new.version
+    assert world.num_ready(new.version) == world.num_ready(A) == 1
     world.loads = {}
     world.run(10)
     assert not world.app.of(A)
@@ -167,17 +172,6 @@ def test_failed_starts_are_tried_again_with_growing_pauses(world: World):
     assert len(claims) == 5
     assert gaps == sorted(gaps)
     assert gaps[-1] >= 8
-
-
-def test_a_canary_takes_its_share_until_it_is_promoted(world: World):
-    world.deploy(B, replace(SPEC, canary=0.1))
-    world.run(100)
-    assert world.app.state == "canary"
-    assert world.active == A
-    world.app = rollout.conclude(world.app, 2, Outcome("active"), world.now)
-    world.run(20)
-    assert world.active == B
-    assert not world.app.of(A)
 
 
 @pytest.mark.parametrize(
@@ -226,13 +220,6 @@ def test_rollback_in_the_middle_of_an_update(world: World):
     assert world.least_ready >= 1
 
 
-def test_a_change_of_scale_needs_no_rollout(world: World):
-    world.deploy(A, replace(SPEC, min_instances=3))
-    world.run(10)
-    assert world.num_ready(A) == 3
-    assert world.outcomes == [(1, Outcome("active"))]
-
-
 def test_instances_follow_the_queue_up_and_down_to_none_and_back(world: World):
     world.deploy(A, replace(SPEC, min_instances=0, idle_s=10))
     world.loads = {A: Load(num_open=50, age_s=5)}
@@ -268,29 +255,26 @@ def test_open_sessions_raise_and_lower_the_number_of_instances(world: World):
         assert world.num_ready(A) == expected
 
 
-def test_what_fits_nowhere_waits_and_says_so(world: World):
-    world.deploy(B, replace(SPEC, resources=Resources(1, 0, 1)))
+@pytest.mark.parametrize(
+    ("needed", "room", "says"),
+    [
+        (Resources(1, 0, 1), Resources(8), "cpu=1,gpu=1, even if it is idle (nodes: cpu=8)"),
+        (Resources(1), Resources(1), "all resources are in use"),
+    ],
+)
+def test_what_fits_nowhere_waits_and_says_so(world: World, needed, room, says):
+    world.rooms["one"] = room
+    world.deploy(B, replace(SPEC, resources=needed))
     world.run(30)
     before = world.app
     world.run(600)
-    assert "instance of cpu=1,gpu=1, even if it is idle (nodes: cpu=8)" in world.app.message
+    assert says in world.app.message
     assert world.app.slots == before.slots  # it does not flap
     assert world.active == A
     world.rooms["two"] = Resources(4, 0, 1)
     world.run(20)
     assert world.active == B
     assert {slot.node for slot in world.app.of(B)} == {"two"}
-
-
-def test_a_version_that_waits_for_the_room_of_the_old_one_says_so(world: World):
-    world.rooms["one"] = Resources(1)
-    world.deploy(B)
-    world.run(30)
-    assert "all resources are in use" in world.app.message
-    assert world.active == A
-    world.rooms["two"] = Resources(1)
-    world.run(20)
-    assert world.active == B
     assert not world.app.message
 
 
@@ -320,29 +304,6 @@ def test_an_idle_old_version_stays_while_the_new_one_starts(world: World):
     assert world.num_ready(A) == 1
     world.run(40)  # the new one is rolled back
     assert world.num_ready(A) == 0
-
-
-def test_a_forgotten_deployment_is_restored_and_keeps_its_instances(world: World):
-    world.deploy(B, replace(SPEC, canary=0.2))
-    world.run(10)
-    before = {slot.id for slot in world.app.slots}
-    first, second = Generation("n", 1, A, SPEC), Generation("n", 2, B, replace(SPEC, canary=0.2))
-    world.app = rollout.restore("n", first, second, 2, world.now)
-    world.run(5)
-    assert {slot.id for slot in world.app.slots} == before
-    assert world.app.state == "canary"
-    assert world.app.active is not None
-    assert world.app.active.card is not None
-
-
-def test_what_is_undeployed_ends_when_its_queue_is_empty(world: World):
-    world.loads = {A: Load(num_open=1)}
-    world.app = rollout.admit(world.app, Generation("n", 2, "", SPEC, "undeploy"), world.now)
-    world.run(20)
-    assert world.num_ready(A) == 1
-    world.loads = {}
-    world.run(20)
-    assert (world.app.state, world.app.slots) == ("undeployed", ())
 
 
 def test_an_old_version_whose_instance_was_lost_finishes_its_queue(world: World):
@@ -451,16 +412,6 @@ def test_crashes_on_requests_of_one_tenant_take_no_version_back(world: World, cr
     assert world.num_ready(B) == 1
 
 
-def test_a_candidate_whose_one_tenant_crashes_it_goes_on(world: World):
-    world.deploy(B, replace(SPEC, canary=0.5, retry_limit=0))
-    world.run(10)
-    for _ in range(5):
-        world.fail(B, tenants=("a",))
-        world.run(10)
-    assert world.app.candidate is not None
-    assert len(world.outcomes) == 1  # of the version before
-
-
 def test_a_slot_that_another_node_reports_is_not_claimed(world: World):
     world.app = rollout.admit(world.app, Generation("n", 2, B, SPEC), world.now)
     world.app, _ = rollout.advance(world.app, world.nodes(), {}, world.now)
@@ -471,42 +422,22 @@ def test_a_slot_that_another_node_reports_is_not_claimed(world: World):
     assert not rollout.find_claimable(world.app, node, free, world.now, [other])
 
 
-def test_another_environment_of_the_same_package_is_rolled_out_as_another_package_is(world: World):
-    new = world.deploy(A, environment=Environment({"X": "1"}))
-    assert world.app.candidate is not None
-    assert (world.app.candidate.package, world.app.candidate.digest) == (A, new.version)
-    world.run(20)
-    assert world.active == new.version
-    assert world.num_ready(new.version) == 1
-    assert not world.app.of(A)
-    assert world.least_ready >= 1
-
-
-def test_a_version_waits_for_a_node_with_its_secrets_and_says_which_is_missing(world: World):
-    world.secrets = {"one": ("other",)}
-    wanted = world.deploy(A, environment=Environment(secrets={"X": "token", "Y": "other"}))
-    world.run(400)
-    assert not world.app.of(wanted.version, "starting", "ready")
-    assert (world.active, len(world.outcomes)) == (A, 1)
-    assert "no node has the secret token:" in world.app.message
-    world.secrets = {"one": ("other", "token")}
-    world.run(20)
-    assert world.active == wanted.version
-
-
-@pytest.mark.parametrize("phase", ["starting", "failing", "ready"])
-def test_a_version_whose_only_node_is_away_waits_until_it_is_back(world: World, phase: str):
-    world.rooms["two"] = Resources(8)
-    world.secrets = {"two": ("token",)}
+@pytest.mark.parametrize("phase", ["never", "starting", "failing", "ready"])
+def test_a_version_waits_for_a_node_with_its_secrets(world: World, phase: str):
+    """Also while the only such node is away."""
+    world.secrets = {"one": ("other",), "two": ("other", "token")}
     spec = replace(SPEC, canary=0.1) if phase == "ready" else SPEC
-    wanted = Generation("n", 2, B, spec, environment=Environment(secrets={"X": "token"}))
-    world.behaviour = {
-        wanted.version: {"starting": "hangs", "failing": "crashes"}.get(phase, "works")
-    }
-    world.deploy(B, spec, environment=wanted.environment)
+    environment = Environment(secrets={"X": "token", "Y": "other"})
+    wanted = Generation("n", 2, B, spec, environment=environment)
+    behaviour = {"starting": "hangs", "failing": "crashes"}.get(phase, "works")
+    world.behaviour = {wanted.version: behaviour}
+    if phase != "never":
+        world.rooms["two"] = Resources(8)
+    world.deploy(B, spec, environment=environment)
     world.run(3)
-    assert world.app.of(wanted.version)
-    del world.rooms["two"]
+    if phase != "never":
+        assert world.app.of(wanted.version)
+        del world.rooms["two"]
     world.running = {slot: told for slot, told in world.running.items() if told[0] != "two"}
     world.run(400)
     assert (world.active, len(world.outcomes)) == (A, 1)
@@ -520,24 +451,6 @@ def test_a_version_whose_only_node_is_away_waits_until_it_is_back(world: World, 
         assert world.app.candidate.is_canary
     else:
         assert world.active == wanted.version
-
-
-def test_a_version_that_waits_says_what_for_where_the_old_one_waits_too(world: World):
-    world.rooms["two"] = Resources(8)
-    world.secrets = {"two": ("token",)}
-    wanted = Generation("n", 2, B, SPEC, environment=Environment(secrets={"X": "token"}))
-    world.behaviour = {wanted.version: "hangs"}
-    world.run(20)
-    world.deploy(B, environment=wanted.environment)
-    world.run(3)
-    assert world.app.of(wanted.version, "starting")
-    del world.rooms["two"]
-    world.rooms["one"] = Resources(0.5)
-    world.running.clear()
-    world.step()
-    assert "(nodes: cpu=0.5)" in world.app.message  # for the old one
-    [text] = [event.text for event in world.app.events if "generation 2 waits" in event.text]
-    assert "no node has the secret token:" in text
 
 
 def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: World):

@@ -3,6 +3,7 @@
 The bytes of version 1 are frozen here as they were.
 """
 
+import math
 import struct
 
 import msgspec
@@ -16,10 +17,12 @@ from shared.protocol import (
     Finished,
     FinishReason,
     ImagePart,
+    OutputLogprob,
     Priority,
     Rerank,
     Scores,
     TextPart,
+    TokenLogprob,
     Tokens,
     TokensPart,
     UnsupportedVersion,
@@ -52,7 +55,6 @@ CALL_2 = encode(make_request())
     ("call", "versions", "which"),
     [
         (CALL_1, "protocol 1, the worker 2", "gateway"),
-        (CALL_2.replace(b'"version":2,', b""), "protocol 1, the worker 2", "gateway"),
         (CALL_2.replace(b'"version":2', b'"version":3'), "protocol 3, the worker 2", "worker"),
     ],
 )
@@ -72,17 +74,14 @@ def test_a_card_and_a_record_of_another_version_say_their_name_and_version():
     assert decode_card(later).version == 3
 
 
-def test_a_call_comes_back_as_it_was_and_begins_with_its_version():
+def test_a_call_comes_back_as_it_was_and_with_what_is_not_known_it_is_refused():
     call = make_request(images=(make_image("ab"),), tenant="t", is_resumable=True)
     data = encode(call)
     assert data.startswith(b'{"version":2,')
     assert decode_call(data) == call
-
-
-@pytest.mark.parametrize("change", [(b'"tenant"', b'"salt"'), (b'"generate"', b'"embed"')])
-def test_a_call_with_what_is_not_known_is_refused(change):
-    with pytest.raises(msgspec.ValidationError):
-        decode_call(encode(make_request(tenant="t")).replace(*change))
+    for change in ((b'"tenant"', b'"salt"'), (b'"generate"', b'"embed"')):
+        with pytest.raises(msgspec.ValidationError):
+            decode_call(data.replace(*change))
 
 
 def test_tokens_with_ids_say_nothing_of_tokens_without():
@@ -99,7 +98,7 @@ def test_tokens_with_ids_say_nothing_of_tokens_without():
     [
         (b'{"type":"thought","request_id":"1","attempt":1,"text":"hm"}', None),
         (
-            b'{"type":"failed","request_id":"1","attempt":2,"code":"sold_out","message":"No."}',
+            b'{"type":"failed","request_id":"1","attempt":2,"code":"sold_out","message":"No.","mood":"sorry"}',
             Failed("1", 2, ErrorCode.ENGINE_FAILURE, "No."),
         ),
         (
@@ -131,23 +130,38 @@ NUMBERS_2 = (
 )
 
 
-def test_calls_for_numbers_keep_their_bytes():
+def test_calls_for_numbers_and_numbers_keep_their_bytes():
     inputs = (TextPart("hi"), TokensPart((5, 6)), ImagePart(0))
     embed = Embed(inputs, (make_image("ab"),), "query", 64, False, "end", 256)
-    call = Call("r-1", "g", "m", embed, wants_stream=False)
-    assert encode(call) == EMBED_2
-    assert decode_call(EMBED_2) == call
     rerank = Rerank(("q",), ("a", "b"), 9, is_raw=True)
-    call = Call("r-0", "g", "m", rerank, priority=Priority.BATCH)
-    assert encode(call) == RERANK_2
-    assert decode_call(RERANK_2) == call
-
-
-def test_numbers_keep_their_bytes():
-    data = struct.pack("<2f", 0.25, 0.5)
-    events = (Vectors("r", 1, 2, data), Scores("r", 1, is_stored=True))
+    for call, data in (
+        (Call("r-1", "g", "m", embed, wants_stream=False), EMBED_2),
+        (Call("r-0", "g", "m", rerank, priority=Priority.BATCH), RERANK_2),
+    ):
+        assert encode(call) == data
+        assert decode_call(data) == call
+    events = (Vectors("r", 1, 2, struct.pack("<2f", 0.25, 0.5)), Scores("r", 1, is_stored=True))
     assert encode(events) == NUMBERS_2
     assert decode_events(NUMBERS_2) == events
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "spelled"),
+    [
+        (b" word", '" word"'),
+        (b"\xff", '"\ufffdff"'),
+        ("\ufffd".encode(), '"\ufffdefbfbd"'),
+        ("\ufffdff".encode(), '"\ufffdefbfbd6666"'),
+    ],
+)
+def test_every_token_comes_back_from_a_short_array(token_bytes, spelled):
+    """Redis holds 21 of them for each output token."""
+    sent = OutputLogprob(TokenLogprob.of(token_bytes, -0.12345678901))
+    data = encode(sent)
+    assert data == f"[[{spelled},-0.1234568],[]]".encode()
+    came = msgspec.json.decode(data, type=OutputLogprob).chosen
+    assert (came.token_bytes, came.token) == (token_bytes, token_bytes.decode("utf-8", "replace"))
+    assert TokenLogprob.of(token_bytes, -math.inf).logprob == -9999.0
 
 
 def test_a_part_of_a_request_has_its_own_images_alone():

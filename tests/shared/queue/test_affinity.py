@@ -1,13 +1,15 @@
-"""Prefix affinity, on a real Redis server: requests are reserved for the worker that last served their affinity key."""
+"""Prefix affinity: requests are reserved for the worker that last served their affinity key.
+
+When requests are reserved and what becomes of them is in test_queue_model.py.
+"""
 
 import asyncio
 
 import pytest
 
 from shared.queue.api import Affinity, Claim, Submission
-from shared.queue.keys import GROUP
 from shared.queue.worker import RedisWorkerQueue
-from tests.factories_queue import MODEL, Ends, make_finished, make_request, publication, seal
+from tests.factories_queue import Ends, make_finished, make_request, publication, seal
 
 AFFINITY = Affinity("an-image", num_workers=4, num_seats=8)
 
@@ -72,114 +74,26 @@ async def test_one_read_returns_reserved_requests_and_requests_for_any_worker(en
     await submit(ends, "second")
     await submit(ends, "plain", affinity=None)
 
-    assert names(await workers[0].read(4, 1.0)) == ["second", "plain"]
-
-
-async def test_the_next_worker_that_serves_the_affinity_becomes_preferred(ends, workers):
-    a, b = workers
-    await serve(ends, a)
-    await submit(ends, "second")
-    assert await ends.queue.share(MODEL, ["second"]) == 1
-    assert names(await b.read(1, 1.0)) == ["second"]
-
-    await submit(ends, "third")
-
-    assert await a.read(1, 0.001) == []
-    assert names(await b.read(1, 1.0)) == ["third"]
-
-
-async def test_a_shared_request_is_no_longer_reserved(ends, workers):
-    a, b = workers
-    await serve(ends, a)
-    await submit(ends, "second")
-
-    assert await ends.queue.share(MODEL, ["second", "unknown"]) == 1
-
-    assert await ends.queue.share(MODEL, ["second"]) == 0
-    assert await a.reconcile() == []
-    assert names(await b.read(2, 1.0)) == ["second"]
-    assert await ends.num_open() == 1
-
-
-async def test_nothing_is_reserved_for_a_worker_that_leaves(ends, workers):
-    a, b = workers
-    await serve(ends, a)
-    await submit(ends, "second")
-
-    await a.leave()
-
-    assert await submit(ends, "third") == "busy"  # what it gave back waits for the others
-    assert sorted(names(await b.read(4, 1.0))) == ["second", "third"]
-
-
-async def test_nothing_is_reserved_for_a_worker_that_is_gone(ends, workers):
-    await serve(ends, workers[0])
-    # as it does by itself when nobody renews it
-    await ends.redis.delete(ends.keys.wakeups(MODEL, "a"))
-
-    assert await submit(ends, "second") == "gone"
-
-    assert names(await workers[1].read(1, 1.0)) == ["second"]
-
-
-async def test_a_worker_gets_reservations_again_after_its_wakeups_were_lost(ends, workers):
-    await serve(ends, workers[0])
-    await ends.redis.delete(ends.keys.wakeups(MODEL, "a"))
-
-    for _ in range(3):  # it creates the stream again
-        assert await workers[0].read(1, 0.001) == []
-
-    assert await submit(ends, "second") == "home"
-    assert names(await workers[0].read(1, 1.0)) == ["second"]
-
-
-async def test_nothing_is_reserved_while_other_requests_wait(ends, workers):
-    await serve(ends, workers[0])
-    await submit(ends, "plain", affinity=None)
-
-    assert await submit(ends, "second") == "busy"
-
-    assert names(await workers[1].read(4, 1.0)) == ["plain", "second"]
+    assert names(await workers[0].read(1, 1.0)) == ["second", "plain"]
 
 
 @pytest.mark.parametrize(
-    ("affinity", "num_there"),
+    ("affinity", "num_there", "claims"),
     [
-        (Affinity("an-image", 4, 3), 3),
-        (Affinity("an-image", 4, 100), 4),
-        (Affinity("an-image", 2, 9), 9),
+        (Affinity("an-image", 4, 3), 3, True),
+        (Affinity("an-image", 4, 100), 4, True),
+        (Affinity("an-image", 2, 9), 9, True),
+        (AFFINITY, 4, False),
     ],
 )
 async def test_a_preferred_worker_gets_at_most_its_capacity_and_twice_its_share(
-    ends, workers, affinity, num_there
+    ends, workers, affinity, num_there, claims
 ):
     a, _ = workers
     await serve(ends, a)
     for number in range(num_there):
         assert await submit(ends, f"there-{number}", affinity=affinity) == "home"
-        assert len(await a.read(4, 1.0)) == 1
+        if claims:
+            assert len(await a.read(4, 1.0)) == 1
 
     assert await submit(ends, "beyond", affinity=affinity) == "busy"
-
-
-async def test_a_worker_that_does_not_claim_gets_no_more_than_its_share(ends, workers):
-    await serve(ends, workers[0])
-
-    outcomes = [await submit(ends, f"r-{number}") for number in range(5)]
-
-    assert outcomes == ["home"] * 4 + ["busy"]
-
-
-async def test_a_reservation_for_a_dead_worker_is_taken_over_without_a_crash_count(ends, workers):
-    """The gateway that would have shared the request is dead too."""
-    a, b = workers
-    await serve(ends, a)
-    await submit(ends, "second")
-    [entry] = await ends.redis.xpending_range(ends.keys.queue(MODEL), GROUP, "-", "+", 9)
-    await ends.redis.xclaim(
-        *(ends.keys.queue(MODEL), GROUP, "a", 0, [entry["message_id"]]), idle=3_600_000, justid=True
-    )
-
-    [claim] = await b.reclaim(1)
-
-    assert (claim.id, claim.attempt, claim.failures) == ("second", 1, 0)

@@ -1,22 +1,13 @@
 """Bounds that hold for all gateways together, against a real server: who is refused, why, and until when."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 
-import msgspec
 import pytest
 from redis.asyncio import Redis
 
 import shared.queue.worker
-from shared.protocol import (
-    Call,
-    OutputLogprob,
-    SamplingParams,
-    TokenLogprob,
-    Tokens,
-    encode,
-)
+from shared.protocol import Call, SamplingParams
 from shared.queue.api import QueueRefused, QueueUnavailable
 from shared.queue.gateway import RedisGatewayQueue
 from tests.factories_queue import (
@@ -77,6 +68,8 @@ async def test_a_deserted_call_releases_its_reservation(ends, monkeypatch):
     worker = ends.worker("a")
     claim = await ends.claim(worker)
     assert (await refusal(ends.queue, max_tokens=7)).reason == "open_tokens"
+    assert await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == {}
+    assert await ends.redis.exists(ends.keys.mailbox(MODEL, "gone")) == 0
 
     assert await worker.cancel_deserted([claim]) == [claim]
 
@@ -130,20 +123,13 @@ async def test_a_minute_is_earned_back_with_time(ends):
     now_ms = seconds * 1000 + microseconds / 1000
     await ends.redis.hset(rates, "requests", now_ms + 60_200)
 
-    refused = await refusal(ends.queue, **options)
-    assert 0 < refused.wait_s <= 0.26
+    for _ in range(2):  # a refusal costs nothing
+        refused = await refusal(ends.queue, **options)
+        assert 0 < refused.wait_s <= 0.26
+    await enqueue(ends.queue, make_request(tenant="b"), max_tenant_requests_per_minute=1)
     await asyncio.sleep(refused.wait_s + 0.001)
     await enqueue(ends.queue, make_request(tenant="a"), max_tenant_requests_per_minute=1200)
     assert 0 < await ends.redis.pttl(rates) <= 60_300
-
-
-async def test_tenants_and_refusals_do_not_touch_each_others_minutes(ends):
-    options = {"max_tenant_requests_per_minute": 1}
-    await enqueue(ends.queue, make_request(tenant="a"), **options)
-    first = await refusal(ends.queue, tenant="a", **options)
-    second = await refusal(ends.queue, tenant="a", **options)
-    assert second.wait_s <= first.wait_s <= 60
-    await enqueue(ends.queue, make_request(tenant="b"), **options)
 
 
 async def refund(ends: Ends, request: Call, num_tokens: int, per_minute: int) -> bool:
@@ -189,54 +175,3 @@ async def test_logprobs_count_for_what_they_take(gateways):
     await enqueue(gateways[0], make_request(sampling=sampling), **room)
     with pytest.raises(QueueRefused, match="open_tokens"):
         await enqueue(gateways[0], make_request(), **room)
-
-
-async def test_logs_with_logprobs_are_small(ends: Ends):
-    """64 answers with the twenty best of each token, token by token: what Redis holds of them."""
-    words = [f" {stem}{ending}" for stem in ("strawberr", "un", "inter") for ending in "abcdefg"]
-    worker = ends.worker("w")
-    await worker.create_group()
-    num_answers, num_tokens, num_bytes = 64, 40, 0
-    for number in range(num_answers):
-        await ends.enqueue(make_request(id=f"{number:032}"))
-        claim = await ends.claim(worker)
-        for index in range(num_tokens):
-            ranked = [
-                TokenLogprob.of(word.encode(), -math.exp(rank / 3) - index / 7)
-                for rank, word in enumerate(words[:20])
-            ]
-            [chosen, *_] = ranked
-            entry = OutputLogprob(chosen, tuple(ranked))
-            delta = Tokens(claim.id, 1, index, (30_000 + index,), chosen.token, (entry,))
-            assert await worker.publish([publication(claim, index + 1, index, delta)]) == {}
-        key = ends.keys.log(MODEL, claim.id)
-        num_bytes += await ends.redis.memory_usage(key, samples=0)
-    [event] = await ends.next_events()
-    assert isinstance(event, Tokens)
-    assert [rival.token for rival in event.logprobs[0].top] == words[:20]
-    assert num_bytes / (num_answers * num_tokens) < 700
-
-
-@pytest.mark.parametrize(
-    "token_bytes",
-    [
-        b" word",
-        "\u00e9".encode(),
-        b"",
-        b"\xe2\x82",
-        b"\xff",
-        "\ufffd".encode(),
-        "\ufffdff".encode(),
-    ],
-)
-def test_every_token_comes_back_from_the_wire(token_bytes):
-    sent = TokenLogprob.of(token_bytes, -0.12345678901)
-    came = msgspec.json.decode(encode(sent), type=TokenLogprob)
-    assert came.token_bytes == token_bytes
-    assert came.token == token_bytes.decode("utf-8", "replace")
-    assert came.logprob == pytest.approx(-0.12345678901, rel=1e-6)
-
-
-def test_a_token_without_any_probability_has_a_number():
-    sent = TokenLogprob.of(b"never", -math.inf)
-    assert msgspec.json.decode(encode(sent), type=TokenLogprob).logprob == -9999.0

@@ -10,9 +10,10 @@ import os
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -47,7 +48,7 @@ from shared.queue.api import (
 )
 from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import GROUP, RedisKeys
-from shared.queue.scripts import CLAIM, named
+from shared.queue.scripts import CLAIM
 from shared.queue.worker import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
 from shared.redis.client import RedisLink, RedisSender, create_redis
 from shared.redis.embedded import EmbeddedRedis
@@ -101,9 +102,8 @@ class Modelled:
     sets_preferred: bool = False  #: whether the worker that claims it becomes the preferred one
     is_counted: bool = True
     is_first: bool = True  #: of its request's choices
-    lost_by: RedisWorkerQueue | None = (
-        None  #: worker that claimed it by a read whose reply was lost
-    )
+    #: worker that claimed it by a read whose reply was lost
+    lost_by: RedisWorkerQueue | None = None
 
     @property
     def is_live(self) -> bool:
@@ -157,6 +157,27 @@ def losing_first_reply(link: type, method: str) -> Iterator[list[Any]]:
         yield lost
 
 
+def of_one(things: Callable[[Any], Sequence[Any]], **drawn: Any) -> Callable[[Any], Any]:
+    """A rule of one of these things, once there is one.
+
+    What is drawn does not depend on how many there are: a pause of the machine may change that.
+    """
+
+    def decorate(step: Callable[..., None]) -> Any:
+        def run(machine: Any, number: int, **more: Any) -> None:
+            found = things(machine)
+            step(machine, found[number % len(found)], **more)
+
+        run.__name__ = step.__name__
+        return precondition(things)(rule(number=st.integers(0, 63), **drawn)(run))
+
+    return decorate
+
+
+of_a_hand = partial(of_one, lambda machine: machine.hands)
+of_a_request = partial(of_one, lambda machine: sorted(machine.requests))
+
+
 class QueueMachine(RuleBasedStateMachine):
     """One queue, two workers' names, any number of requests."""
 
@@ -182,11 +203,8 @@ class QueueMachine(RuleBasedStateMachine):
     async def _open(self) -> None:
         options = PatientRedis(url=self.server.url)
         self.redis, self.blocking = create_redis(options), create_redis(options, blocking=True)
-        self.queue, self.sender = (
-            RedisGatewayQueue(self.redis, self.prefix),
-            RedisSender(self.redis),
-        )
-        self.closers = [self.queue.close, self.sender.close]
+        self.queue = RedisGatewayQueue(self.redis, self.prefix)
+        self.closers = [self.queue.close]
         self.workers = {name: self._worker(name) for name in WORKERS}
 
     def _worker(self, name: str) -> RedisWorkerQueue:
@@ -220,15 +238,7 @@ class QueueMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "t"]),
         shares=st.booleans(),
     )
-    def enqueue(
-        self,
-        repeats: int,
-        priority: Priority,
-        count: int,
-        num_tokens: int,
-        tenant: str,
-        shares: bool,
-    ) -> None:
+    def enqueue(self, repeats, priority, count, num_tokens, tenant, shares) -> None:
         """Perhaps the reply of the first try is lost."""
         shares = shares and priority is not Priority.BATCH
         choices = [make_request(priority=priority, tenant=tenant) for _ in range(count)]
@@ -239,32 +249,25 @@ class QueueMachine(RuleBasedStateMachine):
         submitting = self.queue.submit(
             Submission(sealed, 600, 1000, reservation, affinity, CHARGES[tenant])
         )
-        unread = self._unread()
+        expected = self._affinity_outcome() if shares else ""
         with losing_first_reply(RedisSender, "run") if repeats > 1 else nullcontext([]) as lost:
             outcome = self.run(submitting).affinity
         assert len(lost) == repeats - 1
-        assert bool(outcome) == shares
-        is_reserved = outcome == "home"
-        assert not is_reserved or (self.preferred is not None and not unread)
+        is_reserved = expected == "home"
+        assert outcome == ("busy" if lost and shares and not is_reserved else expected)
         if is_reserved:
             assert self._unread() == set()
         for choice in choices:
-            is_batch = priority is Priority.BATCH
             self.requests[choice.id] = Modelled(
-                is_batch,
-                num_tokens,
-                tenant,
-                sets_preferred=shares and not is_reserved,
-                is_first=choice is choices[0],
-            )
+                priority is Priority.BATCH, num_tokens, tenant,
+                sets_preferred=shares and not is_reserved, is_first=choice is choices[0],
+            )  # fmt: skip
             entry, aside = self.eye.hmget(self.keys.request(MODEL, choice.id), "entry", "aside")
             assert aside == (entry if is_reserved else None)
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), repeats=st.integers(1, 2))
-    def share(self, data, repeats: int) -> None:
+    @of_a_request(repeats=st.integers(1, 2))
+    def share(self, name, repeats: int) -> None:
         """The grace time is over: a request that the preferred worker has not claimed is for all workers."""
-        name = self._any_request(data)
         request, key = self.requests[name], self.keys.request(MODEL, name)
         entry, aside = self.eye.hmget(key, "entry", "aside")
         waits = request.state == "queued" and request.attempt == 0 and entry == aside is not None
@@ -284,27 +287,21 @@ class QueueMachine(RuleBasedStateMachine):
         with pytest.raises(QueueRefused, match="open_tokens"):
             self.run(enqueue(self.queue, request, num_tokens=num_tokens, max_tokens=most))
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def enqueue_a_known_id(self, data) -> None:
-        name = self._any_request(data)
+    @of_a_request()
+    def enqueue_a_known_id(self, name) -> None:
         request = make_request(id=name)
         with pytest.raises(DuplicateRequest):
             self.run(enqueue(self.queue, request))
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), is_lost=st.booleans())
-    def cancel(self, data, is_lost: bool) -> None:
-        name = self._any_request(data)
+    @of_a_request(is_lost=st.booleans())
+    def cancel(self, name, is_lost: bool) -> None:
         self.run(self.queue.cancel(MODEL, [name, "unknown"], is_lost=is_lost))
         request = self.requests[name]
-        if request.state in ("queued", "running"):
+        if request.is_live:
             request.state, request.is_counted = "cancelled", not is_lost
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def pass_the_deadline(self, data) -> None:
-        name = self._any_request(data)
+    @of_a_request()
+    def pass_the_deadline(self, name) -> None:
         self.eye.hset(self.keys.request(MODEL, name), "deadline_ms", "1")
         self.requests[name].is_late = True
 
@@ -350,9 +347,12 @@ class QueueMachine(RuleBasedStateMachine):
         if self._has_group():
             self.run(self.workers["a"].entries.age(1e-3))
 
-    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
-    def reclaim(self, name: str, count: int) -> None:
-        self._take(name, self.run(self.workers[name].reclaim(count)))
+    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3), repeats=st.integers(1, 2))
+    def reclaim(self, name: str, count: int, repeats: int) -> None:
+        """Perhaps the reply of a claim is lost; repeated with the same nonce, it is not a second attempt."""
+        with losing_first_reply(RedisSender, "run") if repeats > 1 else nullcontext():
+            claims = self.run(self.workers[name].reclaim(count))
+        self._take(name, claims)
 
     @rule(name=st.sampled_from(WORKERS))
     def reconcile(self, name: str) -> None:
@@ -382,50 +382,23 @@ class QueueMachine(RuleBasedStateMachine):
                 request.lost_by = worker
                 self._note_preferred(name, request)
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def lose_the_reply_of_a_claim(self, data) -> None:
-        """A repeated claim with the same nonce is not a second attempt."""
-        hand = self._any_hand(data)
-        request = self.requests.get(hand.id)
-        if request is None or request.verdict(hand.claim.attempt) != "ok" or request.is_late:
-            return
-        keys = (
-            self.keys.queue(MODEL),
-            *(f(MODEL, hand.id) for f in (self.keys.request, self.keys.log)),
-        )
-        nonce = self.eye.hget(keys[1], "claim")
-        arguments = named(
-            entry=hand.claim.entry_id.decode(), group=GROUP, worker="whoever", nonce=nonce.decode(),
-            max_attempts=MAX_ATTEMPTS, max_losses=1000, cleared_after=1000,
-        )  # fmt: skip
-        reply = self.run(self.sender.run(CLAIM, keys, arguments))
-        assert reply[:3] == [b"ok", request.attempt, request.failures]
-
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def begin_to_run(self, data) -> None:
-        hand = self._any_hand(data)
-        request = self.requests.get(hand.id)
-        is_ours = request is not None and request.verdict(hand.claim.attempt) == "ok"
+    @of_a_hand()
+    def begin_to_run(self, hand) -> None:
+        is_ours = self._verdict(hand) == "ok"
         assert self.run(hand.worker.begin(hand.claim)) == is_ours
-        if request is not None and is_ours:
-            request.has_begun = True
+        if is_ours:
+            self.requests[hand.id].has_begun = True
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data(), count=st.integers(1, 3), repeats=st.integers(1, 2))
-    def publish(self, data, count: int, repeats: int) -> None:
-        hand = self._any_hand(data)
+    @of_a_hand(count=st.integers(1, 3), repeats=st.integers(1, 2))
+    def publish(self, hand, count: int, repeats: int) -> None:
         tokens = range(hand.num_tokens, hand.num_tokens + count)
         events = (make_delta(hand.claim, hand.num_tokens, *tokens),)
         if self._say(hand, events, repeats) == "ok":
             self.requests[hand.id].num_tokens += count
             hand.num_tokens += count
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data(), fails=st.booleans(), repeats=st.integers(1, 2))
-    def finish(self, data, fails: bool, repeats: int) -> None:
-        hand = self._any_hand(data)
+    @of_a_hand(fails=st.booleans(), repeats=st.integers(1, 2))
+    def finish(self, hand, fails: bool, repeats: int) -> None:
         event = (
             Failed(hand.id, hand.claim.attempt, ErrorCode.ENGINE_FAILURE, "")
             if fails
@@ -437,14 +410,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _say(self, hand: Hand, events, repeats: int) -> str:
         """Publish, twice as after a lost reply if `repeats` is 2. Returns the verdict of the model."""
-        request = self.requests.get(hand.id)
-        verdict = "gone" if request is None else request.verdict(hand.claim.attempt)
-        if (
-            verdict == "ended"
-            and isinstance(events[-1], Finished | Failed)
-            and request is not None
-            and request.state == ("finished" if isinstance(events[-1], Finished) else "failed")
-        ):
+        verdict = self._verdict(hand)
+        endings = {Finished: "finished", Failed: "failed"}
+        if verdict == "ended" and endings.get(type(events[-1])) == self.requests[hand.id].state:
             verdict = "repeated"  # the same end was published before
         hand.number += 1
         said = publication(hand.claim, hand.number, hand.num_tokens, *events)
@@ -455,18 +423,11 @@ class QueueMachine(RuleBasedStateMachine):
             self.hands.remove(hand)
         return verdict
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def renew(self, data) -> None:
+    @of_a_hand()
+    def renew(self, hand) -> None:
         """Entries of this worker have fresh leases; entries of other workers are unchanged."""
-        hand = self._any_hand(data)
         hands = {h.id: h for h in self.hands if h.worker is hand.worker} | {hand.id: hand}
-        verdicts = {
-            name: self.requests[name].verdict(each.claim.attempt)
-            if name in self.requests
-            else "gone"
-            for name, each in hands.items()
-        }
+        verdicts = {name: self._verdict(each) for name, each in hands.items()}
         before = {name: self._lease(each.claim.entry_id) for name, each in hands.items()}
         refused = self.run(hand.worker.renew([each.claim for each in hands.values()]))
         assert refused == {name: verdict for name, verdict in verdicts.items() if verdict != "ok"}
@@ -479,11 +440,10 @@ class QueueMachine(RuleBasedStateMachine):
             else:
                 assert (lease and lease["consumer"]) == (after and after["consumer"])
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data())
-    def pause_beyond_the_lease(self, data) -> None:
+    @of_a_hand()
+    def pause_beyond_the_lease(self, hand) -> None:
         """The worker is stopped or cut off: its requests may be taken over, and it may continue as a zombie."""
-        self._expire_lease(self._any_hand(data).claim.entry_id)
+        self._expire_lease(hand.claim.entry_id)
 
     @rule(name=st.sampled_from(WORKERS))
     def crash(self, name: str) -> None:
@@ -491,15 +451,12 @@ class QueueMachine(RuleBasedStateMachine):
         gone, self.workers[name] = self.workers[name], self._worker(name)
         self.hands = [hand for hand in self.hands if hand.worker is not gone]
 
-    @precondition(lambda self: self.hands)
-    @rule(data=st.data(), is_crash=st.booleans())
-    def release(self, data, is_crash: bool) -> None:
-        hand = self._any_hand(data)
-        request = self.requests.get(hand.id)
-        is_ours = request is not None and request.verdict(hand.claim.attempt) == "ok"
+    @of_a_hand(is_crash=st.booleans())
+    def release(self, hand, is_crash: bool) -> None:
+        is_ours = self._verdict(hand) == "ok"
         assert self.run(hand.worker.release([hand.claim], is_crash=is_crash)) == is_ours
-        if request is not None and is_ours and not is_crash:
-            request.state = "queued"
+        if is_ours and not is_crash:
+            self.requests[hand.id].state = "queued"
         self.hands.remove(hand)
 
     # Redis
@@ -647,22 +604,18 @@ class QueueMachine(RuleBasedStateMachine):
         survivor = self._worker("survivor")
         self.workers["survivor"] = survivor
         self.run(survivor.create_group())
-        while any(r.state in ("queued", "running") for r in self.requests.values()):
-            pending = self.eye.xpending_range(self.keys.queue(MODEL), GROUP, "-", "+", 100)
-            for entry in pending:
-                self._expire_lease(entry["message_id"])
+        while any(request.is_live for request in self.requests.values()):
+            for entry_id in self._pending():
+                self._expire_lease(entry_id)
             before = len(self.hands)
             self._take("survivor", self.run(survivor.reclaim(100)))
             self._take("survivor", self.run(survivor.read(100, 0.001)))
             self._take("survivor", self.run(survivor.take(100)))
-            mine, self.hands = self.hands[before:], self.hands[:before]
-            for hand in mine:
+            for hand in self.hands[before:]:
                 end = make_finished(hand.claim, hand.num_tokens)
-                assert (
-                    self.run(survivor.publish([publication(hand.claim, 1, hand.num_tokens, end)]))
-                    == {}
-                )
+                assert self._say(hand, (end,), 1) == "ok"
                 self.requests[hand.id].state = "finished"
+            del self.hands[before:]
         self.redis_agrees()
         self.usage_is_that_of_ended_requests()
 
@@ -683,12 +636,20 @@ class QueueMachine(RuleBasedStateMachine):
         names = {fields[b"id"].decode() for _, fields in unread if b"id" in fields}
         return {name for name in names if not self.requests[name].is_late}
 
+    def _affinity_outcome(self) -> str:
+        """Of a request with `AFFINITY`, if it is submitted now."""
+        if self.preferred is None:
+            return "new"
+        if self.eye.xlen(self.keys.queue(MODEL)) > len(self._pending()) or not self._has_group():
+            return "busy"
+        return "home" if self.eye.exists(self.keys.wakeups(MODEL, self.preferred)) else "gone"
+
     def _note_preferred(self, name: str, request: Modelled) -> None:
         if request.sets_preferred:
             self.preferred = name
 
-    def _pending(self, name: str) -> set[bytes]:
-        """Entries that are this worker's as Redis counts."""
+    def _pending(self, name: str | None = None) -> set[bytes]:
+        """Entries that some worker holds, or this one, as Redis counts."""
         if not self._has_group():
             return set()
         pending = self.eye.xpending_range(self.keys.queue(MODEL), GROUP, "-", "+", 100, name)
@@ -698,22 +659,16 @@ class QueueMachine(RuleBasedStateMachine):
         entries = self.eye.xrange(self.keys.backlog(MODEL))
         return {fields[b"id"].decode() for _, fields in entries}
 
-    def _any_request(self, data) -> str:
-        return data.draw(st.sampled_from(sorted(self.requests)))
-
-    def _any_hand(self, data) -> Hand:
-        """What is drawn does not depend on how many there are: a pause of the machine may change that."""
-        return self.hands[data.draw(st.integers(0, 63)) % len(self.hands)]
+    def _verdict(self, hand: Hand) -> str:
+        request = self.requests.get(hand.id)
+        return "gone" if request is None else request.verdict(hand.claim.attempt)
 
     def _expire_lease(self, entry_id: bytes) -> None:
         """Whoever holds it has given no sign for an hour."""
         self.clock.pass_time(3600.0)
-        queue = self.keys.queue(MODEL)
-        if self._has_group():
-            pending = self.eye.xpending_range(queue, GROUP, entry_id, entry_id, 1)
-            for entry in pending:
-                owner = entry["consumer"]
-                self.eye.xclaim(queue, GROUP, owner, 0, [entry_id], idle=3_600_000, justid=True)
+        if entry := self._lease(entry_id):
+            queue, owner = self.keys.queue(MODEL), entry["consumer"]
+            self.eye.xclaim(queue, GROUP, owner, 0, [entry_id], idle=3_600_000, justid=True)
 
     def _lease(self, entry_id: bytes) -> dict[str, Any] | None:
         """Who holds an entry, and since when without a sign."""
@@ -731,7 +686,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Note what a worker got, and what was given up instead."""
         for claim in claims:
             request = self.requests[claim.id]
-            assert request.state in ("queued", "running")
+            assert request.is_live
             request.claim(self.workers[name])
             self._note_preferred(name, request)
             assert (claim.attempt, claim.failures) == (request.attempt, request.failures)
@@ -744,14 +699,11 @@ class QueueMachine(RuleBasedStateMachine):
                 pipe.hget(self.keys.request(MODEL, request_id), "state")
             states = pipe.execute()
         for request, state in zip(self.requests.values(), states, strict=True):
-            if state == b"failed" and request.state in ("queued", "running"):
+            if state == b"failed" and request.is_live:
                 request.claim(self.workers[name])
                 self._note_preferred(name, request)
-                assert (
-                    request.is_late
-                    or request.failures == MAX_ATTEMPTS
-                    or request.losses >= MAX_LOSSES
-                )
+                is_exhausted = request.failures == MAX_ATTEMPTS or request.losses >= MAX_LOSSES
+                assert request.is_late or is_exhausted
                 request.state = "failed"
 
 

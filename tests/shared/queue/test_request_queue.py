@@ -1,48 +1,27 @@
-"""How the queue uses Redis: lost replies, forgotten scripts, entries that are no request, keys that expire.
+"""How the queue uses Redis: leases, wakeups, entries that are no request, crash counts.
 
-The laws of every queue are tests/contract/test_call_queue.py.
+The laws of every queue are tests/contract/test_call_queue.py; lost replies and restarts are in test_queue_model.py.
 """
 
 import asyncio
+import time
 
 import pytest
 
-from shared.protocol import (
-    ErrorCode,
-    Failed,
-    Priority,
-)
-from shared.queue.api import (
-    CLEARED_AFTER_TOKENS,
-    Claim,
-    QueueUnavailable,
-)
+from shared.protocol import ErrorCode, Failed, Priority
+from shared.queue.api import CLEARED_AFTER_TOKENS, Claim
 from shared.queue.keys import GROUP
-from shared.queue.worker import CHECK_EVERY, LOSSES_PER_ATTEMPT, RedisWorkerQueue
+from shared.queue.worker import CHECK_EVERY, LOSSES_PER_ATTEMPT
 from tests.factories_queue import (
     MODEL,
     Clock,
     call_of,
-    events_of,
     make_delta,
     make_finished,
     make_request,
     publication,
     tokens_of,
 )
-
-
-async def test_an_enqueue_whose_reply_was_lost_is_repeated_without_a_duplicate(ends, far, proxy):
-    first, second = await far.enqueue(), make_request()
-    proxy.drop_next_reply(after=second.id.encode())
-
-    await far.enqueue(second)
-
-    assert proxy.num_lost == 1
-    assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 2
-    worker = ends.worker("a")
-    await worker.create_group()
-    assert [call_of(claim) for claim in await worker.read(8, 1.0)] == [first, second]
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
@@ -66,12 +45,14 @@ async def test_redis_answers_others_while_many_are_cancelled(ends, all_of_them):
     assert {state.state for state in states} == {"failed" if all_of_them else "cancelled"}
 
 
-async def test_calls_that_no_worker_will_serve_fail_and_their_gateway_is_told(ends):
+async def test_calls_that_no_worker_will_serve_fail_and_their_gateway_is_told(ends, clock):
     await ends.mailbox.open([MODEL])
     worker = ends.worker("a")
     running = await ends.enqueue()
     claim = await ends.claim(worker)
     await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 7))])
+    for _ in range(2):  # the first call lists all entries
+        assert await worker.renew([claim]) == {}
     waiting = [await ends.enqueue(), await ends.enqueue(make_request(priority=Priority.BATCH))]
     assert await ends.queue.fail_all(MODEL, ErrorCode.WORKER_LOST, "gone") == 3
     assert await ends.queue.fail_all(MODEL, ErrorCode.WORKER_LOST, "gone") == 0
@@ -81,155 +62,63 @@ async def test_calls_that_no_worker_will_serve_fail_and_their_gateway_is_told(en
         async with asyncio.timeout(10):
             while (await ends.next_events())[-1] != failed:
                 pass
-    assert await worker.publish([publication(claim, 2, 1, make_finished(claim, 1))]) == {
-        running.id: "ended"
-    }
+    ended = {running.id: "ended"}
+    assert await worker.renew([claim]) == ended
+    assert await worker.publish([publication(claim, 2, 1, make_finished(claim, 1))]) == ended
     assert await ends.num_open() == 0
 
 
-async def test_a_gateway_without_a_mailbox_gets_none_but_the_log_is_written(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue(make_request(reply_to="gone"))
-    claim = await ends.claim(worker)
-
-    assert await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == {}
-
-    assert await ends.redis.exists(ends.keys.mailbox(MODEL, "gone")) == 0
-    assert await events_of(ends.queue, request.id) == (make_delta(claim, 0, 5),)
-
-
-async def test_a_worker_does_not_reclaim_what_it_holds_itself(ends):
-    worker = ends.worker("a")
+async def test_a_lost_request_is_found_behind_many_that_are_alive_and_what_the_worker_holds(ends):
+    worker, holder = ends.worker("a"), ends.worker("b")
     await worker.create_group()
-    await ends.enqueue()
-    await ends.enqueue()
+    for _ in range(62):
+        await ends.enqueue()
     for held in await worker.read(2, 1.0):
-        await ends.redis.xclaim(
-            *(ends.keys.queue(MODEL), GROUP, "a", 0, [held.entry_id]), idle=3_600_000, justid=True
-        )
-    lost = await ends.enqueue()
-    claim = await ends.claim(ends.worker("b"))
-    await ends.let_lease_run_out(claim)
+        await set_lease(ends, held, "a", 3_600_000)
+    *_, lost = await holder.read(60, 1.0)
+    await ends.let_lease_run_out(lost)
 
     [later] = await worker.reclaim(1)
 
-    assert call_of(later) == lost
+    assert later.payload == lost.payload
 
 
-async def test_a_lost_request_is_found_behind_many_that_are_alive(ends):
-    holder = ends.worker("a")
-    await holder.create_group()
-    for _ in range(60):
-        await ends.enqueue()
-    claims = await holder.read(60, 1.0)
-    await ends.let_lease_run_out(claims[-1])
-
-    [later] = await ends.worker("b").reclaim(1)
-
-    assert later.payload == claims[-1].payload
-
-
-async def come_further(worker: RedisWorkerQueue, claim: Claim, num_tokens: int) -> None:
-    index = len(tokens_of(claim))
-    delta = make_delta(claim, index, *range(index, index + num_tokens))
-    assert await worker.publish([publication(claim, 1, index, delta)]) == {}
-
-
-async def test_losses_of_workers_that_ran_other_requests_too_do_not_count_as_crashes(ends):
-    """The request is retried far beyond its attempts while its workers die with other requests."""
-    await ends.enqueue()
+@pytest.mark.parametrize(
+    ("num_tokens", "num_losses", "code", "reason"),
+    [
+        (CLEARED_AFTER_TOKENS, 2 * LOSSES_PER_ATTEMPT, ErrorCode.TOO_MANY_ATTEMPTS, b"exhausted"),
+        (CLEARED_AFTER_TOKENS - 1, 2, ErrorCode.REQUEST_KILLS_WORKERS, b"kills_workers"),
+    ],
+)
+async def test_losses_count_as_crashes_until_a_poison_request_is_cleared(
+    ends, num_tokens, num_losses, code, reason
+):
+    """A request that is cleared is retried far beyond its attempts while its workers die with other requests."""
+    request = await ends.enqueue()
     claim = await ends.claim(ends.worker("first"))
     worker = ends.worker("a", max_attempts=2)
-    for _ in range(2 * LOSSES_PER_ATTEMPT - 2):
+    for number in range(num_losses - 1):
         claim = await ends.take_over(worker, claim)
         assert await worker.begin(claim)
         assert claim.failures == 1
-        await come_further(worker, claim, CLEARED_AFTER_TOKENS)
-    last = await ends.take_over(worker, claim)
-    assert await worker.begin(last)
-    await come_further(worker, last, CLEARED_AFTER_TOKENS)
-    await ends.let_lease_run_out(last)
-
-    assert await worker.reclaim(1) == []
-
-    events = [e for _ in range(2 * LOSSES_PER_ATTEMPT) for e in await ends.next_events()]
-    assert isinstance(events[-1], Failed)
-    assert events[-1].code is ErrorCode.TOO_MANY_ATTEMPTS
-
-
-async def test_losses_before_a_poison_request_is_cleared_count_as_crashes(ends):
-    await ends.enqueue()
-    worker = ends.worker("a", max_attempts=2)
-    claim = await ends.take_over(worker, await ends.claim(ends.worker("first")))
-    assert await worker.begin(claim)
-    await come_further(worker, claim, CLEARED_AFTER_TOKENS - 1)
+        index = number * num_tokens
+        delta = make_delta(claim, index, *range(index, index + num_tokens))
+        assert await worker.publish([publication(claim, 1, index, delta)]) == {}
     await ends.let_lease_run_out(claim)
 
     assert await worker.reclaim(1) == []
 
-    events = [e for _ in range(2) for e in await ends.next_events()]
+    events = [event for _ in range(num_losses) for event in await ends.next_events()]
     assert isinstance(events[-1], Failed)
-    assert events[-1].code is ErrorCode.REQUEST_KILLS_WORKERS
-
-
-async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends):
-    request = await ends.enqueue()
-    claim = await ends.claim(ends.worker("a"))
-    chances = []
-    for name in ("b", "c"):
-        worker = ends.worker(name)
-        claim = await ends.take_over(worker, claim)
-        assert await worker.begin(claim)
-        chances.append(claim.is_last_chance)
-    await ends.let_lease_run_out(claim)
-
-    assert await ends.worker("d").reclaim(1) == []
-
-    assert chances == [False, True]
-    [failed] = await ends.next_events()
-    assert isinstance(failed, Failed)
-    assert failed.code is ErrorCode.REQUEST_KILLS_WORKERS
+    assert events[-1].code is code
     late = await ends.enqueue()
     await ends.redis.hset(ends.keys.request(MODEL, late.id), "deadline_ms", 1)
-    assert await ends.worker("d").read(1, 1.0) == []
+    assert await worker.read(1, 1.0) == []
     [(_, dead)] = await ends.redis.xrange(ends.keys.dead(MODEL))
+    attempt = b"%d" % (num_losses + 1)
     assert dead == {
-        b"id": request.id.encode(),
-        b"reason": b"kills_workers",
-        b"attempt": b"4",
-        b"worker": b"d",
-    }
-
-
-async def test_a_read_whose_reply_was_lost_is_found_without_a_crash_count(ends, far, proxy):
-    worker = far.worker("a", unknown_after_s=0.001)
-    await ends.enqueue()
-    await ends.claim(worker)  # teaches Redis the script
-    request = await ends.enqueue()
-    proxy.drop_next_reply(after=b"XREADGROUP")
-
-    with pytest.raises(QueueUnavailable):
-        await worker.read(1, 1.0)
-    assert await ends.redis.hget(ends.keys.request(MODEL, request.id), "state") == b"running"
-    await asyncio.sleep(0.005)
-
-    [claim] = await worker.reconcile()
-
-    assert call_of(claim) == request
-    assert (claim.attempt, claim.failures) == (2, 0)
-
-
-async def test_the_next_read_brings_what_an_earlier_one_lost(ends):
-    worker = ends.worker("a")
-    await worker.create_group()
-    assert await worker.read(1, 0.001) == []
-    requests = [await ends.enqueue() for _ in range(2)]
-    await ends.redis.xreadgroup(GROUP, "a", {ends.keys.queue(MODEL): ">"}, count=1)
-
-    claims = await worker.read(8, 1.0)
-
-    assert [call_of(claim) for claim in claims] == requests
-    assert {(claim.attempt, claim.failures) for claim in claims} == {(1, 0)}
+        b"id": request.id.encode(), b"reason": reason, b"attempt": attempt, b"worker": b"a",
+    }  # fmt: skip
 
 
 async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
@@ -249,40 +138,6 @@ async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
     assert after == {claim.id: "fenced"}
 
 
-async def test_a_worker_that_leaves_gives_back_what_it_read_but_never_claimed(ends):
-    leaving, other = ends.worker("a"), ends.worker("b")
-    await leaving.create_group()
-    request = await ends.enqueue()
-    await ends.redis.xreadgroup(GROUP, "a", {ends.keys.queue(MODEL): ">"})
-    await asyncio.sleep(0.005)
-
-    await leaving.leave()
-
-    [claim] = await other.read(1, 1.0)
-    assert call_of(claim) == request
-    consumers = await ends.redis.xinfo_consumers(ends.keys.queue(MODEL), GROUP)
-    assert b"a" not in {consumer["name"] for consumer in consumers}
-
-
-async def test_a_claim_interrupted_by_a_stop_is_released_without_a_crash_count(ends, far, proxy):
-    leaving, other = far.worker("a"), ends.worker("b")
-    await leaving.create_group()
-    requests = [await ends.enqueue() for _ in range(3)]
-    [running] = await leaving.read(1, 1.0)
-    is_claimed = proxy.drop_next_reply(after=b"XREADGROUP", hang_up=False)
-    reading = asyncio.create_task(leaving.read(8, 1.0))
-    await asyncio.wait_for(is_claimed.wait(), 5.0)
-    reading.cancel()
-    await asyncio.wait([reading])
-
-    await leaving.leave(keep=[running])
-
-    later = await other.read(8, 1.0)
-    assert [call_of(claim) for claim in later] == requests[1:]
-    assert {(claim.attempt, claim.failures) for claim in later} == {(2, 0)}
-    assert await leaving.renew([running]) == {}
-
-
 async def test_a_takeover_interrupted_by_a_stop_still_counts_the_crash_of_the_lost_worker(ends):
     lost, leaving, other = ends.worker("a"), ends.worker("b"), ends.worker("c")
     await ends.enqueue()
@@ -294,6 +149,8 @@ async def test_a_takeover_interrupted_by_a_stop_still_counts_the_crash_of_the_lo
 
     [later] = await other.read(1, 1.0)
     assert (later.attempt, later.failures) == (2, 1)
+    consumers = await ends.redis.xinfo_consumers(ends.keys.queue(MODEL), GROUP)
+    assert b"b" not in {consumer["name"] for consumer in consumers}
 
 
 async def test_entries_that_are_no_waiting_request_are_removed_and_told(ends, caplog):
@@ -313,59 +170,26 @@ async def test_entries_that_are_no_waiting_request_are_removed_and_told(ends, ca
     assert "song" in caplog.text
 
 
-async def test_a_consumer_that_holds_entries_is_never_forgotten(ends):
-    worker = ends.worker("a")
-    await ends.enqueue()
-    await ends.claim(worker)
-
-    await worker.entries.reap("a")
-
-    consumers = await ends.redis.xinfo_consumers(ends.keys.queue(MODEL), GROUP)
-    assert [consumer["name"] for consumer in consumers] == [b"a"]
-
-
-async def test_a_lease_is_lost_when_redis_lost_the_request(ends):
-    worker = ends.worker("a")
-    request = await ends.enqueue()
-    claim = await ends.claim(worker)
-    await ends.redis.delete(ends.keys.request(MODEL, request.id))
-
-    gone = {request.id: "gone"}
-    assert gone in [await worker.renew([claim]) for _ in range(CHECK_EVERY)]
-    assert await worker.renew([claim]) == gone
-    assert await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == gone
-    assert await worker.publish([publication(claim, 2, 0, make_finished(claim))]) == gone
-    assert await ends.num_open() == 0
-
-
-async def test_a_claim_that_redis_lost_is_fenced_while_its_entry_is_still_the_workers(ends):
-    """A replica had the delivery of the entry, and not the claim: another attempt runs the request."""
+async def test_a_heartbeat_names_what_redis_lost_though_its_entry_is_still_the_workers(ends):
+    """A replica had the delivery of the entries, and not the claim: another attempt runs the request."""
     worker = ends.worker("a", unknown_after_s=0.0)
-    request = await ends.enqueue()
-    claim = await ends.claim(worker)
-    key = ends.keys.request(MODEL, request.id)
+    for _ in range(2):
+        await ends.enqueue()
+    await worker.create_group()
+    gone, unclaimed = await worker.read(2, 1.0)
+    await ends.redis.delete(ends.keys.request(MODEL, gone.id))
+    key = ends.keys.request(MODEL, unclaimed.id)
     await ends.redis.hdel(key, "claim", "worker", "begun")
     await ends.redis.hset(key, mapping={"state": "queued", "attempt": "0"})
 
-    fenced = {request.id: "fenced"}
-    assert fenced in [await worker.renew([claim]) for _ in range(CHECK_EVERY)]
-    assert await worker.renew([claim]) == fenced
+    lost = {gone.id: "gone", unclaimed.id: "fenced"}
+    assert lost in [await worker.renew([gone, unclaimed]) for _ in range(CHECK_EVERY)]
+    assert await worker.renew([gone, unclaimed]) == lost
+    for events in (make_delta(gone, 0, 5), make_finished(gone)):
+        assert await worker.publish([publication(gone, 1, 0, events)]) == {gone.id: "gone"}
     [again] = await worker.reconcile()
-    assert call_of(again) == request
-
-
-async def test_a_request_that_its_worker_claims_again_is_its_own_by_the_later_attempt(ends):
-    worker = ends.worker("a", unknown_after_s=0.0)
-    await ends.enqueue()
-    claim = await ends.claim(worker)
-    later = await ends.take_over(worker, claim)
-
-    assert await worker.renew([claim]) == {claim.id: "fenced"}
-    delta = publication(claim, 1, 0, make_delta(claim, 0, 5))
-    assert await worker.publish([delta]) == {claim.id: "fenced"}
-    for _ in range(2):  # the first may rely on the last renewal
-        assert await worker.reconcile() == []
-    assert await worker.renew([later]) == {}
+    assert again.id == unclaimed.id
+    assert await ends.num_open() == 1
 
 
 async def test_leases_are_renewed_at_intervals(ends, clock):
@@ -381,76 +205,6 @@ async def test_leases_are_renewed_at_intervals(ends, clock):
         owner, age_ms = await lease_of(ends, claim)
         assert owner == b"a"
         assert (age_ms < 9000) == is_renewed
-
-
-async def test_a_heartbeat_between_renewals_names_requests_that_were_cancelled_or_taken_over(
-    ends, clock
-):
-    worker = ends.worker("a")
-    for _ in range(4):
-        await ends.enqueue()
-    await worker.create_group()
-    cancelled, taken, failed, kept = claims = await worker.read(4, 1.0)
-    for _ in range(2):  # the first call lists all entries
-        assert await worker.renew(claims) == {}
-
-    await ends.queue.cancel(MODEL, [cancelled.id])
-    await ends.take_over(ends.worker("b"), taken)
-    expected = {cancelled.id: "cancelled", taken.id: "fenced"}
-    assert await worker.renew([]) == {}  # these claims were not known to the worker's loop yet
-    assert await worker.renew(claims) == expected
-
-    await ends.queue.fail_all(MODEL, ErrorCode.WORKER_LOST, "gone")
-    assert await worker.renew([failed, kept]) == {failed.id: "ended", kept.id: "ended"}
-
-
-async def test_a_heartbeat_between_renewals_costs_the_same_for_one_request_and_for_many(
-    ends, clock
-):
-    sent = []
-    for name, num_requests in (("a", 1), ("b", 50)):
-        worker = ends.worker(name)
-        for _ in range(num_requests):
-            await ends.enqueue()
-        await worker.create_group()
-        claims = await worker.read(num_requests, 1.0)
-        for _ in range(2):
-            assert await worker.renew(claims) == {}
-        before = await sent_bytes(ends)
-        assert await worker.renew(claims) == {}
-        sent.append(await sent_bytes(ends) - before)
-    assert len(claims) == 50
-    assert sent[1] < sent[0] + 100
-
-
-async def sent_bytes(ends) -> int:
-    return (await ends.redis.info("stats"))["total_net_output_bytes"]
-
-
-async def test_the_commands_of_a_heartbeat_share_writes(ends, clock):
-    worker = ends.worker("a")
-    await ends.enqueue()
-    claims = [await ends.claim(worker)]
-    await worker.renew(claims)
-    await worker.reconcile()
-
-    async def renew() -> None:
-        await asyncio.gather(worker.renew(claims), worker.cancel_deserted(claims))
-
-    async def reconcile() -> None:
-        await asyncio.gather(worker.reconcile(), worker.take_scan(1.0))
-
-    for work in (renew, reconcile):
-        num_writes = []
-        for _ in range(5):  # the mailbox writes now and then
-            before = await received_writes(ends)
-            await work()
-            num_writes.append(await received_writes(ends) - before - 1)
-        assert min(num_writes) == 1
-
-
-async def received_writes(ends) -> int:
-    return (await ends.redis.info("stats"))["total_reads_processed"]
 
 
 @pytest.mark.parametrize("gap", ["deleted", "trimmed", "restored"])
@@ -476,17 +230,6 @@ async def test_a_gap_in_the_wakeups_of_a_worker_hides_no_lost_request(ends, cloc
         await ends.redis.xgroup_create(stream, GROUP, mkstream=True)
 
     assert await worker.renew([claim]) == {claim.id: "cancelled"}
-
-
-async def test_a_stream_of_wakeups_that_no_worker_reads_is_not_created(ends):
-    worker = ends.worker("a")
-    await ends.enqueue()
-    await worker.create_group()
-    [claim] = await worker.take(1)
-    await ends.queue.cancel(MODEL, [claim.id])
-
-    assert await worker.renew([claim]) == {claim.id: "cancelled"}
-    assert not await ends.redis.exists(ends.keys.wakeups(MODEL, "a"))
 
 
 async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, clock, monkeypatch):
@@ -544,29 +287,37 @@ async def lease_of(ends, claim: Claim) -> tuple[bytes, int]:
     return found["consumer"], found["time_since_delivered"]
 
 
-async def test_a_crash_names_the_tenants_whose_requests_ran(ends):
-    for name in ("a", "a", "b"):
+async def test_a_crash_names_the_tenant_of_a_request_that_was_cancelled_just_before(ends):
+    """And the tenants of those that ran."""
+    for name in ("a", "a", "c"):
         await ends.enqueue(make_request(tenant=name))
     worker, other = ends.worker("w"), ends.worker("v")
     await worker.create_group()
-    held = await worker.read(2, 1.0)
+    first, second = await worker.read(2, 1.0)
     [last] = await other.read(1, 1.0)
+    waiting = await ends.enqueue(make_request(tenant="b"))
+    await ends.queue.cancel(MODEL, [first.id, waiting.id])
+    await worker.publish([publication(second, 1, 0, make_finished(second))])
     assert await ends.queue.crash_tenants(MODEL, "w") == {"a"}
+    await other.release([last], is_crash=True)
+    assert await ends.queue.crash_tenants(MODEL, "v") == {"c"}
     assert await ends.queue.crash_tenants(MODEL, "unknown") == frozenset()
-    await worker.release([held[0]], is_crash=True)
-    await worker.publish([publication(held[1], 1, 0, make_finished(held[1]))])
-    assert await ends.queue.crash_tenants(MODEL, "w") == {"a"}
-    await other.release([last])
-    assert await ends.queue.crash_tenants(MODEL, "v") == frozenset()
     for key in await ends.redis.keys(f"{ends.prefix}:*"):
         assert await ends.redis.ttl(key) > 0
 
 
-async def test_a_crash_names_the_tenant_of_a_request_that_was_cancelled_just_before(ends):
-    worker = ends.worker("w")
-    running = await ends.enqueue(make_request(tenant="a"))
-    await worker.create_group()
-    await worker.read(1, 1.0)
-    waiting = await ends.enqueue(make_request(tenant="b"))
-    await ends.queue.cancel(MODEL, [running.id, waiting.id])
-    assert await ends.queue.crash_tenants(MODEL, "w") == {"a"}
+@pytest.mark.parametrize("has_workers", [False, True])
+async def test_the_age_of_a_queue_is_that_of_the_oldest_request_that_waits(ends, has_workers):
+    """Autoscaling looks at it. Redis names entries by their time."""
+    queue = ends.keys.queue(MODEL)
+    if has_workers:
+        await ends.worker("a").create_group()
+    assert (await ends.queue.stats(MODEL)).age_s == 0.0
+    for age_s in (90.0, 60.0):
+        entry = f"{round((time.time() - age_s) * 1000)}-0"
+        await ends.redis.xadd(queue, {"id": "request"}, id=entry)
+    assert (await ends.queue.stats(MODEL)).age_s == pytest.approx(90.0, abs=5)
+    if has_workers:
+        for left_s in (60.0, 0.0):
+            await ends.redis.xreadgroup(GROUP, "worker", {queue: ">"}, count=1)
+            assert (await ends.queue.stats(MODEL)).age_s == pytest.approx(left_s, abs=5)

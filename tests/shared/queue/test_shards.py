@@ -28,12 +28,7 @@ from shared.queue.api import (
     Submission,
     shard_of,
 )
-from shared.queue.shards import (
-    ShardedGatewayQueue,
-    ShardedMailbox,
-    Shards,
-    check_shards,
-)
+from shared.queue.shards import ShardedGatewayQueue, ShardedMailbox, Shards, check_shards
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings import SettingsError
 from shared.settings.tree import RedisSettings
@@ -98,9 +93,8 @@ async def num_admitted(queue: ShardedGatewayQueue, limits: Limits, most: int) ->
     return sum(isinstance(each, str) for each in found)
 
 
-@pytest.mark.parametrize("most", [4, 63])
-async def test_a_small_limit_of_a_tenant_is_not_divided(queue, most):
-    assert await num_admitted(queue, Limits(max_tenant_requests=most), most + 9) == most
+async def test_a_small_limit_of_a_tenant_is_not_divided(queue):
+    assert await num_admitted(queue, Limits(max_tenant_requests=63), 72) == 63
 
 
 async def test_a_large_limit_of_a_tenant_is_divided(queue):
@@ -202,16 +196,6 @@ async def test_a_shard_that_is_down_at_the_start_is_used_when_it_comes(servers, 
     finally:
         await mailbox.close()
         await queue.close()
-
-
-async def test_a_blob_store_that_is_wholly_away_says_so(tmp_path):
-    url = ",".join(f"{name}=unix://{tmp_path}/{name}.sock" for name in "ab")
-    shards = Shards(RedisSettings(url=url))
-    blobs = ShardedBlobs(shards, "t")
-    with pytest.raises(BlobsUnavailable):
-        await blobs.put(b"x", "a", ttl_s=60.0)
-    await blobs.close()
-    await shards.close()
 
 
 async def test_a_start_without_a_shard_that_may_have_requests_is_refused(settings, shards, queue):

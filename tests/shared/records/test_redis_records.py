@@ -16,12 +16,9 @@ IMAGE = ImageRef("a" * 64, 50, "image/png", 1, 1)
 async def make(redis, redis_prefix):
     stores = []
 
-    def make(ttl_s: float = 60, max_records: int = 3, max_bytes: int = 100) -> RecordStore:
-        stores.append(
-            RecordStore(
-                redis, redis_prefix, ttl_s=ttl_s, max_records=max_records, max_bytes=max_bytes
-            )
-        )
+    def make(**changes) -> RecordStore:
+        limits = {"ttl_s": 60, "max_records": 3, "max_bytes": 100, **changes}
+        stores.append(RecordStore(redis, redis_prefix, **limits))
         return stores[-1]
 
     yield make
@@ -75,27 +72,18 @@ async def test_every_key_expires_and_what_has_expired_counts_no_more(make, redis
     assert await store.put("you", "two", Record(b"x" * 10)) == []
 
 
-class LosesReplies:
-    """A sender whose every script runs twice: the first reply is lost."""
+async def test_a_call_whose_reply_was_lost_returns_what_it_did(make, monkeypatch):
+    run = RedisSender.run
 
-    def __init__(self, sender):
-        self.sender = sender
+    async def run_twice(*arguments):
+        await run(*arguments)  # this reply is lost
+        return await run(*arguments)
 
-    async def run(self, script, keys, arguments):
-        await self.sender.run(script, keys, arguments)
-        return await self.sender.run(script, keys, arguments)
-
-    async def close(self) -> None:
-        await self.sender.close()
-
-
-async def test_a_call_whose_reply_was_lost_returns_what_it_did(redis, redis_prefix, monkeypatch):
-    monkeypatch.setattr("shared.queue.keys.RedisSender", lambda _: LosesReplies(RedisSender(redis)))
-    store = RecordStore(redis, redis_prefix, ttl_s=60, max_records=1, max_bytes=100)
+    monkeypatch.setattr(RedisSender, "run", run_twice)
+    store = make(max_records=1)
     first, second = Record(b"x" * 10, (IMAGE,)), Record(b"\xff" * 10)
     assert await store.put("me", "one", first) == []
     assert await store.put("me", "two", second) == [("one", first)]
     assert await store.delete("me", "two") == second
     assert await store.delete("me", "two") is None
     assert await store.put("me", "two", first) == []
-    await store.close()

@@ -1,7 +1,5 @@
 """Settings: where values come from, and that a wrong one stops the process by name."""
 
-import json
-
 import pytest
 
 from engines.mock.engine import MockEngineSettings
@@ -29,22 +27,22 @@ def configured(monkeypatch, tmp_path):
     return write
 
 
-def test_arguments_override_the_environment_field_by_field(monkeypatch):
-    monkeypatch.setenv("VLM_GATEWAY__PORT", "8123")
-    monkeypatch.setenv("VLM_GATEWAY__HOST", "::1")
-    settings = load_settings(gateway={"port": 0})
-    assert (settings.gateway.port, settings.gateway.host) == (0, "::1")
-
-
-def test_environment_overrides_the_configuration_file(monkeypatch, configured):
-    configured("gateway: {port: 1, host: '::1'}\nengine: {kind: mock, mock: {decode_s: 0.5}}\n")
+def test_arguments_override_the_environment_and_this_the_configuration_file(
+    monkeypatch, configured
+):
+    configured(
+        "gateway: {port: 1, host: '::1', drain_s: 3}\nengine: {kind: mock, mock: {decode_s: 0.5}}\n"
+    )
     monkeypatch.setenv("VLM_GATEWAY__PORT", "2")
-    settings = load_settings()
-    assert (settings.gateway.port, settings.gateway.host) == (2, "::1")
+    monkeypatch.setenv("VLM_GATEWAY__HOST", "::2")
+    settings = load_settings(gateway={"port": 0})
+    gateway = settings.gateway
+    assert (gateway.port, gateway.host, gateway.drain_s) == (0, "::2", 3)
     assert settings.engine.values() == {"kind": "mock", "mock": {"decode_s": 0.5}}
 
 
-def test_dotenv_file_may_hold_the_variables_of_other_programs(tmp_path):
+def test_dotenv_file_may_hold_the_variables_of_other_programs(tmp_path, configured):
+    configured("# nothing yet\n")
     (tmp_path / ".env").write_text("GATEWAY_PORT=9000\nHF_TOKEN=x\nVLM_GATEWAY__PORT=9001\n")
     assert load_settings().gateway.port == 9001
 
@@ -56,70 +54,43 @@ def test_api_keys_are_split_at_commas_and_never_shown(monkeypatch):
     assert "sk-one" not in repr(keys)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "named"),
-    [
-        ("VLM_GATEWAY__PORT", "70000", "VLM_GATEWAY__PORT"),
-        ("VLM_CONFIG", "/does/not/exist.yaml", "VLM_CONFIG"),
-        ("VLM_WORKER__LEASE_S", "0.1", "VLM_WORKER__LEASE_S"),
-    ],
-)
-def test_bad_or_unknown_setting_is_refused_by_name(monkeypatch, name, value, named):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(SettingsError, match=named):
-        load_settings()
-
-
-@pytest.mark.parametrize("value", ["x", "[]", "{", "5", "null", '"x"'])
-@pytest.mark.parametrize("name", ["PRICES", "ALIASES", "FALLBACKS", "MODEL_DEFAULTS"])
-def test_a_setting_that_is_no_json_object_is_named_with_what_to_write(monkeypatch, name, value):
-    monkeypatch.setenv(f"VLM_GATEWAY__{name}", value)
-    with pytest.raises(SettingsError, match=rf"VLM_GATEWAY__{name}: write a JSON object"):
-        load_settings()
-
-
-#: of the gateway, what is written there, and what the refusal begins with
-WRONG_NAMES = [
-    *(("ALIASES", value, "ALIASES: name for each alias a model") for value in (
-        {"a": "a"}, {"a": "b", "b": "c"}, {"a": ""}, {"": "a"}, {"a\n": "b"})),
-    *(("FALLBACKS", value, "FALLBACKS: name for each model another") for value in (
-        {"a": "a"}, {"a": ""}, {"": "a"})),
-    *(("MODEL_DEFAULTS", {"tiny": {name: value}}, f"MODEL_DEFAULTS__TINY__{name.upper()}: ") for name, value in (
-        ("temprature", 1), ("temperature", 3), ("max_tokens", 0))),
+#: A variable, its value, and what the refusal says.
+REFUSED = [
+    ("GATEWAY__PORT", "70000", "VLM_GATEWAY__PORT"),
+    ("CONFIG", "/does/not/exist.yaml", "VLM_CONFIG"),
+    ("WORKER__LEASE_S", "0.1", "VLM_WORKER__LEASE_S"),
+    ("GATEWAY", "{port", "gateway"),
+    ("GATEWAY__PRT", "80", r"VLM_GATEWAY__PRT: .* did you mean VLM_GATEWAY__PORT\? .*`vlm settings`"),
+    ("GATEWY__PORT", "80", r"VLM_GATEWY__PORT: .* did you mean VLM_GATEWAY__PORT\?"),
+    ("REDIS_ULR", "x", r"VLM_REDIS_ULR: .* did you mean VLM_REDIS_URL\?"),
+    ("LIMITS__MAX_CHOICES", "4", "VLM_LIMITS__MAX_CHOICES: this setting was removed"),
+    ("GATEWAY__KEEP_ALIVE_S", "3", "VLM_GATEWAY__KEEP_ALIVE_S: this setting was removed"),
+    *((f"GATEWAY__{name}", value, f"VLM_GATEWAY__{name}: write a JSON object")
+      for name in ("PRICES", "ALIASES", "FALLBACKS", "MODEL_DEFAULTS") for value in ("[]", "{", "5")),
+    *(("GATEWAY__ALIASES", value, "GATEWAY__ALIASES: name for each alias a model") for value in (
+        '{"a": "a"}', '{"a": "b", "b": "c"}', '{"a": ""}', '{"": "a"}', r'{"a\n": "b"}')),
+    *(("GATEWAY__FALLBACKS", value, "GATEWAY__FALLBACKS: name for each model another") for value in (
+        '{"a": "a"}', '{"a": ""}', '{"": "a"}')),
+    ("GATEWAY__MODEL_DEFAULTS", '{"tiny": {"temprature": 1}}', "DEFAULTS__TINY__TEMPRATURE: "),
+    ("GATEWAY__MODEL_DEFAULTS", '{"tiny": {"temperature": 3}}', "DEFAULTS__TINY__TEMPERATURE: "),
+    ("GATEWAY__MODEL_DEFAULTS", '{"tiny": {"max_tokens": 0}}', "DEFAULTS__TINY__MAX_TOKENS: "),
+    *(("REDIS_URL", url, "VLM_REDIS_URL.* redis://HOST") for url in (
+        "http://host/0", "redis://", "unix://", "redis://user:pass/word@host:6379/0",
+        "redis+sentinel://one+two", "redis+sentinel://one++two/name", "redis+sentinel://one:port/name",
+        "redis+sentinel://one/name/database", "unix+sentinel://one/name")),
+    *(("WORKER__LORA", value, "VLM_WORKER__LORA.* NAME=PATH") for value in (
+        "foo", "foo=", "=path", "a=b,foo", "a b=path", "a\n=path")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value", "says"), WRONG_NAMES)
-def test_impossible_aliases_fallbacks_and_defaults_of_models_are_refused(
+@pytest.mark.parametrize(("name", "value", "says"), REFUSED)
+def test_what_cannot_be_is_refused_by_its_name_and_no_password_is_shown(
     monkeypatch, name, value, says
 ):
-    monkeypatch.setenv(f"VLM_GATEWAY__{name}", json.dumps(value))
-    with pytest.raises(SettingsError, match=f"VLM_GATEWAY__{says}"):
+    monkeypatch.setenv(f"VLM_{name}", value)
+    with pytest.raises(SettingsError, match=says) as refused:
         load_settings()
-
-
-@pytest.mark.parametrize("name", ["VLM_REDIS_URL", "VLM_REDIS__URL"])
-@pytest.mark.parametrize(
-    "url",
-    [
-        "bla",
-        "http://host/0",
-        "redis://",
-        "unix://",
-        "redis://user:pass/word@host:6379/0",
-        "redis+sentinel://one+two",
-        "redis+sentinel://one++two/name",
-        "redis+sentinel://one:port/name",
-        "redis+sentinel://one/name/database",
-        "unix+sentinel://one/name",
-    ],
-)
-def test_what_is_no_redis_url_is_refused_without_being_shown(monkeypatch, name, url):
-    monkeypatch.setenv(name, url)
-    with pytest.raises(SettingsError, match=name) as refused:
-        load_settings()
-    assert "redis://HOST" in str(refused.value)
-    assert "word" not in str(refused.value).replace("password", "")
+    assert "pass/word" not in str(refused.value)
 
 
 def test_the_address_of_redis_holds_no_password(monkeypatch):
@@ -137,8 +108,7 @@ def test_the_address_of_redis_holds_no_password(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"- gateway\n", b"7", b"{1: 2}", b"\xff\xfe", b"gateway: [", b"gateway: {port: 1", b"\x07"],
+    "content", [b"- gateway\n", b"{1: 2}", b"\xff\xfe", b"gateway: [", b"\x07"]
 )
 def test_a_file_that_holds_no_settings_is_named_with_its_variable(configured, content):
     file = configured(content)
@@ -147,69 +117,20 @@ def test_a_file_that_holds_no_settings_is_named_with_its_variable(configured, co
     assert file in str(refused.value)
 
 
-def test_an_empty_file_sets_nothing(configured):
-    configured("# nothing yet\n")
-    assert load_settings().gateway.port == 8000
-
-
-def test_a_group_that_is_no_json_and_a_dotenv_file_in_another_encoding(monkeypatch, tmp_path):
-    monkeypatch.setenv("VLM_GATEWAY", "{port")
-    with pytest.raises(SettingsError, match="gateway"):
-        load_settings()
-    monkeypatch.delenv("VLM_GATEWAY")
-    (tmp_path / ".env").write_bytes(b"VLM_GATEWAY__HOST=\xff\n")
-    with pytest.raises(SettingsError, match=r"\.env"):
-        load_settings()
-
-
 @pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("VLM_GATEWAY__PRT", "VLM_GATEWAY__PORT"),
-        ("VLM_GATEWY__PORT", "VLM_GATEWAY__PORT"),
-        ("VLM_REDIS_ULR", "VLM_REDIS_URL"),
-    ],
+    ("content", "says"),
+    [(b"VLM_GATEWAY__HOST=\xff\n", r"\.env"), (b"VLM_GATEWY__PORT=80\n", "VLM_GATEWAY__PORT")],
 )
-@pytest.mark.parametrize("in_dotenv", [False, True])
-def test_a_misspelled_setting_is_told_the_closest_one(
-    monkeypatch, tmp_path, name, meant, in_dotenv
-):
-    if in_dotenv:
-        (tmp_path / ".env").write_text(f"{name}=80\n")
-    else:
-        monkeypatch.setenv(name, "80")
-    with pytest.raises(SettingsError) as refused:
-        load_settings()
-    assert name in str(refused.value)
-    assert f"did you mean {meant}?" in str(refused.value)
-    assert "vlm settings" in str(refused.value)
-
-
-@pytest.mark.parametrize("value", ["foo", "foo=", "=path", "a=b,foo", "a b=path", "a\n=path"])
-def test_an_adapter_without_name_or_path_is_refused(monkeypatch, value):
-    monkeypatch.setenv("VLM_WORKER__LORA", value)
-    with pytest.raises(SettingsError, match=r"(?s)VLM_WORKER__LORA.*NAME=PATH"):
+def test_what_a_dotenv_file_holds_is_checked_too(tmp_path, content, says):
+    (tmp_path / ".env").write_bytes(content)
+    with pytest.raises(SettingsError, match=says):
         load_settings()
 
 
-def test_an_adapter_path_may_hold_an_equals_sign():
-    settings = load_settings(worker={"lora": "a=b=c,d=e="})
-    assert settings.worker.adapters == {"a": "b=c", "d": "e="}
-
-
-def test_a_shorter_lease_has_a_quicker_heartbeat():
-    assert load_settings(worker={"lease_s": 2}).worker.heartbeat_s == 0.2
-
-
-def test_a_setting_that_became_a_constant_is_refused(monkeypatch, configured):
-    configured("limits: {max_choices: 4, max_images: 3}\n")
-    monkeypatch.setenv("VLM_GATEWAY__KEEP_ALIVE_S", "3")
-    with pytest.raises(SettingsError) as error:
-        load_settings()
-    for name in ("VLM_LIMITS__MAX_CHOICES", "VLM_GATEWAY__KEEP_ALIVE_S"):
-        assert f"{name}: this setting was removed, as its value is fixed now: unset it" in str(
-            error.value
-        )
+def test_an_adapter_path_may_hold_an_equals_sign_and_a_short_lease_has_a_quick_heartbeat():
+    worker = load_settings(worker={"lora": "a=b=c,d=e=", "lease_s": 2}).worker
+    assert worker.adapters == {"a": "b=c", "d": "e="}
+    assert worker.heartbeat_s == 0.2
 
 
 def test_a_child_process_loads_the_same_settings_from_its_environment(monkeypatch):
