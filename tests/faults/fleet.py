@@ -27,6 +27,7 @@ from tests.faults.processes import (
 )
 from tests.faults.proxy import FaultProxy, run_proxy
 from tests.faults.rest import redis_leftovers
+from tests.waiting import until
 
 KEYS = RedisKeys(PREFIX)
 #: Outcomes in the gateway's count of requests that were never accepted.
@@ -73,9 +74,13 @@ class Fleet:
 
     async def until(self, holds: Callable[[], Awaitable[bool]], within_s: float = WITHIN_S) -> None:
         """Wait until something holds; while Redis is away it does not."""
-        async with asyncio.timeout(within_s):
-            while not await _holds(holds):
-                await asyncio.sleep(0.05)
+
+        async def hold() -> bool:
+            with suppress(RedisError):
+                return await holds()
+            return False
+
+        await until(hold, within_s)
 
     async def at_rest(self) -> None:
         """Every request has ended, in Redis as for the clients. Raises: AssertionError, naming what is left."""
@@ -114,13 +119,6 @@ class Fleet:
     async def dead_letters(self) -> list[dict[bytes, bytes]]:
         """The requests that were given up."""
         return [fields for _, fields in await self.redis.xrange(KEYS.dead(MODEL))]
-
-
-async def _holds(holds: Callable[[], Awaitable[bool]]) -> bool:
-    try:
-        return await holds()
-    except RedisError:
-        return False
 
 
 @asynccontextmanager
