@@ -37,17 +37,6 @@ async def test_batch_work_makes_way_for_interactive_work_and_goes_on_where_it_wa
             assert len(token_ids(await answers.end(request))) == 120
 
 
-async def test_batch_work_starts_only_when_no_interactive_work_waits(ends, answers):
-    requests = [batch(2), *(asking(2) for _ in range(12))]
-    for request in requests:
-        await ends.enqueue(request)
-    async with run_worker(ends, max_num_seqs=1, mock=SLOW):
-        for request in requests:
-            await answers.end(request)
-    # Both may be given out at once when the last of the others leaves the queue empty.
-    assert ended(answers).index(requests[0].id) >= len(requests) - 2
-
-
 async def test_slots_that_batch_work_frees_are_taken_by_batch_work_at_once(ends, answers):
     """Although the worker waits for interactive work all the time."""
     async with run_worker(ends, max_num_seqs=2, mock={"num_output_tokens": 4}):

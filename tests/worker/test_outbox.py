@@ -16,7 +16,6 @@ from shared.protocol import (
     FinishReason,
     Grammar,
     OutputLogprob,
-    StageTimings,
     Started,
     TokenLogprob,
     Tokens,
@@ -75,11 +74,16 @@ async def test_publications_are_numbered_and_know_the_tokens_before_them():
     assert (second.number, second.num_tokens, second.num_new_tokens) == (2, 4, 1)
 
 
-async def test_tokens_of_a_whole_answer_wait_for_its_end():
-    active, outbox = make_active(request=make_request(wants_stream=False)), Outbox(hold_s=1000.0)
+async def test_tokens_of_a_whole_answer_wait_for_its_end_but_not_for_ever():
+    active, streaming = make_active(request=make_request(wants_stream=False)), make_active()
+    hasty, outbox = Outbox(hold_s=0.0), Outbox(hold_s=1000.0)
+    hasty.post(active, delta(active, 0, 1))
+    [publication] = await hasty.take()
+    assert events_in(publication) == (delta(active, 0, 1),)
+
     outbox.post(active, delta(active, 0, 1))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(outbox.take(), 0.01)
+    outbox.post(streaming, delta(streaming, 0, 2))
+    assert [publication.claim for publication in await outbox.take()] == [streaming.claim]
 
     finished = Finished(active.request_id, 2, FinishReason.STOP, Usage(3, 2))
     outbox.post(active, delta(active, 1, 2))
@@ -87,23 +91,6 @@ async def test_tokens_of_a_whole_answer_wait_for_its_end():
 
     [publication] = await outbox.take()
     assert events_in(publication) == (delta(active, 0, 1, 2), finished)
-
-
-async def test_tokens_of_a_whole_answer_do_not_wait_for_ever():
-    active, outbox = make_active(request=make_request(wants_stream=False)), Outbox(hold_s=0.0)
-    outbox.post(active, delta(active, 0, 1))
-
-    [publication] = await outbox.take()
-    assert events_in(publication) == (delta(active, 0, 1),)
-
-
-async def test_what_waits_is_not_taken_with_another_request():
-    waiting, streaming = make_active(request=make_request(wants_stream=False)), make_active()
-    outbox = Outbox(hold_s=1000.0)
-    outbox.post(waiting, delta(waiting, 0, 1))
-    outbox.post(streaming, delta(streaming, 0, 2))
-
-    assert [publication.claim for publication in await outbox.take()] == [streaming.claim]
 
 
 async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
@@ -140,39 +127,15 @@ async def test_streams_of_a_worker_with_few_are_published_at_once(monkeypatch):
             assert len(await outbox.take()) == len(streams)
 
 
-async def test_nothing_counts_after_the_end():
-    active, outbox = make_active(), Outbox()
-    failed = Failed(active.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late")
-    outbox.post(active, failed)
+async def test_what_is_dropped_or_comes_after_the_end_is_not_said():
+    dropped, ended, other, outbox = make_active(), make_active(), make_active(), Outbox()
+    outbox.post(ended, Failed(ended.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late"))
     await outbox.take()
-    outbox.post(active, delta(active, 0, 1))
-
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(outbox.take(), 0.01)
-
-
-async def test_what_is_dropped_is_not_said():
-    active, other, outbox = make_active(), make_active(), Outbox()
-    outbox.post(active, delta(active, 0, 1))
-    outbox.post(other, delta(other, 0, 2))
-    outbox.drop(active)
+    for active in (dropped, ended, other):
+        outbox.post(active, delta(active, 0, 1))
+    outbox.drop(dropped)
 
     assert [publication.claim for publication in await outbox.take()] == [other.claim]
-
-
-def test_stages_of_the_worker_are_added_to_those_of_the_engine():
-    active = make_active(waited_s=1.0)
-    active.started_at, active.added_at = 100.5, 100.75
-    output = EngineOutput(
-        active.engine_id, 1, (5,), "x", usage=Usage(3, 2), finish_reason=FinishReason.STOP,
-        timings=StageTimings(queue_s=0.25, vision_s=2.0, prefill_s=3.0, decode_s=4.0),
-    )  # fmt: skip
-
-    events = active.events([output])
-
-    assert [type(event) for event in events] == [Started, Tokens, Finished]
-    assert isinstance(events[-1], Finished)
-    assert events[-1].timings == StageTimings(1.75, 0.25, 2.0, 3.0, 4.0)
 
 
 def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
@@ -188,15 +151,10 @@ def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
     assert started == Started(active.request_id, active.claim.attempt, Usage(3, 0))
     assert delta == Tokens(active.request_id, active.claim.attempt, 0, (5, 6, 7), "xyz")
     assert [type(event) for event in active.events([end])] == [Tokens, Finished]
-
-
-def test_what_a_sequence_said_before_it_failed_is_told():
-    active = make_active()
-    outputs = [
-        EngineOutput(active.engine_id, 0, (5,), "x", usage=Usage(3, 0)),
-        EngineOutput(active.engine_id, 1, error="no memory"),
+    failed = EngineOutput(engine_id, 1, error="no memory")
+    assert [type(event) for event in make_active().events([*beginning, failed])] == [
+        *(Started, Tokens, Failed)
     ]
-    assert [type(event) for event in active.events(outputs)] == [Started, Tokens, Failed]
 
 
 @pytest.mark.parametrize(

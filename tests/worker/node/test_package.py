@@ -59,6 +59,7 @@ async def test_a_worker_serves_the_version_of_its_package_until_it_is_stopped(
         assert (found.name, found.package) == (version_name("cap", package), f"cap@{package}")
         process.terminate()
         assert process.wait(20) == 0
+    assert await registry.workers() == []
     await registry.close()
 
 

@@ -42,11 +42,9 @@ class FakeRay:
     [
         ({"kind": "vllm", "tensor_parallel": 4}, 8.0, 4),
         ({"kind": "vllm", "tensor_parallel": 4}, 0.0, 4),  # a node with GPUs may join
-        ({"kind": "sglang"}, 8.0, 1),
         ({"kind": "sglang", "tensor_parallel": 2, "url": "http://gpu:30000"}, 8.0, 0),
         ({"kind": "llama-server"}, 8.0, 1),
         ({"kind": "llama-server"}, 0.0, 0),
-        ({"kind": "openai", "url": "http://gpu:8000"}, 8.0, 0),
         ({"kind": "torch"}, 8.0, 1),
         ({"kind": "torch"}, 0.0, 0),
         ({"kind": "torch", "device": "cpu"}, 8.0, 0),

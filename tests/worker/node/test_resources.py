@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from shared.settings.tree import EngineValues, Settings
-from worker.node.resources import find_gpus, room_bytes, share_gpus, too_much, used_bytes
+from worker.node.resources import find_gpus, room_bytes, share_gpus, used_bytes
 from worker.node.serve import create_node
 from worker.node.supervisor import NodeError
 
@@ -123,18 +123,3 @@ def test_a_container_has_no_more_than_it_may_use(tmp_path: Path, name: str):
     for text, room in (("max\n", total), ("9223372036854771712\n", total), ("123456\n", 123_456)):
         (tmp_path / name).write_text(text)
         assert room_bytes(tmp_path) == room
-
-
-@pytest.mark.parametrize(
-    ("used", "limit", "is_ready", "ask"),
-    [
-        (310e6, 20e6, True, "400m"),
-        (1.01e9, 1e9, True, "1500m"),
-        (5e9, 2e9, True, "6300m"),
-        (5e9, 2e9, False, "15000m"),
-    ],
-)
-def test_it_is_told_what_to_deploy_with(used: float, limit: float, is_ready: bool, ask: str):
-    said = too_much(int(used), int(limit), is_ready=is_ready)
-    assert f"--resources memory={ask}," in said
-    assert f"limit is {limit / 1e6:.0f} MB" in said

@@ -12,13 +12,10 @@ from engines.application.child import read_variables
 from engines.base import EngineStartError
 from shared.packages.deployments import BadEnvironment, Environment
 from shared.settings.limits import MAX_ENVIRONMENT_BYTES, MAX_SECRET_BYTES
-from shared.settings.load import load_settings
 from shared.settings.tree import NodeSettings, SettingsError
 from worker.node.environment import (
-    WORKER_GROUPS,
     SecretMissing,
     Secrets,
-    child_environment,
     hand_over,
 )
 
@@ -80,15 +77,6 @@ def test_variables_are_read_once_and_leave_nothing_open(
         os.fstat(number)
     with pytest.raises(EngineStartError, match="VARIABLES_FD"):
         read_variables(number)
-
-
-def test_no_other_child_has_a_variable_that_is_a_secret(monkeypatch):
-    monkeypatch.setenv("API_TOKEN", "tell-nobody")
-    monkeypatch.setenv("VLM_NODE__SECRETS", "API_TOKEN,OTHER")
-    settings = load_settings()
-    assert settings.node.secrets == ("API_TOKEN", "OTHER")
-    told = child_environment(settings, WORKER_GROUPS)
-    assert "tell-nobody" not in told.values()
 
 
 NAMES = [f"s{number}" for number in range(100)]
