@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy import pack as pack_module
 from deploy.pack import HashCache, pack, unpack
 from engines.mock.engine import load_mock_engine
 from engines.registry import EngineKind, engine_kinds, register
@@ -23,8 +22,10 @@ from shared.packages.manifest import (
     Layer,
     PackageConfig,
     decode_manifest,
+    digest_of_file,
     make_manifest,
 )
+from shared.packages.manifest import digest_of as digest_of_bytes
 from tests.contract.toys.engine import TOY
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"weights", "sub/tokenizer.json": b"[]"}
@@ -301,38 +302,37 @@ def test_a_models_least_memory_is_that_of_its_weights_as_they_are_loaded(tmp_pat
 
 
 def test_a_file_is_hashed_again_when_it_has_changed(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(pack_module, "MIN_BYTES", 1)
-    monkeypatch.setattr(pack_module, "QUIET_S", -1.0)
+    monkeypatch.setattr("deploy.pack.MIN_BYTES", 1)
+    monkeypatch.setattr("deploy.pack.QUIET_S", -1.0)
     num_hashed = 0
-    original = pack_module.digest_of_file
 
     def counted(path: Path) -> str:
         nonlocal num_hashed
         num_hashed += 1
-        return original(path)
+        return digest_of_file(path)
 
-    monkeypatch.setattr(pack_module, "digest_of_file", counted)
+    monkeypatch.setattr("deploy.pack.digest_of_file", counted)
     file, memory = tmp_path / "weights", tmp_path / "cache" / "digests.json"
     file.write_bytes(b"old")
     for expected in (1, 1):
         cache = HashCache(memory)
-        assert cache.digest(file) == digest_of(b"old")
+        assert cache.digest(file) == digest_of_bytes(b"old")
         cache.save()
         assert num_hashed == expected
     before = file.stat()
     file.write_bytes(b"new")
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # times of before: not its ctime
-    assert HashCache(memory).digest(file) == digest_of(b"new")
+    assert HashCache(memory).digest(file) == digest_of_bytes(b"new")
     memory.write_text("[broken")
-    assert HashCache(memory).digest(file) == digest_of(b"new")
+    assert HashCache(memory).digest(file) == digest_of_bytes(b"new")
 
 
 @pytest.mark.parametrize("size", [10, 1000])
 def test_what_was_just_written_or_is_small_is_not_remembered(tmp_path: Path, monkeypatch, size):
-    monkeypatch.setattr(pack_module, "MIN_BYTES", 100)
+    monkeypatch.setattr("deploy.pack.MIN_BYTES", 100)
     file, memory = tmp_path / "weights", tmp_path / "digests.json"
     file.write_bytes(bytes(size))
     cache = HashCache(memory)
-    assert cache.digest(file) == digest_of(bytes(size))
+    assert cache.digest(file) == digest_of_bytes(bytes(size))
     cache.save()
     assert not memory.exists()

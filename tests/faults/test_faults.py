@@ -37,7 +37,7 @@ async def test_an_answer_held_to_a_schema_goes_on_when_its_worker_is_killed(flee
     assert answer["finish_reason"] == "stop"
     content = answer["message"]["content"]
     assert 3 <= len(json.loads(content)) <= 5
-    assert content == "".join(answer_to(text, 100, json.dumps(schema)))
+    assert content == "".join(answer_to(text, 100, json.dumps(schema))).strip()
     await fleet.at_rest()
 
 

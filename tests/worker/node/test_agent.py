@@ -17,7 +17,6 @@ from shared.packages.deployments import (
     record_generation,
     version_name,
 )
-from shared.packages.manifest import digest_of
 from shared.packages.rollout import App, Revision, Slot, SlotReport
 from shared.packages.store import FileStore
 from shared.protocol import ModelCard
@@ -298,24 +297,6 @@ async def test_requests_that_other_workers_run_do_not_fail_as_nodes_retire(
     assert state.state != "failed"
     for part in (registry, queue):
         await part.close()
-
-
-async def test_a_package_that_was_changed_in_the_store_is_not_run(machines, monkeypatch, tmp_path):
-    """The real instance: it refuses before it starts anything, and the old version serves on."""
-    from worker.node.instance import Instance  # noqa: PLC0415
-
-    machines.start("one")
-    good, cut = machines.add_package("{}"), machines.add_package("[1]")
-    machines.deploy(good, min_instances=1)
-    await machines.wait(lambda app: app.active is not None)
-    monkeypatch.setattr(agents, "Instance", Instance)
-    path = machines.store.root / "blobs" / "sha256" / digest_of(b"[1]").removeprefix("sha256:")
-    path.write_bytes(b"[2]")
-    machines.deploy(cut, 2, retry_limit=0)
-    app = await machines.wait(lambda app: app.number == 2 and app.candidate is None)
-    assert any("config.json: digest_mismatch" in event.text for event in app.events)
-    assert app.active.digest == good
-    assert nodes_of(app) == ["one"]
 
 
 async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked_after(
