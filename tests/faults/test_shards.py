@@ -124,7 +124,7 @@ async def test_workers_full_of_requests_of_a_dead_shard_serve_the_others(tmp_pat
     """A limit below 48 puts all requests of a key on one shard."""
     async with run_shards(tmp_path, VLM_LIMITS__MAX_KEY_OPEN_REQUESTS="40") as fleet:
         texts = [fleet.name() for _ in range(NUM_STREAMS)]
-        async with playing(fleet, texts, num_tokens=120) as clients:
+        async with playing(fleet, texts, num_tokens=60) as clients:
             await tokens_seen(fleet, clients, texts, 10)
             placed = [len(await fleet.placed(server)) for server in fleet.servers]
             assert placed[0] == 0  # it stores keys and cards, not requests
