@@ -353,13 +353,3 @@ async def test_those_with_damaged_records_go_on_and_others_are_looked_after(mach
         await node.tick()
     said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(said) == len(set(said)) > 1  # not with every look
-
-
-async def test_a_record_that_cannot_be_read_is_told_once_until_it_can(
-    machines, redis_prefix, caplog
-):
-    async with create_redis(machines.settings.redis) as redis:
-        for record in (b"9 {", b"9 {", b'9 {"name":"n"}', b"9 {"):
-            await redis.hset(RedisKeys(redis_prefix).apps, "n", record)
-            await machines.deployments.apps()
-    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
