@@ -52,19 +52,17 @@ class Fleet:
         """A prompt of its own, which asks for a fault."""
         return f"{fault} question {next(self._numbers)}".strip()
 
-    async def worker(
-        self, *, wait: bool = True, command: tuple[str, ...] = FAULTY, **variables: str
-    ) -> Process:
+    async def worker(self, command: tuple[str, ...] = FAULTY, **variables: str) -> Process:
         """One more worker."""
         name = f"worker-{next(self._worker_numbers)}"
-        return await self.processes.worker(name, wait=wait, command=command, **variables)
+        return await self.processes.worker(name, command, **variables)
 
-    async def some_worker(self, command: tuple[str, ...] = FAULTY) -> Process:
+    async def some_worker(self) -> Process:
         """A worker that lives; a new one if there is none."""
         for process in self.processes.all:
             if process.name.startswith("worker") and process.process.returncode is None:
                 return process
-        return await self.worker(command=command)
+        return await self.worker()
 
     async def retire_workers(self) -> None:
         """No worker is left, nor any request."""

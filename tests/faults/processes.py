@@ -104,15 +104,14 @@ class Processes:
         return self.all[-1]
 
     async def worker(
-        self, name: str, *, wait: bool = True, command: tuple[str, ...] = FAULTY, **variables: str
+        self, name: str, command: tuple[str, ...] = FAULTY, **variables: str
     ) -> Process:
-        """A worker that plays the faults named in prompts, or another; ready, if waited for."""
+        """A worker that is ready; it plays the faults named in prompts, or is another."""
         variables["VLM_WORKER__ID"] = name
         if command == FAULTY:
             variables = {**_ENGINE, **variables}
         process = await self.start(name, *command, **variables)
-        if wait:
-            await process.says("is ready")
+        await process.says("is ready")
         return process
 
     async def gateway(self, **variables: str) -> tuple[Process, str]:
