@@ -118,21 +118,6 @@ async def test_the_middle_of_a_patient_request_is_told_after_a_while(bridge, mon
     await until(lambda: sum(isinstance(n, EngineOutput) for n in listener.events) >= 5)
 
 
-async def test_an_aborted_request_emits_no_more(bridge):
-    thread, listener, engine = bridge
-    engine.gate.clear()
-    thread.add(make_engine_request("a", max_tokens=1000))
-    thread.abort("a")
-    thread.add(make_engine_request("b"))
-    engine.gate.set()
-    await listener.until_finished()
-
-    assert not any(
-        n.request_id == "a" and isinstance(n, EngineOutput) and n.finish_reason
-        for n in listener.events
-    )
-
-
 async def test_whoever_waits_for_room_looks_again_though_nothing_was_said():
     """A step without output may end a request that others waited for."""
     active_requests = ActiveRequests(None, None, None, 1, None)  # type: ignore[arg-type]

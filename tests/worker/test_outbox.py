@@ -28,14 +28,11 @@ from tests.factories_queue import make_request
 from worker.active_requests import MIN_COALESCED_STREAMS, ActiveRequest, Outbox
 
 
-def make_active(
-    request: Call | None = None, output_token_ids: tuple[int, ...] = (), waited_s: float = 1.0
-):
+def make_active(request: Call | None = None) -> ActiveRequest:
     request = request or make_request()
-    log = (encode(Tokens(request.id, 1, 0, output_token_ids)),) if output_token_ids else ()
     claim = Claim(
-        request.id, request.reply_to, encode(request), log, b"1-0", attempt=2, failures=0,
-        is_last_chance=False, waited_s=waited_s, remaining_s=60.0,
+        request.id, request.reply_to, encode(request), (), b"1-0", attempt=2, failures=0,
+        is_last_chance=False, waited_s=1.0, remaining_s=60.0,
     )  # fmt: skip
     return ActiveRequest.of(claim, now=100.0)
 
@@ -49,31 +46,6 @@ def delta(active: ActiveRequest, index: int, *tokens: int) -> Tokens:
     return Tokens(active.request_id, 2, index, tokens, "".join(map(str, tokens)), logprobs)
 
 
-async def test_consecutive_deltas_become_one():
-    active, outbox = make_active(), Outbox()
-    started = Started(active.request_id, 2, Usage(3))
-    finished = Finished(active.request_id, 2, FinishReason.STOP, Usage(3, 3))
-    for event in (started, delta(active, 0, 1), delta(active, 1, 2, 3), finished):
-        outbox.post(active, event)
-
-    [publication] = await outbox.take()
-
-    assert events_in(publication) == (started, delta(active, 0, 1, 2, 3), finished)
-    assert (publication.number, publication.num_tokens) == (1, 0)
-    assert publication.ending == "finished"
-
-
-async def test_publications_are_numbered_and_know_the_tokens_before_them():
-    active, outbox = make_active(output_token_ids=(9, 9)), Outbox()
-    outbox.post(active, delta(active, 2, 1, 2))
-    [first] = await outbox.take()
-    outbox.post(active, delta(active, 4, 3))
-    [second] = await outbox.take()
-
-    assert (first.number, first.num_tokens, first.num_new_tokens) == (1, 2, 2)
-    assert (second.number, second.num_tokens, second.num_new_tokens) == (2, 4, 1)
-
-
 async def test_tokens_of_a_whole_answer_wait_for_its_end_but_not_for_ever():
     active, streaming = make_active(request=make_request(wants_stream=False)), make_active()
     hasty, outbox = Outbox(hold_s=0.0), Outbox(hold_s=1000.0)
@@ -81,16 +53,18 @@ async def test_tokens_of_a_whole_answer_wait_for_its_end_but_not_for_ever():
     [publication] = await hasty.take()
     assert events_in(publication) == (delta(active, 0, 1),)
 
+    started = Started(active.request_id, 2, Usage(3))
+    finished = Finished(active.request_id, 2, FinishReason.STOP, Usage(3, 2))
+    outbox.post(active, started)
     outbox.post(active, delta(active, 0, 1))
     outbox.post(streaming, delta(streaming, 0, 2))
     assert [publication.claim for publication in await outbox.take()] == [streaming.claim]
 
-    finished = Finished(active.request_id, 2, FinishReason.STOP, Usage(3, 2))
     outbox.post(active, delta(active, 1, 2))
     outbox.post(active, finished)
 
     [publication] = await outbox.take()
-    assert events_in(publication) == (delta(active, 0, 1, 2), finished)
+    assert events_in(publication) == (started, delta(active, 0, 1, 2), finished)
 
 
 async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):

@@ -138,18 +138,6 @@ async def test_a_tenant_that_leaves_costs_nobody_a_turn():
     threads.close()
 
 
-async def test_work_that_fails_frees_its_thread():
-    threads = FairThreads(1, "test")
-
-    def fail() -> None:
-        raise ValueError
-
-    for _ in range(3):
-        with pytest.raises(ValueError):
-            await threads.run("a", fail)
-    threads.close()
-
-
 class Maker:
     """Makes pixels of ten bytes and counts."""
 
