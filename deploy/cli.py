@@ -101,6 +101,10 @@ class Command(GatewayCommand):
         with _ending_with_arguments():
             return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        with _ending_with_arguments():
+            return super().invoke(ctx)
+
 
 class Group(TyperGroup):
     """A group of commands that exits with 1 if its arguments are wrong."""
@@ -271,9 +275,7 @@ def scale(
     given = {"min_instances": least, "max_instances": most}
     body = {name: value for name, value in given.items() if value is not None}
     if not body:
-        error = typer.BadParameter("give --min, --max or both")
-        error.exit_code = ARGUMENTS
-        raise error
+        raise typer.BadParameter("give --min, --max or both")
     _change(url, api_key, "POST", f"/{name}:scale", body)
 
 
@@ -295,9 +297,7 @@ def route(
     from deploy import commands
 
     if delete == bool(weights):
-        error = typer.BadParameter("give VERSION=WEIGHT, or --delete")
-        error.exit_code = ARGUMENTS
-        raise error
+        raise typer.BadParameter("give VERSION=WEIGHT, or --delete")
     commands.run_route(connect(url, api_key), name, weights or [])
 
 
@@ -353,10 +353,8 @@ def plan(
         capacity.show(
             capacity.make_plan(load, found.fleet, found.engine), found.fleet, found.engine
         )
-    except capacity.NoFigures as reason:
-        error = typer.BadParameter(f"{reason}", param_hint="--figures")
-        error.exit_code = ARGUMENTS
-        raise error from None
+    except capacity.NoFigures as error:
+        raise typer.BadParameter(f"{error}", param_hint="--figures") from None
 
 
 def gc(

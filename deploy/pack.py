@@ -203,7 +203,7 @@ def _walk(directory: Path, root: Path, prefix: str = "") -> Iterator[tuple[str, 
         yield name, path
 
 
-def unpack(archive: Path, folder: Path, max_bytes: int = MAX_PACKAGE_BYTES) -> None:
+def unpack(archive: Path, folder: Path) -> None:
     """Unpack a `.tar.gz` of files and folders, without a single top folder. Raises: BadPackage."""
     written, seen = 0, set[str]()
     try:
@@ -226,10 +226,10 @@ def unpack(archive: Path, folder: Path, max_bytes: int = MAX_PACKAGE_BYTES) -> N
                     while piece := source.read(_PIECE_BYTES):
                         written += len(piece)
                         is_bomb = written > _FREE_BYTES and written > _MAX_RATIO * raw.tell()
-                        if is_bomb or written > max_bytes:
+                        if is_bomb or written > MAX_PACKAGE_BYTES:
                             raise BadPackage(
                                 f"{name}: the archive unpacks to more than {_MAX_RATIO} times its size, "
-                                f"or to more than {max_bytes} bytes"
+                                f"or to more than {MAX_PACKAGE_BYTES} bytes"
                             )
                         out.write(piece)
                 target.chmod(0o755 if member.mode & 0o111 else 0o644)

@@ -182,10 +182,14 @@ class Outboxes:
     def __init__(self, shards: Iterable[str]) -> None:
         published_at: dict[ActiveRequest, float] = {}
         self.by_shard = {name: Outbox(published_at=published_at) for name in shards}
-        self._first = next(iter(self.by_shard.values()))
+
+    def shard(self, claim: Claim) -> str:
+        """The shard of a claim; the first one for ids of none."""
+        name = shard_of(claim.id)
+        return name if name in self.by_shard else next(iter(self.by_shard))
 
     def of(self, claim: Claim) -> Outbox:
-        return self.by_shard.get(shard_of(claim.id), self._first)
+        return self.by_shard[self.shard(claim)]
 
 
 def _publication(active: "ActiveRequest", draft: _Draft) -> Publication:

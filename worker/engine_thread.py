@@ -226,7 +226,6 @@ class Watchdog:
 
     _longest_s: float
     _started_at: Callable[[], float | None]
-    _end_process: Callable[[int], object] = os._exit
 
     def __post_init__(self) -> None:
         self._stopped = threading.Event()
@@ -248,5 +247,4 @@ class Watchdog:
             if self.is_stuck:
                 logger.critical("a step has taken longer than %.0f s; ending", self._longest_s)
                 faulthandler.dump_traceback(file=sys.__stderr__ or 2)
-                self._end_process(EXIT_WEDGED)
-                return
+                os._exit(EXIT_WEDGED)

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from engines.base import LoadedEngine
 from shared.protocol import ErrorCode, StageTimings
-from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue, shard_of
+from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import BLOCK_S
 from shared.settings.tree import WorkerSettings
@@ -119,11 +119,11 @@ class Worker:
     def __post_init__(self) -> None:
         self._max_num_seqs = self._loaded.engine.capabilities().max_num_seqs
         self._card = self._adapters.card
-        outboxes = Outboxes(self.queues)
+        self._outboxes = Outboxes(self.queues)
         self.active_requests = ActiveRequests(
             self._engine,
             self._preprocessor,
-            outboxes,
+            self._outboxes,
             self._max_num_seqs,
             self._begin,
             self._tracer and self._tracer.trace,
@@ -139,7 +139,7 @@ class Worker:
                 name,
                 self._engine,
                 self.active_requests,
-                outboxes,
+                self._outboxes,
                 self._num_ended,
             )
             for name in self.queues
@@ -219,7 +219,7 @@ class Worker:
 
     async def _begin(self, claim: Claim) -> bool:
         """Mark a possible poison request as started, once Redis answers. Returns whether it is still ours."""
-        queue = self.queues.get(shard_of(claim.id)) or next(iter(self.queues.values()))
+        queue = self.queues[self._outboxes.shard(claim)]
         while True:
             try:
                 return await queue.begin(claim)
@@ -292,7 +292,6 @@ class QueueLoops:
     def __post_init__(self) -> None:
         self.queue = self._queues[self._name]
         self._others = self._queues.keys() - {self._name}
-        self._is_first = self._name == next(iter(self._queues))
         self._outbox = self._outboxes.by_shard[self._name]
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._batch_waits = asyncio.Event()
@@ -313,14 +312,8 @@ class QueueLoops:
         )
 
     def active(self) -> list[ActiveRequest]:
-        if not self._others:
-            return self._active_requests.all()
-        return [
-            active
-            for active in self._active_requests.all()
-            if (shard := shard_of(active.claim.id)) == self._name
-            or (self._is_first and shard not in self._others)
-        ]
+        all_, shard = self._active_requests.all(), self._outboxes.shard
+        return [active for active in all_ if shard(active.claim) == self._name]
 
     async def _claim_once(self) -> None:
         while (room := self._limit(self._active_requests.room())) == 0:

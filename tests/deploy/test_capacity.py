@@ -44,15 +44,6 @@ def test_a_plan_is_the_load_times_the_costs():
     assert plan.redis_bytes == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("field", ["rate", "prompt_tokens", "output_tokens", "images"])
-def test_more_load_needs_more(field: str):
-    before = make_plan(LOAD, FLEET, ENGINE)
-    after = make_plan(replace(LOAD, **{field: 100 * getattr(LOAD, field)}), FLEET, ENGINE)
-    assert after.workers > before.workers
-    assert all(after.busy[role] >= busy for role, busy in before.busy.items())
-    assert after.redis_bytes > before.redis_bytes
-
-
 def test_a_model_without_images_has_no_plan_for_images():
     text_only = EngineFigures("a GPU", "some-model", 32, 1e-3, 1e-4)
     with pytest.raises(NoFigures, match="some-model was measured without images"):
@@ -95,7 +86,6 @@ def test_the_command_plans_with_the_figures_of_the_built_in_model():
     ("content", "says"),
     [
         (None, "No such file"),
-        ("[]", "Expected `object`, got `array`"),
         ('{"fleet": 1}', "`$.fleet`"),
         ("{}", "vlm bench gateway --figures"),
         (
@@ -111,10 +101,3 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, content: str | No
     done = plan("--rate", 1, "--figures", path)
     assert done.exit_code == 1
     assert says in " ".join(done.stderr.replace("│", " ").split())
-
-
-@pytest.mark.parametrize("option", ["--rate=0", "--rate=nan", "--tokens=0", "--images=-1"])
-def test_a_load_that_is_none_is_refused(option: str):
-    done = plan("--rate", 1, option)
-    assert done.exit_code == 1
-    assert option.partition("=")[0] in done.stderr

@@ -54,7 +54,6 @@ def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
     ("arguments", "says"),
     [
         (["deploy", "--name", "n"], "--application"),
-        (["deploy", "--nothing"], "--nothing"),
         (["deploy", "--name", "n", "--application", "shapes", "--set", "int8"], "NAME=VALUE"),
         (["deploy", "--name", "n", "--application", "shapes", "--resources", "cpu"], "cpu=NUMBER"),
         (["deploy", "--name", "n", "--application", "shapes", "--min-instances", "9"], "larger"),
@@ -64,16 +63,12 @@ def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
         ),
         (["deploy", "--name", "n", "--application", "shapes", "--secret", f"T{KEY}"], "secrets: "),
         (["deploy", "--name", "a b", "--application", "shapes"], "--name a b: send 1 to 63"),
-        (["deploy", "--name", "_a", "--application", "shapes"], "letter or digit first"),
-        (["promote"], "name"),
         (["rollback", "n", "--to", "first"], "--to"),
-        (["scale", "n", "--max", "0"], "--max"),
         (["scale", "n"], "--min"),
         (["gc", "--keep", "0"], "--keep"),
         (["run", "n"], "INPUT"),
         (["run", "n", "@/no/such/file"], "/no/such/file"),
         (["session", "create"], "application"),
-        (["session", "close"], "session_id"),
         (["session", "forget"], "forget"),
     ],
 )
@@ -87,27 +82,15 @@ def test_wrong_arguments_end_with_1(arguments: list[str], says: str):
 @pytest.mark.parametrize(
     ("option", "wrong"),
     [
-        *(("--resources", wrong) for wrong in ("cpu=two", "cpu=nan", "cpu=inf", "gpu=0.5")),
-        *(("--resources", wrong) for wrong in ("memory=1.2.3g", "memory=", "memory=4x")),
+        *(("--resources", wrong) for wrong in ("cpu=two", "cpu=nan", "gpu=0.5", "memory=4x")),
         ("--resources", "memory=" + "9" * 400),
-        *(("--canary", wrong) for wrong in ("200%", "-1%", "ten", "nan")),
+        *(("--canary", wrong) for wrong in ("200%", "ten", "nan")),
     ],
 )
 def test_a_quantity_that_is_none_is_refused_by_its_option(package: Path, option: str, wrong: str):
     done = run(*deploy_of(package, option, wrong))
     assert done.exit_code == 1
     assert f"{option} {wrong}: write" in done.stderr
-
-
-def test_manifests_are_written_without_references(package: Path):
-    done = run(
-        *deploy_of(package, "--dry-run", "--target", "kubernetes", "--store", "s3://models/vlm")
-    )
-    assert done.exit_code == 0
-    kinds = [each["kind"] for each in yaml.safe_load_all(done.stdout)]
-    assert kinds[0] == "Deployment"
-    assert len(kinds) == 4
-    assert not {"&", "*"} & {word[0] for word in done.stdout.split()}
 
 
 @pytest.mark.parametrize(("path", "data"), [("weights.bin", b""), ("notes.json", b"\x80\x04N.")])
@@ -118,24 +101,13 @@ def test_what_can_be_no_package_ends_with_2(package: Path, path: str, data: byte
     assert path in said(done)
 
 
-def test_a_path_that_is_no_package_is_named_such_that_it_can_be_copied(tmp_path: Path):
-    readme = tmp_path / "README.md"
-    readme.write_text("# nothing to run")
-    for path in (readme, tmp_path / ("a-long-name-" * 12) / "and more"):
-        done = run("deploy", "--name", "n", "--application", path)
-        assert done.exit_code == 2
-        assert (f"{path.name}:" if path == readme else str(path)) in done.stderr
-
-
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
         ("blok_size=8", "--set blok_size: "),
-        ("blok_size=8", "did you mean --set block_size?"),
         ("mock__decode=1", "did you mean --set mock__decode_s"),
         ("mock__decode_s=fast", "--set mock__decode_s: "),
         ("max_num_seqs=0", "--set max_num_seqs: "),
-        ("nothing_near=1", "--set nothing_near: "),
     ],
 )
 def test_a_setting_that_the_engine_cannot_take_is_refused_at_once(
@@ -174,18 +146,7 @@ def test_a_store_that_takes_nothing_ends_with_3(package: Path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["apps"],
-        ["app", "n"],
-        ["promote", "n"],
-        ["rollback", "n"],
-        ["scale", "n", "--max", "2"],
-        ["undeploy", "n"],
-        ["gc"],
-        ["run", "n", "1"],
-        ["session", "create", "n"],
-        ["session", "list"],
-    ],
+    [["apps"], ["scale", "n", "--max", "2"], ["gc"], ["run", "n", "1"], ["session", "list"]],
 )
 def test_a_gateway_that_is_not_there_ends_with_4(arguments: list[str]):
     done = run(*arguments)
@@ -286,40 +247,19 @@ async def test_the_key_of_clients_also_deploys_unless_there_is_one_for_deploying
     assert await ask() == 4
 
 
-@pytest.mark.parametrize(
-    "command", [["search", "library", "x"], ["embed", "TMP/texts.txt", "--output", "TMP/new"]]
-)
-async def test_commands_of_search_find_the_gateway_by_its_variables(
-    redis_server, redis_prefix, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ["session list", "store export s", "embed TMP"])
+async def test_the_key_of_openai_goes_to_the_server_of_openais_variable_alone(
+    redis_server, redis_prefix, tmp_path: Path, command: str
 ):
     (tmp_path / "texts.txt").write_text("one\n")
-    arguments = [each.replace("TMP", str(tmp_path)) for each in command]
-
-    async def ask(**env: str) -> str:
-        done = await asyncio.to_thread(CliRunner().invoke, vlm.app, arguments, env=env)
-        assert done.exit_code == 1
-        return said(done)
-
-    settings = make_settings(redis_server, redis_prefix, gateway={"api_keys": ("asks",)})
-    async with run_gateway_on_socket(settings) as running:
-        address = str(running.client.base_url).removeprefix("http://")
-        assert "API key" in await ask(VLM_URL=address, VLM_API_KEY="wrong")
-        assert "API key" not in await ask(VLM_URL=address, VLM_API_KEY="asks")
-    monkeypatch.setattr("shared.gateway_client.time.sleep", lambda seconds: None)
-    assert "127.0.0.1:9 does not answer" in await ask(VLM_URL="127.0.0.1:9")
-
-
-@pytest.mark.parametrize("command", [["session", "list"], ["store", "export", "s"]])
-async def test_the_key_of_openai_goes_to_the_server_of_openais_variable_alone(
-    redis_server, redis_prefix, tmp_path: Path, command: list[str]
-):
-    if command[0] == "store":
-        command = [*command, "--output", str(tmp_path / "new")]
+    arguments = command.replace("TMP", str(tmp_path / "texts.txt")).split()
+    if command != "session list":
+        arguments += ["--output", str(tmp_path / "new")]
 
     async def ask(*more: str, **env: str) -> bool:
         """Whether the gateway accepted the key."""
         env = {"OPENAI_API_KEY": "", "OPENAI_BASE_URL": "", "VLM_API_KEY": "", "VLM_URL": "", **env}
-        done = await asyncio.to_thread(CliRunner().invoke, vlm.app, [*command, *more], env=env)
+        done = await asyncio.to_thread(CliRunner().invoke, vlm.app, [*arguments, *more], env=env)
         text = done.output + str(done.exception)
         return "API key" not in text
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.pack import pack, unpack
+from deploy.pack import HashCache, pack, unpack
 from engines.mock.engine import load_mock_engine
 from engines.registry import EngineKind, engine_kinds, register
 from engines.settings import EngineSettings
@@ -22,8 +22,10 @@ from shared.packages.manifest import (
     Layer,
     PackageConfig,
     decode_manifest,
+    digest_of_file,
     make_manifest,
 )
+from shared.packages.manifest import digest_of as digest_of_bytes
 from tests.contract.toys.engine import TOY
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"weights", "sub/tokenizer.json": b"[]"}
@@ -72,14 +74,10 @@ def test_one_tree_is_one_package_whatever_its_times_modes_order_and_wrapping(tmp
 
 def test_bytes_names_and_what_runs_them_change_the_digest(tmp_path):
     base = digest_of(write(tmp_path / "a", MODEL))
+    assert base == "sha256:775bdf61a4d59e5d69069f154504c47bc842a54d9006ac22add74a3173768dbf"
     assert digest_of(write(tmp_path / "b", {**MODEL, "config.json": b"{ }"})) != base
     assert digest_of(write(tmp_path / "c", {**MODEL, "x.json": b"{}"})) != base
     assert digest_of(tmp_path / "a", engine={"quantization": "int8"}) != base
-
-
-def test_a_digest_is_the_same_on_every_machine(tmp_path):
-    known = "sha256:775bdf61a4d59e5d69069f154504c47bc842a54d9006ac22add74a3173768dbf"
-    assert digest_of(write(tmp_path / "m", MODEL)) == known
 
 
 LAYERS = st.dictionaries(
@@ -159,19 +157,16 @@ def test_no_application_is_deployed_as_a_model_which_would_choose_its_own_isolat
         pack(str(write(tmp_path / "m", files)), engine=engine)
 
 
-@pytest.mark.parametrize("kind", ["mock", "mock_pooling", "toy"])
-def test_an_engine_that_needs_no_checkpoint_takes_any_files(tmp_path, others, kind):
-    packed = pack(str(write(tmp_path / "m", {"words.txt": b"x"})), engine={"kind": kind})
-    assert packed.manifest.config == PackageConfig("model", engine={"kind": kind})
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [{"kind": "torch"}, {"quantization": "int8"}, {"kind": "needs"}, {"kind": "not-here"}],
-)
-def test_an_engine_of_checkpoints_takes_no_other_files(tmp_path, others, engine):
+def test_an_engine_that_needs_no_checkpoint_alone_takes_any_files(tmp_path, others):
+    folder = str(write(tmp_path / "m", {"words.txt": b"x"}))
+    for kind in ("mock", "mock_pooling", "toy"):
+        packed = pack(folder, engine={"kind": kind})
+        assert packed.manifest.config == PackageConfig("model", engine={"kind": kind})
+    for kind in ("torch", "needs", "not-here"):
+        with pytest.raises(BadPackage, match=r"config\.json"):
+            pack(folder, engine={"kind": kind})
     with pytest.raises(BadPackage, match=r"config\.json"):
-        pack(str(write(tmp_path / "m", {"words.txt": b"x"})), engine=engine)
+        pack(folder, engine={"quantization": "int8"})
 
 
 def test_a_file_that_is_a_folder_too_is_refused():
@@ -304,3 +299,40 @@ def test_a_models_least_memory_is_that_of_its_weights_as_they_are_loaded(tmp_pat
         for engine in ({}, {"quantization": "int8"}, {"quantization": "int4"})
     ]
     assert found == [1000, 400, 200]
+
+
+def test_a_file_is_hashed_again_when_it_has_changed(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("deploy.pack.MIN_BYTES", 1)
+    monkeypatch.setattr("deploy.pack.QUIET_S", -1.0)
+    num_hashed = 0
+
+    def counted(path: Path) -> str:
+        nonlocal num_hashed
+        num_hashed += 1
+        return digest_of_file(path)
+
+    monkeypatch.setattr("deploy.pack.digest_of_file", counted)
+    file, memory = tmp_path / "weights", tmp_path / "cache" / "digests.json"
+    file.write_bytes(b"old")
+    for expected in (1, 1):
+        cache = HashCache(memory)
+        assert cache.digest(file) == digest_of_bytes(b"old")
+        cache.save()
+        assert num_hashed == expected
+    before = file.stat()
+    file.write_bytes(b"new")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # times of before: not its ctime
+    assert HashCache(memory).digest(file) == digest_of_bytes(b"new")
+    memory.write_text("[broken")
+    assert HashCache(memory).digest(file) == digest_of_bytes(b"new")
+
+
+@pytest.mark.parametrize("size", [10, 1000])
+def test_what_was_just_written_or_is_small_is_not_remembered(tmp_path: Path, monkeypatch, size):
+    monkeypatch.setattr("deploy.pack.MIN_BYTES", 100)
+    file, memory = tmp_path / "weights", tmp_path / "digests.json"
+    file.write_bytes(bytes(size))
+    cache = HashCache(memory)
+    assert cache.digest(file) == digest_of_bytes(bytes(size))
+    cache.save()
+    assert not memory.exists()

@@ -2,47 +2,35 @@
 
 import json
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
 
 import httpx
 
 from engines.base import EngineCall
-from engines.core.sequence import EngineRequest
 from engines.registry import create_engine
 from shared.protocol import ChatMessage, Generate, Grammar, SamplingParams, TextPart
-from tests.faults.history import CANCELLED, FAILED, FINISHED, REFUSED, History, Sight
+from tests.faults.history import CANCELLED, FAILED, FINISHED, REFUSED, History
 from tests.faults.processes import MODEL, REQUEST_TIMEOUT_S, WITHIN_S
 
 NUM_TOKENS = 40
 
 
 @cache
-def answer_to(text: str, num_tokens: int = NUM_TOKENS) -> tuple[str, ...]:
-    """The uninterrupted answer of the mock engine, token by token."""
+def answer_to(text: str, num_tokens: int = NUM_TOKENS, schema: str = "") -> tuple[str, ...]:
+    """The uninterrupted answer of the mock engine, token by token. `schema`: of an answer that ends by itself."""
     instant = {"decode_s": 0, "prefill_s_per_token": 0}
     engine = create_engine({"kind": "mock", "max_num_seqs": 1, "mock": instant}).engine
-    prompt = engine.processor.build_prompt([ChatMessage("user", (TextPart(text),))], [])
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    engine.add(EngineRequest("r", prompt.token_ids, sampling))
-    token_ids = [t for _ in range(num_tokens + 2) for out in engine.step() for t in out.token_ids]
-    return tuple(engine.tokenizer.token_bytes(token_id).decode() for token_id in token_ids)
-
-
-def held_answer_to(text: str, schema: str) -> str:
-    """The uninterrupted answer of the mock engine to a request with a schema."""
-    instant = {"decode_s": 0, "prefill_s_per_token": 0}
-    engine = create_engine({"kind": "mock", "mock": instant}).engine
-    task = Generate(
-        (ChatMessage("user", (TextPart(text),)),),
-        SamplingParams(max_tokens=100, temperature=0.0),
-        grammar=Grammar("json", schema, "response_format"),
-    )
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=not schema)
+    grammar = Grammar("json", schema, "response_format") if schema else None
+    task = Generate((ChatMessage("user", (TextPart(text),)),), sampling, grammar=grammar)
     engine.add(engine.prepare(EngineCall("r", task), []))
-    pieces = []
+    token_ids = []
     while engine.has_work():
-        pieces += [output.text for output in engine.step()]
+        token_ids += [token_id for output in engine.step() for token_id in output.token_ids]
     engine.close()
-    return "".join(pieces)
+    return tuple(engine.tokenizer.token_bytes(token_id).decode() for token_id in token_ids)
 
 
 def body_of(text: str, num_tokens: int = NUM_TOKENS) -> dict:
@@ -56,6 +44,12 @@ def body_of(text: str, num_tokens: int = NUM_TOKENS) -> dict:
         "stream": True,
         "ignore_eos": True,
     }
+
+
+def tokens_in(chunk: dict) -> list[str]:
+    """The tokens of a chunk of a stream."""
+    found = [(choice.get("logprobs") or {}).get("content") or () for choice in chunk["choices"]]
+    return [entry["token"] for content in found for entry in content]
 
 
 class Clients:
@@ -75,30 +69,38 @@ class Clients:
         priority: str = "interactive",
     ) -> None:
         """One streamed request, named by its text, from start to end."""
-        deadline = time.monotonic() + REQUEST_TIMEOUT_S
-        self.history.ask(text, deadline, answer_to(text, num_tokens))
+        request = {
+            "json": body_of(text, num_tokens),
+            "headers": {"x-vlm-priority": priority},
+        }
+        async with (
+            self._asking(url, text, answer_to(text, num_tokens)) as client,
+            client.stream("POST", "/v1/chat/completions", **request) as response,
+        ):
+            if await self._is_accepted(text, response):
+                await self._read(text, response, leave_after)
+
+    @asynccontextmanager
+    async def _asking(
+        self, url: str, text: str, expected: Sequence[str]
+    ) -> AsyncIterator[httpx.AsyncClient]:
+        self.history.ask(text, time.monotonic() + REQUEST_TIMEOUT_S, expected)
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=WITHIN_S) as client:
             try:
-                request = client.stream(
-                    "POST",
-                    "/v1/chat/completions",
-                    json=body_of(text, num_tokens),
-                    headers={"x-vlm-priority": priority},
-                )
-                async with request as response:
-                    await self._read(text, response, leave_after)
+                yield client
             except httpx.ConnectError:  # it never reached a gateway
                 self._end(text, REFUSED)
             except httpx.HTTPError as error:
                 self._end(text, FAILED, error={"code": type(error).__name__})
 
+    async def _is_accepted(self, text: str, response: httpx.Response) -> bool:
+        if response.status_code == 200:
+            return True
+        error = json.loads(await response.aread())["error"]
+        self._end(text, REFUSED if "retry-after" in response.headers else FAILED, error=error)
+        return False
+
     async def _read(self, text: str, response: httpx.Response, leave_after: int | None) -> None:
-        if response.status_code != 200:
-            error = json.loads(await response.aread())["error"]
-            kind = REFUSED if "retry-after" in response.headers else FAILED
-            self._end(text, kind, error=error)
-            return
-        index = 0
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
                 self._end(text, FINISHED)
@@ -107,21 +109,13 @@ class Clients:
                 if "error" in chunk:
                     self._end(text, FAILED, error=chunk["error"])
                     continue
-                index = self._note(text, chunk, index)
-                if leave_after is not None and index >= leave_after:
+                for token in tokens_in(chunk):
+                    self.history.token(text, token, chunk["id"])
+                if leave_after is not None and len(self.history.tokens(text)) >= leave_after:
                     self._end(text, CANCELLED)
                     return
-
-    def _note(self, text: str, chunk: dict, index: int) -> int:
-        for choice in chunk["choices"]:
-            for entry in (choice.get("logprobs") or {}).get("content") or ():
-                now = time.monotonic()
-                sight = Sight(text, now, index, entry["token"], answer_id=chunk["id"])
-                self.history.see(sight)
-                index += 1
-        return index
 
     def _end(self, text: str, kind: str, error: dict | None = None) -> None:
         if error is not None:
             self.errors[text] = error
-        self.history.see(Sight(text, time.monotonic(), terminal=kind))
+        self.history.end(text, kind)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import engines.mock.engine
 import engines.mock_pooling.engine
+import shared.queue.worker
 import vlm
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import Batch, ScheduledSequence
@@ -20,7 +21,6 @@ from engines.pooling.batch import Row
 from engines.pooling.engine import PoolingEngine, PoolingInput
 from shared.protocol import Embed, Task, TextPart, decode_call
 from shared.queue.api import Publication
-from shared.queue.worker import Publisher
 
 #: Output tokens after which the faults of decoding are played.
 FAULT_AT_TOKEN = 5
@@ -68,11 +68,8 @@ class FaultyPoolingModel(engines.mock_pooling.engine.MockPoolingModel):
     def compute(self, rows: Sequence[Row]) -> None:
         """One batch, unless a text in it asks for something else."""
         for row in rows:
-            fault = _faults.pop(row, "")
-            if fault in ("kill-batch", "kill-always"):
+            if _faults.pop(row, "") == "kill-batch":
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif fault == "break":
-                raise RuntimeError("the device is lost")
         super().compute(rows)
 
 
@@ -90,7 +87,7 @@ class FaultyPoolingEngine(PoolingEngine):
         super().add(request)
 
 
-class FaultyPublisher(Publisher):
+class FaultyPublisher(shared.queue.worker.Publisher):
     """Dies after Redis has taken the end of a request and before anybody here knows."""
 
     async def _send(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
@@ -111,8 +108,6 @@ def _text_of(task: Task) -> str:
 
 def main() -> None:
     """Run a worker with these faults in it."""
-    import shared.queue.worker  # noqa: PLC0415
-
     engines.mock.engine.MockRunner = FaultyRunner
     engines.mock_pooling.engine.MockPoolingModel = FaultyPoolingModel
     engines.mock_pooling.engine.PoolingEngine = FaultyPoolingEngine

@@ -27,6 +27,7 @@ from tests.faults.processes import (
 )
 from tests.faults.proxy import FaultProxy, run_proxy
 from tests.faults.rest import redis_leftovers
+from tests.waiting import until
 
 KEYS = RedisKeys(PREFIX)
 #: Outcomes in the gateway's count of requests that were never accepted.
@@ -51,19 +52,17 @@ class Fleet:
         """A prompt of its own, which asks for a fault."""
         return f"{fault} question {next(self._numbers)}".strip()
 
-    async def worker(
-        self, *, wait: bool = True, command: tuple[str, ...] = FAULTY, **variables: str
-    ) -> Process:
+    async def worker(self, command: tuple[str, ...] = FAULTY, **variables: str) -> Process:
         """One more worker."""
         name = f"worker-{next(self._worker_numbers)}"
-        return await self.processes.worker(name, wait=wait, command=command, **variables)
+        return await self.processes.worker(name, command, **variables)
 
-    async def some_worker(self, command: tuple[str, ...] = FAULTY) -> Process:
+    async def some_worker(self) -> Process:
         """A worker that lives; a new one if there is none."""
         for process in self.processes.all:
             if process.name.startswith("worker") and process.process.returncode is None:
                 return process
-        return await self.worker(command=command)
+        return await self.worker()
 
     async def retire_workers(self) -> None:
         """No worker is left, nor any request."""
@@ -73,9 +72,13 @@ class Fleet:
 
     async def until(self, holds: Callable[[], Awaitable[bool]], within_s: float = WITHIN_S) -> None:
         """Wait until something holds; while Redis is away it does not."""
-        async with asyncio.timeout(within_s):
-            while not await _holds(holds):
-                await asyncio.sleep(0.05)
+
+        async def hold() -> bool:
+            with suppress(RedisError):
+                return await holds()
+            return False
+
+        await until(hold, within_s)
 
     async def at_rest(self) -> None:
         """Every request has ended, in Redis as for the clients. Raises: AssertionError, naming what is left."""
@@ -114,13 +117,6 @@ class Fleet:
     async def dead_letters(self) -> list[dict[bytes, bytes]]:
         """The requests that were given up."""
         return [fields for _, fields in await self.redis.xrange(KEYS.dead(MODEL))]
-
-
-async def _holds(holds: Callable[[], Awaitable[bool]]) -> bool:
-    try:
-        return await holds()
-    except RedisError:
-        return False
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings.tree import RedisSettings
 from tests.factories_queue import wait_until_written
+from tests.waiting import until
 
 ROOT = Path(__file__).parent.parent.parent
 WITHIN_S = 120.0  #: for anything to happen at all, on a machine with much else to do
@@ -36,7 +37,6 @@ class Process:
         self.name = name
         self.process = process
         self.lines: list[str] = []
-        self._said = asyncio.Condition()
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -45,24 +45,18 @@ class Process:
 
     async def _read(self) -> None:
         assert self.process.stderr is not None
-        while line := await self.process.stderr.readline():
-            async with self._said:
-                self.lines.append(line.decode(errors="replace"))
-                self._said.notify_all()
-        async with self._said:
-            self._said.notify_all()
+        async for line in self.process.stderr:
+            self.lines.append(line.decode(errors="replace"))
 
     async def says(self, words: str) -> str:
         """The first line with these words, once it was said."""
 
-        def found() -> bool:
-            return any(words in line for line in self.lines) or self._reader.done()
+        def found() -> str:
+            return next((line for line in self.lines if words in line), "")
 
-        async with asyncio.timeout(WITHIN_S), self._said:
-            await self._said.wait_for(lambda: found() or self.process.returncode is not None)
-        lines = [line for line in self.lines if words in line]
-        assert lines, f"{self.name} never said {words!r}:\n" + "".join(self.lines[-20:])
-        return lines[0]
+        await until(lambda: found() or self._reader.done(), WITHIN_S)
+        assert found(), f"{self.name} never said {words!r}:\n" + "".join(self.lines[-20:])
+        return found()
 
     def signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
@@ -110,15 +104,14 @@ class Processes:
         return self.all[-1]
 
     async def worker(
-        self, name: str, *, wait: bool = True, command: tuple[str, ...] = FAULTY, **variables: str
+        self, name: str, command: tuple[str, ...] = FAULTY, **variables: str
     ) -> Process:
-        """A worker that plays the faults named in prompts, or another; ready, if waited for."""
+        """A worker that is ready; it plays the faults named in prompts, or is another."""
         variables["VLM_WORKER__ID"] = name
         if command == FAULTY:
             variables = {**_ENGINE, **variables}
         process = await self.start(name, *command, **variables)
-        if wait:
-            await process.says("is ready")
+        await process.says("is ready")
         return process
 
     async def gateway(self, **variables: str) -> tuple[Process, str]:

@@ -38,10 +38,6 @@ class FaultProxy:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    @property
-    def num_connections(self) -> int:
-        return len(self._clients)
-
     def drop_next_reply(self, after: bytes, *, hang_up: bool = True) -> asyncio.Event:
         """Let the next command that holds these bytes through, and lose the reply: the event says when.
 

@@ -1,6 +1,5 @@
 """What is left when all requests have ended: in Redis, and of each process's resources."""
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import psutil
@@ -14,7 +13,8 @@ MIB = 1024 * 1024
 async def redis_leftovers(redis: Redis, prefix: str) -> list[str]:
     """What should not be in Redis once every request has ended, in words."""
     found: list[str] = []
-    async for key in _keys(redis, prefix):
+    async for raw in redis.scan_iter(match=f"{prefix}:*", count=1000):
+        key = raw.decode()
         if await redis.pttl(key) == -1:
             found.append(f"{key} never expires")
         kind = key.removeprefix(prefix).partition(":{")[2].partition("}:")[2].partition(":")[0]
@@ -30,11 +30,6 @@ async def redis_leftovers(redis: Redis, prefix: str) -> list[str]:
             if state in (b"queued", b"running"):
                 found.append(f"{key} is still {state.decode()}")
     return found
-
-
-async def _keys(redis: Redis, prefix: str) -> AsyncIterator[str]:
-    async for key in redis.scan_iter(match=f"{prefix}:*", count=1000):
-        yield key.decode()
 
 
 async def _queue_leftovers(redis: Redis, key: str) -> list[str]:

@@ -1,21 +1,27 @@
-"""Faults of real processes, long form (`make faults`): the faults of docs/reliability.md that take their time.
+"""Faults of real processes and their connections, long form (`make faults`): those of docs/reliability.md that take their time.
 
 Faults come at named points of a request or of a stream; each test ends with all promises checked (`playing`).
 """
 
 import asyncio
+import json
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from tests.faults.clients import Clients
-from tests.faults.fleet import KEYS, playing, streaming, tokens_seen
+from shared.queue.scripts import CLAIM, PUBLISH, SUBMIT
+from tests.faults.clients import Clients, answer_to, body_of, tokens_in
+from tests.faults.fleet import KEYS, playing, streaming, tokens_seen, used
 from tests.faults.history import FAILED, FINISHED, REFUSED
-from tests.faults.processes import MODEL
-from tests.faults.rest import Resources, growth
+from tests.faults.processes import MODEL, PREFIX, WITHIN_S
+from tests.faults.proxy import run_proxy
 from tests.long import long
 
 pytestmark = [
@@ -23,6 +29,14 @@ pytestmark = [
     pytest.mark.timeout(900),
     long("faults"),
 ]
+
+CHAT = "/v1/chat/completions"
+NUM_LINES = 80  #: of a batch
+#: A request that comes while Redis is silent: three tries of 2 s, and a slow machine.
+REFUSED_WITHIN_S = 15.0
+
+
+# Workers
 
 
 @pytest.mark.parametrize(
@@ -43,32 +57,15 @@ async def test_a_request_that_kills_every_worker_takes_no_other_with_it(fleet):
     await fleet.retire_workers()
     victim = await fleet.worker()
     poison = fleet.name("!kill-always")
-    mates = [fleet.name() for _ in range(3)]
-    num_deaths = 0
-    async with playing(fleet, [poison, *mates]) as clients:
-        while poison not in clients.errors:
-            ended = asyncio.ensure_future(victim.ended())
-            while not ended.done() and poison not in clients.errors:
-                await asyncio.sleep(0.05)
-            if ended.done():
-                num_deaths += 1
-                victim = await fleet.worker()
-            else:
-                ended.cancel()
-    assert num_deaths == 3
+    async with playing(fleet, [poison, *(fleet.name() for _ in range(3))]) as clients:
+        for _ in range(3):
+            assert await victim.ended() == -signal.SIGKILL
+            victim = await fleet.worker()
+    assert victim.process.returncode is None
     assert clients.history.outcomes() == {FINISHED: 3, FAILED: 1}
     assert clients.errors[poison]["code"] == "request_kills_workers"
     [letter] = await fleet.dead_letters()
     assert letter[b"reason"] == b"kills_workers"
-
-
-async def test_requests_wait_while_all_workers_are_gone(fleet):
-    await (await fleet.some_worker()).end()
-    await fleet.retire_workers()
-    async with playing(fleet, [fleet.name() for _ in range(4)]) as clients:
-        await fleet.until(lambda: _queue_holds(fleet, 4))
-        await fleet.worker()
-    assert clients.history.outcomes() == {FINISHED: 4}
 
 
 async def test_all_workers_killed_in_mid_stream_and_away_for_twenty_seconds(fleet):
@@ -82,41 +79,52 @@ async def test_all_workers_killed_in_mid_stream_and_away_for_twenty_seconds(flee
     assert clients.history.outcomes() == {FINISHED: 4}
 
 
-async def _queue_holds(fleet, count: int) -> bool:
-    return await fleet.redis.xlen(KEYS.queue(MODEL)) >= count
-
-
-async def test_a_worker_that_comes_back_as_a_zombie_adds_nothing(fleet):
+@pytest.mark.parametrize("is_cut_off", [False, True], ids=["zombie", "cut off"])
+async def test_a_worker_that_comes_back_after_its_lease_adds_nothing(fleet, is_cut_off):
+    """Another goes on, and what the first says when it is back is refused."""
     await fleet.retire_workers()
-    zombie = await fleet.worker()
-    texts = [fleet.name() for _ in range(3)]
-    async with playing(fleet, texts, num_tokens=100) as clients:
-        await tokens_seen(fleet, clients, texts, 5)
-        zombie.signal(signal.SIGSTOP)
-        await fleet.worker()
-        await tokens_seen(fleet, clients, texts, 60)
-        zombie.signal(signal.SIGCONT)
-    assert clients.history.outcomes() == {FINISHED: 3}
-    await zombie.says("no longer ours")
+    async with run_proxy(fleet.processes.server.socket_path) as link:
+        first = await fleet.worker(VLM_REDIS_URL=link.url)
+        texts = [fleet.name() for _ in range(3)]
+        async with playing(fleet, texts, num_tokens=100) as clients:
+            await tokens_seen(fleet, clients, texts, 5)
+            if is_cut_off:
+                link.freeze()
+            else:
+                first.signal(signal.SIGSTOP)
+            await fleet.worker()
+            await tokens_seen(fleet, clients, texts, 60)
+            link.thaw()
+            first.signal(signal.SIGCONT)
+        assert clients.history.outcomes() == {FINISHED: 3}
+        await first.says("no longer ours")
+        await first.end()
 
 
 async def test_two_workers_of_one_name_do_no_harm(fleet):
     await fleet.retire_workers()
-    await fleet.processes.worker("worker-reference implementation")
-    await fleet.processes.worker("worker-reference implementation")
+    await fleet.processes.worker("worker-of-one-name")
+    await fleet.processes.worker("worker-of-one-name")
     async with playing(fleet, [fleet.name() for _ in range(8)]) as clients:
         pass
     assert clients.history.outcomes() == {FINISHED: 8}
 
 
-async def test_an_entry_delivered_twice_runs_once(fleet):
+async def test_an_entry_delivered_twice_runs_once_and_waits_for_a_worker(fleet):
     await fleet.retire_workers()
+
+    async def are_queued() -> bool:
+        return await fleet.redis.xlen(KEYS.queue(MODEL)) >= 3
+
     async with playing(fleet, [fleet.name() for _ in range(3)]) as clients:
-        await fleet.until(lambda: _queue_holds(fleet, 3))
+        await fleet.until(are_queued)
         for _, fields in await fleet.redis.xrange(KEYS.queue(MODEL)):
             await fleet.redis.xadd(KEYS.queue(MODEL), fields)
         await fleet.worker()
     assert clients.history.outcomes() == {FINISHED: 3}
+
+
+# Redis
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only", "disk"])
@@ -134,11 +142,8 @@ async def test_a_redis_that_takes_no_writes_refuses_new_requests_and_keeps_old_o
     async with streaming(fleet, 2, num_tokens=150) as clients:
         await fleet.redis.execute_command(*break_)
         await fleet.until(lambda: _refuses_writes(fleet))
-        late = Clients()
-        late_text = fleet.name()
-        await late.ask(fleet.url, late_text)
+        await _is_refused_soon(fleet)
         await fleet.redis.execute_command(*mend)
-    assert late.history.outcomes() == {REFUSED: 1}
     assert clients.history.outcomes() == {FINISHED: 2}
 
 
@@ -158,19 +163,268 @@ async def _make_snapshots_fail(fleet, folder: Path) -> None:
     folder.rmdir()
 
 
-async def test_nothing_grows_over_many_requests(fleet):
-    worker = await fleet.some_worker()
-    pids = {"gateway": fleet.gateway.pid, "worker": worker.pid}
-    assert fleet.processes.server.pid is not None
+async def _is_refused_soon(fleet) -> None:
+    late, text, began_at = Clients(), fleet.name(), time.monotonic()
+    await late.ask(fleet.url, text)
+    assert late.history.outcome(text) == REFUSED, late.errors
+    print(f"refused after {time.monotonic() - began_at:.1f} s")
+    assert time.monotonic() - began_at < REFUSED_WITHIN_S
 
-    async def ask_many() -> None:
-        async with playing(fleet, [fleet.name() for _ in range(10)]) as clients:
-            pass
-        assert clients.history.outcomes() == {FINISHED: 10}
 
-    await ask_many()
-    before = {name: Resources.of(pid) for name, pid in pids.items()}
-    for _ in range(5):
-        await ask_many()
-    for name, pid in pids.items():
-        assert growth(before[name], Resources.of(pid)) == [], name
+@pytest.mark.parametrize(("frozen_s", "for_workers_too"), [(60.0, True), (10.0, False)])
+async def test_a_redis_that_is_silent_loses_nothing(fleet, frozen_s, for_workers_too):
+    """Who asks meanwhile is refused soon; streams pause and go on."""
+    await fleet.retire_workers()
+    server, link = fleet.processes.server, fleet.proxy
+    await fleet.worker(VLM_REDIS_URL=link.url if for_workers_too else server.url)
+    async with streaming(fleet, 3, num_tokens=150) as clients:
+        link.freeze()
+        thawed_at = time.monotonic() + frozen_s
+        await _is_refused_soon(fleet)
+        await asyncio.sleep(thawed_at - time.monotonic())  # the fault itself
+        link.thaw()
+    assert clients.history.outcomes() == {FINISHED: 3}
+    await fleet.retire_workers()  # one is not behind the proxy
+
+
+async def test_half_open_connections_are_given_up_in_time(fleet):
+    """Redis believes that they live, and goes on to deliver to them; no end of them ever comes."""
+    await fleet.some_worker()
+    async with streaming(fleet, 3, num_tokens=150) as clients:
+        fleet.proxy.half_open()
+    assert clients.history.outcomes() == {FINISHED: 3}
+    assert clients.history.longest_pause_s() < 15.0
+
+
+COMMANDS = {
+    "submit": SUBMIT.sha, "claim": CLAIM.sha, "publish": PUBLISH.sha, "finish": '"finished"',
+    "renew": "JUSTID", "read": "XREADGROUP", "mailbox": "XREAD\r\n", "pending": "XPENDING",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_lost_reply_of_any_command_changes_nothing(fleet, command):
+    await fleet.some_worker()
+    async with playing(fleet, [fleet.name() for _ in range(3)], num_tokens=100) as clients:
+        is_lost = fleet.proxy.drop_next_reply(COMMANDS[command].encode())
+        await asyncio.wait_for(is_lost.wait(), WITHIN_S)
+    assert clients.history.outcomes() == {FINISHED: 3}
+
+
+async def test_slow_and_broken_connections_lose_nothing(fleet):
+    await fleet.some_worker()
+    texts = [fleet.name() for _ in range(4)]
+    fleet.proxy.latency_s = 0.1
+    async with playing(fleet, texts, num_tokens=100) as clients:
+        for num_tokens in (5, 30, 60):
+            await tokens_seen(fleet, clients, texts, num_tokens)
+            fleet.proxy.reset()
+    fleet.proxy.latency_s = 0.0
+    assert clients.history.outcomes() == {FINISHED: 4}
+
+
+# Gateways
+
+
+async def test_a_gateway_that_is_killed_takes_its_requests_with_it(fleet):
+    """Nobody waits for them any more: they are cancelled and counted, and their slots are free."""
+    await fleet.some_worker()
+    before = await used(fleet)
+    gateway, url = await fleet.processes.gateway()
+    clients = Clients()
+    texts = [fleet.name() for _ in range(3)]
+    asked = [asyncio.create_task(clients.ask(url, t, num_tokens=4000)) for t in texts]
+    await tokens_seen(fleet, clients, texts, 5)
+    await gateway.end()
+    await asyncio.gather(*asked)
+
+    async def cancelled_tokens() -> list[int]:
+        keys = [key async for key in fleet.redis.scan_iter(f"{PREFIX}:*request:*", count=1000)]
+        found = [await fleet.redis.hmget(key, "state", "tokens") for key in keys]
+        return [int(tokens) for state, tokens in found if state == b"cancelled"]
+
+    async def are_cancelled() -> bool:
+        return len(await cancelled_tokens()) == 3
+
+    await fleet.until(are_cancelled, 60.0)
+    await fleet.at_rest()
+    assert clients.history.violations() == []
+    counted = await used(fleet) - before
+    assert counted["requests"] == 3
+    assert counted["output_tokens"] == sum(await cancelled_tokens())
+    seen = sum(len(clients.history.tokens(text)) for text in texts)
+    assert counted["output_tokens"] >= seen > 0
+
+
+async def test_processes_whose_log_is_gone_go_on(fleet):
+    """Nobody reads what they say any more: each line is a broken pipe."""
+    await fleet.retire_workers()
+    worker = await fleet.worker()
+    gateway, url = await fleet.processes.gateway()
+    for process in (worker, gateway):
+        process.close_log()
+    clients = Clients()
+    await asyncio.gather(*(clients.ask(url, fleet.name()) for _ in range(3)))
+    assert clients.history.violations() == []
+    assert clients.history.outcomes() == {FINISHED: 3}
+    await fleet.at_rest()
+    await fleet.retire_workers()
+    await gateway.end()
+
+
+async def test_a_gateway_that_stands_still_for_two_seconds_drops_no_stream(fleet):
+    await fleet.some_worker()
+    async with streaming(fleet, 3, num_tokens=150) as clients:
+        fleet.gateway.signal(signal.SIGSTOP)
+        await asyncio.sleep(2.0)  # the fault itself
+        fleet.gateway.signal(signal.SIGCONT)
+    assert clients.history.outcomes() == {FINISHED: 3}
+
+
+async def test_a_gateway_without_file_descriptors_lives_and_serves_again(fleet):
+    await fleet.some_worker()
+    gateway, url = await fleet.processes.gateway()
+    process = psutil.Process(gateway.pid)
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 12, 1024))
+    port = httpx.URL(url).port
+    crowd = await asyncio.gather(
+        *(asyncio.open_connection("127.0.0.1", port) for _ in range(40)), return_exceptions=True
+    )
+    assert process.num_fds() <= process.rlimit(psutil.RLIMIT_NOFILE)[0]
+    for pair in crowd:
+        if not isinstance(pair, BaseException):
+            pair[1].close()
+
+    async def is_served() -> bool:
+        clients = Clients()
+        await clients.ask(url, text := fleet.name())
+        return clients.history.outcome(text) == FINISHED
+
+    await fleet.until(is_served, 30.0)
+    assert gateway.process.returncode is None
+    await gateway.end()
+
+
+async def test_a_stream_of_a_killed_gateway_goes_on_at_another(fleet):
+    await fleet.some_worker()
+    gateway, url = await fleet.processes.gateway()
+    body, tokens, last_id = body_of(fleet.name(), 200), list[str](), "0"
+
+    async def read(**request) -> str:
+        """Read a stream, and kill its gateway at the 20th token. Returns the path to resume it at."""
+        nonlocal last_id
+        async with client.stream(**request) as response:
+            path = response.headers.get("x-vlm-stream", "")
+            with suppress(httpx.HTTPError):
+                async for line in response.aiter_lines():
+                    if line.startswith("id: "):
+                        last_id = line.removeprefix("id: ")
+                    elif line.startswith("data: {"):
+                        tokens.extend(tokens_in(json.loads(line.removeprefix("data: "))))
+                    if len(tokens) >= 20:
+                        await gateway.end()
+        return path
+
+    async with httpx.AsyncClient(trust_env=False, timeout=WITHIN_S) as client:
+        headers = {"x-vlm-resumable": "true"}
+        path = await read(method="POST", url=f"{url}{CHAT}", json=body, headers=headers)
+        assert 20 <= len(tokens) < 200
+        await read(method="GET", url=fleet.url + path, headers={"last-event-id": last_id})
+    assert tokens == list(answer_to(body["messages"][0]["content"], 200))
+    await fleet.at_rest()
+
+
+async def test_gateways_and_workers_are_replaced_under_load_without_a_failed_request(fleet):
+    """P4: each in turn is told to stop, and clients go to one that is not."""
+    await fleet.retire_workers()
+    gateways = [(fleet.gateway, fleet.url), await fleet.processes.gateway()]
+    workers = [await fleet.worker() for _ in range(2)]
+    clients, tasks = Clients(), []
+    is_over = asyncio.Event()
+
+    async def ask_until_taken(number: int) -> None:
+        """What a gateway refuses because it stops, another takes."""
+        while True:
+            _, url = gateways[number % len(gateways)]
+            name = fleet.name()
+            await clients.ask(url, name)
+            if clients.history.outcome(name) != REFUSED:
+                return
+
+    async def keep_asking() -> None:
+        while not is_over.is_set():
+            tasks.append(asyncio.create_task(ask_until_taken(len(tasks))))
+            await asyncio.sleep(0.3)
+
+    load = asyncio.create_task(keep_asking())
+    for _ in range(2):
+        old, _ = gateways.pop(0)
+        old.signal(signal.SIGTERM)
+        gateways.append(await fleet.processes.gateway())
+        assert await old.ended() == 0
+        fleet.gateway, fleet.url = gateways[-1]
+        worker = workers.pop(0)
+        worker.signal(signal.SIGTERM)
+        workers.append(await fleet.worker())
+        assert await worker.ended() == 0
+    is_over.set()
+    await load
+    await asyncio.gather(*tasks)
+    assert clients.history.violations() == []
+    outcomes = clients.history.outcomes()
+    assert outcomes[FINISHED] == len(tasks) > 8
+    assert outcomes[FAILED] == 0
+    await fleet.at_rest()
+
+
+async def test_a_batch_goes_on_whoever_is_killed(fleet, tmp_path_factory):
+    """P3, P4: a gateway, then a worker, then Redis, while lines are on their way; each line is answered once."""
+    files = {"VLM_GATEWAY__FILES": f"file://{tmp_path_factory.mktemp('files')}"}
+    victim = await fleet.worker()
+    first, url = await fleet.processes.gateway(**files)
+    texts = [fleet.name() for _ in range(NUM_LINES)]
+    async with httpx.AsyncClient(trust_env=False, timeout=WITHIN_S) as client:
+        batch = await _begin_batch(client, url, texts)
+        await _batch_has(client, url, batch, 10)
+        await first.end()
+        second, url = await fleet.processes.gateway(**files)
+        await _batch_has(client, url, batch, 30)
+        await fleet.worker()
+        victim.signal(signal.SIGKILL)
+        fleet.processes.kill_redis()
+        await asyncio.to_thread(fleet.processes.server.start)
+        done = await _batch_has(client, url, batch, NUM_LINES, "completed")
+        assert done["request_counts"] == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
+        content = (await client.get(f"{url}/v1/files/{done['output_file_id']}/content")).text
+    lines = [json.loads(line) for line in content.splitlines()]
+    told = {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
+        for line in lines
+    }
+    assert len(lines) == NUM_LINES
+    assert told == {text: "".join(answer_to(text)).strip() for text in texts}
+    await second.end()
+    await fleet.at_rest()
+
+
+async def _begin_batch(client, url, texts):
+    plain = {"stream": False, "logprobs": False}
+    lines = [
+        {"custom_id": text, "method": "POST", "url": CHAT, "body": {**body_of(text), **plain}}
+        for text in texts
+    ]
+    data = "\n".join(json.dumps(line) for line in lines).encode()
+    form = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", data)}}
+    file = await client.post(f"{url}/v1/files", **form)
+    body = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+    return (await client.post(f"{url}/v1/batches", json=body)).json()["id"]
+
+
+async def _batch_has(client, url, batch, num_completed, status=""):
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            found = (await client.get(f"{url}/v1/batches/{batch}")).json()
+            is_whole = "id" in found and status in ("", found["status"])
+            if is_whole and found["request_counts"]["completed"] >= num_completed:
+                return found
+            await asyncio.sleep(0.1)

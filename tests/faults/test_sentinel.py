@@ -81,7 +81,26 @@ async def test_a_primary_killed_with_its_gateway_breaks_streams_and_leaves_no_re
     await fleet.at_rest()
 
 
-async def test_a_connection_to_a_server_that_is_a_replica_now_is_replaced(sentinels: Sentinels):
+async def test_a_wrong_url_is_one_sentence_and_a_connection_to_a_new_replica_is_replaced(
+    sentinels: Sentinels, caplog: pytest.LogCaptureFixture
+):
+    for change, cause in (
+        (("/fleet", "/mistaken"), "(the Sentinels know no live primary 'mistaken')"),
+        (("of-the-sentinels", "mistaken"), "refuses user or password"),
+        (("@[^/]+", "@127.0.0.1:1"), "(no Sentinel answers: "),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            url = re.sub(*change, sentinels.url)
+            waiting = asyncio.create_task(wait_for_redis(RedisSettings(url=url)))
+            await until(lambda: caplog.records)
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
+        [message] = [record.getMessage() for record in caplog.records]
+        assert cause in message
+        assert "of-the" not in message
+        assert "redis.asyncio" not in message
     redis = create_redis(RedisSettings(url=sentinels.url))
     link = RedisLink(redis)
     primary = sentinels.primary()
@@ -104,25 +123,3 @@ async def test_a_connection_to_a_server_that_is_a_replica_now_is_replaced(sentin
     finally:
         link.close()
         await redis.aclose()
-
-
-async def test_a_wrong_sentinel_url_is_one_sentence_at_the_start(
-    sentinels: Sentinels, caplog: pytest.LogCaptureFixture
-):
-    for change, cause in (
-        (("/fleet", "/mistaken"), "(the Sentinels know no live primary 'mistaken')"),
-        (("of-the-sentinels", "mistaken"), "refuses user or password"),
-        (("@[^/]+", "@127.0.0.1:1"), "(no Sentinel answers: "),
-    ):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            url = re.sub(*change, sentinels.url)
-            waiting = asyncio.create_task(wait_for_redis(RedisSettings(url=url)))
-            await until(lambda: caplog.records)
-            waiting.cancel()
-            with suppress(asyncio.CancelledError):
-                await waiting
-        [message] = [record.getMessage() for record in caplog.records]
-        assert cause in message
-        assert "of-the" not in message
-        assert "redis.asyncio" not in message

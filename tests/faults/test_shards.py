@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,7 +21,7 @@ from tests.faults.fleet import Fleet, playing, run_fleet_at, tokens_seen
 from tests.faults.history import FINISHED
 from tests.faults.processes import MODEL, PREFIX
 from tests.faults.rest import redis_leftovers
-from tests.waiting import wait_for
+from tests.waiting import until_equal, wait_for
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,13 +42,8 @@ class ShardedFleet(Fleet):
         for server in self.servers:
             if server.exit_code is None:
                 async with create_redis(RedisSettings(url=server.url)) as redis:
-                    left: list[str] = []
-
-                    async def is_empty() -> bool:
-                        left[:] = await redis_leftovers(redis, PREFIX)  # noqa: B023
-                        return not left  # noqa: B023
-
-                    await self.until(is_empty, 30.0)
+                    read = partial(redis_leftovers, redis, PREFIX)
+                    await until_equal(read, [], 30.0)
 
     async def placed(self, server: EmbeddedRedis) -> set[str]:
         """The requests of a server, by id, also those that have ended."""
@@ -100,7 +96,7 @@ async def test_a_shard_that_returns_has_its_streams_continued_and_its_copies_can
     fleet: ShardedFleet,
 ):
     texts = [fleet.name() for _ in range(NUM_STREAMS)]
-    async with playing(fleet, texts, num_tokens=200) as clients:
+    async with playing(fleet, texts, num_tokens=120) as clients:
         await tokens_seen(fleet, clients, texts, 10)
         kill(fleet.servers[2])
         await asyncio.sleep(1.0)  # the fault's length
@@ -113,7 +109,7 @@ async def test_a_frozen_shard_pauses_its_own_streams_alone(fleet: ShardedFleet):
     pid = fleet.servers[1].pid
     assert pid is not None
     before = await fleet.placed(fleet.servers[1])
-    async with playing(fleet, texts, num_tokens=200) as clients:
+    async with playing(fleet, texts, num_tokens=120) as clients:
         await tokens_seen(fleet, clients, texts, 10)
         num_there = len(await fleet.placed(fleet.servers[1]) - before)
         os.kill(pid, signal.SIGSTOP)
@@ -128,7 +124,7 @@ async def test_workers_full_of_requests_of_a_dead_shard_serve_the_others(tmp_pat
     """A limit below 48 puts all requests of a key on one shard."""
     async with run_shards(tmp_path, VLM_LIMITS__MAX_KEY_OPEN_REQUESTS="40") as fleet:
         texts = [fleet.name() for _ in range(NUM_STREAMS)]
-        async with playing(fleet, texts, num_tokens=200) as clients:
+        async with playing(fleet, texts, num_tokens=60) as clients:
             await tokens_seen(fleet, clients, texts, 10)
             placed = [len(await fleet.placed(server)) for server in fleet.servers]
             assert placed[0] == 0  # it stores keys and cards, not requests
@@ -141,7 +137,7 @@ async def test_streams_go_on_without_a_shard_that_is_killed_for_good(fleet: Shar
     """The last test of the fleet. It is the first shard, which gateways also know the workers from."""
     victim, texts = fleet.servers[0], [fleet.name() for _ in range(NUM_STREAMS)]
     before = await fleet.placed(victim)
-    async with playing(fleet, texts, num_tokens=200) as clients:
+    async with playing(fleet, texts, num_tokens=120) as clients:
         await tokens_seen(fleet, clients, texts, 10)
         num_there = len(await fleet.placed(victim) - before)
         kill(victim)

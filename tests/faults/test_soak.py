@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -33,111 +34,95 @@ pytestmark = [
 ]
 
 
-class Soak:
-    """Traffic on a fleet until a time, and the faults in it."""
+def faults_of(fleet: Fleet) -> list[Callable[[], Awaitable[None]]]:
+    """Those that no client may notice; they happen to the last worker."""
 
-    def __init__(self, fleet: Fleet, dice: random.Random) -> None:
-        self.fleet = fleet
-        self.dice = dice
-        self.outcomes: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.longest_pause_s = 0.0
+    async def kill_worker() -> None:
+        await fleet.processes.all[-1].end()
+        await fleet.worker()
 
-    async def run(self, until: float) -> None:
-        """Ask on; play a fault now and then."""
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(NUM_LOOPS):
-                tasks.create_task(self._ask_on(until))
-            tasks.create_task(self._play_on(until))
-
-    async def _ask_on(self, until: float) -> None:
-        while time.monotonic() < until:
-            await self.ask_round()
-
-    async def ask_round(self) -> None:
-        """Some requests that begin together; then every law must hold for them."""
-        clients = Clients()
-        await asyncio.gather(*(self._ask(clients) for _ in range(ROUND_SIZE)))
-        outcomes = clients.history.outcomes()
-        assert clients.history.violations() == []
-        assert conservation(ROUND_SIZE - outcomes[REFUSED], outcomes) == []
-        assert outcomes[FAILED] == 0, clients.errors
-        self.outcomes += outcomes
-        self.longest_pause_s = max(self.longest_pause_s, clients.history.longest_pause_s())
-
-    async def _ask(self, clients: Clients) -> None:
-        dice = self.dice
-        await clients.ask(
-            self.fleet.url,
-            self.fleet.name(),
-            num_tokens=dice.choice((5, 20, 60)),
-            leave_after=3 if dice.random() < 0.2 else None,
-            priority="batch" if dice.random() < 0.3 else "interactive",
-        )
-
-    async def _play_on(self, until: float) -> None:
-        faults = [self.kill_worker, self.stop_worker, self.kill_redis, self.freeze, self.cut]
-        while (due_at := time.monotonic() + FAULT_EVERY_S) < until:
-            await asyncio.sleep(FAULT_EVERY_S / 2)
-            fault = faults[self.faults.total() % len(faults)]
-            await fault()
-            self.faults[fault.__name__] += 1
-            await asyncio.sleep(max(0.0, due_at - time.monotonic()))
-
-    async def kill_worker(self) -> None:
-        """And start another."""
-        await self.fleet.processes.all[-1].end()
-        await self.fleet.worker()
-
-    async def stop_worker(self) -> None:
+    async def stop_worker() -> None:
         """Beyond its lease: it comes back as a zombie."""
-        worker = self.fleet.processes.all[-1]
+        worker = fleet.processes.all[-1]
         worker.signal(signal.SIGSTOP)
         await asyncio.sleep(2 * LEASE_S)
         worker.signal(signal.SIGCONT)
 
-    async def kill_redis(self) -> None:
-        """It starts again from its file."""
-        self.fleet.processes.kill_redis()
-        await asyncio.to_thread(self.fleet.processes.server.start)
+    async def kill_redis() -> None:
+        fleet.processes.kill_redis()
+        await asyncio.to_thread(fleet.processes.server.start)
 
-    async def freeze(self) -> None:
+    async def freeze() -> None:
         """Redis is silent for longer than any time-out, with its connections open."""
-        self.fleet.proxy.freeze()
+        fleet.proxy.freeze()
         await asyncio.sleep(3.0)
-        self.fleet.proxy.thaw()
+        fleet.proxy.thaw()
 
-    async def cut(self) -> None:
+    async def cut() -> None:
         """A reply is lost, and all connections break."""
-        self.fleet.proxy.drop_next_reply(PUBLISH.sha.encode())
+        fleet.proxy.drop_next_reply(PUBLISH.sha.encode())
         await asyncio.sleep(1.0)
-        self.fleet.proxy.reset()
+        fleet.proxy.reset()
+
+    return [kill_worker, stop_worker, kill_redis, freeze, cut]
+
+
+async def ask_round(fleet: Fleet, dice: random.Random) -> Counter[str]:
+    """Some requests that begin together, how they ended; every law must hold for them."""
+    clients = Clients()
+    await asyncio.gather(
+        *(
+            clients.ask(
+                fleet.url,
+                fleet.name(),
+                num_tokens=dice.choice((5, 20, 60)),
+                leave_after=3 if dice.random() < 0.2 else None,
+                priority="batch" if dice.random() < 0.3 else "interactive",
+            )
+            for _ in range(ROUND_SIZE)
+        )
+    )
+    outcomes = clients.history.outcomes()
+    assert clients.history.violations() == []
+    assert conservation(ROUND_SIZE - outcomes[REFUSED], outcomes) == []
+    assert outcomes[FAILED] == 0, clients.errors
+    return outcomes
 
 
 async def test_soak(tmp_path):
+    outcomes, dice, num_faults = Counter[str](), random.Random(SEED), 0
     async with run_fleet(tmp_path) as fleet:
         steady = await fleet.worker()
-        await fleet.worker()  # the one that faults happen to
-        soak = Soak(fleet, random.Random(SEED))
+        await fleet.worker()
         for _ in range(5):
-            await soak.ask_round()
+            outcomes.update(await ask_round(fleet, dice))
         pids = {"gateway": fleet.gateway.pid, "worker": steady.pid}
         before = {name: Resources.of(pid) for name, pid in pids.items()}
+        until = time.monotonic() + SOAK_S
 
-        await soak.run(time.monotonic() + SOAK_S)
+        async def ask_on() -> None:
+            while time.monotonic() < until:
+                outcomes.update(await ask_round(fleet, dice))
 
-        num_accepted = soak.outcomes.total() - soak.outcomes[REFUSED]
-        assert conservation(await fleet.has_counted(num_accepted), soak.outcomes) == []
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(NUM_LOOPS):
+                tasks.create_task(ask_on())
+            while (due_at := time.monotonic() + FAULT_EVERY_S) < until:
+                await asyncio.sleep(FAULT_EVERY_S / 2)
+                faults = faults_of(fleet)
+                await faults[num_faults % len(faults)]()
+                num_faults += 1
+                await asyncio.sleep(max(0.0, due_at - time.monotonic()))
+
+        num_accepted = outcomes.total() - outcomes[REFUSED]
+        assert conservation(await fleet.has_counted(num_accepted), outcomes) == []
         await fleet.at_rest()
         await fleet.until(lambda: has_forgotten(fleet), 2 * AFTER_END_S)
         after = {name: Resources.of(pid) for name, pid in pids.items()}
-        print(
-            f"\n{SOAK_S:.0f} s, {dict(soak.outcomes)}, faults {dict(soak.faults)}, longest pause "
-            f"{soak.longest_pause_s:.1f} s\nbefore {before}\nafter {after}"
-        )
+        print(f"\n{dict(outcomes)}, {num_faults} faults\nbefore {before}\nafter {after}")
         for name in pids:
             assert growth(before[name], after[name]) == [], name
-        assert soak.outcomes[REFUSED] <= soak.outcomes.total() / 10
+        assert outcomes[REFUSED] <= outcomes.total() / 10
 
 
 async def has_forgotten(fleet: Fleet) -> bool:

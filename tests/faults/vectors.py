@@ -5,19 +5,18 @@ A vector is a token of its answer: whole, in order, its own, once. Of a store th
 
 import asyncio
 import base64
-import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from tests.factories_numbers import vector_of
 from tests.faults.clients import Clients
-from tests.faults.history import FINISHED, Sight
-from tests.faults.processes import REQUEST_TIMEOUT_S, WITHIN_S
+from tests.faults.history import FINISHED
+from tests.faults.processes import WITHIN_S
 
 MODEL = "mock-embeddings"
 STORES = "/v1/vector_stores"
@@ -34,29 +33,15 @@ class VectorClients(Clients):
     async def ask(self, url: str, text: str, *, num_inputs: int = 3, **_: Any) -> None:
         """One request for vectors, named by the words that all its inputs begin with."""
         inputs = texts_of(text, num_inputs)
-        deadline = time.monotonic() + REQUEST_TIMEOUT_S
-        self.history.ask(text, deadline, [_encode(vector_of(each)) for each in inputs])
+        expected = [_encode(vector_of(each)) for each in inputs]
         body = {"model": MODEL, "input": inputs, "encoding_format": "base64"}
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=WITHIN_S) as client:
-            try:
-                response = await client.post("/v1/embeddings", json=body)
-            except httpx.ConnectError:
-                self._end(text, "refused")
-            except httpx.HTTPError as error:
-                self._end(text, "failed", error={"code": type(error).__name__})
-            else:
-                if response.status_code != 200:
-                    error = response.json()["error"]
-                    self._end(
-                        text, "refused" if "retry-after" in response.headers else "failed", error
-                    )
-                    return
-                answer_id = response.headers["x-request-id"]
-                for row in response.json()["data"]:
-                    sight = Sight(
-                        text, time.monotonic(), row["index"], row["embedding"], "", answer_id
-                    )
-                    self.history.see(sight)
+        async with self._asking(url, text, expected) as client:
+            response = await client.post("/v1/embeddings", json=body)
+            if await self._is_accepted(text, response):
+                rows = response.json()["data"]
+                assert [row["index"] for row in rows] == list(range(num_inputs))
+                for row in rows:
+                    self.history.token(text, row["embedding"], response.headers["x-request-id"])
                 self._end(text, FINISHED)
 
 
@@ -72,17 +57,83 @@ class Write:
     is_acknowledged: bool = False
 
 
-@dataclass(slots=True)
-class StoreHistory:
-    """All writes of a store in their order; those of one id come one after another."""
+class StoreClients:
+    """Writers of one store, and a reader of all that it holds."""
 
-    writes: list[Write] = field(default_factory=list)
+    def __init__(self, url: str) -> None:
+        self.writes: list[Write] = []  #: in their order; those of one id come one after another
+        self.refusals: list[int] = []
+        self.num_acknowledged = 0
+        self.id = ""
+        self._client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=WITHIN_S)
 
-    def violations(self, stored: Iterable[tuple[str, str]]) -> list[str]:
-        """Every broken law, in words, of the items that the store holds: id and text."""
+    async def create(self) -> None:
+        """The store."""
+        answer = await self._client.post(STORES, json={"embedding_model": MODEL})
+        self.id = answer.raise_for_status().json()["id"]
+
+    async def write(self, texts: Mapping[str, str]) -> bool:
+        """Write items; whether they were acknowledged. A refusal says when to come back."""
+        write = Write(texts)
+        self.writes.append(write)
+        items = [{"id": name, "text": text} for name, text in texts.items()]
+        answer = await self._client.put(f"{STORES}/{self.id}/items", json={"items": items})
+        write.is_acknowledged = answer.status_code == 200
+        self.num_acknowledged += write.is_acknowledged
+        if not write.is_acknowledged:
+            assert answer.status_code in (429, 503), answer.text
+            assert "retry-after" in answer.headers
+            self.refusals.append(answer.status_code)
+        return write.is_acknowledged
+
+    async def write_until(self, name: str, is_over: Callable[[], bool]) -> None:
+        """Batches of two new items and one that is replaced each time; refused ones again, or not."""
+        number = 0
+        while not is_over():
+            ids = [f"{name} {number}", f"{name} {number}'s", f"{name} latest"]
+            texts = {key: f"{key} version {number}" for key in ids}
+            if not await self.write(texts):
+                await asyncio.sleep(0.3)
+                if number % 2:
+                    continue  # the same again
+            number += 1
+
+    async def check(self) -> None:
+        """What is stored keeps all laws, and is found by its own vector. Raises: AssertionError."""
+        stored, after = [], ""
+        while True:
+            params = {"limit": 100, "after": after, "include": "embedding"}
+            page = await self._get(f"{STORES}/{self.id}/items", params)
+            stored += page["data"]
+            if not page["has_more"]:
+                break
+            after = page["last_id"]
+        assert self._violations(stored) == []
+        assert (await self._get(f"{STORES}/{self.id}", {}))["num_items"] == len(stored)
+        for item in stored[:: max(1, len(stored) // 20)]:
+            await self._check_found(item)
+
+    async def _check_found(self, item: Mapping[str, Any]) -> None:
+        vector = vector_of(item["content"][0]["text"], prompt_name="document")
+        assert item["embedding"] == _encode(vector)
+        query = {"query": {"embedding": vector}, "max_num_results": 10}
+        answer = await self._client.post(f"{STORES}/{self.id}/search", json=query)
+        hits = [hit["id"] for hit in answer.raise_for_status().json()["data"]]
+        assert hits[0] == item["id"]
+        assert len(set(hits)) == len(hits)
+
+    async def _get(self, path: str, params: Mapping[str, Any]) -> Any:
+        return (await self._client.get(path, params=params)).raise_for_status().json()
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._client.aclose()
+
+    def _violations(self, stored: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Every broken law of a store, in words."""
         found: dict[str, list[str]] = defaultdict(list)
-        for name, text in stored:
-            found[name].append(text)
+        for item in stored:
+            found[item["id"]].append(item["content"][0]["text"])
         broken = [f"{name} is there {len(t)} times" for name, t in found.items() if len(t) > 1]
         allowed = self._allowed()
         broken += [f"nobody wrote {name}" for name in found.keys() - allowed.keys()]
@@ -116,79 +167,3 @@ class StoreHistory:
                 broken.append(f"a part of one write is there: {kept}")
             replaced |= write.texts.keys()
         return broken
-
-
-class StoreClients:
-    """Writers of one store, and a reader of all that it holds."""
-
-    def __init__(self, url: str) -> None:
-        self.history = StoreHistory()
-        self.refusals: list[int] = []
-        self.num_acknowledged = 0
-        self.id = ""
-        self._client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=WITHIN_S)
-
-    async def create(self) -> None:
-        """The store."""
-        answer = await self._client.post(STORES, json={"embedding_model": MODEL})
-        self.id = answer.raise_for_status().json()["id"]
-
-    async def write(self, texts: Mapping[str, str]) -> bool:
-        """Write items; whether they were acknowledged. A refusal says when to come back."""
-        write = Write(texts)
-        self.history.writes.append(write)
-        items = [{"id": name, "text": text} for name, text in texts.items()]
-        answer = await self._client.put(f"{STORES}/{self.id}/items", json={"items": items})
-        write.is_acknowledged = answer.status_code == 200
-        self.num_acknowledged += write.is_acknowledged
-        if not write.is_acknowledged:
-            assert answer.status_code in (429, 503), answer.text
-            assert "retry-after" in answer.headers
-            self.refusals.append(answer.status_code)
-        return write.is_acknowledged
-
-    async def write_until(self, name: str, is_over: Callable[[], bool], fault: str = "") -> None:
-        """Batches of two new items and one that is replaced each time; refused ones again, or not."""
-        number = 0
-        while not is_over():
-            ids = [f"{name} {number}", f"{name} {number}'s", f"{name} latest"]
-            texts = {key: f"{fault} {key} version {number}" for key in ids}
-            if not await self.write(texts):
-                await asyncio.sleep(0.3)
-                if number % 2:
-                    continue  # the same again
-            number += 1
-
-    async def check(self) -> None:
-        """What is stored keeps all laws, and is found by its own vector. Raises: AssertionError."""
-        stored, after = [], ""
-        while True:
-            params = {"limit": 100, "after": after, "include": "embedding"}
-            page = await self._get(f"{STORES}/{self.id}/items", params)
-            stored += page["data"]
-            if not page["has_more"]:
-                break
-            after = page["last_id"]
-        assert (
-            self.history.violations((item["id"], item["content"][0]["text"]) for item in stored)
-            == []
-        )
-        assert (await self._get(f"{STORES}/{self.id}", {}))["num_items"] == len(stored)
-        for item in stored[:: max(1, len(stored) // 20)]:
-            await self._check_found(item)
-
-    async def _check_found(self, item: Mapping[str, Any]) -> None:
-        vector = vector_of(item["content"][0]["text"], prompt_name="document")
-        assert item["embedding"] == _encode(vector)
-        query = {"query": {"embedding": vector}, "max_num_results": 10}
-        answer = await self._client.post(f"{STORES}/{self.id}/search", json=query)
-        hits = [hit["id"] for hit in answer.raise_for_status().json()["data"]]
-        assert hits[0] == item["id"]
-        assert len(set(hits)) == len(hits)
-
-    async def _get(self, path: str, params: Mapping[str, Any]) -> Any:
-        return (await self._client.get(path, params=params)).raise_for_status().json()
-
-    async def close(self) -> None:
-        """Hang up."""
-        await self._client.aclose()

@@ -6,7 +6,6 @@ attack.
 """
 
 import asyncio
-import contextlib
 import json
 import re
 from collections.abc import AsyncIterator
@@ -15,7 +14,7 @@ from contextlib import asynccontextmanager
 import jsonschema
 import pytest
 
-from tests.faults.clients import answer_to, body_of
+from tests.faults.clients import body_of
 from tests.faults.processes import MODEL, PREFIX
 from tests.faults.rest import MIB
 from tests.hostile.bodies import BODIES, image
@@ -24,10 +23,8 @@ from tests.hostile.fleet import (
     CANARY,
     CHAT,
     JSON_TYPE,
-    WITHIN_S,
     HostileFleet,
     RedisNames,
-    Sink,
     check,
     run_hostile_fleet,
 )
@@ -36,24 +33,8 @@ from tests.long import IS_LONG, long
 from tests.schemas.hostile import HOSTILE
 
 #: `make hostile` plays every row; other runs those that stand for the rest.
-SHORT = {
-    "A1",
-    "A13",
-    "A16",
-    "B9",
-    "C2",
-    "C9",
-    "C10",
-    "C17",
-    "C18",
-    "C24",
-    "H2",
-    "H11",
-    "D4",
-    "E2",
-    "E5",
-    "E7",
-}
+SHORT = {"media types", "urls", "values", "samplings", "json", "text"}
+SHORT |= {"targets and hosts", "smuggling", "chunks", "protocols"}
 BODY_ROWS = [row for row in BODIES if IS_LONG or row in SHORT]
 WIRE_ROWS = [row for row in WIRES if IS_LONG or row in SHORT]
 
@@ -90,8 +71,8 @@ async def test_bytes_on_the_wire(fleet: HostileFleet, row: str) -> None:
 
 
 @in_the_long_form
-async def test_schemas_c14(tmp_path) -> None:
-    """C14: each is refused by the name of its field, or its answer conforms to it."""
+async def test_schemas(tmp_path) -> None:
+    """Each is refused by the name of its field, or its answer conforms to it."""
     kinds = ("json", "regex", "choice")
     compiled_bytes = 128 * MIB  # that a worker keeps
     async with run_hostile_fleet(tmp_path, kept_bytes=compiled_bytes) as fleet, under_attack(fleet):
@@ -110,8 +91,8 @@ async def test_schemas_c14(tmp_path) -> None:
                 jsonschema.validate(json.loads(choice["message"]["content"]), schema)
 
 
-async def test_without_a_known_key_nothing_is_answered_d1_d2_d5_d6_d10(fleet: HostileFleet) -> None:
-    """D1, D2, D5, D6, D10: odd keys, on every path of the document and beside it."""
+async def test_without_a_known_key_nothing_is_answered(fleet: HostileFleet) -> None:
+    """Odd keys, on every path of the document and beside it."""
     paths = (await fleet.client.get("/openapi.json")).json()["paths"]
     values = ["", "Bearer", "Basic eA==", "Bearer ' OR 1=1--", "Bearer *", "Bearer apikey:*",
               b"Bearer sk-\xff\xfe", "Bearer " + "x" * 20_000, "Bearer ../" + CANARY]  # fmt: skip
@@ -130,8 +111,8 @@ async def test_without_a_known_key_nothing_is_answered_d1_d2_d5_d6_d10(fleet: Ho
             assert response.headers["www-authenticate"] == "Bearer"
 
 
-async def test_tenants_do_not_see_each_other_d9_k5(fleet: HostileFleet) -> None:
-    """D9: another tenant's answer is a 404, as is one that was never there."""
+async def test_tenants_do_not_see_each_other(fleet: HostileFleet) -> None:
+    """Another tenant's answer is a 404, as is one that was never there."""
     async with under_attack(fleet):
         body = body_of("mine", 4)
         mine = await fleet.client.post(CHAT, json=body, headers={"x-vlm-resumable": "true"})
@@ -143,80 +124,31 @@ async def test_tenants_do_not_see_each_other_d9_k5(fleet: HostileFleet) -> None:
         assert theirs.content == missing.content
 
 
-async def test_a_key_of_one_request_is_not_reused_c27(fleet: HostileFleet) -> None:
-    """C27: the same idempotency key for another body is a 422, which clients do not send again."""
-    headers = {"idempotency-key": "k" * 20}
-    async with under_attack(fleet):
-        first = await fleet.client.post(CHAT, json=body_of("one", 4), headers=headers)
-        assert first.status_code == 200
-        check(await fleet.client.post(CHAT, json=body_of("two", 4), headers=headers), {422})
-
-
-async def test_no_url_is_fetched_b1_h5(fleet: HostileFleet) -> None:
-    """B1, B5-B7, B10-B14, H5: with remote images off no packet leaves, from an image or from a text."""
-    with Sink() as sink:
+async def test_no_url_is_fetched(fleet: HostileFleet) -> None:
+    """With remote images off no packet leaves, from an image or from a text."""
+    asked = asyncio.Event()
+    async with await asyncio.start_server(lambda *_: asked.set(), "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{CANARY}.png"
         async with under_attack(fleet):
-            url = f"http://127.0.0.1:{sink.port}/{CANARY}.png"
             for host in ("127.0.0.1", "localhost", "localhost.", "[::1]", "0", "127.1"):
                 remote = image(url.replace("127.0.0.1", host))
                 check(await fleet.client.post(CHAT, json=remote), {400})
             for text in (f"![]({url})", f"<img src={url}>"):
                 check(await fleet.client.post(CHAT, json=chat_body(text)), {200})
-        assert not sink.was_asked()
-
-
-async def test_bodies_beyond_the_limit_are_not_read_j1(fleet: HostileFleet) -> None:
-    async with under_attack(fleet):
-        head = POST + b"content-length: 150000000\r\n\r\n"
-        answers = await asyncio.gather(*(fleet.talk(head) for _ in range(20)))
-        assert all(answer.startswith(b"HTTP/1.1 413 ") for answer in answers)
+    assert not asked.is_set()
 
 
 @in_the_long_form
-async def test_slow_and_silent_clients_are_hung_up_on_j2(fleet: HostileFleet) -> None:
+async def test_slow_and_silent_clients_are_hung_up_on(fleet: HostileFleet) -> None:
     """Connections without a word, headers and bodies that stop."""
     pieces = [b"", GET[:40], POST + b"content-length: 9\r\n\r\n{"]
-    connections = [
-        await asyncio.open_connection("127.0.0.1", fleet.port) for _ in range(10) for _ in pieces
-    ]
     async with under_attack(fleet):
-        for (_, writer), piece in zip(connections, pieces * 10, strict=True):
-            writer.write(piece)
-        await fleet.canary()
-        await asyncio.gather(*(_until_closed(reader) for reader, writer in connections))
-    for _, writer in connections:
-        writer.close()
-
-
-async def _until_closed(reader: asyncio.StreamReader) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        with contextlib.suppress(ConnectionError):
-            while await reader.read(4096):
-                pass
+        await asyncio.gather(*(fleet.talk(piece) for piece in pieces * 10))
 
 
 @in_the_long_form
-async def test_clients_that_leave_at_any_moment_leave_nothing_j5_k6(fleet: HostileFleet) -> None:
-    """And nobody gets another's tokens: each answer is the one to its own question, as far as it came."""
-
-    async def ask_and_leave(number: int) -> None:
-        text = f"nonce {number}"
-        expected = answer_to(text, 30)
-        seen: list[str] = []
-        async with fleet.client.stream("POST", CHAT, json=body_of(text, 30)) as response:
-            async for line in response.aiter_lines():
-                if len(seen) >= number % 30:
-                    break
-                seen += re.findall(r'"token":"(\w+)', line)
-        assert [token.strip() for token in expected[: len(seen)]] == seen
-
-    async with under_attack(fleet):
-        await asyncio.gather(*(ask_and_leave(number) for number in range(40)))
-
-
-@in_the_long_form
-async def test_names_and_paths_make_no_series_j10(fleet: HostileFleet) -> None:
-    """J10, C25: random paths, methods, models and request ids."""
+async def test_names_and_paths_make_no_series(fleet: HostileFleet) -> None:
+    """Random paths, methods, models and request ids."""
     async with under_attack(fleet):
         for number in range(40):
             name = f"{CANARY}{number}"
@@ -230,7 +162,7 @@ async def test_names_and_paths_make_no_series_j10(fleet: HostileFleet) -> None:
             assert CANARY not in response.headers["x-request-id"]
 
 
-async def test_what_others_write_into_redis_ends_no_process_g4_g6(fleet: HostileFleet) -> None:
+async def test_what_others_write_into_redis_ends_no_process(fleet: HostileFleet) -> None:
     """Entries without a request, requests that cannot be read, events of nobody."""
     names, redis = RedisNames, fleet.redis
     async with under_attack(fleet):
@@ -258,7 +190,7 @@ async def _forge(fleet: HostileFleet, payload: bytes) -> None:
     await fleet.redis.eval(_FORGE, 2, *keys, request_id, payload)
 
 
-async def test_a_queue_of_another_kind_ends_no_process_g10(fleet: HostileFleet) -> None:
+async def test_a_queue_of_another_kind_ends_no_process(fleet: HostileFleet) -> None:
     async with under_attack(fleet):
         pass
     queue = RedisNames.queue(MODEL)
@@ -271,7 +203,7 @@ async def test_a_queue_of_another_kind_ends_no_process_g10(fleet: HostileFleet) 
     await fleet.holds()
 
 
-async def test_guessing_keys_locks_out_nobody_d8(fleet: HostileFleet) -> None:
+async def test_guessing_keys_locks_out_nobody(fleet: HostileFleet) -> None:
     """The last of all: from here on this address is told to wait."""
     async with under_attack(fleet):
         for number in range(100):

@@ -21,7 +21,7 @@ def chunked(*chunks: bytes) -> bytes:
 
 
 WIRES: dict[str, list[Wire]] = {
-    "D4": [
+    "targets and hosts": [
         *[(get(target), {400, 401, 404}) for target in (
             "//v1/models", "/v1/../v1/models", "/%76%31/models", "/v1/models/", "http://x/v1/models", "@google.com",
             "/healthz/../v1/models", "/healthz;/v1/models", "/healthz%2f..%2fv1/models",
@@ -30,11 +30,11 @@ WIRES: dict[str, list[Wire]] = {
             b"", b"host:\r\n", b"host: /healthz?x=\r\n", b"host: a/?x=\r\n", b"host: x\r\nhost: y\r\n",
         )],
     ],
-    "E1": [
+    "large heads": [
         (GET + b"a: " + b"b" * 1_000_000 + b"\r\n" + END, {400, 0}),
         (GET + b"".join(b"h%d: x\r\n" % i for i in range(20_000)) + END, {400, 0}),
     ],
-    "E2": [
+    "smuggling": [
         (POST + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", {400}),
         (POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\n{}", {400}),
         (POST + b"content-length: -1\r\n\r\n", {400}),
@@ -43,10 +43,10 @@ WIRES: dict[str, list[Wire]] = {
         (GET + b" folded\r\n" + END, {400}),
         (b"GET /v1/models HTTP/1.1\nhost: x\n\n", {400, 401, 0}),
     ],
-    "E3": [(POST + b"content-encoding: %b\r\ncontent-length: 2\r\n\r\n{}" % code, {415})
+    "content encodings": [(POST + b"content-encoding: %b\r\ncontent-length: 2\r\n\r\n{}" % code, {415})
            for code in (b"gzip", b"zstd", b"br", b"identity, gzip")],
-    "E4": [(POST + b"expect: 100-continue\r\ncontent-length: 9\r\n\r\n", {100})],
-    "E5": [
+    "expectations": [(POST + b"expect: 100-continue\r\ncontent-length: 9\r\n\r\n", {100})],
+    "chunks": [
         (chunked(*[b"1\r\n \r\n"] * 20_000, b"0\r\n\r\n"), {400}),
         (chunked(b"FFFFFFFFFFFFFFFF\r\n"), {400, 413, 408}),
         (chunked(b"FFFFFFFFFFFFFFFFF\r\n"), {400, 413, 408}),
@@ -54,9 +54,9 @@ WIRES: dict[str, list[Wire]] = {
         (chunked(b"2\r\n{}\r\n0\r\nhost: y\r\n\r\n"), {400}),
         (chunked(b"-1\r\n"), {400}),
     ],
-    "E6": [(POST.replace(b"application/json", b"multipart/form-data; boundary=x")
+    "forms": [(POST.replace(b"application/json", b"multipart/form-data; boundary=x")
             + b"content-length: 2\r\n\r\n--", {400})],
-    "E7": [
+    "protocols": [
         (b"GET /v1/models\r\n\r\n", {400, 401, 0}),
         (b"GET /v1/models HTTP/1.0\r\n\r\n", {401}),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 401, 0}),
@@ -65,13 +65,13 @@ WIRES: dict[str, list[Wire]] = {
          b"sec-websocket-key: eA==\r\n" + END + GET + END, {200, 400}),
         (GET.replace(b"close", b"upgrade") + b"upgrade: h2c\r\n" + END + GET + END, {200, 400}),
     ],
-    "E8": [
+    "methods and ranges": [
         (b"G" * 10_000 + b" / HTTP/1.1\r\n" + HOST + END, {400, 0}),
         (b"BREW / HTTP/1.1\r\n" + HOST + END, {400, 405, 0}),
         (GET + b"content-length: 2\r\n\r\n{}", {200}),
         (GET + b"range: bytes=0-1,0-2,0-3\r\n" + END, {200}),
     ],
-    "E11": [
+    "event ids": [
         (GET.replace(b"/v1/models", b"/v1/streams/x") + b"last-event-id: %b\r\n" % value + END, {400, 404})
         for value in (b"../x", b"-1", b"9" * 10_000, CANARY.encode())
     ],

@@ -17,7 +17,6 @@ from worker.engine_thread import (
     EngineEvent,
     EngineThread,
     Rejected,
-    Watchdog,
 )
 
 
@@ -117,46 +116,6 @@ async def test_the_middle_of_a_patient_request_is_told_after_a_while(bridge, mon
     engine.steps_left = 5
     thread.add(make_engine_request(max_tokens=50), is_patient=True)
     await until(lambda: sum(isinstance(n, EngineOutput) for n in listener.events) >= 5)
-
-
-async def test_an_aborted_request_emits_no_more(bridge):
-    thread, listener, engine = bridge
-    engine.gate.clear()
-    thread.add(make_engine_request("a", max_tokens=1000))
-    thread.abort("a")
-    thread.add(make_engine_request("b"))
-    engine.gate.set()
-    await listener.until_finished()
-
-    assert not any(
-        n.request_id == "a" and isinstance(n, EngineOutput) and n.finish_reason
-        for n in listener.events
-    )
-
-
-async def test_an_engine_that_cannot_be_made_is_told():
-    def fail():
-        raise FileNotFoundError("no such model")
-
-    thread = EngineThread(fail, lambda events: None)
-    with pytest.raises(FileNotFoundError):
-        await thread.start()
-    await thread.close()
-
-
-def test_an_idle_engine_is_left_alone():
-    looked = threading.Event()
-    codes: list[int] = []
-
-    def started_at() -> None:
-        looked.set()
-
-    dog = Watchdog(0.02, started_at, codes.append)
-    dog.start()
-    assert looked.wait(5)
-    dog.stop()
-
-    assert codes == []
 
 
 async def test_whoever_waits_for_room_looks_again_though_nothing_was_said():

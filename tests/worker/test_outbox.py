@@ -16,7 +16,6 @@ from shared.protocol import (
     FinishReason,
     Grammar,
     OutputLogprob,
-    StageTimings,
     Started,
     TokenLogprob,
     Tokens,
@@ -29,14 +28,11 @@ from tests.factories_queue import make_request
 from worker.active_requests import MIN_COALESCED_STREAMS, ActiveRequest, Outbox
 
 
-def make_active(
-    request: Call | None = None, output_token_ids: tuple[int, ...] = (), waited_s: float = 1.0
-):
+def make_active(request: Call | None = None) -> ActiveRequest:
     request = request or make_request()
-    log = (encode(Tokens(request.id, 1, 0, output_token_ids)),) if output_token_ids else ()
     claim = Claim(
-        request.id, request.reply_to, encode(request), log, b"1-0", attempt=2, failures=0,
-        is_last_chance=False, waited_s=waited_s, remaining_s=60.0,
+        request.id, request.reply_to, encode(request), (), b"1-0", attempt=2, failures=0,
+        is_last_chance=False, waited_s=1.0, remaining_s=60.0,
     )  # fmt: skip
     return ActiveRequest.of(claim, now=100.0)
 
@@ -50,60 +46,25 @@ def delta(active: ActiveRequest, index: int, *tokens: int) -> Tokens:
     return Tokens(active.request_id, 2, index, tokens, "".join(map(str, tokens)), logprobs)
 
 
-async def test_consecutive_deltas_become_one():
-    active, outbox = make_active(), Outbox()
+async def test_tokens_of_a_whole_answer_wait_for_its_end_but_not_for_ever():
+    active, streaming = make_active(request=make_request(wants_stream=False)), make_active()
+    hasty, outbox = Outbox(hold_s=0.0), Outbox(hold_s=1000.0)
+    hasty.post(active, delta(active, 0, 1))
+    [publication] = await hasty.take()
+    assert events_in(publication) == (delta(active, 0, 1),)
+
     started = Started(active.request_id, 2, Usage(3))
-    finished = Finished(active.request_id, 2, FinishReason.STOP, Usage(3, 3))
-    for event in (started, delta(active, 0, 1), delta(active, 1, 2, 3), finished):
-        outbox.post(active, event)
-
-    [publication] = await outbox.take()
-
-    assert events_in(publication) == (started, delta(active, 0, 1, 2, 3), finished)
-    assert (publication.number, publication.num_tokens) == (1, 0)
-    assert publication.ending == "finished"
-
-
-async def test_publications_are_numbered_and_know_the_tokens_before_them():
-    active, outbox = make_active(output_token_ids=(9, 9)), Outbox()
-    outbox.post(active, delta(active, 2, 1, 2))
-    [first] = await outbox.take()
-    outbox.post(active, delta(active, 4, 3))
-    [second] = await outbox.take()
-
-    assert (first.number, first.num_tokens, first.num_new_tokens) == (1, 2, 2)
-    assert (second.number, second.num_tokens, second.num_new_tokens) == (2, 4, 1)
-
-
-async def test_tokens_of_a_whole_answer_wait_for_its_end():
-    active, outbox = make_active(request=make_request(wants_stream=False)), Outbox(hold_s=1000.0)
-    outbox.post(active, delta(active, 0, 1))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(outbox.take(), 0.01)
-
     finished = Finished(active.request_id, 2, FinishReason.STOP, Usage(3, 2))
+    outbox.post(active, started)
+    outbox.post(active, delta(active, 0, 1))
+    outbox.post(streaming, delta(streaming, 0, 2))
+    assert [publication.claim for publication in await outbox.take()] == [streaming.claim]
+
     outbox.post(active, delta(active, 1, 2))
     outbox.post(active, finished)
 
     [publication] = await outbox.take()
-    assert events_in(publication) == (delta(active, 0, 1, 2), finished)
-
-
-async def test_tokens_of_a_whole_answer_do_not_wait_for_ever():
-    active, outbox = make_active(request=make_request(wants_stream=False)), Outbox(hold_s=0.0)
-    outbox.post(active, delta(active, 0, 1))
-
-    [publication] = await outbox.take()
-    assert events_in(publication) == (delta(active, 0, 1),)
-
-
-async def test_what_waits_is_not_taken_with_another_request():
-    waiting, streaming = make_active(request=make_request(wants_stream=False)), make_active()
-    outbox = Outbox(hold_s=1000.0)
-    outbox.post(waiting, delta(waiting, 0, 1))
-    outbox.post(streaming, delta(streaming, 0, 2))
-
-    assert [publication.claim for publication in await outbox.take()] == [streaming.claim]
+    assert events_in(publication) == (started, delta(active, 0, 1, 2), finished)
 
 
 async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
@@ -140,39 +101,15 @@ async def test_streams_of_a_worker_with_few_are_published_at_once(monkeypatch):
             assert len(await outbox.take()) == len(streams)
 
 
-async def test_nothing_counts_after_the_end():
-    active, outbox = make_active(), Outbox()
-    failed = Failed(active.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late")
-    outbox.post(active, failed)
+async def test_what_is_dropped_or_comes_after_the_end_is_not_said():
+    dropped, ended, other, outbox = make_active(), make_active(), make_active(), Outbox()
+    outbox.post(ended, Failed(ended.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late"))
     await outbox.take()
-    outbox.post(active, delta(active, 0, 1))
-
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(outbox.take(), 0.01)
-
-
-async def test_what_is_dropped_is_not_said():
-    active, other, outbox = make_active(), make_active(), Outbox()
-    outbox.post(active, delta(active, 0, 1))
-    outbox.post(other, delta(other, 0, 2))
-    outbox.drop(active)
+    for active in (dropped, ended, other):
+        outbox.post(active, delta(active, 0, 1))
+    outbox.drop(dropped)
 
     assert [publication.claim for publication in await outbox.take()] == [other.claim]
-
-
-def test_stages_of_the_worker_are_added_to_those_of_the_engine():
-    active = make_active(waited_s=1.0)
-    active.started_at, active.added_at = 100.5, 100.75
-    output = EngineOutput(
-        active.engine_id, 1, (5,), "x", usage=Usage(3, 2), finish_reason=FinishReason.STOP,
-        timings=StageTimings(queue_s=0.25, vision_s=2.0, prefill_s=3.0, decode_s=4.0),
-    )  # fmt: skip
-
-    events = active.events([output])
-
-    assert [type(event) for event in events] == [Started, Tokens, Finished]
-    assert isinstance(events[-1], Finished)
-    assert events[-1].timings == StageTimings(1.75, 0.25, 2.0, 3.0, 4.0)
 
 
 def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
@@ -188,15 +125,10 @@ def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
     assert started == Started(active.request_id, active.claim.attempt, Usage(3, 0))
     assert delta == Tokens(active.request_id, active.claim.attempt, 0, (5, 6, 7), "xyz")
     assert [type(event) for event in active.events([end])] == [Tokens, Finished]
-
-
-def test_what_a_sequence_said_before_it_failed_is_told():
-    active = make_active()
-    outputs = [
-        EngineOutput(active.engine_id, 0, (5,), "x", usage=Usage(3, 0)),
-        EngineOutput(active.engine_id, 1, error="no memory"),
+    failed = EngineOutput(engine_id, 1, error="no memory")
+    assert [type(event) for event in make_active().events([*beginning, failed])] == [
+        *(Started, Tokens, Failed)
     ]
-    assert [type(event) for event in active.events(outputs)] == [Started, Tokens, Failed]
 
 
 @pytest.mark.parametrize(

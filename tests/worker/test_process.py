@@ -1,6 +1,5 @@
 """Workers as real processes: stopped by a signal, hung, and asked how they are."""
 
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -8,8 +7,7 @@ from functools import partial
 import httpx
 import pytest
 
-from shared.protocol import Finished, SamplingParams
-from shared.queue.registry import Registry
+from shared.protocol import SamplingParams
 from tests.factories_queue import MODEL, make_request
 from tests.faults.processes import Process, Processes
 from tests.waiting import until
@@ -31,20 +29,6 @@ async def start(
     command = ("vlm", "worker", "--engine", "mock")
     yield partial(processes.worker, "w", command=command, **settings)
     await processes.close()
-
-
-async def test_sigterm_finishes_what_runs_and_ends_cleanly(ends, answers, start, redis):
-    worker = await start()
-    request = await ends.enqueue(make_request(sampling=LONG))
-    await answers.tokens(request, 1)
-
-    worker.signal(signal.SIGTERM)
-
-    assert isinstance((await answers.end(request))[-1], Finished)
-    assert await worker.ended() == 0
-    registry = Registry(redis, ends.prefix)
-    assert await registry.workers() == []
-    await registry.close()
 
 
 async def test_a_step_that_hangs_ends_the_process(ends, start):

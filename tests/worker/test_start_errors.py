@@ -8,12 +8,7 @@ import pytest
 
 import worker.main
 from engines.base import EngineStartError
-from engines.packages.resolve import ModelUnavailable
-from engines.registry import create_engine
-from engines.torch_backend.kv_cache import KVCacheTooSmall
 from engines.torch_backend.loading.load import choose_device
-from engines.torch_backend.loading.weights import ModelTooLarge
-from engines.torch_backend.models.config import UnsupportedCheckpoint
 from shared.settings.tree import EngineValues, RedisSettings, Settings, WorkerSettings
 
 
@@ -24,21 +19,6 @@ def make_settings(**worker_settings) -> Settings:
         redis=RedisSettings(url="unix:///nowhere"),
         worker=WorkerSettings(**worker_settings),
     )
-
-
-@pytest.mark.parametrize(
-    "kind", [ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall]
-)
-def test_an_engine_that_cannot_be_made_as_asked(kind, monkeypatch, caplog):
-    def fail(*arguments):
-        raise kind("what is wrong and what to do")
-
-    monkeypatch.setattr(worker.main, "create_engine", fail)
-    with caplog.at_level(logging.CRITICAL):
-        assert worker.main.run_worker(make_settings()) == os.EX_CONFIG
-    [record] = caplog.records
-    assert record.getMessage() == "what is wrong and what to do"
-    assert record.exc_info is None
 
 
 def test_a_port_for_probes_that_is_taken(caplog):
@@ -65,9 +45,3 @@ def test_progress_is_told_in_steps_of_ten_percent(caplog):
 def test_a_device_that_is_not_there(device):
     with pytest.raises(EngineStartError, match=device):
         choose_device(device)
-
-
-def test_an_engine_whose_packages_are_not_installed(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "engines.torch_backend.loading.load", None)
-    with pytest.raises(EngineStartError, match=r"vlm-fleet\[torch\]"):
-        create_engine({"kind": "torch"})

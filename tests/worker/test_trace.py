@@ -86,41 +86,28 @@ async def test_who_takes_over_goes_on_in_the_same_trace(ends, answers, tracer, c
     assert stages[0].duration > 0.6  # what the first worker did is waiting for the second
 
 
-async def test_a_request_that_fails_is_told_as_far_as_it_came(ends, answers, tracer, collector):
-    async with run_worker(ends, tracer=RequestTracer(tracer)):
-        request = await ends.enqueue(make_request("x" * 20_000, trace_parent=CALLER))
-        await answers.end(request)
-    tracer.close()
-    root, stages = tree(collector.spans)
-    assert [span.name for span in stages] == ["queue", "preprocess"]
-    assert root.is_error
-    assert root.attributes["error.type"] == "context_length_exceeded"
-
-
-async def test_a_request_that_is_cancelled_is_told_once_and_is_no_error(
+async def test_what_the_gateway_traces_is_told_once_with_its_outcome_as_far_as_it_came(
     ends, answers, tracer, collector
 ):
     mock = {"decode_s": 0.01, "num_output_tokens": 200}
+    untraced = [make_request(trace_parent=parent) for parent in (None, CALLER[:-2] + "00")]
+    too_long = make_request("x" * 20_000, trace_parent=CALLER)
+    endless = make_request(trace_parent=CALLER, sampling=SamplingParams(ignore_eos=True))
     async with run_worker(ends, mock=mock, tracer=RequestTracer(tracer)) as running:
-        request = await ends.enqueue(
-            make_request(trace_parent=CALLER, sampling=SamplingParams(ignore_eos=True))
-        )
-        await answers.tokens(request, 1)
-        await ends.queue.cancel(MODEL, [request.id])
+        for request in (*untraced, too_long):
+            await answers.end(await ends.enqueue(request))
+        await ends.enqueue(endless)
+        await answers.tokens(endless, 1)
+        await ends.queue.cancel(MODEL, [endless.id])
         await running.stop()
     tracer.close()
-    root, _ = tree(collector.spans)
-    assert (root.attributes["vlm.outcome"], root.is_error) == ("cancelled", False)
-
-
-@pytest.mark.parametrize("parent", [None, CALLER[:-2] + "00"])
-async def test_what_its_gateway_does_not_trace_leaves_no_span(
-    parent, ends, answers, tracer, collector
-):
-    async with run_worker(ends, tracer=RequestTracer(tracer)):
-        await answers.end(await ends.enqueue(make_request(trace_parent=parent)))
-    tracer.close()
-    assert collector.spans == []
+    roots = {s.attributes["vlm.request.id"]: s for s in collector.spans if s.kind == CONSUMER}
+    assert roots.keys() == {too_long.id, endless.id}
+    failed, cancelled = roots[too_long.id], roots[endless.id]
+    stages = {span.name for span in collector.spans if span.parent_id == failed.span_id}
+    assert stages == {"queue", "preprocess"}
+    assert (failed.attributes["error.type"], failed.is_error) == ("context_length_exceeded", True)
+    assert (cancelled.attributes["vlm.outcome"], cancelled.is_error) == ("cancelled", False)
 
 
 def test_a_collector_that_is_away_does_not_hold_up_the_end(monkeypatch):

@@ -13,7 +13,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from secrets import token_hex
 from tempfile import TemporaryDirectory
 from zlib import crc32
@@ -39,7 +39,6 @@ from shared.packages.deployments import (
     settle,
     version_name,
 )
-from shared.packages.manifest import Manifest
 from shared.packages.rollout import App, Load, LogLine, NodeRecord, Revision, Slot
 from shared.packages.store import PackageStore, StoreError, open_store
 from shared.protocol import ErrorCode, ModelCard
@@ -49,7 +48,7 @@ from shared.queue.shards import create_gateway_queue
 from shared.redis.client import OutageLog, create_redis
 from shared.settings.tree import Settings, SettingsError
 from worker.health import HealthServer, collect_metrics
-from worker.node.cache import Uses, open_cache
+from worker.node.cache import open_cache
 from worker.node.environment import Secrets
 from worker.node.install import install, make_packages
 from worker.node.instance import Instance, is_of_node
@@ -94,7 +93,9 @@ class NodeAgent:
         self.settings = settings
         self._tick_s = tick_s
         self.id = deploy.node_id or f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
-        self._cache = open_cache(deploy)
+        cache, hidden = open_cache(deploy), frozenset(settings.node.secrets)
+        self.install = partial(install, self._store, cache=cache, signers=deploy.signers)
+        self.make_packages = partial(make_packages, cache=cache, hidden=hidden)
         self._gpus = find_gpus(os.environ)
         self._room = Resources(
             deploy.cpu or float(os.cpu_count() or 1),
@@ -108,7 +109,7 @@ class NodeAgent:
         self._queue = create_gateway_queue(settings.redis, self._redis)
         self._outage = OutageLog(settings.redis.address)
         self._instances: dict[tuple[str, int], Instance] = {}
-        self._standby = Standby(frozenset(settings.node.secrets))
+        self._standby = Standby(hidden)
         self._engines: dict[str, str] = {}  # kinds of engines that ran here, by digest
         self._unknown_since: dict[tuple[str, int], float] = {}
         self._workers: list[WorkerRecord] = []
@@ -412,15 +413,6 @@ class NodeAgent:
                 await self._deployments.add_log(app, some)
                 for _ in some:
                     lines.popleft()
-
-    def install(self, digest: str, uses: Uses) -> tuple[Manifest, Path]:
-        signers = self.settings.deploy.signers
-        return install(self._store, digest, self._cache, signers=signers, uses=uses)
-
-    def make_packages(self, manifest: Manifest, folder: Path, uses: Uses) -> Path | None:
-        """Install the Python packages of an application; returns their folder, if it has any."""
-        hidden = frozenset(self.settings.node.secrets)
-        return make_packages(manifest, folder, uses, cache=self._cache, hidden=hidden)
 
     async def find_card(self, worker_id: str) -> ModelCard | None:
         try:

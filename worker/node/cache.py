@@ -75,9 +75,7 @@ class Cache:
         with self._discarding:  # else one thread could discard what another has just installed
             if not folder.is_dir() or is_intact():
                 return False
-            aside = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
-            folder.rename(aside)
-        shutil.rmtree(aside)
+            _delete(folder)
         return True
 
     @contextmanager
@@ -142,13 +140,17 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 def _remove(folder: Path) -> bool:
     path = _lock_of(folder)
     with suppress(BlockingIOError), _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        # Renamed first, so that a partly removed folder is never used.
-        aside = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
-        folder.rename(aside)
-        shutil.rmtree(aside)
+        _delete(folder)
         path.unlink()
         return True
     return False
+
+
+def _delete(folder: Path) -> None:
+    """Renames it first, so that a partly removed folder is never used."""
+    aside = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
 def _used_at(folder: Path) -> float:

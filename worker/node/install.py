@@ -48,7 +48,6 @@ from shared.packages.store import (
     SUFFIX,
     BadBlob,
     PackageStore,
-    Report,
     ResumableFile,
     StoreError,
     WrongDigest,
@@ -87,7 +86,6 @@ def install(
     store: PackageStore,
     digest: str,
     cache: Cache,
-    report: Report | None = None,
     signers: Path | None = None,
     uses: Uses | None = None,
 ) -> tuple[Manifest, Path]:
@@ -111,7 +109,7 @@ def install(
             layers = {layer.digest: layer for layer in manifest.layers}
             cache.make_room(_size(_find_missing(layers, cache)), layers)
             with cache.filling():
-                _fetch_all(store, _find_missing(layers, cache), cache.folder, report)
+                _fetch_all(store, _find_missing(layers, cache), cache.folder)
                 _link(manifest, cache.folder, folder)
             if not is_intact() and cache.discard(folder, is_intact):
                 raise InstallError(
@@ -147,9 +145,7 @@ def _size(layers: Sequence[Layer]) -> int:
     return sum(layer.size for layer in layers)
 
 
-def _fetch_all(
-    store: PackageStore, missing: Sequence[Layer], cache: Path, report: Report | None
-) -> None:
+def _fetch_all(store: PackageStore, missing: Sequence[Layer], cache: Path) -> None:
     blobs = cache / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
     blobs.chmod(0o755)
@@ -159,10 +155,10 @@ def _fetch_all(
             f"the package needs {_size(missing) / 1e9:.1f} GB in {cache}, and {free / 1e9:.1f} GB are free"
         )
     with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(lambda layer: _fetch(store, layer, blobs, report), missing))
+        list(threads.map(lambda layer: _fetch(store, layer, blobs), missing))
 
 
-def _fetch(store: PackageStore, layer: Layer, blobs: Path, report: Report | None) -> None:
+def _fetch(store: PackageStore, layer: Layer, blobs: Path) -> None:
     """Fetch a blob; an interrupted fetch is resumed."""
 
     def read(start: int) -> Iterator[bytes]:
@@ -175,7 +171,7 @@ def _fetch(store: PackageStore, layer: Layer, blobs: Path, report: Report | None
 
     try:
         with ResumableFile(blobs, layer.digest) as part:
-            part.fill(read, report)
+            part.fill(read)
             with part.path.open("rb") as file:
                 check_content(layer.path, file)
             mode = 0o555 if layer.is_executable else 0o444

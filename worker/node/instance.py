@@ -121,7 +121,7 @@ class Instance:
     async def _live(self) -> None:
         node, uses = self.node, self._uses
         try:
-            manifest, folder = await asyncio.to_thread(node.install, self._package, uses)
+            manifest, folder = await asyncio.to_thread(node.install, self._package, uses=uses)
             self._phase = "install"
             packages = await asyncio.to_thread(node.make_packages, manifest, folder, uses)
             self._phase = "start"

@@ -54,8 +54,8 @@ class RayWorkers:
         self._ray = ray
         self._settings = settings
         self._num_workers = num_workers
-        num_gpus = _num_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
-        self._resources = {"num_cpus": 1, "num_gpus": num_gpus}
+        gpus = num_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
+        self._resources = {"num_cpus": 1, "num_gpus": gpus}
         self._environment = settings_environment(settings, WORKER_GROUPS)
         self._actors: dict[int, Any] = {}
         self._stopping = asyncio.Event()
@@ -144,7 +144,7 @@ def _check_address(address: str) -> None:
         ) from None
 
 
-def _num_gpus(settings: Settings, num_there: float) -> float:
+def num_gpus(settings: Settings, num_there: float) -> float:
     """GPUs of a worker: those that share its model, or one if the cluster has any and the engine can use it."""
     engine = read_engine_settings(settings)
     if getattr(engine, "url", ""):  # of a server that runs already

@@ -43,6 +43,7 @@ from worker.node.supervisor import Child, Node, NodeError, Pauses, describe_end,
 SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 TEXT_QUESTION = "Write a sentence about the sea."
 GRACE_S = 5.0
+REDIS_POLL_S = 0.1
 PROGRESS_S = 5.0  #: between lines of progress where there is no terminal
 
 console = Console(stderr=True, highlight=False)
@@ -185,12 +186,12 @@ def _say_stopping(node: Node) -> None:
         )
 
 
-async def keep_running(redis: EmbeddedRedis, poll_s: float = 0.1) -> None:
+async def keep_running(redis: EmbeddedRedis) -> None:
     """Restart Redis whenever it ends. Never returns."""
     pauses = Pauses()
     while True:
         while (code := redis.exit_code) is None:
-            await asyncio.sleep(poll_s)
+            await asyncio.sleep(REDIS_POLL_S)
         pause_s = pauses.next_s()
         logger.warning(
             "redis %s; again in %.1f s; its log is %s",

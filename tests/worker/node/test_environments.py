@@ -86,9 +86,3 @@ def test_a_wheel_that_is_not_the_locked_one_is_refused(tmp_path):
     with pytest.raises(InstallError, match=r"requirements.lock: .*"):
         make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
     assert not list((tmp_path / "cache").rglob("*.py"))
-
-
-def test_an_application_that_names_nothing_needs_no_folder(tmp_path):
-    manifest = make_package(tmp_path / "package", "hello")
-    bare = Manifest(manifest.config, manifest.layers[:1])
-    assert make_packages(bare, tmp_path / "package", cache=Cache(tmp_path / "cache")) is None

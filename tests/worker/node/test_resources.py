@@ -8,22 +8,13 @@ import psutil
 import pytest
 
 from shared.settings.tree import EngineValues, Settings
-from worker.node.resources import find_gpus, room_bytes, share_gpus, too_much, used_bytes
+from worker.node.resources import find_gpus, room_bytes, used_bytes
 from worker.node.serve import create_node
 from worker.node.supervisor import NodeError
 
 
 def make_settings(**engine: object) -> Settings:
     return Settings(_env_file=None, engine=EngineValues(**engine))  # type: ignore
-
-
-def gpus_of(settings: Settings, num_workers: int) -> list[str | None]:
-    children = create_node(settings, num_workers).children
-    return [
-        child.environment.get("CUDA_VISIBLE_DEVICES")
-        for child in children
-        if child.name.startswith("worker")
-    ]
 
 
 @pytest.mark.parametrize(
@@ -46,36 +37,30 @@ def test_without_the_variable_gpus_are_those_of_the_machine(tmp_path: Path) -> N
     assert find_gpus({}, tmp_path / "none") == []
 
 
+ALL = "0,1,2,3,4,5,6,7"
+
+
 @pytest.mark.parametrize(
-    ("num_gpus", "num_workers", "num_ranks", "expected"),
+    ("named", "engine", "expected"),
     [
-        (8, 8, 1, ["0", "1", "2", "3", "4", "5", "6", "7"]),
-        (8, 2, 4, ["0,1,2,3", "4,5,6,7"]),
-        (3, 2, 2, ["0,1", "0,1"]),
-        (2, 3, 1, ["0", "1", "0"]),
-        (1, 2, 1, [None, None]),
-        (0, 2, 2, [None, None]),
+        (ALL, {}, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        (ALL, {"kind": "vllm"}, ["0", "1"]),
+        (ALL, {"kind": "vllm", "tensor_parallel": "4"}, ["0,1,2,3", "4,5,6,7"]),
+        ("0,1,2", {"kind": "vllm", "tensor_parallel": "2"}, ["0,1", "0,1"]),
+        ("0,1", {}, ["0", "1", "0"]),
+        ("3", {}, ["3", "3"]),
+        ("4,5", {"device": "cpu"}, ["4,5", "4,5"]),
+        ("4,5", {"device": "cuda:1"}, ["4,5", "4,5"]),
+        ("4,5", {"kind": "mock"}, ["4,5", "4,5"]),
     ],
 )
 def test_workers_have_gpus_of_their_own_as_far_as_there_are(
-    num_gpus: int, num_workers: int, num_ranks: int, expected: list[str | None]
+    monkeypatch: pytest.MonkeyPatch, named: str, engine: dict[str, str], expected: list[str]
 ) -> None:
-    shared = share_gpus([str(number) for number in range(num_gpus)], num_workers, num_ranks)
-    assert [one.get("CUDA_VISIBLE_DEVICES") for one in shared] == expected
-
-
-def test_a_node_of_eight_workers_puts_one_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    assert gpus_of(make_settings(), 8) == list("01234567")
-    assert gpus_of(make_settings(kind="vllm"), 2) == ["0", "1"]
-    assert gpus_of(make_settings(kind="vllm", tensor_parallel="2"), 2) == ["0,1", "2,3"]
-
-
-def test_a_device_that_was_chosen_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    for device in ("cpu", "cuda:1"):
-        assert gpus_of(make_settings(device=device), 2) == ["4,5", "4,5"]
-    assert gpus_of(make_settings(kind="mock"), 2) == ["4,5", "4,5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    children = create_node(make_settings(**engine), len(expected)).children
+    workers = [child.environment for child in children if child.name.startswith("worker")]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in workers] == expected
 
 
 def test_more_ranks_than_gpus_are_refused_with_the_numbers(
@@ -123,18 +108,3 @@ def test_a_container_has_no_more_than_it_may_use(tmp_path: Path, name: str):
     for text, room in (("max\n", total), ("9223372036854771712\n", total), ("123456\n", 123_456)):
         (tmp_path / name).write_text(text)
         assert room_bytes(tmp_path) == room
-
-
-@pytest.mark.parametrize(
-    ("used", "limit", "is_ready", "ask"),
-    [
-        (310e6, 20e6, True, "400m"),
-        (1.01e9, 1e9, True, "1500m"),
-        (5e9, 2e9, True, "6300m"),
-        (5e9, 2e9, False, "15000m"),
-    ],
-)
-def test_it_is_told_what_to_deploy_with(used: float, limit: float, is_ready: bool, ask: str):
-    said = too_much(int(used), int(limit), is_ready=is_ready)
-    assert f"--resources memory={ask}," in said
-    assert f"limit is {limit / 1e6:.0f} MB" in said

@@ -1,9 +1,6 @@
 """Secrets of a node, and how it passes them to a single process."""
 
 import os
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +8,11 @@ import pytest
 from engines.application.child import read_variables
 from engines.base import EngineStartError
 from shared.packages.deployments import BadEnvironment, Environment
-from shared.settings.limits import MAX_ENVIRONMENT_BYTES, MAX_SECRET_BYTES
-from shared.settings.load import load_settings
+from shared.settings.limits import MAX_SECRET_BYTES
 from shared.settings.tree import NodeSettings, SettingsError
 from worker.node.environment import (
-    WORKER_GROUPS,
     SecretMissing,
     Secrets,
-    child_environment,
     hand_over,
 )
 
@@ -82,15 +76,6 @@ def test_variables_are_read_once_and_leave_nothing_open(
         read_variables(number)
 
 
-def test_no_other_child_has_a_variable_that_is_a_secret(monkeypatch):
-    monkeypatch.setenv("API_TOKEN", "tell-nobody")
-    monkeypatch.setenv("VLM_NODE__SECRETS", "API_TOKEN,OTHER")
-    settings = load_settings()
-    assert settings.node.secrets == ("API_TOKEN", "OTHER")
-    told = child_environment(settings, WORKER_GROUPS)
-    assert "tell-nobody" not in told.values()
-
-
 NAMES = [f"s{number}" for number in range(100)]
 MANY = Environment(secrets={name.upper(): name for name in NAMES})
 
@@ -111,16 +96,3 @@ def test_more_secrets_than_fit_are_refused_by_field_and_limit(tmp_path):
     (tmp_path / "s0").write_bytes(b"a\0b")
     with pytest.raises(SecretMissing, match="s0 has a NUL"):
         secrets.read(MANY)
-
-
-#: Linux takes arguments and environment of a quarter of it.
-STACK_BYTES = resource.getrlimit(resource.RLIMIT_STACK)[0]
-
-
-@pytest.mark.skipif(
-    0 <= STACK_BYTES < 5 * MAX_ENVIRONMENT_BYTES,
-    reason=f"`ulimit -s` is {STACK_BYTES // 1024} KiB: no process starts with such an environment",
-)
-def test_as_many_secrets_as_fit_start_a_process(tmp_path):
-    secrets = make_secrets(tmp_path, MAX_ENVIRONMENT_BYTES // len(NAMES) - 4)
-    subprocess.run([sys.executable, "-I", "-c", ""], env=secrets.read(MANY).all, check=True)

@@ -3,19 +3,14 @@
 import asyncio
 import json
 import os
+from functools import partial
 from pathlib import Path
-from threading import Thread
 
+import httpx
 import pytest
-import uvicorn
 import yaml
 
-from shared.settings.tree import (
-    GatewaySettings,
-    RedisSettings,
-    WorkerSettings,
-)
-from tests.waiting import until
+from shared.settings.tree import RedisSettings, WorkerSettings
 from tests.worker.node.test_resources import make_settings
 from worker.node.serve import create_node, show_screen, tell_apart, wait_until_served
 from worker.node.supervisor import Child, Node, NodeError
@@ -73,33 +68,20 @@ def test_the_model_of_the_engine_is_told_from_those_of_also():
 
 
 @pytest.mark.parametrize("num_models", [1, 2])
-async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again(num_models):
+async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again(num_models, monkeypatch):
     one, two = listed("one"), listed("two")
     answers = [(503, []), (200, OTHERS), (200, [*OTHERS, one]), (200, [one, *OTHERS, two])]
     answers = answers[: num_models + 2]
 
-    async def app(scope, receive, send):
-        status, models = 200, []
-        if scope["path"] == "/v1/models":
-            status, models = answers.pop(0)
-        body = json.dumps({"data": models}).encode()
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": body})
+    def answer(request: httpx.Request) -> httpx.Response:
+        status, models = answers.pop(0) if request.url.path == "/v1/models" else (200, [])
+        return httpx.Response(status, json={"data": models})
 
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None))
-    thread = Thread(target=server.run)
-    thread.start()
-    try:
-        await until(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        address = GatewaySettings(host="127.0.0.1", port=port)
-        settings = make_settings().model_copy(update={"gateway": address})
-        async with asyncio.timeout(60):
-            models = await wait_until_served(settings, num_models)
-        assert ([model["id"] for model in models], answers) == (["one", "two"][:num_models], [])
-    finally:
-        server.should_exit = True
-        thread.join()
+    client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr("worker.node.serve.httpx.AsyncClient", client)
+    async with asyncio.timeout(60):
+        models = await wait_until_served(make_settings(), num_models)
+    assert ([model["id"] for model in models], answers) == (["one", "two"][:num_models], [])
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_segments_end_in_pauses_and_join_to_the_whole(
 
 @settings(deadline=None, max_examples=num_examples(20))
 @given(
-    seconds=st.floats(10.1, 60.0),
+    seconds=st.floats(1.0, 60.0),
     pauses=st.lists(st.floats(0.0, 60.0), max_size=8),
     longest_s=st.sampled_from([5.0, 7.5, 10.0]),
 )
@@ -136,17 +136,12 @@ def test_segments_are_of_similar_length_wherever_the_pauses_are(
     ) as audio:
         ends = audio.info.segment_ends
     assert ends[-1] == pytest.approx(seconds, abs=0.01)
+    if seconds <= longest_s:  # the model takes it whole
+        assert len(ends) == 1
+        return
     lengths = [end - start for start, end in pairwise((0.0, *ends))]
     assert all(longest_s / 3 - 0.2 <= length <= longest_s + 1e-9 for length in lengths)
     assert all(length >= longest_s * 2 / 3 - 0.2 for length in lengths[:-1])
-
-
-def test_audio_that_the_model_takes_whole_is_one_segment(pool: VideoPool):
-    data = make_audio(seconds=9.0, rate=4000, pauses=(4.0,))
-    with pool.open_audio(
-        io.BytesIO(data), ImageRef("", len(data), "audio/wav", 0, 0), 10.0
-    ) as audio:
-        assert audio.info.segment_ends == (9.0,)
 
 
 @takes_its_time

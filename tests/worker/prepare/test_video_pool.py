@@ -1,8 +1,6 @@
 """Untrusted videos become frames at the requested times, or an error; the next video is decoded either way."""
 
 import io
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,11 +55,6 @@ def children() -> list[psutil.Process]:
     return [each for each in found if "video_child" in " ".join(each.cmdline())]
 
 
-def peak_bytes(process: psutil.Process) -> int:
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-
-
 def jpeg(color: str, size: tuple[int, int] = (32, 24)) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", size, color).save(file, "JPEG")
@@ -107,12 +100,6 @@ def test_a_part_of_a_video(pool: VideoPool):
     info, frames = named(pool, "mp4", start_s=0.8, end_s=1.2)
     assert (info.num_frames, info.length_s) == (10, pytest.approx(0.4))
     assert [number_of(frame) for frame in frames] == pytest.approx(range(20, 30), abs=1.5)
-
-
-def test_a_part_behind_the_end_is_refused_by_its_field(pool: VideoPool):
-    with pytest.raises(InvalidImage, match="ends before start_s") as refused:
-        named(pool, "mp4", start_s=9.0)
-    assert refused.value.param == "start_s"
 
 
 @pytest.mark.parametrize("name", ["one frame", "spoilt", "cut behind its index"])
@@ -167,17 +154,19 @@ def test_frames_above_the_limit_are_refused_wherever_they_are():
 
 
 @pytest.mark.parametrize("form", ["file", "frames"])
-def test_many_large_frames_are_scaled_down_to_a_sum(pool: VideoPool, form: str):
-    size, count = (2560, 1440), 36
+def test_many_large_frames_are_scaled_down_to_a_sum(form: str):
+    size, count, most = (640, 360), 36, 2_000_000
     if form == "file":
         data, media_type = make_clip(num_frames=count, size=size, is_still=True), "video/mp4"
     else:
         data, media_type = msgspec.msgpack.encode([jpeg("red", size)] * count), FRAMES_TYPE
-    info, frames = decode(pool, data, media_type)
+    small = VideoPool(1, make_group(LimitSettings, max_video_pixels=most))
+    try:
+        info, frames = decode(small, data, media_type)
+    finally:
+        small.close()
     assert (info.width, info.height, len(frames)) == (*size, count)
-    num_pixels = sum(frame.width * frame.height for frame in frames)
-    assert num_pixels == pytest.approx(LimitSettings.max_video_pixels, rel=0.01)
-    assert num_pixels <= LimitSettings.max_video_pixels
+    assert 0.99 * most <= sum(frame.width * frame.height for frame in frames) <= most
 
 
 def test_frames_are_scaled_to_the_limits_of_the_request(pool: VideoPool):
@@ -214,7 +203,7 @@ def test_no_frame_is_seen_twice_or_left_out(pool: VideoPool, fps: int, num_frame
 
 
 def test_many_videos_at_once_share_the_children(pool: VideoPool):
-    """Each video is decoded, and at most as many children as the pool has are left, with bounded memory."""
+    """Each video is decoded, and as many confined children as the pool has are left, with bounded memory."""
     bad = ["nonsense", "large frames", "sound"]
     names = ["mp4", bad[0], "large", "vp9", bad[1], "large", "hevc", bad[2]]
 
@@ -231,24 +220,8 @@ def test_many_videos_at_once_share_the_children(pool: VideoPool):
             assert CLIPS[name][2] in str(result)
         else:
             assert result == (200 if name == "large" else 50)
-    peaks = [peak_bytes(child) for child in children()]
-    assert len(peaks) == pool.num_processes
-    assert max(peaks) < 400 * MIB
-
-
-def test_a_child_that_dies_costs_one_video(pool: VideoPool):
-    named(pool, "mp4")
-    [victim] = [child.pid for child in children()]
-    ref = ImageRef("", 0, "video/mp4", 0, 0, video=VideoOptions())
-    with pool.open(io.BytesIO(clip("mp4")), ref) as video:
-        os.kill(victim, signal.SIGKILL)
-        with pytest.raises(InvalidImage, match="cannot be decoded"):
-            video.frames([0])
-    assert named(pool, "mp4")[0].num_frames == 50
-
-
-@pytest.mark.skipif(not can_filter(), reason="this kernel filters no system calls")
-def test_children_are_confined(pool: VideoPool):
-    named(pool, "mp4")
-    for child in children():
-        assert "Seccomp:\t2" in Path(f"/proc/{child.pid}/status").read_text()
+    statuses = [Path(f"/proc/{child.pid}/status").read_text() for child in children()]
+    assert len(statuses) == pool.num_processes
+    for status in statuses:
+        assert 1024 * int(status.partition("VmHWM:")[2].split()[0]) < 400 * MIB
+        assert "Seccomp:\t2" in status or not can_filter()
