@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,6 +60,8 @@ class Family:
     embedding_std: float = 0.35  #: such that answers differ
     opening: str = ""  #: what the template begins with
     video_placeholder: str = ""  #: what it writes for a video; empty: such are not tested
+    audio_placeholder: str = ""
+    class_name: str = ""  #: of models that are in no list of transformers for images and text
     #: What its processor makes of images and a text, where it lays prompts out by itself; there is no template then.
     read: Callable[[Any, list[Any], str], Any] | None = None
 
@@ -66,24 +69,23 @@ class Family:
         return self.name
 
     @property
-    def architecture(self) -> str:
+    def auto(self) -> Any:
         """The class that transformers runs it with."""
-        return self.auto._model_mapping[type(self.create())].__name__
+        if self.class_name:
+            return getattr(transformers, self.class_name)
+        auto: Any = AutoModelForImageTextToText if self.create_processor else AutoModelForCausalLM
+        return auto._model_mapping[type(self.create())]
+
+    @property
+    def architecture(self) -> str:
+        return self.auto.__name__
 
     @property
     def kind(self) -> str:
         """As the list of what is tested has it."""
         text_config = self.create().get_text_config(decoder=True)
-        return (
-            f"{self.architecture}/{text_config.model_type}"
-            if self.create_processor
-            else self.architecture
-        )
-
-    @property
-    def auto(self) -> Any:
-        """What transformers loads it with."""
-        return AutoModelForImageTextToText if self.create_processor else AutoModelForCausalLM
+        suffix = f"/{text_config.model_type}" if self.create_processor else ""
+        return self.architecture + suffix
 
 
 def text(name: str, config_class: str, shares_prefixes: bool = True, **more: Any) -> Family:
@@ -158,33 +160,21 @@ VIT: dict[str, Any] = {
 CLIP: dict[str, Any] = {**VIT, "image_size": 28, "patch_size": 14}
 SIGLIP: dict[str, Any] = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
 SMALL_TOWER: dict[str, Any] = {**CLIP, "patch_size": 7}
-INTERN_TOWER = {
-    **SMALL_TOWER,
-    "image_size": [28, 28],
-    "patch_size": [7, 7],
-    "model_type": "internvl_vision",
-}
+CLIP_TOWER: dict[str, Any] = {**CLIP, "model_type": "clip_vision_model"}
+QIANFAN_TOWER: dict[str, Any] = {**SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7]}
+INTERN_TOWER: dict[str, Any] = {**QIANFAN_TOWER, "model_type": "internvl_vision"}
 TILES = [[28, 56], [56, 28], [56, 56]]
 QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-GLM = (
-    "<|image|>",
-    "<|video|>",
-    "<|begin_of_image|>",
-    "<|end_of_image|>",
-    "<|begin_of_video|>",
-    "<|end_of_video|>",
-)
-PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 SQUARE = {"height": 28, "width": 28}
 #: Of grids of patches: at least one of 28 by 28 pixels, at most twelve.
 GRIDS = {"shortest_edge": 784, "longest_edge": 784 * 12}
 
 
 def tokenizer(*special: str, **named: str) -> Any:
-    """With more special tokens, ids of which count on from 302, and names for some."""
+    """With more special tokens, ids of which count on from 302: those with a name first."""
     backend = make_tokenizer(IMAGE_ID)
     backend.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in special]
+        [AddedToken(text, special=True, normalized=False) for text in (*named.values(), *special)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -196,8 +186,8 @@ def tokenizer(*special: str, **named: str) -> Any:
     )
 
 
-def sub(config_class: str, **more: Any) -> PreTrainedConfig:
-    return getattr(transformers, f"{config_class}Config")(**{**TEXT, **more})
+def sub(model_type: str, **more: Any) -> dict[str, Any]:
+    return {**TEXT, "model_type": model_type, **more}
 
 
 def visual(
@@ -205,17 +195,18 @@ def visual(
     placeholder: str,
     processor: Callable[[], Any],
     config_class: str,
-    config: Callable[[], dict[str, Any]],
-    **more: Any,
+    *,
+    shares_prefixes: bool = True,
+    embedding_std: float = 0.35,
+    opening: str = "",
+    read: Callable[[Any, list[Any], str], Any] | None = None,
+    **config: Any,
 ) -> Family:
     create = getattr(transformers, f"{config_class}Config")
     return Family(
-        name,
-        lambda: create(**config()),
-        create_processor=processor,
-        placeholder=placeholder,
-        **more,
-    )
+        name, lambda: create(**deepcopy(config)), shares_prefixes, processor, placeholder, embedding_std, opening,
+        read=read,
+    )  # fmt: skip
 
 
 def qwen(
@@ -225,32 +216,29 @@ def qwen(
     shares_prefixes: bool = True,
     **more: Any,
 ) -> Family:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 3, 3],
+    }
     if "3" in config_class:
         rope["mrope_interleaved"] = True
         more["head_dim"] = 16
-    text_config = {**TEXT, "rope_parameters": rope, **more}
-    kind = "Qwen3VL" if "3" in config_class else "Qwen2VL"
     return visual(
-        name,
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        lambda: getattr(transformers, f"{kind}Processor")(
-            transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12),
-            tokenizer(*QWEN),
-            getattr(transformers, f"{kind}VideoProcessor")(),
-        ),
-        config_class,
-        lambda: {
-            "text_config": text_config,
-            "vision_config": vision,
-            "image_token_id": 302,
-            "video_token_id": 303,
-            "vision_start_token_id": 304,
-            "vision_end_token_id": 305,
-            "tie_word_embeddings": False,
-        },
-        shares_prefixes=shares_prefixes,
-    )
+        name, "<|vision_start|><|image_pad|><|vision_end|>",
+        lambda: _qwen2_processor("Qwen3VL" if "3" in config_class else "Qwen2VL"),
+        config_class, text_config={**TEXT, "rope_parameters": rope, **more}, vision_config=vision,
+        tie_word_embeddings=False, image_token_id=302, video_token_id=303, vision_start_token_id=304,
+        vision_end_token_id=305, shares_prefixes=shares_prefixes,
+    )  # fmt: skip
+
+
+def _qwen2_processor(kind: str) -> Any:
+    video = "Qwen2VL" if kind == "Exaone4_5_" else kind
+    return getattr(transformers, f"{kind}Processor")(
+        transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12), tokenizer(*QWEN),
+        getattr(transformers, f"{video}VideoProcessor")(),
+    )  # fmt: skip
 
 
 TOWER: dict[str, Any] = {
@@ -263,26 +251,8 @@ TOWER: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-QWEN2_TOWER = {
-    "depth": 2,
-    "embed_dim": 32,
-    "hidden_size": 64,
-    "num_heads": 2,
-    "mlp_ratio": 2,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-PIXTRAL_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 56,
-    "patch_size": 7,
-    "head_dim": 16,
-    "model_type": "pixtral",
-}
+QWEN2_TOWER = {**TOWER, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+PIXTRAL_TOWER = {**VIT, "image_size": 56, "patch_size": 7, "head_dim": 16, "model_type": "pixtral"}
 MROPE: dict[str, Any] = {
     "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0,
 }  # fmt: skip
@@ -293,127 +263,12 @@ def _pixtral(patch: int, merge: int) -> Any:
         transformers.PixtralImageProcessor(
             size={"longest_edge": 56}, patch_size={"height": patch * merge, "width": patch * merge}
         ),
-        tokenizer(*PIXTRAL),
+        tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         patch_size=patch,
         spatial_merge_size=merge,
     )
 
 
-FAMILIES += [
-    visual(
-        "LLaVA, SigLIP", "<image>",
-        lambda: transformers.LlavaProcessor(
-            transformers.SiglipImageProcessor(size=SQUARE), tokenizer(), patch_size=14,
-            vision_feature_select_strategy="full",
-        ),
-        "Llava",
-        lambda: {
-            "vision_config": SIGLIP,
-            "text_config": sub("Qwen3", head_dim=16), **IMAGE_IDS,
-            "vision_feature_select_strategy": "full", "vision_feature_layer": -1,
-        },
-    ),
-    visual(
-        "LLaVA-NeXT", "<image>",
-        lambda: transformers.LlavaNextProcessor(
-            transformers.LlavaNextImageProcessor(
-                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
-            ),
-            tokenizer(), patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        ),
-        "LlavaNext",
-        lambda: {
-            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Mistral"),
-            **IMAGE_IDS, "image_grid_pinpoints": TILES,
-            "vision_feature_layer": -2,
-        },
-    ),
-    visual(
-        "LLaVA-OneVision", "<image>",
-        lambda: transformers.LlavaOnevisionProcessor(
-            transformers.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES), tokenizer("<video>"),
-            transformers.LlavaOnevisionVideoProcessor(), num_image_tokens=4, vision_feature_select_strategy="full",
-        ),
-        "LlavaOnevision",
-        lambda: {
-            "vision_config": transformers.SiglipVisionConfig(**CLIP), "text_config": sub("Qwen2"),
-            **IMAGE_IDS, "video_token_id": 302,
-            "image_grid_pinpoints": TILES, "vision_aspect_ratio": "anyres_max_9",
-        },
-    ),
-    visual(
-        "Pixtral", "[IMG]", lambda: _pixtral(7, 1), "Llava",
-        lambda: {
-            "vision_config": PIXTRAL_TOWER, "text_config": sub("Mistral", head_dim=16), "image_token_id": 302,
-            "image_token_index": 302, "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
-        },
-    ),
-    visual(
-        "Mistral 3", "[IMG]", lambda: _pixtral(7, 2), "Mistral3",
-        lambda: {
-            "vision_config": PIXTRAL_TOWER, "text_config": sub("Mistral", head_dim=16), "image_token_id": 302,
-            "image_token_index": 302, "spatial_merge_size": 2,
-        },
-    ),
-    visual(
-        "Idefics3", "<image>",
-        lambda: transformers.Idefics3Processor(
-            transformers.Idefics3ImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
-            tokenizer("<global-img>", *[f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]), image_seq_len=4,
-        ),
-        "Idefics3",
-        lambda: {
-            "text_config": sub("Llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
-            "vision_config": {**SMALL_TOWER, "model_type": "idefics3_vision"},
-        },
-    ),
-    visual(
-        "InternVL 3", "<IMG_CONTEXT>", lambda: _intern_processor(),
-        "InternVL",
-        lambda: {
-            "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302, "downsample_ratio": 0.5,
-            "vision_config": INTERN_TOWER,
-        },
-    ),
-    qwen("Qwen2-VL", "Qwen2VL", QWEN2_TOWER),
-    qwen("Qwen2.5-VL", "Qwen2_5_VL", {**TOWER, "window_size": 56, "fullatt_block_indexes": [1]}),
-    qwen(
-        "Qwen3-VL", "Qwen3VL",
-        {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-    ),
-    qwen(
-        "Qwen3-VL-MoE", "Qwen3VLMoe",
-        {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}, **EXPERTS,
-    ),
-    visual(
-        "Gemma 3", "<start_of_image>",
-        lambda: transformers.Gemma3Processor(
-            transformers.Gemma3ImageProcessor(size=SQUARE),
-            tokenizer(
-                "<image_soft_token>", "<start_of_image>", "<end_of_image>", image_token="<image_soft_token>",
-                boi_token="<start_of_image>", eoi_token="<end_of_image>",
-            ),
-            image_seq_length=4,
-        ),
-        "Gemma3",
-        lambda: {
-            "vision_config": SIGLIP,
-            "image_token_id": 302, "image_token_index": 302, "boi_token_index": 303, "eoi_token_index": 304,
-            "mm_tokens_per_image": 4,
-            "text_config": {
-                **TEXT, **MIXED, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16,
-                "final_logit_softcapping": None,
-            },
-        },
-        embedding_std=0.02,
-    ),
-]  # fmt: skip
-MIXED_DELTA: dict[str, Any] = {
-    **TEXT,
-    **DELTA,
-    "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 GEMMA4_TEXT: dict[str, Any] = {
     **TEXT, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 6, "global_head_dim": 32,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 320,
@@ -430,13 +285,15 @@ def _glm(name: str, kind: str, config_class: str, vision: dict[str, Any], **more
         name, "<|begin_of_image|><|image|><|end_of_image|>",
         lambda: getattr(transformers, f"{kind}Processor")(
             getattr(transformers, f"{kind}ImageProcessor")(patch_size=14, size=GRIDS),
-            tokenizer(*GLM), getattr(transformers, f"{kind}VideoProcessor")(),
+            tokenizer(
+                "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+                "<|end_of_video|>",
+            ),
+            getattr(transformers, f"{kind}VideoProcessor")(),
         ),
         config_class,
-        lambda: {
-            "text_config": text_config, "vision_config": {**TOWER, "image_size": 56, **vision},
-            "tie_word_embeddings": False, **GLM_IDS,
-        },
+        text_config=text_config, vision_config={**TOWER, "image_size": 56, **vision},
+        tie_word_embeddings=False, **GLM_IDS,
     )  # fmt: skip
 
 
@@ -454,259 +311,32 @@ def _gemma4(name: str, **more: Any) -> Family:
             transformers.Gemma4AudioFeatureExtractor(),
             transformers.Gemma4ImageProcessor(patch_size=7, pooling_kernel_size=2, max_soft_tokens=70),
             tokenizer(
-                "<|image|>", "<|video|>", "<|audio|>", "<|image>", "<image|>", "<|audio>", "<audio|>",
-                image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>", audio_token="<|audio|>",
-                boa_token="<|audio>", eoa_token="<audio|>", video_token="<|video|>",
+                image_token="<|image|>", video_token="<|video|>", audio_token="<|audio|>", boi_token="<|image>",
+                eoi_token="<image|>", boa_token="<|audio>", eoa_token="<audio|>",
             ),
             transformers.Gemma4VideoProcessor(),
             image_seq_length=70,
         ),
         "Gemma4",
-        lambda: {
-            "text_config": {**GEMMA4_TEXT, **more}, "image_token_id": 302, "video_token_id": 303,
-            "audio_token_id": 304, "boi_token_id": 305, "eoi_token_id": 306,
-            "vision_config": {
-                **VIT, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "patch_size": 7,
-                "position_embedding_size": 64,
-            },
+        text_config={**GEMMA4_TEXT, **more}, image_token_id=302, video_token_id=303,
+        audio_token_id=304, boi_token_id=305, eoi_token_id=306,
+        vision_config={
+            **VIT, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "patch_size": 7,
+            "position_embedding_size": 64,
         },
         embedding_std=0.02,
     )  # fmt: skip
 
 
-FAMILIES += [
-    visual(
-        "LLaVA 1.5", "<image>", _llava_processor,
-        "Llava",
-        lambda: {
-            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
-            **IMAGE_IDS,
-        },
-    ),
-    visual(
-        "ViP-LLaVA", "<image>", _llava_processor,
-        "VipLlava",
-        lambda: {
-            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
-            **IMAGE_IDS, "vision_feature_layers": [-1, -2],
-        },
-    ),
-    visual(
-        "SmolVLM", "<image>",
-        lambda: _smolvlm(),
-        "SmolVLM",
-        lambda: {
-            "text_config": sub("Llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
-            "vision_config": {**SMALL_TOWER, "model_type": "smolvlm_vision"},
-        },
-    ),
-    _glm("GLM-4.1V", "Glm4v", "Glm4v", {}),
-    _glm("GLM-OCR", "Glm46V", "GlmOcr", {}),
-    _glm(
-        "GLM-4.5V", "Glm4v", "Glm4vMoe", {}, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
-        n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
-    ),
-    _glm("GLM-4.6V", "Glm46V", "Glm46V", {"model_type": "glm4v_vision"}, model_type="glm4v_text"),
-    visual(
-        "PaddleOCR-VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        lambda: transformers.PaddleOCRVLProcessor(
-            transformers.PaddleOCRVLImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(
-                "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", image_token="<|IMAGE_PLACEHOLDER|>"
-            ),
-        ),
-        "PaddleOCRVL",
-        lambda: {
-            "text_config": {**TEXT, "rope_parameters": MROPE, "head_dim": 16}, "image_token_id": 302,
-            "video_token_id": 305, "vision_start_token_id": 303, "vision_end_token_id": 304,
-            "tie_word_embeddings": False,
-            "vision_config": {**VIT, "image_size": 56, "patch_size": 14, "spatial_merge_size": 2},
-        },
-    ),
-    visual(
-        "ERNIE 4.5 VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        lambda: transformers.Ernie4_5_VLMoeProcessor(
-            transformers.Ernie4_5_VLMoeImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(
-                "<|IMAGE_PLACEHOLDER|>", "<|VIDEO_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>",
-                "<|VIDEO_START|>", "<|VIDEO_END|>", image_token="<|IMAGE_PLACEHOLDER|>",
-                video_token="<|VIDEO_PLACEHOLDER|>", image_start_token="<|IMAGE_START|>",
-                image_end_token="<|IMAGE_END|>", video_start_token="<|VIDEO_START|>", video_end_token="<|VIDEO_END|>",
-            ),
-            transformers.Ernie4_5_VLMoeVideoProcessor(draw_on_frames=False),
-        ),
-        "Ernie4_5_VLMoe",
-        lambda: {
-            "text_config": {
-                **TEXT, "moe_intermediate_size": [32, 16], "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
-                "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]},
-            },
-            "vision_config": {
-                "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 14,
-                "spatial_merge_size": 2,
-            },
-            "tie_word_embeddings": False, **GLM_IDS,
-        },
-    ),
-    _gemma4("Gemma 4 E", num_kv_shared_layers=2, hidden_size_per_layer_input=8),
-    _gemma4(
-        "Gemma 4", use_bidirectional_attention="vision", num_kv_shared_layers=0, hidden_size_per_layer_input=0,
-        attention_k_eq_v=True, num_global_key_value_heads=1,
-    ),
-    visual(
-        "Gemma 3n", "<image_soft_token>", lambda: _gemma3n(), "Gemma3n",
-        # Tokens of images and audio have embeddings of their own.
-        lambda: {
-            "text_config": {**TEXT, **GEMMA3N_TEXT, "vocab_size_per_layer_input": 304}, "boi_token_id": 302,
-            "boa_token_id": 303, "eoi_token_id": 304, "image_token_id": 305, "eoa_token_id": 306,
-            "audio_token_id": 307, "vision_soft_tokens_per_image": 4,
-            "vision_config": {
-                "model_args": {"channel_multiplier": 0.02, "msfa_output_resolution": 2}, "vocab_offset": 304,
-                "vocab_size": 2,
-            },
-            "audio_config": {
-                "hidden_size": 32, "conf_num_hidden_layers": 2, "conf_num_attention_heads": 2,
-                "sscp_conv_channel_size": [8, 4], "vocab_offset": 306, "vocab_size": 14,
-            },
-        },
-        embedding_std=0.1,
-    ),
-    visual(
-        "Kimi K2.5", "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
-        lambda: transformers.Kimi_K25Processor(
-            transformers.Kimi_K25ImageProcessor(
-                patch_size=14, max_patches=48, size={"max_height": 84, "max_width": 84}
-            ),
-            tokenizer("<|media_pad|>", "<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"),
-            transformers.Kimi_K25VideoProcessor(),
-        ),
-        "Kimi_K25",
-        lambda: {
-            "text_config": {**TEXT, "model_type": "deepseek_v3", "q_lora_rank": 16, **LATENT},
-            "vision_config": {**VIT, "pos_emb_height": 8, "pos_emb_width": 8},
-            "projection_hidden_size": 32, "image_token_id": 302, "video_token_id": 303, "tie_word_embeddings": False,
-        },
-    ),
-    visual(
-        "Llama 4", "<|image|>",
-        lambda: transformers.Llama4Processor(
-            transformers.Llama4ImageProcessor(size=SQUARE, max_patches=4),
-            tokenizer(
-                "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>",
-                "<|tile_y_separator|>",
-            ),
-            patch_size=7,
-        ),
-        "Llama4",
-        lambda: {
-            "text_config": {
-                **TEXT, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1,
-                "attention_chunk_size": 8, "floor_scale": 8, "layer_types": ["chunked_attention", "full_attention"],
-                "no_rope_layers": [1, 0],
-            },
-            "vision_config": {
-                "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "image_size": 28, "patch_size": 7, "vision_output_dim": 32, "projector_input_dim": 32,
-                "projector_output_dim": 32,
-            },
-            "image_token_index": 305, "boi_token_index": 303, "eoi_token_index": 304,
-        },
-    ),
-    visual(
-        "Command A Vision", "<|IMG_PATCH|>",
-        lambda: transformers.Cohere2VisionProcessor(
-            transformers.Cohere2VisionImageProcessor(size=SQUARE, max_patches=4, patch_size=2),
-            tokenizer(
-                "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>",
-                image_token="<|IMG_PATCH|>", boi_token="<|START_OF_IMG|>", eoi_token="<|END_OF_IMG|>",
-                img_line_break_token="<|IMG_LINE_BREAK|>",
-            ),
-        ),
-        "Cohere2Vision",
-        lambda: {
-            "text_config": {**TEXT, **MIXED, "model_type": "cohere2", "sliding_window": 6, "head_dim": 16},
-            "vision_config": {**SIGLIP, "patch_size": 7}, "image_token_id": 302, "alignment_intermediate_size": 96,
-        },
-    ),
-    visual(
-        "Aya Vision", "<image>",
-        lambda: transformers.AyaVisionProcessor(
-            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4, crop_to_patches=True),
-            tokenizer(
-                "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL",
-                *[f"TILE_{i}" for i in range(1, 5)],
-            ),
-            patch_size=7, img_size=28, downsample_factor=2,
-        ),
-        "AyaVision",
-        lambda: {
-            "text_config": {**TEXT, **MIXED, "model_type": "cohere2", "sliding_window": 6, "head_dim": 16},
-            "vision_config": {**SIGLIP, "patch_size": 7}, "image_token_index": 304, "image_token_id": 304,
-        },
-    ),
-    qwen(
-        "Qwen3.5", "Qwen3_5", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False, layer_types=["linear_attention", "full_attention"], **DELTA
-    ),
-    qwen(
-        "Qwen3.5-MoE", "Qwen3_5Moe", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False,
-        layer_types=["linear_attention", "full_attention"], shared_expert_intermediate_size=32, **EXPERTS, **DELTA,
-    ),
-    visual(
-        "MiniCPM-V 4.6", "<image_pad>",
-        lambda: transformers.MiniCPMV4_6Processor(
-            transformers.MiniCPMV4_6ImageProcessor(patch_size=7, scale_resolution=56, max_slice_nums=2),
-            transformers.MiniCPMV4_6VideoProcessor(),
-            tokenizer(
-                "<image_pad>", "<video_pad>", "<image_start>", "</image_start>", "<slice>", "</slice>", "<image_id>",
-                "</image_id>", image_token="<image_pad>", video_token="<video_pad>", image_start_token="<image_start>",
-                image_end_token="</image_start>", slice_start_token="<slice>", slice_end_token="</slice>",
-                image_id_start_token="<image_id>", image_id_end_token="</image_id>",
-            ),
-        ),
-        "MiniCPMV4_6",
-        lambda: {
-            "text_config": {**MIXED_DELTA, "model_type": "qwen3_5_text", "rope_parameters": {**MROPE, "mrope_interleaved": True}},
-            "image_token_id": 302, "video_token_id": 303, "insert_layer_id": 0,
-            "vision_config": {**VIT, "image_size": 56, "patch_size": 7, "insert_layer_id": 0},
-        },
-        shares_prefixes=False,
-    ),
-    visual(
-        "LFM2-VL", "<image>",
-        lambda: transformers.Lfm2VlProcessor(
-            transformers.Lfm2VlImageProcessor(
-                encoder_patch_size=7, tile_size=28, size=SQUARE, min_image_tokens=2, max_image_tokens=6, max_tiles=4
-            ),
-            tokenizer(
-                "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
-                *[f"<|img_row_{i}_col_{j}|>" for i in (1, 2, 3, 4) for j in (1, 2, 3, 4)],
-            ),
-        ),
-        "Lfm2Vl",
-        lambda: {
-            "text_config": {
-                **TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
-                "block_auto_adjust_ff_dim": False, "vocab_size": 330,
-            },
-            "image_token_id": IMAGE_ID, "projector_hidden_size": 48,
-            "vision_config": {
-                **VIT, "num_patches": 64, "patch_size": 7, "model_type": "siglip2_vision_model", "vision_use_head": False,
-            },
-        },
-        shares_prefixes=False, opening="<s>",
-    ),
-]  # fmt: skip
-
-
 def _gemma3n() -> Any:
-    names = {
-        "boi_token": "<start_of_image>", "boa_token": "<start_of_audio>", "eoi_token": "<end_of_image>",
-        "image_token": "<image_soft_token>", "eoa_token": "<end_of_audio>", "audio_token": "<audio_soft_token>",
-    }  # fmt: skip
     return transformers.Gemma3nProcessor(
         transformers.Gemma3nAudioFeatureExtractor(),
         transformers.SiglipImageProcessor(size={"height": 64, "width": 64}),
-        tokenizer(*names.values(), **names), image_seq_length=4,
+        tokenizer(
+            boi_token="<start_of_image>", boa_token="<start_of_audio>", eoi_token="<end_of_image>",
+            image_token="<image_soft_token>", eoa_token="<end_of_audio>", audio_token="<audio_soft_token>",
+        ),
+        image_seq_length=4,
     )  # fmt: skip
 
 
@@ -726,8 +356,7 @@ VQ: dict[str, Any] = {
 
 def _intern_tokens() -> Any:
     return tokenizer(
-        "<IMG_CONTEXT>", "<img>", "</img>", "<video>", start_image_token="<img>", end_image_token="</img>",
-        context_image_token="<IMG_CONTEXT>", video_token="<video>",
+        context_image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>", video_token="<video>"
     )  # fmt: skip
 
 
@@ -736,215 +365,6 @@ def _intern_processor() -> Any:
         transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
         transformers.InternVLVideoProcessor(), image_seq_length=4,
     )  # fmt: skip
-
-
-def _qwen2_processor(kind: str, tokens: Any) -> Any:
-    return getattr(transformers, f"{kind}Processor")(
-        transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12), tokens,
-        transformers.Qwen2VLVideoProcessor(),
-    )  # fmt: skip
-
-
-FAMILIES += [
-    visual(
-        "GOT-OCR 2", "<imgpad>",
-        lambda: transformers.GotOcr2Processor(
-            transformers.GotOcr2ImageProcessor(size={"height": 1024, "width": 1024}), tokenizer("<imgpad>", "<img>", "</img>")
-        ),
-        "GotOcr2",
-        lambda: {
-            "text_config": sub("Qwen2", max_position_embeddings=640), "image_token_index": 302, "image_seq_length": 256,
-            "vision_config": {
-                "hidden_size": 8, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
-                "image_size": 1024, "patch_size": 16, "window_size": 2, "global_attn_indexes": [], "mlp_dim": 8,
-            },
-        },
-    ),
-    visual(
-        "Aria", "<image>",
-        lambda: transformers.AriaProcessor(
-            transformers.AriaImageProcessor(),
-            tokenizer(image_token="<image>"), size_conversion={980: 4},
-        ),
-        "Aria",
-        lambda: {
-            "text_config": {**TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
-            "image_token_index": IMAGE_ID, "projector_patch_to_query_dict": {49: 4},
-            "vision_config": {**SMALL_TOWER, "model_type": "idefics3_vision", "image_size": 980, "patch_size": 140},
-        },
-    ),
-    visual(
-        "DeepSeek-VL", "<image>",
-        lambda: transformers.DeepseekVLProcessor(
-            transformers.DeepseekVLImageProcessor(size=SQUARE), tokenizer(image_token="<image>"), num_image_tokens=4
-        ),
-        "DeepseekVL",
-        lambda: {
-            "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
-            "vision_config": SIGLIP,
-        },
-    ),
-    visual(
-        "DeepSeek-VL hybrid", "<image>",
-        lambda: transformers.DeepseekVLHybridProcessor(
-            transformers.DeepseekVLHybridImageProcessor(size=SQUARE, high_res_size={"height": 128, "width": 128}),
-            tokenizer(image_token="<image>"), num_image_tokens=4,
-        ),
-        "DeepseekVLHybrid",
-        lambda: {
-            "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
-            "vision_config": SIGLIP,
-            "high_res_vision_config": {
-                "model_type": "sam_vision_model", "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2,
-                "num_attention_heads": 2, "image_size": 128, "patch_size": 16, "window_size": 2,
-                "global_attn_indexes": [1], "mlp_dim": 48,
-            },
-        },
-    ),
-    visual(
-        "Janus", "<image>",
-        lambda: transformers.JanusProcessor(
-            transformers.JanusImageProcessor(size=SQUARE, min_size=2),
-            tokenizer("<begin_of_image>", "<end_of_image>", image_token="<image>", boi_token="<begin_of_image>", eoi_token="<end_of_image>"),
-            num_image_tokens=16,
-        ),
-        "Janus",
-        lambda: {
-            "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
-            "vision_config": {
-                "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
-                "mlp_ratio": 2, "projection_dim": 64, "num_image_tokens": 16, "depth": 1,
-            },
-            "vq_config": {**VQ, "image_token_embed_dim": 64, "projection_dim": 64},
-        },
-    ),
-    visual(
-        "EXAONE 4.5", "<|vision_start|><|image_pad|><|vision_end|>",
-        lambda: _qwen2_processor("Exaone4_5_", tokenizer(*QWEN)),
-        "Exaone4_5_",
-        lambda: {
-            "text_config": {**TEXT, "model_type": "exaone4", "sliding_window": 6, "sliding_window_pattern": 2, **MIXED},
-            "vision_config": {**TOWER, "num_key_value_heads": 1, "window_size": 56, "fullatt_block_indexes": [1]},
-            "tie_word_embeddings": False, "image_token_id": 302, "video_token_id": 303,
-        },
-    ),
-    visual(
-        "LightOnOCR", "<|image_pad|>",
-        lambda: transformers.LightOnOcrProcessor(
-            transformers.PixtralImageProcessor(
-                size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
-            ),
-            tokenizer(
-                "<|image_pad|>", "<|vision_pad|>", "<|vision_end|>", image_token="<|image_pad|>",
-                image_break_token="<|vision_pad|>", image_end_token="<|vision_end|>",
-            ),
-            patch_size=7,
-        ),
-        "LightOnOcr",
-        lambda: {
-            "vision_config": PIXTRAL_TOWER, "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302,
-        },
-    ),
-    visual(
-        "Qianfan-OCR", "<image>",
-        lambda: transformers.QianfanOCRProcessor(
-            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
-            image_seq_length=4,
-        ),
-        "QianfanOCR",
-        lambda: {
-            "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302,
-            "vision_config": {**SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7]},
-        },
-    ),
-    visual(
-        "HunYuan-VL", "<img_start><img><img_end>",
-        lambda: transformers.HunYuanVLProcessor(
-            transformers.HunYuanVLImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(
-                "<img>", "<img_start>", "<img_end>", "<img_newline>", image_token="<img>",
-                image_start_token="<img_start>", image_end_token="<img_end>",
-            ),
-        ),
-        "HunYuanVL",
-        lambda: {
-            "text_config": {**TEXT, "head_dim": 16, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2, 2]}},
-            "image_token_id": 302, "im_start_id": 303, "im_end_id": 304,
-            "im_newline_id": 305,
-            "vision_config": {
-                **VIT, "out_hidden_size": 64, "text_hidden_size": 64, "patch_size": 14, "img_max_token_num": 64,
-                "max_image_size": 112, "min_image_size": 28,
-            },
-        },
-        opening="<s>",
-    ),
-    visual(
-        "VideoLLaMA 3", "<|image_pad|>",
-        lambda: transformers.VideoLlama3Processor(
-            transformers.VideoLlama3ImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(*QWEN), transformers.VideoLlama3VideoProcessor(),
-        ),
-        "VideoLlama3",
-        lambda: {
-            "text_config": sub("Qwen2"), "image_token_id": 302, "video_token_id": 303,
-            "vision_config": {**VIT, "patch_size": 14},
-        },
-    ),
-    visual(
-        "LLaVA-NeXT-Video", "<image>",
-        lambda: transformers.LlavaNextVideoProcessor(
-            transformers.LlavaNextVideoVideoProcessor(),
-            transformers.LlavaNextImageProcessor(
-                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
-            ),
-            tokenizer("<video>"), patch_size=14, vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-        ),
-        "LlavaNextVideo",
-        lambda: {
-            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
-            **IMAGE_IDS, "video_token_index": 302,
-            "image_grid_pinpoints": TILES, "vision_feature_layer": -2,
-        },
-    ),
-    visual(
-        "Qwen2.5-Omni", "<|vision_bos|><|IMAGE|><|vision_eos|>",
-        lambda: transformers.Qwen2_5OmniProcessor(
-            transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12),
-            transformers.Qwen2VLVideoProcessor(patch_size=14),
-            transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=4),
-            tokenizer(
-                "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>", "<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>",
-                image_token="<|IMAGE|>", video_token="<|VIDEO|>", audio_token="<|AUDIO|>",
-                vision_bos_token="<|vision_bos|>", vision_eos_token="<|vision_eos|>", audio_bos_token="<|audio_bos|>",
-                audio_eos_token="<|audio_eos|>",
-            ),
-        ),
-        "Qwen2_5OmniThinker",
-        lambda: {
-            "text_config": {
-                **TEXT, "max_position_embeddings": 2048,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-            },
-            "vision_config": {**TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
-            "audio_config": {
-                "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "num_mel_bins": 80,
-                "max_source_positions": 200, "n_window": 50, "output_dim": 64,
-            },
-            "image_token_index": 302, "video_token_index": 303, "audio_token_index": 304,
-            "vision_start_token_id": 305, "vision_end_token_id": 306,
-            "audio_start_token_id": 307, "audio_end_token_id": 308,
-        },
-    ),
-    visual(
-        "InternVL 2.5", "<IMG_CONTEXT>", lambda: _intern_processor(),
-        "InternVL",
-        lambda: {
-            "text_config": sub("Qwen2"), "image_token_id": 302, "downsample_ratio": 0.5,
-            "vision_config": INTERN_TOWER,
-        },
-    ),
-]  # fmt: skip
 
 
 def _read_paligemma(processor: Any, images: list[Any], text: str) -> Any:
@@ -960,24 +380,473 @@ def _read_paligemma(processor: Any, images: list[Any], text: str) -> Any:
     return made
 
 
-def _paligemma(name: str, config_class: str, **more: Any) -> Family:
+def _paligemma(name: str, kind: str, **more: Any) -> Family:
     return visual(
         name, "",
         lambda: transformers.PaliGemmaProcessor(
             transformers.SiglipImageProcessor(size=SQUARE, image_seq_length=4), tokenizer()
         ),
         "PaliGemma",
-        lambda: {
-            "vision_config": SIGLIP, "text_config": sub(config_class, head_dim=16, vocab_size=1600, **more),
-            "image_token_index": IMAGE_ID, "projection_dim": 64, "hidden_size": 64,
-        },
+        vision_config=SIGLIP, text_config=sub(kind, head_dim=16, vocab_size=1600, **more),
+        image_token_index=IMAGE_ID, projection_dim=64, hidden_size=64,
         shares_prefixes=False, read=_read_paligemma, embedding_std=0.1,
     )  # fmt: skip
 
 
 FAMILIES += [
-    _paligemma("PaliGemma", "Gemma"),
-    _paligemma("PaliGemma 2", "Gemma2", sliding_window=6, query_pre_attn_scalar=16, **MIXED),
+    visual(
+        "LLaVA, SigLIP", "<image>",
+        lambda: transformers.LlavaProcessor(
+            transformers.SiglipImageProcessor(size=SQUARE), tokenizer(), patch_size=14,
+            vision_feature_select_strategy="full",
+        ),
+        "Llava",
+        vision_config=SIGLIP,
+        text_config=sub("qwen3", head_dim=16), **IMAGE_IDS,
+        vision_feature_select_strategy="full", vision_feature_layer=-1,
+    ),
+    visual(
+        "LLaVA-NeXT", "<image>",
+        lambda: transformers.LlavaNextProcessor(
+            transformers.LlavaNextImageProcessor(
+                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
+            ),
+            tokenizer(), patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        ),
+        "LlavaNext",
+        vision_config=CLIP_TOWER, text_config=sub("mistral"),
+        **IMAGE_IDS, image_grid_pinpoints=TILES,
+        vision_feature_layer=-2,
+    ),
+    visual(
+        "LLaVA-OneVision", "<image>",
+        lambda: transformers.LlavaOnevisionProcessor(
+            transformers.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES), tokenizer("<video>"),
+            transformers.LlavaOnevisionVideoProcessor(), num_image_tokens=4, vision_feature_select_strategy="full",
+        ),
+        "LlavaOnevision",
+        vision_config={**CLIP, "model_type": "siglip_vision_model"}, text_config=sub("qwen2"),
+        **IMAGE_IDS, video_token_id=302,
+        image_grid_pinpoints=TILES, vision_aspect_ratio="anyres_max_9",
+    ),
+    visual(
+        "Pixtral", "[IMG]", lambda: _pixtral(7, 1), "Llava",
+        vision_config=PIXTRAL_TOWER, text_config=sub("mistral", head_dim=16), image_token_id=302,
+        image_token_index=302, vision_feature_layer=-1, vision_feature_select_strategy="full",
+    ),
+    visual(
+        "Mistral 3", "[IMG]", lambda: _pixtral(7, 2), "Mistral3",
+        vision_config=PIXTRAL_TOWER, text_config=sub("mistral", head_dim=16), image_token_id=302,
+        image_token_index=302, spatial_merge_size=2,
+    ),
+    visual(
+        "Idefics3", "<image>",
+        lambda: transformers.Idefics3Processor(
+            transformers.Idefics3ImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+            tokenizer("<global-img>", *[f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]), image_seq_len=4,
+        ),
+        "Idefics3",
+        text_config=sub("llama"), image_token_id=IMAGE_ID, scale_factor=2, pad_token_id=0,
+        vision_config={**SMALL_TOWER, "model_type": "idefics3_vision"},
+    ),
+    visual(
+        "InternVL 3", "<IMG_CONTEXT>", _intern_processor,
+        "InternVL",
+        text_config=sub("qwen3", head_dim=16), image_token_id=302, downsample_ratio=0.5,
+        vision_config=INTERN_TOWER,
+    ),
+    qwen("Qwen2-VL", "Qwen2VL", QWEN2_TOWER),
+    qwen("Qwen2.5-VL", "Qwen2_5_VL", {**TOWER, "window_size": 56, "fullatt_block_indexes": [1]}),
+    qwen(
+        "Qwen3-VL", "Qwen3VL",
+        {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    ),
+    qwen(
+        "Qwen3-VL-MoE", "Qwen3VLMoe",
+        {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}, **EXPERTS,
+    ),
+    visual(
+        "Gemma 3", "<start_of_image>",
+        lambda: transformers.Gemma3Processor(
+            transformers.Gemma3ImageProcessor(size=SQUARE),
+            tokenizer(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>"),
+            image_seq_length=4,
+        ),
+        "Gemma3",
+        vision_config=SIGLIP,
+        image_token_id=302, image_token_index=302, boi_token_index=303, eoi_token_index=304,
+        mm_tokens_per_image=4,
+        text_config={
+            **TEXT, **MIXED, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": None,
+        },
+        embedding_std=0.02,
+    ),
+    visual(
+        "LLaVA 1.5", "<image>", _llava_processor,
+        "Llava",
+        vision_config=CLIP_TOWER, text_config=sub("llama"),
+        **IMAGE_IDS,
+    ),
+    visual(
+        "ViP-LLaVA", "<image>", _llava_processor,
+        "VipLlava",
+        vision_config=CLIP_TOWER, text_config=sub("llama"),
+        **IMAGE_IDS, vision_feature_layers=[-1, -2],
+    ),
+    visual(
+        "SmolVLM", "<image>",
+        _smolvlm,
+        "SmolVLM",
+        text_config=sub("llama"), image_token_id=IMAGE_ID, scale_factor=2, pad_token_id=0,
+        vision_config={**SMALL_TOWER, "model_type": "smolvlm_vision"},
+    ),
+    _glm("GLM-4.1V", "Glm4v", "Glm4v", {}),
+    _glm("GLM-OCR", "Glm46V", "GlmOcr", {}),
+    _glm(
+        "GLM-4.5V", "Glm4v", "Glm4vMoe", {}, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+    ),
+    _glm("GLM-4.6V", "Glm46V", "Glm46V", {"model_type": "glm4v_vision"}, model_type="glm4v_text"),
+    visual(
+        "PaddleOCR-VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        lambda: transformers.PaddleOCRVLProcessor(
+            transformers.PaddleOCRVLImageProcessor(patch_size=14, size=GRIDS),
+            tokenizer("<|IMAGE_START|>", "<|IMAGE_END|>", image_token="<|IMAGE_PLACEHOLDER|>"),
+        ),
+        "PaddleOCRVL",
+        text_config={**TEXT, "rope_parameters": MROPE, "head_dim": 16}, image_token_id=302,
+        video_token_id=305, vision_start_token_id=303, vision_end_token_id=304,
+        tie_word_embeddings=False,
+        vision_config={**VIT, "image_size": 56, "patch_size": 14, "spatial_merge_size": 2},
+    ),
+    visual(
+        "ERNIE 4.5 VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        lambda: transformers.Ernie4_5_VLMoeProcessor(
+            transformers.Ernie4_5_VLMoeImageProcessor(patch_size=14, size=GRIDS),
+            tokenizer(
+                image_token="<|IMAGE_PLACEHOLDER|>", video_token="<|VIDEO_PLACEHOLDER|>",
+                image_start_token="<|IMAGE_START|>", image_end_token="<|IMAGE_END|>",
+                video_start_token="<|VIDEO_START|>", video_end_token="<|VIDEO_END|>",
+            ),
+            transformers.Ernie4_5_VLMoeVideoProcessor(draw_on_frames=False),
+        ),
+        "Ernie4_5_VLMoe",
+        text_config={
+            **TEXT, "moe_intermediate_size": [32, 16], "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+            "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]},
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 14,
+            "spatial_merge_size": 2,
+        },
+        tie_word_embeddings=False, **GLM_IDS,
+    ),
+    _gemma4("Gemma 4 E", num_kv_shared_layers=2, hidden_size_per_layer_input=8),
+    _gemma4(
+        "Gemma 4", use_bidirectional_attention="vision", num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+        attention_k_eq_v=True, num_global_key_value_heads=1,
+    ),
+    visual(
+        "Gemma 3n", "<image_soft_token>", _gemma3n, "Gemma3n",
+        # Tokens of images and audio have embeddings of their own.
+        text_config={**TEXT, **GEMMA3N_TEXT, "vocab_size_per_layer_input": 304}, boi_token_id=302,
+        boa_token_id=303, eoi_token_id=304, image_token_id=305, eoa_token_id=306,
+        audio_token_id=307, vision_soft_tokens_per_image=4,
+        vision_config={
+            "model_args": {"channel_multiplier": 0.02, "msfa_output_resolution": 2}, "vocab_offset": 304,
+            "vocab_size": 2,
+        },
+        audio_config={
+            "hidden_size": 32, "conf_num_hidden_layers": 2, "conf_num_attention_heads": 2,
+            "sscp_conv_channel_size": [8, 4], "vocab_offset": 306, "vocab_size": 14,
+        },
+        embedding_std=0.1,
+    ),
+    visual(
+        "Kimi K2.5", "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+        lambda: transformers.Kimi_K25Processor(
+            transformers.Kimi_K25ImageProcessor(
+                patch_size=14, max_patches=48, size={"max_height": 84, "max_width": 84}
+            ),
+            tokenizer("<|media_pad|>", "<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"),
+            transformers.Kimi_K25VideoProcessor(),
+        ),
+        "Kimi_K25",
+        text_config={**sub("deepseek_v3", q_lora_rank=16), **LATENT},
+        vision_config={**VIT, "pos_emb_height": 8, "pos_emb_width": 8},
+        projection_hidden_size=32, image_token_id=302, video_token_id=303, tie_word_embeddings=False,
+    ),
+    visual(
+        "Llama 4", "<|image|>",
+        lambda: transformers.Llama4Processor(
+            transformers.Llama4ImageProcessor(size=SQUARE, max_patches=4),
+            tokenizer(
+                "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>",
+                "<|tile_y_separator|>",
+            ),
+            patch_size=7,
+        ),
+        "Llama4",
+        text_config={
+            **TEXT, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1,
+            "attention_chunk_size": 8, "floor_scale": 8, "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+        },
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 7, "vision_output_dim": 32, "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+        image_token_index=305, boi_token_index=303, eoi_token_index=304,
+    ),
+    visual(
+        "Command A Vision", "<|IMG_PATCH|>",
+        lambda: transformers.Cohere2VisionProcessor(
+            transformers.Cohere2VisionImageProcessor(size=SQUARE, max_patches=4, patch_size=2),
+            tokenizer(
+                image_token="<|IMG_PATCH|>", boi_token="<|START_OF_IMG|>", eoi_token="<|END_OF_IMG|>",
+                img_line_break_token="<|IMG_LINE_BREAK|>",
+            ),
+        ),
+        "Cohere2Vision",
+        text_config=sub("cohere2", sliding_window=6, head_dim=16, **MIXED),
+        vision_config={**SIGLIP, "patch_size": 7}, image_token_id=302, alignment_intermediate_size=96,
+    ),
+    visual(
+        "Aya Vision", "<image>",
+        lambda: transformers.AyaVisionProcessor(
+            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4, crop_to_patches=True),
+            tokenizer(
+                "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL",
+                *[f"TILE_{i}" for i in range(1, 5)],
+            ),
+            patch_size=7, img_size=28, downsample_factor=2,
+        ),
+        "AyaVision",
+        text_config=sub("cohere2", sliding_window=6, head_dim=16, **MIXED),
+        vision_config={**SIGLIP, "patch_size": 7}, image_token_index=304, image_token_id=304,
+    ),
+    qwen(
+        "Qwen3.5", "Qwen3_5", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False, layer_types=["linear_attention", "full_attention"], **DELTA
+    ),
+    qwen(
+        "Qwen3.5-MoE", "Qwen3_5Moe", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False,
+        layer_types=["linear_attention", "full_attention"], shared_expert_intermediate_size=32, **EXPERTS, **DELTA,
+    ),
+    visual(
+        "MiniCPM-V 4.6", "<image_pad>",
+        lambda: transformers.MiniCPMV4_6Processor(
+            transformers.MiniCPMV4_6ImageProcessor(patch_size=7, scale_resolution=56, max_slice_nums=2),
+            transformers.MiniCPMV4_6VideoProcessor(),
+            tokenizer(
+                image_token="<image_pad>", video_token="<video_pad>", image_start_token="<image_start>",
+                image_end_token="</image_start>", slice_start_token="<slice>", slice_end_token="</slice>",
+                image_id_start_token="<image_id>", image_id_end_token="</image_id>",
+            ),
+        ),
+        "MiniCPMV4_6",
+        text_config=sub(
+            "qwen3_5_text", head_dim=16, layer_types=["linear_attention", "full_attention"],
+            rope_parameters={**MROPE, "mrope_interleaved": True}, **DELTA,
+        ),
+        image_token_id=302, video_token_id=303, insert_layer_id=0,
+        vision_config={**VIT, "image_size": 56, "patch_size": 7, "insert_layer_id": 0},
+        shares_prefixes=False,
+    ),
+    visual(
+        "LFM2-VL", "<image>",
+        lambda: transformers.Lfm2VlProcessor(
+            transformers.Lfm2VlImageProcessor(
+                encoder_patch_size=7, tile_size=28, size=SQUARE, min_image_tokens=2, max_image_tokens=6, max_tiles=4
+            ),
+            tokenizer(
+                "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+                *[f"<|img_row_{i}_col_{j}|>" for i in (1, 2, 3, 4) for j in (1, 2, 3, 4)],
+            ),
+        ),
+        "Lfm2Vl",
+        text_config=sub(
+            "lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3, block_auto_adjust_ff_dim=False,
+            vocab_size=330,
+        ),
+        image_token_id=IMAGE_ID, projector_hidden_size=48,
+        vision_config={
+            **VIT, "num_patches": 64, "patch_size": 7, "model_type": "siglip2_vision_model", "vision_use_head": False,
+        },
+        shares_prefixes=False, opening="<s>",
+    ),
+    visual(
+        "GOT-OCR 2", "<imgpad>",
+        lambda: transformers.GotOcr2Processor(
+            transformers.GotOcr2ImageProcessor(size={"height": 1024, "width": 1024}), tokenizer("<imgpad>", "<img>", "</img>")
+        ),
+        "GotOcr2",
+        text_config=sub("qwen2", max_position_embeddings=640), image_token_index=302, image_seq_length=256,
+        vision_config={
+            "hidden_size": 8, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "image_size": 1024, "patch_size": 16, "window_size": 2, "global_attn_indexes": [], "mlp_dim": 8,
+        },
+    ),
+    visual(
+        "Aria", "<image>",
+        lambda: transformers.AriaProcessor(
+            transformers.AriaImageProcessor(),
+            tokenizer(image_token="<image>"), size_conversion={980: 4},
+        ),
+        "Aria",
+        text_config={**TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+        image_token_index=IMAGE_ID, projector_patch_to_query_dict={49: 4},
+        vision_config={**SMALL_TOWER, "model_type": "idefics3_vision", "image_size": 980, "patch_size": 140},
+    ),
+    visual(
+        "DeepSeek-VL", "<image>",
+        lambda: transformers.DeepseekVLProcessor(
+            transformers.DeepseekVLImageProcessor(size=SQUARE), tokenizer(image_token="<image>"), num_image_tokens=4
+        ),
+        "DeepseekVL",
+        text_config=sub("llama"), image_token_id=IMAGE_ID,
+        vision_config=SIGLIP,
+    ),
+    visual(
+        "DeepSeek-VL hybrid", "<image>",
+        lambda: transformers.DeepseekVLHybridProcessor(
+            transformers.DeepseekVLHybridImageProcessor(size=SQUARE, high_res_size={"height": 128, "width": 128}),
+            tokenizer(image_token="<image>"), num_image_tokens=4,
+        ),
+        "DeepseekVLHybrid",
+        text_config=sub("llama"), image_token_id=IMAGE_ID,
+        vision_config=SIGLIP,
+        high_res_vision_config={
+            "model_type": "sam_vision_model", "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 128, "patch_size": 16, "window_size": 2,
+            "global_attn_indexes": [1], "mlp_dim": 48,
+        },
+    ),
+    visual(
+        "Janus", "<image>",
+        lambda: transformers.JanusProcessor(
+            transformers.JanusImageProcessor(size=SQUARE, min_size=2),
+            tokenizer(image_token="<image>", boi_token="<begin_of_image>", eoi_token="<end_of_image>"),
+            num_image_tokens=16,
+        ),
+        "Janus",
+        text_config=sub("llama"), image_token_id=IMAGE_ID,
+        vision_config={
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
+            "mlp_ratio": 2, "projection_dim": 64, "num_image_tokens": 16, "depth": 1,
+        },
+        vq_config={**VQ, "image_token_embed_dim": 64, "projection_dim": 64},
+    ),
+    visual(
+        "EXAONE 4.5", "<|vision_start|><|image_pad|><|vision_end|>",
+        lambda: _qwen2_processor("Exaone4_5_"),
+        "Exaone4_5_",
+        text_config=sub("exaone4", sliding_window=6, sliding_window_pattern=2, **MIXED),
+        vision_config={**TOWER, "num_key_value_heads": 1, "window_size": 56, "fullatt_block_indexes": [1]},
+        tie_word_embeddings=False, image_token_id=302, video_token_id=303,
+    ),
+    visual(
+        "LightOnOCR", "<|image_pad|>",
+        lambda: transformers.LightOnOcrProcessor(
+            transformers.PixtralImageProcessor(
+                size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
+            ),
+            tokenizer(
+                image_token="<|image_pad|>", image_break_token="<|vision_pad|>", image_end_token="<|vision_end|>",
+            ),
+            patch_size=7,
+        ),
+        "LightOnOcr",
+        vision_config=PIXTRAL_TOWER, text_config=sub("qwen3", head_dim=16), image_token_id=302,
+    ),
+    visual(
+        "Qianfan-OCR", "<image>",
+        lambda: transformers.QianfanOCRProcessor(
+            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
+            image_seq_length=4,
+        ),
+        "QianfanOCR",
+        text_config=sub("qwen3", head_dim=16), image_token_id=302,
+        vision_config=QIANFAN_TOWER,
+    ),
+    visual(
+        "HunYuan-VL", "<img_start><img><img_end>",
+        lambda: transformers.HunYuanVLProcessor(
+            transformers.HunYuanVLImageProcessor(patch_size=14, size=GRIDS),
+            tokenizer(
+                "<img_newline>", image_token="<img>", image_start_token="<img_start>", image_end_token="<img_end>",
+            ),
+        ),
+        "HunYuanVL",
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2, 2]}},
+        image_token_id=302, im_start_id=303, im_end_id=304,
+        im_newline_id=305,
+        vision_config={
+            **VIT, "out_hidden_size": 64, "text_hidden_size": 64, "patch_size": 14, "img_max_token_num": 64,
+            "max_image_size": 112, "min_image_size": 28,
+        },
+        opening="<s>",
+    ),
+    visual(
+        "VideoLLaMA 3", "<|image_pad|>",
+        lambda: transformers.VideoLlama3Processor(
+            transformers.VideoLlama3ImageProcessor(patch_size=14, size=GRIDS),
+            tokenizer(*QWEN), transformers.VideoLlama3VideoProcessor(),
+        ),
+        "VideoLlama3",
+        text_config=sub("qwen2"), image_token_id=302, video_token_id=303,
+        vision_config={**VIT, "patch_size": 14},
+    ),
+    visual(
+        "LLaVA-NeXT-Video", "<image>",
+        lambda: transformers.LlavaNextVideoProcessor(
+            transformers.LlavaNextVideoVideoProcessor(),
+            transformers.LlavaNextImageProcessor(
+                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
+            ),
+            tokenizer("<video>"), patch_size=14, vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        ),
+        "LlavaNextVideo",
+        vision_config=CLIP_TOWER, text_config=sub("llama"),
+        **IMAGE_IDS, video_token_index=302,
+        image_grid_pinpoints=TILES, vision_feature_layer=-2,
+    ),
+    visual(
+        "Qwen2.5-Omni", "<|vision_bos|><|IMAGE|><|vision_eos|>",
+        lambda: transformers.Qwen2_5OmniProcessor(
+            transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12),
+            transformers.Qwen2VLVideoProcessor(patch_size=14),
+            transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=4),
+            tokenizer(
+                image_token="<|IMAGE|>", video_token="<|VIDEO|>", audio_token="<|AUDIO|>",
+                vision_bos_token="<|vision_bos|>", vision_eos_token="<|vision_eos|>",
+                audio_bos_token="<|audio_bos|>", audio_eos_token="<|audio_eos|>",
+            ),
+        ),
+        "Qwen2_5OmniThinker",
+        text_config={
+            **TEXT, "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        },
+        vision_config={**TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
+        audio_config={
+            "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "num_mel_bins": 80,
+            "max_source_positions": 200, "n_window": 50, "output_dim": 64,
+        },
+        image_token_index=302, video_token_index=303, audio_token_index=304,
+        vision_start_token_id=305, vision_end_token_id=306,
+        audio_start_token_id=307, audio_end_token_id=308,
+    ),
+    visual(
+        "InternVL 2.5", "<IMG_CONTEXT>", _intern_processor,
+        "InternVL",
+        text_config=sub("qwen2"), image_token_id=302, downsample_ratio=0.5,
+        vision_config=INTERN_TOWER,
+    ),
+    _paligemma("PaliGemma", "gemma"),
+    _paligemma("PaliGemma 2", "gemma2", sliding_window=6, query_pre_attn_scalar=16, **MIXED),
     visual(
         "Ovis 2", "<image>",
         lambda: transformers.Ovis2Processor(
@@ -986,11 +855,9 @@ FAMILIES += [
             image_seq_length=4,
         ),
         "Ovis2",
-        lambda: {
-            "text_config": sub("Qwen2"), "image_token_id": 307,
-            "visual_indicator_token_ids": [302, 303, 304, 305, 306], "hidden_size": 64, "vocab_size": 320,
-            "vision_config": {**SMALL_TOWER, "vocab_size": 40, "hidden_stride": 2},
-        },
+        text_config=sub("qwen2"), image_token_id=307,
+        visual_indicator_token_ids=[302, 303, 304, 305, 306], hidden_size=64, vocab_size=320,
+        vision_config={**SMALL_TOWER, "vocab_size": 40, "hidden_stride": 2},
     ),
     visual(
         "Idefics2", "<image>",
@@ -999,13 +866,11 @@ FAMILIES += [
             tokenizer("<fake_token_around_image>", "<end_of_utterance>"), image_seq_len=4,
         ),
         "Idefics2",
-        lambda: {
-            "text_config": sub("Mistral"), "image_token_id": IMAGE_ID,
-            "vision_config": {**SMALL_TOWER, "image_size": 56},
-            "perceiver_config": {
-                "hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
-                "resampler_head_dim": 16, "num_key_value_heads": 1,
-            },
+        text_config=sub("mistral"), image_token_id=IMAGE_ID,
+        vision_config={**SMALL_TOWER, "image_size": 56},
+        perceiver_config={
+            "hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
+            "resampler_head_dim": 16, "num_key_value_heads": 1,
         },
     ),
 ]  # fmt: skip
@@ -1020,18 +885,16 @@ REFUSED = [
                 transformers.MllamaImageProcessor(size=SQUARE, max_image_tiles=2), tokenizer("<|image|>")
             ),
             "Mllama",
-            lambda: {
-                "image_token_index": 302,
-                "text_config": {
-                    **TEXT, "cross_attention_layers": [1],
-                    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-                },
-                "vision_config": {
-                    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
-                    "attention_heads": 2, "image_size": 28, "patch_size": 7, "vision_output_dim": 64,
-                    "max_num_tiles": 2, "intermediate_layers_indices": [1],
-                    "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
-                },
+            image_token_index=302,
+            text_config={
+                **TEXT, "cross_attention_layers": [1],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            vision_config={
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
+                "attention_heads": 2, "image_size": 28, "patch_size": 7, "vision_output_dim": 64,
+                "max_num_tiles": 2, "intermediate_layers_indices": [1],
+                "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
             },
         ),
         "cross attention to images are not supported",
@@ -1046,7 +909,7 @@ REFUSED = [
                 tokenizer("|SPEAKER|", "|NEWLINE|"),
             ),
             "Fuyu",
-            lambda: {"text_config": {**TEXT, "model_type": "persimmon"}, "image_token_id": 302, "patch_size": 14},
+            text_config=sub("persimmon"), image_token_id=302, patch_size=14,
         ),
         "FuyuProcessor returns no pixel_values",
     ),
@@ -1055,7 +918,7 @@ REFUSED = [
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}PLACEHOLDER{% elif c['type'] == 'video' %}OF_VIDEO"
-    "{% elif c['type'] == 'audio' %}{{ audio }}{% else %}{{ c['text'] }}{% endif %}"
+    "{% elif c['type'] == 'audio' %}OF_AUDIO{% else %}{{ c['text'] }}{% endif %}"
     "{% endfor %}{{ '\n' }}{% endfor %}"
 )
 
@@ -1084,7 +947,7 @@ def write_checkpoint(family: Family, directory: Path) -> None:
 
 def _make_checkpoint(family: Family, directory: Path) -> None:
     torch.manual_seed(0)
-    model = family.auto.from_config(family.create()).float()
+    model = family.auto(family.create()).float()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -1103,6 +966,7 @@ def _make_checkpoint(family: Family, directory: Path) -> None:
         return None
     template = family.opening + TEMPLATE.replace("PLACEHOLDER", family.placeholder)
     template = template.replace("OF_VIDEO", family.video_placeholder)
+    template = template.replace("OF_AUDIO", family.audio_placeholder)
     (directory / "chat_template.jinja").write_text(template)
 
 
