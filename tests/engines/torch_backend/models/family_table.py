@@ -1,11 +1,13 @@
 """Tiny random models of families, each made of transformers' own configuration class; nothing is downloaded."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -209,6 +211,34 @@ def visual(
     )  # fmt: skip
 
 
+def tokens(*special: str, **named: str) -> Callable[[], Any]:
+    return partial(tokenizer, *special, **named)
+
+
+def own(
+    name: str,
+    placeholder: str,
+    kind: str,
+    tokens: Callable[[], Any],
+    *,
+    images: dict[str, Any],
+    options: Mapping[str, Any] = MappingProxyType({}),
+    has_video: bool = False,
+    **more: Any,
+) -> Family:
+    """A row whose processors are of classes of its own, with these options."""
+
+    def create() -> Any:
+        parts = {"image_processor": images, **({"video_processor": {}} if has_video else {})}
+        made = {
+            part: getattr(transformers, f"{kind}{part.title().replace('_', '')}")(**values)
+            for part, values in parts.items()
+        }
+        return getattr(transformers, f"{kind}Processor")(tokenizer=tokens(), **made, **options)
+
+    return visual(name, placeholder, create, kind, **more)  # fmt: skip
+
+
 def qwen(
     name: str,
     config_class: str,
@@ -405,26 +435,20 @@ FAMILIES += [
         text_config=sub("qwen3", head_dim=16), **IMAGE_IDS,
         vision_feature_select_strategy="full", vision_feature_layer=-1,
     ),
-    visual(
-        "LLaVA-NeXT", "<image>",
-        lambda: transformers.LlavaNextProcessor(
-            transformers.LlavaNextImageProcessor(
-                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
-            ),
-            tokenizer(), patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        ),
-        "LlavaNext",
+    own(
+        "LLaVA-NeXT", "<image>", "LlavaNext",
+        tokens(),
+        images={"size": {"shortest_edge": 28}, "crop_size": SQUARE, "image_grid_pinpoints": TILES},
+        options={"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
         vision_config=CLIP_TOWER, text_config=sub("mistral"),
         **IMAGE_IDS, image_grid_pinpoints=TILES,
         vision_feature_layer=-2,
     ),
-    visual(
-        "LLaVA-OneVision", "<image>",
-        lambda: transformers.LlavaOnevisionProcessor(
-            transformers.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES), tokenizer("<video>"),
-            transformers.LlavaOnevisionVideoProcessor(), num_image_tokens=4, vision_feature_select_strategy="full",
-        ),
-        "LlavaOnevision",
+    own(
+        "LLaVA-OneVision", "<image>", "LlavaOnevision",
+        tokens("<video>"),
+        images={"size": SQUARE, "image_grid_pinpoints": TILES},
+        options={"num_image_tokens": 4, "vision_feature_select_strategy": "full"}, has_video=True,
         vision_config={**CLIP, "model_type": "siglip_vision_model"}, text_config=sub("qwen2"),
         **IMAGE_IDS, video_token_id=302,
         image_grid_pinpoints=TILES, vision_aspect_ratio="anyres_max_9",
@@ -439,13 +463,10 @@ FAMILIES += [
         vision_config=PIXTRAL_TOWER, text_config=sub("mistral", head_dim=16), image_token_id=302,
         image_token_index=302, spatial_merge_size=2,
     ),
-    visual(
-        "Idefics3", "<image>",
-        lambda: transformers.Idefics3Processor(
-            transformers.Idefics3ImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
-            tokenizer("<global-img>", *[f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]), image_seq_len=4,
-        ),
-        "Idefics3",
+    own(
+        "Idefics3", "<image>", "Idefics3",
+        tokens("<global-img>", *[f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]),
+        images={"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}, options={"image_seq_len": 4},
         text_config=sub("llama"), image_token_id=IMAGE_ID, scale_factor=2, pad_token_id=0,
         vision_config={**SMALL_TOWER, "model_type": "idefics3_vision"},
     ),
@@ -465,14 +486,10 @@ FAMILIES += [
         "Qwen3-VL-MoE", "Qwen3VLMoe",
         {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}, **EXPERTS,
     ),
-    visual(
-        "Gemma 3", "<start_of_image>",
-        lambda: transformers.Gemma3Processor(
-            transformers.Gemma3ImageProcessor(size=SQUARE),
-            tokenizer(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>"),
-            image_seq_length=4,
-        ),
-        "Gemma3",
+    own(
+        "Gemma 3", "<start_of_image>", "Gemma3",
+        tokens(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>"),
+        images={"size": SQUARE}, options={"image_seq_length": 4},
         vision_config=SIGLIP,
         image_token_id=302, image_token_index=302, boi_token_index=303, eoi_token_index=304,
         mm_tokens_per_image=4,
@@ -508,13 +525,10 @@ FAMILIES += [
         n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
     ),
     _glm("GLM-4.6V", "Glm46V", "Glm46V", {"model_type": "glm4v_vision"}, model_type="glm4v_text"),
-    visual(
-        "PaddleOCR-VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        lambda: transformers.PaddleOCRVLProcessor(
-            transformers.PaddleOCRVLImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer("<|IMAGE_START|>", "<|IMAGE_END|>", image_token="<|IMAGE_PLACEHOLDER|>"),
-        ),
-        "PaddleOCRVL",
+    own(
+        "PaddleOCR-VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "PaddleOCRVL",
+        tokens("<|IMAGE_START|>", "<|IMAGE_END|>", image_token="<|IMAGE_PLACEHOLDER|>"),
+        images={"patch_size": 14, "size": GRIDS},
         text_config={**TEXT, "rope_parameters": MROPE, "head_dim": 16}, image_token_id=302,
         video_token_id=305, vision_start_token_id=303, vision_end_token_id=304,
         tie_word_embeddings=False,
@@ -563,31 +577,23 @@ FAMILIES += [
         },
         embedding_std=0.1,
     ),
-    visual(
-        "Kimi K2.5", "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
-        lambda: transformers.Kimi_K25Processor(
-            transformers.Kimi_K25ImageProcessor(
-                patch_size=14, max_patches=48, size={"max_height": 84, "max_width": 84}
-            ),
-            tokenizer("<|media_pad|>", "<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"),
-            transformers.Kimi_K25VideoProcessor(),
+    own(
+        "Kimi K2.5", "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>", "Kimi_K25",
+        tokens(
+            "<|media_pad|>", "<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>",
         ),
-        "Kimi_K25",
+        images={"patch_size": 14, "max_patches": 48, "size": {"max_height": 84, "max_width": 84}}, has_video=True,
         text_config={**sub("deepseek_v3", q_lora_rank=16), **LATENT},
         vision_config={**VIT, "pos_emb_height": 8, "pos_emb_width": 8},
         projection_hidden_size=32, image_token_id=302, video_token_id=303, tie_word_embeddings=False,
     ),
-    visual(
-        "Llama 4", "<|image|>",
-        lambda: transformers.Llama4Processor(
-            transformers.Llama4ImageProcessor(size=SQUARE, max_patches=4),
-            tokenizer(
-                "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>",
-                "<|tile_y_separator|>",
-            ),
-            patch_size=7,
+    own(
+        "Llama 4", "<|image|>", "Llama4",
+        tokens(
+            "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>",
+            "<|tile_y_separator|>",
         ),
-        "Llama4",
+        images={"size": SQUARE, "max_patches": 4}, options={"patch_size": 7},
         text_config={
             **TEXT, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1,
             "attention_chunk_size": 8, "floor_scale": 8, "layer_types": ["chunked_attention", "full_attention"],
@@ -600,16 +606,13 @@ FAMILIES += [
         },
         image_token_index=305, boi_token_index=303, eoi_token_index=304,
     ),
-    visual(
-        "Command A Vision", "<|IMG_PATCH|>",
-        lambda: transformers.Cohere2VisionProcessor(
-            transformers.Cohere2VisionImageProcessor(size=SQUARE, max_patches=4, patch_size=2),
-            tokenizer(
-                image_token="<|IMG_PATCH|>", boi_token="<|START_OF_IMG|>", eoi_token="<|END_OF_IMG|>",
-                img_line_break_token="<|IMG_LINE_BREAK|>",
-            ),
+    own(
+        "Command A Vision", "<|IMG_PATCH|>", "Cohere2Vision",
+        tokens(
+            image_token="<|IMG_PATCH|>", boi_token="<|START_OF_IMG|>", eoi_token="<|END_OF_IMG|>",
+            img_line_break_token="<|IMG_LINE_BREAK|>",
         ),
-        "Cohere2Vision",
+        images={"size": SQUARE, "max_patches": 4, "patch_size": 2},
         text_config=sub("cohere2", sliding_window=6, head_dim=16, **MIXED),
         vision_config={**SIGLIP, "patch_size": 7}, image_token_id=302, alignment_intermediate_size=96,
     ),
@@ -634,18 +637,14 @@ FAMILIES += [
         "Qwen3.5-MoE", "Qwen3_5Moe", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False,
         layer_types=["linear_attention", "full_attention"], shared_expert_intermediate_size=32, **EXPERTS, **DELTA,
     ),
-    visual(
-        "MiniCPM-V 4.6", "<image_pad>",
-        lambda: transformers.MiniCPMV4_6Processor(
-            transformers.MiniCPMV4_6ImageProcessor(patch_size=7, scale_resolution=56, max_slice_nums=2),
-            transformers.MiniCPMV4_6VideoProcessor(),
-            tokenizer(
-                image_token="<image_pad>", video_token="<video_pad>", image_start_token="<image_start>",
-                image_end_token="</image_start>", slice_start_token="<slice>", slice_end_token="</slice>",
-                image_id_start_token="<image_id>", image_id_end_token="</image_id>",
-            ),
+    own(
+        "MiniCPM-V 4.6", "<image_pad>", "MiniCPMV4_6",
+        tokens(
+            image_token="<image_pad>", video_token="<video_pad>", image_start_token="<image_start>",
+            image_end_token="</image_start>", slice_start_token="<slice>", slice_end_token="</slice>",
+            image_id_start_token="<image_id>", image_id_end_token="</image_id>",
         ),
-        "MiniCPMV4_6",
+        images={"patch_size": 7, "scale_resolution": 56, "max_slice_nums": 2}, has_video=True,
         text_config=sub(
             "qwen3_5_text", head_dim=16, layer_types=["linear_attention", "full_attention"],
             rope_parameters={**MROPE, "mrope_interleaved": True}, **DELTA,
@@ -654,18 +653,14 @@ FAMILIES += [
         vision_config={**VIT, "image_size": 56, "patch_size": 7, "insert_layer_id": 0},
         shares_prefixes=False,
     ),
-    visual(
-        "LFM2-VL", "<image>",
-        lambda: transformers.Lfm2VlProcessor(
-            transformers.Lfm2VlImageProcessor(
-                encoder_patch_size=7, tile_size=28, size=SQUARE, min_image_tokens=2, max_image_tokens=6, max_tiles=4
-            ),
-            tokenizer(
-                "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
-                *[f"<|img_row_{i}_col_{j}|>" for i in (1, 2, 3, 4) for j in (1, 2, 3, 4)],
-            ),
+    own(
+        "LFM2-VL", "<image>", "Lfm2Vl",
+        tokens(
+            "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+            *[f"<|img_row_{i}_col_{j}|>" for i in (1, 2, 3, 4) for j in (1, 2, 3, 4)],
         ),
-        "Lfm2Vl",
+        images={"encoder_patch_size": 7, "tile_size": 28, "size": SQUARE, "min_image_tokens": 2, "max_image_tokens": 6, "max_tiles": 4},
+        
         text_config=sub(
             "lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3, block_auto_adjust_ff_dim=False,
             vocab_size=330,
@@ -676,45 +671,35 @@ FAMILIES += [
         },
         shares_prefixes=False, opening="<s>",
     ),
-    visual(
-        "GOT-OCR 2", "<imgpad>",
-        lambda: transformers.GotOcr2Processor(
-            transformers.GotOcr2ImageProcessor(size={"height": 1024, "width": 1024}), tokenizer("<imgpad>", "<img>", "</img>")
-        ),
-        "GotOcr2",
+    own(
+        "GOT-OCR 2", "<imgpad>", "GotOcr2",
+        tokens("<imgpad>", "<img>", "</img>"),
+        images={"size": {"height": 1024, "width": 1024}},
         text_config=sub("qwen2", max_position_embeddings=640), image_token_index=302, image_seq_length=256,
         vision_config={
             "hidden_size": 8, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
             "image_size": 1024, "patch_size": 16, "window_size": 2, "global_attn_indexes": [], "mlp_dim": 8,
         },
     ),
-    visual(
-        "Aria", "<image>",
-        lambda: transformers.AriaProcessor(
-            transformers.AriaImageProcessor(),
-            tokenizer(image_token="<image>"), size_conversion={980: 4},
-        ),
-        "Aria",
+    own(
+        "Aria", "<image>", "Aria",
+        tokens(image_token="<image>"),
+        images={}, options={"size_conversion": {980: 4}},
         text_config={**TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
         image_token_index=IMAGE_ID, projector_patch_to_query_dict={49: 4},
         vision_config={**SMALL_TOWER, "model_type": "idefics3_vision", "image_size": 980, "patch_size": 140},
     ),
-    visual(
-        "DeepSeek-VL", "<image>",
-        lambda: transformers.DeepseekVLProcessor(
-            transformers.DeepseekVLImageProcessor(size=SQUARE), tokenizer(image_token="<image>"), num_image_tokens=4
-        ),
-        "DeepseekVL",
+    own(
+        "DeepSeek-VL", "<image>", "DeepseekVL",
+        tokens(image_token="<image>"),
+        images={"size": SQUARE}, options={"num_image_tokens": 4},
         text_config=sub("llama"), image_token_id=IMAGE_ID,
         vision_config=SIGLIP,
     ),
-    visual(
-        "DeepSeek-VL hybrid", "<image>",
-        lambda: transformers.DeepseekVLHybridProcessor(
-            transformers.DeepseekVLHybridImageProcessor(size=SQUARE, high_res_size={"height": 128, "width": 128}),
-            tokenizer(image_token="<image>"), num_image_tokens=4,
-        ),
-        "DeepseekVLHybrid",
+    own(
+        "DeepSeek-VL hybrid", "<image>", "DeepseekVLHybrid",
+        tokens(image_token="<image>"),
+        images={"size": SQUARE, "high_res_size": {"height": 128, "width": 128}}, options={"num_image_tokens": 4},
         text_config=sub("llama"), image_token_id=IMAGE_ID,
         vision_config=SIGLIP,
         high_res_vision_config={
@@ -723,14 +708,10 @@ FAMILIES += [
             "global_attn_indexes": [1], "mlp_dim": 48,
         },
     ),
-    visual(
-        "Janus", "<image>",
-        lambda: transformers.JanusProcessor(
-            transformers.JanusImageProcessor(size=SQUARE, min_size=2),
-            tokenizer(image_token="<image>", boi_token="<begin_of_image>", eoi_token="<end_of_image>"),
-            num_image_tokens=16,
-        ),
-        "Janus",
+    own(
+        "Janus", "<image>", "Janus",
+        tokens(image_token="<image>", boi_token="<begin_of_image>", eoi_token="<end_of_image>"),
+        images={"size": SQUARE, "min_size": 2}, options={"num_image_tokens": 16},
         text_config=sub("llama"), image_token_id=IMAGE_ID,
         vision_config={
             "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
@@ -770,15 +751,10 @@ FAMILIES += [
         text_config=sub("qwen3", head_dim=16), image_token_id=302,
         vision_config=QIANFAN_TOWER,
     ),
-    visual(
-        "HunYuan-VL", "<img_start><img><img_end>",
-        lambda: transformers.HunYuanVLProcessor(
-            transformers.HunYuanVLImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(
-                "<img_newline>", image_token="<img>", image_start_token="<img_start>", image_end_token="<img_end>",
-            ),
-        ),
-        "HunYuanVL",
+    own(
+        "HunYuan-VL", "<img_start><img><img_end>", "HunYuanVL",
+        tokens("<img_newline>", image_token="<img>", image_start_token="<img_start>", image_end_token="<img_end>"),
+        images={"patch_size": 14, "size": GRIDS},
         text_config={**TEXT, "head_dim": 16, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2, 2]}},
         image_token_id=302, im_start_id=303, im_end_id=304,
         im_newline_id=305,
@@ -788,13 +764,10 @@ FAMILIES += [
         },
         opening="<s>",
     ),
-    visual(
-        "VideoLLaMA 3", "<|image_pad|>",
-        lambda: transformers.VideoLlama3Processor(
-            transformers.VideoLlama3ImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(*QWEN), transformers.VideoLlama3VideoProcessor(),
-        ),
-        "VideoLlama3",
+    own(
+        "VideoLLaMA 3", "<|image_pad|>", "VideoLlama3",
+        tokens(*QWEN),
+        images={"patch_size": 14, "size": GRIDS}, has_video=True,
         text_config=sub("qwen2"), image_token_id=302, video_token_id=303,
         vision_config={**VIT, "patch_size": 14},
     ),
@@ -847,25 +820,18 @@ FAMILIES += [
     ),
     _paligemma("PaliGemma", "gemma"),
     _paligemma("PaliGemma 2", "gemma2", sliding_window=6, query_pre_attn_scalar=16, **MIXED),
-    visual(
-        "Ovis 2", "<image>",
-        lambda: transformers.Ovis2Processor(
-            transformers.Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4),
-            tokenizer("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"),
-            image_seq_length=4,
-        ),
-        "Ovis2",
+    own(
+        "Ovis 2", "<image>", "Ovis2",
+        tokens("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"),
+        images={"size": SQUARE, "crop_to_patches": True, "max_patches": 4}, options={"image_seq_length": 4},
         text_config=sub("qwen2"), image_token_id=307,
         visual_indicator_token_ids=[302, 303, 304, 305, 306], hidden_size=64, vocab_size=320,
         vision_config={**SMALL_TOWER, "vocab_size": 40, "hidden_stride": 2},
     ),
-    visual(
-        "Idefics2", "<image>",
-        lambda: transformers.Idefics2Processor(
-            transformers.Idefics2ImageProcessor(size={"longest_edge": 56, "shortest_edge": 28}),
-            tokenizer("<fake_token_around_image>", "<end_of_utterance>"), image_seq_len=4,
-        ),
-        "Idefics2",
+    own(
+        "Idefics2", "<image>", "Idefics2",
+        tokens("<fake_token_around_image>", "<end_of_utterance>"),
+        images={"size": {"longest_edge": 56, "shortest_edge": 28}}, options={"image_seq_len": 4},
         text_config=sub("mistral"), image_token_id=IMAGE_ID,
         vision_config={**SMALL_TOWER, "image_size": 56},
         perceiver_config={
@@ -879,12 +845,10 @@ FAMILIES += [
 #: Models of images that the engine cannot run, and what it says of each.
 REFUSED = [
     (
-        visual(
-            "Llama 3.2 Vision", "<|image|>",
-            lambda: transformers.MllamaProcessor(
-                transformers.MllamaImageProcessor(size=SQUARE, max_image_tiles=2), tokenizer("<|image|>")
-            ),
-            "Mllama",
+        own(
+            "Llama 3.2 Vision", "<|image|>", "Mllama",
+            tokens("<|image|>"),
+            images={"size": SQUARE, "max_image_tiles": 2},
             image_token_index=302,
             text_config={
                 **TEXT, "cross_attention_layers": [1],
@@ -900,15 +864,10 @@ REFUSED = [
         "cross attention to images are not supported",
     ),
     (
-        visual(
-            "Fuyu", "|SPEAKER|",
-            lambda: transformers.FuyuProcessor(
-                transformers.FuyuImageProcessor(
-                    size={"height": 56, "width": 56}, patch_size={"height": 14, "width": 14}
-                ),
-                tokenizer("|SPEAKER|", "|NEWLINE|"),
-            ),
-            "Fuyu",
+        own(
+            "Fuyu", "|SPEAKER|", "Fuyu",
+            tokens("|SPEAKER|", "|NEWLINE|"),
+            images={"size": {"height": 56, "width": 56}, "patch_size": {"height": 14, "width": 14}},
             text_config=sub("persimmon"), image_token_id=302, patch_size=14,
         ),
         "FuyuProcessor returns no pixel_values",

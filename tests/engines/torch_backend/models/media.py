@@ -43,7 +43,7 @@ RATE = 16_000
 Question = list[str | int]
 
 
-def _video(name: str, placeholder: str, settings: dict[str, Any], **more: Any) -> Family:
+def video_row(name: str, placeholder: str, settings: dict[str, Any], **more: Any) -> Family:
     """A family of the table, with a processor of small videos."""
     family = replace(named(name), video_placeholder=placeholder, **more)
     create: Any = family.create_processor
@@ -77,7 +77,7 @@ def _qwen25_processor() -> Any:
     )
 
 
-QWEN: dict[str, Any] = {
+_QWEN: dict[str, Any] = {
     "patch_size": 14, "max_frames": 16, "min_frames": 2, "min_pixels": 784, "max_pixels": 784 * 6,
     "size": {"shortest_edge": 784 * 2, "longest_edge": 784 * 12 * 8},
 }  # fmt: skip
@@ -85,38 +85,37 @@ _GLM = {"size": {"shortest_edge": 784 * 2, "longest_edge": 784 * 12 * 4}}
 _SQUARE = {"size": {"height": 28, "width": 28}, "num_frames": 8}
 _GEMMA = {"patch_size": 7, "pooling_kernel_size": 2, "max_soft_tokens": 70, "num_frames": 3}
 #: It leaves out the first and the last second of the longest clip.
-_SMOLVLM = {
+SMOLVLM = {
     "size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}, "num_frames": 3, "fps": 1,
 }  # fmt: skip
 RUN = "<|vision_start|><|video_pad|><|vision_end|>"
 _GLM_RUN = "<|begin_of_video|><|video|><|end_of_video|>"
 VIDEO_FAMILIES = [
-    _video("Qwen2-VL", RUN, QWEN),
-    _video("Qwen2.5-VL", RUN, QWEN, create_processor=_qwen25_processor),
-    _video("Qwen2.5-Omni", "<|vision_bos|><|VIDEO|><|vision_eos|>", {"num_frames": 4}),
-    *(_video(name, "<|video_pad|>", QWEN) for name in ("Qwen3-VL", "Qwen3-VL-MoE", "Qwen3.5", "Qwen3.5-MoE")),
-    _video("EXAONE 4.5", RUN, QWEN),
-    *(_video(name, "<video>", _SQUARE) for name in ("LLaVA-OneVision", "InternVL 3", "InternVL 2.5")),
-    *(_video(name, _GLM_RUN, _GLM) for name in ("GLM-4.1V", "GLM-4.5V", "GLM-4.6V")),
-    *(_video(name, "<|video|>", _GEMMA) for name in ("Gemma 4", "Gemma 4 E")),
-    _video("MiniCPM-V 4.6", "<video_pad>", {"patch_size": 7, "scale_resolution": 56, "max_slice_nums": 1}),
-    _video(
+    video_row("Qwen2-VL", RUN, _QWEN),
+    video_row("Qwen2.5-VL", RUN, _QWEN, create_processor=_qwen25_processor),
+    video_row("Qwen2.5-Omni", "<|vision_bos|><|VIDEO|><|vision_eos|>", {"num_frames": 4}),
+    *(video_row(name, "<|video_pad|>", _QWEN) for name in ("Qwen3-VL", "Qwen3-VL-MoE", "Qwen3.5", "Qwen3.5-MoE")),
+    video_row("EXAONE 4.5", RUN, _QWEN),
+    *(video_row(name, "<video>", _SQUARE) for name in ("LLaVA-OneVision", "InternVL 3", "InternVL 2.5")),
+    *(video_row(name, _GLM_RUN, _GLM) for name in ("GLM-4.1V", "GLM-4.5V", "GLM-4.6V")),
+    *(video_row(name, "<|video|>", _GEMMA) for name in ("Gemma 4", "Gemma 4 E")),
+    video_row("MiniCPM-V 4.6", "<video_pad>", {"patch_size": 7, "scale_resolution": 56, "max_slice_nums": 1}),
+    video_row(
         "VideoLLaMA 3", "<|video_pad|>",
         {"patch_size": 14, "num_frames": 6, "size": {"shortest_edge": 784, "longest_edge": 784 * 6}},
     ),
-    _video(
+    video_row(
         "LLaVA-NeXT-Video", "<video>",
         {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}, "num_frames": 6},
         create=_next_config,
     ),
-    _video("SmolVLM", "<video>", _SMOLVLM, create_processor=lambda: smolvlm_processor("<video>")),
+    video_row("SmolVLM", "<video>", SMOLVLM, create_processor=lambda: smolvlm_processor("<video>")),
 ]  # fmt: skip
 
 
-def named_video(name: str, placeholder: str = "", **more: Any) -> Family:
-    """A row of `VIDEO_FAMILIES`, with another placeholder or processor."""
+def named_video(name: str) -> Family:
     [family] = [each for each in VIDEO_FAMILIES if each.name == name]
-    return replace(family, video_placeholder=placeholder or family.video_placeholder, **more)
+    return family
 
 
 def _whisper() -> Any:

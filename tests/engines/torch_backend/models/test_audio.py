@@ -52,7 +52,7 @@ from tests.engines.torch_backend.ways import Way
 from tests.factories_audio import SOUNDS, make_audio, sound
 from tests.factories_queue import make_request as make_queue_request
 from tests.factories_torch import run_to_end, smallest_chunks
-from tests.long import IS_LONG, few
+from tests.long import IS_LONG, few, long
 from worker.prepare.preparer import Preprocessor
 from worker.prepare.video_pool import VideoPool
 
@@ -125,6 +125,7 @@ def test_long_audio_is_encoded(loaded: Loaded, pool: VideoPool) -> None:
     torch.testing.assert_close(torch.cat(found), features)
 
 
+@long("families")
 @torch.inference_mode()
 def test_audio_of_gemma_3n_does_not_depend_on_longer_audio(pool: VideoPool, tmp_path: Path) -> None:
     """Transformers pads it to the longest of the prompt, and the end of its features changes."""

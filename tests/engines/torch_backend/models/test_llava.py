@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import FAMILY
 from engines.torch_backend.models.registry import rename_weights
-from engines.torch_backend.models.vision import VisionTower, num_blocks_needed
+from engines.torch_backend.models.vision import VisionTower
 from tests.factories_torch import load_ours, make_model_pair, make_vision_config, make_vlm_config
 
 
@@ -59,9 +58,3 @@ def test_layers_after_the_last_one_read_are_not_built():
     with torch.device("meta"):
         tower = VisionTower(config, (-2, 1), with_class_token=False)
     assert len(tower.blocks) == config.num_layers - 1
-
-
-@pytest.mark.parametrize("layer", [0, 4, -4])
-def test_a_layer_that_the_tower_does_not_have_is_refused_by_name(layer):
-    with pytest.raises(UnsupportedCheckpoint, match=f"vision_feature_layer {layer}"):
-        num_blocks_needed(make_vision_config(), (layer,))

@@ -17,19 +17,17 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 from transformers.models.smollm3 import modeling_smollm3
 
-from engines.text.processor import create_processor
+from engines.core.sequence import EngineRequest, ScheduledSequence, Sequence
 from engines.torch_backend import runner
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading import weights as weights_module
-from engines.torch_backend.loading.weights import ModelTooLarge, load_model
+from engines.torch_backend.loading.weights import ModelTooLarge
 from engines.torch_backend.models import causal_lm
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
-from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered import proof
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.ops.registry import cpu_ops
-from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from tests.contract.test_model_family import ask
 from tests.engines.torch_backend import ways
@@ -45,14 +43,14 @@ from tests.engines.torch_backend.models.test_families import (
     CPU,
     QUESTIONS,
     Loaded,
-    load,
     load_family,
+    load_only,
+    load_processor,
+    made,
     make_requests,
-    score,
 )
 from tests.long import few
 
-LATENT_HEADS: dict[str, Any] = {**LATENT}
 PLAIN_SCALE: dict[str, Any] = {"attention_multiplier": 0.25}
 LLAMA = text("Llama", "Llama", rope_parameters=LLAMA3_ROPE)
 
@@ -64,9 +62,8 @@ needs_kernels = pytest.mark.skipif(
 
 def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
     """Who computes the decoder, and what the log says of it."""
-    write_checkpoint(family, directory)
     with caplog.at_level(logging.INFO, "engines.torch_backend.models.generic.model"):
-        model, _ = load(directory)
+        model = made(family, directory)
     [line] = [text for text in caplog.messages if "the decoder" in text]
     return model.speed_path, line
 
@@ -82,7 +79,7 @@ def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -
         (text("OLMo 2", "Olmo2"), "post_feedforward_layernorm"),
         (text("Llama", "Llama", hidden_act="sigmoid"), "activation"),
         (text("Mixtral", "Mixtral", num_local_experts=4), "mlp"),
-        (text("DeepSeek V2", "DeepseekV2", q_lora_rank=None, **LATENT_HEADS), "widths"),
+        (text("DeepSeek V2", "DeepseekV2", q_lora_rank=None, **LATENT), "widths"),
     ],
     ids=lambda value: str(value) if isinstance(value, Family) else "",
 )  # fmt: skip
@@ -162,22 +159,40 @@ def test_channels_that_are_turned_otherwise_are_put_in_our_order(
         assert ways.run_chunked(start, loaded.requests) == loaded.expected
 
 
-@pytest.mark.parametrize("scheme", ["none", "int8", "int4"])
-@pytest.mark.parametrize("kernels", ["fast", "off"])
+@pytest.mark.parametrize(
+    ("scheme", "kernels"), [("none", "off"), ("int8", "fast"), ("int4", "fast")]
+)
 def test_it_computes_as_the_native_family_does(scheme: str, kernels: Any, tmp_path: Path) -> None:
     """The same program with the same weights, by transformers' angles."""
-    write_checkpoint(LLAMA, tmp_path)
     lowered, native = (
-        load_model(
-            tmp_path, family, family.check(read_fields(tmp_path)), CPU, torch.float32, METHODS.get(scheme),
-            ops=cpu_ops(kernels),
-        )
+        made(LLAMA, tmp_path, family, torch.float32, METHODS.get(scheme), ops=cpu_ops(kernels))
         for family in (FAMILY, causal_lm.FAMILY)
-    )  # fmt: skip
+    )
     shape = native.language_model.text
     assert lowered.language_model.text == replace(shape, rope_theta=10000.0, rope_scaling=None)
-    scores = [_scores(each, kernels) for each in (lowered, native)]
+    scores = [
+        torch.cat([score(start(each, kernels), request) for request in make_requests()])
+        for each in (lowered, native)
+    ]
     torch.testing.assert_close(*scores, rtol=0, atol=1e-5 if scheme == "none" else 1e-3)
+
+
+def start(model: FamilyModel, kernels: Any = "off", dtype: torch.dtype = torch.float32) -> Any:
+    settings = TorchSettings(num_kv_blocks=64, block_size=4)
+    return runner.TorchRunner(model, settings, CPU, dtype, ops=cpu_ops(kernels))
+
+
+def score(started: Any, request: EngineRequest) -> torch.Tensor:
+    """Behind each third token of a prompt, in chunks. Shapes: returns (chunks, V)."""
+    ids = request.prompt_token_ids
+    sequence = Sequence(request.request_id, list(ids), len(ids), request.sampling)
+    sequence.block_ids = list(range(len(ids) // 4 + 1))
+    rows = []
+    while sequence.num_pending_tokens:
+        item = ScheduledSequence(sequence, min(3, sequence.num_pending_tokens))
+        rows.append(started.logits([item]))
+        sequence.num_computed_tokens = item.end
+    return torch.cat(rows)
 
 
 @needs_kernels
@@ -185,30 +200,24 @@ def test_it_computes_as_the_native_family_does(scheme: str, kernels: Any, tmp_pa
     ("name", "lowers"),
     few(
         product(("Idefics3", "Qwen2.5-VL", "LFM2-VL", "MiniCPM-V 4.6"), (True, False)),
-        [("Idefics3", True), ("Qwen2.5-VL", False), ("LFM2-VL", False), ("MiniCPM-V 4.6", True)],
+        [("Idefics3", True), ("LFM2-VL", False)],
     ),
 )
 def test_towers_are_in_int8_beside_a_decoder_in_few_bits(
     name: str, lowers: bool, tmp_path: Path
 ) -> None:
     write_checkpoint(named(name), tmp_path)
-    lowering, ops, features = GenericFamily(lowers), cpu_ops("fast"), []
-    config = lowering.check(read_fields(tmp_path))
-    processor = create_processor(tmp_path, lowering.processor(tmp_path, config), 512)
-    [image] = ask(processor, QUESTIONS["small"]).images
+    [image] = ask(load_processor(tmp_path), QUESTIONS["small"]).images
+    features = []
     for scheme in (None, METHODS["int4"]):
-        model = load_model(tmp_path, lowering, config, CPU, torch.float32, scheme, ops=ops)
-        TorchRunner(model, TorchSettings(num_kv_blocks=64), CPU, torch.float32, ops=ops)
+        model = load_only(
+            tmp_path, GenericFamily(lowers), torch.float32, scheme, ops=cpu_ops("fast")
+        )
+        start(model, "fast")
         with torch.inference_mode():
             features += model.encode([image], CPU, torch.float32)
     difference = (features[0] - features[1]).norm() / features[0].norm()
     assert 0 < difference < 0.1
-
-
-def _scores(model: FamilyModel, kernels: Any, **changes: Any) -> torch.Tensor:
-    settings = TorchSettings(num_kv_blocks=64, block_size=4, **changes)
-    started = TorchRunner(model, settings, CPU, torch.float32, ops=cpu_ops(kernels))
-    return torch.cat([score(started, request) for request in make_requests()])
 
 
 @pytest.mark.parametrize(
@@ -223,15 +232,11 @@ def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
 ) -> None:
     """Half the memory; the tokens are those of the same numbers in float32."""
     family = named(name)
-    write_checkpoint(family, tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    rounded = {name: x.bfloat16() for name, x in weights.items()}
-    save_file(rounded, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    halve(family, tmp_path)
     ops = cpu_ops("fast")
     tokens = []
     for lowering in (FAMILY, GenericFamily(lowers=False)):
-        config = lowering.check(read_fields(tmp_path))
-        model = load_model(tmp_path, lowering, config, CPU, torch.float32, ops=ops)
+        model = load_only(tmp_path, lowering, ops=ops)
         if isinstance(model.language_model, Llama):
             attention: Any = model.language_model.model.layers[0]
             assert attention.self_attn.q_proj.weight.dtype == torch.bfloat16
@@ -247,35 +252,31 @@ def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
     assert tokens[0] == tokens[1]
 
 
+def halve(family: Family, directory: Path) -> int:
+    """Write a checkpoint in bfloat16. Returns: its bytes."""
+    write_checkpoint(family, directory)
+    weights = load_file(directory / "model.safetensors")
+    rounded = {name: x.bfloat16() for name, x in weights.items()}
+    save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
+    return sum(x.nbytes for x in rounded.values())
+
+
 @pytest.mark.parametrize("lowers", [True, False])
-@pytest.mark.parametrize(("room", "fits"), [(1.1, True), (0.9, False)])
 def test_memory_is_asked_for_matrices_as_they_will_be(
-    room: float, fits: bool, lowers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lowers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a decoder that stays transformers', too."""
-    write_checkpoint(named("Mistral, window"), tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    rounded = {name: x.bfloat16() for name, x in weights.items()}
-    save_file(rounded, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    stored = sum(x.nbytes for x in rounded.values())
-    monkeypatch.setattr(weights_module, "free_bytes", lambda device: room * stored)
-    lowering = GenericFamily(lowers)
-    config, ops = lowering.check(read_fields(tmp_path)), cpu_ops("fast")
-    with nullcontext() if fits else pytest.raises(ModelTooLarge):
-        load_model(tmp_path, lowering, config, CPU, torch.float32, ops=ops)
+    stored = halve(named("Mistral, window"), tmp_path)
+    for room, expected in ((1.1, nullcontext()), (0.9, pytest.raises(ModelTooLarge))):
+        monkeypatch.setattr(weights_module, "free_bytes", lambda _, room=room: room * stored)
+        with expected:
+            load_only(tmp_path, GenericFamily(lowers), ops=cpu_ops("fast"))
 
 
 def load_family_of(family: Family, directory: Path, model: FamilyModel) -> Loaded:
     """That model with the family's questions."""
     loaded = load_family(family, directory.with_name(f"{directory.name}-asked"))
     return Loaded(family, directory, model, loaded.processor, loaded.requests, {})
-
-
-def test_nothing_of_transformers_decoder_is_kept(tmp_path: Path) -> None:
-    loaded = load_family(named("Qwen2-VL"), tmp_path)
-    kept = sum(p.numel() for p in loaded.model.parameters())
-    stored = sum(x.numel() for x in load_file(tmp_path / "model.safetensors").values())
-    assert kept == stored
 
 
 @pytest.mark.parametrize(
@@ -305,24 +306,23 @@ def test_features_that_go_elsewhere_than_behind_the_first_layers_are_found(
 
 def test_gains_of_one_more_are_not_rounded_in_16_bits(tmp_path: Path) -> None:
     """Which would keep the decoder from being the same."""
-    write_checkpoint(named("Gemma 3, text"), tmp_path)
-    config = FAMILY.check(read_fields(tmp_path))
-    model = load_model(tmp_path, FAMILY, config, CPU, torch.bfloat16)
+    model = made(named("Gemma 3, text"), tmp_path, FAMILY, torch.bfloat16)
     assert model.speed_path == "lowered"
-    scores = TorchRunner(model, TorchSettings(num_kv_blocks=64, block_size=4), CPU, torch.bfloat16)
-    exact, _ = load(tmp_path)
-    wide = TorchRunner(exact, TorchSettings(num_kv_blocks=64, block_size=4), CPU, torch.float32)
-    [ours, theirs] = [score(each, make_requests()[0]).float() for each in (scores, wide)]
+    [ours, theirs] = [
+        score(each, make_requests()[0]).float()
+        for each in (start(model, dtype=torch.bfloat16), start(load_only(tmp_path)))
+    ]
     assert float((ours - theirs).std() / theirs.std()) < 0.03
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3"])
-def test_modules_that_are_not_needed_any_more_are_dropped(name: str, tmp_path: Path) -> None:
-    """What they hold would stay beside what it was quantized to."""
-    write_checkpoint(named(name), tmp_path)
+def test_nothing_of_transformers_decoder_is_kept(name: str, tmp_path: Path) -> None:
+    """What its modules hold would stay beside what it was quantized to."""
     before = _count_decoder_layers()
-    config = FAMILY.check(read_fields(tmp_path))
-    model = load_model(tmp_path, FAMILY, config, CPU, torch.float32, METHODS["int8"])
+    model = made(named(name), tmp_path)
+    kept = sum(p.numel() for p in model.parameters())
+    assert kept == sum(x.numel() for x in load_file(tmp_path / "model.safetensors").values())
+    model = load_only(tmp_path, FAMILY, torch.float32, METHODS["int8"])
     assert model.speed_path == "lowered"
     assert _count_decoder_layers() == before
 

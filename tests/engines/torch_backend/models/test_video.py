@@ -1,5 +1,7 @@
 """Videos: the tokens of transformers for the same file, by every way, and frames that transformers would sample."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models.family_table import write_checkpoint
 from tests.engines.torch_backend.models.media import (
     RUN,
+    SMOLVLM,
     VIDEO_FAMILIES,
     Question,
     ask,
@@ -23,6 +26,7 @@ from tests.engines.torch_backend.models.media import (
     named_video,
     process_video,
     smolvlm_processor,
+    video_row,
     whole,
 )
 from tests.engines.torch_backend.models.media import pool as pool
@@ -120,7 +124,8 @@ def test_start_and_end_around_a_video_are_those_of_its_frames(
     """As Qwen3-VL was trained; its published template writes them around the placeholder too."""
     prompts = []
     for number, placeholder in enumerate((RUN, "<|video_pad|>")):
-        write_checkpoint(named_video("Qwen3-VL", placeholder), tmp_path / f"{number}")
+        family = replace(named_video("Qwen3-VL"), video_placeholder=placeholder)
+        write_checkpoint(family, tmp_path / f"{number}")
         _, processor = load(tmp_path / f"{number}")
         prompts.append(ask(pool, processor, QUESTIONS["video"]))
     assert prompts[0].token_ids == prompts[1].token_ids
@@ -138,8 +143,8 @@ SMOLVLM_TEMPLATE = (
 
 
 def test_a_published_smolvlm_takes_videos(pool: VideoPool, tmp_path: Path) -> None:
-    family = named_video("SmolVLM", create_processor=lambda: smolvlm_processor("<|im_start|>"))
-    write_checkpoint(family, tmp_path)
+    create = partial(smolvlm_processor, "<|im_start|>")
+    write_checkpoint(video_row("SmolVLM", "", SMOLVLM, create_processor=create), tmp_path)
     (tmp_path / "chat_template.jinja").write_text(SMOLVLM_TEMPLATE)
     _, processor = load(tmp_path)
     assert processor.takes_video
