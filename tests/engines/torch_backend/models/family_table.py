@@ -164,9 +164,7 @@ SIGLIP: dict[str, Any] = {**CLIP, "model_type": "siglip_vision_model", "vision_u
 SMALL_TOWER: dict[str, Any] = {**CLIP, "patch_size": 7}
 CLIP_TOWER: dict[str, Any] = {**CLIP, "model_type": "clip_vision_model"}
 QIANFAN_TOWER: dict[str, Any] = {**SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7]}
-INTERN_TOWER: dict[str, Any] = {**QIANFAN_TOWER, "model_type": "internvl_vision"}
 TILES = [[28, 56], [56, 28], [56, 56]]
-QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 SQUARE = {"height": 28, "width": 28}
 #: Of grids of patches: at least one of 28 by 28 pixels, at most twelve.
 GRIDS = {"shortest_edge": 784, "longest_edge": 784 * 12}
@@ -216,27 +214,30 @@ def tokens(*special: str, **named: str) -> Callable[[], Any]:
 
 
 def own(
-    name: str,
-    placeholder: str,
-    kind: str,
-    tokens: Callable[[], Any],
-    *,
-    images: dict[str, Any],
-    options: Mapping[str, Any] = MappingProxyType({}),
-    has_video: bool = False,
-    **more: Any,
-) -> Family:
-    """A row whose processors are of classes of its own, with these options."""
+    name: str, placeholder: str, kind: str, tokens: Callable[[], Any], *, images: dict[str, Any],
+    videos: dict[str, Any] | None = None, options: Mapping[str, Any] = MappingProxyType({}), by: str = "",
+    images_by: str = "", videos_by: str = "", **more: Any,
+) -> Family:  # fmt: skip
+    """A row whose processors have these options; their classes are named as the model's, or `by` others."""
+    by = by or kind
 
     def create() -> Any:
-        parts = {"image_processor": images, **({"video_processor": {}} if has_video else {})}
-        made = {
-            part: getattr(transformers, f"{kind}{part.title().replace('_', '')}")(**values)
-            for part, values in parts.items()
-        }
-        return getattr(transformers, f"{kind}Processor")(tokenizer=tokens(), **made, **options)
+        cls = partial(getattr, transformers)
+        made = {"image_processor": cls(f"{images_by or by}ImageProcessor")(**images)}
+        if videos is not None:
+            made["video_processor"] = cls(f"{videos_by or by}VideoProcessor")(**videos)
+        return cls(f"{by}Processor")(tokenizer=tokens(), **made, **options)
 
-    return visual(name, placeholder, create, kind, **more)  # fmt: skip
+    return visual(name, placeholder, create, kind, **more)
+
+
+QWEN: dict[str, Any] = {
+    "images": {"patch_size": 14, "min_pixels": 784, "max_pixels": 784 * 12}, "images_by": "Qwen2VL", "videos": {},
+    "tokens": tokens("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "placeholder": "<|vision_start|><|image_pad|><|vision_end|>", "tie_word_embeddings": False, "image_token_id": 302,
+    "video_token_id": 303,
+}  # fmt: skip
+OMNI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 
 def qwen(
@@ -246,28 +247,14 @@ def qwen(
     shares_prefixes: bool = True,
     **more: Any,
 ) -> Family:
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [2, 3, 3],
-    }
-    if "3" in config_class:
-        rope["mrope_interleaved"] = True
+    rope: dict[str, Any] = OMNI_ROPE
+    if is_third := "3" in config_class:
+        rope = {**rope, "mrope_interleaved": True}
         more["head_dim"] = 16
-    return visual(
-        name, "<|vision_start|><|image_pad|><|vision_end|>",
-        lambda: _qwen2_processor("Qwen3VL" if "3" in config_class else "Qwen2VL"),
-        config_class, text_config={**TEXT, "rope_parameters": rope, **more}, vision_config=vision,
-        tie_word_embeddings=False, image_token_id=302, video_token_id=303, vision_start_token_id=304,
-        vision_end_token_id=305, shares_prefixes=shares_prefixes,
-    )  # fmt: skip
-
-
-def _qwen2_processor(kind: str) -> Any:
-    video = "Qwen2VL" if kind == "Exaone4_5_" else kind
-    return getattr(transformers, f"{kind}Processor")(
-        transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12), tokenizer(*QWEN),
-        getattr(transformers, f"{video}VideoProcessor")(),
+    return own(
+        name, kind=config_class, by="Qwen3VL" if is_third else "Qwen2VL", **QWEN, vision_config=vision,
+        text_config={**TEXT, "rope_parameters": rope, **more}, vision_start_token_id=304, vision_end_token_id=305,
+        shares_prefixes=shares_prefixes,
     )  # fmt: skip
 
 
@@ -288,17 +275,6 @@ MROPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _pixtral(patch: int, merge: int) -> Any:
-    return transformers.PixtralProcessor(
-        transformers.PixtralImageProcessor(
-            size={"longest_edge": 56}, patch_size={"height": patch * merge, "width": patch * merge}
-        ),
-        tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-        patch_size=patch,
-        spatial_merge_size=merge,
-    )
-
-
 GEMMA4_TEXT: dict[str, Any] = {
     **TEXT, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 6, "global_head_dim": 32,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 320,
@@ -309,29 +285,51 @@ GLM_IDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _glm(name: str, kind: str, config_class: str, vision: dict[str, Any], **more: Any) -> Family:
-    text_config = {**TEXT, "rope_parameters": MROPE, "head_dim": 16, **more}
-    return visual(
-        name, "<|begin_of_image|><|image|><|end_of_image|>",
-        lambda: getattr(transformers, f"{kind}Processor")(
-            getattr(transformers, f"{kind}ImageProcessor")(patch_size=14, size=GRIDS),
-            tokenizer(
-                "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
-                "<|end_of_video|>",
-            ),
-            getattr(transformers, f"{kind}VideoProcessor")(),
+def _glm(name: str, by: str, kind: str, vision: dict[str, Any], **more: Any) -> Family:
+    return own(
+        name, "<|begin_of_image|><|image|><|end_of_image|>", kind,
+        tokens(
+            "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+            "<|end_of_video|>",
         ),
-        config_class,
-        text_config=text_config, vision_config={**TOWER, "image_size": 56, **vision},
-        tie_word_embeddings=False, **GLM_IDS,
+        images={"patch_size": 14, "size": GRIDS}, videos={}, by=by,
+        text_config={**TEXT, "rope_parameters": MROPE, "head_dim": 16, **more},
+        vision_config={**TOWER, "image_size": 56, **vision}, tie_word_embeddings=False, **GLM_IDS,
     )  # fmt: skip
 
 
-def _llava_processor() -> Any:
-    return transformers.LlavaProcessor(
-        transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE), tokenizer(), patch_size=14,
-        vision_feature_select_strategy="default", num_additional_image_tokens=1,
-    )  # fmt: skip
+LLAVA: dict[str, Any] = {
+    "images": {"size": {"shortest_edge": 28}, "crop_size": SQUARE}, "by": "Llava", "images_by": "CLIP",
+    "options": {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    "vision_config": CLIP_TOWER, "text_config": sub("llama"), **IMAGE_IDS,
+}  # fmt: skip
+NEXT: dict[str, Any] = {
+    **LLAVA, "images": {**LLAVA["images"], "image_grid_pinpoints": TILES}, "images_by": "LlavaNext",
+    "image_grid_pinpoints": TILES, "vision_feature_layer": -2,
+}  # fmt: skip
+SMOL: dict[str, Any] = {
+    "images": {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}, "options": {"image_seq_len": 4},
+    "text_config": sub("llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
+}  # fmt: skip
+SMOL_TILES = [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
+INTERN: dict[str, Any] = {
+    "tokens": tokens(
+        context_image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>", video_token="<video>"
+    ),
+    "images": {"size": SQUARE, "min_patches": 1, "max_patches": 4}, "images_by": "GotOcr2",
+    "options": {"image_seq_length": 4}, "image_token_id": 302,
+}  # fmt: skip
+INTERN_VL: dict[str, Any] = {
+    **INTERN, "kind": "InternVL", "videos": {}, "downsample_ratio": 0.5,
+    "vision_config": {**QIANFAN_TOWER, "model_type": "internvl_vision"},
+}  # fmt: skip
+
+
+def _pixtral(patch: int) -> dict[str, Any]:
+    return {
+        "images": {"size": {"longest_edge": 56}, "patch_size": {"height": patch, "width": patch}},
+        "images_by": "Pixtral", "vision_config": PIXTRAL_TOWER, "image_token_id": 302,
+    }  # fmt: skip
 
 
 def _gemma4(name: str, **more: Any) -> Family:
@@ -370,31 +368,10 @@ def _gemma3n() -> Any:
     )  # fmt: skip
 
 
-def _smolvlm() -> Any:
-    return transformers.SmolVLMProcessor(
-        transformers.SmolVLMImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
-        tokenizer("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *[f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]),
-        transformers.SmolVLMVideoProcessor(), image_seq_len=4,
-    )  # fmt: skip
-
-
 VQ: dict[str, Any] = {
     "embed_dim": 16, "num_embeddings": 8, "latent_channels": 16, "base_channels": 32, "channel_multiplier": [1, 1],
     "num_res_blocks": 1, "num_patches": 4,
 }  # fmt: skip
-
-
-def _intern_tokens() -> Any:
-    return tokenizer(
-        context_image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>", video_token="<video>"
-    )  # fmt: skip
-
-
-def _intern_processor() -> Any:
-    return transformers.InternVLProcessor(
-        transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
-        transformers.InternVLVideoProcessor(), image_seq_length=4,
-    )  # fmt: skip
 
 
 def _read_paligemma(processor: Any, images: list[Any], text: str) -> Any:
@@ -411,12 +388,8 @@ def _read_paligemma(processor: Any, images: list[Any], text: str) -> Any:
 
 
 def _paligemma(name: str, kind: str, **more: Any) -> Family:
-    return visual(
-        name, "",
-        lambda: transformers.PaliGemmaProcessor(
-            transformers.SiglipImageProcessor(size=SQUARE, image_seq_length=4), tokenizer()
-        ),
-        "PaliGemma",
+    return own(
+        name, "", "PaliGemma", tokens(), images={"size": SQUARE, "image_seq_length": 4}, images_by="Siglip",
         vision_config=SIGLIP, text_config=sub(kind, head_dim=16, vocab_size=1600, **more),
         image_token_index=IMAGE_ID, projection_dim=64, hidden_size=64,
         shares_prefixes=False, read=_read_paligemma, embedding_std=0.1,
@@ -424,58 +397,37 @@ def _paligemma(name: str, kind: str, **more: Any) -> Family:
 
 
 FAMILIES += [
-    visual(
-        "LLaVA, SigLIP", "<image>",
-        lambda: transformers.LlavaProcessor(
-            transformers.SiglipImageProcessor(size=SQUARE), tokenizer(), patch_size=14,
-            vision_feature_select_strategy="full",
-        ),
-        "Llava",
-        vision_config=SIGLIP,
-        text_config=sub("qwen3", head_dim=16), **IMAGE_IDS,
+    own(
+        "LLaVA, SigLIP", "<image>", "Llava", tokens(), images={"size": SQUARE}, images_by="Siglip",
+        options={"patch_size": 14, "vision_feature_select_strategy": "full"},
+        vision_config=SIGLIP, text_config=sub("qwen3", head_dim=16), **IMAGE_IDS,
         vision_feature_select_strategy="full", vision_feature_layer=-1,
     ),
-    own(
-        "LLaVA-NeXT", "<image>", "LlavaNext",
-        tokens(),
-        images={"size": {"shortest_edge": 28}, "crop_size": SQUARE, "image_grid_pinpoints": TILES},
-        options={"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
-        vision_config=CLIP_TOWER, text_config=sub("mistral"),
-        **IMAGE_IDS, image_grid_pinpoints=TILES,
-        vision_feature_layer=-2,
-    ),
+    own("LLaVA-NeXT", "<image>", "LlavaNext", tokens(), **{**NEXT, "by": "LlavaNext", "text_config": sub("mistral")}),
     own(
         "LLaVA-OneVision", "<image>", "LlavaOnevision",
         tokens("<video>"),
         images={"size": SQUARE, "image_grid_pinpoints": TILES},
-        options={"num_image_tokens": 4, "vision_feature_select_strategy": "full"}, has_video=True,
+        options={"num_image_tokens": 4, "vision_feature_select_strategy": "full"}, videos={},
         vision_config={**CLIP, "model_type": "siglip_vision_model"}, text_config=sub("qwen2"),
         **IMAGE_IDS, video_token_id=302,
         image_grid_pinpoints=TILES, vision_aspect_ratio="anyres_max_9",
     ),
-    visual(
-        "Pixtral", "[IMG]", lambda: _pixtral(7, 1), "Llava",
-        vision_config=PIXTRAL_TOWER, text_config=sub("mistral", head_dim=16), image_token_id=302,
-        image_token_index=302, vision_feature_layer=-1, vision_feature_select_strategy="full",
+    own(
+        "Pixtral", "[IMG]", "Llava", tokens("[IMG]", "[IMG_BREAK]", "[IMG_END]"), by="Pixtral",
+        options={"patch_size": 7}, **_pixtral(7), text_config=sub("mistral", head_dim=16), image_token_index=302,
+        vision_feature_layer=-1, vision_feature_select_strategy="full",
     ),
-    visual(
-        "Mistral 3", "[IMG]", lambda: _pixtral(7, 2), "Mistral3",
-        vision_config=PIXTRAL_TOWER, text_config=sub("mistral", head_dim=16), image_token_id=302,
+    own(
+        "Mistral 3", "[IMG]", "Mistral3", tokens("[IMG]", "[IMG_BREAK]", "[IMG_END]"), by="Pixtral",
+        options={"patch_size": 7, "spatial_merge_size": 2}, **_pixtral(14), text_config=sub("mistral", head_dim=16),
         image_token_index=302, spatial_merge_size=2,
     ),
     own(
-        "Idefics3", "<image>", "Idefics3",
-        tokens("<global-img>", *[f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]),
-        images={"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}, options={"image_seq_len": 4},
-        text_config=sub("llama"), image_token_id=IMAGE_ID, scale_factor=2, pad_token_id=0,
+        "Idefics3", "<image>", "Idefics3", tokens("<global-img>", *SMOL_TILES), **SMOL,
         vision_config={**SMALL_TOWER, "model_type": "idefics3_vision"},
     ),
-    visual(
-        "InternVL 3", "<IMG_CONTEXT>", _intern_processor,
-        "InternVL",
-        text_config=sub("qwen3", head_dim=16), image_token_id=302, downsample_ratio=0.5,
-        vision_config=INTERN_TOWER,
-    ),
+    own("InternVL 3", "<IMG_CONTEXT>", **INTERN_VL, text_config=sub("qwen3", head_dim=16)),
     qwen("Qwen2-VL", "Qwen2VL", QWEN2_TOWER),
     qwen("Qwen2.5-VL", "Qwen2_5_VL", {**TOWER, "window_size": 56, "fullatt_block_indexes": [1]}),
     qwen(
@@ -499,23 +451,11 @@ FAMILIES += [
         },
         embedding_std=0.02,
     ),
-    visual(
-        "LLaVA 1.5", "<image>", _llava_processor,
-        "Llava",
-        vision_config=CLIP_TOWER, text_config=sub("llama"),
-        **IMAGE_IDS,
-    ),
-    visual(
-        "ViP-LLaVA", "<image>", _llava_processor,
-        "VipLlava",
-        vision_config=CLIP_TOWER, text_config=sub("llama"),
-        **IMAGE_IDS, vision_feature_layers=[-1, -2],
-    ),
-    visual(
-        "SmolVLM", "<image>",
-        _smolvlm,
-        "SmolVLM",
-        text_config=sub("llama"), image_token_id=IMAGE_ID, scale_factor=2, pad_token_id=0,
+    own("LLaVA 1.5", "<image>", "Llava", tokens(), **LLAVA),
+    own("ViP-LLaVA", "<image>", "VipLlava", tokens(), **LLAVA, vision_feature_layers=[-1, -2]),
+    own(
+        "SmolVLM", "<image>", "SmolVLM",
+        tokens("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *SMOL_TILES), **SMOL, videos={},
         vision_config={**SMALL_TOWER, "model_type": "smolvlm_vision"},
     ),
     _glm("GLM-4.1V", "Glm4v", "Glm4v", {}),
@@ -534,18 +474,14 @@ FAMILIES += [
         tie_word_embeddings=False,
         vision_config={**VIT, "image_size": 56, "patch_size": 14, "spatial_merge_size": 2},
     ),
-    visual(
-        "ERNIE 4.5 VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        lambda: transformers.Ernie4_5_VLMoeProcessor(
-            transformers.Ernie4_5_VLMoeImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(
-                image_token="<|IMAGE_PLACEHOLDER|>", video_token="<|VIDEO_PLACEHOLDER|>",
-                image_start_token="<|IMAGE_START|>", image_end_token="<|IMAGE_END|>",
-                video_start_token="<|VIDEO_START|>", video_end_token="<|VIDEO_END|>",
-            ),
-            transformers.Ernie4_5_VLMoeVideoProcessor(draw_on_frames=False),
+    own(
+        "ERNIE 4.5 VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "Ernie4_5_VLMoe",
+        tokens(
+            image_token="<|IMAGE_PLACEHOLDER|>", video_token="<|VIDEO_PLACEHOLDER|>",
+            image_start_token="<|IMAGE_START|>", image_end_token="<|IMAGE_END|>",
+            video_start_token="<|VIDEO_START|>", video_end_token="<|VIDEO_END|>",
         ),
-        "Ernie4_5_VLMoe",
+        images={"patch_size": 14, "size": GRIDS}, videos={"draw_on_frames": False},
         text_config={
             **TEXT, "moe_intermediate_size": [32, 16], "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
             "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]},
@@ -582,7 +518,7 @@ FAMILIES += [
         tokens(
             "<|media_pad|>", "<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>",
         ),
-        images={"patch_size": 14, "max_patches": 48, "size": {"max_height": 84, "max_width": 84}}, has_video=True,
+        images={"patch_size": 14, "max_patches": 48, "size": {"max_height": 84, "max_width": 84}}, videos={},
         text_config={**sub("deepseek_v3", q_lora_rank=16), **LATENT},
         vision_config={**VIT, "pos_emb_height": 8, "pos_emb_width": 8},
         projection_hidden_size=32, image_token_id=302, video_token_id=303, tie_word_embeddings=False,
@@ -616,22 +552,20 @@ FAMILIES += [
         text_config=sub("cohere2", sliding_window=6, head_dim=16, **MIXED),
         vision_config={**SIGLIP, "patch_size": 7}, image_token_id=302, alignment_intermediate_size=96,
     ),
-    visual(
-        "Aya Vision", "<image>",
-        lambda: transformers.AyaVisionProcessor(
-            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4, crop_to_patches=True),
-            tokenizer(
-                "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL",
-                *[f"TILE_{i}" for i in range(1, 5)],
-            ),
-            patch_size=7, img_size=28, downsample_factor=2,
+    own(
+        "Aya Vision", "<image>", "AyaVision",
+        tokens(
+            "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL",
+            *[f"TILE_{i}" for i in range(1, 5)],
         ),
-        "AyaVision",
+        images={**INTERN["images"], "crop_to_patches": True}, images_by="GotOcr2",
+        options={"patch_size": 7, "img_size": 28, "downsample_factor": 2},
         text_config=sub("cohere2", sliding_window=6, head_dim=16, **MIXED),
         vision_config={**SIGLIP, "patch_size": 7}, image_token_index=304, image_token_id=304,
     ),
     qwen(
-        "Qwen3.5", "Qwen3_5", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False, layer_types=["linear_attention", "full_attention"], **DELTA
+        "Qwen3.5", "Qwen3_5", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False,
+        layer_types=["linear_attention", "full_attention"], **DELTA,
     ),
     qwen(
         "Qwen3.5-MoE", "Qwen3_5Moe", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False,
@@ -644,7 +578,7 @@ FAMILIES += [
             image_end_token="</image_start>", slice_start_token="<slice>", slice_end_token="</slice>",
             image_id_start_token="<image_id>", image_id_end_token="</image_id>",
         ),
-        images={"patch_size": 7, "scale_resolution": 56, "max_slice_nums": 2}, has_video=True,
+        images={"patch_size": 7, "scale_resolution": 56, "max_slice_nums": 2}, videos={},
         text_config=sub(
             "qwen3_5_text", head_dim=16, layer_types=["linear_attention", "full_attention"],
             rope_parameters={**MROPE, "mrope_interleaved": True}, **DELTA,
@@ -659,8 +593,10 @@ FAMILIES += [
             "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
             *[f"<|img_row_{i}_col_{j}|>" for i in (1, 2, 3, 4) for j in (1, 2, 3, 4)],
         ),
-        images={"encoder_patch_size": 7, "tile_size": 28, "size": SQUARE, "min_image_tokens": 2, "max_image_tokens": 6, "max_tiles": 4},
-        
+        images={
+            "encoder_patch_size": 7, "tile_size": 28, "size": SQUARE, "min_image_tokens": 2, "max_image_tokens": 6,
+            "max_tiles": 4,
+        },
         text_config=sub(
             "lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3, block_auto_adjust_ff_dim=False,
             vocab_size=330,
@@ -719,36 +655,18 @@ FAMILIES += [
         },
         vq_config={**VQ, "image_token_embed_dim": 64, "projection_dim": 64},
     ),
-    visual(
-        "EXAONE 4.5", "<|vision_start|><|image_pad|><|vision_end|>",
-        lambda: _qwen2_processor("Exaone4_5_"),
-        "Exaone4_5_",
+    own(
+        "EXAONE 4.5", kind="Exaone4_5_", videos_by="Qwen2VL", **QWEN,
         text_config=sub("exaone4", sliding_window=6, sliding_window_pattern=2, **MIXED),
         vision_config={**TOWER, "num_key_value_heads": 1, "window_size": 56, "fullatt_block_indexes": [1]},
-        tie_word_embeddings=False, image_token_id=302, video_token_id=303,
     ),
-    visual(
-        "LightOnOCR", "<|image_pad|>",
-        lambda: transformers.LightOnOcrProcessor(
-            transformers.PixtralImageProcessor(
-                size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
-            ),
-            tokenizer(
-                image_token="<|image_pad|>", image_break_token="<|vision_pad|>", image_end_token="<|vision_end|>",
-            ),
-            patch_size=7,
-        ),
-        "LightOnOcr",
-        vision_config=PIXTRAL_TOWER, text_config=sub("qwen3", head_dim=16), image_token_id=302,
+    own(
+        "LightOnOCR", "<|image_pad|>", "LightOnOcr",
+        tokens(image_token="<|image_pad|>", image_break_token="<|vision_pad|>", image_end_token="<|vision_end|>"),
+        options={"patch_size": 7}, **_pixtral(14), text_config=sub("qwen3", head_dim=16),
     ),
-    visual(
-        "Qianfan-OCR", "<image>",
-        lambda: transformers.QianfanOCRProcessor(
-            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
-            image_seq_length=4,
-        ),
-        "QianfanOCR",
-        text_config=sub("qwen3", head_dim=16), image_token_id=302,
+    own(
+        "Qianfan-OCR", "<image>", "QianfanOCR", **INTERN, text_config=sub("qwen3", head_dim=16),
         vision_config=QIANFAN_TOWER,
     ),
     own(
@@ -766,25 +684,13 @@ FAMILIES += [
     ),
     own(
         "VideoLLaMA 3", "<|image_pad|>", "VideoLlama3",
-        tokens(*QWEN),
-        images={"patch_size": 14, "size": GRIDS}, has_video=True,
+        QWEN["tokens"], images={"patch_size": 14, "size": GRIDS}, videos={},
         text_config=sub("qwen2"), image_token_id=302, video_token_id=303,
         vision_config={**VIT, "patch_size": 14},
     ),
-    visual(
-        "LLaVA-NeXT-Video", "<image>",
-        lambda: transformers.LlavaNextVideoProcessor(
-            transformers.LlavaNextVideoVideoProcessor(),
-            transformers.LlavaNextImageProcessor(
-                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
-            ),
-            tokenizer("<video>"), patch_size=14, vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-        ),
-        "LlavaNextVideo",
-        vision_config=CLIP_TOWER, text_config=sub("llama"),
-        **IMAGE_IDS, video_token_index=302,
-        image_grid_pinpoints=TILES, vision_feature_layer=-2,
+    own(
+        "LLaVA-NeXT-Video", "<image>", "LlavaNextVideo", tokens("<video>"),
+        **{**NEXT, "by": "LlavaNextVideo"}, videos={}, videos_by="LlavaNextVideo", video_token_index=302,
     ),
     visual(
         "Qwen2.5-Omni", "<|vision_bos|><|IMAGE|><|vision_eos|>",
@@ -799,10 +705,7 @@ FAMILIES += [
             ),
         ),
         "Qwen2_5OmniThinker",
-        text_config={
-            **TEXT, "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-        },
+        text_config={**TEXT, "max_position_embeddings": 2048, "rope_parameters": OMNI_ROPE},
         vision_config={**TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
         audio_config={
             "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "num_mel_bins": 80,
@@ -812,12 +715,7 @@ FAMILIES += [
         vision_start_token_id=305, vision_end_token_id=306,
         audio_start_token_id=307, audio_end_token_id=308,
     ),
-    visual(
-        "InternVL 2.5", "<IMG_CONTEXT>", _intern_processor,
-        "InternVL",
-        text_config=sub("qwen2"), image_token_id=302, downsample_ratio=0.5,
-        vision_config=INTERN_TOWER,
-    ),
+    own("InternVL 2.5", "<IMG_CONTEXT>", **INTERN_VL, text_config=sub("qwen2")),
     _paligemma("PaliGemma", "gemma"),
     _paligemma("PaliGemma 2", "gemma2", sliding_window=6, query_pre_attn_scalar=16, **MIXED),
     own(
