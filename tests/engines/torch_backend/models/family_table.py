@@ -744,27 +744,14 @@ FAMILIES += [
 REFUSED = [
     (
         own(
-            "Llama 3.2 Vision", "<|image|>", "Mllama",
-            tokens("<|image|>"),
-            images={"size": SQUARE, "max_image_tiles": 2},
-            image_token_index=302,
-            text_config={
-                **TEXT, "cross_attention_layers": [1],
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-            vision_config={
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
-                "attention_heads": 2, "image_size": 28, "patch_size": 7, "vision_output_dim": 64,
-                "max_num_tiles": 2, "intermediate_layers_indices": [1],
-                "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
-            },
+            "Llama 3.2 Vision", "<|image|>", "Mllama", tokens("<|image|>"),
+            images={"size": SQUARE, "max_image_tiles": 2}, image_token_index=302,
         ),
         "cross attention to images are not supported",
     ),
     (
         own(
-            "Fuyu", "|SPEAKER|", "Fuyu",
-            tokens("|SPEAKER|", "|NEWLINE|"),
+            "Fuyu", "|SPEAKER|", "Fuyu", tokens("|SPEAKER|", "|NEWLINE|"),
             images={"size": {"height": 56, "width": 56}, "patch_size": {"height": 14, "width": 14}},
             text_config=sub("persimmon"), image_token_id=302, patch_size=14,
         ),
@@ -817,17 +804,19 @@ def _make_checkpoint(family: Family, directory: Path) -> None:
             parameter.data = noise * 1.6 / inputs**0.5
     model.save_pretrained(directory)
     if family.create_processor is None:
-        return write_tokenizer(directory)
+        make_tokenizer(IMAGE_ID).save(str(directory / "tokenizer.json"))
+        settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    else:
+        write_processor(family, directory)
+
+
+def write_processor(family: Family, directory: Path) -> None:
+    assert family.create_processor is not None
     family.create_processor().save_pretrained(directory)
     if family.read is not None:
-        return None
+        return
     template = family.opening + TEMPLATE.replace("PLACEHOLDER", family.placeholder)
     template = template.replace("OF_VIDEO", family.video_placeholder)
     template = template.replace("OF_AUDIO", family.audio_placeholder)
     (directory / "chat_template.jinja").write_text(template)
-
-
-def write_tokenizer(directory: Path) -> None:
-    make_tokenizer(IMAGE_ID).save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))

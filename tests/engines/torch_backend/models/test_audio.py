@@ -1,12 +1,8 @@
 """Audio: the tokens of transformers for the same file, by every way."""
 
-import io
-from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoProcessor
@@ -21,17 +17,7 @@ from engines.torch_backend.multimodal import parts
 from engines.torch_backend.multimodal.processed import split
 from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO
 from gateway.api.transcriptions import TranscriptionRequest
-from shared.blobs.object_store import UrlBlobReader
-from shared.protocol import (
-    BlobRef,
-    ChatMessage,
-    ImagePart,
-    ImageRef,
-    ModelCard,
-    SamplingParams,
-    TextPart,
-)
-from shared.settings.limits import LimitSettings
+from shared.protocol import ChatMessage, ImagePart, ModelCard, TextPart
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models import test_families
 from tests.engines.torch_backend.models.family_table import write_checkpoint
@@ -49,11 +35,9 @@ from tests.engines.torch_backend.models.media import pool as pool
 from tests.engines.torch_backend.models.test_families import CPU, Loaded, load
 from tests.engines.torch_backend.models.test_video import WAYS
 from tests.engines.torch_backend.ways import Way
-from tests.factories_audio import SOUNDS, make_audio, sound
-from tests.factories_queue import make_request as make_queue_request
-from tests.factories_torch import run_to_end, smallest_chunks
+from tests.factories_audio import SOUNDS, make_audio
+from tests.factories_torch import smallest_chunks
 from tests.long import IS_LONG, few, long
-from worker.prepare.preparer import Preprocessor
 from worker.prepare.video_pool import VideoPool
 
 #: of processors' own ways with numpy
@@ -147,18 +131,6 @@ def test_audio_of_gemma_3n_does_not_depend_on_longer_audio(pool: VideoPool, tmp_
     torch.testing.assert_close(features[: len(alone)], alone)
 
 
-def test_each_segment_of_longer_audio_is_taken(loaded: Loaded, pool: VideoPool) -> None:
-    data = make_audio(seconds=41.0, rate=8000, pauses=(3.0, 25.0))
-    ref = ImageRef("", len(data), "audio/wav", 0, 0)
-    with pool.open_audio(io.BytesIO(data), ref, min(30.0, loaded.processor.max_audio_s)) as audio:
-        ends = audio.info.segment_ends
-    assert len(ends) > 1
-    for start, end in pairwise((0.0, *ends)):
-        part = msgspec.structs.replace(ref, start_s=start, end_s=end)
-        with pool.open_audio(io.BytesIO(data), part) as audio:
-            assert loaded.processor.process_audio(audio).num_slots > 0
-
-
 SLOTS = "[BEGIN_AUDIO]" + "[AUDIO]" * 375
 VOXTRAL_PROMPTS: list[tuple[list[tuple[str, list[str]]], str]] = [
     (
@@ -232,34 +204,9 @@ def test_long_audio_of_voxtral_is_encoded_window_by_window(pool: VideoPool, tmp_
     torch.testing.assert_close(rows, whole.pooler_output, rtol=0, atol=1e-5)
 
 
-async def test_a_worker_prepares_audio_for_a_checkpoint(loaded: Loaded, pool: VideoPool) -> None:
-    """As a worker starts it, from a message and stored bytes to tokens."""
-    settings = {"kind": "torch", "dtype": "float32", "device": "cpu", "num_kv_blocks": 512}
-    started = create_engine({**settings, "model": str(loaded.directory)})
+def test_the_card_says_what_a_checkpoint_takes(loaded: Loaded) -> None:
+    started = create_engine({"kind": "torch", "device": "cpu", "model": str(loaded.directory)})
     assert started.card.supports_audio
     is_trained = loaded.family.name in ONE_AUDIO | ANY_LENGTH
     assert bool(started.card.transcription_prompt) == is_trained
     assert started.card.supports_images == bool(loaded.family.placeholder)
-    preprocessor = Preprocessor(
-        started.engine, UrlBlobReader(Store()), LimitSettings(), 1, videos=pool
-    )  # type: ignore[arg-type]
-    ref = ImageRef(sha256(b"wav").hexdigest(), 1, "audio/wav", 0, 0, param="file")
-    parts = (ImagePart(0), TextPart("What is it?"))
-    sampling = SamplingParams(temperature=0.0, max_tokens=test_families.NUM_TOKENS, ignore_eos=True)
-    call = make_queue_request(
-        images=(ref,), messages=(ChatMessage("user", parts),), sampling=sampling
-    )
-    request: Any = await preprocessor.prepare(call, "r")
-    assert run_to_end(started.engine, [request])["r"] == loaded.expected["audio"]  # type: ignore[arg-type]
-    assert preprocessor.media.length_s == pytest.approx(2.0)
-    preprocessor.close()
-    started.engine.close()
-
-
-class Store:
-    """Stands in for the blobs: each is a file by its name."""
-
-    async def get(self, ref: BlobRef) -> bytes:
-        return next(
-            sound(name) for name in SOUNDS if sha256(name.encode()).hexdigest() == ref.sha256
-        )

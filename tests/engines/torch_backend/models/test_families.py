@@ -169,6 +169,14 @@ def make_requests(**sampling: Any) -> list[EngineRequest]:
 _answers: dict[Family, dict[str, list[int]]] = {}
 
 
+def load_for_text(
+    family: Family, directory: Path, model: FamilyModel | None = None, **sampling: Any
+) -> Loaded:
+    """A checkpoint that is there, and prompts of text, without answers."""
+    model, processor = model or load_only(directory), load_processor(directory)
+    return Loaded(family, directory, model, processor, make_requests(**sampling), {})
+
+
 def load_family(family: Family, directory: Path) -> Loaded:
     family_table.write_checkpoint(family, directory)
     model, processor = load(directory)

@@ -39,25 +39,24 @@ from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models.family_table import (
     FAMILIES,
     REFUSED,
-    TEXT,
     Family,
     named,
     text,
     write_checkpoint,
+    write_processor,
 )
 from tests.engines.torch_backend.models.test_families import (
     CPU,
     QUESTIONS,
-    Loaded,
     generate,
     load,
     load_family,
+    load_for_text,
     load_only,
     load_processor,
     load_reference,
     load_their_processor,
     made,
-    make_requests,
     prompts,
 )
 from tests.factories_torch import run_to_end
@@ -164,30 +163,19 @@ def test_what_would_be_wrong_in_silence_is_refused_by_its_reason(
 def test_models_of_images_that_cannot_be_run_are_refused_before_a_request(
     family: Family, reason: str, tmp_path: Path
 ) -> None:
-    write_checkpoint(family, tmp_path)
+    config = family.create()
+    config.architectures = [family.architecture]
+    config.save_pretrained(tmp_path)
+    write_processor(family, tmp_path)
     with pytest.raises(UnsupportedCheckpoint, match=reason) as refused:
         load_processor(tmp_path)
     assert _names_another(refused.value)
 
 
-def test_a_model_whose_images_see_each_other_is_refused(tmp_path: Path) -> None:
-    tower: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
-    }  # fmt: skip
-    config = transformers.Molmo2Config(
-        text_config={**TEXT, "head_dim": 16, "additional_vocab_size": 8},
-        vision_config={**tower, "num_hidden_layers": 2, "image_size": [28, 28], "patch_size": 7},
-        adapter_config={**tower, "vision_feature_layer": [-1, -2], "text_hidden_size": TEXT["hidden_size"]},
-        image_patch_id=301, image_start_token_id=302, image_end_token_id=303, low_res_image_start_token_id=304,
-        architectures=["Molmo2ForConditionalGeneration"],
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    read = FAMILY.check(read_fields(tmp_path))
-    hooks = PositionHooks.create(read.model_class, read.full)
-    hooks.encoder_arguments()
-    with pytest.raises(
-        UnsupportedCheckpoint, match=r"Molmo2.* outside their image.* not supported"
-    ) as refused:
+def test_a_model_whose_images_see_each_other_is_refused() -> None:
+    model_class: Any = transformers.Molmo2ForConditionalGeneration
+    hooks = PositionHooks.create(model_class, transformers.Molmo2Config())
+    with pytest.raises(UnsupportedCheckpoint, match=r"Molmo2.* outside their image.*") as refused:
         hooks.lets_images_see_themselves()
     assert _names_another(refused.value)
 
@@ -236,19 +224,15 @@ def test_frequencies_do_not_depend_on_who_shares_the_step(kind: str, tmp_path: P
         rope["factor"], longest = 4.0, 30 if kind == "dynamic" else 120
         family = text("Llama", "Llama", rope_parameters=rope, max_position_embeddings=longest)
     write_checkpoint(family, tmp_path)
-    model, processor = load(tmp_path)
-    wanted = make_requests(max_tokens=8)
-    loaded = Loaded(family, tmp_path, model, processor, wanted, {})
-    alone = ways.run_alone(loaded.start, wanted)
-    assert ways.run_batched(loaded.start, wanted) == alone
-    assert ways.run_chunked(loaded.start, wanted) == alone
+    loaded = load_for_text(family, tmp_path, max_tokens=8)
+    alone = ways.run_alone(loaded.start, loaded.requests)
+    assert ways.run_batched(loaded.start, loaded.requests) == alone
+    assert ways.run_chunked(loaded.start, loaded.requests) == alone
 
 
 def test_scores_are_those_of_the_wanted_rows_where_the_model_cannot_choose(tmp_path: Path) -> None:
     """Then `**kwargs` would swallow `logits_to_keep`."""
-    write_checkpoint(WINDOWED, tmp_path)
-    model, processor = load(tmp_path, GENERIC)
-    assert isinstance(model, GenericModel)
+    model = made(WINDOWED, tmp_path, GENERIC)
     whole = type(model.inner).forward
 
     def forward(self: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
@@ -257,7 +241,7 @@ def test_scores_are_those_of_the_wanted_rows_where_the_model_cannot_choose(tmp_p
 
     model.inner.forward = MethodType(forward, model.inner)
     model.find_arguments()
-    loaded = Loaded(WINDOWED, tmp_path, model, processor, make_requests(), {})
+    loaded = load_for_text(WINDOWED, tmp_path, model)
     theirs = load_reference(tmp_path)
     expected = {name: generate(theirs, ids) for name, ids in prompts().items()}
     assert ways.run_chunked(loaded.start, loaded.requests) == expected
@@ -376,10 +360,7 @@ def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
     for name, module in model.inner.named_modules():
         if isinstance(module, Linear):
             whole.inner.get_submodule(name).weight.data = module.weight
-    processor = load_processor(tmp_path)
-    loaded, expected = (
-        Loaded(WINDOWED, tmp_path, each, processor, make_requests(), {}) for each in (model, whole)
-    )
+    loaded, expected = (load_for_text(WINDOWED, tmp_path, each) for each in (model, whole))
     tokens = ways.run_batched(expected.start, expected.requests)
     assert ways.run_batched(loaded.start, loaded.requests) == tokens
     assert ways.run_chunked(loaded.start, loaded.requests) == tokens

@@ -42,7 +42,6 @@ from tests.engines.torch_backend.models.family_table import (
 from tests.engines.torch_backend.models.test_families import (
     CPU,
     QUESTIONS,
-    Loaded,
     load_family,
     load_only,
     load_processor,
@@ -247,7 +246,7 @@ def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
             narrow = [n for n, p in model.named_parameters() if p.dtype == torch.bfloat16]
             assert any("o_proj" in n for n in narrow)
             assert all(model.get_parameter(n).dim() == 2 for n in narrow)
-        loaded = load_family_of(family, tmp_path, model)
+        loaded = replace(load_family(family, tmp_path / "asked"), model=model)
         tokens.append(ways.run_batched(partial(loaded.start, ops), loaded.requests))
     assert tokens[0] == tokens[1]
 
@@ -271,12 +270,6 @@ def test_memory_is_asked_for_matrices_as_they_will_be(
         monkeypatch.setattr(weights_module, "free_bytes", lambda _, room=room: room * stored)
         with expected:
             load_only(tmp_path, GenericFamily(lowers), ops=cpu_ops("fast"))
-
-
-def load_family_of(family: Family, directory: Path, model: FamilyModel) -> Loaded:
-    """That model with the family's questions."""
-    loaded = load_family(family, directory.with_name(f"{directory.name}-asked"))
-    return Loaded(family, directory, model, loaded.processor, loaded.requests, {})
 
 
 @pytest.mark.parametrize(
