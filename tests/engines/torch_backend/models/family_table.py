@@ -1,7 +1,7 @@
 """Tiny random models of families, each made of transformers' own configuration class; nothing is downloaded."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -252,7 +252,8 @@ def qwen(
         rope = {**rope, "mrope_interleaved": True}
         more["head_dim"] = 16
     return own(
-        name, kind=config_class, by="Qwen3VL" if is_third else "Qwen2VL", **QWEN, vision_config=vision,
+        name, kind=config_class, by="Qwen3VL" if is_third else config_class, **QWEN, vision_config=vision,
+        videos_by="Qwen3VL" if is_third else "Qwen2VL",
         text_config={**TEXT, "rope_parameters": rope, **more}, vision_start_token_id=304, vision_end_token_id=305,
         shares_prefixes=shares_prefixes,
     )  # fmt: skip
@@ -767,8 +768,8 @@ TEMPLATE = (
 )
 
 
-def named(name: str) -> Family:
-    [family] = [each for each in FAMILIES if each.name == name]
+def named(name: str, families: Sequence[Family] = FAMILIES) -> Family:
+    [family] = [each for each in families if each.name == name]
     return family
 
 

@@ -1,14 +1,14 @@
 """The table: every family gives the tokens of transformers by every way that the engine has.
 
 Each row is a tiny random checkpoint of the family's own configuration class, loaded as a worker loads it. `make test` runs
-some of them, `make families` all, and writes `docs/models.md` of what it saw.
+some of them, `make families` all, and each is compared with its row of `docs/models.md`.
 """
 
 import contextlib
 import io
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from functools import cache
@@ -54,7 +54,6 @@ QUICK = frozenset({
     "Idefics3", "Qwen2.5-VL", "Qwen3-VL",
 })  # fmt: skip
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
-BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of families -->"
 NO_PREFIXES = "*"  #: after the name of a family without a prefix cache
 CROWDED = (ways.run_preempted, ways.run_overlapped, ways.run_with_drafts_under_all_of_it)
 NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
@@ -209,26 +208,26 @@ def load_their_processor(family: Family, directory: Path) -> Callable[..., dict[
     processor: Any = AutoProcessor.from_pretrained(directory)
 
     def process(question: Several[Any]) -> dict[str, Any]:
-        parts = [part if isinstance(part, str) else family.placeholder for part in question]
         images = [
             Image.open(io.BytesIO(make_image(*part)))
             for part in question
             if not isinstance(part, str)
         ]
-        if family.read is not None:
-            spoken = "".join(part for part in question if isinstance(part, str))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return dict(family.read(processor, images, spoken))
-        text = "".join([family.opening, *parts, "\n"])
-        call = processor if images else _without_images(processor)
-        bos = {"add_special_tokens": False} if family.opening else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its own ways with numpy
+            if family.read is not None:
+                spoken = "".join(part for part in question if isinstance(part, str))
+                return dict(family.read(processor, images, spoken))
+            parts = [part if isinstance(part, str) else family.placeholder for part in question]
+            text = "".join([family.opening, *parts, "\n"])
+            bos = {"add_special_tokens": False} if family.opening else {}
             # this one counts the images of a prompt, which lie in a list of their own
             is_counted = isinstance(processor, transformers.LlavaOnevisionProcessor)
             given: Any = [images] if is_counted and images else images or None
-            made = call(images=given, text=[text], return_tensors="pt", **bos)
+            try:
+                made = processor(images=given, text=[text], return_tensors="pt", **bos)
+            except ValueError:  # some are of no use without an image
+                made = processor.tokenizer([text], return_tensors="pt", **bos)
         return {
             name: value.float() if value.is_floating_point() else value
             for name, value in made.items()
@@ -237,45 +236,20 @@ def load_their_processor(family: Family, directory: Path) -> Callable[..., dict[
     return process
 
 
-def _without_images(processor: Any) -> Callable[..., Any]:
-    """Some are of no use without an image."""
-
-    def call(images: None, text: list[str], **options: Any) -> Any:
-        try:
-            return processor(images=images, text=text, **options)
-        except ValueError:
-            return processor.tokenizer(text, **options)
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def rows(request: pytest.FixtureRequest) -> Iterator[list[tuple[str, str, str]]]:
-    """Inputs, speed path and name of each family. Once all have been run without a failure, the page has them."""
-    found: list[tuple[str, str, str]] = []
-    yield found
-    if IS_LONG and len(found) == len(FAMILIES) and not request.session.testsfailed:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        _, _, tail = rest.partition(END)
-        PAGE.write_text("".join([head, BEGIN, "\n\n", to_table(found), "\n", END, tail]))
-
-
-def to_table(found: list[tuple[str, str, str]]) -> str:
-    names: dict[tuple[str, str], list[str]] = {}
-    for inputs, path, name in found:
-        names.setdefault((inputs, path), []).append(name)
-    lines = [
-        f"| {inputs} | {path} | {'; '.join(those)} |" for (inputs, path), those in names.items()
+def page_rows() -> dict[str, tuple[str, str]]:
+    """Inputs and speed path of each family in docs/models.md."""
+    rows = [
+        line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| text")
     ]
-    return "\n".join(["| input | speed path | families |", "|---|---|---|", *lines, ""])
+    return {
+        name: (inputs.removeprefix("| "), path)
+        for inputs, path, names in rows
+        for name in names.removesuffix(" |").split("; ")
+    }
 
 
 @pytest.fixture(scope="module", params=RUN, ids=str)
-def loaded(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    rows: list[tuple[str, str, str]],
-) -> Loaded:
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     directory = tmp_path_factory.mktemp("family")
     loaded = load_family(request.param, directory)
     assert len({tuple(tokens) for tokens in loaded.expected.values()}) >= len(loaded.expected) - 1
@@ -284,7 +258,8 @@ def loaded(
     path = loaded.model.speed_path if find_family(directory)[0] is FAMILY else "native"
     name = family.name + ("" if loaded.model.shares_prefixes else NO_PREFIXES)
     inputs = "text, images" if family.create_processor else "text"
-    rows.append((f"{inputs}, video" if family.architecture in TAKES_VIDEO else inputs, path, name))
+    inputs += ", video" if family.architecture in TAKES_VIDEO else ""
+    assert page_rows()[name] == (inputs, path)
     return loaded
 
 
@@ -374,12 +349,6 @@ def test_every_tested_architecture_is_in_the_table() -> None:
     assert {family.kind for family in FAMILIES} == TESTED
 
 
-@pytest.mark.skipif(IS_LONG, reason="the page is written when all have been run")
 def test_the_page_names_every_family() -> None:
-    """It is written by the run of all; a family that is new here is missing there until then."""
-    _, _, rest = PAGE.read_text().partition(BEGIN)
-    table, _, _ = rest.partition(END)
-    lines = table.strip().splitlines()[2:]
-    cells = "; ".join(line.split(" | ")[2].removesuffix(" |") for line in lines)
-    named = [name.removesuffix(NO_PREFIXES) for name in cells.split("; ")]
-    assert sorted(named) == sorted(family.name for family in FAMILIES)
+    listed = sorted(name.removesuffix(NO_PREFIXES) for name in page_rows())
+    assert listed == sorted(family.name for family in FAMILIES)

@@ -1,9 +1,16 @@
-"""What may go wrong without a word where another's modules are driven: each is refused, or made right."""
+"""What may go wrong without a word where another's modules are driven: each is refused, or made right.
 
+Below: which decoders our own program computes, and that it leaves to transformers what it does not understand.
+"""
+
+import gc
 import json
+import logging
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import MethodType
@@ -13,24 +20,31 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3_vl import modeling_qwen3_vl
+from transformers.models.smollm3 import modeling_smollm3
 
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.registry import create_engine
 from engines.text.processor import example_prompt
+from engines.torch_backend import runner
 from engines.torch_backend.kv_cache import KVCacheTooSmall, bytes_per_block
 from engines.torch_backend.layers.linear import METHODS, Linear, quantized_layers
+from engines.torch_backend.loading import weights as weights_module
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
-from engines.torch_backend.models.causal_lm import CausalFamily
+from engines.torch_backend.models import causal_lm
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import PagedLayer
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.generic.states import LayerState
 from engines.torch_backend.models.hf_config import read_fields
+from engines.torch_backend.models.llama import Llama
+from engines.torch_backend.models.lowered import proof
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.multimodal.transformers_images import PositionHooks
 from engines.torch_backend.ops.linear.cpu import PACKED_INT8
-from engines.torch_backend.ops.registry import cpu_ops
+from engines.torch_backend.ops.registry import Ops, cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
@@ -38,6 +52,7 @@ from tests.contract.test_model_family import ask
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models.family_table import (
     FAMILIES,
+    LLAMA3_ROPE,
     REFUSED,
     Family,
     named,
@@ -59,7 +74,7 @@ from tests.engines.torch_backend.models.test_families import (
     made,
     prompts,
 )
-from tests.factories_torch import run_to_end
+from tests.factories_torch import logits_of, run_to_end
 from tests.long import few
 
 LLAMA = text("Llama", "Llama")
@@ -69,10 +84,10 @@ KERNEL_FAMILIES = ("Llama", "Qwen3", "Gemma 2", "StableLM", "Cohere 2", "Falcon-
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 #: Each precision at least once, and states.
 KERNEL_CASES = [
-    ("Falcon-H1", "int4"),
+    ("Falcon-H1", "float32"),
     ("Llama", "int8"),
     ("Qwen3", "bfloat16"),
-    ("Gemma 2", "float32"),
+    ("Gemma 2", "int4"),
 ]
 needs_kernels = pytest.mark.skipif(
     not cpu_ops("fast").is_native, reason="there are no C++ kernels here"
@@ -127,9 +142,11 @@ def test_what_fails_in_the_first_steps_is_one_sentence(
     assert "\n" not in str(refused.value)
 
 
-def start(model: Any, **changes: Any) -> TorchRunner:
+def start(
+    model: Any, ops: Ops | None = None, dtype: torch.dtype = torch.float32, **changes: Any
+) -> TorchRunner:
     settings = TorchSettings(**{"num_kv_blocks": 64, "block_size": 4, **changes})
-    return TorchRunner(model, settings, CPU, torch.float32)
+    return TorchRunner(model, settings, CPU, dtype, ops=ops)
 
 
 def other_family(name: str, config_class: str, **fields: Any) -> Family:
@@ -296,15 +313,6 @@ def test_the_self_check_compares_a_prompt_with_an_image(
                 verify()
 
 
-def test_a_decoder_of_our_own_program_is_run_by_it(tmp_path: Path) -> None:
-    write_checkpoint(LLAMA, tmp_path / "plain")
-    assert isinstance(find_family(tmp_path / "plain")[0], CausalFamily)
-    write_checkpoint(WINDOWED, tmp_path / "window")
-    family, config = find_family(tmp_path / "window")
-    assert config.model_class.__name__ == "MistralForCausalLM"
-    assert not isinstance(family, CausalFamily)
-
-
 def test_nothing_of_a_config_makes_transformers_fetch_or_run_code(tmp_path: Path) -> None:
     changes = {
         "_attn_implementation": "somebody/kernels", "attn_implementation": "somebody/kernels",
@@ -367,16 +375,6 @@ def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
     model.verify(start(model), "always")
 
 
-def made_for_kernels(family: Family, directory: Path, dtype: torch.dtype, scheme: str) -> Any:
-    return made(family, directory, GENERIC, dtype, METHODS.get(scheme), ops=cpu_ops("fast"))
-
-
-def check_with_kernels(model: Any, dtype: torch.dtype) -> None:
-    """The scores of steps are those of transformers' modules."""
-    settings = TorchSettings(num_kv_blocks=64, block_size=4)
-    model.verify(TorchRunner(model, settings, CPU, dtype, ops=cpu_ops("fast")), "always")
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     ("name", "precision"), few(product(KERNEL_FAMILIES, PRECISIONS), KERNEL_CASES)
@@ -384,24 +382,17 @@ def check_with_kernels(model: Any, dtype: torch.dtype) -> None:
 def test_scores_by_kernels_are_those_of_the_plain_modules(
     name: str, precision: str, tmp_path: Path
 ) -> None:
+    """The head is in int8 beside layers in few bits, if it is no table of tokens."""
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    check_with_kernels(made_for_kernels(named(name), tmp_path, dtype, precision), dtype)
-
-
-@needs_kernels
-@pytest.mark.parametrize(("is_tied", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
-def test_beside_layers_in_few_bits_the_head_is_in_int8_if_it_is_no_table_of_tokens(
-    is_tied: bool, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    family = text("Llama", "Llama", tie_word_embeddings=is_tied)
-    model = made_for_kernels(family, tmp_path, dtype, "int4")
-    head = model.inner.get_output_embeddings()
-    assert isinstance(head, Linear) != is_tied
-    table = model.inner.get_input_embeddings().weight
-    if isinstance(head, Linear):
-        assert head.method is PACKED_INT8
-    assert table.dtype == dtype
-    check_with_kernels(model, dtype)
+    ops, scheme = cpu_ops("fast"), METHODS.get(precision)
+    model = made(named(name), tmp_path, GENERIC, dtype, scheme, ops=ops)
+    head, table = model.inner.get_output_embeddings(), model.inner.get_input_embeddings()
+    is_tied = model.inner.config.tie_word_embeddings
+    if scheme is not None:
+        assert is_tied or head.method is PACKED_INT8
+    assert not is_tied or head.weight is table.weight
+    assert table.weight.dtype == dtype
+    model.verify(start(model, ops, dtype), "always")
 
 
 def test_slots_of_an_image_see_each_other_where_the_model_says_so(tmp_path: Path) -> None:
@@ -472,17 +463,6 @@ def test_a_state_that_is_lost_between_chunks_is_found_by_the_self_check(
         model.verify(start(model), "always")
 
 
-def test_an_image_among_others_is_what_the_processor_makes_of_it_there(tmp_path: Path) -> None:
-    """LLaVA-OneVision cuts a prompt's only image into tiles, and no other."""
-    write_checkpoint(named("LLaVA-OneVision"), tmp_path)
-    processor = load_processor(tmp_path)
-    image = QUESTIONS["wide"][1]
-    [alone] = ask(processor, [image, "What?"]).images
-    first, second = ask(processor, [image, "Or ", image, "?"]).images
-    assert alone.num_slots > first.num_slots == second.num_slots == 5
-    assert alone.image_hash != first.image_hash == second.image_hash
-
-
 def test_of_a_whole_qwen_omni_the_thinker_runs(tmp_path: Path) -> None:
     """As published: one folder with the parts that generate text, codes of speech and waves."""
     thinker = load_family(named("Qwen2.5-Omni"), tmp_path / "thinker")
@@ -507,3 +487,255 @@ def test_of_a_whole_qwen_omni_the_thinker_runs(tmp_path: Path) -> None:
     model, processor = load(whole)
     loaded = replace(thinker, directory=whole, model=model, processor=processor)
     assert ways.run_batched(loaded.start, loaded.requests) == thinker.expected
+
+
+PLAIN_SCALE: dict[str, Any] = {"attention_multiplier": 0.25}
+SCALED = text("Llama", "Llama", rope_parameters=LLAMA3_ROPE)
+
+
+def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
+    """Who computes the decoder, and what the log says of it."""
+    with caplog.at_level(logging.INFO, "engines.torch_backend.models.generic.model"):
+        model = made(family, directory)
+    [line] = [text for text in caplog.messages if "the decoder" in text]
+    return model.speed_path, line
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (text("Granite", "Granite", embedding_multiplier=3.0, **PLAIN_SCALE), "after embeddings"),
+        (text("Granite", "Granite", residual_multiplier=0.5, **PLAIN_SCALE), "the output of layer 0 differs"),
+        (text("Granite", "Granite", logits_scaling=2.0, **PLAIN_SCALE), "after the head"),
+        (text("Granite", "Granite", attention_multiplier=0.2), "attention scale"),
+        (text("StableLM", "StableLm"), "not an RMS norm"),
+        (text("Llama", "Llama", hidden_act="sigmoid"), "activation"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Family) else "",
+)  # fmt: skip
+def test_what_the_program_does_not_say_stays_generic_with_its_reason(
+    family: Family, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, line = path_of(family, tmp_path, caplog)
+    assert path == "generic"
+    assert reason in line
+
+
+def _between_layers(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        is_second = self.self_attn.layer_idx == 1
+        return forward(self, hidden_states * (2 if is_second else 1), *args, **kwargs)
+
+    return changed
+
+
+def _after_layers(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs).tanh()
+
+    return changed
+
+
+@pytest.mark.parametrize("change", [_between_layers, _after_layers])
+def test_a_layer_of_the_same_parts_that_computes_something_else_is_found(
+    change: Callable[[Callable[..., Any]], Callable[..., Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = modeling_llama.LlamaDecoderLayer
+    monkeypatch.setattr(layer, "forward", change(layer.forward))
+    path, line = path_of(SCALED, tmp_path, caplog)
+    assert path == "generic"
+    assert "differs from ours" in line
+
+
+def test_of_a_large_model_each_kind_of_layer_is_computed_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of this family's four layers is not turned."""
+    monkeypatch.setattr(proof, "LARGE", 0)
+    loaded = load_family(text("SmolLM3", "SmolLM3", num_hidden_layers=9), tmp_path / "right")
+    assert loaded.model.speed_path == "lowered"
+    assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
+
+    layer = modeling_smollm3.SmolLM3DecoderLayer
+    monkeypatch.setattr(layer, "forward", _between_layers(layer.forward))
+    path, line = path_of(
+        text("SmolLM3", "SmolLM3", num_hidden_layers=2), tmp_path / "wrong", caplog
+    )
+    assert path == "generic"
+    assert "the output of layer 1 differs" in line
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        text("Phi-4 mini", "Phi3", partial_rotary_factor=0.75, hidden_size=128),
+        text("GLM", "Glm", head_dim=16),
+        text("ERNIE 4.5", "Ernie4_5"),
+        text("Helium", "Helium", head_dim=16),
+    ],
+    ids=str,
+)
+def test_channels_that_are_turned_otherwise_are_put_in_our_order(
+    family: Family, tmp_path: Path
+) -> None:
+    """Neighbours, or only some of them."""
+    loaded = load_family(family, tmp_path)
+    assert loaded.model.speed_path == "lowered"
+    for kernels in ("fast", "off"):
+        start = partial(loaded.start, cpu_ops(kernels))
+        assert ways.run_chunked(start, loaded.requests) == loaded.expected
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kernels"), [("none", "off"), ("int8", "fast"), ("int4", "fast")]
+)
+def test_it_computes_as_the_native_family_does(scheme: str, kernels: Any, tmp_path: Path) -> None:
+    """The same program with the same weights, by transformers' angles."""
+    lowered, native = (
+        made(SCALED, tmp_path, family, torch.float32, METHODS.get(scheme), ops=cpu_ops(kernels))
+        for family in (FAMILY, causal_lm.FAMILY)
+    )
+    shape = native.language_model.text
+    assert lowered.language_model.text == replace(shape, rope_theta=10000.0, rope_scaling=None)
+    scores = []
+    for each in (lowered, native):
+        start(each, cpu_ops(kernels))
+        scores.append(torch.cat([logits_of(each, torch.tensor(ids)) for ids in prompts().values()]))
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-5 if scheme == "none" else 1e-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "lowers"),
+    few(
+        product(("Idefics3", "Qwen2.5-VL", "LFM2-VL", "MiniCPM-V 4.6"), (True, False)),
+        [("Idefics3", True), ("LFM2-VL", False)],
+    ),
+)
+def test_towers_are_in_int8_beside_a_decoder_in_few_bits(
+    name: str, lowers: bool, tmp_path: Path
+) -> None:
+    write_checkpoint(named(name), tmp_path)
+    [image] = ask(load_processor(tmp_path), QUESTIONS["small"]).images
+    features = []
+    for scheme in (None, METHODS["int4"]):
+        model = load_only(
+            tmp_path, GenericFamily(lowers), torch.float32, scheme, ops=cpu_ops("fast")
+        )
+        start(model, cpu_ops("fast"))
+        with torch.inference_mode():
+            features += model.encode([image], CPU, torch.float32)
+    difference = (features[0] - features[1]).norm() / features[0].norm()
+    assert 0 < difference < 0.1
+
+
+@pytest.mark.parametrize(
+    "name",
+    few(
+        ["Qwen2", "Qwen2.5-VL", "Gemma 2", "Gemma 3, text", "Qwen3-Next"],
+        ["Qwen2.5-VL", "Gemma 3, text"],
+    ),
+)
+def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
+    name: str, tmp_path: Path
+) -> None:
+    """Half the memory; the tokens are those of the same numbers in float32."""
+    family = named(name)
+    halve(family, tmp_path)
+    ops = cpu_ops("fast")
+    tokens = []
+    for lowering in (FAMILY, GenericFamily(lowers=False)):
+        model = load_only(tmp_path, lowering, ops=ops)
+        if isinstance(model.language_model, Llama):
+            attention: Any = model.language_model.model.layers[0]
+            assert attention.self_attn.q_proj.weight.dtype == torch.bfloat16
+            assert model.language_model.model.norm.weight.dtype == torch.float32
+            others = [p for n, p in model.named_parameters() if not n.startswith("language_model")]
+            assert all(p.dtype == torch.float32 for p in others)
+        else:
+            narrow = [n for n, p in model.named_parameters() if p.dtype == torch.bfloat16]
+            assert any("o_proj" in n for n in narrow)
+            assert all(model.get_parameter(n).dim() == 2 for n in narrow)
+        loaded = replace(load_family(family, tmp_path / "asked"), model=model)
+        tokens.append(ways.run_batched(partial(loaded.start, ops), loaded.requests))
+    assert tokens[0] == tokens[1]
+
+
+def halve(family: Family, directory: Path) -> int:
+    """Write a checkpoint in bfloat16. Returns: its bytes."""
+    write_checkpoint(family, directory)
+    weights = load_file(directory / "model.safetensors")
+    rounded = {name: x.bfloat16() for name, x in weights.items()}
+    save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
+    return sum(x.nbytes for x in rounded.values())
+
+
+@pytest.mark.parametrize("lowers", [True, False])
+def test_memory_is_asked_for_matrices_as_they_will_be(
+    lowers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a decoder that stays transformers', too."""
+    stored = halve(named("Mistral, window"), tmp_path)
+    for room, expected in ((1.1, nullcontext()), (0.9, pytest.raises(ModelTooLarge))):
+        monkeypatch.setattr(weights_module, "free_bytes", lambda _, room=room: room * stored)
+        with expected:
+            load_only(tmp_path, GenericFamily(lowers), ops=cpu_ops("fast"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    few(["Mistral, window", "Gemma 3, text", "Qwen2.5-VL", "Qwen3-VL"], ["Qwen3-VL"]),
+)
+def test_a_gpu_computes_it_as_a_native_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffers and fused layers, kernels by their reference implementations."""
+    monkeypatch.setattr(runner, "runs_graphs", lambda device: True)
+    loaded = load_family(named(name), tmp_path)
+    assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
+    assert ways.run_overlapped(loaded.start, loaded.requests) == loaded.expected
+
+
+def test_features_that_go_elsewhere_than_behind_the_first_layers_are_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = modeling_qwen3_vl.Qwen3VLTextModel
+    add = stack._deepstack_process
+    monkeypatch.setattr(stack, "_deepstack_process", lambda self, *given: add(self, *given) * 2)
+    path, line = path_of(named("Qwen3-VL"), tmp_path, caplog)
+    assert path == "generic"
+    assert "image features are not added after" in line
+
+
+def test_gains_of_one_more_are_not_rounded_in_16_bits(tmp_path: Path) -> None:
+    """Which would keep the decoder from being the same."""
+    model = made(named("Gemma 3, text"), tmp_path, FAMILY, torch.bfloat16)
+    assert model.speed_path == "lowered"
+    exact = load_only(tmp_path)
+    for each, dtype in ((model, torch.bfloat16), (exact, torch.float32)):
+        start(each, dtype=dtype)
+    ours, theirs = (logits_of(each, torch.arange(5, 40)).float() for each in (model, exact))
+    assert float((ours - theirs).std() / theirs.std()) < 0.03
+
+
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3"])
+def test_nothing_of_transformers_decoder_is_kept(name: str, tmp_path: Path) -> None:
+    """What its modules hold would stay beside what it was quantized to."""
+    before = _count_decoder_layers()
+    model = made(named(name), tmp_path)
+    kept = sum(p.numel() for p in model.parameters())
+    assert kept == sum(x.numel() for x in load_file(tmp_path / "model.safetensors").values())
+    model = load_only(tmp_path, FAMILY, torch.float32, METHODS["int8"])
+    assert model.speed_path == "lowered"
+    assert _count_decoder_layers() == before
+
+
+def _count_decoder_layers() -> int:
+    gc.collect()
+    kinds = [type(x) for x in gc.get_objects()]
+    return sum(
+        x.__name__.endswith("DecoderLayer") and "transformers" in x.__module__ for x in kinds
+    )
