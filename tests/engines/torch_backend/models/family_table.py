@@ -170,65 +170,61 @@ SQUARE = {"height": 28, "width": 28}
 GRIDS = {"shortest_edge": 784, "longest_edge": 784 * 12}
 
 
-def tokenizer(*special: str, **named: str) -> Any:
-    """With more special tokens, ids of which count on from 302: those with a name first."""
-    backend = make_tokenizer(IMAGE_ID)
-    backend.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in (*named.values(), *special)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        extra_special_tokens=named or None,
-    )
+def tokens(*special: str, **named: str) -> Callable[[], Any]:
+    """Makes a tokenizer with more special tokens, ids of which count on from 302: those with a name first."""
+
+    def create() -> Any:
+        backend = make_tokenizer(IMAGE_ID)
+        backend.add_special_tokens(
+            [
+                AddedToken(each, special=True, normalized=False)
+                for each in (*named.values(), *special)
+            ]
+        )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token="<s>",
+            eos_token="</s>",
+            pad_token="<pad>",
+            unk_token="<unk>",
+            extra_special_tokens=named or None,
+        )
+
+    return create
 
 
 def sub(model_type: str, **more: Any) -> dict[str, Any]:
     return {**TEXT, "model_type": model_type, **more}
 
 
-def visual(
-    name: str,
-    placeholder: str,
-    processor: Callable[[], Any],
-    config_class: str,
-    *,
-    shares_prefixes: bool = True,
-    embedding_std: float = 0.35,
-    opening: str = "",
-    read: Callable[[Any, list[Any], str], Any] | None = None,
-    **config: Any,
-) -> Family:
-    create = getattr(transformers, f"{config_class}Config")
-    return Family(
-        name, lambda: create(**deepcopy(config)), shares_prefixes, processor, placeholder, embedding_std, opening,
-        read=read,
-    )  # fmt: skip
-
-
-def tokens(*special: str, **named: str) -> Callable[[], Any]:
-    return partial(tokenizer, *special, **named)
-
-
 def own(
-    name: str, placeholder: str, kind: str, tokens: Callable[[], Any], *, images: dict[str, Any],
-    videos: dict[str, Any] | None = None, options: Mapping[str, Any] = MappingProxyType({}), by: str = "",
-    images_by: str = "", videos_by: str = "", **more: Any,
+    name: str, placeholder: str, kind: str, tokens: Callable[[], Any], *, images: dict[str, Any] | None = None,
+    videos: dict[str, Any] | None = None, sounds: Callable[[], Any] | None = None, by: str = "",
+    images_by: str = "", videos_by: str = "", options: Mapping[str, Any] = MappingProxyType({}), **more: Any,
 ) -> Family:  # fmt: skip
-    """A row whose processors have these options; their classes are named as the model's, or `by` others."""
-    by = by or kind
+    """A row whose processors have these options; their classes are named as the model's, or `by` others.
 
-    def create() -> Any:
-        cls = partial(getattr, transformers)
-        made = {"image_processor": cls(f"{images_by or by}ImageProcessor")(**images)}
+    `more` are fields of `Family`, and those of the configuration.
+    """
+    by = by or kind
+    fields = {field: more.pop(field) for field in [*more] if field in Family.__dataclass_fields__}
+    config_class = getattr(transformers, f"{kind}Config")
+
+    def create_processor() -> Any:
+        cls, made = partial(getattr, transformers), {}
+        if images is not None:
+            made["image_processor"] = cls(f"{images_by or by}ImageProcessor")(**images)
         if videos is not None:
             made["video_processor"] = cls(f"{videos_by or by}VideoProcessor")(**videos)
+        if sounds is not None:
+            made["feature_extractor"] = sounds()
         return cls(f"{by}Processor")(tokenizer=tokens(), **made, **options)
 
-    return visual(name, placeholder, create, kind, **more)
+    def create() -> PreTrainedConfig:
+        return config_class(**deepcopy(more))
+
+    fields = {"create_processor": create_processor, **fields}
+    return Family(name, create, placeholder=placeholder, **fields)
 
 
 QWEN: dict[str, Any] = {
@@ -334,19 +330,14 @@ def _pixtral(patch: int) -> dict[str, Any]:
 
 
 def _gemma4(name: str, **more: Any) -> Family:
-    return visual(
-        name, "<|image|>",
-        lambda: transformers.Gemma4Processor(
-            transformers.Gemma4AudioFeatureExtractor(),
-            transformers.Gemma4ImageProcessor(patch_size=7, pooling_kernel_size=2, max_soft_tokens=70),
-            tokenizer(
-                image_token="<|image|>", video_token="<|video|>", audio_token="<|audio|>", boi_token="<|image>",
-                eoi_token="<image|>", boa_token="<|audio>", eoa_token="<audio|>",
-            ),
-            transformers.Gemma4VideoProcessor(),
-            image_seq_length=70,
+    return own(
+        name, "<|image|>", "Gemma4",
+        tokens(
+            image_token="<|image|>", video_token="<|video|>", audio_token="<|audio|>", boi_token="<|image>",
+            eoi_token="<image|>", boa_token="<|audio>", eoa_token="<audio|>",
         ),
-        "Gemma4",
+        images={"patch_size": 7, "pooling_kernel_size": 2, "max_soft_tokens": 70}, videos={},
+        sounds=lambda: transformers.Gemma4AudioFeatureExtractor(), options={"image_seq_length": 70},
         text_config={**GEMMA4_TEXT, **more}, image_token_id=302, video_token_id=303,
         audio_token_id=304, boi_token_id=305, eoi_token_id=306,
         vision_config={
@@ -354,18 +345,6 @@ def _gemma4(name: str, **more: Any) -> Family:
             "position_embedding_size": 64,
         },
         embedding_std=0.02,
-    )  # fmt: skip
-
-
-def _gemma3n() -> Any:
-    return transformers.Gemma3nProcessor(
-        transformers.Gemma3nAudioFeatureExtractor(),
-        transformers.SiglipImageProcessor(size={"height": 64, "width": 64}),
-        tokenizer(
-            boi_token="<start_of_image>", boa_token="<start_of_audio>", eoi_token="<end_of_image>",
-            image_token="<image_soft_token>", eoa_token="<end_of_audio>", audio_token="<audio_soft_token>",
-        ),
-        image_seq_length=4,
     )  # fmt: skip
 
 
@@ -498,8 +477,14 @@ FAMILIES += [
         "Gemma 4", use_bidirectional_attention="vision", num_kv_shared_layers=0, hidden_size_per_layer_input=0,
         attention_k_eq_v=True, num_global_key_value_heads=1,
     ),
-    visual(
-        "Gemma 3n", "<image_soft_token>", _gemma3n, "Gemma3n",
+    own(
+        "Gemma 3n", "<image_soft_token>", "Gemma3n",
+        tokens(
+            boi_token="<start_of_image>", boa_token="<start_of_audio>", eoi_token="<end_of_image>",
+            image_token="<image_soft_token>", eoa_token="<end_of_audio>", audio_token="<audio_soft_token>",
+        ),
+        images={"size": {"height": 64, "width": 64}}, images_by="Siglip",
+        sounds=lambda: transformers.Gemma3nAudioFeatureExtractor(), options={"image_seq_length": 4},
         # Tokens of images and audio have embeddings of their own.
         text_config={**TEXT, **GEMMA3N_TEXT, "vocab_size_per_layer_input": 304}, boi_token_id=302,
         boa_token_id=303, eoi_token_id=304, image_token_id=305, eoa_token_id=306,
@@ -693,19 +678,15 @@ FAMILIES += [
         "LLaVA-NeXT-Video", "<image>", "LlavaNextVideo", tokens("<video>"),
         **{**NEXT, "by": "LlavaNextVideo"}, videos={}, videos_by="LlavaNextVideo", video_token_index=302,
     ),
-    visual(
-        "Qwen2.5-Omni", "<|vision_bos|><|IMAGE|><|vision_eos|>",
-        lambda: transformers.Qwen2_5OmniProcessor(
-            transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12),
-            transformers.Qwen2VLVideoProcessor(patch_size=14),
-            transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=4),
-            tokenizer(
-                image_token="<|IMAGE|>", video_token="<|VIDEO|>", audio_token="<|AUDIO|>",
-                vision_bos_token="<|vision_bos|>", vision_eos_token="<|vision_eos|>",
-                audio_bos_token="<|audio_bos|>", audio_eos_token="<|audio_eos|>",
-            ),
+    own(
+        "Qwen2.5-Omni", "<|vision_bos|><|IMAGE|><|vision_eos|>", "Qwen2_5OmniThinker",
+        tokens(
+            image_token="<|IMAGE|>", video_token="<|VIDEO|>", audio_token="<|AUDIO|>",
+            vision_bos_token="<|vision_bos|>", vision_eos_token="<|vision_eos|>",
+            audio_bos_token="<|audio_bos|>", audio_eos_token="<|audio_eos|>",
         ),
-        "Qwen2_5OmniThinker",
+        images=QWEN["images"], images_by="Qwen2VL", videos={"patch_size": 14}, videos_by="Qwen2VL", by="Qwen2_5Omni",
+        sounds=lambda: transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=4),
         text_config={**TEXT, "max_position_embeddings": 2048, "rope_parameters": OMNI_ROPE},
         vision_config={**TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
         audio_config={
