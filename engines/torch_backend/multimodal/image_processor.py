@@ -3,6 +3,7 @@
 Called from a thread pool. Pixels are numpy (3, H, W) float32.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheck
 
 #: Larger resized images are never created completely: 16 MB in RGB, an aspect ratio of 37 at 336 pixels.
 MAX_RESIZED_PIXELS = 4 * 1024 * 1024
+_FILTER_REACH = 4  # source pixels on either side; Lanczos, the widest filter, reads 3
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
@@ -80,10 +82,13 @@ class ImageProcessor:
             if (width, height) != image.size:
                 image = image.resize((width, height), self.resample)
             return image.crop((left, top, right, bottom))
-        # only the source of the crop is resized
-        across, down = image.width / width, image.height / height
-        box = (left * across, top * down, right * across, bottom * down)
-        return image.resize((right - left, bottom - top), self.resample, box)
+        # Only the source of the crop is resized. Pillow stores the box in float32, which is exact enough near the
+        # origin.
+        first_x, last_x, box_left, box_right = _source(left, right, width, image.width)
+        first_y, last_y, box_top, box_bottom = _source(top, bottom, height, image.height)
+        part = image.crop((first_x, first_y, last_x, last_y))
+        box = (box_left, box_top, box_right, box_bottom)
+        return part.resize((right - left, bottom - top), self.resample, box)
 
     def _target_size(self, image: Image.Image) -> tuple[int, int]:
         if self.resize_to is not None:
@@ -111,6 +116,15 @@ def _middle(length: int, kept: int) -> tuple[int, int]:
     """Bounds of a centered crop of a side; the complete side if it is shorter."""
     start = max(0, (length - kept) // 2)
     return start, min(start + kept, length)
+
+
+def _source(start: int, stop: int, target: int, length: int) -> tuple[int, int, float, float]:
+    """Source pixels of a part of the resized side, and the bounds of the part within them."""
+    scale = length / target
+    reach = _FILTER_REACH * max(scale, 1.0)
+    first = max(0, math.floor(start * scale - reach))
+    last = min(length, math.ceil(stop * scale + reach))
+    return first, last, start * scale - first, min(stop * scale, length) - first
 
 
 def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
