@@ -123,10 +123,6 @@ class GenericModel(FamilyModel):
             self._make(weights, device, dtype, paths)
         return self
 
-    def forget_decoder(self) -> None:
-        """Drop references to decoder layers, which would keep their weights alive."""
-        self.specs = {}
-
     def _make(
         self,
         weights: dict[str, Tensor],

@@ -154,8 +154,6 @@ def other_family(name: str, config_class: str, **fields: Any) -> Family:
     [
         (text("PhiMoE", "Phimoe", sliding_window=8, num_local_experts=4), "does not match its window or chunk size"),
         (text("DiffLlama", "DiffLlama"), "computed more than once for each token"),
-        (other_family("GPT-J", "GPTJ", n_embd=64, n_layer=2, n_head=4, n_positions=128, rotary_dim=8),
-         "layers bypass transformers' attention interface"),
         (other_family("Mamba", "Mamba", hidden_size=32, num_hidden_layers=2),
          "vocab_size|max_position_embeddings|takes no position_ids"),
         (other_family("Falcon", "Falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True),
@@ -518,18 +516,38 @@ def _after_layers(forward: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-@pytest.mark.parametrize("change", [_between_layers, _after_layers])
-def test_a_layer_of_the_same_parts_that_computes_something_else_is_found(
-    change: Callable[[Callable[..., Any]], Callable[..., Any]],
+def _twice(add: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *given: add(self, *given) * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "method", "change", "reason"),
+    [
+        (SCALED, modeling_llama.LlamaDecoderLayer, "forward", _between_layers, "differs from ours"),
+        (SCALED, modeling_llama.LlamaDecoderLayer, "forward", _after_layers, "differs from ours"),
+        (
+            named("Qwen3-VL"),
+            modeling_qwen3_vl.Qwen3VLTextModel,
+            "_deepstack_process",
+            _twice,
+            "image features are not added after",
+        ),
+    ],
+)
+def test_layers_of_the_same_parts_that_compute_something_else_are_found(
+    family: Family,
+    module: Any,
+    method: str,
+    change: Any,
+    reason: str,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+    monkeypatch: Any,
 ) -> None:
-    layer = modeling_llama.LlamaDecoderLayer
-    monkeypatch.setattr(layer, "forward", change(layer.forward))
-    path, line = path_of(SCALED, tmp_path, caplog)
+    monkeypatch.setattr(module, method, change(getattr(module, method)))
+    path, line = path_of(family, tmp_path, caplog)
     assert path == "generic"
-    assert "differs from ours" in line
+    assert reason in line
 
 
 def test_of_a_large_model_each_kind_of_layer_is_computed_twice(
@@ -679,17 +697,6 @@ def test_a_gpu_computes_it_as_a_native_model(
     loaded = load_family(named(name), tmp_path)
     assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
     assert ways.run_overlapped(loaded.start, loaded.requests) == loaded.expected
-
-
-def test_features_that_go_elsewhere_than_behind_the_first_layers_are_found(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stack = modeling_qwen3_vl.Qwen3VLTextModel
-    add = stack._deepstack_process
-    monkeypatch.setattr(stack, "_deepstack_process", lambda self, *given: add(self, *given) * 2)
-    path, line = path_of(named("Qwen3-VL"), tmp_path, caplog)
-    assert path == "generic"
-    assert "image features are not added after" in line
 
 
 def test_gains_of_one_more_are_not_rounded_in_16_bits(tmp_path: Path) -> None:
