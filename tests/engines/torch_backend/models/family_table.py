@@ -329,7 +329,7 @@ def _pixtral(patch: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gemma4(name: str, **more: Any) -> Family:
+def _gemma4(name: str, audio_config: Any = None, **more: Any) -> Family:
     return own(
         name, "<|image|>", "Gemma4",
         tokens(
@@ -339,7 +339,7 @@ def _gemma4(name: str, **more: Any) -> Family:
         images={"patch_size": 7, "pooling_kernel_size": 2, "max_soft_tokens": 70}, videos={},
         sounds=lambda: transformers.Gemma4AudioFeatureExtractor(), options={"image_seq_length": 70},
         text_config={**GEMMA4_TEXT, **more}, image_token_id=302, video_token_id=303,
-        audio_token_id=304, boi_token_id=305, eoi_token_id=306,
+        audio_token_id=304, boi_token_id=305, eoi_token_id=306, audio_config=audio_config,
         vision_config={
             **VIT, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "patch_size": 7,
             "position_embedding_size": 64,
@@ -472,7 +472,14 @@ FAMILIES += [
         },
         tie_word_embeddings=False, **GLM_IDS,
     ),
-    _gemma4("Gemma 4 E", num_kv_shared_layers=2, hidden_size_per_layer_input=8),
+    _gemma4(
+        "Gemma 4 E", num_kv_shared_layers=2, hidden_size_per_layer_input=8,
+        audio_config={
+            "model_type": "gemma4_audio", "use_clipped_linears": False, "hidden_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "output_proj_dims": 48, "subsampling_conv_channels": [128, 4],
+            "conv_kernel_size": 3, "attention_chunk_size": 4, "attention_context_left": 5,
+        },
+    ),
     _gemma4(
         "Gemma 4", use_bidirectional_attention="vision", num_kv_shared_layers=0, hidden_size_per_layer_input=0,
         attention_k_eq_v=True, num_global_key_value_heads=1,

@@ -38,7 +38,6 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import PagedLayer
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
 from engines.torch_backend.models.generic.model import GenericModel
-from engines.torch_backend.models.generic.states import LayerState
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered import proof
@@ -78,7 +77,7 @@ from tests.engines.torch_backend.models.test_families import (
 from tests.factories_torch import logits_of, run_to_end
 from tests.long import few
 
-LLAMA = text("Llama", "Llama")
+LLAMA = text("Llama", "Llama", rope_parameters=LLAMA3_ROPE)
 WINDOWED = text("Mistral", "Mistral", sliding_window=8)
 GENERIC = GenericFamily(lowers=False)
 KERNEL_FAMILIES = ("Llama", "Qwen3", "Gemma 2", "StableLM", "Cohere 2", "Falcon-H1")
@@ -430,19 +429,6 @@ def test_memory_for_states_is_counted_and_reserved_before_that_of_keys_and_value
         num_blocks(8, 8 * states)
 
 
-def test_a_state_that_is_lost_between_chunks_is_found_by_the_self_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As transformers' first Mamba does with its own."""
-    model = made(named("Bamba"), tmp_path)
-    model.verify(start(model), "always")
-    monkeypatch.setattr(LayerState, "get_recurrent_state", lambda *args, **more: None)
-    monkeypatch.setattr(LayerState, "get_conv_state", lambda *args, **more: None)
-    monkeypatch.setattr(LayerState, "has_previous_state", lambda *args, **more: False)
-    with pytest.raises(UnsupportedCheckpoint, match="differ from transformers' by"):
-        model.verify(start(model), "always")
-
-
 def test_of_a_whole_qwen_omni_the_thinker_runs(tmp_path: Path) -> None:
     """As published: one folder with the parts that generate text, codes of speech and waves."""
     thinker = load_family(named("Qwen2.5-Omni"), tmp_path / "thinker")
@@ -470,7 +456,6 @@ def test_of_a_whole_qwen_omni_the_thinker_runs(tmp_path: Path) -> None:
 
 
 PLAIN_SCALE: dict[str, Any] = {"attention_multiplier": 0.25}
-SCALED = text("Llama", "Llama", rope_parameters=LLAMA3_ROPE)
 
 
 def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
@@ -523,8 +508,8 @@ def _twice(add: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("family", "module", "method", "change", "reason"),
     [
-        (SCALED, modeling_llama.LlamaDecoderLayer, "forward", _between_layers, "differs from ours"),
-        (SCALED, modeling_llama.LlamaDecoderLayer, "forward", _after_layers, "differs from ours"),
+        (LLAMA, modeling_llama.LlamaDecoderLayer, "forward", _between_layers, "differs from ours"),
+        (LLAMA, modeling_llama.LlamaDecoderLayer, "forward", _after_layers, "differs from ours"),
         (
             named("Qwen3-VL"),
             modeling_qwen3_vl.Qwen3VLTextModel,
@@ -595,7 +580,7 @@ def test_channels_that_are_turned_otherwise_are_put_in_our_order(
 def test_it_computes_as_the_native_family_does(scheme: str, kernels: Any, tmp_path: Path) -> None:
     """The same program with the same weights, by transformers' angles."""
     lowered, native = (
-        made(SCALED, tmp_path, family, torch.float32, METHODS.get(scheme), ops=cpu_ops(kernels))
+        made(LLAMA, tmp_path, family, torch.float32, METHODS.get(scheme), ops=cpu_ops(kernels))
         for family in (FAMILY, causal_lm.FAMILY)
     )
     shape = native.language_model.text

@@ -152,16 +152,6 @@ def _read_voxtral(processor: Any, audio: list[Any], text: str) -> dict[str, Any]
     return made
 
 
-def _gemma4_config() -> Any:
-    config = named("Gemma 4 E").create().to_dict()
-    config["audio_config"] = {
-        "model_type": "gemma4_audio", "use_clipped_linears": False, "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "output_proj_dims": 48, "subsampling_conv_channels": [128, 4], "conv_kernel_size": 3,
-        "attention_chunk_size": 4, "attention_context_left": 5,
-    }  # fmt: skip
-    return transformers.Gemma4Config(**config)
-
-
 TOWER: dict[str, Any] = {
     "d_model": 32, "hidden_size": 32, "encoder_layers": 2, "num_hidden_layers": 2, "encoder_attention_heads": 2,
     "num_attention_heads": 2, "encoder_ffn_dim": 48, "intermediate_size": 48, "num_mel_bins": 80,
@@ -188,10 +178,7 @@ AUDIO_FAMILIES = [
         class_name="AudioFlamingo3ForConditionalGeneration", audio_placeholder="<sound>",
         audio_config=TOWER, text_config=sub("qwen2"), audio_token_id=302,
     ),
-    replace(
-        named("Gemma 4 E"), class_name="Gemma4ForConditionalGeneration", audio_placeholder="<|audio|>",
-        create=_gemma4_config,
-    ),
+    replace(named("Gemma 4 E"), class_name="Gemma4ForConditionalGeneration", audio_placeholder="<|audio|>"),
     replace(
         named("Qwen2.5-Omni"), class_name="Qwen2_5OmniThinkerForConditionalGeneration",
         audio_placeholder="<|audio_bos|><|AUDIO|><|audio_eos|>",

@@ -179,12 +179,6 @@ def test_without_streams_a_long_image_takes_several_steps(monkeypatch: pytest.Mo
     assert steps == 10
 
 
-def test_quick_images_without_streams_are_encoded_in_one_step():
-    items = [make_share("a", make_image("a", (2, 2))), make_share("b", make_image("b", (4, 2)))]
-    _, num_computed, over_budget = make_encoder().encode_missing(items, max_vision_s=0.0)
-    assert (num_computed, over_budget) == ({}, frozenset())
-
-
 def make_pair(request_id: str = "a") -> ScheduledSequence:
     """A prompt with an image from token 100 and one from token 200."""
     images = make_image("first", (4, 4), 100), make_image("second", (4, 10), 200)
