@@ -43,7 +43,7 @@ FAST := tests/contract/test_call_queue.py tests/contract/test_surface.py tests/d
 test-fast: $(STAMP)  ## run the tests that need neither torch nor a whole fleet: three minutes on two cores
 	$(BIN)/python -m pytest $(FAST) --ignore tests/worker/node $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
-families: $(STAMP)  ## test every model family in every way that tokens are computed, and write the table of docs/models.md
+families: $(STAMP)  ## test every model family in every way that tokens are computed, and compare the table of docs/models.md
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
 		tests/engines/torch_backend/test_equivalence.py tests/engines/torch_backend/ops \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \

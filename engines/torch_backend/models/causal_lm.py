@@ -8,15 +8,13 @@ family.
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.packages.checkpoint_json import Fields, shown
+from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import MultimodalProcessor
 from engines.torch_backend.models.config import TextConfig, beyond_our_program
 from engines.torch_backend.models.hf_config import build_config, check_llama, llama_config
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
-
-_KINDS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +32,16 @@ class CausalModel(FamilyModel):
 
 
 class CausalFamily:
-    architectures = tuple(_KINDS)
+    architectures = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
     model_type = "llama"
 
     def check(self, config: Fields) -> CausalConfig:
-        kind = config.get("model_type", self.model_type)
-        if kind not in _KINDS.values():
-            raise config.refuse(
-                "model_type", f"is {shown(kind)}; known: {', '.join(_KINDS.values())}"
-            )
         check_llama(config)
         full = build_config(config, self.model_type)
         text = llama_config(config, full, bool(config.flag("tie_word_embeddings", False)))
         if text.max_position_embeddings < full.max_position_embeddings:
-            with beyond_our_program():
-                raise config.refuse(
-                    "sliding_window", "is shorter than the context, which is not supported"
-                )
+            reason = "is shorter than the context, which is not supported"
+            raise beyond_our_program(config.refuse("sliding_window", reason))
         return CausalConfig(text)
 
     def build(self, config: CausalConfig) -> CausalModel:

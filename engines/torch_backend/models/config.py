@@ -1,7 +1,5 @@
 """Shapes of model parts, as plain data."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,13 +43,8 @@ class BeyondOurProgram(UnsupportedCheckpoint):
     """A valid checkpoint that this project's own decoder cannot compute; transformers may."""
 
 
-@contextmanager
-def beyond_our_program() -> Iterator[None]:
-    """Convert refusals inside the block to `BeyondOurProgram`."""
-    try:
-        yield
-    except UnsupportedCheckpoint as refusal:
-        raise BeyondOurProgram(str(refusal)) from None
+def beyond_our_program(refusal: UnsupportedCheckpoint) -> BeyondOurProgram:
+    return BeyondOurProgram(str(refusal))
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,8 @@ def check_clip(section: Fields) -> None:
     """Refuse vision towers other than CLIP's. Raises: UnsupportedCheckpoint."""
     kind = section.get("model_type", "clip_vision_model")
     if kind != "clip_vision_model":
-        with beyond_our_program():
-            raise section.refuse("model_type", f"is {shown(kind)}; only CLIP's tower is supported")
+        reason = f"is {shown(kind)}; only CLIP's tower is supported"
+        raise beyond_our_program(section.refuse("model_type", reason))
     if section.whole("num_channels", 3, at_most=MAX_WHOLE["num_channels"]) != 3:
         raise section.refuse("num_channels", "is not 3; the tower has to take RGB images")
     section.one_of("hidden_act", ("quick_gelu", "gelu"))
@@ -169,13 +169,12 @@ def check_llama(section: Fields) -> None:
     """Refuse decoders outside the LLaMA family. Raises: UnsupportedCheckpoint."""
     kind = section.get("model_type", "llama")
     if kind not in _TEXT_KINDS:
-        families = ", ".join(_TEXT_KINDS)
-        with beyond_our_program():
-            raise section.refuse(
-                "model_type", f"is {shown(kind)}; supported text models: {families}"
-            )
-    with beyond_our_program():
+        reason = f"is {shown(kind)}; supported text models: {', '.join(_TEXT_KINDS)}"
+        raise beyond_our_program(section.refuse("model_type", reason))
+    try:
         section.one_of("hidden_act", ("silu",))
+    except UnsupportedCheckpoint as refusal:
+        raise beyond_our_program(refusal) from None
     _check_bounds(section)
 
 
@@ -221,12 +220,12 @@ def _read_rope(section: Fields, full: Any) -> tuple[float, RopeScaling | None]:
         raise rope.refuse("rope_type", f"is {shown(kind)}, no string")
     are_alike = not any(isinstance(value, dict) for value in rope.values.values())
     if kind not in ("default", "linear", "llama3") or not are_alike:
-        with beyond_our_program():
-            known = "supported are 'linear' and 'llama3', for all layers"
-            raise rope.refuse("rope_type", f"{shown(kind)} is not supported; {known}")
+        known = "supported are 'linear' and 'llama3', for all layers"
+        reason = f"{shown(kind)} is not supported; {known}"
+        raise beyond_our_program(rope.refuse("rope_type", reason))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        with beyond_our_program():
-            raise rope.refuse("partial_rotary_factor", "is not 1, the only supported value")
+        reason = "is not 1, the only supported value"
+        raise beyond_our_program(rope.refuse("partial_rotary_factor", reason))
     theta = rope.number("rope_theta", above=0, at_most=_MAX_THETA)
     names = {"default": (), "linear": _FACTORS[:1], "llama3": _FACTORS}[kind]
     factors = [rope.number(name, above=0, at_most=1e6) for name in names]

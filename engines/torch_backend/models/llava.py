@@ -154,6 +154,9 @@ class LlavaFamily:
         full: Any = build_config(config, "llava")
         text = llama_config(text_part, full.text_config, bool(full.tie_word_embeddings))
         vision = clip_config(vision_part, full.vision_config)
+        given = full.vision_feature_layer
+        layers = tuple(given) if isinstance(given, list | tuple) else (given,)
+        num_blocks_needed(vision, layers)  # refuses those that the tower lacks
         if full.image_token_index >= text.vocab_size:
             raise config.refuse(
                 "image_token_index",
@@ -163,7 +166,7 @@ class LlavaFamily:
             vision=vision,
             text=text,
             image_token_id=full.image_token_index,
-            vision_feature_layers=_feature_layers(config, full, vision.num_layers),
+            vision_feature_layers=layers,
             vision_feature_select_strategy=full.vision_feature_select_strategy,
             projector_hidden_act=full.projector_hidden_act,
             projector_bias=full.multimodal_projector_bias,
@@ -199,22 +202,9 @@ def _check_ids(config: Fields) -> None:
     for name in ("image_token_id", "image_token_index"):
         config.whole(name, at_least=0, at_most=2**31)
     layers = config.get("vision_feature_layer", -2)
-    for layer in layers if isinstance(layers, list) else [layers]:
-        if type(layer) is not int:
-            raise config.refuse("vision_feature_layer", f"{shown(layers)} does not name layers")
-
-
-def _feature_layers(config: Fields, full: Any, num_layers: int) -> tuple[int, ...]:
-    given = full.vision_feature_layer
-    layers = tuple(given) if isinstance(given, list | tuple) else (given,)
-    # Hidden states are the embeddings, then the output of every layer.
-    in_range = (-num_layers - 1 <= layer <= num_layers for layer in layers)
-    if not 1 <= len(layers) <= num_layers + 1 or not all(in_range):
-        raise config.refuse(
-            "vision_feature_layer",
-            f"{shown(given)} does not name layers of a tower with {num_layers}",
-        )
-    return layers
+    given = layers if isinstance(layers, list) else [layers]
+    if not 1 <= len(given) <= 512 or any(type(layer) is not int for layer in given):
+        raise config.refuse("vision_feature_layer", f"{shown(layers)} does not name layers")
 
 
 def _published_name(name: str) -> str:

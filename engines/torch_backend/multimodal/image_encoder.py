@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engines.torch_backend.models.registry import FamilyModel
 
 NOT_FINITE = "The model's features of an image are not finite numbers."
+UNFIT = "An image was not prepared for this model."
 #: Fewest prompt tokens that are computed while an image behind them is not encoded: a step reads all weights.
 FEWEST_TOKENS = 64
 #: Time for images in a step in which no request decodes; the watchdog, new requests and aborts wait no longer.
@@ -206,7 +207,8 @@ class ImageEncoder:
                     self.cache.pin(request_id, key)
                     continue
                 if key not in missing:
-                    self._check(item.sequence, image)
+                    if self._model.num_features(image) != image.num_slots:
+                        raise SequenceFailure(request_id, UNFIT)
                     missing[key] = _Missing(image)
                 missing[key].readers.append(request_id)
         return missing
@@ -239,10 +241,6 @@ class ImageEncoder:
             for image in item.images:
                 if image.offset + image.num_tokens <= item.end:
                     self.cache.unpin(item.sequence.request_id, _key(item.sequence, image))
-
-    def _check(self, sequence: Sequence, image: ImageInput) -> None:
-        if self._model.num_features(image) != image.num_slots:
-            raise SequenceFailure(sequence.request_id, "An image was not prepared for this model.")
 
     def _encode(self, missing: dict[ImageKey, _Missing]) -> Set[ImageKey]:
         """Encode missing images in batches. Returns the keys of those for which the cache has no room in this step."""

@@ -76,9 +76,7 @@ class _Parts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: _Arguments = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._compute(func, args, kwargs or {})
-
-    def _compute(self, func: Any, args: _Arguments, kwargs: dict[str, Any]) -> Any:
+        kwargs = kwargs or {}
         find_cut = _CUTS.get(func)
         if isinstance(getattr(func, "__self__", None), LinearGroup):
             find_cut = _cut_group
@@ -102,7 +100,7 @@ class _Parts(TorchFunctionMode):
             narrow = partial(_narrow, cut=cut, start=start, count=count)
             given = tuple(narrow(place, arg) for place, arg in enumerate(args))
             named = {name: narrow(name, arg) for name, arg in kwargs.items()}
-            piece = self._compute(func, given, named)
+            piece = self.__torch_function__(func, (), given, named)
             if start == 0:
                 shape = list(piece.shape)
                 shape[cut.out_dim] = cut.length

@@ -51,7 +51,7 @@ from engines.torch_backend.models.generic.stand_ins import cast
 from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
 from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.generic.token_types import control_ids, token_types, type_names
-from engines.torch_backend.models.generic.watched import Watched
+from engines.torch_backend.models.generic.watched import watching
 from engines.torch_backend.models.lowered.model import lower
 from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names
 from engines.torch_backend.multimodal.image_masks import bidirectional_layers, binds_prompts
@@ -123,10 +123,6 @@ class GenericModel(FamilyModel):
             self._make(weights, device, dtype, paths)
         return self
 
-    def forget_decoder(self) -> None:
-        """Drop references to decoder layers, which would keep their weights alive."""
-        self.specs = {}
-
     def _make(
         self,
         weights: dict[str, Tensor],
@@ -157,8 +153,7 @@ class GenericModel(FamilyModel):
                 module.forward = mixer
                 self._mixers.append(mixer)
         self.num_position_rows = len(self._probing_positions())
-        watched = Watched()
-        with watched.watching(self.inner):
+        with watching(self.inner) as calls:
             self.specs = self._probe(device)
         self._decoder_name = self._layers_name.rpartition(".")[0]
         try:
@@ -171,7 +166,7 @@ class GenericModel(FamilyModel):
             ) from error
         check_masks(self.inner, list(self.specs.values()))
         head = self.inner.get_output_embeddings()
-        self._calls_head = type(head) is nn.Linear and bool(watched.calls(head))
+        self._calls_head = type(head) is nn.Linear and bool(calls[head])
         if self.config.takes_images:
             self.binds_prompts = binds_prompts(self.inner)
             kinds = bidirectional_layers(self.inner)

@@ -29,6 +29,7 @@ class LayerState:
     """
 
     def __init__(self, tensors: Any = (), kernels: Any = ()) -> None:
+        """Copies both mappings, which may then be updated."""
         self.tensors: dict[tuple[str, int], Tensor] = dict(tensors)  #: by kind and index
         self.kernels: dict[int, int] = dict(kernels)  #: tokens that a convolution reads
 
@@ -71,10 +72,6 @@ class LayerState:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
-
-    def copy(self) -> "LayerState":
-        """A copy that may be updated."""
-        return LayerState(self.tensors, self.kernels)
 
     @classmethod
     def join(cls, states: list["LayerState"]) -> "LayerState":
@@ -177,7 +174,7 @@ class Mixer:
             if rows.num_new == 1 and state is not None:
                 together.append(number)
                 continue
-            state = LayerState() if state is None else state.copy()
+            state = LayerState() if state is None else LayerState(state.tensors, state.kernels)
             run = slice(rows.start, rows.stop)
             out[:, run] = self._forward(hidden_states[:, run], **{self._name: state})
             after[number][self] = state

@@ -1,5 +1,6 @@
 """Records the calls of a model's modules in one forward pass."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,30 +23,22 @@ class Call:
         return self.args[0] if self.args else self.kwargs.get("hidden_states")
 
 
-class Watched:
-    """The calls of all modules in one forward pass, in the order of their returns."""
+@contextmanager
+def watching(model: nn.Module) -> Iterator[dict[nn.Module, list[Call]]]:
+    """The calls of all modules inside the block, in the order of their returns; none for other modules."""
+    calls: defaultdict[nn.Module, list[Call]] = defaultdict(list)
 
-    def __init__(self) -> None:
-        self._calls: dict[nn.Module, list[Call]] = {}
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = first_of(output)
+        copied = given.clone() if isinstance(given, Tensor) else None
+        calls[module].append(Call(args, kwargs, output, copied))
 
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Record calls inside the block."""
-
-        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = first_of(output)
-            copied = given.clone() if isinstance(given, Tensor) else None
-            self._calls.setdefault(module, []).append(Call(args, kwargs, output, copied))
-
-        handles = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def calls(self, module: nn.Module) -> list[Call]:
-        return self._calls.get(module, [])
+    handles = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def first_of(output: Any) -> Any:

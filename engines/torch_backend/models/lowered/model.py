@@ -94,7 +94,7 @@ class LoweredModel(FamilyModel):
             front.inner.set_submodule(stack_name, self._inputs)
             front.inner.set_output_embeddings(nn.Identity())
             _convert(front.inner, dtype)
-            front.forget_decoder()
+            front.specs = {}  # its layers would stay alive with their weights
             self.front = front
 
     def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear_group import Stream
 from engines.torch_backend.models.config import BeyondOurProgram
-from engines.torch_backend.models.generic.watched import Call, Watched, first_of
+from engines.torch_backend.models.generic.watched import Call, first_of, watching
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered.rotary import Rotary, batched
 from engines.torch_backend.ops.paged_attention.reference import create_attention
@@ -52,21 +53,20 @@ def observe(front: Any, stack: Any) -> Observed:
     steps = torch.arange(1, front.num_position_rows + 1)[:, None]
     positions = (steps * torch.arange(ids.shape[1]) + 3).to(ids.device)
     head = model.get_output_embeddings()
-    watched = Watched()
-    with watched.watching(model), _wide_scores(head) as scores:
+    with watching(model) as watched, _wide_scores(head) as scores:
         logits = model(
             input_ids=ids, position_ids=batched(positions), use_cache=False, **front.inputs(ids, [])
         ).logits
-    for call in watched.calls(stack):
+    for call in watched[stack]:
         odd = {name for name, x in call.kwargs.items() if isinstance(x, Tensor)} - _PLAIN_INPUTS
         if odd:
             raise BeyondOurProgram(
                 f"the decoder takes more than tokens and positions: {', '.join(sorted(odd))}"
             )
-    calls = [call for layer in stack.layers for call in watched.calls(layer)]
+    calls = [call for layer in stack.layers for call in watched[layer]]
     if len(calls) != len(stack.layers):
         raise BeyondOurProgram("layers are computed several times")
-    ends = [watched.calls(x)[-1:] for x in (stack.embed_tokens, stack.norm, head)]
+    ends = [watched[x][-1:] for x in (stack.embed_tokens, stack.norm, head)]
     if not all(ends):
         raise BeyondOurProgram("the model does not call its embeddings, its last norm or its head")
     [[embedded], [normed], [scored]] = ends
@@ -105,13 +105,12 @@ def check_levels(seen: Observed, stack: Any) -> None:
     x = seen.calls[0].input
     slots = torch.arange(x.shape[1], device=x.device)[None] % 3 == 1
     levels = list(torch.stack([x[slots], 2 * x[slots]]))
-    watched = Watched()
-    with watched.watching(stack):
+    with watching(stack) as watched:
         stack(
             inputs_embeds=x, position_ids=batched(seen.positions), use_cache=False, visual_pos_masks=slots,
             deepstack_visual_embeds=levels,
         )  # fmt: skip
-    calls = [call for each in (*stack.layers, stack.norm) for call in watched.calls(each)]
+    calls = [call for each in (*stack.layers, stack.norm) for call in watched[each]]
     for number, (call, following) in enumerate(pairwise(calls)):
         expected: Any = call.copied
         if number < len(levels):
@@ -184,11 +183,5 @@ def _kind_of(layer: nn.Module) -> str:
 
 
 def _widened(given: Any) -> Any:
-    """Tensors in float32."""
-    if isinstance(given, Tensor):
-        return given.float() if given.is_floating_point() else given
-    if isinstance(given, dict):
-        return {name: _widened(x) for name, x in given.items()}
-    if isinstance(given, tuple):
-        return tuple(_widened(x) for x in given)
-    return given
+    """Arguments with tensors in float32."""
+    return tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, given)

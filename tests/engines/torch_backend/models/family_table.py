@@ -1,10 +1,13 @@
 """Tiny random models of families, each made of transformers' own configuration class; nothing is downloaded."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,6 +62,8 @@ class Family:
     embedding_std: float = 0.35  #: such that answers differ
     opening: str = ""  #: what the template begins with
     video_placeholder: str = ""  #: what it writes for a video; empty: such are not tested
+    audio_placeholder: str = ""
+    class_name: str = ""  #: of models that are in no list of transformers for images and text
     #: What its processor makes of images and a text, where it lays prompts out by itself; there is no template then.
     read: Callable[[Any, list[Any], str], Any] | None = None
 
@@ -66,24 +71,23 @@ class Family:
         return self.name
 
     @property
-    def architecture(self) -> str:
+    def auto(self) -> Any:
         """The class that transformers runs it with."""
-        return self.auto._model_mapping[type(self.create())].__name__
+        if self.class_name:
+            return getattr(transformers, self.class_name)
+        auto: Any = AutoModelForImageTextToText if self.create_processor else AutoModelForCausalLM
+        return auto._model_mapping[type(self.create())]
+
+    @property
+    def architecture(self) -> str:
+        return self.auto.__name__
 
     @property
     def kind(self) -> str:
         """As the list of what is tested has it."""
         text_config = self.create().get_text_config(decoder=True)
-        return (
-            f"{self.architecture}/{text_config.model_type}"
-            if self.create_processor
-            else self.architecture
-        )
-
-    @property
-    def auto(self) -> Any:
-        """What transformers loads it with."""
-        return AutoModelForImageTextToText if self.create_processor else AutoModelForCausalLM
+        suffix = f"/{text_config.model_type}" if self.create_processor else ""
+        return self.architecture + suffix
 
 
 def text(name: str, config_class: str, shares_prefixes: bool = True, **more: Any) -> Family:
@@ -158,64 +162,78 @@ VIT: dict[str, Any] = {
 CLIP: dict[str, Any] = {**VIT, "image_size": 28, "patch_size": 14}
 SIGLIP: dict[str, Any] = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
 SMALL_TOWER: dict[str, Any] = {**CLIP, "patch_size": 7}
-INTERN_TOWER = {
-    **SMALL_TOWER,
-    "image_size": [28, 28],
-    "patch_size": [7, 7],
-    "model_type": "internvl_vision",
-}
+CLIP_TOWER: dict[str, Any] = {**CLIP, "model_type": "clip_vision_model"}
+QIANFAN_TOWER: dict[str, Any] = {**SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7]}
 TILES = [[28, 56], [56, 28], [56, 56]]
-QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-GLM = (
-    "<|image|>",
-    "<|video|>",
-    "<|begin_of_image|>",
-    "<|end_of_image|>",
-    "<|begin_of_video|>",
-    "<|end_of_video|>",
-)
-PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 SQUARE = {"height": 28, "width": 28}
 #: Of grids of patches: at least one of 28 by 28 pixels, at most twelve.
 GRIDS = {"shortest_edge": 784, "longest_edge": 784 * 12}
 
 
-def tokenizer(*special: str, **named: str) -> Any:
-    """With more special tokens, ids of which count on from 302, and names for some."""
-    backend = make_tokenizer(IMAGE_ID)
-    backend.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in special]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        extra_special_tokens=named or None,
-    )
+def tokens(*special: str, **named: str) -> Callable[[], Any]:
+    """Makes a tokenizer with more special tokens, ids of which count on from 302: those with a name first."""
+
+    def create() -> Any:
+        backend = make_tokenizer(IMAGE_ID)
+        backend.add_special_tokens(
+            [
+                AddedToken(each, special=True, normalized=False)
+                for each in (*named.values(), *special)
+            ]
+        )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token="<s>",
+            eos_token="</s>",
+            pad_token="<pad>",
+            unk_token="<unk>",
+            extra_special_tokens=named or None,
+        )
+
+    return create
 
 
-def sub(config_class: str, **more: Any) -> PreTrainedConfig:
-    return getattr(transformers, f"{config_class}Config")(**{**TEXT, **more})
+def sub(model_type: str, **more: Any) -> dict[str, Any]:
+    return {**TEXT, "model_type": model_type, **more}
 
 
-def visual(
-    name: str,
-    placeholder: str,
-    processor: Callable[[], Any],
-    config_class: str,
-    config: Callable[[], dict[str, Any]],
-    **more: Any,
-) -> Family:
-    create = getattr(transformers, f"{config_class}Config")
-    return Family(
-        name,
-        lambda: create(**config()),
-        create_processor=processor,
-        placeholder=placeholder,
-        **more,
-    )
+def own(
+    name: str, placeholder: str, kind: str, tokens: Callable[[], Any], *, images: dict[str, Any] | None = None,
+    videos: dict[str, Any] | None = None, sounds: Callable[[], Any] | None = None, by: str = "",
+    images_by: str = "", videos_by: str = "", options: Mapping[str, Any] = MappingProxyType({}), **more: Any,
+) -> Family:  # fmt: skip
+    """A row whose processors have these options; their classes are named as the model's, or `by` others.
+
+    `more` are fields of `Family`, and those of the configuration.
+    """
+    by = by or kind
+    fields = {field: more.pop(field) for field in [*more] if field in Family.__dataclass_fields__}
+    config_class = getattr(transformers, f"{kind}Config")
+
+    def create_processor() -> Any:
+        cls, made = partial(getattr, transformers), {}
+        if images is not None:
+            made["image_processor"] = cls(f"{images_by or by}ImageProcessor")(**images)
+        if videos is not None:
+            made["video_processor"] = cls(f"{videos_by or by}VideoProcessor")(**videos)
+        if sounds is not None:
+            made["feature_extractor"] = sounds()
+        return cls(f"{by}Processor")(tokenizer=tokens(), **made, **options)
+
+    def create() -> PreTrainedConfig:
+        return config_class(**deepcopy(more))
+
+    fields = {"create_processor": create_processor, **fields}
+    return Family(name, create, placeholder=placeholder, **fields)
+
+
+QWEN: dict[str, Any] = {
+    "images": {"patch_size": 14, "min_pixels": 784, "max_pixels": 784 * 12}, "images_by": "Qwen2VL", "videos": {},
+    "tokens": tokens("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "placeholder": "<|vision_start|><|image_pad|><|vision_end|>", "tie_word_embeddings": False, "image_token_id": 302,
+    "video_token_id": 303,
+}  # fmt: skip
+OMNI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 
 def qwen(
@@ -225,32 +243,16 @@ def qwen(
     shares_prefixes: bool = True,
     **more: Any,
 ) -> Family:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    if "3" in config_class:
-        rope["mrope_interleaved"] = True
+    rope: dict[str, Any] = OMNI_ROPE
+    if is_third := "3" in config_class:
+        rope = {**rope, "mrope_interleaved": True}
         more["head_dim"] = 16
-    text_config = {**TEXT, "rope_parameters": rope, **more}
-    kind = "Qwen3VL" if "3" in config_class else "Qwen2VL"
-    return visual(
-        name,
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        lambda: getattr(transformers, f"{kind}Processor")(
-            transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12),
-            tokenizer(*QWEN),
-            getattr(transformers, f"{kind}VideoProcessor")(),
-        ),
-        config_class,
-        lambda: {
-            "text_config": text_config,
-            "vision_config": vision,
-            "image_token_id": 302,
-            "video_token_id": 303,
-            "vision_start_token_id": 304,
-            "vision_end_token_id": 305,
-            "tie_word_embeddings": False,
-        },
+    return own(
+        name, kind=config_class, by="Qwen3VL" if is_third else config_class, **QWEN, vision_config=vision,
+        videos_by="Qwen3VL" if is_third else "Qwen2VL",
+        text_config={**TEXT, "rope_parameters": rope, **more}, vision_start_token_id=304, vision_end_token_id=305,
         shares_prefixes=shares_prefixes,
-    )
+    )  # fmt: skip
 
 
 TOWER: dict[str, Any] = {
@@ -263,157 +265,13 @@ TOWER: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-QWEN2_TOWER = {
-    "depth": 2,
-    "embed_dim": 32,
-    "hidden_size": 64,
-    "num_heads": 2,
-    "mlp_ratio": 2,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-PIXTRAL_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 56,
-    "patch_size": 7,
-    "head_dim": 16,
-    "model_type": "pixtral",
-}
+QWEN2_TOWER = {**TOWER, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+PIXTRAL_TOWER = {**VIT, "image_size": 56, "patch_size": 7, "head_dim": 16, "model_type": "pixtral"}
 MROPE: dict[str, Any] = {
     "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0,
 }  # fmt: skip
 
 
-def _pixtral(patch: int, merge: int) -> Any:
-    return transformers.PixtralProcessor(
-        transformers.PixtralImageProcessor(
-            size={"longest_edge": 56}, patch_size={"height": patch * merge, "width": patch * merge}
-        ),
-        tokenizer(*PIXTRAL),
-        patch_size=patch,
-        spatial_merge_size=merge,
-    )
-
-
-FAMILIES += [
-    visual(
-        "LLaVA, SigLIP", "<image>",
-        lambda: transformers.LlavaProcessor(
-            transformers.SiglipImageProcessor(size=SQUARE), tokenizer(), patch_size=14,
-            vision_feature_select_strategy="full",
-        ),
-        "Llava",
-        lambda: {
-            "vision_config": SIGLIP,
-            "text_config": sub("Qwen3", head_dim=16), **IMAGE_IDS,
-            "vision_feature_select_strategy": "full", "vision_feature_layer": -1,
-        },
-    ),
-    visual(
-        "LLaVA-NeXT", "<image>",
-        lambda: transformers.LlavaNextProcessor(
-            transformers.LlavaNextImageProcessor(
-                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
-            ),
-            tokenizer(), patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        ),
-        "LlavaNext",
-        lambda: {
-            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Mistral"),
-            **IMAGE_IDS, "image_grid_pinpoints": TILES,
-            "vision_feature_layer": -2,
-        },
-    ),
-    visual(
-        "LLaVA-OneVision", "<image>",
-        lambda: transformers.LlavaOnevisionProcessor(
-            transformers.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES), tokenizer("<video>"),
-            transformers.LlavaOnevisionVideoProcessor(), num_image_tokens=4, vision_feature_select_strategy="full",
-        ),
-        "LlavaOnevision",
-        lambda: {
-            "vision_config": transformers.SiglipVisionConfig(**CLIP), "text_config": sub("Qwen2"),
-            **IMAGE_IDS, "video_token_id": 302,
-            "image_grid_pinpoints": TILES, "vision_aspect_ratio": "anyres_max_9",
-        },
-    ),
-    visual(
-        "Pixtral", "[IMG]", lambda: _pixtral(7, 1), "Llava",
-        lambda: {
-            "vision_config": PIXTRAL_TOWER, "text_config": sub("Mistral", head_dim=16), "image_token_id": 302,
-            "image_token_index": 302, "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
-        },
-    ),
-    visual(
-        "Mistral 3", "[IMG]", lambda: _pixtral(7, 2), "Mistral3",
-        lambda: {
-            "vision_config": PIXTRAL_TOWER, "text_config": sub("Mistral", head_dim=16), "image_token_id": 302,
-            "image_token_index": 302, "spatial_merge_size": 2,
-        },
-    ),
-    visual(
-        "Idefics3", "<image>",
-        lambda: transformers.Idefics3Processor(
-            transformers.Idefics3ImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
-            tokenizer("<global-img>", *[f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]), image_seq_len=4,
-        ),
-        "Idefics3",
-        lambda: {
-            "text_config": sub("Llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
-            "vision_config": {**SMALL_TOWER, "model_type": "idefics3_vision"},
-        },
-    ),
-    visual(
-        "InternVL 3", "<IMG_CONTEXT>", lambda: _intern_processor(),
-        "InternVL",
-        lambda: {
-            "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302, "downsample_ratio": 0.5,
-            "vision_config": INTERN_TOWER,
-        },
-    ),
-    qwen("Qwen2-VL", "Qwen2VL", QWEN2_TOWER),
-    qwen("Qwen2.5-VL", "Qwen2_5_VL", {**TOWER, "window_size": 56, "fullatt_block_indexes": [1]}),
-    qwen(
-        "Qwen3-VL", "Qwen3VL",
-        {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-    ),
-    qwen(
-        "Qwen3-VL-MoE", "Qwen3VLMoe",
-        {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}, **EXPERTS,
-    ),
-    visual(
-        "Gemma 3", "<start_of_image>",
-        lambda: transformers.Gemma3Processor(
-            transformers.Gemma3ImageProcessor(size=SQUARE),
-            tokenizer(
-                "<image_soft_token>", "<start_of_image>", "<end_of_image>", image_token="<image_soft_token>",
-                boi_token="<start_of_image>", eoi_token="<end_of_image>",
-            ),
-            image_seq_length=4,
-        ),
-        "Gemma3",
-        lambda: {
-            "vision_config": SIGLIP,
-            "image_token_id": 302, "image_token_index": 302, "boi_token_index": 303, "eoi_token_index": 304,
-            "mm_tokens_per_image": 4,
-            "text_config": {
-                **TEXT, **MIXED, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16,
-                "final_logit_softcapping": None,
-            },
-        },
-        embedding_std=0.02,
-    ),
-]  # fmt: skip
-MIXED_DELTA: dict[str, Any] = {
-    **TEXT,
-    **DELTA,
-    "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 GEMMA4_TEXT: dict[str, Any] = {
     **TEXT, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 6, "global_head_dim": 32,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 320,
@@ -424,297 +282,69 @@ GLM_IDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _glm(name: str, kind: str, config_class: str, vision: dict[str, Any], **more: Any) -> Family:
-    text_config = {**TEXT, "rope_parameters": MROPE, "head_dim": 16, **more}
-    return visual(
-        name, "<|begin_of_image|><|image|><|end_of_image|>",
-        lambda: getattr(transformers, f"{kind}Processor")(
-            getattr(transformers, f"{kind}ImageProcessor")(patch_size=14, size=GRIDS),
-            tokenizer(*GLM), getattr(transformers, f"{kind}VideoProcessor")(),
+def _glm(name: str, by: str, kind: str, vision: dict[str, Any], **more: Any) -> Family:
+    return own(
+        name, "<|begin_of_image|><|image|><|end_of_image|>", kind,
+        tokens(
+            "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+            "<|end_of_video|>",
         ),
-        config_class,
-        lambda: {
-            "text_config": text_config, "vision_config": {**TOWER, "image_size": 56, **vision},
-            "tie_word_embeddings": False, **GLM_IDS,
-        },
+        images={"patch_size": 14, "size": GRIDS}, videos={}, by=by,
+        text_config={**TEXT, "rope_parameters": MROPE, "head_dim": 16, **more},
+        vision_config={**TOWER, "image_size": 56, **vision}, tie_word_embeddings=False, **GLM_IDS,
     )  # fmt: skip
 
 
-def _llava_processor() -> Any:
-    return transformers.LlavaProcessor(
-        transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE), tokenizer(), patch_size=14,
-        vision_feature_select_strategy="default", num_additional_image_tokens=1,
-    )  # fmt: skip
+LLAVA: dict[str, Any] = {
+    "images": {"size": {"shortest_edge": 28}, "crop_size": SQUARE}, "by": "Llava", "images_by": "CLIP",
+    "options": {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    "vision_config": CLIP_TOWER, "text_config": sub("llama"), **IMAGE_IDS,
+}  # fmt: skip
+NEXT: dict[str, Any] = {
+    **LLAVA, "images": {**LLAVA["images"], "image_grid_pinpoints": TILES}, "images_by": "LlavaNext",
+    "image_grid_pinpoints": TILES, "vision_feature_layer": -2,
+}  # fmt: skip
+SMOL: dict[str, Any] = {
+    "images": {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}, "options": {"image_seq_len": 4},
+    "text_config": sub("llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
+}  # fmt: skip
+SMOL_TILES = [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
+INTERN: dict[str, Any] = {
+    "tokens": tokens(
+        context_image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>", video_token="<video>"
+    ),
+    "images": {"size": SQUARE, "min_patches": 1, "max_patches": 4}, "images_by": "GotOcr2",
+    "options": {"image_seq_length": 4}, "image_token_id": 302,
+}  # fmt: skip
+INTERN_VL: dict[str, Any] = {
+    **INTERN, "kind": "InternVL", "videos": {}, "downsample_ratio": 0.5,
+    "vision_config": {**QIANFAN_TOWER, "model_type": "internvl_vision"},
+}  # fmt: skip
 
 
-def _gemma4(name: str, **more: Any) -> Family:
-    return visual(
-        name, "<|image|>",
-        lambda: transformers.Gemma4Processor(
-            transformers.Gemma4AudioFeatureExtractor(),
-            transformers.Gemma4ImageProcessor(patch_size=7, pooling_kernel_size=2, max_soft_tokens=70),
-            tokenizer(
-                "<|image|>", "<|video|>", "<|audio|>", "<|image>", "<image|>", "<|audio>", "<audio|>",
-                image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>", audio_token="<|audio|>",
-                boa_token="<|audio>", eoa_token="<audio|>", video_token="<|video|>",
-            ),
-            transformers.Gemma4VideoProcessor(),
-            image_seq_length=70,
+def _pixtral(patch: int) -> dict[str, Any]:
+    return {
+        "images": {"size": {"longest_edge": 56}, "patch_size": {"height": patch, "width": patch}},
+        "images_by": "Pixtral", "vision_config": PIXTRAL_TOWER, "image_token_id": 302,
+    }  # fmt: skip
+
+
+def _gemma4(name: str, audio_config: Any = None, **more: Any) -> Family:
+    return own(
+        name, "<|image|>", "Gemma4",
+        tokens(
+            image_token="<|image|>", video_token="<|video|>", audio_token="<|audio|>", boi_token="<|image>",
+            eoi_token="<image|>", boa_token="<|audio>", eoa_token="<audio|>",
         ),
-        "Gemma4",
-        lambda: {
-            "text_config": {**GEMMA4_TEXT, **more}, "image_token_id": 302, "video_token_id": 303,
-            "audio_token_id": 304, "boi_token_id": 305, "eoi_token_id": 306,
-            "vision_config": {
-                **VIT, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "patch_size": 7,
-                "position_embedding_size": 64,
-            },
+        images={"patch_size": 7, "pooling_kernel_size": 2, "max_soft_tokens": 70}, videos={},
+        sounds=lambda: transformers.Gemma4AudioFeatureExtractor(), options={"image_seq_length": 70},
+        text_config={**GEMMA4_TEXT, **more}, image_token_id=302, video_token_id=303,
+        audio_token_id=304, boi_token_id=305, eoi_token_id=306, audio_config=audio_config,
+        vision_config={
+            **VIT, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "patch_size": 7,
+            "position_embedding_size": 64,
         },
         embedding_std=0.02,
-    )  # fmt: skip
-
-
-FAMILIES += [
-    visual(
-        "LLaVA 1.5", "<image>", _llava_processor,
-        "Llava",
-        lambda: {
-            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
-            **IMAGE_IDS,
-        },
-    ),
-    visual(
-        "ViP-LLaVA", "<image>", _llava_processor,
-        "VipLlava",
-        lambda: {
-            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
-            **IMAGE_IDS, "vision_feature_layers": [-1, -2],
-        },
-    ),
-    visual(
-        "SmolVLM", "<image>",
-        lambda: _smolvlm(),
-        "SmolVLM",
-        lambda: {
-            "text_config": sub("Llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
-            "vision_config": {**SMALL_TOWER, "model_type": "smolvlm_vision"},
-        },
-    ),
-    _glm("GLM-4.1V", "Glm4v", "Glm4v", {}),
-    _glm("GLM-OCR", "Glm46V", "GlmOcr", {}),
-    _glm(
-        "GLM-4.5V", "Glm4v", "Glm4vMoe", {}, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
-        n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
-    ),
-    _glm("GLM-4.6V", "Glm46V", "Glm46V", {"model_type": "glm4v_vision"}, model_type="glm4v_text"),
-    visual(
-        "PaddleOCR-VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        lambda: transformers.PaddleOCRVLProcessor(
-            transformers.PaddleOCRVLImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(
-                "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", image_token="<|IMAGE_PLACEHOLDER|>"
-            ),
-        ),
-        "PaddleOCRVL",
-        lambda: {
-            "text_config": {**TEXT, "rope_parameters": MROPE, "head_dim": 16}, "image_token_id": 302,
-            "video_token_id": 305, "vision_start_token_id": 303, "vision_end_token_id": 304,
-            "tie_word_embeddings": False,
-            "vision_config": {**VIT, "image_size": 56, "patch_size": 14, "spatial_merge_size": 2},
-        },
-    ),
-    visual(
-        "ERNIE 4.5 VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        lambda: transformers.Ernie4_5_VLMoeProcessor(
-            transformers.Ernie4_5_VLMoeImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(
-                "<|IMAGE_PLACEHOLDER|>", "<|VIDEO_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>",
-                "<|VIDEO_START|>", "<|VIDEO_END|>", image_token="<|IMAGE_PLACEHOLDER|>",
-                video_token="<|VIDEO_PLACEHOLDER|>", image_start_token="<|IMAGE_START|>",
-                image_end_token="<|IMAGE_END|>", video_start_token="<|VIDEO_START|>", video_end_token="<|VIDEO_END|>",
-            ),
-            transformers.Ernie4_5_VLMoeVideoProcessor(draw_on_frames=False),
-        ),
-        "Ernie4_5_VLMoe",
-        lambda: {
-            "text_config": {
-                **TEXT, "moe_intermediate_size": [32, 16], "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
-                "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]},
-            },
-            "vision_config": {
-                "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 14,
-                "spatial_merge_size": 2,
-            },
-            "tie_word_embeddings": False, **GLM_IDS,
-        },
-    ),
-    _gemma4("Gemma 4 E", num_kv_shared_layers=2, hidden_size_per_layer_input=8),
-    _gemma4(
-        "Gemma 4", use_bidirectional_attention="vision", num_kv_shared_layers=0, hidden_size_per_layer_input=0,
-        attention_k_eq_v=True, num_global_key_value_heads=1,
-    ),
-    visual(
-        "Gemma 3n", "<image_soft_token>", lambda: _gemma3n(), "Gemma3n",
-        # Tokens of images and audio have embeddings of their own.
-        lambda: {
-            "text_config": {**TEXT, **GEMMA3N_TEXT, "vocab_size_per_layer_input": 304}, "boi_token_id": 302,
-            "boa_token_id": 303, "eoi_token_id": 304, "image_token_id": 305, "eoa_token_id": 306,
-            "audio_token_id": 307, "vision_soft_tokens_per_image": 4,
-            "vision_config": {
-                "model_args": {"channel_multiplier": 0.02, "msfa_output_resolution": 2}, "vocab_offset": 304,
-                "vocab_size": 2,
-            },
-            "audio_config": {
-                "hidden_size": 32, "conf_num_hidden_layers": 2, "conf_num_attention_heads": 2,
-                "sscp_conv_channel_size": [8, 4], "vocab_offset": 306, "vocab_size": 14,
-            },
-        },
-        embedding_std=0.1,
-    ),
-    visual(
-        "Kimi K2.5", "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
-        lambda: transformers.Kimi_K25Processor(
-            transformers.Kimi_K25ImageProcessor(
-                patch_size=14, max_patches=48, size={"max_height": 84, "max_width": 84}
-            ),
-            tokenizer("<|media_pad|>", "<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"),
-            transformers.Kimi_K25VideoProcessor(),
-        ),
-        "Kimi_K25",
-        lambda: {
-            "text_config": {**TEXT, "model_type": "deepseek_v3", "q_lora_rank": 16, **LATENT},
-            "vision_config": {**VIT, "pos_emb_height": 8, "pos_emb_width": 8},
-            "projection_hidden_size": 32, "image_token_id": 302, "video_token_id": 303, "tie_word_embeddings": False,
-        },
-    ),
-    visual(
-        "Llama 4", "<|image|>",
-        lambda: transformers.Llama4Processor(
-            transformers.Llama4ImageProcessor(size=SQUARE, max_patches=4),
-            tokenizer(
-                "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>",
-                "<|tile_y_separator|>",
-            ),
-            patch_size=7,
-        ),
-        "Llama4",
-        lambda: {
-            "text_config": {
-                **TEXT, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1,
-                "attention_chunk_size": 8, "floor_scale": 8, "layer_types": ["chunked_attention", "full_attention"],
-                "no_rope_layers": [1, 0],
-            },
-            "vision_config": {
-                "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "image_size": 28, "patch_size": 7, "vision_output_dim": 32, "projector_input_dim": 32,
-                "projector_output_dim": 32,
-            },
-            "image_token_index": 305, "boi_token_index": 303, "eoi_token_index": 304,
-        },
-    ),
-    visual(
-        "Command A Vision", "<|IMG_PATCH|>",
-        lambda: transformers.Cohere2VisionProcessor(
-            transformers.Cohere2VisionImageProcessor(size=SQUARE, max_patches=4, patch_size=2),
-            tokenizer(
-                "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>",
-                image_token="<|IMG_PATCH|>", boi_token="<|START_OF_IMG|>", eoi_token="<|END_OF_IMG|>",
-                img_line_break_token="<|IMG_LINE_BREAK|>",
-            ),
-        ),
-        "Cohere2Vision",
-        lambda: {
-            "text_config": {**TEXT, **MIXED, "model_type": "cohere2", "sliding_window": 6, "head_dim": 16},
-            "vision_config": {**SIGLIP, "patch_size": 7}, "image_token_id": 302, "alignment_intermediate_size": 96,
-        },
-    ),
-    visual(
-        "Aya Vision", "<image>",
-        lambda: transformers.AyaVisionProcessor(
-            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4, crop_to_patches=True),
-            tokenizer(
-                "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL",
-                *[f"TILE_{i}" for i in range(1, 5)],
-            ),
-            patch_size=7, img_size=28, downsample_factor=2,
-        ),
-        "AyaVision",
-        lambda: {
-            "text_config": {**TEXT, **MIXED, "model_type": "cohere2", "sliding_window": 6, "head_dim": 16},
-            "vision_config": {**SIGLIP, "patch_size": 7}, "image_token_index": 304, "image_token_id": 304,
-        },
-    ),
-    qwen(
-        "Qwen3.5", "Qwen3_5", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False, layer_types=["linear_attention", "full_attention"], **DELTA
-    ),
-    qwen(
-        "Qwen3.5-MoE", "Qwen3_5Moe", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False,
-        layer_types=["linear_attention", "full_attention"], shared_expert_intermediate_size=32, **EXPERTS, **DELTA,
-    ),
-    visual(
-        "MiniCPM-V 4.6", "<image_pad>",
-        lambda: transformers.MiniCPMV4_6Processor(
-            transformers.MiniCPMV4_6ImageProcessor(patch_size=7, scale_resolution=56, max_slice_nums=2),
-            transformers.MiniCPMV4_6VideoProcessor(),
-            tokenizer(
-                "<image_pad>", "<video_pad>", "<image_start>", "</image_start>", "<slice>", "</slice>", "<image_id>",
-                "</image_id>", image_token="<image_pad>", video_token="<video_pad>", image_start_token="<image_start>",
-                image_end_token="</image_start>", slice_start_token="<slice>", slice_end_token="</slice>",
-                image_id_start_token="<image_id>", image_id_end_token="</image_id>",
-            ),
-        ),
-        "MiniCPMV4_6",
-        lambda: {
-            "text_config": {**MIXED_DELTA, "model_type": "qwen3_5_text", "rope_parameters": {**MROPE, "mrope_interleaved": True}},
-            "image_token_id": 302, "video_token_id": 303, "insert_layer_id": 0,
-            "vision_config": {**VIT, "image_size": 56, "patch_size": 7, "insert_layer_id": 0},
-        },
-        shares_prefixes=False,
-    ),
-    visual(
-        "LFM2-VL", "<image>",
-        lambda: transformers.Lfm2VlProcessor(
-            transformers.Lfm2VlImageProcessor(
-                encoder_patch_size=7, tile_size=28, size=SQUARE, min_image_tokens=2, max_image_tokens=6, max_tiles=4
-            ),
-            tokenizer(
-                "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
-                *[f"<|img_row_{i}_col_{j}|>" for i in (1, 2, 3, 4) for j in (1, 2, 3, 4)],
-            ),
-        ),
-        "Lfm2Vl",
-        lambda: {
-            "text_config": {
-                **TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
-                "block_auto_adjust_ff_dim": False, "vocab_size": 330,
-            },
-            "image_token_id": IMAGE_ID, "projector_hidden_size": 48,
-            "vision_config": {
-                **VIT, "num_patches": 64, "patch_size": 7, "model_type": "siglip2_vision_model", "vision_use_head": False,
-            },
-        },
-        shares_prefixes=False, opening="<s>",
-    ),
-]  # fmt: skip
-
-
-def _gemma3n() -> Any:
-    names = {
-        "boi_token": "<start_of_image>", "boa_token": "<start_of_audio>", "eoi_token": "<end_of_image>",
-        "image_token": "<image_soft_token>", "eoa_token": "<end_of_audio>", "audio_token": "<audio_soft_token>",
-    }  # fmt: skip
-    return transformers.Gemma3nProcessor(
-        transformers.Gemma3nAudioFeatureExtractor(),
-        transformers.SiglipImageProcessor(size={"height": 64, "width": 64}),
-        tokenizer(*names.values(), **names), image_seq_length=4,
-    )  # fmt: skip
-
-
-def _smolvlm() -> Any:
-    return transformers.SmolVLMProcessor(
-        transformers.SmolVLMImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
-        tokenizer("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *[f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]),
-        transformers.SmolVLMVideoProcessor(), image_seq_len=4,
     )  # fmt: skip
 
 
@@ -722,229 +352,6 @@ VQ: dict[str, Any] = {
     "embed_dim": 16, "num_embeddings": 8, "latent_channels": 16, "base_channels": 32, "channel_multiplier": [1, 1],
     "num_res_blocks": 1, "num_patches": 4,
 }  # fmt: skip
-
-
-def _intern_tokens() -> Any:
-    return tokenizer(
-        "<IMG_CONTEXT>", "<img>", "</img>", "<video>", start_image_token="<img>", end_image_token="</img>",
-        context_image_token="<IMG_CONTEXT>", video_token="<video>",
-    )  # fmt: skip
-
-
-def _intern_processor() -> Any:
-    return transformers.InternVLProcessor(
-        transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
-        transformers.InternVLVideoProcessor(), image_seq_length=4,
-    )  # fmt: skip
-
-
-def _qwen2_processor(kind: str, tokens: Any) -> Any:
-    return getattr(transformers, f"{kind}Processor")(
-        transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12), tokens,
-        transformers.Qwen2VLVideoProcessor(),
-    )  # fmt: skip
-
-
-FAMILIES += [
-    visual(
-        "GOT-OCR 2", "<imgpad>",
-        lambda: transformers.GotOcr2Processor(
-            transformers.GotOcr2ImageProcessor(size={"height": 1024, "width": 1024}), tokenizer("<imgpad>", "<img>", "</img>")
-        ),
-        "GotOcr2",
-        lambda: {
-            "text_config": sub("Qwen2", max_position_embeddings=640), "image_token_index": 302, "image_seq_length": 256,
-            "vision_config": {
-                "hidden_size": 8, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
-                "image_size": 1024, "patch_size": 16, "window_size": 2, "global_attn_indexes": [], "mlp_dim": 8,
-            },
-        },
-    ),
-    visual(
-        "Aria", "<image>",
-        lambda: transformers.AriaProcessor(
-            transformers.AriaImageProcessor(),
-            tokenizer(image_token="<image>"), size_conversion={980: 4},
-        ),
-        "Aria",
-        lambda: {
-            "text_config": {**TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
-            "image_token_index": IMAGE_ID, "projector_patch_to_query_dict": {49: 4},
-            "vision_config": {**SMALL_TOWER, "model_type": "idefics3_vision", "image_size": 980, "patch_size": 140},
-        },
-    ),
-    visual(
-        "DeepSeek-VL", "<image>",
-        lambda: transformers.DeepseekVLProcessor(
-            transformers.DeepseekVLImageProcessor(size=SQUARE), tokenizer(image_token="<image>"), num_image_tokens=4
-        ),
-        "DeepseekVL",
-        lambda: {
-            "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
-            "vision_config": SIGLIP,
-        },
-    ),
-    visual(
-        "DeepSeek-VL hybrid", "<image>",
-        lambda: transformers.DeepseekVLHybridProcessor(
-            transformers.DeepseekVLHybridImageProcessor(size=SQUARE, high_res_size={"height": 128, "width": 128}),
-            tokenizer(image_token="<image>"), num_image_tokens=4,
-        ),
-        "DeepseekVLHybrid",
-        lambda: {
-            "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
-            "vision_config": SIGLIP,
-            "high_res_vision_config": {
-                "model_type": "sam_vision_model", "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2,
-                "num_attention_heads": 2, "image_size": 128, "patch_size": 16, "window_size": 2,
-                "global_attn_indexes": [1], "mlp_dim": 48,
-            },
-        },
-    ),
-    visual(
-        "Janus", "<image>",
-        lambda: transformers.JanusProcessor(
-            transformers.JanusImageProcessor(size=SQUARE, min_size=2),
-            tokenizer("<begin_of_image>", "<end_of_image>", image_token="<image>", boi_token="<begin_of_image>", eoi_token="<end_of_image>"),
-            num_image_tokens=16,
-        ),
-        "Janus",
-        lambda: {
-            "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
-            "vision_config": {
-                "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
-                "mlp_ratio": 2, "projection_dim": 64, "num_image_tokens": 16, "depth": 1,
-            },
-            "vq_config": {**VQ, "image_token_embed_dim": 64, "projection_dim": 64},
-        },
-    ),
-    visual(
-        "EXAONE 4.5", "<|vision_start|><|image_pad|><|vision_end|>",
-        lambda: _qwen2_processor("Exaone4_5_", tokenizer(*QWEN)),
-        "Exaone4_5_",
-        lambda: {
-            "text_config": {**TEXT, "model_type": "exaone4", "sliding_window": 6, "sliding_window_pattern": 2, **MIXED},
-            "vision_config": {**TOWER, "num_key_value_heads": 1, "window_size": 56, "fullatt_block_indexes": [1]},
-            "tie_word_embeddings": False, "image_token_id": 302, "video_token_id": 303,
-        },
-    ),
-    visual(
-        "LightOnOCR", "<|image_pad|>",
-        lambda: transformers.LightOnOcrProcessor(
-            transformers.PixtralImageProcessor(
-                size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
-            ),
-            tokenizer(
-                "<|image_pad|>", "<|vision_pad|>", "<|vision_end|>", image_token="<|image_pad|>",
-                image_break_token="<|vision_pad|>", image_end_token="<|vision_end|>",
-            ),
-            patch_size=7,
-        ),
-        "LightOnOcr",
-        lambda: {
-            "vision_config": PIXTRAL_TOWER, "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302,
-        },
-    ),
-    visual(
-        "Qianfan-OCR", "<image>",
-        lambda: transformers.QianfanOCRProcessor(
-            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
-            image_seq_length=4,
-        ),
-        "QianfanOCR",
-        lambda: {
-            "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302,
-            "vision_config": {**SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7]},
-        },
-    ),
-    visual(
-        "HunYuan-VL", "<img_start><img><img_end>",
-        lambda: transformers.HunYuanVLProcessor(
-            transformers.HunYuanVLImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(
-                "<img>", "<img_start>", "<img_end>", "<img_newline>", image_token="<img>",
-                image_start_token="<img_start>", image_end_token="<img_end>",
-            ),
-        ),
-        "HunYuanVL",
-        lambda: {
-            "text_config": {**TEXT, "head_dim": 16, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2, 2]}},
-            "image_token_id": 302, "im_start_id": 303, "im_end_id": 304,
-            "im_newline_id": 305,
-            "vision_config": {
-                **VIT, "out_hidden_size": 64, "text_hidden_size": 64, "patch_size": 14, "img_max_token_num": 64,
-                "max_image_size": 112, "min_image_size": 28,
-            },
-        },
-        opening="<s>",
-    ),
-    visual(
-        "VideoLLaMA 3", "<|image_pad|>",
-        lambda: transformers.VideoLlama3Processor(
-            transformers.VideoLlama3ImageProcessor(patch_size=14, size=GRIDS),
-            tokenizer(*QWEN), transformers.VideoLlama3VideoProcessor(),
-        ),
-        "VideoLlama3",
-        lambda: {
-            "text_config": sub("Qwen2"), "image_token_id": 302, "video_token_id": 303,
-            "vision_config": {**VIT, "patch_size": 14},
-        },
-    ),
-    visual(
-        "LLaVA-NeXT-Video", "<image>",
-        lambda: transformers.LlavaNextVideoProcessor(
-            transformers.LlavaNextVideoVideoProcessor(),
-            transformers.LlavaNextImageProcessor(
-                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
-            ),
-            tokenizer("<video>"), patch_size=14, vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-        ),
-        "LlavaNextVideo",
-        lambda: {
-            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
-            **IMAGE_IDS, "video_token_index": 302,
-            "image_grid_pinpoints": TILES, "vision_feature_layer": -2,
-        },
-    ),
-    visual(
-        "Qwen2.5-Omni", "<|vision_bos|><|IMAGE|><|vision_eos|>",
-        lambda: transformers.Qwen2_5OmniProcessor(
-            transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12),
-            transformers.Qwen2VLVideoProcessor(patch_size=14),
-            transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=4),
-            tokenizer(
-                "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>", "<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>",
-                image_token="<|IMAGE|>", video_token="<|VIDEO|>", audio_token="<|AUDIO|>",
-                vision_bos_token="<|vision_bos|>", vision_eos_token="<|vision_eos|>", audio_bos_token="<|audio_bos|>",
-                audio_eos_token="<|audio_eos|>",
-            ),
-        ),
-        "Qwen2_5OmniThinker",
-        lambda: {
-            "text_config": {
-                **TEXT, "max_position_embeddings": 2048,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-            },
-            "vision_config": {**TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
-            "audio_config": {
-                "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "num_mel_bins": 80,
-                "max_source_positions": 200, "n_window": 50, "output_dim": 64,
-            },
-            "image_token_index": 302, "video_token_index": 303, "audio_token_index": 304,
-            "vision_start_token_id": 305, "vision_end_token_id": 306,
-            "audio_start_token_id": 307, "audio_end_token_id": 308,
-        },
-    ),
-    visual(
-        "InternVL 2.5", "<IMG_CONTEXT>", lambda: _intern_processor(),
-        "InternVL",
-        lambda: {
-            "text_config": sub("Qwen2"), "image_token_id": 302, "downsample_ratio": 0.5,
-            "vision_config": INTERN_TOWER,
-        },
-    ),
-]  # fmt: skip
 
 
 def _read_paligemma(processor: Any, images: list[Any], text: str) -> Any:
@@ -960,52 +367,363 @@ def _read_paligemma(processor: Any, images: list[Any], text: str) -> Any:
     return made
 
 
-def _paligemma(name: str, config_class: str, **more: Any) -> Family:
-    return visual(
-        name, "",
-        lambda: transformers.PaliGemmaProcessor(
-            transformers.SiglipImageProcessor(size=SQUARE, image_seq_length=4), tokenizer()
-        ),
-        "PaliGemma",
-        lambda: {
-            "vision_config": SIGLIP, "text_config": sub(config_class, head_dim=16, vocab_size=1600, **more),
-            "image_token_index": IMAGE_ID, "projection_dim": 64, "hidden_size": 64,
-        },
+def _paligemma(name: str, kind: str, **more: Any) -> Family:
+    return own(
+        name, "", "PaliGemma", tokens(), images={"size": SQUARE, "image_seq_length": 4}, images_by="Siglip",
+        vision_config=SIGLIP, text_config=sub(kind, head_dim=16, vocab_size=1600, **more),
+        image_token_index=IMAGE_ID, projection_dim=64, hidden_size=64,
         shares_prefixes=False, read=_read_paligemma, embedding_std=0.1,
     )  # fmt: skip
 
 
 FAMILIES += [
-    _paligemma("PaliGemma", "Gemma"),
-    _paligemma("PaliGemma 2", "Gemma2", sliding_window=6, query_pre_attn_scalar=16, **MIXED),
-    visual(
-        "Ovis 2", "<image>",
-        lambda: transformers.Ovis2Processor(
-            transformers.Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4),
-            tokenizer("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"),
-            image_seq_length=4,
+    own(
+        "LLaVA, SigLIP", "<image>", "Llava", tokens(), images={"size": SQUARE}, images_by="Siglip",
+        options={"patch_size": 14, "vision_feature_select_strategy": "full"},
+        vision_config=SIGLIP, text_config=sub("qwen3", head_dim=16), **IMAGE_IDS,
+        vision_feature_select_strategy="full", vision_feature_layer=-1,
+    ),
+    own("LLaVA-NeXT", "<image>", "LlavaNext", tokens(), **{**NEXT, "by": "LlavaNext", "text_config": sub("mistral")}),
+    own(
+        "LLaVA-OneVision", "<image>", "LlavaOnevision",
+        tokens("<video>"),
+        images={"size": SQUARE, "image_grid_pinpoints": TILES},
+        options={"num_image_tokens": 4, "vision_feature_select_strategy": "full"}, videos={},
+        vision_config={**CLIP, "model_type": "siglip_vision_model"}, text_config=sub("qwen2"),
+        **IMAGE_IDS, video_token_id=302,
+        image_grid_pinpoints=TILES, vision_aspect_ratio="anyres_max_9",
+    ),
+    own(
+        "Pixtral", "[IMG]", "Llava", tokens("[IMG]", "[IMG_BREAK]", "[IMG_END]"), by="Pixtral",
+        options={"patch_size": 7}, **_pixtral(7), text_config=sub("mistral", head_dim=16), image_token_index=302,
+        vision_feature_layer=-1, vision_feature_select_strategy="full",
+    ),
+    own(
+        "Mistral 3", "[IMG]", "Mistral3", tokens("[IMG]", "[IMG_BREAK]", "[IMG_END]"), by="Pixtral",
+        options={"patch_size": 7, "spatial_merge_size": 2}, **_pixtral(14), text_config=sub("mistral", head_dim=16),
+        image_token_index=302, spatial_merge_size=2,
+    ),
+    own(
+        "Idefics3", "<image>", "Idefics3", tokens("<global-img>", *SMOL_TILES), **SMOL,
+        vision_config={**SMALL_TOWER, "model_type": "idefics3_vision"},
+    ),
+    own("InternVL 3", "<IMG_CONTEXT>", **INTERN_VL, text_config=sub("qwen3", head_dim=16)),
+    qwen("Qwen2-VL", "Qwen2VL", QWEN2_TOWER),
+    qwen("Qwen2.5-VL", "Qwen2_5_VL", {**TOWER, "window_size": 56, "fullatt_block_indexes": [1]}),
+    qwen(
+        "Qwen3-VL", "Qwen3VL",
+        {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    ),
+    qwen(
+        "Qwen3-VL-MoE", "Qwen3VLMoe",
+        {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}, **EXPERTS,
+    ),
+    own(
+        "Gemma 3", "<start_of_image>", "Gemma3",
+        tokens(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>"),
+        images={"size": SQUARE}, options={"image_seq_length": 4},
+        vision_config=SIGLIP,
+        image_token_id=302, image_token_index=302, boi_token_index=303, eoi_token_index=304,
+        mm_tokens_per_image=4,
+        text_config={
+            **TEXT, **MIXED, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": None,
+        },
+        embedding_std=0.02,
+    ),
+    own("LLaVA 1.5", "<image>", "Llava", tokens(), **LLAVA),
+    own("ViP-LLaVA", "<image>", "VipLlava", tokens(), **LLAVA, vision_feature_layers=[-1, -2]),
+    own(
+        "SmolVLM", "<image>", "SmolVLM",
+        tokens("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *SMOL_TILES), **SMOL, videos={},
+        vision_config={**SMALL_TOWER, "model_type": "smolvlm_vision"},
+    ),
+    _glm("GLM-4.1V", "Glm4v", "Glm4v", {}),
+    _glm("GLM-OCR", "Glm46V", "GlmOcr", {}),
+    _glm(
+        "GLM-4.5V", "Glm4v", "Glm4vMoe", {}, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+    ),
+    _glm("GLM-4.6V", "Glm46V", "Glm46V", {"model_type": "glm4v_vision"}, model_type="glm4v_text"),
+    own(
+        "PaddleOCR-VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "PaddleOCRVL",
+        tokens("<|IMAGE_START|>", "<|IMAGE_END|>", image_token="<|IMAGE_PLACEHOLDER|>"),
+        images={"patch_size": 14, "size": GRIDS},
+        text_config={**TEXT, "rope_parameters": MROPE, "head_dim": 16}, image_token_id=302,
+        video_token_id=305, vision_start_token_id=303, vision_end_token_id=304,
+        tie_word_embeddings=False,
+        vision_config={**VIT, "image_size": 56, "patch_size": 14, "spatial_merge_size": 2},
+    ),
+    own(
+        "ERNIE 4.5 VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "Ernie4_5_VLMoe",
+        tokens(
+            image_token="<|IMAGE_PLACEHOLDER|>", video_token="<|VIDEO_PLACEHOLDER|>",
+            image_start_token="<|IMAGE_START|>", image_end_token="<|IMAGE_END|>",
+            video_start_token="<|VIDEO_START|>", video_end_token="<|VIDEO_END|>",
         ),
-        "Ovis2",
-        lambda: {
-            "text_config": sub("Qwen2"), "image_token_id": 307,
-            "visual_indicator_token_ids": [302, 303, 304, 305, 306], "hidden_size": 64, "vocab_size": 320,
-            "vision_config": {**SMALL_TOWER, "vocab_size": 40, "hidden_stride": 2},
+        images={"patch_size": 14, "size": GRIDS}, videos={"draw_on_frames": False},
+        text_config={
+            **TEXT, "moe_intermediate_size": [32, 16], "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+            "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]},
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 14,
+            "spatial_merge_size": 2,
+        },
+        tie_word_embeddings=False, **GLM_IDS,
+    ),
+    _gemma4(
+        "Gemma 4 E", num_kv_shared_layers=2, hidden_size_per_layer_input=8,
+        audio_config={
+            "model_type": "gemma4_audio", "use_clipped_linears": False, "hidden_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "output_proj_dims": 48, "subsampling_conv_channels": [128, 4],
+            "conv_kernel_size": 3, "attention_chunk_size": 4, "attention_context_left": 5,
         },
     ),
-    visual(
-        "Idefics2", "<image>",
-        lambda: transformers.Idefics2Processor(
-            transformers.Idefics2ImageProcessor(size={"longest_edge": 56, "shortest_edge": 28}),
-            tokenizer("<fake_token_around_image>", "<end_of_utterance>"), image_seq_len=4,
+    _gemma4(
+        "Gemma 4", use_bidirectional_attention="vision", num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+        attention_k_eq_v=True, num_global_key_value_heads=1,
+    ),
+    own(
+        "Gemma 3n", "<image_soft_token>", "Gemma3n",
+        tokens(
+            boi_token="<start_of_image>", boa_token="<start_of_audio>", eoi_token="<end_of_image>",
+            image_token="<image_soft_token>", eoa_token="<end_of_audio>", audio_token="<audio_soft_token>",
         ),
-        "Idefics2",
-        lambda: {
-            "text_config": sub("Mistral"), "image_token_id": IMAGE_ID,
-            "vision_config": {**SMALL_TOWER, "image_size": 56},
-            "perceiver_config": {
-                "hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
-                "resampler_head_dim": 16, "num_key_value_heads": 1,
-            },
+        images={"size": {"height": 64, "width": 64}}, images_by="Siglip",
+        sounds=lambda: transformers.Gemma3nAudioFeatureExtractor(), options={"image_seq_length": 4},
+        # Tokens of images and audio have embeddings of their own.
+        text_config={**TEXT, **GEMMA3N_TEXT, "vocab_size_per_layer_input": 304}, boi_token_id=302,
+        boa_token_id=303, eoi_token_id=304, image_token_id=305, eoa_token_id=306,
+        audio_token_id=307, vision_soft_tokens_per_image=4,
+        vision_config={
+            "model_args": {"channel_multiplier": 0.02, "msfa_output_resolution": 2}, "vocab_offset": 304,
+            "vocab_size": 2,
+        },
+        audio_config={
+            "hidden_size": 32, "conf_num_hidden_layers": 2, "conf_num_attention_heads": 2,
+            "sscp_conv_channel_size": [8, 4], "vocab_offset": 306, "vocab_size": 14,
+        },
+        embedding_std=0.1,
+    ),
+    own(
+        "Kimi K2.5", "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>", "Kimi_K25",
+        tokens(
+            "<|media_pad|>", "<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>",
+        ),
+        images={"patch_size": 14, "max_patches": 48, "size": {"max_height": 84, "max_width": 84}}, videos={},
+        text_config={**sub("deepseek_v3", q_lora_rank=16), **LATENT},
+        vision_config={**VIT, "pos_emb_height": 8, "pos_emb_width": 8},
+        projection_hidden_size=32, image_token_id=302, video_token_id=303, tie_word_embeddings=False,
+    ),
+    own(
+        "Llama 4", "<|image|>", "Llama4",
+        tokens(
+            "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>",
+            "<|tile_y_separator|>",
+        ),
+        images={"size": SQUARE, "max_patches": 4}, options={"patch_size": 7},
+        text_config={
+            **TEXT, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1,
+            "attention_chunk_size": 8, "floor_scale": 8, "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+        },
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 7, "vision_output_dim": 32, "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+        image_token_index=305, boi_token_index=303, eoi_token_index=304,
+    ),
+    own(
+        "Command A Vision", "<|IMG_PATCH|>", "Cohere2Vision",
+        tokens(
+            image_token="<|IMG_PATCH|>", boi_token="<|START_OF_IMG|>", eoi_token="<|END_OF_IMG|>",
+            img_line_break_token="<|IMG_LINE_BREAK|>",
+        ),
+        images={"size": SQUARE, "max_patches": 4, "patch_size": 2},
+        text_config=sub("cohere2", sliding_window=6, head_dim=16, **MIXED),
+        vision_config={**SIGLIP, "patch_size": 7}, image_token_id=302, alignment_intermediate_size=96,
+    ),
+    own(
+        "Aya Vision", "<image>", "AyaVision",
+        tokens(
+            "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL",
+            *[f"TILE_{i}" for i in range(1, 5)],
+        ),
+        images={**INTERN["images"], "crop_to_patches": True}, images_by="GotOcr2",
+        options={"patch_size": 7, "img_size": 28, "downsample_factor": 2},
+        text_config=sub("cohere2", sliding_window=6, head_dim=16, **MIXED),
+        vision_config={**SIGLIP, "patch_size": 7}, image_token_index=304, image_token_id=304,
+    ),
+    qwen(
+        "Qwen3.5", "Qwen3_5", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False,
+        layer_types=["linear_attention", "full_attention"], **DELTA,
+    ),
+    qwen(
+        "Qwen3.5-MoE", "Qwen3_5Moe", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False,
+        layer_types=["linear_attention", "full_attention"], shared_expert_intermediate_size=32, **EXPERTS, **DELTA,
+    ),
+    own(
+        "MiniCPM-V 4.6", "<image_pad>", "MiniCPMV4_6",
+        tokens(
+            image_token="<image_pad>", video_token="<video_pad>", image_start_token="<image_start>",
+            image_end_token="</image_start>", slice_start_token="<slice>", slice_end_token="</slice>",
+            image_id_start_token="<image_id>", image_id_end_token="</image_id>",
+        ),
+        images={"patch_size": 7, "scale_resolution": 56, "max_slice_nums": 2}, videos={},
+        text_config=sub(
+            "qwen3_5_text", head_dim=16, layer_types=["linear_attention", "full_attention"],
+            rope_parameters={**MROPE, "mrope_interleaved": True}, **DELTA,
+        ),
+        image_token_id=302, video_token_id=303, insert_layer_id=0,
+        vision_config={**VIT, "image_size": 56, "patch_size": 7, "insert_layer_id": 0},
+        shares_prefixes=False,
+    ),
+    own(
+        "LFM2-VL", "<image>", "Lfm2Vl",
+        tokens(
+            "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+            *[f"<|img_row_{i}_col_{j}|>" for i in (1, 2, 3, 4) for j in (1, 2, 3, 4)],
+        ),
+        images={
+            "encoder_patch_size": 7, "tile_size": 28, "size": SQUARE, "min_image_tokens": 2, "max_image_tokens": 6,
+            "max_tiles": 4,
+        },
+        text_config=sub(
+            "lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3, block_auto_adjust_ff_dim=False,
+            vocab_size=330,
+        ),
+        image_token_id=IMAGE_ID, projector_hidden_size=48,
+        vision_config={
+            **VIT, "num_patches": 64, "patch_size": 7, "model_type": "siglip2_vision_model", "vision_use_head": False,
+        },
+        shares_prefixes=False, opening="<s>",
+    ),
+    own(
+        "GOT-OCR 2", "<imgpad>", "GotOcr2",
+        tokens("<imgpad>", "<img>", "</img>"),
+        images={"size": {"height": 1024, "width": 1024}},
+        text_config=sub("qwen2", max_position_embeddings=640), image_token_index=302, image_seq_length=256,
+        vision_config={
+            "hidden_size": 8, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "image_size": 1024, "patch_size": 16, "window_size": 2, "global_attn_indexes": [], "mlp_dim": 8,
+        },
+    ),
+    own(
+        "Aria", "<image>", "Aria",
+        tokens(image_token="<image>"),
+        images={}, options={"size_conversion": {980: 4}},
+        text_config={**TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+        image_token_index=IMAGE_ID, projector_patch_to_query_dict={49: 4},
+        vision_config={**SMALL_TOWER, "model_type": "idefics3_vision", "image_size": 980, "patch_size": 140},
+    ),
+    own(
+        "DeepSeek-VL", "<image>", "DeepseekVL",
+        tokens(image_token="<image>"),
+        images={"size": SQUARE}, options={"num_image_tokens": 4},
+        text_config=sub("llama"), image_token_id=IMAGE_ID,
+        vision_config=SIGLIP,
+    ),
+    own(
+        "DeepSeek-VL hybrid", "<image>", "DeepseekVLHybrid",
+        tokens(image_token="<image>"),
+        images={"size": SQUARE, "high_res_size": {"height": 128, "width": 128}}, options={"num_image_tokens": 4},
+        text_config=sub("llama"), image_token_id=IMAGE_ID,
+        vision_config=SIGLIP,
+        high_res_vision_config={
+            "model_type": "sam_vision_model", "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 128, "patch_size": 16, "window_size": 2,
+            "global_attn_indexes": [1], "mlp_dim": 48,
+        },
+    ),
+    own(
+        "Janus", "<image>", "Janus",
+        tokens(image_token="<image>", boi_token="<begin_of_image>", eoi_token="<end_of_image>"),
+        images={"size": SQUARE, "min_size": 2}, options={"num_image_tokens": 16},
+        text_config=sub("llama"), image_token_id=IMAGE_ID,
+        vision_config={
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
+            "mlp_ratio": 2, "projection_dim": 64, "num_image_tokens": 16, "depth": 1,
+        },
+        vq_config={**VQ, "image_token_embed_dim": 64, "projection_dim": 64},
+    ),
+    own(
+        "EXAONE 4.5", kind="Exaone4_5_", videos_by="Qwen2VL", **QWEN,
+        text_config=sub("exaone4", sliding_window=6, sliding_window_pattern=2, **MIXED),
+        vision_config={**TOWER, "num_key_value_heads": 1, "window_size": 56, "fullatt_block_indexes": [1]},
+    ),
+    own(
+        "LightOnOCR", "<|image_pad|>", "LightOnOcr",
+        tokens(image_token="<|image_pad|>", image_break_token="<|vision_pad|>", image_end_token="<|vision_end|>"),
+        options={"patch_size": 7}, **_pixtral(14), text_config=sub("qwen3", head_dim=16),
+    ),
+    own(
+        "Qianfan-OCR", "<image>", "QianfanOCR", **INTERN, text_config=sub("qwen3", head_dim=16),
+        vision_config=QIANFAN_TOWER,
+    ),
+    own(
+        "HunYuan-VL", "<img_start><img><img_end>", "HunYuanVL",
+        tokens("<img_newline>", image_token="<img>", image_start_token="<img_start>", image_end_token="<img_end>"),
+        images={"patch_size": 14, "size": GRIDS},
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2, 2]}},
+        image_token_id=302, im_start_id=303, im_end_id=304,
+        im_newline_id=305,
+        vision_config={
+            **VIT, "out_hidden_size": 64, "text_hidden_size": 64, "patch_size": 14, "img_max_token_num": 64,
+            "max_image_size": 112, "min_image_size": 28,
+        },
+        opening="<s>",
+    ),
+    own(
+        "VideoLLaMA 3", "<|image_pad|>", "VideoLlama3",
+        QWEN["tokens"], images={"patch_size": 14, "size": GRIDS}, videos={},
+        text_config=sub("qwen2"), image_token_id=302, video_token_id=303,
+        vision_config={**VIT, "patch_size": 14},
+    ),
+    own(
+        "LLaVA-NeXT-Video", "<image>", "LlavaNextVideo", tokens("<video>"),
+        **{**NEXT, "by": "LlavaNextVideo"}, videos={}, videos_by="LlavaNextVideo", video_token_index=302,
+    ),
+    own(
+        "Qwen2.5-Omni", "<|vision_bos|><|IMAGE|><|vision_eos|>", "Qwen2_5OmniThinker",
+        tokens(
+            image_token="<|IMAGE|>", video_token="<|VIDEO|>", audio_token="<|AUDIO|>",
+            vision_bos_token="<|vision_bos|>", vision_eos_token="<|vision_eos|>",
+            audio_bos_token="<|audio_bos|>", audio_eos_token="<|audio_eos|>",
+        ),
+        images=QWEN["images"], images_by="Qwen2VL", videos={"patch_size": 14}, videos_by="Qwen2VL", by="Qwen2_5Omni",
+        sounds=lambda: transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=4),
+        text_config={**TEXT, "max_position_embeddings": 2048, "rope_parameters": OMNI_ROPE},
+        vision_config={**TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
+        audio_config={
+            "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "num_mel_bins": 80,
+            "max_source_positions": 200, "n_window": 50, "output_dim": 64,
+        },
+        image_token_index=302, video_token_index=303, audio_token_index=304,
+        vision_start_token_id=305, vision_end_token_id=306,
+        audio_start_token_id=307, audio_end_token_id=308,
+    ),
+    own("InternVL 2.5", "<IMG_CONTEXT>", **INTERN_VL, text_config=sub("qwen2")),
+    _paligemma("PaliGemma", "gemma"),
+    _paligemma("PaliGemma 2", "gemma2", sliding_window=6, query_pre_attn_scalar=16, **MIXED),
+    own(
+        "Ovis 2", "<image>", "Ovis2",
+        tokens("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"),
+        images={"size": SQUARE, "crop_to_patches": True, "max_patches": 4}, options={"image_seq_length": 4},
+        text_config=sub("qwen2"), image_token_id=307,
+        visual_indicator_token_ids=[302, 303, 304, 305, 306], hidden_size=64, vocab_size=320,
+        vision_config={**SMALL_TOWER, "vocab_size": 40, "hidden_stride": 2},
+    ),
+    own(
+        "Idefics2", "<image>", "Idefics2",
+        tokens("<fake_token_around_image>", "<end_of_utterance>"),
+        images={"size": {"longest_edge": 56, "shortest_edge": 28}}, options={"image_seq_len": 4},
+        text_config=sub("mistral"), image_token_id=IMAGE_ID,
+        vision_config={**SMALL_TOWER, "image_size": 56},
+        perceiver_config={
+            "hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
+            "resampler_head_dim": 16, "num_key_value_heads": 1,
         },
     ),
 ]  # fmt: skip
@@ -1014,39 +732,17 @@ FAMILIES += [
 #: Models of images that the engine cannot run, and what it says of each.
 REFUSED = [
     (
-        visual(
-            "Llama 3.2 Vision", "<|image|>",
-            lambda: transformers.MllamaProcessor(
-                transformers.MllamaImageProcessor(size=SQUARE, max_image_tiles=2), tokenizer("<|image|>")
-            ),
-            "Mllama",
-            lambda: {
-                "image_token_index": 302,
-                "text_config": {
-                    **TEXT, "cross_attention_layers": [1],
-                    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-                },
-                "vision_config": {
-                    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
-                    "attention_heads": 2, "image_size": 28, "patch_size": 7, "vision_output_dim": 64,
-                    "max_num_tiles": 2, "intermediate_layers_indices": [1],
-                    "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
-                },
-            },
+        own(
+            "Llama 3.2 Vision", "<|image|>", "Mllama", tokens("<|image|>"),
+            images={"size": SQUARE, "max_image_tiles": 2}, image_token_index=302,
         ),
         "cross attention to images are not supported",
     ),
     (
-        visual(
-            "Fuyu", "|SPEAKER|",
-            lambda: transformers.FuyuProcessor(
-                transformers.FuyuImageProcessor(
-                    size={"height": 56, "width": 56}, patch_size={"height": 14, "width": 14}
-                ),
-                tokenizer("|SPEAKER|", "|NEWLINE|"),
-            ),
-            "Fuyu",
-            lambda: {"text_config": {**TEXT, "model_type": "persimmon"}, "image_token_id": 302, "patch_size": 14},
+        own(
+            "Fuyu", "|SPEAKER|", "Fuyu", tokens("|SPEAKER|", "|NEWLINE|"),
+            images={"size": {"height": 56, "width": 56}, "patch_size": {"height": 14, "width": 14}},
+            text_config=sub("persimmon"), image_token_id=302, patch_size=14,
         ),
         "FuyuProcessor returns no pixel_values",
     ),
@@ -1055,13 +751,13 @@ REFUSED = [
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}PLACEHOLDER{% elif c['type'] == 'video' %}OF_VIDEO"
-    "{% elif c['type'] == 'audio' %}{{ audio }}{% else %}{{ c['text'] }}{% endif %}"
+    "{% elif c['type'] == 'audio' %}OF_AUDIO{% else %}{{ c['text'] }}{% endif %}"
     "{% endfor %}{{ '\n' }}{% endfor %}"
 )
 
 
-def named(name: str) -> Family:
-    [family] = [each for each in FAMILIES if each.name == name]
+def named(name: str, families: Sequence[Family] = FAMILIES) -> Family:
+    [family] = [each for each in families if each.name == name]
     return family
 
 
@@ -1084,7 +780,7 @@ def write_checkpoint(family: Family, directory: Path) -> None:
 
 def _make_checkpoint(family: Family, directory: Path) -> None:
     torch.manual_seed(0)
-    model = family.auto.from_config(family.create()).float()
+    model = family.auto(family.create()).float()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -1097,16 +793,19 @@ def _make_checkpoint(family: Family, directory: Path) -> None:
             parameter.data = noise * 1.6 / inputs**0.5
     model.save_pretrained(directory)
     if family.create_processor is None:
-        return write_tokenizer(directory)
+        make_tokenizer(IMAGE_ID).save(str(directory / "tokenizer.json"))
+        settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    else:
+        write_processor(family, directory)
+
+
+def write_processor(family: Family, directory: Path) -> None:
+    assert family.create_processor is not None
     family.create_processor().save_pretrained(directory)
     if family.read is not None:
-        return None
+        return
     template = family.opening + TEMPLATE.replace("PLACEHOLDER", family.placeholder)
     template = template.replace("OF_VIDEO", family.video_placeholder)
+    template = template.replace("OF_AUDIO", family.audio_placeholder)
     (directory / "chat_template.jinja").write_text(template)
-
-
-def write_tokenizer(directory: Path) -> None:
-    make_tokenizer(IMAGE_ID).save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))

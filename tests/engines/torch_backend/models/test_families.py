@@ -1,24 +1,20 @@
 """The table: every family gives the tokens of transformers by every way that the engine has.
 
 Each row is a tiny random checkpoint of the family's own configuration class, loaded as a worker loads it. `make test` runs
-some of them, `make families` all, and writes `docs/models.md` of what it saw.
+some of them, `make families` all, and each is compared with its row of `docs/models.md`.
 """
 
 import contextlib
 import io
-import json
 import random
-import shutil
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -26,18 +22,17 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoProcessor
 
-from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
 from engines.core.runner import PixelLimits
-from engines.core.sequence import EngineRequest, ImageInput, Prompt, ScheduledSequence, Sequence
+from engines.core.sequence import EngineRequest, ImageInput, Prompt
 from engines.image_decoder import decode_image
 from engines.text.processor import ChatProcessor, create_processor
-from engines.torch_backend.loading.load import MAX_IMAGE_PIXELS_ON_CPU
+from engines.torch_backend.layers.linear import QuantizedMethod
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
 from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.hf_config import read_fields
-from engines.torch_backend.models.registry import FamilyModel, find_family
+from engines.torch_backend.models.registry import FamilyModel, ModelFamily, find_family
 from engines.torch_backend.multimodal import parts
 from engines.torch_backend.multimodal.transformers_images import TAKES_VIDEO
 from engines.torch_backend.ops.registry import Ops, cpu_ops
@@ -59,7 +54,6 @@ QUICK = frozenset({
     "Idefics3", "Qwen2.5-VL", "Qwen3-VL",
 })  # fmt: skip
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
-BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of families -->"
 NO_PREFIXES = "*"  #: after the name of a family without a prefix cache
 CROWDED = (ways.run_preempted, ways.run_overlapped, ways.run_with_drafts_under_all_of_it)
 NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
@@ -112,20 +106,32 @@ def prompts() -> dict[str, list[int]]:
     }
 
 
-def load(directory: Path, family: GenericFamily = FAMILY) -> tuple[FamilyModel, ChatProcessor]:
+def load_processor(directory: Path, family: ModelFamily = FAMILY) -> ChatProcessor:
     config = family.check(read_fields(directory))
     multimodal = family.processor(directory, config)
-    return (
-        load_model(directory, family, config, CPU, torch.float32),
-        create_processor(directory, multimodal, config.text.max_position_embeddings),
-    )
+    return create_processor(directory, multimodal, config.text.max_position_embeddings)
 
 
-def made(family: Family, directory: Path, *how: Any) -> Any:
+def load_only(
+    directory: Path,
+    family: ModelFamily = FAMILY,
+    dtype: torch.dtype = torch.float32,
+    scheme: QuantizedMethod | None = None,
+    **how: Any,
+) -> Any:
+    """The model of a checkpoint."""
+    config = family.check(read_fields(directory))
+    return load_model(directory, family, config, CPU, dtype, scheme, **how)
+
+
+def load(directory: Path, family: GenericFamily = FAMILY) -> tuple[FamilyModel, ChatProcessor]:
+    return load_only(directory, family), load_processor(directory, family)
+
+
+def made(family: Family, directory: Path, *how: Any, **more: Any) -> Any:
     """The model of a family, written and loaded."""
     family_table.write_checkpoint(family, directory)
-    model, _ = load(directory, *how)
-    return model
+    return load_only(directory, *how, **more)
 
 
 def load_reference(directory: Path, auto: Any = AutoModelForCausalLM) -> Any:
@@ -162,6 +168,14 @@ def make_requests(**sampling: Any) -> list[EngineRequest]:
 _answers: dict[Family, dict[str, list[int]]] = {}
 
 
+def load_for_text(
+    family: Family, directory: Path, model: FamilyModel | None = None, **sampling: Any
+) -> Loaded:
+    """A checkpoint that is there, and prompts of text, without answers."""
+    model, processor = model or load_only(directory), load_processor(directory)
+    return Loaded(family, directory, model, processor, make_requests(**sampling), {})
+
+
 def load_family(family: Family, directory: Path) -> Loaded:
     family_table.write_checkpoint(family, directory)
     model, processor = load(directory)
@@ -194,26 +208,26 @@ def load_their_processor(family: Family, directory: Path) -> Callable[..., dict[
     processor: Any = AutoProcessor.from_pretrained(directory)
 
     def process(question: Several[Any]) -> dict[str, Any]:
-        parts = [part if isinstance(part, str) else family.placeholder for part in question]
         images = [
             Image.open(io.BytesIO(make_image(*part)))
             for part in question
             if not isinstance(part, str)
         ]
-        if family.read is not None:
-            spoken = "".join(part for part in question if isinstance(part, str))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return dict(family.read(processor, images, spoken))
-        text = "".join([family.opening, *parts, "\n"])
-        call = processor if images else _without_images(processor)
-        bos = {"add_special_tokens": False} if family.opening else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its own ways with numpy
+            if family.read is not None:
+                spoken = "".join(part for part in question if isinstance(part, str))
+                return dict(family.read(processor, images, spoken))
+            parts = [part if isinstance(part, str) else family.placeholder for part in question]
+            text = "".join([family.opening, *parts, "\n"])
+            bos = {"add_special_tokens": False} if family.opening else {}
             # this one counts the images of a prompt, which lie in a list of their own
             is_counted = isinstance(processor, transformers.LlavaOnevisionProcessor)
             given: Any = [images] if is_counted and images else images or None
-            made = call(images=given, text=[text], return_tensors="pt", **bos)
+            try:
+                made = processor(images=given, text=[text], return_tensors="pt", **bos)
+            except ValueError:  # some are of no use without an image
+                made = processor.tokenizer([text], return_tensors="pt", **bos)
         return {
             name: value.float() if value.is_floating_point() else value
             for name, value in made.items()
@@ -222,52 +236,30 @@ def load_their_processor(family: Family, directory: Path) -> Callable[..., dict[
     return process
 
 
-def _without_images(processor: Any) -> Callable[..., Any]:
-    """Some are of no use without an image."""
-
-    def call(images: None, text: list[str], **options: Any) -> Any:
-        try:
-            return processor(images=images, text=text, **options)
-        except ValueError:
-            return processor.tokenizer(text, **options)
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def rows(request: pytest.FixtureRequest) -> Iterator[list[tuple[str, str, str]]]:
-    """Inputs, speed path and name of each family. Once all have been run without a failure, the page has them."""
-    found: list[tuple[str, str, str]] = []
-    yield found
-    if IS_LONG and len(found) == len(FAMILIES) and not request.session.testsfailed:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        _, _, tail = rest.partition(END)
-        PAGE.write_text("".join([head, BEGIN, "\n\n", to_table(found), "\n", END, tail]))
-
-
-def to_table(found: list[tuple[str, str, str]]) -> str:
-    names: dict[tuple[str, str], list[str]] = {}
-    for inputs, path, name in found:
-        names.setdefault((inputs, path), []).append(name)
-    lines = [
-        f"| {inputs} | {path} | {'; '.join(those)} |" for (inputs, path), those in names.items()
+def page_rows() -> dict[str, tuple[str, str]]:
+    """Inputs and speed path of each family in docs/models.md."""
+    rows = [
+        line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| text")
     ]
-    return "\n".join(["| input | speed path | families |", "|---|---|---|", *lines, ""])
+    return {
+        name: (inputs.removeprefix("| "), path)
+        for inputs, path, names in rows
+        for name in names.removesuffix(" |").split("; ")
+    }
 
 
 @pytest.fixture(scope="module", params=RUN, ids=str)
-def loaded(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    rows: list[tuple[str, str, str]],
-) -> Loaded:
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     directory = tmp_path_factory.mktemp("family")
     loaded = load_family(request.param, directory)
+    assert len({tuple(tokens) for tokens in loaded.expected.values()}) >= len(loaded.expected) - 1
+    assert len({token for tokens in loaded.expected.values() for token in tokens}) > 3
     family = loaded.family
     path = loaded.model.speed_path if find_family(directory)[0] is FAMILY else "native"
     name = family.name + ("" if loaded.model.shares_prefixes else NO_PREFIXES)
     inputs = "text, images" if family.create_processor else "text"
-    rows.append((f"{inputs}, video" if family.architecture in TAKES_VIDEO else inputs, path, name))
+    inputs += ", video" if family.architecture in TAKES_VIDEO else ""
+    assert page_rows()[name] == (inputs, path)
     return loaded
 
 
@@ -299,15 +291,11 @@ def run(way: Way, loaded: Loaded) -> ways.Tokens:
 
 def test_the_models_that_share_no_prefixes_are_known(loaded: Loaded) -> None:
     assert loaded.model.shares_prefixes == loaded.family.shares_prefixes
-    engine = loaded.start()
-    for _ in range(2):
-        assert ways.run_batched(lambda: engine, loaded.requests) == loaded.expected
-    assert (engine.stats().num_prefix_hit_tokens > 0) == loaded.family.shares_prefixes
-
-
-def test_the_compared_answers_say_something(loaded: Loaded) -> None:
-    assert len({tuple(tokens) for tokens in loaded.expected.values()}) >= len(loaded.expected) - 1
-    assert len({token for tokens in loaded.expected.values() for token in tokens}) > 3
+    if not loaded.family.shares_prefixes:
+        engine = loaded.start()
+        for _ in range(2):
+            assert ways.run_batched(lambda: engine, loaded.requests) == loaded.expected
+        assert engine.stats().num_prefix_hit_tokens == 0
 
 
 @torch.inference_mode()
@@ -338,7 +326,7 @@ def test_an_image_is_encoded_in_parts_of_bounded_work(
 def test_larger_images_are_scaled_to_the_limit(loaded: Loaded) -> None:
     if loaded.family.create_processor is None:
         pytest.skip("it takes no images")
-    config = FAMILY.check(read_fields(loaded.directory))
+    config = loaded.model.config
     free, limited = (FAMILY.processor(loaded.directory, config) for _ in range(2))
     limited.limit(56 * 56)
     for size in ((64, 64), (150, 100), (60, 200)):
@@ -353,132 +341,14 @@ def test_larger_images_are_scaled_to_the_limit(loaded: Loaded) -> None:
         assert len(features) == made.num_slots
 
 
-def test_a_stream_goes_on_beside_an_image_at_the_default_pixel_limit(
-    loaded: Loaded, smooth_rows: list[str], tmp_path: Path
-) -> None:
-    if loaded.family.create_processor is None or not (IS_LONG or loaded.family.name == "Qwen3-VL"):
-        pytest.skip("it takes no images, or is for the long form")
-    directory = tmp_path / "large"
-    shutil.copytree(loaded.directory, directory)
-    allow_large_images(directory)
-    config = FAMILY.check(read_fields(directory))
-    model = load_model(directory, FAMILY, config, CPU, torch.float32)
-    processor = create_processor(
-        directory, FAMILY.processor(directory, config), 8192, max_pixels=MAX_IMAGE_PIXELS_ON_CPU
-    )
-    prompt = ask(processor, [(2048, 1536, 1), "What is it?"])
-    [image] = prompt.images
-    median, p99, num_steps = gaps_beside(model, processor, prompt)
-    smooth_rows.append(
-        f"{loaded.family.name:22}{image.num_tokens:8}{num_steps:8}{1e3 * median:10.1f}{1e3 * p99:10.1f}"
-    )
-    assert p99 <= max(2 * median, 0.25)
-
-
-@pytest.fixture(scope="module")
-def smooth_rows(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Lines of a table that `make families` prints."""
-    lines: list[str] = []
-    yield lines
-    if IS_LONG:
-        head = f"{'family':22}{'tokens':>8}{'steps':>8}{'median ms':>10}{'p99 ms':>10}"
-        title = f"A stream beside an image of {MAX_IMAGE_PIXELS_ON_CPU} pixels, 2 threads, times of a step"
-        capture: Any = request.config.pluginmanager.getplugin("capturemanager")
-        with capture.global_and_fixture_disabled():
-            print("", title, head, *lines, sep="\n")
-
-
-def allow_large_images(directory: Path) -> None:
-    """Have a checkpoint whose processor takes images of any size take them as large as published ones do."""
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        if (path := directory / name).is_file():
-            text = path.read_text().replace(
-                f'"longest_edge": {784 * 12}', '"longest_edge": 12845056'
-            )
-            path.write_text(text)
-    lengthen_context(directory)
-
-
-def lengthen_context(directory: Path) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    text_config = config.get("text_config", config)
-    text_config["max_position_embeddings"] = max(8192, text_config["max_position_embeddings"])
-    (directory / "config.json").write_text(json.dumps(config))
-
-
-def gaps_beside(
-    model: FamilyModel, processor: ChatProcessor, prompt: Prompt
-) -> tuple[float, float, int]:
-    """Seconds between two tokens of a stream: the median alone, the 99th percentile beside a prompt, and its steps."""
-    settings = TorchSettings(num_kv_blocks=1024, num_threads=2)
-    runner = TorchRunner(model, settings, CPU, torch.float32)
-    limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
-    # the limit measured for so small a model would split a long prompt into thousands of steps
-    limit.num_tokens, limit.is_fixed = max(limit.num_tokens, 32), True
-    engine = BatchingEngine(runner, processor, settings, prefill_limit=limit)
-    engine.add(make_request("stream", ask(processor, ["Say a word."]), max_tokens=3000))
-    alone = [_seconds_of_step(engine)[0] for _ in range(20)]
-    engine.add(make_request("prompt", prompt, max_tokens=1))
-    beside, is_answered = [], False
-    while not is_answered:
-        seconds, is_answered = _seconds_of_step(engine)
-        beside.append(seconds)
-    return float(np.median(alone)), float(np.percentile(beside, 99)), len(beside)
-
-
-def _seconds_of_step(engine: BatchingEngine) -> tuple[float, bool]:
-    """Of a step that gives the stream its token, and whether the other prompt is answered."""
-    started = time.thread_time()  # computes as long as the others: on a busy machine they all wait
-    outputs = {output.request_id: output for output in engine.step()}
-    seconds = time.thread_time() - started
-    assert outputs["stream"].token_ids
-    return seconds, "prompt" in outputs and outputs["prompt"].finish_reason is not None
-
-
 def test_kernels_give_the_same_tokens(loaded: Loaded) -> None:
     assert run_to_end(loaded.start(cpu_ops("fast")), loaded.requests) == loaded.expected
-
-
-def test_a_lowered_decoder_scores_as_transformers_modules_do(loaded: Loaded) -> None:
-    if loaded.model.speed_path != "lowered":
-        pytest.skip("transformers' modules compute it")
-    generic, _ = load(loaded.directory, GenericFamily(lowers=False))
-    assert generic.speed_path == "generic"
-    settings = TorchSettings(num_kv_blocks=256, block_size=4)
-    scores: list[torch.Tensor] = []
-    for model in (loaded.model, generic):
-        runner = TorchRunner(model, settings, CPU, torch.float32)
-        scores.append(torch.cat([score(runner, request) for request in loaded.requests]))
-    assert not torch.equal(*scores)  # they are not the same code
-    torch.testing.assert_close(*scores, rtol=0, atol=1e-4 * float(scores[1].std()))
-
-
-def score(runner: TorchRunner, request: EngineRequest) -> torch.Tensor:
-    """Behind each third token of a prompt, in chunks. Shapes: returns (chunks, V)."""
-    ids = request.prompt_token_ids
-    sequence = Sequence(
-        request.request_id, list(ids), len(ids), request.sampling, request.images,
-        prompt_positions=request.positions,
-    )  # fmt: skip
-    sequence.block_ids = list(range(len(ids) // 4 + 1))
-    rows = []
-    while sequence.num_pending_tokens:
-        item = ScheduledSequence(sequence, min(3, sequence.num_pending_tokens))
-        rows.append(runner.logits([item]))
-        sequence.num_computed_tokens = item.end
-    return torch.cat(rows)
 
 
 def test_every_tested_architecture_is_in_the_table() -> None:
     assert {family.kind for family in FAMILIES} == TESTED
 
 
-@pytest.mark.skipif(IS_LONG, reason="the page is written when all have been run")
 def test_the_page_names_every_family() -> None:
-    """It is written by the run of all; a family that is new here is missing there until then."""
-    _, _, rest = PAGE.read_text().partition(BEGIN)
-    table, _, _ = rest.partition(END)
-    lines = table.strip().splitlines()[2:]
-    cells = "; ".join(line.split(" | ")[2].removesuffix(" |") for line in lines)
-    named = [name.removesuffix(NO_PREFIXES) for name in cells.split("; ")]
-    assert sorted(named) == sorted(family.name for family in FAMILIES)
+    listed = sorted(name.removesuffix(NO_PREFIXES) for name in page_rows())
+    assert listed == sorted(family.name for family in FAMILIES)

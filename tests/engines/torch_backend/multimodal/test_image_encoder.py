@@ -78,19 +78,6 @@ def test_images_of_different_grids_are_encoded_together():
     assert torch.equal(slots[1].features, expected)
 
 
-def test_beside_streams_they_are_encoded_one_after_another():
-    items = [
-        make_stream(),
-        make_share("a", make_image("small", (2, 2))),
-        make_share("b", make_image("wide", (4, 10))),
-    ]
-    encoder = make_encoder()
-
-    over_budget = [encoder.encode_missing(items, max_vision_s=0.0)[2] for _ in range(3)]
-
-    assert over_budget == [{"b"}, frozenset(), frozenset()]
-
-
 def test_another_number_of_patches_than_slots_is_the_requests_failure():
     image = make_image("wrong", (2, 2))
     wrong = ImageInput(1, 3, "wrong", image.pixels)
@@ -110,7 +97,7 @@ def test_features_that_are_no_numbers_fail_their_request_and_are_not_kept(beside
     items = [*streams, make_share("a", hostile), make_share("b", sound)]
 
     with pytest.raises(SequenceFailure, match="not finite") as caught:
-        encoder.encode_missing(items, 0.0 if beside_streams else None)
+        encoder.encode_missing(items, 5.0 if beside_streams else None)
     assert caught.value.request_id == "a"
 
     encoder.encode_missing([make_share("b", sound), make_share("c", bad)])
@@ -118,25 +105,12 @@ def test_features_that_are_no_numbers_fail_their_request_and_are_not_kept(beside
     assert encoder.cache.pin("c", ("", "bad")).isfinite().all()
 
 
-class Noting(Patches):
-    """Notes the bytes in the cache whenever it encodes."""
-
-    def __init__(self, cache: EncoderCache) -> None:
-        super().__init__()
-        self.cache = cache
-        self.log: list[int] = []
-
-    def encode(
-        self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
-    ) -> list[Tensor]:
-        self.log.append(self.cache.num_bytes)
-        return super().encode(images, device, dtype)
-
-
 @pytest.mark.parametrize("max_vision_s", [None, 1.0], ids=["GPU", "CPU"])
 def test_room_for_features_is_made_before_they_are_computed(max_vision_s: float | None):
     cache = EncoderCache(100)  # six rows of 16 bytes
-    model = Noting(cache)
+    model, before = Patches(), []
+    encode = model.encode
+    model.encode = lambda *given: before.append(cache.num_bytes) or encode(*given)
     encoder = ImageEncoder(model, cache, 8, CPU, torch.float32)
 
     for name in ("first", "second"):
@@ -144,13 +118,13 @@ def test_room_for_features_is_made_before_they_are_computed(max_vision_s: float 
         encoder.encode_missing(items, max_vision_s)
         encoder.unpin_done(items)
 
-    assert model.log == [0, 0]
+    assert before == [0, 0]
     assert ("", "second") in cache
 
 
 def test_images_without_room_wait_until_the_others_were_read():
     cache = EncoderCache(100)
-    encoder = ImageEncoder(Noting(cache), cache, 1, CPU, torch.float32)
+    encoder = ImageEncoder(Patches(), cache, 1, CPU, torch.float32)
     seen = make_share("seen", make_image("seen", (4, 4)))
     encoder.encode_missing([seen])
     encoder.unpin_done([seen])
@@ -203,12 +177,6 @@ def test_without_streams_a_long_image_takes_several_steps(monkeypatch: pytest.Mo
         if not num_computed:
             break
     assert steps == 10
-
-
-def test_quick_images_without_streams_are_encoded_in_one_step():
-    items = [make_share("a", make_image("a", (2, 2))), make_share("b", make_image("b", (4, 2)))]
-    _, num_computed, over_budget = make_encoder().encode_missing(items, max_vision_s=0.0)
-    assert (num_computed, over_budget) == ({}, frozenset())
 
 
 def make_pair(request_id: str = "a") -> ScheduledSequence:
@@ -264,13 +232,6 @@ def test_an_image_that_only_an_ended_request_waits_for_is_left_at_once(
     encoder.release("a")
     assert model.log == ["image"]
     encoder.release("b")
-    assert model.log == ["image", "closed"]
-
-
-def test_closing_the_encoder_leaves_the_image_that_was_begun(monkeypatch: pytest.MonkeyPatch):
-    model, encoder = make_slow(monkeypatch)
-    encoder.encode_missing([make_share("a", make_image("image", (2, 2)))], max_vision_s=0.0)
-    encoder.close()
     encoder.close()
     assert model.log == ["image", "closed"]
 

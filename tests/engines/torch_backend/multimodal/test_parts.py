@@ -1,5 +1,6 @@
 """A computation in parts: the same results, other work between its parts, and a clean end wherever it stands."""
 
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -99,8 +100,15 @@ def test_a_layer_that_a_kernel_may_compute_is_split_into_rows(smallest: None):
     torch.testing.assert_close(found, expected)
 
 
-def test_small_work_is_one_part():
-    assert run(in_parts(lambda: int(torch.ones(3).sum())))[1] == 3
+def test_a_part_of_a_long_computation_ends_soon():
+    """Other requests' tokens wait for the end of each part."""
+
+    def compute() -> None:
+        until = time.thread_time() + 0.5
+        while time.thread_time() < until:
+            F.linear(numbers(64, 64), numbers(64, 64))
+
+    assert run(in_parts(compute))[0] > 20
 
 
 def test_an_error_ends_it_with_that_error(smallest: None):
