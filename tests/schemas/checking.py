@@ -92,14 +92,9 @@ class Checker:
     def follows(self, constraint: Constraint, text: str) -> bool:
         """Whether an answer may be this text and end there. Raises: ConstraintFailure."""
         space = " " if self.tokenizer.drops_leading_space else ""
-        ends = min(self.tokenizer.eos_token_ids)
-        constraint, told = constraint.begin(), []
-        for token_id in [*self.tokenizer.encode(space + text), ends]:
-            mask = constraint.mask(told, 0)
-            if not mask[token_id >> 3] >> (token_id & 7) & 1:
-                return False
-            told.append(token_id)
-        return True
+        return follows(
+            constraint, [*self.tokenizer.encode(space + text), min(self.tokenizer.eos_token_ids)]
+        )
 
     def draw(self, constraint: Constraint, random: Random, most_tokens: int) -> str | None:
         """An answer of random tokens that the masks allow; None: it did not end."""
@@ -115,6 +110,13 @@ class Checker:
                 return b"".join(map(self.tokenizer.token_bytes, told)).decode()
             told.append(token_id)
         return None
+
+
+def follows(constraint: Constraint, token_ids: Sequence[int]) -> bool:
+    """Whether an answer may be these tokens. Raises: ConstraintFailure."""
+    constraint = constraint.begin()
+    masks = (constraint.mask(token_ids[:count], 0) for count in range(len(token_ids)))
+    return all(m[i >> 3] >> (i & 7) & 1 for m, i in zip(masks, token_ids, strict=True))
 
 
 def spell(data: Any) -> list[str]:
@@ -147,9 +149,4 @@ def _reason_of(message: str, param: str | None) -> str:
     assert param is not None
     assert param.startswith(PARAM)
     assert message.startswith(f"Invalid value for {param}: ")
-    reason = message.removeprefix(f"Invalid value for {param}: ").rstrip(".")
-    if "this keyword is not supported" in reason:
-        return f"`{param.rpartition('/')[2]}` is not supported"
-    if "are not supported: " in reason:
-        return f"`{reason.rpartition(': ')[2]}` is not supported"
-    return reason.partition("; ")[0]
+    return message.removeprefix(f"Invalid value for {param}: ").rstrip(".").partition("; ")[0]

@@ -114,11 +114,18 @@ def test_the_limit_follows_what_steps_take(token_s: float):
     assert limit.spare_s == pytest.approx(MAX_SLOWDOWN - 1)
 
 
-@pytest.mark.parametrize(("num_tokens", "least"), [(80, 16), (6, 3)])
-def test_the_limit_stays_within_bounds_and_leaves_progress(num_tokens: int, least: int):
+@pytest.mark.parametrize(
+    ("num_tokens", "token_s", "num_steps", "limited"),
+    [
+        pytest.param(80, 10.0, 100, 16, id="a fifth"),
+        pytest.param(6, 10.0, 100, 3, id="progress"),
+        pytest.param(3, 0.01, 3000, 12, id="a noisy start is forgotten"),
+    ],
+)
+def test_the_limit_stays_within_bounds(num_tokens, token_s, num_steps, limited):
     limit = PrefillLimit(num_tokens)
-    follow(limit, 10.0, 100)
-    assert limit.beside(1) == least
+    follow(limit, token_s, num_steps)
+    assert limit.beside(1) == limited
 
 
 def test_a_step_that_was_not_filled_does_not_raise_the_limit():
@@ -159,14 +166,6 @@ def test_a_machine_that_became_slower_is_no_reason_to_starve_prompts():
         num_tokens = limit.beside(4)
         limit.note(4, num_tokens, 2 * (1.0 + num_tokens / 100))
     assert limit.beside(4) >= 40
-
-
-def test_a_noisy_start_is_forgotten():
-    limit = PrefillLimit(3)
-    for _ in range(3000):
-        limit.note(1, 0, 1.0)
-        limit.note(1, limit.beside(1), 1.0 + limit.beside(1) / 100)
-    assert limit.beside(1) == 12
 
 
 def test_a_request_that_waits_for_its_image_leaves_the_prompt_budget_to_others():
@@ -225,29 +224,23 @@ MIXED = batch_of(1, 80)
 
 
 @pytest.mark.parametrize(
-    ("slow", "result", "counts"),
+    ("slow", "result", "spare_s", "limited"),
     [
-        pytest.param(MIXED, StepResult([]), True, id="streams and a prompt"),
-        pytest.param(MIXED, StepResult([], vision_s=0.1), False, id="an image"),
-        pytest.param(MIXED, StepResult([], num_computed={"r1": 0}), False, id="left out"),
+        pytest.param(MIXED, StepResult([]), 0.6, 72, id="streams and a prompt"),
+        pytest.param(MIXED, StepResult([], vision_s=0.1), 0.6, 80, id="an image"),
+        pytest.param(MIXED, StepResult([], num_computed={"r1": 0}), 0.6, 80, id="left out"),
         pytest.param(
-            batch_of(1, 80, priority=Priority.BATCH), StepResult([]), False, id="batch work"
+            batch_of(1, 80, priority=Priority.BATCH), StepResult([]), 0.6, 80, id="batch work"
         ),
+        pytest.param(MIXED, StepResult([]), None, 80, id="launching computes nothing"),
     ],
 )
-def test_only_steps_that_kept_streams_waiting_move_the_limit(slow, result, counts):
-    limits = StepLimits(1024, 8, PrefillLimit(80, spare_s=0.6))
+def test_only_steps_that_kept_streams_waiting_move_the_limit(slow, result, spare_s, limited):
+    limits = StepLimits(1024, 8, PrefillLimit(80, spare_s=spare_s))
     limits.note(batch_of(1), StepResult([]), 1.0)
     limits.note(slow, result, 2.5)
-    assert prefill_tokens_beside_one(limits) == (72 if counts else 80)
-
-
-def test_where_launching_computes_nothing_its_time_moves_nothing():
-    limits = StepLimits(1024, 8, PrefillLimit(80))
-    limits.note(batch_of(1), StepResult([]), 1.0)
-    limits.note(MIXED, StepResult([]), 2.5)
-    assert prefill_tokens_beside_one(limits) == 80
-    assert limits.budget({}).max_vision_s is None
+    assert prefill_tokens_beside_one(limits) == limited
+    assert (limits.budget({}).max_vision_s is None) == (spare_s is None)
 
 
 def test_a_configured_limit_stays_while_images_follow_the_times_of_steps():

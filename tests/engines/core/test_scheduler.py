@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,6 @@ from tests.factories_engine import (
     run_step,
     shares,
 )
-from tests.integrity import check_scheduler
 
 
 def make_batch(num_tokens: int = 4, request_id: str = "batch", **fields):
@@ -157,36 +157,32 @@ def test_steps_are_shared_out(course: str):
             scheduler.add(event)
 
 
-def test_a_batch_sequence_is_passed_a_limited_number_of_times():
-    """New requests arrive all the time: it gets a slot after a number of them, and keeps it."""
-    scheduler = make_scheduler(max_num_seqs=1)
-    batch = make_batch(4, max_output_tokens=3)
-    scheduler.add(batch)
-    num_newcomers = 0
-    while batch.finish_reason is None:
-        scheduler.add(make_sequence(4, f"n{num_newcomers}", max_output_tokens=1))
-        num_newcomers += 1
-        run_step(scheduler)
-        check_scheduler(scheduler)
-        assert num_newcomers < MAX_OVERTAKES + 10
-    assert num_newcomers >= MAX_OVERTAKES
+@pytest.mark.parametrize(
+    ("config", "num_tokens", "has_image", "least"),
+    [
+        pytest.param({"max_num_seqs": 1}, 4, False, MAX_OVERTAKES, id="waiting for a slot"),
+        pytest.param({**NO_CACHE, **ONE_IMAGE}, 12, True, 1, id="begun, before its image"),
+    ],
+)
+def test_batch_work_is_passed_a_limited_number_of_times(config, num_tokens, has_image, least):
+    """New requests arrive all the time."""
 
+    def fields(name: str) -> dict[str, Any]:
+        images = (make_image(4, 4, name),) if has_image else ()
+        return {"request_id": name, "images": images, "max_output_tokens": 1}
 
-def test_a_batch_prompt_that_has_begun_is_passed_a_limited_number_of_times():
-    """New requests arrive all the time, each with an image after its first tokens; a step encodes one image."""
-    scheduler = make_scheduler(max_images_per_step=1, enable_prefix_cache=False)
-    batch = make_batch(12, images=(make_image(4, 4, "batch"),), max_output_tokens=1)
-    scheduler.add(make_sequence(12, "n", images=(make_image(4, 4, "n"),), max_output_tokens=1))
+    scheduler = make_scheduler(**config)
+    batch = make_batch(num_tokens, **fields("batch"))
+    scheduler.add(make_sequence(num_tokens, **fields("n")))
     scheduler.add(batch)
-    num_newcomers = 0
-    while batch.finish_reason is None:
-        image = make_image(4, 4, f"n{num_newcomers}")
-        newcomer = make_sequence(12, f"n{num_newcomers}", images=(image,), max_output_tokens=1)
-        scheduler.add(newcomer)
-        num_newcomers += 1
+    for number in range(MAX_OVERTAKES + 10):
+        scheduler.add(make_sequence(num_tokens, **fields(f"n{number}")))
         run_step(scheduler)
-        assert batch.num_computed_tokens > 0
-        assert num_newcomers < MAX_OVERTAKES + 10
+        if batch.finish_reason is not None:
+            break
+        assert batch.num_computed_tokens > 0 or not has_image
+    assert batch.finish_reason is not None
+    assert number >= least
 
 
 def test_a_batch_stream_is_not_overtaken_and_yields_its_slot_however_many_come():

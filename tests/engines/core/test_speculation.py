@@ -277,47 +277,34 @@ def test_long_prompts_are_indexed_in_parts():
     assert history.find(sequence, 1) == [4999]
 
 
-class Steps:
-    """A speculator with sequences of given text, whose steps take a known time."""
-
-    def __init__(self, token_cost, text):
-        self.speculator = Speculator()
-        self.text, self._token_cost = text, token_cost
-
-    def run(self, num_running=1):
-        """All sequences have this text. Returns drafted tokens, accepted tokens, and the time relative to no drafts."""
-        speculator = self.speculator
-        before = speculator.num_drafted, speculator.num_accepted
-        sequences = [
-            make_sequence(token_ids=self.text[:4], max_output_tokens=len(self.text) - 4)
-            for _ in range(num_running)
-        ]
+def write(text, token_cost, num_running):
+    """Drafted tokens, accepted tokens, and the time relative to no drafts, where all sequences have this text."""
+    speculator, seconds = Speculator(), 0.0
+    sequences = [
+        make_sequence(token_ids=text[:4], max_output_tokens=len(text) - 4)
+        for _ in range(num_running)
+    ]
+    for sequence in sequences:
+        speculator.begin(sequence)
+    while any(len(each.token_ids) < len(text) for each in sequences):
+        items, choices = [], []
         for sequence in sequences:
-            speculator.begin(sequence)
-        seconds = 0.0
-        while any(len(each.token_ids) < len(self.text) for each in sequences):
-            items, choices = [], []
-            for sequence in sequences:
-                end = len(sequence.token_ids)
-                sequence.num_computed_tokens = end - 1
-                rest = [TokenChoice(each) for each in self.text[end:]] or [TokenChoice(0)]
-                draft = speculator.draft(sequence, num_running, 100, 100)
-                pairs = zip(draft, rest, strict=False)
-                num_right = len(list(takewhile(lambda two: two[0] == two[1].token_id, pairs)))
-                rest[0].following = tuple(rest[1 : num_right + 1])
-                items.append(ScheduledSequence(sequence, 1 + len(draft), draft=draft))
-                choices.append(rest[0])
-            num_drafted = sum(len(item.draft) for item in items)
-            step_s = 0.01 * (1 + self._token_cost * num_drafted)
-            seconds += step_s
-            speculator.note(Batch(items), StepResult(choices), step_s)
-            for item, choice in zip(items, choices, strict=True):
-                item.sequence.token_ids += [each.token_id for each in (choice, *choice.following)]
-        return (
-            speculator.num_drafted - before[0],
-            speculator.num_accepted - before[1],
-            seconds / (0.01 * (len(self.text) - 4)),
-        )
+            end = len(sequence.token_ids)
+            sequence.num_computed_tokens = end - 1
+            rest = [TokenChoice(each) for each in text[end:]] or [TokenChoice(0)]
+            draft = speculator.draft(sequence, num_running, 100, 100)
+            pairs = zip(draft, rest, strict=False)
+            num_right = len(list(takewhile(lambda two: two[0] == two[1].token_id, pairs)))
+            rest[0].following = tuple(rest[1 : num_right + 1])
+            items.append(ScheduledSequence(sequence, 1 + len(draft), draft=draft))
+            choices.append(rest[0])
+        step_s = 0.01 * (1 + token_cost * sum(len(item.draft) for item in items))
+        seconds += step_s
+        speculator.note(Batch(items), StepResult(choices), step_s)
+        for item, choice in zip(items, choices, strict=True):
+            item.sequence.token_ids += [each.token_id for each in (choice, *choice.following)]
+    slowdown = seconds / (0.01 * (len(text) - 4))
+    return speculator.num_drafted, speculator.num_accepted, slowdown
 
 
 RANDOM = Random(1).choices(range(6), k=1200)
@@ -338,7 +325,7 @@ PROSE = Random(1).choices(range(1000), k=100)
 def test_drafts_save_time_and_cost_none_where_they_are_rejected(
     num_running, token_cost, text, most_drafted, right, most_time
 ):
-    num_drafted, num_right, slowdown = Steps(token_cost, text).run(num_running)
+    num_drafted, num_right, slowdown = write(text, token_cost, num_running)
     assert 0 < num_drafted <= most_drafted
     assert right[0] <= num_right / num_drafted <= right[1]
     assert slowdown < most_time

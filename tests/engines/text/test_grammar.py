@@ -24,6 +24,7 @@ from shared.protocol import (
     SamplingParams,
     TextPart,
 )
+from tests.schemas import checking
 from tests.schemas.checking import CHECKPOINT
 from tests.schemas.hostile import HOSTILE
 
@@ -45,12 +46,7 @@ def make_grammar(kind: Any, source: Any, **fields: Any) -> Grammar:
 
 def follows(constraint: Constraint, text: str) -> bool:
     """Whether the answer may be this text, and end there."""
-    constraint, token_ids = constraint.begin(), list(text.encode())
-    for count, token_id in enumerate([*token_ids, EOS_ID]):
-        mask = constraint.mask(token_ids[:count], 0)
-        if not mask[token_id >> 3] >> (token_id & 7) & 1:
-            return False
-    return True
+    return checking.follows(constraint, [*text.encode(), EOS_ID])
 
 
 OBJECT = {

@@ -262,10 +262,7 @@ def test_a_template_for_plain_strings_is_given_plain_strings(llava: Pair) -> Non
 
     prompt = builder.build([user(0, "Hi"), user("there")], [make_item("h", "p", 1)])
 
-    ids = prompt.token_ids
-    before = b"".join(map(llava.tokenizer.token_bytes, ids[: prompt.images[0].offset]))
-    after = b"".join(map(llava.tokenizer.token_bytes, ids[prompt.images[0].offset + 1 :]))
-    assert (before, after) == (b"user: ", b"\nHi\nuser: there\n")
+    assert decode(llava.tokenizer, prompt.token_ids) == "<s>user: <image>\nHi\nuser: there\n"
 
 
 @pytest.mark.parametrize(
@@ -352,19 +349,15 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
     return create_processor(directory, MultimodalProcessor(THINKING), 512)
 
 
-def spell(processor: ChatProcessor, prompt: Prompt) -> str:
-    return decode(processor.tokenizer, prompt.token_ids)
-
-
 def test_a_request_lets_the_model_think_or_not(thinking: ChatProcessor) -> None:
     assert thinking.template_options == {"enable_thinking", "style"}
     assert not thinking.always_thinks
-    messages = [user("Hi")]
+    messages, tokenizer = [user("Hi")], thinking.tokenizer
     thinks = thinking.build_prompt(messages, [])
     does_not = thinking.build_prompt(messages, [], {"enable_thinking": False})
     assert (thinks.is_thinking, does_not.is_thinking) == (True, False)
-    assert spell(thinking, thinks).endswith("<s>assistant\n<think>\n")
-    assert spell(thinking, does_not).endswith("<think>\n</think>\n\n")
+    assert decode(tokenizer, thinks.token_ids).endswith("<s>assistant\n<think>\n")
+    assert decode(tokenizer, does_not.token_ids).endswith("<think>\n</think>\n\n")
     assert thinking.build_prompt(messages, [], {"enable_thinking": True}) == thinks
     with pytest.raises(InvalidRequest, match="does not use 1 of the given variables"):
         thinking.build_prompt(messages, [], {"bos_token": "x", "style": "y"})
@@ -395,4 +388,4 @@ def test_no_variable_and_no_thought_writes_control_tokens(
         [i for i in build(text).token_ids if i in controls] for text in ("x", hostile)
     )
     assert attacked == harmless
-    assert spell(thinking, build(hostile)).count(hostile) == 2
+    assert decode(thinking.tokenizer, build(hostile).token_ids).count(hostile) == 2

@@ -48,6 +48,21 @@ TIME = Function("time.now", '{"properties": {}}')
 TOOLS = Tools((WEATHER, TIME))
 FORMS = [HERMES, module.MISTRAL, module.LLAMA3]
 OSLO = '{"city": "Oslo"}'
+PYTHONIC = module.PYTHONIC
+SCHEMA_OF_ALL = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "L'Aquila"]},
+        "days": {"type": "integer", "minimum": 1},
+        "is_detailed": {"type": "boolean"},
+        "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "hours": {"type": "array", "items": {"type": "integer"}},
+        "at": {"type": "object", "properties": {"lat": {"type": "number"}}},
+    },
+    "required": ["city"],
+}
+ALL = Function("geo.weather", json.dumps(SCHEMA_OF_ALL), is_strict=True)
+SCHEMAS = {WEATHER.name: SCHEMA, ALL.name: SCHEMA_OF_ALL, TIME.name: {}}
 
 
 def follows(constraint: Constraint, text: str) -> bool:
@@ -59,26 +74,54 @@ def spell(form: module.ToolFormat, *calls: tuple[str, str]) -> str:
     return form.trigger + form.begin + form.separator.join(written) + form.end
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+#: One call and two, more calls, and texts that are none.
+PYTHON_CALLS = [
+    "[geo.weather(city='Oslo')]",
+    "[time.now(), geo.weather(city='Oslo', unit='C')]",
+    """[geo.weather(city="L'Aquila", days=3)]""",
+    r"[geo.weather(city='L\'Aquila', is_detailed=True, unit=None, hours=[1, 2])]",
+    r"""[geo.weather(city="Oslo", unit='a "b" \n', at={"lat": -1.5})]""",
+    "[time.now(zone='UTC', n=[1], ok=False)]",
+]
+NO_PYTHON_CALLS = [
+    "[geo.weather()]",
+    "[geo.weather(city='Bonn')]",
+    "[geo.weather('Oslo')]",
+    "[geo.weather(city='Oslo', days=0)]",
+    "[geo.weather(city='Oslo', is_detailed='yes')]",
+    "[geo.weather(city='Oslo', hours=['1'])]",
+    "[geo.weather(city='Oslo', city='Oslo')]",
+    "[geo.weather(city='Oslo', more=1)]",
+    "[geo.weather(city='Oslo')",
+    "[eval(x='1')]",
+    "[time.now(x=open('f'))]",
+    "[]",
+]
+
+
+@pytest.mark.parametrize("form", [*FORMS, PYTHONIC], ids=lambda form: form.name)
 def test_calls_are_of_the_form_and_their_arguments_of_the_schema(compiler, form):
-    one = spell(form, ("get_weather", OSLO))
-    two = spell(form, ("get_weather", OSLO), ("time.now", "{}"))
-    wrong = [
-        spell(form, ("get_weather", '{"city": "Bonn"}')),
-        spell(form, ("get_rich", "{}")),
-        one[:-1],
-    ]
-    auto = compiler.compile_tools(TOOLS, form, None)
-    assert all(follows(auto, text) for text in (one, two, "", "Just words, {no} call."))
-    required = compiler.compile_tools(Tools((WEATHER, TIME), True), form, None)
-    assert all(follows(required, text) for text in (one, two))
-    assert not any(follows(required, text) for text in ("", "Words.", *wrong))
-    alone = compiler.compile_tools(Tools((WEATHER, TIME), True, False), form, None)
-    assert follows(alone, one)
-    assert not follows(alone, two)
-    if form.trigger:
-        assert follows(auto, "Let me see. " + one)
-        assert not any(follows(auto, text) for text in wrong)
+    functions, right, wrong = (ALL, TIME), PYTHON_CALLS, NO_PYTHON_CALLS
+    if not form.is_pythonic:
+        functions, one = (WEATHER, TIME), spell(form, ("get_weather", OSLO))
+        right = [one, spell(form, ("get_weather", OSLO), ("time.now", "{}"))]
+        bonn = spell(form, ("get_weather", '{"city": "Bonn"}'))
+        wrong = [bonn, spell(form, ("get_rich", "{}")), one[:-1]]
+    auto, required, alone = (
+        compiler.compile_tools(Tools(functions, *wanted), form, None)
+        for wanted in ((), (True,), (True, False))
+    )
+    talk = ["", "Words, [no] {call}.", *(["Let me see. " + right[0]] if form.trigger else [])]
+    assert [text for text in (*right, *talk) if not follows(auto, text)] == []
+    assert [text for text in right if not follows(required, text)] == []
+    assert [text for text in (*wrong, *talk) if follows(required, text)] == []
+    if form.trigger or form.is_pythonic:
+        assert [text for text in wrong if follows(auto, text)] == []
+    assert follows(alone, right[0])
+    assert not follows(alone, right[1])
+    for text in right:
+        for name, arguments in read_in_parts(form, text)[1]:
+            jsonschema.validate(arguments, SCHEMAS[name])
 
 
 def test_an_answer_beside_calls_may_be_held_to_a_schema(compiler):
@@ -89,13 +132,40 @@ def test_an_answer_beside_calls_may_be_held_to_a_schema(compiler):
     assert not follows(constraint, "no")
 
 
-def test_schemas_that_cannot_be_kept_are_any_objects_unless_they_are_strict(compiler):
-    strange = json.dumps({"type": "object", "oneOf": [{"type": "object"}, {"required": ["a"]}]})
-    loose = compiler.compile_tools(Tools((Function("f", strange),), True), HERMES, None)
-    assert follows(loose, spell(HERMES, ("f", '{"a": 1}')))
-    strict = Tools((Function("f", strange, is_strict=True),), True)
-    with pytest.raises(BadGrammar) as caught:
-        compiler.compile_tools(strict, HERMES, None)
+def refers(to: str) -> dict[str, object]:
+    """A reference out of a parameter, not to be taken for one within it."""
+    within = {"type": "object", "properties": {"a": {"type": "integer"}, "c": {"$ref": to}}}
+    return {"type": "object", "properties": {"a": {"type": "string"}, "b": within}}
+
+
+@pytest.mark.parametrize(
+    ("form", "schema", "reason"),
+    [
+        (HERMES, {"oneOf": [{"type": "object"}, {"required": ["a"]}]}, "oneOf"),
+        (
+            PYTHONIC,
+            {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            "support only properties",
+        ),
+        (PYTHONIC, {"properties": {"a b": {}}, "required": ["a b"]}, "name of a parameter"),
+        (PYTHONIC, {"properties": [], "required": 3}, "not a list"),
+        *((PYTHONIC, refers(to), "ref") for to in ("#", "#/properties/a", "#/properties/b")),
+    ],
+)
+def test_schemas_that_cannot_be_kept_are_any_objects_unless_they_are_strict(
+    compiler, form, schema, reason
+):
+    source = json.dumps({"type": "object", **schema})
+    loose = compiler.compile_tools(Tools((Function("f", source),), True), form, None)
+    for text in (
+        ("[f(a=1)]", "[f(a='b', c=[1, {}])]")
+        if form.is_pythonic
+        else (spell(form, ("f", '{"a": 1}')),)
+    ):
+        assert follows(loose, text)
+    strict = Tools((Function("f", source, is_strict=True),), True)
+    with pytest.raises(BadGrammar, match=reason) as caught:
+        compiler.compile_tools(strict, form, None)
     assert caught.value.param == "tools"
 
 
@@ -133,7 +203,7 @@ IN_PYTHON = (
 )
 
 
-@pytest.mark.parametrize("form", [*FORMS, module.PYTHONIC], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [*FORMS, PYTHONIC], ids=lambda form: form.name)
 def test_calls_are_read_the_same_wherever_the_text_is_cut(form):
     quoted = '{"city": "a \\" } ]", "at": [{"x": "{"}]}'
     lead = "Well <to[TOOL " if form.trigger else ""
@@ -149,85 +219,6 @@ def test_calls_are_read_the_same_wherever_the_text_is_cut(form):
 def test_text_that_is_no_call_comes_out_whole(form):
     for text in ("", "words", "<tool_cal", "[TOOL", '{"na', "{ no }"):
         assert read_in_parts(form, text, *range(1, len(text))) == (text, [])
-
-
-PYTHONIC = module.PYTHONIC
-SCHEMA_OF_ALL = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Oslo", "L'Aquila"]},
-        "days": {"type": "integer", "minimum": 1},
-        "is_detailed": {"type": "boolean"},
-        "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        "hours": {"type": "array", "items": {"type": "integer"}},
-        "at": {"type": "object", "properties": {"lat": {"type": "number"}}},
-    },
-    "required": ["city"],
-}
-ALL = Function("geo.weather", json.dumps(SCHEMA_OF_ALL), is_strict=True)
-
-
-def test_calls_in_python_are_of_the_functions_and_their_arguments_of_the_schema(compiler):
-    right = [
-        "[geo.weather(city='Oslo')]",
-        """[geo.weather(city="L'Aquila", days=3)]""",
-        r"[geo.weather(city='L\'Aquila', is_detailed=True, unit=None, hours=[1, 2])]",
-        r"""[geo.weather(city="Oslo", unit='a "b" \n', at={"lat": -1.5})]""",
-        "[time.now(), geo.weather(city='Oslo', unit='C')]",
-        "[time.now(zone='UTC', n=[1], ok=False)]",
-    ]
-    wrong = [
-        "[geo.weather()]",
-        "[geo.weather(city='Bonn')]",
-        "[geo.weather('Oslo')]",
-        "[geo.weather(city='Oslo', days=0)]",
-        "[geo.weather(city='Oslo', is_detailed='yes')]",
-        "[geo.weather(city='Oslo', hours=['1'])]",
-        "[geo.weather(city='Oslo', city='Oslo')]",
-        "[geo.weather(city='Oslo', more=1)]",
-        "[geo.weather(city='Oslo')",
-        "[eval(x='1')]",
-        "[time.now(x=open('f'))]",
-        "[]",
-    ]
-    tools = Tools((ALL, TIME), True)
-    required = compiler.compile_tools(tools, PYTHONIC, None)
-    assert [text for text in right if not follows(required, text)] == []
-    assert [text for text in (*wrong, "Words.") if follows(required, text)] == []
-    auto = compiler.compile_tools(Tools((ALL, TIME)), PYTHONIC, None)
-    assert [text for text in (*right, "", "Words, [no] call.") if not follows(auto, text)] == []
-    assert [text for text in wrong if follows(auto, text)] == []
-    alone = compiler.compile_tools(Tools((ALL, TIME), True, False), PYTHONIC, None)
-    assert follows(alone, right[0])
-    assert not follows(alone, right[4])
-    for text in right:
-        for name, arguments in read_all(text)[1]:
-            jsonschema.validate(arguments, SCHEMA_OF_ALL if name == ALL.name else {})
-
-
-def test_what_calls_in_python_cannot_say_is_any_argument_unless_it_must_be_kept(compiler):
-    for schema in (
-        {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
-        {"properties": {"a b": {}}, "required": ["a b"]},
-        {"properties": [], "required": 3},
-    ):
-        function = Function("f", json.dumps(schema))
-        loose = compiler.compile_tools(Tools((function,), True), PYTHONIC, None)
-        assert follows(loose, "[f(a=1)]")
-        strict = Function("f", json.dumps(schema), is_strict=True)
-        assert follows(loose, "[f(a='b', c=[1, {}])]")
-        with pytest.raises(BadGrammar) as caught:
-            compiler.compile_tools(Tools((strict,), True), PYTHONIC, None)
-        assert caught.value.param == "tools"
-
-
-@pytest.mark.parametrize("reference", ["#", "#/properties/a", "#/properties/b"])
-def test_a_reference_out_of_a_parameter_is_refused_not_taken_for_one_within(compiler, reference):
-    within = {"type": "object", "properties": {"a": {"type": "integer"}, "c": {"$ref": reference}}}
-    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": within}}
-    strict = Function("f", json.dumps(schema), is_strict=True)
-    with pytest.raises(BadGrammar, match="ref"):
-        compiler.compile_tools(Tools((strict,), True), PYTHONIC, None)
 
 
 @pytest.mark.parametrize(
