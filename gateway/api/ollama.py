@@ -28,6 +28,7 @@ from gateway.api.fields import (
     User,
     UserName,
     check_most,
+    copy_fields,
     doc,
     find_num_logprobs,
     find_priority,
@@ -619,13 +620,8 @@ class OllamaModel(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, card: ModelCard) -> "OllamaModel":
-        return cls(
-            name=card.name,
-            model=card.name,
-            modified_at=_time(card.created_at),
-            digest=card.digest,
-            details=_details(card),
-        )
+        modified_at, details = _time(card.created_at), _details(card)
+        return copy_fields(card, cls, model=card.name, modified_at=modified_at, details=details)
 
 
 class OllamaModels(msgspec.Struct):

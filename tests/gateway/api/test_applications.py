@@ -4,7 +4,7 @@ import asyncio
 import io
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import pytest
@@ -106,18 +106,26 @@ def message(answer: httpx.Response) -> str:
 async def test_keys_that_deploy_are_a_class_of_their_own(redis_server, redis_prefix, tmp_path):
     keys = {"api_keys": ("asks",), "admin_keys": ("operates",)}
     async with run(redis_server, redis_prefix, tmp_path, **keys) as deployments:
-        digest = deployments.add_package("{}")
+        digest, client = deployments.add_package("{}"), deployments.client
         expected = {None: 401, "wrong": 401, "asks": 403, "operates": 403, "may-deploy": 202}
         for key, status in expected.items():
             headers = {"authorization": f"Bearer {key}"} if key else {}
             assert (await deployments.put(digest, headers=headers)).status_code == status
-            for path in ("", "/n/logs"):
-                url = f"/v1/applications{path}"
-                listed = await deployments.client.get(url, headers=headers)
-                assert listed.status_code == (200 if key == "may-deploy" else status)
+            for method, path, found in (
+                ("GET", "applications", 200),
+                ("GET", "applications/n/logs", 200),
+                ("POST", "packages", 415),
+                ("PUT", f"blobs/{digest_of(b'')}", 201),
+                ("HEAD", f"blobs/{digest_of(b'no')}", 404),
+            ):
+                answer = await client.request(method, f"/v1/{path}", headers=headers)
+                assert answer.status_code == (found if key == "may-deploy" else status)
         lora = {"lora_name": "x", "lora_path": "x"}
-        answer = await deployments.client.post("/v1/load_lora_adapter", json=lora, headers=DEPLOY)
+        answer = await client.post("/v1/load_lora_adapter", json=lora, headers=DEPLOY)
         assert answer.status_code == 403  # and it is no operator's
+        wrong = Client(deployments.gateway.url, "wrong")
+        with pytest.raises(ApiFailed, match="DEPLOY_KEY"):
+            await asyncio.to_thread(wrong.call, "GET")
     async with run(redis_server, redis_prefix, tmp_path, deploy_keys=()) as deployments:
         answer = await deployments.put(digest)
     assert (answer.status_code, "VLM_GATEWAY__DEPLOY_KEYS" in message(answer)) == (403, True)
@@ -515,3 +523,28 @@ async def test_until_its_store_answers_a_gateway_calls_no_name_unknown(
                     await deployments.gateway.services.models.find("n")
                 assert (refused.value.status, refused.value.code) == expected
                 patch.undo()
+
+
+# Adapters
+
+
+OPERATOR = {"authorization": "Bearer sk-admin"}
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"admin_keys": ["sk-admin"]}}])
+async def test_an_operator_who_leaves_lets_the_next_one_in(gateway, redis, redis_prefix):
+    load = {"lora_name": "slow", "lora_path": "slow"}
+    waiting = asyncio.create_task(
+        gateway.client.post("/v1/load_lora_adapter", json=load, headers=OPERATOR)
+    )
+    async with asyncio.timeout(30):
+        while not await redis.keys(f"{redis_prefix}:*adapters*"):
+            await asyncio.sleep(0.02)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError, httpx.HTTPError):
+            await waiting
+        unload = {"lora_name": "other"}
+        answer = await gateway.client.post("/v1/unload_lora_adapter", json=unload, headers=OPERATOR)
+        assert answer.status_code == 404
+        while await redis.keys(f"{redis_prefix}:*adapters*"):
+            await asyncio.sleep(0.02)
