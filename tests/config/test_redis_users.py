@@ -226,7 +226,7 @@ def test_keda_counts_what_waits_and_may_do_nothing_else(server):
                 keda.execute_command(*command)
 
 
-def test_nobody_enters_without_a_name_or_with_a_wrong_password(server):
+async def test_nobody_enters_without_a_name_or_with_a_wrong_password(server):
     with server.client("probe") as probe:
         assert probe.execute_command("PING")
         with pytest.raises(NoPermissionError):
@@ -240,9 +240,6 @@ def test_nobody_enters_without_a_name_or_with_a_wrong_password(server):
     ):
         with RedisWithUsers.at(url) as stranger, pytest.raises(AuthenticationError):
             stranger.execute_command("GET", "vlm:models")
-
-
-async def test_a_gateway_with_a_wrong_password_says_that_it_is_not_ready(server):
     settings = make_settings(server.url("gateway", "wrong"), "vlm")
     async with run_gateway_on_socket(settings, refresh=False) as gateway:
         answer = await gateway.client.get("/readyz")

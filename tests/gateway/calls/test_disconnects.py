@@ -1,13 +1,13 @@
 """A client that leaves frees its place, whatever it was waiting for; one that does not read is dropped."""
 
 import asyncio
-import contextlib
 import socket
 
 import pytest
 
 from shared.protocol import ErrorCode
 from tests.factories_gateway import Answer, chat_over_http, make_body, talk_on
+from tests.gateway.http.test_server import connected
 from tests.waiting import until
 
 
@@ -16,12 +16,9 @@ def is_idle(gateway) -> bool:
 
 
 async def test_a_client_that_leaves_in_the_body_is_forgotten(gateway, worker):
-    _, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
-    writer.write(chat_over_http()[:-9])
-    await writer.drain()
-    await until(lambda: gateway.services.admission.num_open == 1)
-    writer.close()
-    await writer.wait_closed()
+    async with connected(gateway) as (_, writer):
+        writer.write(chat_over_http()[:-9])
+        await until(lambda: gateway.services.admission.num_open == 1)
     await until(lambda: gateway.services.admission.num_open == 0)
     assert worker.answers == []
 
@@ -34,17 +31,12 @@ async def test_a_client_that_does_not_read_is_dropped(gateway, worker, changes):
             await answer.say("x" * 200_000)
 
     worker.script = flood
-    _, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port, limit=1024)
-    writer.write(chat_over_http(stream=True))
-    await writer.drain()
-    async with asyncio.timeout(20):
-        await worker.cancelled.wait()
-    await until(lambda: is_idle(gateway) and not gateway.server.server_state.tasks)
-    text = (await gateway.client.get("/metrics")).text
-    assert 'vlm_requests_total{model="tiny",outcome="cancelled"} 1.0' in text
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
+    async with connected(gateway) as (_, writer):
+        writer.write(chat_over_http(stream=True))
+        await until(worker.cancelled.is_set)
+        await until(lambda: is_idle(gateway) and not gateway.server.server_state.tasks)
+        text = (await gateway.client.get("/metrics")).text
+        assert 'vlm_requests_total{model="tiny",outcome="cancelled"} 1.0' in text
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 1.0}}])

@@ -13,7 +13,6 @@ from tests.factories_gateway import (
     make_body,
     make_settings,
     run_gateway_on_socket,
-    run_worker,
 )
 from tests.factories_keys import bearer
 from tests.waiting import until, until_equal
@@ -37,9 +36,9 @@ def changes():
 
 
 @pytest.fixture
-async def other(redis_server, redis_prefix, worker):
+async def other(fleet, worker):
     card = replace(CARD, name=OTHER, vocab_size=500)
-    async with run_worker(redis_server, redis_prefix, card) as other:
+    async with fleet.worker(card) as other:
         for each in (worker, other):
             await other.registry.announce(WorkerRecord(each.card.name, each.card, "m"), ttl_s=600)
         yield other

@@ -211,15 +211,6 @@ async def test_a_hook_that_fails_refuses_or_is_left_out(gateway, worker, hook, o
     assert f'vlm_hook_failures_total{{hook="{__name__}:scripted"}} 4.0' in metrics
 
 
-@pytest.mark.parametrize("options", [{"hooks": ("mask_email:MaskEmail",)}])
-async def test_the_example_masks_addresses(gateway, worker, options):
-    await gateway.chat(make_body(messages=MESSAGES))
-    await gateway.client.post("/v1/embeddings", json={"model": MODEL, "input": [1, 2]})
-    first, second = worker.requests
-    assert list(first.task.texts()) == ["write to [email]"]
-    assert isinstance(second.task, Embed)
-
-
 @pytest.fixture
 async def moderation(monkeypatch):
     """A server that flags `bad`; returns what it was asked."""
@@ -242,14 +233,16 @@ async def moderation(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"hooks": ("mask_email:MaskEmail", "moderation:Moderation")}])
-async def test_the_example_refuses_what_a_moderation_server_flags(
+async def test_the_examples_mask_addresses_and_refuse_what_a_moderation_server_flags(
     moderation, gateway, worker, options
 ):
     assert (await gateway.chat()).status_code == 200
     assert error_of(await gateway.chat(make_body("bad"))) == (400, "content_refused")
     assert (await gateway.chat(make_body("a@b.de"))).status_code == 200
-    assert len(worker.requests) == 2
+    assert [list(each.task.texts()) for each in worker.requests] == [["hello"], ["[email]"]]
     assert moderation == [["hello"], ["Hello you"], ["bad"], ["[email]"], ["Hello you"]]
+    await gateway.client.post("/v1/embeddings", json={"model": MODEL, "input": [1, 2]})
+    assert isinstance(worker.requests[-1].task, Embed)
 
     async def say_bad(answer):
         await answer.finish("so ", "bad")

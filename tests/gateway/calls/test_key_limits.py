@@ -26,11 +26,9 @@ from tests.factories_gateway import (
     Answer,
     RunningGateway,
     make_body,
-    make_settings,
-    run_gateway_on_socket,
-    run_worker,
     say_nothing,
 )
+from tests.factories_keys import code
 from tests.factories_queue import make_image, make_request
 from tests.waiting import until
 
@@ -162,49 +160,10 @@ async def test_a_key_is_told_what_is_left_of_its_limits_and_when_to_come_back(ga
     assert (await gateway.chat()).status_code == 200
     for _ in range(2):
         refused = await gateway.chat()
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert code(refused)[:2] == (429, "rate_limit_exceeded")
         assert 5 <= int(refused.headers["retry-after"]) <= 15
     text = (await gateway.client.get("/metrics")).text
     assert 'vlm_admission_rejections_total{reason="key_requests"} 2.0' in text
-
-
-@pytest.mark.parametrize("changes", [{"limits": {"max_open_tokens": 100}}])
-async def test_a_fleet_whose_tokens_are_reserved_gets_503_until_they_are_released(
-    gateway, worker, changes
-):
-    usual, worker.script = worker.script, say_nothing
-    body = make_body(stream=True, max_tokens=90)
-    async with gateway.client.stream("POST", CHAT, json=body):
-        refused = await gateway.chat(make_body(max_tokens=20))
-        assert refused.status_code == 503
-        assert "retry-after" in refused.headers
-    await worker.cancelled.wait()
-    worker.script = usual
-    released = await gateway.chat(make_body(max_tokens=90))
-    assert released.status_code == 200
-    assert not [name for name in released.headers if "ratelimit" in name]
-
-
-async def test_two_gateways_let_a_key_keep_as_many_open_as_one(redis_server, redis_prefix):
-    """And what it closes at one gateway is free at the other."""
-    settings = make_settings(redis_server, redis_prefix, limits={"max_key_open_requests": 2})
-    async with (
-        run_worker(redis_server, redis_prefix) as worker,
-        run_gateway_on_socket(settings) as one,
-        run_gateway_on_socket(settings) as two,
-    ):
-        usual, worker.script = worker.script, say_nothing
-        asking = [asyncio.ensure_future(gateway.chat()) for gateway in (one, two)]
-        await until(lambda: len(worker.answers) >= 2)
-        refused = [await gateway.chat() for gateway in (one, two)]
-        assert [answer.status_code for answer in refused] == [429, 429]
-        assert all("retry-after" in answer.headers for answer in refused)
-        asking[0].cancel()
-        await worker.cancelled.wait()
-        worker.script = usual
-        assert (await two.chat()).status_code == 200
-        asking[1].cancel()
 
 
 ROOMY = replace(CARD, max_model_len=100_000)

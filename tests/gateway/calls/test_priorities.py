@@ -22,6 +22,7 @@ async def test_the_header_goes_before_the_tier_and_the_answer_names_what_was_don
         assert answer.status_code == 200, answer.text
         assert answer.json().get("service_tier") == tier
         assert worker.requests[-1].priority == priority
+    assert not [name for name in answer.headers if "ratelimit" in name]  # no limit per minute
     *chunks, done = read_events(await gateway.stream(make_body(service_tier="flex")))
     assert {chunk["service_tier"] for chunk in chunks} == {"flex"}
     assert done == "[DONE]"

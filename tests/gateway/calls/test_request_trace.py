@@ -123,19 +123,16 @@ async def test_without_traces_the_callers_header_is_passed_on_and_answered(gatew
     assert worker.requests[1].trace_parent is None
 
 
-def test_without_the_extra_the_setting_is_refused(monkeypatch):
+def test_opentelemetrys_own_switch_turns_it_off_and_without_the_extra_it_is_refused(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("OTEL_SDK_DISABLED", "true")
+        assert create_tracer(TraceSettings(export="otlp"), "gateway", "g") is None
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "shared.telemetry.spans", raising=False)
-    monkeypatch.delattr(
-        "shared.telemetry.spans", raising=False
-    )  # another test may have imported it
+    # Another test may have imported it.
+    monkeypatch.delattr("shared.telemetry.spans", raising=False)
     with pytest.raises(SettingsError, match=r"VLM_TRACES__EXPORT: .* pip install .*traces"):
         create_tracer(TraceSettings(export="otlp"), "gateway", "g")
-
-
-def test_opentelemetrys_own_switch_turns_it_off(monkeypatch):
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert create_tracer(TraceSettings(export="otlp"), "gateway", "g") is None
 
 
 async def test_clients_do_not_decide_where_the_operator_does(traced, collector, monkeypatch):

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from typer.testing import CliRunner
 
-import vlm
 from gateway.batches import MAX_RUNNING
 from gateway.keys.directory import KeyStore
 from search.commands import LocalEmbedder, embed
@@ -282,12 +280,6 @@ async def test_wrong_arguments(gateway: RunningGateway):
         done = await run_command(gateway, *arguments)
         assert done.exit_code == code, (arguments, done.output)
         assert says in " ".join(done.stderr.split())
-
-
-def test_a_gateway_that_is_away():
-    done = CliRunner().invoke(vlm.app, ["keys", "list"], env={"VLM_URL": "http://127.0.0.1:9"})
-    assert done.exit_code == 4
-    assert "does not answer" in done.stderr
 
 
 async def test_batches_leave_half_of_the_open_requests_of_its_key(gateway: RunningGateway, fleet):

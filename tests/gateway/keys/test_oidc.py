@@ -295,28 +295,30 @@ async def test_forged_key_ids_do_not_reach_the_issuer(team: Team, issuer: Issuer
     assert len(issuer.paths) - num_before <= 2  # one reading
 
 
-async def test_a_new_key_of_the_issuer_is_read_once_it_is_used(
+async def test_known_keys_work_while_the_issuer_is_away_or_slow_and_new_ones_once_it_is_back(
     team: Team, issuer: Issuer, monkeypatch
 ):
     monkeypatch.setattr(oidc, "RETRY_S", 0.0)
+    monkeypatch.setattr(oidc, "_TIMEOUT_S", 0.5)
     assert (await team.get(issuer.token())).status_code == 200
-    issuer.keys = [to_jwk("new", STRANGER)]
     new = jwt.encode(issuer.claims(), STRANGER, "RS256", {"kid": "new"})
+    issuer.answer = lambda request: send(request, 500, b"")
+    refused = await team.get(new)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert (await team.get(issuer.token(sub="bob"))).status_code == 200
+    gate = threading.Event()
+    issuer.answer = lambda _: gate.wait(30)
+    waiting = asyncio.create_task(team.get(new))
+    try:
+        assert (await team.get(issuer.token(sub="carol"))).status_code == 200
+        assert not waiting.done()
+        assert (await waiting).status_code == 503
+    finally:
+        gate.set()
+    issuer.answer, issuer.keys = None, [to_jwk("new", STRANGER)]
     assert (await team.get(new)).status_code == 200
     withdrawn = await team.get(issuer.token())  # though it was verified before
     assert withdrawn.status_code == 401
-
-
-async def test_known_keys_work_while_the_issuer_is_away_and_unknown_ones_are_503(
-    team: Team, issuer: Issuer, monkeypatch
-):
-    monkeypatch.setattr(oidc, "RETRY_S", 0.0)
-    assert (await team.get(issuer.token())).status_code == 200
-    issuer.answer = lambda request: send(request, 500, b"")
-    unknown = jwt.encode(issuer.claims(), STRANGER, "RS256", {"kid": "new"})
-    refused = await team.get(unknown)
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert (await team.get(issuer.token(sub="bob"))).status_code == 200
 
 
 def redirect(request: BaseHTTPRequestHandler) -> None:
@@ -343,22 +345,6 @@ async def test_an_issuer_that_answers_nonsense_at_the_start_is_asked_again(
             assert (await team.get("the-root-key", PATH)).status_code == 200
         issuer.answer = None
         assert (await team.get(issuer.token())).status_code == 200
-
-
-async def test_a_slow_issuer_delays_unknown_keys_alone(team: Team, issuer: Issuer, monkeypatch):
-    monkeypatch.setattr(oidc, "RETRY_S", 0.0)
-    monkeypatch.setattr(oidc, "_TIMEOUT_S", 0.5)
-    assert (await team.get(issuer.token())).status_code == 200
-    gate = threading.Event()
-    issuer.answer = lambda _: gate.wait(30)
-    unknown = jwt.encode(issuer.claims(), STRANGER, "RS256", {"kid": "new"})
-    waiting = asyncio.create_task(team.get(unknown))
-    try:
-        assert (await team.get(issuer.token(sub="bob"))).status_code == 200
-        assert not waiting.done()
-        assert (await waiting).status_code == 503
-    finally:
-        gate.set()
 
 
 async def test_keys_for_other_uses_are_left_out(redis_server, redis_prefix, issuer):
