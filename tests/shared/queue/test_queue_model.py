@@ -536,17 +536,27 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def redis_agrees(self) -> None:
         """State by state, and token by token: each is in the log, and arrived, once and in order."""
-        records, logs, waits, mailbox, ttls = self._look()
+        posted: dict[str, list] = {}
+        for _, fields in self.eye.xrange(self.keys.mailbox(MODEL, GATEWAY)):
+            for event in decode_events(fields.get(b"events", b"[]")):
+                posted.setdefault(event.request_id, []).append(event)
+        # The two streams number their entries alike, so that an id alone does not tell which is meant.
+        streams = (self.keys.queue(MODEL), self.keys.backlog(MODEL))
+        entries = [fields for stream in streams for _, fields in self.eye.xrange(stream)]
+        waits = {fields[b"id"].decode() for fields in entries if b"id" in fields}
         for name, request in self.requests.items():
-            state, attempt, failures, num_tokens, backlog = [f.decode() for f in records[name]]
+            key = self.keys.request(MODEL, name)
+            record = self.eye.hmget(key, "state", "attempt", "failures", "tokens", "backlog")
+            state, attempt, failures, num_tokens, backlog = (field.decode() for field in record)
             found = (state, int(attempt), int(failures), int(num_tokens))
             expected = (request.state, request.attempt, request.failures, request.num_tokens)
             assert found == expected, name
-            is_queued = name.encode() in waits
             assert not backlog or (request.is_batch and request.attempt == 0), name
-            assert is_queued == (state in ("queued", "running")), f"{name} is lost, or stays"
-            self._check_events(request, mailbox.get(name, []), logs[name])
-        assert not [key for key, ttl_ms in ttls.items() if ttl_ms < 0], "a key never expires"
+            assert (name in waits) == request.is_live, f"{name} is lost, or stays"
+            log = self.eye.lrange(self.keys.log(MODEL, name), 0, -1)
+            self._check_events(request, posted.get(name, []), log)
+        for key in self.eye.scan_iter(f"{self.prefix}:*", count=1000):
+            assert self.eye.pttl(key) != -1, f"{key} never expires"
         affinity = self.eye.get(self.keys.preferred_worker(MODEL, AFFINITY.name))
         assert affinity == (None if self.preferred is None else self.preferred.encode())
 
@@ -558,37 +568,6 @@ class QueueMachine(RuleBasedStateMachine):
         ends = [e for e in events if isinstance(e, Finished | Failed)]
         assert len(ends) == (request.state in ("finished", "failed"))
         assert not ends or events[-1] is ends[0]
-
-    def _look(self):
-        """All that Redis holds, in two round trips."""
-        names = list(self.requests)
-        keys = list(self.eye.scan_iter(f"{self.prefix}:*", count=1000))
-        with self.eye.pipeline(transaction=False) as pipe:
-            for name in names:
-                key = self.keys.request(MODEL, name)
-                pipe.hmget(key, "state", "attempt", "failures", "tokens", "backlog")
-                pipe.lrange(self.keys.log(MODEL, name), 0, -1)
-            pipe.xrange(self.keys.queue(MODEL))
-            pipe.xrange(self.keys.backlog(MODEL))
-            pipe.xrange(self.keys.mailbox(MODEL, GATEWAY))
-            for key in keys:
-                pipe.pttl(key)
-            replies = pipe.execute()
-        records, logs = replies[0 : 2 * len(names) : 2], replies[1 : 2 * len(names) : 2]
-        queue, backlog, posted, *ttls = replies[2 * len(names) :]
-        mailbox: dict[str, list] = {}
-        for _, fields in posted:
-            for event in decode_events(fields.get(b"events", b"[]")):
-                mailbox.setdefault(event.request_id, []).append(event)
-        # The two streams number their entries alike, so that an id alone does not tell which is meant.
-        waits = {fields[b"id"] for _, fields in (*queue, *backlog) if b"id" in fields}
-        return (
-            dict(zip(names, records, strict=True)),
-            dict(zip(names, logs, strict=True)),
-            waits,
-            mailbox,
-            dict(zip(keys, ttls, strict=True)),
-        )
 
     def teardown(self) -> None:
         """Whatever happened, a healthy worker ends every live request."""
