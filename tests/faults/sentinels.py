@@ -46,7 +46,7 @@ tls-key-file {certificate}
 tls-ca-cert-file {certificate}
 tls-auth-clients no
 tls-replication yes"""
-CERTIFICATE = Path(__file__).parent.parent / "gateway" / "images" / "tls" / "first.pem"
+CERTIFICATE = Path(__file__).parent.parent / "gateway" / "media" / "tls" / "first.pem"
 
 
 def has_tls(program: Path) -> bool:
