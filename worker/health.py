@@ -156,14 +156,6 @@ def _by_label(values: Mapping[str, float] | Mapping[str, int]) -> Samples:
     return [((label,), value) for label, value in values.items()]
 
 
-def create_registry(
-    engine: EngineThread, queues: Collection[WorkerQueue], media: MediaCounts
-) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(WorkerCollector(engine, queues, media))
-    return registry
-
-
 _TIMEOUT_S = 2.0
 
 Labels = Mapping[str, str]

@@ -35,7 +35,7 @@ from shared.settings.tree import RedisSettings, Settings, SettingsError
 from shared.telemetry import create_tracer
 from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineThread, Watchdog
-from worker.health import HealthServer, create_registry
+from worker.health import HealthServer, WorkerCollector
 from worker.prepare.decoder_pool import DecoderPool
 from worker.prepare.preparer import Preprocessor
 from worker.prepare.video_pool import VideoPool
@@ -198,7 +198,9 @@ class WorkerProcess:
         stack.callback(preprocessor.close)
         for close in (redis.aclose, blobs.close, registry.close):
             stack.push_async_callback(close)
-        self._registry = create_registry(self._engine, queues.values(), preprocessor.media)
+        self._registry = CollectorRegistry()
+        metrics = WorkerCollector(self._engine, queues.values(), preprocessor.media)
+        self._registry.register(metrics)
         return Worker(
             worker_id,
             settings.worker,
