@@ -127,7 +127,7 @@ def bench_engine(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="none, int8 or int4.")] = "none",
     cpu_kernels: Annotated[
-        Literal["fast", "exact", "off"], typer.Option(help="As VLM_ENGINE__CPU_KERNELS.")
+        Literal["fast", "exact"], typer.Option(help="As VLM_ENGINE__CPU_KERNELS.")
     ] = "fast",
     scenarios: Annotated[
         str,

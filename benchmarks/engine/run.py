@@ -32,7 +32,7 @@ class BenchOptions:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "none"
-    cpu_kernels: Literal["fast", "exact", "off"] = "fast"
+    cpu_kernels: Literal["fast", "exact"] = "fast"
     scenarios: tuple[str, ...] = tuple(SCENARIOS)
     batch_sizes: tuple[int, ...] = (1, 4, 16)
     num_tokens: int = 64

@@ -91,13 +91,12 @@ class Child:
         """Raises: EngineStartError, ChildFailed."""
         self._settings = settings
         self._conceal = variables.concealer()
-        given = variables.plain | variables.secrets
         self._scratch = Path(mkdtemp(prefix="vlm-app-"))
         self._is_sandboxed = settings.isolation != "none" and find_bubblewrap() is not None
         try:
             self._process = subprocess.Popen(
                 make_command(settings, self._scratch),
-                env=make_environment(settings, self._scratch, given), cwd=settings.model,
+                env=make_environment(settings, self._scratch, variables.all), cwd=settings.model,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True, bufsize=0,
             )  # fmt: skip

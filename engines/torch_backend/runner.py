@@ -107,7 +107,7 @@ class TorchRunner:
 
     def _choose_kernels(self, config: TorchSettings, rotary: RotaryTable) -> None:
         """Choose a GPU's operators, and create CUDA graphs of decode steps if they help."""
-        decoder, disabled = self.model.language_model, config.switched_off
+        decoder, disabled = self.model.language_model, config.disabled_ops
         site = Site(self.device, self._dtype, decoder.text, self.block_size, joins=True)
         self.ops = choose(site, disabled)
         # The reference attention copies every context: a graph would not help.

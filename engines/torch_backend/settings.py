@@ -29,7 +29,7 @@ class TorchSettings(BatchingSettings):
     disabled_ops: tuple[str, ...] = ()
     """Optimized code to disable, comma separated: an operator (`gate`), one implementation
     (`linear_int8.triton`), all of a kind (`cpu`, `triton`), or `cuda_graph`."""
-    cpu_kernels: Literal["fast", "exact", "off"] = "fast"
+    cpu_kernels: Literal["fast", "exact"] = "fast"
     """C++ kernels, compiled on first use. For int8 and int4 weights, `fast` rounds activations to 8 bits,
     `exact` to 16."""
     max_image_pixels: int = Field(default=0, ge=0, le=128_000_000)
@@ -54,18 +54,3 @@ class TorchSettings(BatchingSettings):
         if isinstance(value, str):
             return tuple(name.strip() for name in value.split(",") if name.strip())
         return value
-
-    @property
-    def switched_off(self) -> frozenset[str]:
-        """Names of `disabled_ops`, and those that other settings imply."""
-        names = [*self.disabled_ops]
-        if self.cpu_kernels == "off":
-            names.append("cpu")
-        return frozenset(names)
-
-    @property
-    def outdated(self) -> list[str]:
-        """Deprecated settings in use, each with its replacement."""
-        if self.cpu_kernels == "off":
-            return ["VLM_ENGINE__CPU_KERNELS=off: set VLM_ENGINE__DISABLED_OPS=cpu"]
-        return []

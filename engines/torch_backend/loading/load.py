@@ -3,7 +3,6 @@
 Called by the engine registry.
 """
 
-import logging
 import re
 import time
 from collections.abc import Iterator
@@ -36,8 +35,6 @@ from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from engines.torch_backend.threads import settle_num_threads
 
-logger = logging.getLogger(__name__)
-
 #: An image of this size takes a tower of 32 layers about 30 s on two fast cores.
 MAX_IMAGE_PIXELS_ON_CPU = 1024 * 1024
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,8 +47,6 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     """
     limit_memory(settings.memory_bytes)
     phases = _Phases(progress)
-    for setting in settings.outdated:
-        logger.warning("the next version will not have this setting: %s", setting)
     check_disabled(settings.disabled_ops)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
@@ -63,7 +58,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     kernels, is_cpu = None, device.type == "cpu"
     if is_cpu:
         with phases.measure("compile"):
-            kernels = cpu_ops(settings.cpu_kernels, disabled=settings.switched_off)
+            kernels = cpu_ops(settings.cpu_kernels, disabled=frozenset(settings.disabled_ops))
     with phases.measure("load"):
         family, config = find_family(directory)
         multimodal = family.processor(directory, config)

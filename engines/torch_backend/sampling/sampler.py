@@ -76,15 +76,9 @@ def _allow_only(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> T
 
 
 def _forbid_end(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
-    places = [
-        (row, token_id)
-        for row in rows
-        for token_id in sequences[row].eos_token_ids
-        if token_id < scores.shape[1]
-    ]
-    if places:
-        row_index, token_index = torch.tensor(places, device=scores.device).unbind(1)
-        scores[row_index, token_index] = -torch.inf
+    for row in rows:
+        ends = [each for each in sequences[row].eos_token_ids if each < scores.shape[1]]
+        scores[row, ends] = -torch.inf
     return scores
 
 
@@ -107,10 +101,9 @@ def _apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> 
 
 
 def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
-    places = [(row, token_id) for row in rows for token_id in sequences[row].sampling.logit_bias]
-    bias = [value for row in rows for value in sequences[row].sampling.logit_bias.values()]
-    row_index, token_index = torch.tensor(places, device=scores.device).unbind(1)
-    scores[row_index, token_index] += torch.tensor(bias, device=scores.device)
+    for row in rows:
+        bias = sequences[row].sampling.logit_bias
+        scores[row, list(bias)] += torch.tensor(list(bias.values()), device=scores.device)
     return scores
 
 

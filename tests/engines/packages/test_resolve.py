@@ -2,9 +2,6 @@
 
 import errno
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -144,27 +141,6 @@ def test_a_model_that_cannot_be_run_is_refused_before_its_weights_are_downloaded
     assert "model.safetensors" not in hub.downloads
     assert resolve_model(REPO) is not None
     assert resolve_model(REPO, check=check) is not None  # all is there
-
-
-def test_the_usual_environment_variables_are_obeyed(hub: Hub, tmp_path: Path) -> None:
-    command = (
-        "import sys; from engines.packages.resolve import resolve_model\n"
-        "print(resolve_model(sys.argv[1]))"
-    )
-    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
-    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE"):
-        environment.pop(name, None)
-
-    ended = subprocess.run(
-        [sys.executable, "-c", command, REPO],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-
-    assert Path(ended.stdout.strip()).is_relative_to(tmp_path / "home")
-    assert (Path(ended.stdout.strip()) / "config.json").is_file()
 
 
 def test_models_have_names_and_those_that_are_here_are_not_looked_for(checkpoint: Path) -> None:

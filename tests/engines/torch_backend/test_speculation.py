@@ -9,9 +9,6 @@ from engines.registry import create_engine
 from shared.protocol import ChatMessage, Generate, SamplingParams, TextPart
 from tests.engines.core.test_speculation import RECORD, Eager, answers, call
 
-WORDS = {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 3}
-
-
 POOL = {"num_kv_blocks": 256}  #: few, because each step checks all of them
 
 
@@ -22,29 +19,6 @@ def engine():
     ).engine
     yield engine
     engine.close()
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.2,
-      "frequency_penalty": 0.3, "num_logprobs": 2}],
-    ids=["greedy", "hot", "penalised"],
-)  # fmt: skip
-def test_drafts_change_the_number_of_steps_alone(engine, monkeypatch, sampling):
-    calls = [
-        call(
-            f"{sampling.get('seed')} {i}", ("json", json.dumps(schema)), max_tokens=120, **sampling
-        )
-        for i, schema in enumerate((RECORD, WORDS, RECORD))
-    ]
-    monkeypatch.setattr(engine.scheduler, "speculator", None)
-    expected, num_steps = answers(engine, calls)
-    speculator = Eager(engine.tokenizer.eos_token_ids)
-    monkeypatch.setattr(engine.scheduler, "speculator", speculator)
-    found, num_fewer = answers(engine, calls)
-    assert found == expected
-    assert num_steps > 1.3 * num_fewer
-    assert 0 < speculator.num_accepted <= speculator.num_drafted
 
 
 #: How answers without a grammar are sampled; each `n` of a request is a call with a seed of its own.
@@ -72,25 +46,35 @@ def free_call(name, known=(), **sampling):
     )
 
 
-def test_answers_without_a_grammar_take_fewer_steps_and_are_the_same(engine, monkeypatch):
+def test_answers_take_fewer_steps_and_are_the_same(engine, monkeypatch):
+    """By a grammar and without one, taken over too."""
     calls = [free_call(name, **sampling) for name, sampling in FREE.items()]
+    held = [
+        call(
+            f"held {i}",
+            ("json", json.dumps(RECORD)),
+            max_tokens=120,
+            **{"temperature": 1.0, **FREE[name]},
+        )
+        for i, name in enumerate(("greedy", "hot", "penalised", "probable"))
+    ]
+    groups = (calls[:1], held[:1])
     monkeypatch.setattr(engine.scheduler, "speculator", None)
-    expected, _ = answers(engine, calls)
-    greedy, num_steps = answers(engine, calls[:1])
+    expected, _ = answers(engine, calls + held)
+    slow = [answers(engine, group) for group in groups]
     speculator = Eager(engine.tokenizer.eos_token_ids)
     monkeypatch.setattr(engine.scheduler, "speculator", speculator)
-    found, _ = answers(engine, calls)
+    found, _ = answers(engine, calls + held)
     assert found == expected
     assert 0 < speculator.num_accepted < speculator.num_drafted
-    found, num_fewer = answers(engine, calls[:1])
-    assert found == greedy
-    assert num_steps >= 1.3 * num_fewer
+    for group, (told, num_steps) in zip(groups, slow, strict=True):
+        found, num_fewer = answers(engine, group)
+        assert found == told
+        assert num_steps >= 1.3 * num_fewer
     taken_over = [
         free_call(name, expected[name][0][:place], **sampling)
         for place, (name, sampling) in enumerate(FREE.items())
         if name != "stopped"
     ]
     found, _ = answers(engine, taken_over)
-    assert {name: answer[0] for name, answer in found.items()} == {
-        name: answer[0] for name, answer in expected.items() if name != "stopped"
-    }
+    assert all(found[each.request_id][0] == expected[each.request_id][0] for each in taken_over)

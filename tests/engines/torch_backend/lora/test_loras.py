@@ -24,7 +24,6 @@ from tests.engines.torch_backend.test_equivalence import (
 from tests.engines.torch_backend.ways import (
     Tokens,
     Way,
-    run_batched,
     run_chunked,
     run_taken_over,
     ways_of,
@@ -86,10 +85,13 @@ def expected_tokens(model: str, weights: str) -> Tokens:
     pair = model_pair(model, weights)
     changed = {name: merged(pair.theirs, each) for name, each in changes_of(model).items()}
     pairs = {name: replace(pair, theirs=theirs) for name, theirs in changed.items()} | {"": pair}
-    return {
-        request.request_id: generate_with_transformers(pairs[WANTED[request.request_id]], request)
-        for request in requests(pair)
-    }
+    tokens = {}
+    for request in requests(pair):
+        name = request.request_id
+        tokens[name] = generate_with_transformers(pairs[WANTED[name]], request)
+        unchanged = generate_with_transformers(pair, request)
+        assert (tokens[name] == unchanged) == (WANTED[name] == ""), "the adapter changes nothing"
+    return tokens
 
 
 def write_all(directory: Path, changes: dict[str, Changes]) -> dict[str, Path]:
@@ -125,38 +127,24 @@ def test_each_sequence_has_its_own_adapter_by_every_way(way: Way, case: Case, tm
     assert way(start, wanted) == expected_tokens(case.model, case.weights)
 
 
-def test_the_compared_answers_depend_on_the_adapters():
-    plain = {r.request_id: r for r in requests(model_pair("grouped"))}
-    answers = expected_tokens("grouped", "full")
-    for name, adapter in WANTED.items():
-        unchanged = generate_with_transformers(model_pair("grouped"), plain[name])
-        assert (answers[name] == unchanged) == (adapter == "")
-
-
 def test_blocks_of_one_prompt_are_shared_within_an_adapter_alone(tmp_path: Path):
     case = Case()
     directories = write_all(tmp_path, changes_of("grouped"))
     engine = case.start(directories)
     adapters = [None, *(engine.load_adapter(path, LIMITS) for path in directories.values())]
-    prompt = PROMPTS["text"]
+    request = make_request(case.pair.config, "r", PROMPTS["text"])
 
-    def ask(place: int) -> list[int]:
-        request = make_request(case.pair.config, "r", prompt)
-        return run_to_end(engine, [replace(request, adapter=adapters[place])])["r"]
+    def ask() -> list[list[int]]:
+        wanted = [replace(request, adapter=adapter) for adapter in adapters]
+        return [run_to_end(engine, [each])["r"] for each in wanted]
 
-    first = [ask(place) for place in range(3)]
+    first = ask()
     assert engine.stats().num_prefix_hit_tokens == 0
-    assert [ask(place) for place in range(3)] == first
+    assert ask() == first
     assert engine.stats().num_prefix_hit_tokens > 0
     assert len({tuple(tokens) for tokens in first}) == 3
-
-
-def test_a_step_without_an_adapter_is_computed_as_if_there_were_none(tmp_path: Path):
-    case = Case(level=RUNNABLE[0].name) if RUNNABLE else Case()
-    engine = case.start(write_all(tmp_path, changes_of("grouped")))
-    assert run_batched(lambda **_: engine, requests(case.pair)) == run_batched(
-        partial(case.start, {}), requests(case.pair)
-    )
+    plain = run_to_end(case.start({}), [request])["r"]
+    assert first[0] == plain  # steps without an adapter are as if there were none
 
 
 def test_who_has_an_adapter_keeps_it_when_it_is_unloaded(tmp_path: Path):
@@ -247,14 +235,12 @@ def test_models_of_transformers_take_adapters(adapted_model: AdaptedModel, way: 
 
     def start(**more: Any) -> BatchingEngine:
         engine = adapted_model.loaded.start(ops, **more)
-        for directory in adapted_model.directories.values():
-            engine.load_adapter(directory, LIMITS)
+        for name, directory in adapted_model.directories.items():
+            adapters[name] = engine.load_adapter(directory, LIMITS)
         return engine
 
-    engine = start()
-    adapters: dict[str, Any] = {"": None} | {
-        name: engine.load_adapter(path, LIMITS) for name, path in adapted_model.directories.items()
-    }
+    adapters: dict[str, Any] = {"": None}
+    start()
     wanted = [
         replace(request, request_id=asked_of(request, name), adapter=adapter)
         for request in adapted_model.asked

@@ -19,7 +19,6 @@ from engines.core.sequence import Sequence
 from engines.torch_backend.sampling.choose import (
     NUCLEUS_WIDTH,
     SampleParams,
-    gumbel_noise,
     random_bits,
     sample_random,
     signed,
@@ -84,6 +83,14 @@ def test_the_end_is_not_sampled_before_the_least_number_of_tokens(temperature):
     assert ended == [False, False, True, True]
 
 
+def adjusted(changes: dict[int, float], temperature: float = 1.0) -> torch.Tensor:
+    """The softmax with some scores set to other values."""
+    scores = LOGITS.clone()
+    for token_id, score in changes.items():
+        scores[token_id] = score
+    return (scores / temperature).softmax(-1)
+
+
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
@@ -100,30 +107,14 @@ def test_the_end_is_not_sampled_before_the_least_number_of_tokens(temperature):
         ({"top_k": 4, "top_p": 0.6}, kept([0, 1])),  # of the four: .455 .276 .167 .102
         ({"top_k": 4, "min_p": 0.5, "temperature": 2.0}, kept([0, 1, 2], 2.0)),
         ({"logit_bias": {7: 100.0}}, kept([7])),
-    ],
-    ids=str,
-)
-def test_samples_follow_the_distribution(sampling, expected):
-    assert_distribution(sample_many(LOGITS, **sampling), expected)
-
-
-def adjusted(changes: dict[int, float], temperature: float = 1.0) -> torch.Tensor:
-    """The softmax with some scores set to other values."""
-    scores = LOGITS.clone()
-    for token_id, score in changes.items():
-        scores[token_id] = score
-    return (scores / temperature).softmax(-1)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
         ({"logit_bias": {3: 1.2, 0: -1.0}}, adjusted({3: 1.7, 0: 1.0})),
         # the output is 0 0 1, the prompt 5 5
         ({"frequency_penalty": 0.7}, adjusted({0: 0.6, 1: 0.8})),
         ({"presence_penalty": 0.7}, adjusted({0: 1.3, 1: 0.8})),
         ({"frequency_penalty": -0.5}, adjusted({0: 3.0, 1: 2.0})),
         ({"repetition_penalty": 2.0}, adjusted({0: 1.0, 1: 0.75, 5: -1.0})),
+        # a penalty comes before the limits: the best two are others with it
+        ({"frequency_penalty": 2.0, "top_k": 2}, kept([2, 3])),
         (
             {
                 "repetition_penalty": 2.0,
@@ -137,7 +128,7 @@ def adjusted(changes: dict[int, float], temperature: float = 1.0) -> torch.Tenso
     ],
     ids=str,
 )
-def test_samples_follow_the_distribution_under_bias_and_penalties(sampling, expected):
+def test_samples_follow_the_distribution(sampling, expected):
     assert_distribution(sample_many(LOGITS, prompt=(5, 5), output=(0, 0, 1), **sampling), expected)
 
 
@@ -182,28 +173,6 @@ def test_a_token_with_penalties_costs_less_than_counting_a_long_sequence():
     assert follow_s < 0.1 * min(seconds(lambda: TokenCounts(sequence)) for _ in range(5))
 
 
-def test_a_penalty_comes_before_the_limits():
-    """The two best without penalty are not the two best with it."""
-    tokens = sample_many(LOGITS, output=(0, 0), frequency_penalty=2.0, top_k=2)
-    scores = torch.full_like(LOGITS, -torch.inf)
-    scores[[1, 2]] = LOGITS[[1, 2]]
-    assert_distribution(tokens, scores.softmax(-1))
-
-
-def test_consecutive_positions_of_one_seed_are_independent():
-    sequences = [make_sequence(output=(0,) * position, seed=5) for position in range(2000)]
-    tokens = [choice.token_id for choice in sample(LOGITS.repeat(2000, 1), sequences)]
-    assert_distribution(tokens, LOGITS.softmax(-1))
-    pairs = [first * 8 + second for first, second in zip(tokens[::2], tokens[1::2], strict=True)]
-    joint = torch.outer(LOGITS.softmax(-1), LOGITS.softmax(-1)).flatten()
-    common = joint > 0.005  # a chi-square wants several of each
-    counts = torch.bincount(torch.tensor(pairs), minlength=64).double()
-    rest = torch.tensor([counts[~common].sum()])
-    wanted = torch.cat([joint[common], joint[~common].sum().view(1)]).double() * len(pairs)
-    statistic = ((torch.cat([counts[common], rest]) - wanted) ** 2 / wanted).sum().item()
-    assert statistic < chi_square_bound(int(common.sum()))
-
-
 def test_a_nucleus_wider_than_the_first_look_is_whole():
     flat = torch.zeros(4 * NUCLEUS_WIDTH)
     flat[: 2 * NUCLEUS_WIDTH] += 5.0
@@ -212,20 +181,17 @@ def test_a_nucleus_wider_than_the_first_look_is_whole():
     assert NUCLEUS_WIDTH < max(tokens) < 2 * NUCLEUS_WIDTH
 
 
-def test_ties_at_the_limit_are_all_kept():
+def test_ties_at_the_limit_are_all_kept_and_greedy_takes_the_best_whatever_the_limits():
     tied = torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert set(sample_many(tied, top_k=2)) == {0, 1, 2, 3}
+    assert set(sample_many(LOGITS * 1000, temperature=1e-30)) == {0}
+    greedy = make_sequence(temperature=0.0, top_k=5, top_p=0.1, min_p=0.5)
+    assert sample(LOGITS.view(1, -1), [greedy])[0].token_id == 0
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        {},
-        {"top_k": 5},
-        {"top_p": 0.8},
-        {"min_p": 0.1, "temperature": 2.0},
-        {"frequency_penalty": 1.0, "logit_bias": {3: 1.0}},
-    ],
+    [{}, {"top_k": 5}, {"top_p": 0.8}, {"frequency_penalty": 1.0, "logit_bias": {3: 1.0}}],
     ids=str,
 )
 def test_a_token_does_not_depend_on_who_shares_the_step(sampling):
@@ -245,29 +211,14 @@ def test_a_token_does_not_depend_on_who_shares_the_step(sampling):
         assert sample(logits[rows], company)[place].token_id == alone
 
 
-def test_greedy_takes_the_best_whatever_the_limits():
-    greedy = make_sequence(temperature=0.0, top_k=5, top_p=0.1, min_p=0.5)
-    assert sample(LOGITS.view(1, -1), [greedy])[0].token_id == 0
-
-
-def test_a_tiny_temperature_is_greedy():
-    assert set(sample_many(LOGITS * 1000, temperature=1e-30)) == {0}
-
-
-def test_penalties_leave_the_models_logits_as_they_were():
-    logits = LOGITS.repeat(1, 1)
-    sample(logits, [make_sequence(frequency_penalty=1.0, logit_bias={1: 5.0}, output=(0,))])
-    assert torch.equal(logits[0], LOGITS)
-
-
-def test_logprobs_are_those_of_the_models_own_distribution():
+def test_logprobs_are_those_of_the_models_own_distribution_for_those_who_ask():
     expected = LOGITS.log_softmax(-1)
-    sequence = make_sequence(
-        temperature=0.3, top_k=1, num_logprobs=3, output=(0,), presence_penalty=5.0
-    )
-    choice = sample(LOGITS.view(1, -1), [sequence])[0]
+    penalised = {"temperature": 0.3, "top_k": 1, "output": (0,), "presence_penalty": 5.0}
+    sequences = [make_sequence(num_logprobs=n, **penalised) for n in (None, 0, 3, 20)]
+    without, alone, choice, most = sample(LOGITS.repeat(4, 1), sequences)
+    assert (without.logprob, alone.top_logprobs, len(most.top_logprobs)) == (None, (), 8)
     assert choice.token_id == 1
-    assert choice.logprob == pytest.approx(expected[1].item())
+    assert alone.logprob == choice.logprob == pytest.approx(expected[1].item())
     assert [token_id for token_id, _ in choice.top_logprobs] == [0, 1, 2]
     assert [value for _, value in choice.top_logprobs] == pytest.approx(expected[:3].tolist())
 
@@ -282,14 +233,6 @@ def test_the_logprob_of_what_the_model_rules_out_is_a_number():
     values = [value for _, value in choice.top_logprobs]
     assert values == [0.0, *[LEAST_LOGPROB] * 7]
     assert choice.top_logprobs[1][0] == 7  # the order is that of the true values
-
-
-def test_only_those_who_ask_get_logprobs():
-    sequences = [make_sequence(), make_sequence(num_logprobs=0), make_sequence(num_logprobs=20)]
-    choices = sample(LOGITS.repeat(3, 1), sequences)
-    assert choices[0].logprob is None
-    assert choices[1].logprob is not None
-    assert [len(choice.top_logprobs) for choice in choices] == [0, 0, 8]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -323,14 +266,6 @@ def test_the_generator_is_splitmix64():
     assert unsigned[0][0] == 0xE220A8397B1DCDAF
 
 
-def test_noise_is_finite_and_has_gumbels_mean_and_variance():
-    keys = torch.tensor([signed(stream_key(1, position)) for position in range(20)])
-    noise = gumbel_noise(keys, 5000)
-    assert noise.isfinite().all()
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)
-
-
 VOCAB_SIZE = 5 * NUCLEUS_WIDTH
 PARAMS = [
     SamplingParams(temperature=1.0, seed=1),
@@ -349,17 +284,11 @@ def sample_rows(rows: list[int], scores: torch.Tensor, position: int, **how: boo
     return sample_random(scores[rows], params, truncated=True, **how).tolist()
 
 
-def test_a_whole_sort_samples_what_a_part_samples():
+def test_a_whole_sort_samples_what_a_part_samples_in_any_company():
     rows = list(range(len(PARAMS)))
     for position in range(20):
         torch.manual_seed(position)
         scores = 3 * torch.randn(len(rows), VOCAB_SIZE)
         whole = sample_rows(rows, scores, position, is_exact=True)
         assert whole == sample_rows(rows, scores, position)
-
-
-def test_a_row_is_sampled_alike_in_any_company():
-    scores = torch.randn(len(PARAMS), VOCAB_SIZE)
-    rows = list(range(len(PARAMS)))
-    alone = [sample_rows([row], scores, 3, is_exact=True)[0] for row in rows]
-    assert sample_rows(rows, scores, 3, is_exact=True) == alone
+        assert whole == [sample_rows([row], scores, position, is_exact=True)[0] for row in rows]

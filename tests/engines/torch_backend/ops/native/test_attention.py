@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from engines.torch_backend.layers.norm import RMSNorm
-from engines.torch_backend.layers.rotary import RotaryTable, rotate
+from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.step import SequenceRows, StepInputs
@@ -13,7 +13,7 @@ from tests.cpu_levels import on_outermost_levels
 from tests.engines.torch_backend.paged import (
     BLOCK_SIZE,
     CPU,
-    attend_by_definition,
+    check,
     make_inputs,
     make_pool,
     make_sequences,
@@ -23,53 +23,43 @@ from tests.factories_torch import make_text_config
 pytestmark = on_outermost_levels
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 16), (2, 64), (8, 8)])
+DECODES, MIXED, CHUNKS = (
+    [(1, 3), (1, 64), (1, 200)],
+    [(1, 90), (1, 2), (70, 0), (40, 55)],
+    [(2, 190), (100, 3)],
+)
+
+
+DECODES, MIXED = [(1, 3), (1, 64), (1, 200)], [(1, 90), (1, 2), (70, 0), (40, 55)]
+
+
 @pytest.mark.parametrize(
-    "shares",
+    ("shares", "shape", "dtype", "window"),
     [
-        [(1, 0)],
-        [(1, 3), (1, 64), (1, 200)],
-        [(1, 9), (1, 2), (7, 0), (6, 5)],
-        [(9, 0)],
-        [(2, 190), (100, 3)],
+        (DECODES, (1, 16), torch.float32, 0),
+        (DECODES, (2, 64), torch.bfloat16, 0),
+        (MIXED, (8, 8), torch.float16, 0),
+        ([(9, 0)], (1, 16), torch.bfloat16, 0),
+        ([(2, 190), (100, 3)], (8, 8), torch.float32, 0),
+        (DECODES, (2, 16), torch.float32, 17),
+        (DECODES, (2, 16), torch.bfloat16, 64),
+        (MIXED, (2, 16), torch.float32, 1),
+        (MIXED, (2, 16), torch.bfloat16, 90),
     ],
     ids=str,
 )
 @torch.inference_mode()
-def test_the_kernel_and_the_plain_twin_agree(
-    ops: Ops,
-    shares: list[tuple[int, int]],
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
+def test_the_kernel_is_the_definition(
+    ops: Ops, shares: list[tuple[int, int]], shape: tuple[int, int], dtype: torch.dtype, window: int
 ):
-    check(ops, make_inputs(shares), num_kv_heads, head_dim, dtype, PLAIN)
-
-
-def check(
-    ops: Ops,
-    inputs: StepInputs,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    heads: Heads,
-) -> None:
-    text = make_text_config(num_heads=8, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    rotation = RotaryTable(text, 256, torch.float32, CPU).at(inputs.indices)
-    torch.manual_seed(0)
-    pools = [make_pool(dtype, num_kv_heads, head_dim) for _ in range(2)]
-    qkv = torch.randn(len(inputs.slots), (8 + 2 * num_kv_heads) * head_dim)
-    sizes = [8, num_kv_heads, num_kv_heads]
-    query, key, value = qkv.view(len(qkv), -1, head_dim).split(sizes, dim=1)
-    query, key = (rotate(x, *rotation) for x in heads.normed(query, key))
-    expected = attend_by_definition(pools[1], inputs, query, key, value, heads)
-
-    found = ops["paged_attention"](8, pools[0], inputs, rotation)(1, qkv.clone(), heads)
-
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found, expected, rtol=16 * eps, atol=16 * eps)
-    torch.testing.assert_close(pools[0].data, pools[1].data, rtol=2 * eps, atol=2 * eps)
+    """`window`: 0 without norms either. Other forms are those of the reference."""
+    heads = make_heads(shape[1], window) if window else PLAIN
+    tolerance = 16 * torch.finfo(dtype).eps
+    create, inputs = ops["paged_attention"], make_inputs(shares)
+    check(create, inputs, heads, (8, *shape), dtype, tolerance, rotates=True)
+    if dtype is torch.float32:
+        capped = Heads(softcap=0.5, sinks=torch.linspace(-1, 1, 8))
+        check(create, inputs, capped, (8, *shape), dtype, tolerance, rotates=True)
 
 
 def make_heads(head_dim: int, window: int | None) -> Heads:
@@ -78,24 +68,6 @@ def make_heads(head_dim: int, window: int | None) -> Heads:
     for norm in norms:
         norm.weight.copy_(torch.randn(head_dim, generator=generator))
     return Heads(*norms, window, scale=0.2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 1, 17, 64, 90])
-@pytest.mark.parametrize(
-    "shares", [[(1, 3), (1, 64), (1, 200)], [(1, 90), (1, 2), (70, 0), (40, 55)]], ids=str
-)
-@torch.inference_mode()
-def test_heads_with_norms_and_windows_are_those_of_the_reference(
-    ops: Ops, shares: list[tuple[int, int]], window: int | None, dtype: torch.dtype
-):
-    check(ops, make_inputs(shares), 2, 16, dtype, make_heads(16, window))
-
-
-@torch.inference_mode()
-def test_forms_that_the_kernel_does_not_compute_are_the_references(ops: Ops):
-    heads = Heads(softcap=0.5, sinks=torch.linspace(-1, 1, 8))
-    check(ops, make_inputs([(1, 9), (7, 5)]), 2, 16, torch.float32, heads)
 
 
 @pytest.mark.parametrize("window", [None, 19])

@@ -1,6 +1,5 @@
 """Dense attention by the C++ kernel equals torch's, and a query's does not depend on the others."""
 
-from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -9,15 +8,12 @@ from torch import Tensor
 
 from engines.torch_backend.ops.dense_attention.cpu import reads
 from engines.torch_backend.ops.dense_attention.reference import attend
-from engines.torch_backend.ops.registry import Ops, choose
+from engines.torch_backend.ops.registry import Ops
 from tests.cpu_levels import on_outermost_levels
-from tests.engines.torch_backend.ops.native.test_tower import make_model, make_pixels
 
 pytestmark = on_outermost_levels
 
-SIZES = [(12, 32), (3, 8), (2, 64), (1, 24), (5, 72)]  # heads, head width
 TEXTS = (1, 2, 2, 7, 16, 17, 17, 40, 130)
-IMAGES = (257, 257)
 
 
 def make_heads(
@@ -37,20 +33,28 @@ def squares(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(length, length) for length in lengths]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lengths", [TEXTS, IMAGES], ids=["texts", "images"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "lengths", "dtype"),
+    [
+        ((12, 32), TEXTS, torch.float32),
+        ((3, 8), TEXTS, torch.bfloat16),
+        ((2, 64), (257, 257), torch.float32),
+        ((1, 24), TEXTS, torch.float32),
+        ((5, 72), (257, 257), torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_it_is_torchs(
-    ops: Ops, sizes: tuple[int, int], lengths: tuple[int, ...], dtype: torch.dtype
+    ops: Ops, heads: tuple[int, int], lengths: tuple[int, ...], dtype: torch.dtype
 ):
-    heads = make_heads(lengths, *sizes, dtype)
-
-    found = ops["dense_attention"](*heads, squares(lengths))
-
-    assert reads(heads[0])
-    expected = attend(*(x.float() for x in heads), squares(lengths))
+    """Also of scores far apart, of which a softmax without its largest subtracted makes infinite numbers."""
     tolerance = 1e-5 if dtype is torch.float32 else 2**-8
-    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+    for size, most in ((1.0, tolerance), (30.0, 10 * tolerance)):
+        inputs = make_heads(lengths, *heads, dtype, size)
+        assert reads(inputs[0])
+        found = ops["dense_attention"](*inputs, squares(lengths))
+        expected = attend(*(x.float() for x in inputs), squares(lengths))
+        assert (found.float() - expected).abs().max() <= most * (1 + expected.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -70,34 +74,9 @@ def test_a_query_has_the_same_result_in_any_part_and_beside_any_sequence(
             assert torch.equal(found, whole[own][start:stop])
 
 
-def test_scores_far_apart_give_one_value(ops: Ops):
-    """What a softmax without its largest score subtracted makes infinite."""
-    heads = make_heads((5, 9), 2, 16, size=30.0)
-
-    found = ops["dense_attention"](*heads, squares((5, 9)))
-
-    torch.testing.assert_close(found, attend(*heads, squares((5, 9))), rtol=1e-4, atol=1e-4)
-
-
 def test_numbers_that_it_does_not_read_are_torchs(ops: Ops):
     for head_dim, dtype in ((12, torch.float32), (16, torch.float16)):
         heads = make_heads((3, 4), 2, head_dim, dtype)
         assert not reads(heads[0])
         expected = attend(*heads, squares((3, 4)))
         assert torch.equal(ops["dense_attention"](*heads, squares((3, 4))), expected)
-
-
-@torch.inference_mode()
-def test_a_tower_uses_it_where_it_was_found_right(ops: Ops):
-    model, calls = make_model(), []
-
-    def counted(*given: Tensor) -> Tensor:
-        calls.append(1)
-        return ops["dense_attention"](*given)
-
-    model.bind(replace(ops, functions={**ops.functions, "dense_attention": counted}), torch.float32)
-    found = model.encode_images(make_pixels(model))
-
-    assert len(calls) == len(model.vision_tower.blocks)
-    model.bind(choose(ops.site, {"dense_attention"}), torch.float32)
-    assert torch.allclose(found, model.encode_images(make_pixels(model)), atol=1e-4)

@@ -18,7 +18,7 @@ from tests.engines.torch_backend.paged import BLOCK_SIZE, CPU, make_inputs
 from tests.factories_torch import make_model_pair, make_vlm_config
 
 CONFIG = make_vlm_config()
-STEPS = [[(1, 0)], [(1, 3), (1, 17), (1, 30)], [(1, 9), (1, 2), (7, 0), (6, 5)], [(9, 0)]]
+DECODES, MIXED = [(1, 3), (1, 17), (1, 30)], [(1, 9), (1, 2), (7, 0), (6, 5)]
 
 
 def make_decoder(ops: Ops, heads: Heads | None = None) -> Llama:
@@ -42,34 +42,29 @@ def make_stream(num_tokens: int) -> Tensor:
     return torch.randn(num_tokens, CONFIG.text.hidden_size, generator=generator)
 
 
-@pytest.mark.parametrize("has_heads", [False, True])
-@pytest.mark.parametrize("shares", STEPS, ids=str)
+@pytest.mark.parametrize(
+    ("shares", "has_heads"),
+    [([(1, 0)], False), (DECODES, True), (MIXED, True), (MIXED, False), ([(9, 0)], True)],
+    ids=str,
+)
 @torch.inference_mode()
 def test_one_call_gives_what_a_call_for_each_part_gives(
     ops: Ops, shares: list[tuple[int, int]], has_heads: bool, monkeypatch: pytest.MonkeyPatch
 ):
+    """Bit by bit, by a team of threads too, of which some have nothing to do."""
     heads = make_heads(CONFIG.text.head_dim, 3) if has_heads else None
     decoder, inputs = make_decoder(ops, heads), make_inputs(shares)
     x = make_stream(len(inputs.slots))
     with monkeypatch.context() as patch:
         patch.setattr(native.load(ops.site.level), "attention", lambda *_: pytest.fail("in parts"))
         found = pass_step(ops, decoder, inputs, x)
+        before = torch.get_num_threads()
+        try:
+            for num_threads in (2, 3, 5) * 5:
+                torch.set_num_threads(num_threads)
+                assert torch.equal(pass_step(ops, decoder, inputs, x), found)
+        finally:
+            torch.set_num_threads(before)
 
     decoder.bind(choose(ops.site, {"decoder_chain"}), torch.float32)
     assert torch.equal(found, pass_step(ops, decoder, inputs, x))
-
-
-@pytest.mark.parametrize("num_threads", [2, 3, 5])
-@torch.inference_mode()
-def test_a_team_gives_what_one_thread_gives(ops: Ops, num_threads: int):
-    """Bit by bit, also where some have nothing to do."""
-    decoder, inputs = make_decoder(ops), make_inputs(STEPS[2])
-    x = make_stream(len(inputs.slots))
-    alone = pass_step(ops, decoder, inputs, x)
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        for _ in range(20):
-            assert torch.equal(pass_step(ops, decoder, inputs, x), alone)
-    finally:
-        torch.set_num_threads(before)
