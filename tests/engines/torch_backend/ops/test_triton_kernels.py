@@ -1,6 +1,6 @@
 """Each kernel computes what its reference implementation in torch does: in Triton's interpreter, or on a GPU where there is one.
 
-`tests/gpu/test_kernels.py` has the same on shapes of real models.
+`tests/gpu/test_cuda.py` has the same on shapes of real models.
 """
 
 from dataclasses import replace
