@@ -47,7 +47,7 @@ families: $(STAMP)  ## test every model family in every way that tokens are comp
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
 		tests/engines/torch_backend/test_equivalence.py tests/engines/torch_backend/ops \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
-		tests/e2e/test_transformers_models.py $(ARGS)
+		tests/e2e/test_transformers_models.py tests/e2e/test_photos.py $(ARGS)
 
 clients: $(STAMP)  ## run published clients (SDKs, LiteLLM, Claude Code, Codex ...), llm-comply and the HTTP tests of vLLM; ARGS=--write writes docs/clients.md
 	$(BIN)/python -m tests.clients.run $(ARGS)

@@ -1,0 +1,95 @@
+"""A photo that takes a CPU longer than the watchdog waits, beside a stream: the stream goes on, and the worker lives."""
+
+import threading
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from PIL import Image
+
+import engines.torch_backend  # noqa: F401 - before transformers
+from tests.factories_images import png_url
+from tests.engines.torch_backend.models.family_table import qwen, write_checkpoint
+from tests.integration.fleet_process import start_fleet
+from tests.long import IS_LONG
+
+#: Of Qwen2.5-VL's tower, which has 32 layers.
+WIDTHS = {
+    "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 64, "patch_size": 14,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112, "fullatt_block_indexes": [0],
+}  # fmt: skip
+NUM_LAYERS, WATCHDOG_S = (6, 10) if IS_LONG else (1, 5)
+LONGEST_GAP_S = 5.0
+
+
+def write_model(directory: Path) -> None:
+    family = qwen(
+        "Qwen2.5-VL", "Qwen2_5_VL", {**WIDTHS, "depth": NUM_LAYERS}, max_position_embeddings=8192
+    )
+
+    def create_processor() -> Any:
+        assert family.create_processor is not None
+        processor = family.create_processor()
+        processor.image_processor.size = {"shortest_edge": 3136, "longest_edge": 12_845_056}
+        return processor
+
+    write_checkpoint(replace(family, create_processor=create_processor), directory)
+
+
+@pytest.mark.timeout(400)  # 130 s with other work beside it
+def test_a_stream_goes_on_beside_a_photo_and_the_worker_lives(tmp_path: Path) -> None:
+    write_model(tmp_path / "photos")
+    served = start_fleet(
+        tmp_path / "serve", "--model", str(tmp_path / "photos"), engine="torch",
+        VLM_ENGINE__DTYPE="float32", VLM_WORKER__WATCHDOG_S=str(WATCHDOG_S), VLM_ENGINE__NUM_THREADS="2",
+    )  # fmt: skip
+    told_at: list[float] = []
+    begun, is_answered = threading.Event(), threading.Event()
+
+    def read(client: OpenAI) -> None:
+        while not is_answered.is_set():
+            stream = client.chat.completions.create(
+                model="photos", messages=[{"role": "user", "content": "hello"}], stream=True,
+                max_tokens=6000, temperature=1, extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            for _ in stream:
+                told_at.append(time.monotonic())
+                begun.set()
+                if is_answered.is_set():
+                    break
+
+    try:
+        with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            worker = client.models.retrieve("photos")
+            assert worker.limits["scaled_image_pixels"] == 1024 * 1024  # type: ignore[attr-defined]
+            reader = threading.Thread(target=read, args=[client])
+            reader.start()
+            assert begun.wait(60)
+            asked_at = time.monotonic()
+            photo = Image.effect_noise((2048, 1536), 64).convert("RGB")
+            content: Any = [
+                {"type": "image_url", "image_url": {"url": png_url(photo)}},
+                {"type": "text", "text": "What is it?"},
+            ]
+            try:
+                answer = client.chat.completions.create(
+                    model="photos", messages=[{"role": "user", "content": content}], max_tokens=3,
+                    extra_body={"ignore_eos": True},
+                )  # fmt: skip
+            finally:
+                is_answered.set()
+                answered_at = time.monotonic()
+                reader.join(60)
+            details: Any = answer.usage and answer.usage.prompt_tokens_details
+            assert 1200 < details.image_tokens <= worker.limits["max_image_tokens"]  # type: ignore[attr-defined]
+            assert client.models.retrieve("photos").created == worker.created
+    finally:
+        served.end()
+    beside = [at for at in told_at if asked_at <= at <= answered_at]
+    gaps = [later - before for before, later in pairwise(beside)]
+    assert len(gaps) > 20
+    assert max(gaps) < LONGEST_GAP_S
