@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from deploy.commands import CommandFailed, run_apps, run_route
-from gateway.http.errors import ApiError
 from shared.gateway_client import ApiFailed, Client
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.deployments import (
@@ -27,7 +26,7 @@ from shared.packages.deployments import (
 from shared.packages.garbage import collect
 from shared.packages.manifest import Layer, PackageConfig, digest_of, make_manifest
 from shared.packages.rollout import App, LogLine, NodeRecord, Revision, Slot
-from shared.packages.store import StoreError, open_store
+from shared.packages.store import open_store
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import WorkerRecord
@@ -506,23 +505,6 @@ async def test_of_two_routes_at_once_one_is_refused(deployments, monkeypatch):
     removed = collect(deployments.store, grace_s=-1, num_kept=1)
     assert len(removed.blobs) == 2  # a manifest and its file
     assert deployments.store.size(old) is None
-
-
-async def test_until_its_store_answers_a_gateway_calls_no_name_unknown(
-    redis_server, redis_prefix, tmp_path, monkeypatch
-):
-    def fail(*_):
-        raise StoreError("it is away")
-
-    monkeypatch.setattr("gateway.calls.models.READ_PAUSE_S", 0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr("gateway.calls.models.read_routes", fail)
-        async with run(redis_server, redis_prefix, tmp_path) as deployments:
-            for expected in ((503, "store_unavailable"), (404, "model_not_found")):
-                with pytest.raises(ApiError) as refused:
-                    await deployments.gateway.services.models.find("n")
-                assert (refused.value.status, refused.value.code) == expected
-                patch.undo()
 
 
 # Adapters

@@ -252,18 +252,6 @@ async def test_images_stand_among_texts(gateway):
         assert read_vectors(response.json()) == [expected]
 
 
-async def test_many_images_are_several_calls_and_keep_their_places(gateway):
-    seeds = [index % 5 for index in range(60)]
-    given = [item for seed in seeds for item in ({"image": as_base64(seed)}, "w " * 400)]
-    vectors = read_vectors((await embed(gateway, given)).json())
-    alone = {
-        seed: read_vectors((await embed(gateway, [{"image": as_base64(seed)}])).json())[0]
-        for seed in set(seeds)
-    }
-    assert vectors[::2] == [alone[seed] for seed in seeds]
-    assert len({tuple(vector) for vector in alone.values()}) == 5
-
-
 async def test_an_image_that_cannot_be_decoded_is_named_where_the_client_put_it(gateway):
     broken = base64.b64encode(encoded(2)[:-30]).decode()
     given = ["w " * 400] * 40 + [{"image": as_base64(1)}, {"image": broken}]
@@ -311,14 +299,6 @@ async def test_options_of_rerank(gateway):
     assert cut["relevance_score"] == score_of(QUERY, "x")
     equal = (await rerank(gateway, ["same"] * 5))["results"]
     assert [result["index"] for result in equal] == [0, 1, 2, 3, 4]
-
-
-async def test_many_documents_are_several_calls_and_one_ranking(gateway):
-    documents = [f"document {index}" for index in range(1000)]
-    results = (await rerank(gateway, documents))["results"]
-    scores = [result["relevance_score"] for result in results]
-    assert scores == [score_of(QUERY, documents[result["index"]]) for result in results]
-    assert scores == sorted(scores, reverse=True)
 
 
 async def test_pairs_are_scored_in_their_order(gateway):

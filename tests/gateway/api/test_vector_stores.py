@@ -3,7 +3,6 @@
 import asyncio
 import base64
 from array import array
-from urllib.parse import quote
 
 import openai
 import pytest
@@ -18,7 +17,6 @@ from tests.factories_numbers import load, run_fleet, score_of, vector_of
 from tests.factories_queue import MODEL
 from tests.factories_search import serve_search
 from tests.factories_worker import run_worker
-from tests.waiting import until, until_equal
 
 STORES = "/v1/vector_stores"
 KEYS = ["key-one", "key-two"]
@@ -458,21 +456,6 @@ async def test_bad_files_and_queries_are_named_and_not_repeated(client, gateway,
         assert "VALUE" not in response.text
 
 
-async def test_an_item_may_have_any_id_that_is_no_chunks(client, gateway, store):
-    file = await client.files.create(file=("a.txt", b"word"), purpose="assistants")
-    ids = ["a/b.png", "/a//b", "a/../b", "file-1.png", f"{file.id}:0", "a" * 256]
-    for id_ in ids:
-        assert (await put(gateway, store, [{"id": id_, "text": "x"}])).status_code == 200
-        read = await gateway.client.get(f"{STORES}/{store}/items/{quote(id_, safe='')}")
-        assert read.json()["id"] == id_
-    await client.vector_stores.files.create(store, file_id=file.id)
-    answer = await put(
-        gateway, store, [{"id": "a", "text": "x"}, {"id": f"{file.id}:0", "text": "x"}]
-    )
-    assert code(answer) == (400, "invalid_value", "items.[1].id")
-    assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == len(ids)
-
-
 async def test_a_page_ends_early_and_goes_on_where_it_ended(gateway, store):
     for first in (0, 20):
         items = [
@@ -540,23 +523,6 @@ def test_the_next_outage_is_expected_to_take_as_long_as_the_last():
     outage.end(206)
     outage.end(300)
     assert outage.begin(400) == 6
-
-
-async def test_a_client_that_leaves_stores_nothing_and_frees_the_fleet(ends, redis_server, search):
-    async with run_worker(ends, load=load) as worker:
-        settings = make_settings(redis_server, ends.prefix, search=dict(search))
-        async with run_gateway_on_socket(settings) as gateway:
-            store = (await gateway.client.post(STORES, json={})).json()["id"]
-            worker.engine.gate.clear()
-            items = [{"id": str(n), "text": f"text {n}"} for n in range(300)]
-            writing = asyncio.create_task(put(gateway, store, items))
-            await until(lambda: worker.engine.added)
-            writing.cancel()
-            worker.engine.gate.set()
-            await until_equal(lambda: gateway.services.admission.num_open, 0)
-            await until(lambda: not worker.engine.has_work())
-            read = await gateway.client.get(f"{STORES}/{store}")
-    assert read.json()["num_items"] == 0
 
 
 @pytest.mark.parametrize("page", ["embeddings.md", "search.md"])

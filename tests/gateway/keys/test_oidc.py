@@ -24,7 +24,7 @@ from gateway.keys import oidc  # noqa: E402
 from gateway.services import Services  # noqa: E402
 from shared.settings import SettingsError  # noqa: E402
 from shared.settings.tree import OidcSettings  # noqa: E402
-from tests.factories_gateway import MODEL, make_body, make_settings, talk_on  # noqa: E402
+from tests.factories_gateway import MODEL, make_settings, talk_on  # noqa: E402
 from tests.factories_keys import PATH, ROOT, Team, bearer, open_team, run_command  # noqa: E402
 from tests.waiting import until, until_equal  # noqa: E402
 
@@ -437,31 +437,6 @@ async def test_a_token_ends_and_its_stream_goes_on(team: Team, issuer: Issuer, m
     assert team.worker.answers[0].refused is None
     stream.cancel()
     await asyncio.gather(stream, return_exceptions=True)
-
-
-async def test_a_batch_goes_on_at_another_gateway_and_until_the_key_ends(
-    redis_server, redis_prefix, issuer, tmp_path
-):
-    files = f"file://{tmp_path}/files"
-    async with run_team(redis_server, redis_prefix, issuer, 1, files) as team:
-        gate = asyncio.Event()
-
-        async def hold(_: Any) -> None:
-            await gate.wait()
-
-        team.worker.script = hold
-        made = (await team.gateways[0].begin_batch(bearer(issuer.token()), make_body()))["id"]
-        await until(lambda: team.worker.answers)
-    async with run_team(redis_server, redis_prefix, issuer, 1, files) as team:
-
-        async def has_ended() -> dict[str, Any] | None:
-            found = (await team.get(issuer.token("ec"), f"/v1/batches/{made}")).json()
-            return found if found["status"] in ("completed", "failed") else None
-
-        await until(lambda: team.worker.answers, 60.0)
-        found = await until(has_ended, 60.0)
-        assert found is not None
-        assert found["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
 @pytest.mark.parametrize(
