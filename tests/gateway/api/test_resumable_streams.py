@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from shared.protocol import ErrorCode
-from shared.queue.api import QueueUnavailable, Submitted
+from shared.queue.api import QueueUnavailable
 from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import RedisKeys
 from tests.factories_gateway import (
@@ -248,36 +248,6 @@ async def test_a_retry_joins_what_was_queued_though_nobody_knew(
         assert (await gateway.chat(headers=key)).status_code == 503
     script.go(6)
     assert (await other.chat(headers=key, timeout=5)).status_code == 200
-
-
-async def test_a_retry_before_the_first_is_queued_does_not_disturb_it(gateway, worker):
-    script = Paced(worker)
-    script.go(6)
-    queue = gateway.services.queue
-    submit, may_queue, num_waiting = queue.submit, asyncio.Event(), 0
-
-    async def wait_and_submit(*arguments, **options) -> Submitted:
-        nonlocal num_waiting
-        num_waiting += 1
-        await may_queue.wait()
-        return await submit(*arguments, **options)
-
-    queue.submit = wait_and_submit
-    key = {"idempotency-key": "order-74"}
-    first = asyncio.create_task(gateway.chat(headers=key))
-    await until(lambda: num_waiting)
-    retry = asyncio.create_task(gateway.chat(headers=key))
-    await until(lambda: gateway.services.admission.num_open >= 2)
-    await asyncio.wait([retry], timeout=0.2)  # it is refused, follows, or waits to be queued
-    may_queue.set()
-
-    async with asyncio.timeout(10):
-        answers = await asyncio.gather(first, retry)
-    texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
-    assert texts == ["".join(WORDS)] * 2
-    assert len(worker.answers) == 1
-    assert gateway.services.admission.num_open == 0
-    assert gateway.services.dispatcher.num_open == 0
 
 
 def metric(text: str, name: str) -> float:

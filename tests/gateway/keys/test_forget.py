@@ -199,17 +199,10 @@ async def test_keys_by_the_command_line(gateway: RunningGateway):
 
 WRONG: list[tuple[list[str], int, str]] = [
     (["keys", "create"], 2, "--name"),
-    (["keys", "create", "--name", "a", "--expires", "soon"], 2, "90d"),
-    (["keys", "create", "--name", "a", "--rpm", "0"], 2, "--rpm"),
     (["keys", "create", "--name", "a", "--roles", "root"], 4, "roles"),
-    (["keys", "create", "--name", "a/b"], 4, "name."),
-    (["keys", "create", "--name", "a", "--per", "week"], 2, "--per"),
-    (["keys", "create", "--name", "a", "--budget", "nan"], 2, "--budget"),
     (["keys", "update", "a", "--budget", "-1"], 2, "--budget"),
-    (["keys", "update", "a", "--remove", "roles"], 2, "--remove"),
     (["keys", "update", "a", "--tag", "b"], 4, "no key of this name"),
     (["keys", "revoke", "nobody"], 4, "`vlm keys list`"),
-    (["forget", "--key", "nobody"], 4, "no key of this name"),
 ]
 
 

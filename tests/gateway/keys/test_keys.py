@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from gateway.keys import directory
 from gateway.keys.directory import KeyDirectory, KeyStore
-from shared.packages.store import StoreError, open_store
+from shared.packages.store import open_store
 from shared.queue.keys import RedisKeys
 from shared.redis.embedded import EmbeddedRedis
 from tests.factories_gateway import (
@@ -261,21 +261,6 @@ async def test_a_redis_that_was_restored_or_emptied_revives_no_revoked_key(
         await team.refresh()
         assert (await team.status(lost), await team.status(kept)) == (401, 200)
         assert (await redis.hget(api_keys, "lost")).startswith(b"2 ")
-
-
-async def test_a_package_store_that_fails_later_ends_no_key(team: Team, monkeypatch):
-    def fail(*_: object) -> None:
-        raise StoreError("it is away")
-
-    monkeypatch.setattr(directory, "_SYNC_S", 0.0)
-    monkeypatch.setattr(directory, "STALE_S", 0.3)
-    key = await team.create()
-    monkeypatch.setattr(KeyStore, "read_durable", fail)
-    await keys_of(team).refresh()
-    assert await team.status(key) == 200
-    monkeypatch.setattr(KeyStore, "put_durable", fail)
-    assert (await team.admin("DELETE", "/alice")).status_code == 503  # it would not last
-    assert await team.status(key) == 200
 
 
 async def test_a_revocation_that_reached_the_store_alone_takes_effect_when_it_is_retried(
