@@ -228,6 +228,17 @@ async def test_the_official_client_attaches_batches_of_files(client):
         await batches.retrieve("vsfb_none", vector_store_id=store.id)
 
 
+async def test_when_a_store_expires_is_shown_and_changed(client):
+    week = {"anchor": "last_active_at", "days": 7}
+    store = await client.vector_stores.create(expires_after=week)
+    assert store.expires_at == store.last_active_at + 7 * 86_400
+    assert store.expires_after.days == 7
+    renamed = await client.vector_stores.update(store.id, name="b")
+    assert renamed.expires_after.days == 7
+    kept = await client.vector_stores.update(store.id, expires_after=None)
+    assert (kept.expires_after, kept.expires_at) == (None, None)
+
+
 async def test_attributes_of_a_file_in_a_store_are_changed(client):
     file = await client.files.create(file=("a.txt", b"word"), purpose="assistants")
     store = await client.vector_stores.create(file_ids=[file.id])
