@@ -119,45 +119,6 @@ def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
     ]  # fmt: skip
 
 
-@long("browser-test")
-def test_the_key_stays_in_the_tab_and_refusals_are_sentences(page: ChatPage, managed: Served):
-    page.wait_for(lambda: page.find("#key-dialog").is_displayed())
-    page.find("#key").send_keys("wrong", Keys.ENTER)
-    page.wait_for(lambda: "refused" in page.find("#key-error").text)
-    enter(page)
-    user = create(page, "user")
-    page.find("#new-dialog .primary").click()
-    page.browser.refresh()
-    page.wait_for(lambda: page.find_all("#models tr"))
-    assert not page.find("#key-dialog").is_displayed()
-    page.find("#create").click()
-    page.find("#create-dialog [value=admin]").click()
-    page.find("#create-dialog [name=name]").send_keys("last", Keys.ENTER)
-    page.wait_for(lambda: page.find("#new-dialog").is_displayed())
-    page.find("#new-dialog .primary").click()
-    item(page, "last")
-    page.find('[aria-label="Revoke last"]').click()
-    page.find("#confirm-dialog .primary").click()
-    last = page.wait_for(lambda: page.find("#confirm-dialog .hint").text)
-    assert last == "This is the last key with the role admin: create another one first."
-    page.find("#confirm-dialog .cancel").click()
-    page.find("#forget-key").click()
-    page.wait_for(lambda: page.find("#key-dialog").is_displayed())
-    page.find("#key").send_keys(user, Keys.ENTER)
-    told = page.wait_for(lambda: page.find("#problem").text)
-    assert told.startswith("This API key may not do this")
-    assert told.count("This API key") == 1
-    page.find("#forget-key").click()
-    enter(page)
-    managed.redis().suspend()
-    try:
-        page.wait_for(lambda: page.find("#problem").text)
-        assert "{" not in page.find("#problem").text
-    finally:
-        managed.redis().resume()
-    page.wait_for(lambda: page.find("#problem").text == "")
-
-
 def test_usage_is_drawn_by_day_and_can_be_read_as_a_table(page: ChatPage, managed: Served):
     enter(page)
     page.wait_for(lambda: page.find("#no-usage").text == "No usage in these days.")

@@ -12,7 +12,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.select import Select
 
 from shared.telemetry.metrics import STAGES
-from tests.browser.chat_page import DESK, PHONE, SMALL, ChatPage
+from tests.browser.chat_page import SMALL, ChatPage
 from tests.browser.conftest import NUM_TOKENS
 from tests.integration.fleet_process import SAMPLE, Served, start_fleet
 from tests.long import long
@@ -389,31 +389,6 @@ import("/page/history.js")
   .then(({KeptConversations}) => new KeptConversations().get(history.state.conversation))
   .then((exchanges) => done(exchanges?.length ?? 0), (error) => done(String(error)));
 """
-KEEP_MANY = """
-const [limits, sizes, done] = arguments;
-(async () => {
-  const {KeptConversations} = await import("/page/history.js");
-  const kept = new KeptConversations({name: `test-${Math.random()}`, ...limits});
-  for (const [id, size] of sizes) {
-    const question = {text: id, images: [{name: id, url: "x".repeat(size)}]};
-    await kept.put({id, exchanges: [{question, answer: "yes", calls: []}, {question, answer: "", calls: []}]});
-  }
-  const entries = await kept.list();
-  const numKept = await Promise.all(entries.map(async ({id}) => (await kept.get(id)).length));
-  done([entries.map(({id}) => id).sort(), numKept]);
-})().catch((error) => done(String(error)));
-"""
-
-
-@long("browser-test")
-def test_the_oldest_conversations_make_room(page: ChatPage):
-    for limits, sizes, kept in (
-        ({"maxConversations": 2}, [["a", 1], ["b", 1], ["a", 2], ["c", 1]], ["a", "c"]),
-        ({"maxChars": 1000}, [["a", 400], ["b", 400], ["c", 500]], ["b", "c"]),
-        ({"maxChars": 1000}, [["a", 400], ["b", 2000]], ["b"]),
-    ):
-        found = page.browser.execute_async_script(KEEP_MANY, limits, sizes)
-        assert found == [kept, [1] * len(kept)]
 
 
 def test_an_error_is_shown_in_words_and_the_question_can_be_asked_again(page: ChatPage):
@@ -512,20 +487,6 @@ def test_results_of_calls_are_sent_and_kept(page: ChatPage):
     assert page.sent()[-1]["messages"][2 : 2 + len(ids)] == expected
 
 
-@long("browser-test")
-def test_the_chosen_model_and_every_setting_go_into_the_request(page: ChatPage):
-    Select(page.find("#model")).select_by_value("shapes")
-    page.find("#show-settings").click()
-    settings = {"temperature": 0.7, "top_p": 0.9, "seed": 41, "max_tokens": 6}
-    for name, value in settings.items():
-        field = page.find(f"[name={name}]")
-        field.clear()
-        field.send_keys(str(value))
-    assert len(page.answer_to("What is it?").split()) == settings["max_tokens"]
-    body = page.sent()[-1]
-    assert {name: body[name] for name in ("model", *settings)} == {"model": "shapes", **settings}
-
-
 def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
     page.find("#samples button").send_keys(Keys.ENTER)
     page.wait_for(lambda: page.find_all("#tray img"))
@@ -563,32 +524,6 @@ def test_the_header_is_one_row(page: ChatPage):
     page.wait_for(lambda: page.find("#search-main").is_displayed())
     assert not page.find("#views").is_displayed()
     assert barriers + page.barriers() == []
-
-
-@long("browser-test")
-def test_it_fits_a_phone_and_the_dark(page: ChatPage):
-    screens = (("small", SMALL, "light"), ("phone-dark", PHONE, "dark"), ("dark", DESK, "dark"))
-    for name, size, scheme in screens:
-        page.open(size, scheme)
-        page.wait_for_model()
-        page.keep(f"welcome-{name}")
-        page.answer_to("What is it?", *SAMPLES[:2])
-        root = page.find("html")
-        assert root.get_property("scrollWidth") <= size[0]
-        main = page.find("#main")
-        assert main.get_property("scrollWidth") <= main.get_property("clientWidth")
-        field = page.find("#question")  # without a scroll bar below
-        assert field.get_property("clientHeight") == field.get_property("offsetHeight")
-        page.keep(f"answer-{name}")
-    assert is_dark(page)
-    page.open()
-    page.wait_for_model()
-    assert not is_dark(page)
-
-
-def is_dark(page: ChatPage) -> bool:
-    color = page.find("html").value_of_css_property("background-color")
-    return int(color.split("(")[1].split(",")[0]) < 128
 
 
 DUMP_KEPT = """

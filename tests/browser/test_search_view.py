@@ -8,7 +8,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from engines.packages.shapes_clip import __file__ as PACKAGE
-from tests.browser.chat_page import DESK, SMALL, ChatPage
+from tests.browser.chat_page import DESK, ChatPage
 from tests.integration.fleet_process import Served, start_fleet
 from tests.long import long
 
@@ -94,34 +94,6 @@ def test_a_dropped_folder_is_found_by_words_and_by_an_image(search: ChatPage, tm
         search.find("#gallery-folder").send_keys(str(SAMPLES[0].parent))
         wait_for_all(search, len(SAMPLES))
     search.wait_for(lambda: hits(search)[0][0] == "wreath.png" and hits(search)[0][1] > 0)
-
-
-@long("browser-test")
-def test_many_images_show_progress_and_can_be_stopped(search: ChatPage, tmp_path):
-    for number in range(60):
-        shutil.copy(SAMPLES[number % len(SAMPLES)], tmp_path / f"{number}.png")
-    search.drop(tmp_path)
-    search.wait_for(lambda: search.find("#search-progress").is_displayed())
-    search.find("#words").send_keys(Keys.ESCAPE)
-    search.wait_for(lambda: search.find("#search-go").is_displayed())
-    search.find("#search-go").click()
-    wait_for_all(search, 60)
-    assert not search.find("#search-progress").is_displayed()
-
-
-@long("browser-test")
-def test_it_is_used_by_keyboard_and_fits_the_smallest_screen(search: ChatPage):
-    for name, size, scheme in (("small", SMALL, "light"), ("small-dark", SMALL, "dark")):
-        open_search(search, size, scheme)
-        search.find("#search-samples").send_keys(Keys.ENTER)
-        wait_for_all(search, len(SAMPLES))
-        assert ask(search, "a yellow star on black") == "night.png"
-        search.keep(f"search-{name}")
-        assert search.find("html").get_property("scrollWidth") <= size[0]
-    search.find(".menu").send_keys(Keys.ENTER)
-    names = {*search.names_from(None, to="#search-form button")}
-    assert {"Chat", "Search", "Choose a folder", "Search by an image", "Words"} <= names
-    assert "More like sea.png" in names
 
 
 @long("browser-test")

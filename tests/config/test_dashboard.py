@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -56,18 +55,3 @@ def test_errors_that_are_ours_are_all_named():
     found = re.findall(r'outcome=~\\?"([a-z_|]+)\\?"', "\n".join(QUERIES))
     named = [set(outcomes.split("|")) - {"ok"} for outcomes in found]
     assert [outcomes for outcomes in named if "internal_error" in outcomes] == [codes] * 2
-
-
-def test_panels_say_what_they_show_and_overlap_nowhere():
-    all_panels = DASHBOARD["panels"]
-    assert len({panel["id"] for panel in all_panels}) == len(all_panels)
-    assert len(set(TITLES)) == len(TITLES)
-    cells = []
-    for panel in PANELS:
-        references = [target["refId"] for target in panel["targets"]]
-        assert panel["description"]
-        assert len(set(references)) == len(references) > 0, panel["title"]
-    for x, y, w, h in (map(panel["gridPos"].get, "xywh") for panel in all_panels):
-        cells += product(range(x, x + w), range(y, y + h))
-    assert len(cells) == len(set(cells)), "panels overlap"
-    assert max(x for x, _ in cells) == 23

@@ -4,7 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -140,37 +139,6 @@ def test_redis_gets_the_files_of_the_repository():
             assert data[name] == (ROOT / "config" / "redis" / name).read_text()
         [volume] = [v for v in pods(variant)["redis"]["spec"]["volumes"] if v["name"] == "config"]
         assert volume["configMap"] == {"name": "redis"}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ways_out_lead_to_ports_of_pods(variant):
-    ports = {
-        pod["metadata"]["labels"]["app"]: {
-            port["containerPort"] for box in pod["spec"]["containers"] for port in box["ports"]
-        }
-        for pod in pods(variant).values()
-    }
-    ways = {
-        (name, place["podSelector"]["matchLabels"]["app"], port["port"])
-        for (kind, name), document in by_name(variant).items()
-        if kind == "NetworkPolicy"
-        for rule in document["spec"].get("egress", [])
-        for place in rule.get("to", [])
-        if "app" in place.get("podSelector", {}).get("matchLabels", {})
-        for port in rule["ports"]
-    }
-    assert all(port in ports[app] for _, app, port in ways)
-    needed = {("gateway", "redis"), ("worker", "redis")} if "redis" in ports else set()
-    needed |= {("redis", "redis")} if variant == "all" else set()
-    needed |= {("gateway", "search")} if "search" in ports else set()
-    assert {(name, app) for name, app, _ in ways} == needed
-    if "search" in ports:
-        url = urlsplit(
-            variables(pods(variant)["gateway"]["spec"]["containers"][0])["VLM_SEARCH__URL"]
-        )
-        [port] = by_name(variant)["Service", str(url.hostname)]["spec"]["ports"]
-        assert port["port"] == url.port
-        assert {("gateway", "search", url.port)} <= ways
 
 
 def test_sentinels_are_asked_by_gateways_and_workers():

@@ -84,26 +84,3 @@ def test_scaling_asks_for_metrics_that_exist_and_for_a_deployment_that_does():
         [(name, matchers)] = re.findall(r"(vlm_\w+)(?:\{([^}]*)\})?", query)
         assert re.findall(r"(\w+)=", matchers) == ["model"]  # no other model's load
         assert "model" in known[name]
-
-
-def test_secrets_that_are_asked_for_are_made_by_the_guide():
-    wanted = {
-        (ref["name"], ref["key"])
-        for name in PODS
-        for item in container(name)["env"]
-        if (ref := item.get("valueFrom", {}).get("secretKeyRef"))
-    }
-    [command] = re.findall(r"kubectl [^\n]*create secret generic (?:[^\n]*\\\n)*[^\n]*", GUIDE)
-    made = re.findall(r"--from-literal=([\w-]+)=", command)
-    assert wanted == {("vlm-fleet", key) for key in made}
-
-
-def test_prometheus_would_find_the_pods():
-    found = {}
-    [config] = re.findall(r"```yaml\n(scrape_configs:.*?)```", GUIDE, re.S)
-    for job in yaml.safe_load(config)["scrape_configs"]:
-        [rule] = job["relabel_configs"]
-        found[job["job_name"]] = rule["regex"]
-    ports = {name: container(name)["ports"][0]["name"] for name in ("gateway", "worker")}
-    pods = {"gateway": "gateway", "worker": "(worker|version)"}
-    assert found == {name: f"{pods[name]};{port}" for name, port in ports.items()}

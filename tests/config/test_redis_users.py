@@ -460,20 +460,3 @@ async def test_no_key_lives_for_ever_wherever_the_log_ends(redis_program, tmp_pa
                 admin.execute_command(*command)
             left |= {key for key in admin.scan_iter() if admin.pttl(key) == -1}
     assert left == set()
-
-
-async def test_a_worker_whose_user_is_of_an_older_release_takes_over_requests(server):
-    """It may not write the key of the scan: then each worker scans."""
-    settings = RedisSettings(url=server.url("gateway"))  # may not write it either
-    redis, blocking = create_redis(settings), create_redis(settings, blocking=True)
-    queue = RedisWorkerQueue(
-        redis, blocking, keys_prefix="vlm", model=MODEL, worker_id="w", lease_s=1.0,
-        max_attempts=3, batch_age_s=1.0,
-    )  # fmt: skip
-    try:
-        assert [await queue.take_scan(60.0) for _ in range(2)] == [True, True]
-        await queue.end_scan()
-    finally:
-        await queue.close()
-        for client in (redis, blocking):
-            await client.aclose()

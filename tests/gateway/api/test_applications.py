@@ -11,8 +11,6 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from deploy.commands import CommandFailed, run_apps, run_route
-from gateway.http.errors import ApiError
 from shared.gateway_client import ApiFailed, Client
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.deployments import (
@@ -27,7 +25,7 @@ from shared.packages.deployments import (
 from shared.packages.garbage import collect
 from shared.packages.manifest import Layer, PackageConfig, digest_of, make_manifest
 from shared.packages.rollout import App, LogLine, NodeRecord, Revision, Slot
-from shared.packages.store import StoreError, open_store
+from shared.packages.store import open_store
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import WorkerRecord
@@ -317,29 +315,6 @@ async def test_a_deployment_is_listed_after_models_of_workers_and_before_its_ver
     assert [model["id"] for model in listed] == ["own", "n", "n@old"]
 
 
-async def test_an_environment_is_a_version_of_its_own_and_a_rollback_brings_it_back(deployments):
-    digest = deployments.add_package("", "python")
-    first, second = ({"variables": {"X": x}, "secrets": {"TOKEN": "token"}} for x in "12")
-    placed = (await deployments.put(digest, environment=first)).json()["candidate"]
-    assert (placed["package"], placed["environment"]) == (digest, first)
-    assert placed["digest"] != digest
-    assert (await deployments.put(digest, environment=first, spec=placed["spec"])).is_success
-    assert (await deployments.put(digest, environment=first)).status_code == 200
-    await deployments.make_ready(placed["digest"])
-    assert (await deployments.ask(":promote")).status_code == 202
-    again = await deployments.put(digest, environment=second)
-    assert again.status_code == 202
-    await deployments.make_ready(again.json()["candidate"]["digest"])
-    await deployments.ask(":promote")
-    scaled = (await deployments.ask(":scale", min_instances=2)).json()
-    assert scaled["active"]["environment"] == second
-    back = (await deployments.ask(":rollback")).json()
-    assert back["active"]["environment"] == second
-    assert (back["candidate"]["environment"], back["candidate"]["digest"]) == (
-        first, placed["digest"],
-    )  # fmt: skip
-
-
 # Routes split the requests of a name between versions by weight
 
 
@@ -455,23 +430,6 @@ async def test_what_nodes_serve_stays_while_a_route_names_it(deployments):
     assert await picked(deployments) == {pods: 1000}
 
 
-async def test_commands_set_show_and_remove_a_route(deployments, capsys):
-    [pods] = await serving(deployments, "{}")
-    client = Client(deployments.gateway.url, "may-deploy")
-    await asyncio.to_thread(run_route, client, "n", [f"{version(pods)}=90"])
-    await asyncio.to_thread(run_apps, client, None)
-    assert f"{version(pods)}=90" in capsys.readouterr().out
-    for wrong in (["x=1"], ["000000000000=1"]):
-        with pytest.raises(ApiFailed):
-            await asyncio.to_thread(run_route, client, "n", wrong)
-    for wrong in (["x"], ["x="], ["x=1.5"], ["x=-1"], ["x=1", "x=2"]):
-        with pytest.raises(CommandFailed, match="VERSION=WEIGHT") as failed:
-            run_route(client, "n", wrong)
-        assert failed.value.code == 1
-    await asyncio.to_thread(run_route, client, "n", [])
-    assert not read_routes(deployments.store)["n"].versions
-
-
 async def test_weights_that_cannot_be_are_refused(deployments):
     missing = "sha256:" + 64 * "1"
     await announce(deployments, missing)
@@ -506,23 +464,6 @@ async def test_of_two_routes_at_once_one_is_refused(deployments, monkeypatch):
     removed = collect(deployments.store, grace_s=-1, num_kept=1)
     assert len(removed.blobs) == 2  # a manifest and its file
     assert deployments.store.size(old) is None
-
-
-async def test_until_its_store_answers_a_gateway_calls_no_name_unknown(
-    redis_server, redis_prefix, tmp_path, monkeypatch
-):
-    def fail(*_):
-        raise StoreError("it is away")
-
-    monkeypatch.setattr("gateway.calls.models.READ_PAUSE_S", 0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr("gateway.calls.models.read_routes", fail)
-        async with run(redis_server, redis_prefix, tmp_path) as deployments:
-            for expected in ((503, "store_unavailable"), (404, "model_not_found")):
-                with pytest.raises(ApiError) as refused:
-                    await deployments.gateway.services.models.find("n")
-                assert (refused.value.status, refused.value.code) == expected
-                patch.undo()
 
 
 # Adapters

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-import threading
 from collections import Counter
 from functools import partial
 
@@ -16,7 +15,6 @@ from gateway.batches import (
     Batches,
     BatchFiles,
     BatchRunner,
-    LineAnswer,
     LineResult,
     check_lines,
 )
@@ -375,59 +373,6 @@ def read_output(batches, record):
     ending = batches.get("owner", record.id).ending
     file = batches.files.get("owner", ending.output_file_id)
     return b"".join(batches.files.read("owner", file)).splitlines()
-
-
-class SlowStore(FileStore):
-    """Its first part is written once it is let."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.parts = []
-        self.has_begun, self.may_end = threading.Event(), threading.Event()
-
-    def put_if_absent(self, key, data):
-        if "/parts/" in key:
-            self.parts.append(key)
-            if len(self.parts) == 1:
-                self.has_begun.set()
-                assert self.may_end.wait(30)
-        return super().put_if_absent(key, data)
-
-
-class NoLeases:
-    """Nobody else is there."""
-
-    async def hold(self, name, holder, ttl_s):
-        return True
-
-    async def drop(self, name, holder):
-        pass
-
-
-async def test_a_result_that_is_being_kept_as_the_last_line_ends_is_kept_once(tmp_path):
-    store = SlowStore(tmp_path)
-    batches = Batches(store, BatchFiles(store))
-    record = make_batch(batches, [to_line(name) for name in ("one", "two")])
-    opening = []
-
-    async def let_end():
-        for _ in range(100):  # more turns than the end of the last line takes
-            await asyncio.sleep(0)
-        store.may_end.set()
-
-    async def ask(tenant, endpoint, body):
-        if b"two" in body:
-            await asyncio.to_thread(store.has_begun.wait, 30)
-            opening.append(asyncio.create_task(let_end()))
-        return LineAnswer(200, {}, "req_1", b"{}")
-
-    rates = {"max_lines": 10, "max_open_lines": 2, "keep_s": 3600, "flush_s": 0.001}
-    runner = BatchRunner(batches, NoLeases(), ask, lambda tenant, guest: True, **rates)
-    runner.start()
-    ending = await until(lambda: batches.get("owner", record.id).ending)
-    await runner.stop()
-    assert (ending.completed, ending.failed) == (2, 0)
-    assert sum(int(key.split("-")[-2]) for key in store.parts) == 2
 
 
 def test_results_of_two_gateways_count_once(batches):

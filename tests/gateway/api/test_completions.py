@@ -178,28 +178,6 @@ async def test_token_ids_of_prompt_and_output_are_returned_on_request(gateway, w
         assert worker.requests[-1].task.sampling.returns_prompt_ids
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_logprobs_say_where_each_token_begins(client, worker, stream):
-    def entry(text: str, rival: str) -> OutputLogprob:
-        chosen = TokenLogprob.of(text.encode(), -0.5)
-        return OutputLogprob(chosen, (TokenLogprob.of(rival.encode(), -0.25), chosen))
-
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        await answer.publish(*answer.deltas("né", logprobs=(entry("né", "no"),)))
-        last = answer.deltas(" a", logprobs=(entry(" a", "x"),))
-        await answer.publish(*last, answer.finished(num_tokens=2))
-
-    worker.script = script
-    told = await chunks_of(client, model=MODEL, prompt="hello", logprobs=2, stream=stream)
-    found = [chunk.choices[0].logprobs for chunk in told if chunk.choices[0].logprobs]
-    assert [x for each in found for x in each.tokens] == ["né", " a"]
-    assert [x for each in found for x in each.token_logprobs] == [-0.5, -0.5]
-    assert [x for each in found for x in each.text_offset] == [0, 2]
-    assert found[0].top_logprobs[0] == {"no": -0.25, "né": -0.5}
-    assert worker.requests[0].task.sampling.num_logprobs == 2
-
-
 async def tokenize(answer: Answer) -> None:
     task, name = answer.request.task, (answer.request.id, answer.claim.attempt)
     strings = ("a", "b") if task.with_strings else ()

@@ -2,8 +2,6 @@
 
 import asyncio
 import base64
-import json
-import logging
 
 import msgspec
 import pytest
@@ -11,7 +9,6 @@ import pytest
 from gateway.api.pooling import Embeddings
 from gateway.http.exchange import RequestContext
 from shared.settings.limits import LimitSettings
-from shared.telemetry.metrics import STAGES
 from tests.factories_gateway import CARD, make_settings, run_gateway_on_socket
 from tests.factories_images import encoded
 from tests.factories_numbers import (
@@ -156,26 +153,6 @@ async def test_a_client_that_leaves_frees_all_parts(fleet, ends):
 # What is noted
 
 
-async def test_it_is_counted_and_logged_as_an_answer_without_tokens(gateway, caplog):
-    caplog.set_level(logging.INFO, "gateway.calls.recorder")
-    response = await embed(gateway, ["secret words", "more"], user="jane", timings=True)
-    timings = response.json()["timings"]
-    stages = [timings[f"{stage}_s"] for stage in STAGES]
-    assert sum(stages) == pytest.approx(timings["e2e_s"], abs=1e-4)
-    assert timings["prefill_s"] > 0
-    assert response.headers["server-timing"].startswith("ingest;dur=")
-    [line] = [vars(record) for record in caplog.records if record.name.endswith("recorder")]
-    assert (line["outcome"], line["status"]) == ("ok", 200)
-    assert (line["prompt_tokens"], line["output_tokens"]) == (3, 0)
-    assert "secret" not in json.dumps(line, default=str)
-    metrics = (await gateway.client.get("/metrics")).text
-    assert f'vlm_requests_total{{model="{MODEL}",outcome="ok"}} 1.0' in metrics
-    assert f'vlm_prompt_tokens_total{{model="{MODEL}"}} 3.0' in metrics
-    assert f'vlm_generation_tokens_total{{model="{MODEL}"}} 0.0' in metrics
-    assert f'vlm_time_to_first_token_seconds_count{{model="{MODEL}"}} 0.0' in metrics
-    assert f'vlm_request_duration_seconds_count{{model="{MODEL}"}} 1.0' in metrics
-
-
 def test_documents_need_no_prompt_of_their_own():
     """A model with a prompt for queries alone takes documents as they are."""
     card = msgspec.structs.replace(CARD, tasks=("embed",), prompts=("query",))
@@ -252,18 +229,6 @@ async def test_images_stand_among_texts(gateway):
         assert read_vectors(response.json()) == [expected]
 
 
-async def test_many_images_are_several_calls_and_keep_their_places(gateway):
-    seeds = [index % 5 for index in range(60)]
-    given = [item for seed in seeds for item in ({"image": as_base64(seed)}, "w " * 400)]
-    vectors = read_vectors((await embed(gateway, given)).json())
-    alone = {
-        seed: read_vectors((await embed(gateway, [{"image": as_base64(seed)}])).json())[0]
-        for seed in set(seeds)
-    }
-    assert vectors[::2] == [alone[seed] for seed in seeds]
-    assert len({tuple(vector) for vector in alone.values()}) == 5
-
-
 async def test_an_image_that_cannot_be_decoded_is_named_where_the_client_put_it(gateway):
     broken = base64.b64encode(encoded(2)[:-30]).decode()
     given = ["w " * 400] * 40 + [{"image": as_base64(1)}, {"image": broken}]
@@ -311,14 +276,6 @@ async def test_options_of_rerank(gateway):
     assert cut["relevance_score"] == score_of(QUERY, "x")
     equal = (await rerank(gateway, ["same"] * 5))["results"]
     assert [result["index"] for result in equal] == [0, 1, 2, 3, 4]
-
-
-async def test_many_documents_are_several_calls_and_one_ranking(gateway):
-    documents = [f"document {index}" for index in range(1000)]
-    results = (await rerank(gateway, documents))["results"]
-    scores = [result["relevance_score"] for result in results]
-    assert scores == [score_of(QUERY, documents[result["index"]]) for result in results]
-    assert scores == sorted(scores, reverse=True)
 
 
 async def test_pairs_are_scored_in_their_order(gateway):

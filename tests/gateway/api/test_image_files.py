@@ -1,6 +1,5 @@
 """Images that are uploaded once, and stand for their URL in requests of every API."""
 
-import asyncio
 import hashlib
 import itertools
 from base64 import b64decode
@@ -69,15 +68,6 @@ async def test_an_image_is_uploaded_once_and_named_in_every_api(client, gateway,
         assert (response.status_code, error["code"]) == (400, "file_not_found")
         assert error["param"].startswith("input" if "resp" in path else "messages")
     assert worker.requests == []
-
-
-async def test_an_image_that_many_upload_at_once_is_kept_for_all(client, gateway, worker):
-    async def upload() -> set[str]:
-        made = client.files.create
-        return {(await made(file=("scene.png", PNG), purpose="vision")).id for _ in range(20)}
-
-    [name] = set().union(*await asyncio.gather(*(upload() for _ in range(8))))
-    assert (await ask(gateway, CHAT, name, ONE)).status_code == 200
 
 
 async def test_an_image_that_is_deleted_is_not_found(client, gateway, worker):

@@ -1,17 +1,14 @@
 """Ollama's API: chats and prompts in lines of JSON, images, options, and what is told of models."""
 
-import itertools
 import json
 
 from shared.protocol import (
     FinishReason,
     ImagePart,
-    OutputLogprob,
     StageTimings,
     TextPart,
-    TokenLogprob,
 )
-from tests.factories_gateway import CARD, HELLO, MODEL, TEXT_BODIES, Answer, think
+from tests.factories_gateway import CARD, HELLO, MODEL, Answer, think
 from tests.factories_images import data_url
 
 PNG = data_url().partition(",")[2]
@@ -109,21 +106,3 @@ async def test_models_are_listed_and_shown(gateway, worker):
     assert missing.status_code == 404
     assert isinstance(missing.json()["error"], str)
     assert (await client.get("/api/version")).json()["version"]
-
-
-async def test_logprobs(gateway, worker):
-    token = TokenLogprob.of(b"Hi", -0.5)
-
-    async def answer(answer: Answer) -> None:
-        deltas = answer.deltas("Hi", logprobs=(OutputLogprob(token, (token,)),))
-        await answer.publish(answer.started(), *deltas, answer.finished())
-
-    worker.script = answer
-    told = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105]}
-    for path, stream in itertools.product(("/api/chat", "/api/generate"), (True, False)):
-        asked = {"logprobs": True, "top_logprobs": 1, "stream": stream}
-        body = {"model": MODEL, **TEXT_BODIES[path], **asked}
-        lines = lines_of((await gateway.client.post(path, json=body)).text)
-        assert worker.requests[-1].task.sampling.num_logprobs == 1
-        [found] = [line["logprobs"] for line in lines if "logprobs" in line]
-        assert found == [{**told, "top_logprobs": [told]}]

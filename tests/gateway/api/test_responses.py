@@ -12,7 +12,6 @@ from shared.protocol import (
     CallPiece,
     ErrorCode,
     FinishReason,
-    ImagePart,
     TextPart,
     Tokenize,
     Tokenized,
@@ -50,18 +49,6 @@ async def test_a_text_and_instructions_make_a_conversation(client, worker):
         ("user", "hello"),
     ]
     assert (request.task.sampling.max_tokens, request.task.sampling.temperature) == (9, 0)
-
-
-async def test_items_hold_images_and_the_answer_before(client, worker):
-    answer = await client.responses.create(model=MODEL, input=ITEMS)
-    turn = answer.output[0].model_dump()
-    again = [*ITEMS, turn, {"role": "user", "content": "and now?"}]
-    await client.responses.create(model=MODEL, input=again)
-    task = worker.requests[1].task
-    assert [message.role for message in task.messages] == ["user", "assistant", "user"]
-    assert task.messages[0].parts == (TextPart("what is it?"), ImagePart(0))
-    assert task.messages[1].parts == (TextPart("Hello you"),)
-    assert len(task.images) == 1
 
 
 async def test_a_stream_has_its_events_in_order(client, worker):

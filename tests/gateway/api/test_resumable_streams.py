@@ -7,11 +7,10 @@ from contextlib import asynccontextmanager, contextmanager
 import httpx
 import pytest
 
-from gateway.calls.resume import BEGINS_WITHIN_S
 from shared.protocol import ErrorCode
-from shared.queue.api import QueueRefused, QueueUnavailable, Submitted
+from shared.queue.api import QueueUnavailable
 from shared.queue.gateway import RedisGatewayQueue
-from shared.queue.keys import BLOB_LINGER_S, RedisKeys
+from shared.queue.keys import RedisKeys
 from tests.factories_gateway import (
     CHAT,
     Answer,
@@ -251,36 +250,6 @@ async def test_a_retry_joins_what_was_queued_though_nobody_knew(
     assert (await other.chat(headers=key, timeout=5)).status_code == 200
 
 
-async def test_a_retry_before_the_first_is_queued_does_not_disturb_it(gateway, worker):
-    script = Paced(worker)
-    script.go(6)
-    queue = gateway.services.queue
-    submit, may_queue, num_waiting = queue.submit, asyncio.Event(), 0
-
-    async def wait_and_submit(*arguments, **options) -> Submitted:
-        nonlocal num_waiting
-        num_waiting += 1
-        await may_queue.wait()
-        return await submit(*arguments, **options)
-
-    queue.submit = wait_and_submit
-    key = {"idempotency-key": "order-74"}
-    first = asyncio.create_task(gateway.chat(headers=key))
-    await until(lambda: num_waiting)
-    retry = asyncio.create_task(gateway.chat(headers=key))
-    await until(lambda: gateway.services.admission.num_open >= 2)
-    await asyncio.wait([retry], timeout=0.2)  # it is refused, follows, or waits to be queued
-    may_queue.set()
-
-    async with asyncio.timeout(10):
-        answers = await asyncio.gather(first, retry)
-    texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
-    assert texts == ["".join(WORDS)] * 2
-    assert len(worker.answers) == 1
-    assert gateway.services.admission.num_open == 0
-    assert gateway.services.dispatcher.num_open == 0
-
-
 def metric(text: str, name: str) -> float:
     """The sum of a metric's series whose labels begin so."""
     return sum(
@@ -317,28 +286,6 @@ async def num_calls(redis) -> int:
     return scripts + sum(stats[name]["calls"] for name in reads if name in stats)
 
 
-@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 10.0}}])
-async def test_followers_that_wait_ask_redis_for_nothing(gateway, other, worker, redis, changes):
-    script = Paced(worker)
-    async with begun(gateway) as (response, events):
-        script.go(1)
-        await read_until(events, 1)
-        followers = [asyncio.create_task(take_up(other, response, None)) for _ in range(100)]
-        await until(lambda: other.services.dispatcher.num_open)
-        await until(lambda: other.services.admission.num_open >= 100)
-        # gateways and a worker that are idle look up models and block on reads; followers that
-        # poll would never come below it
-        async with asyncio.timeout(30):
-            num_new = 1000
-            while num_new >= 20:
-                before = await num_calls(redis)
-                await asyncio.sleep(1.0)
-                num_new = await num_calls(redis) - before
-        script.go(5)
-        texts = {content(parse((await follower).text)) for follower in followers}
-    assert texts == {"".join(WORDS)}
-
-
 @pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 2.0}}])
 @in_one_round
 async def test_a_follower_ends_at_its_deadline_while_redis_is_away(
@@ -358,48 +305,6 @@ async def test_a_follower_ends_at_its_deadline_while_redis_is_away(
                 text = "".join([piece async for piece in followed.aiter_text()])
                 proxy.thaw()
     assert json.loads(parse(text)[-1][1])["error"]["code"] == "deadline_exceeded"
-
-
-async def test_a_reader_of_a_request_that_was_refused_after_all_is_told_at_once(
-    gateway, other, redis, redis_prefix, worker
-):
-    may_refuse, is_asked = asyncio.Event(), asyncio.Event()
-
-    async def refuse(*arguments, **options) -> None:
-        is_asked.set()
-        await may_refuse.wait()
-        raise QueueRefused("queue_full", 0.0)
-
-    for each in (gateway, other):
-        each.services.queue.submit = refuse
-    first = asyncio.create_task(gateway.chat(headers={"idempotency-key": "order-77"}))
-    await is_asked.wait()
-    [record] = [name async for name in redis.scan_iter(match=f"{redis_prefix}:stream:*")]
-    request_id = record.decode().rpartition(":")[2]
-    reader = asyncio.create_task(other.client.get(f"/v1/streams/chatcmpl-{request_id}"))
-    await until(lambda: other.services.dispatcher.num_open)
-    may_refuse.set()
-    async with asyncio.timeout(BEGINS_WITHIN_S / 2):
-        assert (await first).status_code == (await reader).status_code == 503
-    for number in range(20):  # refused tries forget their record while others look for it
-        key = {"idempotency-key": f"order-76-{number}"}
-        tries = [each.chat(headers=key) for _ in range(4) for each in (gateway, other)]
-        answers = await asyncio.gather(*tries)
-        assert {answer.status_code for answer in answers} == {503}
-        assert all("retry-after" in answer.headers for answer in answers)
-
-
-async def test_a_post_beside_another_versions_record_is_served_or_told_when_to_come_back(
-    gateway, worker, redis, redis_prefix
-):
-    key = {"idempotency-key": "order-78"}
-    assert (await gateway.chat(headers=key)).status_code == 200
-    [record] = [name async for name in redis.scan_iter(match=f"{redis_prefix}:stream:*")]
-    await redis.set(record, b'{"model": "tiny"}', ex=60)
-    response = await gateway.chat(headers=key)
-    assert (response.status_code, "retry-after" in response.headers) == (503, True)
-    await forget(redis, redis_prefix)
-    assert (await gateway.chat(headers=key)).status_code == 200
 
 
 async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(gateway, other, worker):
@@ -427,27 +332,3 @@ async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(gateway, 
     answers = [await gateway.chat(headers=key) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [500, 500]
     assert len(worker.answers) == 1
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-async def test_the_images_of_a_request_that_ended_go_soon(
-    gateway, worker, redis, redis_prefix, leaves
-):
-    """A detached request keeps them when its client leaves."""
-    script = Paced(worker)
-    body = make_body([image_part(data_url(seed=78 + leaves))], stream=leaves)
-    headers = RESUMABLE if leaves else {"idempotency-key": "order-81"}
-    task = asyncio.create_task(gateway.chat(body, headers=headers))
-    await until(lambda: worker.answers)
-    [image] = worker.answers[0].request.task.images
-    key = RedisKeys(redis_prefix).blob(image.sha256)
-    if leaves:
-        task.cancel()
-        await until(lambda: not gateway.services.admission.num_open)
-        assert await redis.pttl(key) > 60_000
-    script.go(6)
-    await asyncio.gather(task, return_exceptions=True)
-    async with asyncio.timeout(10):
-        while await redis.pttl(key) > BLOB_LINGER_S * 1000:
-            await asyncio.sleep(0.01)
-    await until(lambda: not gateway.services.dispatcher.num_open)

@@ -110,23 +110,6 @@ async def test_tasks_of_a_session_have_its_common_data_and_come_to_something(ses
     assert other["error"]["code"] == "task_id_reused"
 
 
-async def test_states_are_counted_and_tasks_listed_in_pages(session, scripted):
-    scripted.gate.clear()
-    await session.send(*({"input": i, "id": f"t{i:03}"} for i in range(102)))
-    while (counts := await session.counts()).get("running") != 102:
-        assert counts["pending"] + counts.get("running", 0) == 102
-        await asyncio.sleep(0.02)
-    scripted.gate.set()
-    await until_equal(session.counts, {"succeed": 102})
-    assert (await session.end_of("t101"))["output"] == [101]
-    first = await session.ask("GET", "/tasks")
-    rest = await session.ask("GET", f"/tasks?after={first['data'][-1]['id']}")
-    assert first["has_more"] is True
-    assert rest["has_more"] is False
-    names = [task["id"] for task in first["data"] + rest["data"]]
-    assert sorted(names) == [f"t{i:03}" for i in range(102)]
-
-
 async def test_a_list_of_tasks_shows_what_was_asked_and_what_came_of_it(session):
     long, breaks = "x" * 1000, "a\u2028b\x85c"  # line breaks of Unicode are text
     inputs = {"one": {"a": 1}, "two": "fail", "three": long, "four": breaks}

@@ -6,13 +6,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gateway.api.transcriptions import TranscriptAnswer, TranscriptOptions
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import Totals
 from shared.protocol import (
     ErrorCode,
     Finished,
@@ -29,7 +26,6 @@ from tests.factories_gateway import (
     Answer,
     RunningGateway,
     ScriptedWorker,
-    find_segments,
     say_nothing,
 )
 from tests.waiting import until
@@ -174,26 +170,6 @@ async def test_a_segment_that_fails_fails_the_request_with_its_error_and_ends_th
     await until(lambda: sum(answer.refused == "cancelled" for answer in worker.answers) == 2)
 
 
-async def test_a_client_that_leaves_while_the_file_is_cut_is_noticed(gateway, worker):
-    worker.stop_claiming()
-    queue = gateway.services.lifecycle.dispatcher
-    waiting = asyncio.create_task(post(gateway))
-    await until(lambda: queue.num_open == 1)
-    waiting.cancel()
-    await until(lambda: queue.num_open == 0)
-
-
-@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 60.0}}])
-async def test_the_time_in_which_a_file_is_cut_counts_for_the_deadline(gateway, worker, changes):
-    async def find_slowly(answer: Answer) -> None:
-        await asyncio.sleep(1.0)
-        await find_segments(answer)
-
-    worker.find = find_slowly
-    assert (await post(gateway)).status_code == 200
-    assert {answer.claim.remaining_s <= 59.0 for answer in worker.answers} == {True}
-
-
 async def test_a_resumable_request_is_one_call(gateway, worker):
     gateway.client.headers["idempotency-key"] = "a"
     response = await post(gateway, response_format="verbose_json")
@@ -241,19 +217,3 @@ def events_of(index: int, pieces: list[str]) -> list[ChoiceEvent]:
     tokens = [Tokens(*name, place, (place,), text) for place, text in enumerate(pieces)]
     end = Finished(*name, FinishReason.STOP, Usage(1, len(pieces)))
     return [(index, event) for event in (*tokens, end)]
-
-
-@given(segments=st.lists(PIECES, min_size=1, max_size=4), data=st.data())
-def test_deltas_join_to_the_whole_text(segments: list[list[str]], data: st.DataObject):
-    left = [events_of(index, pieces) for index, pieces in enumerate(segments)]
-    order = data.draw(st.permutations([i for i, events in enumerate(left) for _ in events]))
-    events = [left[index].pop(0) for index in order]
-    options = TranscriptOptions("json", segment_ends=tuple(map(float, range(1, len(segments) + 1))))
-    cut = data.draw(st.integers(0, len(events)))
-    streamed = TranscriptAnswer(options)
-    frames = [*streamed.frames(events[:cut], None), *streamed.frames(events[cut:], Totals())]
-    *deltas, done = [json.loads(frame.removeprefix(b"data: ")) for _, frame in frames]
-    text = json.loads(TranscriptAnswer(options).whole(events, Totals()))["text"]
-    assert "".join(delta["delta"] for delta in deltas) == done["text"] == text
-    words = [word for pieces in segments for word in "".join(pieces).split()]
-    assert text.split() == words

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.factories_gateway import CHAT, HELLO, MODEL, make_body
+from tests.factories_gateway import HELLO, make_body
 
 
 def ignored(response) -> set[str]:
@@ -25,19 +25,6 @@ async def test_fields_of_nested_objects_are_listed_by_path(gateway):
     refused = await gateway.chat(body)  # the place in an error is that of the request
     assert refused.json()["error"]["param"] == "messages.[0].content.[1].image_url"
     assert refused.headers["x-vlm-ignored"]
-
-
-async def test_each_api_lists_them(gateway):
-    turns = [{"role": "user", "content": "Hi", "x": 1}]
-    blocks = [{"role": "user", "content": [{"type": "text", "text": "Hi", "x": 1}]}]
-    for path, body, names in (
-        ("/v1/messages", {"max_tokens": 9, "messages": blocks}, {"messages.content.x"}),
-        ("/v1/responses", {"input": turns, "client_metadata": {}}, {"client_metadata", "input.x"}),
-        ("/api/chat", {"messages": HELLO, "options": {"num_ctx": 9}}, {"options.num_ctx"}),
-        (CHAT, {"messages": HELLO, "stream": True, "colour": "blue"}, {"colour"}),
-    ):
-        response = await gateway.client.post(path, json={"model": MODEL, "stream": False, **body})
-        assert ignored(response) == names
 
 
 async def test_the_header_is_bounded_and_holds_names_alone(gateway, caplog):

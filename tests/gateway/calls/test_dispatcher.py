@@ -2,16 +2,12 @@
 
 import asyncio
 import re
-import time
 from datetime import date
-from functools import partial
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 from redis.asyncio import Redis
 
-from gateway import services
 from gateway.calls.dispatcher import MAX_LOOKS, Dispatcher
 from gateway.calls.open_call import ChoiceProgress, OpenCall
 from gateway.keys.usage import UsageLog, today
@@ -39,7 +35,6 @@ from tests.factories_gateway import (
 from tests.factories_keys import code
 from tests.factories_queue import GATEWAY, make_finished, make_request, publication
 from tests.gateway.api.chat.test_streams import read_events
-from tests.rounds import in_one_round
 from tests.waiting import until, until_equal
 from worker.active_requests import read_claim
 
@@ -222,22 +217,6 @@ async def test_a_request_that_redis_lost_is_queued_again_once_redis_is_back(gate
     assert response.json()["choices"][0]["message"]["content"] == "found"
 
 
-async def test_a_log_that_cannot_be_read_ends_that_request_alone(gateway, worker, redis):
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        if len(worker.answers) == 1:
-            async for key in redis.scan_iter(f"*log:{answer.request.id}"):
-                await redis.rpush(key, b"nonsense")
-        else:
-            await asyncio.sleep(0.5)  # silent for long enough to be looked up
-            await answer.finish("fine")
-
-    worker.script = script
-    response = await gateway.chat()
-    assert code(response)[:2] == (503, "worker_lost")
-    assert (await gateway.chat()).status_code == 200
-
-
 def breaking_once(method, broken):
     """The method, whose first call fails."""
 
@@ -280,27 +259,6 @@ async def test_events_go_on_after_what_reads_them_has_broken_off_or_could_not_re
     await until(are_more)
 
 
-@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 0.3}}])
-async def test_deadlines_are_kept_after_what_keeps_them_has_broken_off(
-    gateway, worker, monkeypatch
-):
-    broken = []
-    monkeypatch.setattr(OpenCall, "fail", breaking_once(OpenCall.fail, broken))
-    worker.script = lambda answer: asyncio.sleep(0)
-    assert (await gateway.chat()).json()["error"]["code"] == "deadline_exceeded"
-    assert broken
-
-
-async def test_an_event_that_cannot_be_taken_ends_that_request_alone(gateway, worker, monkeypatch):
-    def refuse(self, event):
-        raise RuntimeError("broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ChoiceProgress, "accept", refuse)
-        assert (await gateway.chat()).json()["error"]["code"] == "worker_lost"
-    assert (await gateway.chat()).status_code == 200
-
-
 @pytest.fixture
 async def dispatcher(redis, redis_blocking, redis_prefix):
     """The dispatcher of a gateway, alone; no worker serves the requests that it queues."""
@@ -328,20 +286,6 @@ async def submit(dispatcher: Dispatcher, count: int, timeout_s: float) -> list[O
         await submit_one(dispatcher, *(make_request() for _ in range(16)), timeout_s=timeout_s)
         for _ in range(count // 16)
     ]
-
-
-async def test_a_lost_request_whose_client_left_is_not_submitted_again(
-    dispatcher, monkeypatch, caplog
-):
-    left, other = [await submit_one(dispatcher, make_request()) for _ in range(2)]
-
-    async def lose(model: str, request_id: str) -> None:
-        left.close()
-
-    monkeypatch.setattr(dispatcher.queue, "state", lose)
-    await until(lambda: other.num_resubmits == 2)  # looked up with the first one, and once more
-    assert left.num_resubmits == 0
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
@@ -396,33 +340,6 @@ async def test_calls_of_a_shard_that_is_down_delay_no_lookup_of_others(dispatche
     await until(lambda: opened.num_resubmits == 1)
 
 
-@in_one_round
-async def test_ten_thousand_silent_requests_end_at_their_deadline(dispatcher, monkeypatch):
-    """Also while Redis is silent."""
-
-    async def hang(*_: object, **__: object) -> None:
-        await asyncio.Event().wait()
-
-    async def lateness_s(open_call: OpenCall) -> float:
-        num_ended = 0
-        while num_ended < 16:
-            events = await open_call.receive()
-            assert {event.code for _, event in events} == {ErrorCode.DEADLINE_EXCEEDED}
-            num_ended += len(events)
-        return time.monotonic() - open_call.deadline_at
-
-    ended_at = asyncio.get_running_loop().time() + 4.0
-    lateness = []
-    for _ in range(10_000 // 16):
-        timeout_s = max(0.1, ended_at - asyncio.get_running_loop().time())
-        [open_call] = await submit(dispatcher, 16, timeout_s)
-        lateness.append(asyncio.create_task(lateness_s(open_call)))
-    with monkeypatch.context() as patch:
-        for name in ("state", "events", "cancel"):
-            patch.setattr(dispatcher.queue, name, hang)
-        assert max(await asyncio.gather(*lateness)) < 5.0
-
-
 async def test_an_id_that_is_open_is_refused_and_the_first_goes_on(dispatcher):
     request = make_request(is_resumable=True)
     first = await submit_one(dispatcher, request)
@@ -475,40 +392,3 @@ async def test_what_arrives_while_the_log_is_read_may_be_later_than_the_log():
     [end] = progress.replay([*log, delta(2, 3), finished(3)])
     assert isinstance(end, Finished)
     assert not progress.has_gap
-
-
-async def test_a_model_that_is_retired_loses_its_mailbox_when_its_last_request_has_ended(
-    redis, fleet, redis_prefix, worker, monkeypatch
-):
-    """And has it again when there is a request for it, as one that was read before it was retired."""
-    go_on = asyncio.Event()
-
-    async def wait(answer: Answer) -> None:
-        await go_on.wait()
-        await answer.finish("red")
-
-    async def expires() -> bool:
-        """Whether nobody renews what has a moment left."""
-        await redis.pexpire(key, 150)
-        await asyncio.sleep(0.3)
-        return not await redis.exists(key)
-
-    monkeypatch.setattr(services, "RedisMailbox", partial(RedisMailbox, renew_every_s=0.02))
-    worker.script = wait
-    async with fleet.gateway() as gateway:
-        models = gateway.services.models
-        key = RedisKeys(redis_prefix).mailbox(MODEL, gateway.services.mailbox.gateway_id)
-        card = await models.find(MODEL)
-        slow = asyncio.create_task(gateway.chat())
-        await until(lambda: worker.answers)
-        await worker.registry.forget(MODEL)
-        await worker.registry.withdraw("scripted")
-        await models.refresh()
-        assert not await expires()
-
-        go_on.set()
-        assert (await slow).status_code == 200
-        await until(expires)
-
-        monkeypatch.setattr(models, "find", AsyncMock(return_value=card))
-        assert (await gateway.chat()).status_code == 200

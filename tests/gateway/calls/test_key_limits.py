@@ -1,6 +1,5 @@
 """Limits of a key and of the fleet: who is refused, with which status, and until when. Redis's part: `test_bounds`."""
 
-import asyncio
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -8,7 +7,6 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.calls.key_limits import (
-    MAX_REFUSED,
     TOKENS_PER_IMAGE,
     KeyLimits,
     PossibleTokens,
@@ -91,14 +89,6 @@ def test_batch_work_leaves_half_of_the_tokens_and_has_a_queue_of_its_own():
     assert [key_limits.max_waiting(priority) for priority in Priority] == [5, 7]
 
 
-def test_where_nothing_is_limited_nothing_is_reserved():
-    card, calls = ModelCard("m", 0, max_model_len=100, vocab_size=10), [make_request()]
-    limited, _ = make_limits()
-    assert limited.reservation(calls, card) is not None
-    unlimited, _ = make_limits(max_open_tokens=0)
-    assert unlimited.reservation(calls, card) is None
-
-
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_key_beyond_its_limit_gets_429_and_a_fleet_beyond_its_own_503(reason):
     limits, _ = make_limits(max_key_requests_per_minute=3)
@@ -119,16 +109,6 @@ def test_a_key_that_has_to_wait_is_not_asked_about_again_until_then():
     limits.check("other", "a")
     time.now = 11.3
     limits.check("m", "a")
-
-
-def test_those_who_never_came_back_take_no_place_from_others():
-    limits, time = make_limits(max_key_requests_per_minute=3)
-    for number in range(MAX_REFUSED):
-        limits.to_error(QueueRefused("key_requests", 11.2), "m", f"tenant {number}")
-    time.now = 20.0
-    limits.to_error(QueueRefused("key_requests", 11.2), "m", "late")
-    with pytest.raises(RateLimited):
-        limits.check("m", "late")
 
 
 @pytest.mark.parametrize(("reason", "wait_s"), [("key_open", 0.0), ("key_tokens", 11.2)])
@@ -205,22 +185,3 @@ async def test_a_key_gets_back_what_an_answer_did_not_take(gateway, worker):
     await refunded(gateway)
     worker.script = usual
     assert (await gateway.chat()).status_code == 200
-
-
-@few_tokens
-async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(gateway, worker):
-    is_left = asyncio.Event()
-
-    async def say_much_later(answer: Answer) -> None:
-        await answer.start()
-        await is_left.wait()
-        await answer.finish(*["on "] * 3000)
-
-    worker.script = say_much_later
-    body, headers = make_body(stream=True, max_tokens=10), {"x-vlm-resumable": "1"}
-    async with gateway.client.stream("POST", CHAT, json=body, headers=headers):
-        pass
-    await until(lambda: gateway.services.refunds.num_open)
-    is_left.set()
-    await refunded(gateway)
-    assert (await gateway.chat()).status_code == 429

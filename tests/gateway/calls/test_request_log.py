@@ -6,7 +6,6 @@ import time
 import pytest
 
 from shared.protocol import ErrorCode
-from shared.telemetry import logs
 from shared.telemetry.metrics import STAGES
 from tests.factories_gateway import Answer, make_body
 from tests.factories_keys import bearer
@@ -63,20 +62,6 @@ async def test_a_refusal_and_a_failure_after_the_first_token_show_what_the_clien
     await gateway.stream()
     found = [(line["model"], line["outcome"], line["status"]) for line in lines()]
     assert found == [("tiny", "invalid_value", 400), ("tiny", "engine_failure", 200)]
-
-
-async def test_what_is_logged_during_a_request_names_it(gateway, worker, monkeypatch):
-    seen: list[str | None] = []
-    submit = gateway.services.dispatcher.submit
-
-    async def note(*arguments, **options):
-        seen.append(logs.request_id.get())
-        return await submit(*arguments, **options)
-
-    monkeypatch.setattr(gateway.services.dispatcher, "submit", note)
-    await gateway.chat()
-    assert worker.requests[0].id == f"{seen[0]}-0"
-    assert logs.request_id.get() is None
 
 
 HTTP_LOGGER = "gateway.http.router"

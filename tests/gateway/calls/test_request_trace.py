@@ -135,14 +135,6 @@ def test_opentelemetrys_own_switch_turns_it_off_and_without_the_extra_it_is_refu
         create_tracer(TraceSettings(export="otlp"), "gateway", "g")
 
 
-async def test_clients_do_not_decide_where_the_operator_does(traced, collector, monkeypatch):
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
-    async with traced as gateway:
-        await gateway.chat(headers={"traceparent": CALLER})
-    assert collector.spans == []
-
-
 async def test_metrics_of_the_conventions_are_sent_where_they_are_asked_for(
     monkeypatch, collector, traced
 ):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from loadtest.fleet import ROOT
-from tests.factories_gateway import CHAT, Answer, make_body, talk_on
+from tests.factories_gateway import CHAT, Answer, make_body
 from tests.waiting import until
 
 NGINX = shutil.which("nginx") or os.environ.get("NGINX", "")
@@ -119,13 +119,3 @@ async def test_wrong_keys_are_counted_for_each_client_whatever_address_it_claims
     for url, address in ((proxy, "127.0.0.2"), (gateway.url, "127.0.0.5")):
         assert await statuses(url, address, 62) == [401] * 60 + [429] * 2
     assert await statuses(proxy, "127.0.0.3", 1) == [401]
-
-
-async def test_a_client_that_leaves_ends_its_request(proxy, worker):
-    worker.script = talk_on
-    async with (
-        client(proxy) as https,
-        https.stream("POST", CHAT, json=make_body(stream=True)) as response,
-    ):
-        await anext(response.aiter_lines())
-    await asyncio.wait_for(worker.cancelled.wait(), 20.0)

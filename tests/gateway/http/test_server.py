@@ -15,11 +15,9 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from gateway.http.errors import NotFound
 from gateway.main import raise_file_limit
-from shared.protocol import AdapterCard, BlobRef, ModelCard, SamplingDefaults
+from shared.protocol import AdapterCard, ModelCard, SamplingDefaults
 from shared.queue.registry import WorkerRecord
-from shared.redis.client import RedisLink
 from tests.factories_gateway import (
     CARD,
     CHAT,
@@ -31,7 +29,6 @@ from tests.factories_gateway import (
     openai_client,
     run_gateway_on_socket,
     say_hello,
-    say_nothing,
 )
 from tests.factories_images import data_url, image_part
 from tests.factories_keys import code
@@ -122,17 +119,6 @@ async def test_a_trailer_is_no_header(gateway, worker, changes):
     assert b"x-request-id: trailer" not in answer
 
 
-async def test_a_protocol_that_is_not_spoken_is_answered_in_this_one_and_not_logged(
-    gateway, worker, caplog
-):
-    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
-    request = chat_over_http().replace(b"host: ", upgrade + b"host: ", 1)
-    answer = await talk(gateway, request, START + b"\r\n")
-    assert answer.count(b"HTTP/1.1 200 ") == 2
-    assert b"Hello you" in answer
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
 POST = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n%b\r\n%b"
 
 
@@ -206,15 +192,6 @@ def test_a_gateway_takes_the_files_that_it_may_have_and_warns_of_too_few(monkeyp
     assert [record.args for record in caplog.records] == [(200, 201)]
 
 
-async def test_redis_is_connected_before_the_first_request(gateway, redis_server, monkeypatch):
-    async def refuse(*_: object) -> None:
-        raise OSError("no file descriptor is left")
-
-    monkeypatch.setattr(RedisLink, "connect", refuse)
-    assert (await gateway.services.queue.stats("tiny")).num_open == 0
-    assert await gateway.services.blobs.get(BlobRef("0" * 64, 1)) is None
-
-
 async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(gateway, worker):
     """Also where it asks to keep the connection: nothing else would end a stream."""
     old, said = b" HTTP/1.0\r\nconnection: keep-alive\r\n", []
@@ -268,16 +245,6 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_all_there(gatew
     assert b'"code":"request_too_large"' in answer
 
 
-async def test_a_client_that_hangs_up_its_sending_half_has_left(gateway, worker):
-    worker.script = say_nothing
-    async with connected(gateway) as (reader, writer):
-        writer.write(chat_over_http())
-        await until(lambda: worker.answers)
-        writer.write_eof()
-        assert await reader.read() == b""
-        await until(worker.cancelled.is_set)
-
-
 async def test_a_gateway_without_workers_is_ready_unless_the_probe_asks_for_workers(fleet):
     async with fleet.gateway() as gateway:
         assert (await gateway.client.get("/healthz")).json() == {"status": "ok"}
@@ -293,23 +260,6 @@ async def test_a_gateway_without_workers_is_ready_unless_the_probe_asks_for_work
             assert (await gateway.client.get("/readyz?workers=2")).status_code == 503
             metrics = (await gateway.client.get("/metrics")).text
         assert 'vlm_ready_workers{model="tiny"} 1.0' in metrics
-
-
-async def test_an_unknown_model_is_looked_up_once_for_all_and_found_when_it_comes(fleet, redis):
-    async def num_looks() -> int:
-        return (await redis.info("commandstats"))["cmdstat_smembers"]["calls"]
-
-    async with fleet.gateway() as gateway:
-        models = gateway.services.models
-        before = await num_looks()
-        await asyncio.sleep(0.15)  # what is known is old enough to look again
-        finding = (models.find(CARD.name) for _ in range(500))
-        results = await asyncio.gather(*finding, return_exceptions=True)
-        assert {type(result) for result in results} == {NotFound}
-        assert await num_looks() - before <= 2 * 3  # one look, and perhaps the gateway's own
-        async with fleet.worker():
-            await asyncio.sleep(0.11)  # as long as unknown names are not looked up again
-            assert (await gateway.chat()).status_code == 200
 
 
 async def test_models_are_listed_and_shown_as_their_workers_describe_them(fleet):
@@ -381,24 +331,6 @@ async def test_models_with_a_worker_come_first_and_the_newest_of_them(fleet):
             assert (await gateway.chat(make_body(model="org/b-old"))).status_code == 200
     found = [(model["id"], model["num_workers"]) for model in listing]
     assert found == [("c-new", 1), ("org/b-old", 1), ("a-gone", 0)]
-
-
-async def test_models_stay_fresh_whatever_the_registry_held(gateway, worker, monkeypatch):
-    models = gateway.services.models
-    healthy, is_broken = models.registry.workers, True
-
-    async def break_once():
-        nonlocal is_broken
-        if is_broken:
-            is_broken = False
-            raise ValueError("a record of another version")
-        return await healthy()
-
-    monkeypatch.setattr(models.registry, "workers", break_once)
-    await until(lambda: not is_broken)
-    later = replace(CARD, name="later")
-    await worker.registry.announce(WorkerRecord("second", later, "mock"), ttl_s=60)
-    await until(lambda: "later" in models.cards)
 
 
 @pytest.mark.parametrize(

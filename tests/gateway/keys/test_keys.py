@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +12,7 @@ from redis.exceptions import RedisError
 
 from gateway.keys import directory
 from gateway.keys.directory import KeyDirectory, KeyStore
-from shared.packages.store import StoreError, open_store
+from shared.packages.store import open_store
 from shared.queue.keys import RedisKeys
 from shared.redis.embedded import EmbeddedRedis
 from tests.factories_gateway import (
@@ -264,40 +263,6 @@ async def test_a_redis_that_was_restored_or_emptied_revives_no_revoked_key(
         assert (await redis.hget(api_keys, "lost")).startswith(b"2 ")
 
 
-async def test_a_package_store_that_fails_later_ends_no_key(team: Team, monkeypatch):
-    def fail(*_: object) -> None:
-        raise StoreError("it is away")
-
-    monkeypatch.setattr(directory, "_SYNC_S", 0.0)
-    monkeypatch.setattr(directory, "STALE_S", 0.3)
-    key = await team.create()
-    monkeypatch.setattr(KeyStore, "read_durable", fail)
-    await keys_of(team).refresh()
-    assert await team.status(key) == 200
-    monkeypatch.setattr(KeyStore, "put_durable", fail)
-    assert (await team.admin("DELETE", "/alice")).status_code == 503  # it would not last
-    assert await team.status(key) == 200
-
-
-async def test_a_slow_package_store_delays_no_request(team: Team, monkeypatch):
-    key, gate = await team.create(), threading.Event()
-
-    def hang(*_: object) -> dict[str, Any]:
-        assert gate.wait(30)
-        return {}
-
-    monkeypatch.setattr(KeyStore, "read_durable", hang)
-    monkeypatch.setattr(directory, "STALE_S", 0.8)
-    syncing = asyncio.create_task(keys_of(team).sync())
-    try:
-        ends_at = time.monotonic() + 1.2
-        while time.monotonic() < ends_at:
-            assert await team.status(key) == 200
-    finally:
-        gate.set()
-        await syncing
-
-
 async def test_a_revocation_that_reached_the_store_alone_takes_effect_when_it_is_retried(
     team: Team, monkeypatch
 ):
@@ -337,21 +302,6 @@ async def test_without_redis_stored_keys_are_503_and_those_of_the_settings_are_k
             await until_equal(lambda: status(key), 200, 10.0)
     finally:
         server.stop()
-
-
-async def test_of_two_changes_at_once_one_is_told(team: Team):
-    await team.create()
-    answers = await asyncio.gather(
-        *(team.admin("POST", "/alice:rotate", number=number) for number in (0, 1))
-    )
-    statuses = sorted(answer.status_code for answer in answers)
-    assert statuses in ([200, 200], [200, 409])
-    keys = [answer.json()["key"] for answer in answers if answer.status_code == 200]
-
-    async def one_works() -> bool:
-        return [await team.status(key) for key in keys].count(200) == 1
-
-    await until(one_works, 2.0)
 
 
 async def test_without_a_root_key_there_are_no_stored_keys(fleet):

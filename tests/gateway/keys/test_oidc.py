@@ -24,7 +24,7 @@ from gateway.keys import oidc  # noqa: E402
 from gateway.services import Services  # noqa: E402
 from shared.settings import SettingsError  # noqa: E402
 from shared.settings.tree import OidcSettings  # noqa: E402
-from tests.factories_gateway import MODEL, make_body, make_settings, talk_on  # noqa: E402
+from tests.factories_gateway import MODEL, make_settings, talk_on  # noqa: E402
 from tests.factories_keys import PATH, ROOT, Team, bearer, open_team, run_command  # noqa: E402
 from tests.waiting import until, until_equal  # noqa: E402
 
@@ -230,7 +230,6 @@ def payload_bomb(issuer: Issuer) -> str:
 BAD: list[tuple[str | Callable[[Issuer], str], str]] = [
     (lambda i: jwt.encode(i.claims(), None, "none", {"kid": "rsa"}), "alg"),
     (signed_with_the_public_key, "alg"),
-    (lambda i: jwt.encode(i.claims(), EC, "ES256", {"kid": "rsa"}), "alg"),
     (lambda i: jwt.encode(i.claims(), RSA, "PS256", {"kid": "rsa"}), "alg"),
     (lambda i: jwt.encode(i.claims(), STRANGER, "RS256", {"kid": "rsa"}), "signature"),
     (lambda i: jwt.encode(i.claims(), RSA, "RS256", {"kid": "of-nobody"}), "kid"),
@@ -240,31 +239,20 @@ BAD: list[tuple[str | Callable[[Issuer], str], str]] = [
     (of_a_weak_key, "too short"),
     (lambda i: i.token()[:-3] + "AAA", "signature"),
     (lambda i: i.token(aud="other"), "another audience"),
-    (lambda i: i.token(aud=["other"]), "another audience"),
     (lambda i: i.token(iss=i.url + "/"), "another issuer"),
     (lambda i: i.token(exp=time.time() - oidc.LEEWAY_S - 1), "expired"),
     (lambda i: i.token(nbf=time.time() + oidc.LEEWAY_S + 60), "not valid yet"),
-    (lambda i: i.token(exp=None), "the claim exp"),
-    (lambda i: i.token(iss=None), "the claim iss"),
-    (lambda i: i.token(aud=None), "the claim aud"),
     (lambda i: i.token(sub=None), "the claim sub"),
     (lambda i: i.token(vlm_key=None), "the claim vlm_key"),
     (lambda i: i.token(vlm_key="nobody"), "the stored key"),
-    (lambda i: i.token(vlm_key=["team"]), "not printable text"),
-    (lambda i: i.token(sub=""), "not printable text"),
     (lambda i: i.token(sub="a" * 257), "not printable text"),
     (lambda i: i.token(sub="a\ud800"), "not printable text"),
-    (lambda i: i.token(sub="\x1b[31m"), "not printable text"),
     (lambda i: sign(i.payload(sub=7)), "malformed"),
-    (lambda i: sign(i.payload(exp="soon")), "malformed"),
     (lambda i: sign(i.payload(exp=float("inf"))), "malformed"),
-    (lambda i: sign(b"[]"), "malformed"),
     (lambda i: sign(b"\xff"), "malformed"),
     (payload_bomb, "malformed"),
     (header_bomb, "malformed"),
     (lambda i: i.token(x="a" * 20_000), "longer than 16384 bytes"),
-    ("..", "malformed"),
-    ("a.b.c", "malformed"),
     ("eyJ.\xe9.c", "malformed"),
 ]  # fmt: skip
 
@@ -420,48 +408,6 @@ async def test_revoking_the_key_ends_the_streams_of_its_tokens_on_every_gateway(
     assert {answer.status_code for answer in refused} == {401}
     streams[2].cancel()
     await asyncio.gather(*streams, return_exceptions=True)
-
-
-async def test_a_token_ends_and_its_stream_goes_on(team: Team, issuer: Issuer, monkeypatch):
-    monkeypatch.setattr(oidc, "LEEWAY_S", 0.0)
-    team.worker.script = talk_on
-    token = issuer.token(exp=time.time() + 1)
-    stream = asyncio.create_task(team.chat(token, stream=True, max_tokens=4096))
-    await until(lambda: team.worker.answers)
-
-    async def is_expired() -> bool:
-        return "expired" in (await team.get(token)).text
-
-    await until(is_expired)
-    assert not stream.done()
-    assert team.worker.answers[0].refused is None
-    stream.cancel()
-    await asyncio.gather(stream, return_exceptions=True)
-
-
-async def test_a_batch_goes_on_at_another_gateway_and_until_the_key_ends(
-    redis_server, redis_prefix, issuer, tmp_path
-):
-    files = f"file://{tmp_path}/files"
-    async with run_team(redis_server, redis_prefix, issuer, 1, files) as team:
-        gate = asyncio.Event()
-
-        async def hold(_: Any) -> None:
-            await gate.wait()
-
-        team.worker.script = hold
-        made = (await team.gateways[0].begin_batch(bearer(issuer.token()), make_body()))["id"]
-        await until(lambda: team.worker.answers)
-    async with run_team(redis_server, redis_prefix, issuer, 1, files) as team:
-
-        async def has_ended() -> dict[str, Any] | None:
-            found = (await team.get(issuer.token("ec"), f"/v1/batches/{made}")).json()
-            return found if found["status"] in ("completed", "failed") else None
-
-        await until(lambda: team.worker.answers, 60.0)
-        found = await until(has_ended, 60.0)
-        assert found is not None
-        assert found["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What a key allows each of its requests: the length of answers, and the priority. With a real Redis."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,9 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import Generate, Priority
-from tests.factories_gateway import CARD, MODEL, make_body, say_nothing
-from tests.factories_keys import KEYS, Team, bearer, run_team
-from tests.factories_search import serve_search
+from tests.factories_gateway import CARD, MODEL, make_body
+from tests.factories_keys import Team, bearer, run_team
 from tests.waiting import until
 
 PROMPT = {"model": MODEL, "prompt": "hello"}
@@ -72,19 +70,6 @@ async def test_a_longer_answer_than_the_key_allows_is_refused_by_the_fields_name
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
 
 
-async def test_a_line_of_a_batch_is_held_to_the_keys_limit(team: Team):
-    headers = bearer(await team.create(max_output_tokens=8))
-    [gateway] = team.gateways
-    batch = await gateway.begin_batch(headers, {**CHAT, "max_tokens": 9}, CHAT)
-
-    async def counts() -> dict[str, int] | None:
-        found = (await gateway.client.get(f"/v1/batches/{batch['id']}", headers=headers)).json()
-        return found["request_counts"] if found["status"] == "completed" else None
-
-    assert await until(counts) == {"total": 2, "completed": 1, "failed": 1}
-    assert max_tokens(team) == 8
-
-
 async def test_requests_and_tasks_of_sessions_run_at_the_priority_that_the_key_allows(
     team: Team, fleet
 ):
@@ -107,21 +92,3 @@ async def test_requests_and_tasks_of_sessions_run_at_the_priority_that_the_key_a
         assert sent.status_code == 200
         [call] = await until(lambda: worker.requests)
         assert call.priority is Priority.BATCH
-
-
-async def test_vectors_of_a_store_are_computed_at_the_priority_that_the_key_allows(tmp_path, fleet):
-    card = replace(CARD, tasks=("embed",), dimensions=4, digest="d")
-    async with (
-        serve_search(tmp_path / "search") as search,
-        fleet.worker(card) as worker,
-        fleet.gateway(search=dict(search), gateway=KEYS) as gateway,
-    ):
-        team = Team([gateway], worker)
-        worker.script = say_nothing
-        key = await team.create(max_priority="batch")
-        made = (await post(team, key, "/v1/vector_stores", {"name": "notes"})).json()
-        path = f"/v1/vector_stores/{made['id']}/search"
-        searching = asyncio.create_task(post(team, key, path, {"query": "hello"}))
-        [call] = await until(lambda: worker.requests)
-        assert call.priority is Priority.BATCH
-        searching.cancel()

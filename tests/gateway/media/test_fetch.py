@@ -375,12 +375,6 @@ async def test_a_redirect_passes_the_same_checks(start, location, is_followed):
     assert len(world.requests) == 1 + is_followed
 
 
-async def test_redirects_come_to_an_end():
-    async with World(lambda request: respond(302, location="/again")) as world:
-        assert not await world.is_fetched("http://a.example/")
-    assert len(world.requests) == 4
-
-
 @pytest.mark.parametrize(
     ("slow_url", "slow_address", "most"),
     [

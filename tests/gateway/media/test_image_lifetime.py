@@ -1,12 +1,10 @@
 """How long images stay in Redis: as long as their request, and a little longer."""
 
 import asyncio
-from contextlib import suppress
 
 import pytest
 from redis.asyncio import Redis
 
-from shared.blobs.api import BlobsUnavailable
 from shared.queue.keys import BLOB_LINGER_S, RedisKeys
 from tests.factories_gateway import Answer, make_body, say_nothing
 from tests.factories_images import data_url, image_part
@@ -61,32 +59,4 @@ async def test_an_image_of_a_request_that_was_not_queued_goes_soon(
     assert (await gateway.chat()).status_code == 200
     response = await gateway.chat(image_body())
     assert response.status_code == 429
-    await until_released(redis, redis_prefix)
-
-
-async def test_an_image_goes_soon_beside_one_that_could_not_be_stored(
-    gateway, redis, redis_prefix, monkeypatch
-):
-    """Whichever comes first: it is stored later than the request fails, if that does not wait."""
-    blobs = gateway.services.blobs
-    put, release, is_released = blobs.put, blobs.release, asyncio.Event()
-    fails = iter([True])
-
-    async def put_late(*args, **options):
-        if next(fails, False):
-            raise BlobsUnavailable("no room")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await is_released.wait()
-        return await put(*args, **options)
-
-    def release_and_tell(*args, **options):
-        is_released.set()
-        return release(*args, **options)
-
-    monkeypatch.setattr(blobs, "put", put_late)
-    monkeypatch.setattr(blobs, "release", release_and_tell)
-    response = await gateway.chat(make_body([image_part(data_url(seed)) for seed in (1, 2)]))
-
-    assert response.status_code == 503
     await until_released(redis, redis_prefix)

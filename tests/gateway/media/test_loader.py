@@ -69,11 +69,6 @@ def test_no_bytes_break_the_reader(data, start):
     assert header.height >= 0
 
 
-@given(st.binary(max_size=300))
-def test_base64_comes_back_as_it_went(data):
-    assert decode_base64(base64.b64encode(data).decode()) == data
-
-
 @pytest.mark.parametrize("num_bytes", [786_432, 786_431, 786_433, 2_000_000])
 def test_large_base64_is_decoded_in_slices(num_bytes):
     data = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)

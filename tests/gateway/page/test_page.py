@@ -1,12 +1,10 @@
 """The files of the chat page: public, complete, and with a content security policy."""
 
 import hashlib
-import re
 
 import pytest
 
 from gateway.page import FOLDER, load_page
-from tests.integration.fleet_process import SAMPLE
 
 FILES = {page.path: page for page in load_page()}
 
@@ -48,16 +46,6 @@ async def test_the_page_is_read_alone_with_a_policy_and_a_tag(gateway):
     assert other.status_code == 200
 
 
-def test_sample_images_are_those_of_the_built_in_model():
-    for folder, package in (("samples", "shapes"), ("samples/search", "shapes_clip")):
-        originals = SAMPLE.parents[2] / package / "samples"
-        shown, known = (
-            {path.name: path.read_bytes() for path in place.glob("*.png")}
-            for place in (FOLDER / folder, originals)
-        )
-        assert shown == known
-
-
 def contrast(one: str, other: str) -> float:
     """The contrast ratio of two `#rrggbb` colors, 1 to 21. Source: WCAG 2.2, "relative luminance"."""
 
@@ -68,18 +56,6 @@ def contrast(one: str, other: str) -> float:
 
     high, low = sorted((luminance(one), luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_text_can_be_read_in_both_schemes(scheme):
-    css = FILES["/page/style.css"].body.decode()
-    pairs = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", css)
-    colors = {name: (light, dark)[scheme] for name, light, dark in pairs}
-    for ground in ("ground", "surface", "sunken"):
-        assert contrast(colors["text"], colors[ground]) >= 7
-        for text in ("muted", "accent", "error"):
-            assert contrast(colors[text], colors[ground]) >= 4.5, (text, ground)
-    assert contrast(colors["on-accent"], colors["accent"]) >= 4.5
 
 
 def test_the_markdown_library_is_the_published_file():

@@ -6,18 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import Finished, FinishReason, Tokens, Usage
-from tests.factories_engine import make_mock
 from tests.factories_gateway import (
     CARD,
-    HELLO,
     Answer,
     make_body,
-    make_settings,
-    openai_client,
-    run_gateway_on_socket,
 )
-from tests.factories_queue import MODEL, Ends
-from tests.factories_worker import run_worker
 from tests.gateway.api.chat.test_streams import read_events
 
 SWITCHED = replace(CARD, reasoning="think", template_options=("add_dates", "enable_thinking"))
@@ -105,31 +98,3 @@ async def test_switches_reach_the_template_by_its_own_names(gateway, worker, car
         response = await gateway.chat(make_body(**asked))
         assert response.status_code == 200, response.text
         assert worker.requests[-1].task.template_options == options
-
-
-async def test_a_thinking_model_by_the_official_client(ends: Ends, redis_server, redis_prefix):
-    mock = make_mock(num_output_tokens=6, num_reasoning_tokens=4).model_dump()
-    ask = {"model": MODEL, "messages": HELLO, "temperature": 0}
-    async with (
-        run_worker(ends, mock=mock),
-        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
-        openai_client(gateway) as client,
-    ):
-        shown = (await client.models.retrieve(MODEL)).model_dump()
-        whole = await client.chat.completions.create(**ask)
-        message = whole.choices[0].message
-        stream = await client.chat.completions.create(**ask, stream=True)
-        deltas = [choice.delta async for chunk in stream for choice in chunk.choices]
-        plain = await client.chat.completions.create(**ask, extra_body={"enable_thinking": False})
-        again = await client.chat.completions.create(
-            **{**ask, "messages": [*HELLO, message, *HELLO]}
-        )
-    assert (shown["reasoning"], shown["template_options"]) == (True, ["enable_thinking"])
-    assert (len(message.reasoning_content.split()), len(message.content.split())) == (4, 5)
-    thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-    said = "".join(delta.content or "" for delta in deltas)
-    assert (thought, said) == (message.reasoning_content, message.content)
-    details = whole.usage.completion_tokens_details
-    assert details.reasoning_tokens == 4 + len("<think>\n" + "\n</think>")
-    assert not hasattr(plain.choices[0].message, "reasoning_content")
-    assert again.choices[0].message.reasoning_content

@@ -1,14 +1,12 @@
 """Streams on the wire: the order of chunks, usage, timings, failures before and after the status line."""
 
 import json
-from itertools import accumulate
 from operator import methodcaller
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.answers import merge_tokens
 from gateway.api.completions import ChatAnswer, ChatOptions
 from gateway.calls.surface import AnswerHead
 from shared.protocol import ErrorCode, FinishReason, OutputLogprob, TokenLogprob, Tokens
@@ -55,23 +53,6 @@ async def test_usage_comes_last_and_is_null_before(gateway, worker):
     assert all("timings" not in chunk for chunk in chunks)
     *chunks, _ = read_events(await gateway.stream(make_body(timings=True, n=2)))
     assert ["timings" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-
-
-async def test_counts_so_far_are_in_every_chunk_that_asks_for_them(gateway, worker):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, usage, _ = read_events(await gateway.stream(make_body(stream_options=options)))
-    counts = [chunk["usage"] for chunk in chunks]
-    texts = accumulate(c["choices"][0]["delta"].get("content", "") for c in chunks)
-    tokens = {"": 0, "Hel": 1, "Hello ": 2, "Hello you": 3}  # a chunk may bring two
-    assert [count["completion_tokens"] for count in counts] == [tokens[text] for text in texts]
-    assert {count["prompt_tokens"] for count in counts} == {7}
-    assert all(c["total_tokens"] == 7 + c["completion_tokens"] for c in counts)
-    assert usage["usage"]["total_tokens"] == 10
-    options = {"continuous_usage_stats": True}
-    *chunks, _ = read_events(await gateway.stream(make_body(n=3, stream_options=options)))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[-1] == 9
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -164,13 +145,3 @@ def test_no_text_of_a_model_breaks_a_frame(texts):
     parsed = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
     content = "".join(c["choices"][0]["delta"]["content"] for c in parsed)
     assert content == "".join(texts)
-
-
-def test_tokens_that_arrive_together_are_one_chunk_per_choice():
-    events = [(0, Tokens("a", 1, 0, (1,), "x")), (0, Tokens("a", 1, 1, (2,), "y")),
-              (1, Tokens("b", 1, 0, (3,), "z"))]  # fmt: skip
-    merged = list(merge_tokens(events))
-    assert [(index, delta.text, delta.token_ids) for index, delta in merged] == [
-        (0, "xy", (1, 2)),
-        (1, "z", (3,)),
-    ]
