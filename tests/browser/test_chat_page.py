@@ -12,7 +12,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.select import Select
 
 from shared.telemetry.metrics import STAGES
-from tests.browser.chat_page import SMALL, ChatPage
+from tests.browser.chat_page import DESK, PHONE, SMALL, ChatPage
 from tests.browser.conftest import NUM_TOKENS
 from tests.integration.fleet_process import SAMPLE, Served, start_fleet
 from tests.long import long
@@ -28,6 +28,11 @@ new MutationObserver(() => {
   if (answer) window.shown.push([answer.querySelector(".text").innerText, answer.ariaBusy]);
 }).observe(document.querySelector("#log"), {subtree: true, childList: true, characterData: true, attributes: true});
 """
+
+
+def is_dark(page: ChatPage) -> bool:
+    color = page.find("html").value_of_css_property("background-color")
+    return int(color.split("(")[1].split(",")[0]) < 128
 
 
 def test_an_answer_about_an_image_streams_in_and_tells_where_its_time_went(page: ChatPage):
@@ -577,3 +582,24 @@ def test_a_key_is_asked_for_and_a_gateway_that_goes_away_is_said_kindly(browser,
     expected = ("401 (Unauthorized)", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")
     complaints = page.complaints()
     assert [line for line in complaints if not any(text in line for text in expected)] == []
+
+
+@long("browser-test")
+def test_it_fits_a_phone_and_the_dark(page: ChatPage):
+    screens = (("small", SMALL, "light"), ("phone-dark", PHONE, "dark"), ("dark", DESK, "dark"))
+    for name, size, scheme in screens:
+        page.open(size, scheme)
+        page.wait_for_model()
+        page.keep(f"welcome-{name}")
+        page.answer_to("What is it?", *SAMPLES[:2])
+        root = page.find("html")
+        assert root.get_property("scrollWidth") <= size[0]
+        main = page.find("#main")
+        assert main.get_property("scrollWidth") <= main.get_property("clientWidth")
+        field = page.find("#question")  # without a scroll bar below
+        assert field.get_property("clientHeight") == field.get_property("offsetHeight")
+        page.keep(f"answer-{name}")
+    assert is_dark(page)
+    page.open()
+    page.wait_for_model()
+    assert not is_dark(page)

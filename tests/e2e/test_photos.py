@@ -12,8 +12,8 @@ from openai import OpenAI
 from PIL import Image
 
 import engines.torch_backend  # noqa: F401 - before transformers
-from tests.factories_images import png_url
 from tests.engines.torch_backend.models.family_table import qwen, write_checkpoint
+from tests.factories_images import png_url
 from tests.integration.fleet_process import start_fleet
 from tests.long import IS_LONG
 

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
+from deploy.commands import CommandFailed, run_apps, run_route
 from shared.gateway_client import ApiFailed, Client
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.deployments import (
@@ -489,3 +490,20 @@ async def test_an_operator_who_leaves_lets_the_next_one_in(gateway, redis, redis
         assert answer.status_code == 404
         while await redis.keys(f"{redis_prefix}:*adapters*"):
             await asyncio.sleep(0.02)
+
+
+async def test_commands_set_show_and_remove_a_route(deployments, capsys):
+    [pods] = await serving(deployments, "{}")
+    client = Client(deployments.gateway.url, "may-deploy")
+    await asyncio.to_thread(run_route, client, "n", [f"{version(pods)}=90"])
+    await asyncio.to_thread(run_apps, client, None)
+    assert f"{version(pods)}=90" in capsys.readouterr().out
+    for wrong in (["x=1"], ["000000000000=1"]):
+        with pytest.raises(ApiFailed):
+            await asyncio.to_thread(run_route, client, "n", wrong)
+    for wrong in (["x"], ["x="], ["x=1.5"], ["x=-1"], ["x=1", "x=2"]):
+        with pytest.raises(CommandFailed, match="VERSION=WEIGHT") as failed:
+            run_route(client, "n", wrong)
+        assert failed.value.code == 1
+    await asyncio.to_thread(run_route, client, "n", [])
+    assert not read_routes(deployments.store)["n"].versions

@@ -6,6 +6,11 @@ from gateway.api.completions import ChatCompletionRequest
 from gateway.api.fields import UNSUPPORTED
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import CHAT
+from tests.factories_settings import make_group
+
+#: Beginnings of limits of the gateway.
+NOT_OF_REQUESTS = ("max_open_", "max_key_", "max_queue_", "max_batch_", "max_header", "max_wrong_",
+                   "max_lora", "max_store", "max_file")  # fmt: skip
 
 
 @pytest.fixture
@@ -41,3 +46,14 @@ async def test_limits_and_unsupported_values_are_in_the_schema(document):
     assert "end the answer" in properties["stop_token_ids"]["description"]
     body = document["paths"][CHAT]["post"]["requestBody"]["description"]
     assert all(name in body for name in UNSUPPORTED[CHAT])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"limits": {"max_text_chars": 7001, "max_image_bytes": 7003}}],
+)
+async def test_every_limit_of_a_request_is_in_the_document(document, changes):
+    text = str(document["components"]["schemas"]["ChatCompletionRequest"])
+    text += str(document["paths"][CHAT]["post"])
+    for name, value in make_group(LimitSettings, **changes["limits"]):
+        assert name.startswith(NOT_OF_REQUESTS) or f"{value:g}" in text or str(value) in text, name

@@ -1,5 +1,8 @@
 """A client that leaves frees its place, whatever it was waiting for; one that does not read is dropped."""
 
+import asyncio
+import socket
+
 import pytest
 
 from shared.protocol import ErrorCode
@@ -48,3 +51,37 @@ async def test_one_failed_choice_ends_the_others(gateway, worker):
     assert response.status_code == 500
     await until(lambda: [answer.refused for answer in worker.answers].count("cancelled") == 2)
     assert is_idle(gateway)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 1.0}}])
+async def test_a_client_that_reads_slowly_gets_its_whole_answer(gateway, worker, changes):
+    """Its pauses together may be longer than the limit, which holds for each of them."""
+    piece, num_pieces, pause_s = "~" * 60_000, 12, 0.15
+    wanted = asyncio.Semaphore(0)
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        for _ in range(num_pieces):
+            await wanted.acquire()
+            await answer.say(piece)
+        await answer.finish()
+
+    worker.script = script
+    gateway.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    with socket.socket() as client:  # little fits between the two: the gateway waits for each piece
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", gateway.server.port))
+        await loop.sock_sendall(client, chat_over_http(stream=True))
+        num_read, data = 0, b""
+        for number in range(1, num_pieces + 1):
+            wanted.release()
+            await asyncio.sleep(pause_s)
+            while num_read < number * len(piece):
+                data = await loop.sock_recv(client, 65536)
+                assert data, "hung up"
+                num_read += data.count(b"~")
+        async with asyncio.timeout(10):
+            while b"[DONE]" not in data:
+                data = data[-8:] + await loop.sock_recv(client, 65536)

@@ -392,3 +392,54 @@ async def test_what_arrives_while_the_log_is_read_may_be_later_than_the_log():
     [end] = progress.replay([*log, delta(2, 3), finished(3)])
     assert isinstance(end, Finished)
     assert not progress.has_gap
+
+
+async def test_a_log_that_cannot_be_read_ends_that_request_alone(gateway, worker, redis):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        if len(worker.answers) == 1:
+            async for key in redis.scan_iter(f"*log:{answer.request.id}"):
+                await redis.rpush(key, b"nonsense")
+        else:
+            await asyncio.sleep(0.5)  # silent for long enough to be looked up
+            await answer.finish("fine")
+
+    worker.script = script
+    response = await gateway.chat()
+    assert code(response)[:2] == (503, "worker_lost")
+    assert (await gateway.chat()).status_code == 200
+
+
+async def test_an_event_that_cannot_be_taken_ends_that_request_alone(gateway, worker, monkeypatch):
+    def refuse(self, event):
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChoiceProgress, "accept", refuse)
+        assert (await gateway.chat()).json()["error"]["code"] == "worker_lost"
+    assert (await gateway.chat()).status_code == 200
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 0.3}}])
+async def test_deadlines_are_kept_after_what_keeps_them_has_broken_off(
+    gateway, worker, monkeypatch
+):
+    broken = []
+    monkeypatch.setattr(OpenCall, "fail", breaking_once(OpenCall.fail, broken))
+    worker.script = lambda answer: asyncio.sleep(0)
+    assert (await gateway.chat()).json()["error"]["code"] == "deadline_exceeded"
+    assert broken
+
+
+async def test_a_lost_request_whose_client_left_is_not_submitted_again(
+    dispatcher, monkeypatch, caplog
+):
+    left, other = [await submit_one(dispatcher, make_request()) for _ in range(2)]
+
+    async def lose(model: str, request_id: str) -> None:
+        left.close()
+
+    monkeypatch.setattr(dispatcher.queue, "state", lose)
+    await until(lambda: other.num_resubmits == 2)  # looked up with the first one, and once more
+    assert left.num_resubmits == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

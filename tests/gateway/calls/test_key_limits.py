@@ -1,5 +1,6 @@
 """Limits of a key and of the fleet: who is refused, with which status, and until when. Redis's part: `test_bounds`."""
 
+import asyncio
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -185,3 +186,22 @@ async def test_a_key_gets_back_what_an_answer_did_not_take(gateway, worker):
     await refunded(gateway)
     worker.script = usual
     assert (await gateway.chat()).status_code == 200
+
+
+@few_tokens
+async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(gateway, worker):
+    is_left = asyncio.Event()
+
+    async def say_much_later(answer: Answer) -> None:
+        await answer.start()
+        await is_left.wait()
+        await answer.finish(*["on "] * 3000)
+
+    worker.script = say_much_later
+    body, headers = make_body(stream=True, max_tokens=10), {"x-vlm-resumable": "1"}
+    async with gateway.client.stream("POST", CHAT, json=body, headers=headers):
+        pass
+    await until(lambda: gateway.services.refunds.num_open)
+    is_left.set()
+    await refunded(gateway)
+    assert (await gateway.chat()).status_code == 429

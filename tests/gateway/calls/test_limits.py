@@ -153,3 +153,15 @@ def test_a_recursive_type_is_refused_at_its_depth_in_linear_time():
         JsonBody(Nested).decode(body)
     assert refused.value.code == "invalid_json"
     assert time.process_time() - began_s < 5  # a quadratic search takes minutes
+
+
+@settings(deadline=None, max_examples=50)
+@given(pieces=st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=6))
+async def test_a_body_is_refused_at_the_first_piece_that_is_too_much(pieces):
+    pieces = [bytes(bytearray(piece)) for piece in pieces]  # equal ones are told apart by identity
+    body = b"".join(pieces)
+    limit = len(body) - 1
+    assert await read(pieces, LimitSettings.model_construct(max_body_bytes=len(body))) == body
+    with pytest.raises(InvalidRequest, match=f"at most {limit} bytes") as raised:
+        await read(pieces, LimitSettings.model_construct(max_body_bytes=limit))
+    assert raised.value.status == 413

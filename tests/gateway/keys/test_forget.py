@@ -223,3 +223,19 @@ async def test_batches_leave_half_of_the_open_requests_of_its_key(gateway: Runni
         worker.script = say_hello
         for _ in range(3):
             await user.ask("POST", "/v1/chat/completions", json=make_body())
+
+
+async def test_a_key_that_is_revoked_attaches_no_more_files(gateway: RunningGateway, fleet):
+    card = replace(CARD, tasks=("embed",), dimensions=4, digest="d")
+    [user] = await create_users(gateway, "alice")
+
+    async def revoke(_answer: Answer) -> None:
+        await run_command(gateway, "keys", "revoke", "alice")
+
+    async with fleet.worker(card) as worker:
+        worker.script = revoke
+        await gateway.services.models.refresh()
+        body = {"name": "notes", "file_ids": [await user.upload("assistants", b"a") for _ in "ab"]}
+        answer = await user.client.post("/v1/vector_stores", headers=user.headers, json=body)
+        assert answer.status_code in (401, 503), answer.text  # its request was open
+        assert len(worker.answers) == 1

@@ -356,3 +356,18 @@ async def test_who_manages_keys_sees_the_queues_and_workers(team: Team):
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "limit")
     assert (await client.get("/v1/admin/requests", headers=bearer(user))).status_code == 403
     streaming.cancel()
+
+
+async def test_of_two_changes_at_once_one_is_told(team: Team):
+    await team.create()
+    answers = await asyncio.gather(
+        *(team.admin("POST", "/alice:rotate", number=number) for number in (0, 1))
+    )
+    statuses = sorted(answer.status_code for answer in answers)
+    assert statuses in ([200, 200], [200, 409])
+    keys = [answer.json()["key"] for answer in answers if answer.status_code == 200]
+
+    async def one_works() -> bool:
+        return [await team.status(key) for key in keys].count(200) == 1
+
+    await until(one_works, 2.0)

@@ -430,3 +430,20 @@ def test_a_gateway_with_wrong_settings_does_not_start(
     keys = {"root_key": root_key, "oidc": OidcSettings(**given)}  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match=says):
         Services(make_settings("redis://127.0.0.1:9", "x", gateway=keys))
+
+
+async def test_a_token_ends_and_its_stream_goes_on(team: Team, issuer: Issuer, monkeypatch):
+    monkeypatch.setattr(oidc, "LEEWAY_S", 0.0)
+    team.worker.script = talk_on
+    token = issuer.token(exp=time.time() + 1)
+    stream = asyncio.create_task(team.chat(token, stream=True, max_tokens=4096))
+    await until(lambda: team.worker.answers)
+
+    async def is_expired() -> bool:
+        return "expired" in (await team.get(token)).text
+
+    await until(is_expired)
+    assert not stream.done()
+    assert team.worker.answers[0].refused is None
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)

@@ -285,3 +285,21 @@ async def test_a_budget_needs_prices(redis_server, redis_prefix, store):
         await team.status("of-the-settings")
         [row] = await rows(team, key="of-the-settings")
         assert (row["requests"], row["cost"]) == (1, None)
+
+
+async def test_lines_of_a_batch_fail_once_the_budget_is_spent(
+    redis_server, redis_prefix, store, tmp_path
+):
+    files = {"prices": PRICES, "files": f"file://{tmp_path}/files"}
+    async with run_team(redis_server, redis_prefix, store, 1, **files) as team:
+        client = team.gateways[0].client
+        headers = bearer(await team.create(budget=1.5 * COST))
+        batch = await team.gateways[0].begin_batch(headers, *[make_body()] * 20)
+
+        async def counts() -> dict[str, int]:
+            shown = (await client.get(f"/v1/batches/{batch['id']}", headers=headers)).json()
+            return shown["request_counts"] if shown["status"] == "completed" else {}
+
+        found = await until(counts)
+    assert found["completed"] + found["failed"] == found["total"] == 20
+    assert 0 < found["failed"] < 20

@@ -453,3 +453,9 @@ def test_an_allowed_host_is_a_plain_name_or_a_name_and_a_port():
             GatewaySettings(remote_images=(host,))
     settings = GatewaySettings(remote_images="a.example, b.example:8443")
     assert settings.remote_images == ("a.example", "b.example:8443")
+
+
+async def test_redirects_come_to_an_end():
+    async with World(lambda request: respond(302, location="/again")) as world:
+        assert not await world.is_fetched("http://a.example/")
+    assert len(world.requests) == 4

@@ -187,3 +187,8 @@ def test_an_image_of_too_many_parts_is_refused_with_the_reason(make, most, reaso
     assert read_header(make(most)).width
     with pytest.raises(ImageRefused, match=f"more than {reason}"):
         read_header(make(most + 1))
+
+
+@given(st.binary(max_size=300))
+def test_base64_comes_back_as_it_went(data):
+    assert decode_base64(base64.b64encode(data).decode()) == data

@@ -1,11 +1,14 @@
 """Whole answers on the wire: fields, usage, choices, logprobs, headers, timings."""
 
+import asyncio
 import base64
+import gc
 import re
 
 import pytest
 from msgspec.structs import replace
 
+from gateway.http.errors import ApiError
 from shared.protocol import (
     CallPiece,
     FinishReason,
@@ -332,3 +335,18 @@ async def test_arguments_that_are_whole_are_told_whatever_they_are(gateway, work
             assert response.status_code == 200
             name = "input" if path == "/v1/messages" else "arguments"
             assert f'"{name}":{arguments if is_whole else {}}' in response.text
+
+
+async def test_a_refusal_leaves_nothing_to_collect(gateway):
+    """Frames hold bodies: what only a collection frees adds up until there is one."""
+    await gateway.client.get("/healthz")  # opens the connection
+    gc.collect()
+    gc.disable()
+    try:
+        response = await gateway.chat(make_body(max_tokens=-1))
+        assert response.status_code == 400
+        async with asyncio.timeout(10):
+            while [o for o in gc.get_objects() if issubclass(type(o), ApiError)]:  # asks no object
+                await asyncio.sleep(0)
+    finally:
+        gc.enable()
