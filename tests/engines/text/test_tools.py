@@ -16,7 +16,6 @@ from engines.text.chat_template import ChatTemplate
 from engines.text.processor import move_images
 from engines.text.tools import (
     HERMES,
-    TOLD,
     CallReader,
     describe_in_text,
     find_tool_format,
@@ -124,14 +123,6 @@ def test_calls_are_of_the_form_and_their_arguments_of_the_schema(compiler, form)
             jsonschema.validate(arguments, SCHEMAS[name])
 
 
-def test_an_answer_beside_calls_may_be_held_to_a_schema(compiler):
-    grammar = Grammar("choice", '["yes"]', "response_format")
-    constraint = compiler.compile_tools(TOOLS, HERMES, grammar)
-    assert follows(constraint, "yes")
-    assert follows(constraint, spell(HERMES, ("time.now", "{}")))
-    assert not follows(constraint, "no")
-
-
 def refers(to: str) -> dict[str, object]:
     """A reference out of a parameter, not to be taken for one within it."""
     within = {"type": "object", "properties": {"a": {"type": "integer"}, "c": {"$ref": to}}}
@@ -167,17 +158,6 @@ def test_schemas_that_cannot_be_kept_are_any_objects_unless_they_are_strict(
     with pytest.raises(BadGrammar, match=reason) as caught:
         compiler.compile_tools(strict, form, None)
     assert caught.value.param == "tools"
-
-
-def test_strings_of_a_model_that_no_template_teaches_have_an_end(compiler):
-    schema = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}})
-    free = Tools((Function("f", schema),), True)
-    long, more = json.dumps({"city": "o" * 65}), '{"city": "Oslo", "more": 1}'
-    for form, is_long_allowed in ((TOLD, False), (HERMES, True)):
-        constraint = compiler.compile_tools(free, form, None)
-        assert follows(constraint, spell(form, ("f", '{"city": "Oslo"}')))
-        assert follows(constraint, spell(form, ("f", long))) is is_long_allowed
-        assert not follows(constraint, spell(form, ("f", more)))
 
 
 def read_in_parts(form: module.ToolFormat, text: str, *cuts: int):
@@ -397,3 +377,11 @@ def test_the_mock_calls_and_then_talks_and_goes_on_with_a_call_elsewhere(form, m
         assert (bool(text), calls, reason) == (True, (), FinishReason.STOP)
     finally:
         engine.close()
+
+
+def test_an_answer_beside_calls_may_be_held_to_a_schema(compiler):
+    grammar = Grammar("choice", '["yes"]', "response_format")
+    constraint = compiler.compile_tools(TOOLS, HERMES, grammar)
+    assert follows(constraint, "yes")
+    assert follows(constraint, spell(HERMES, ("time.now", "{}")))
+    assert not follows(constraint, "no")
