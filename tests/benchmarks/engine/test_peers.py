@@ -28,10 +28,8 @@ def test_our_engine_and_transformers_answer_every_workload(tiny, workload):
         assert workload.value(seconds, 48) > 0
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-VL", "SmolVLM"])
-def test_models_of_transformers_answer_with_their_own_images_and_positions(name, tmp_path):
-    family = named(name)
-    write_checkpoint(family, tmp_path)
+def test_models_of_transformers_answer_with_their_own_images_and_positions(tmp_path):
+    write_checkpoint(named("Qwen2.5-VL"), tmp_path)
     ours = Ours(tmp_path, "float32", 1, max_batch_size=4)
     theirs = HuggingFace(tmp_path, "float32", 1)
     for workload in ("first-token", "repeat", "decode-4", "prefill", "image"):
@@ -51,9 +49,7 @@ def test_a_repeated_image_is_found_and_a_new_one_is_not(tiny):
     assert ours.engine.stats().num_prefix_hit_tokens == 32
 
 
-def test_a_run_that_is_cut_gives_what_is_known_and_every_turn_is_told(
-    tiny, tmp_path, monkeypatch, capsys
-):
+def test_a_run_that_is_cut_gives_what_is_known(tiny, tmp_path, monkeypatch, capsys):
     workloads = ("decode-1", "prefill")
     options = PeerOptions(tiny, ("ours:float32",), workloads, rounds=2, folder=tmp_path)
     ask, seen = Fleet.ask, []
@@ -67,16 +63,12 @@ def test_a_run_that_is_cut_gives_what_is_known_and_every_turn_is_told(
 
     monkeypatch.setattr(Fleet, "ask", cut)
     run(options, as_json=True)
-    shown = capsys.readouterr()
-    known = json.loads(shown.out)["results"]
+    known = json.loads(capsys.readouterr().out)["results"]
     counts = {(row["system"], row["workload"]): len(row["values"]) for row in known}
     assert counts == {
         ("ours:float32", "decode-1"): 2,
         ("ours:float32", "prefill"): 1,
     }
-    first, *lines = shown.err.splitlines()
-    assert "2 workloads (decode-1, prefill), 2 rounds" in first
-    assert sum("round" in line for line in lines) == 3
 
 
 def test_ratios_are_speeds_over_the_best_of_the_others():

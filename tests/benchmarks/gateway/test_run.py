@@ -21,20 +21,14 @@ from benchmarks.gateway.tables import (
 )  # fmt: skip
 from tests.waiting import wait_for
 
-TEXT = Body("text", [])
 #: CPU time per request, fleet to bare endpoint: three times what it is on a quiet machine. Rates depend on other work.
 MAX_CPU_RATIO = 24
 
 
-def samples(rate: float = 100.0, p50_s: float = 0.001, cpu_s: float = 0.05) -> Samples:
-    result = Result(num_requests=round(rate), num_all=round(rate), seconds=1.0, p50_s=p50_s)
-    return Samples(
-        [result], [dict.fromkeys(("bare", "gateway", "worker", "redis-server", "client"), cpu_s)]
-    )
-
-
-def compared(cell: Cell, bare: Samples, fleet: Samples):
-    return {(cell, BARE): bare, (cell, FLEET): fleet}
+def samples(rate: float) -> Samples:
+    result = Result(num_requests=round(rate), num_all=round(rate), seconds=1.0, p50_s=0.001)
+    roles = ("bare", "gateway", "worker", "redis-server", "client")
+    return Samples([result], [dict.fromkeys(roles, 0.05)])
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,8 @@ def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi(measured):
 
 
 def test_tables_fit_a_terminal_of_80_columns_and_a_pipe():
-    measured = compared(Cell(TEXT, True, 32), samples(rate=1234), samples(rate=987.6))
+    cell = Cell(Body("text", []), True, 32)
+    measured = {(cell, BARE): samples(1234), (cell, FLEET): samples(987.6)}
     for table in (*to_tables(measured), to_cpu_table(measured)):
         out = io.StringIO()
         Console(file=out, width=80).print(table)

@@ -1,6 +1,5 @@
 """Calls of functions: what may be written, how it is read, and what models without tools are told."""
 
-import ast
 import json
 from itertools import pairwise
 
@@ -281,22 +280,6 @@ def test_whatever_the_rules_allow_is_read_as_a_call(compiler, value):
     if is_json:
         expected = json.loads(value, parse_int=str, parse_float=str)
         assert found == {"n" * 256: expected, "b": [expected]}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *("(5)", "((5))", "(5,)", "()", "(())", "((1, 2), [3])", "[(1), 2,]", "{'y': (1), 'z': (2,),}"),
-        *("1.", ".5", "+1", "-.5", "+1.e3", "-0.", "('y')", "( 1 , )"),
-    ],
-)  # fmt: skip
-def test_values_are_those_of_python(value):
-    expected = json.loads(json.dumps(ast.literal_eval(value)))
-    said, calls = read_all(f"[f(x={value})]")
-    assert (said, calls) == ("", [("f", {"x": expected})])
-    assert type(calls[0][1]["x"]) is type(expected)
-    # an unknown escape stands for itself
-    assert read_all(r"[f(x='\d\101\x41')]") == ("", [("f", {"x": r"\d\101A"})])
 
 
 def test_a_model_without_tools_is_told_in_text():

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -313,17 +312,6 @@ def test_an_aborted_or_stopped_request_is_closed_at_the_server(
     wait_for(lambda: server.aborted == rids)
 
 
-def test_wake_ends_a_step_that_waits(load: Load, server: StandIn, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("engines.upstream.streams.POLL_S", 30.0)
-    server.token_s = 0.3
-    engine = load("vllm")
-    engine.add(engine.prepare(make_call(max_tokens=1), []))
-    threading.Timer(0.05, engine.wake).start()
-    started = time.monotonic()
-    engine.step()
-    assert time.monotonic() - started < 20
-
-
 def test_images_tenants_and_forbidden_tokens_are_in_the_body(
     engine: UpstreamEngine, api: str, server: StandIn
 ):
@@ -359,6 +347,11 @@ def test_parameters_that_an_api_lacks_are_refused_by_name(engine: UpstreamEngine
         assert found.value.param == param
     with pytest.raises(PromptTooLong):
         engine.prepare(make_call(text="x" * 999), [])
+
+
+def test_stats_include_the_caches_of_the_server(load: Load):
+    engine = load("vllm")
+    wait_for(lambda: engine.stats().kv_usage_ratio == 0.25)
 
 
 @pytest.mark.parametrize(
