@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast clients store-test applications families fuzz schemas bfcl test-engines test-vllm test-sglang hostile first-hour faults helm-test accuracy walk browser-test compose-test image lint format typecheck bench trace-request docs size loadtest up down clean
+.PHONY: help install serve test test-fast clients store-test applications families fuzz schemas test-engines test-vllm test-sglang hostile first-hour faults helm-test accuracy walk browser-test compose-test image lint format typecheck bench trace-request docs size loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -58,9 +58,6 @@ fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document, an
 
 schemas: $(STAMP)  ## check the grammars of the 11,305 schemas of MaskBench (MASKBENCH=a checkout; else cloned); takes minutes
 	$(BIN)/python -m tests.schemas.run $(ARGS)
-
-bfcl: $(STAMP)  ## count the engine steps for the function calls of BFCL (BFCL=a folder of wheels; else fetched); takes minutes
-	$(BIN)/python -m tests.schemas.bfcl $(ARGS)
 
 test-engines: $(STAMP)  ## build llama-server once (20 minutes), download the wheels of vLLM and SGLang, and test engines behind HTTP
 	$(BIN)/python -m tests.engines.upstream.llama

@@ -20,11 +20,7 @@ from benchmarks.make_checkpoint import (
     SHAPES,
     list_parameters,
     make_checkpoint,
-    run,
 )
-from engines.image_decoder import decode_image
-from engines.torch_backend.models.registry import find_family
-from tests.contract.test_model_family import make_image
 
 
 @pytest.mark.parametrize(
@@ -91,25 +87,3 @@ def test_a_shape_of_transformers_may_be_cut_to_fewer_layers(tmp_path: Path) -> N
     model, info = loaded
     assert not any(info.values())
     assert len(model.model.layers) == 1
-
-
-@pytest.mark.parametrize(
-    ("shape", "num_slots"), [("smolvlm2-500m", (4 * 2 + 1) * 64), ("qwen2.5-vl-3b", 10 * 5)]
-)
-def test_a_shape_of_transformers_has_its_own_image_processor(
-    shape: str, num_slots: int, tmp_path: Path
-) -> None:
-    wanted = SHAPES[shape]
-    wanted.write_files(tmp_path, wanted.config(2, torch.bfloat16))
-
-    family, config = find_family(tmp_path)
-    processor, size = family.processor(tmp_path, config), (280, 140)
-    assert processor.process(decode_image(make_image(*size, 1), size)).num_slots == num_slots
-
-
-def test_the_command_ends_with_the_reason_when_it_cannot_write(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("keep")
-
-    with pytest.raises(SystemExit, match=r"checkpoint: .* is not empty"):
-        run("tiny", tmp_path, 0)
-    run("tiny", tmp_path / "new", 0)

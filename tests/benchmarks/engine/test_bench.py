@@ -81,13 +81,6 @@ def test_rates_and_latencies_follow_their_definitions():
     assert row.roofline_ratio.median == pytest.approx(0.4)
 
 
-def test_streams_are_slowed_by_what_their_gaps_grow_beside_a_late_prompt():
-    times = {"a": [1.0, 2.0, 3.0, 4.5, 6.5, 7.0], "late": [6.5]}
-    run = Run(7.0, times, 20, 1, [], Late("late", added_s=3.0, first_token_s=6.5))
-    assert run.slowdown == 2.0
-    assert run.ttfts == [3.5]
-
-
 def test_every_cell_is_measured_and_printed_as_json(tiny, capsys):
     options = BenchOptions(str(tiny), batch_sizes=(1, 3), num_tokens=4, rounds=2, device="cpu")
     run(options, as_json=True)
@@ -127,14 +120,8 @@ def test_figures_of_the_largest_batch_are_written_for_a_plan(tiny, tmp_path, cap
         run(replace(options, scenarios=("image",)), as_json=True, figures=path)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        BenchOptions(scenarios=("sleep",)),
-        BenchOptions(batch_sizes=(0,)),
-        BenchOptions(model="./nowhere"),
-    ],
-)
-def test_what_cannot_be_measured_ends_with_the_reason(options):
-    with pytest.raises(SystemExit, match=r"bench engine: .*(decode|at least 1|built-in name)"):
-        run(options, as_json=True)
+def test_streams_are_slowed_by_what_their_gaps_grow_beside_a_late_prompt():
+    times = {"a": [1.0, 2.0, 3.0, 4.5, 6.5, 7.0], "late": [6.5]}
+    run = Run(7.0, times, 20, 1, [], Late("late", added_s=3.0, first_token_s=6.5))
+    assert run.slowdown == 2.0
+    assert run.ttfts == [3.5]

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 from rich.table import Table
 
 from benchmarks.gateway.against import run_against, to_table
 from benchmarks.gateway.client import Result
-from benchmarks.gateway.run import BenchError
-from benchmarks.gateway.server import run_tokens, write_fleet_figures
+from benchmarks.gateway.server import write_fleet_figures
 from benchmarks.gateway.tables import ROLES, Body, Cell, Samples
 from deploy.capacity import read_figures
 
@@ -20,13 +18,6 @@ def test_two_checkouts_are_measured_alternately():
     ratios = ratios_of(table)
     assert len(ratios) == 2
     assert all(0.1 < ratio < 10 for ratio in ratios)  # of a checkout and itself
-
-
-def test_a_folder_without_a_checkout_is_named(tmp_path: Path):
-    with pytest.raises(BenchError, match=str(tmp_path)):
-        run_against(tmp_path, seconds=0.1, rounds=1, connections=[1])
-    with pytest.raises(BenchError, match=str(tmp_path)):
-        run_tokens(streams=1, seconds=0.1, rounds=1, against=tmp_path)
 
 
 def test_a_ratio_is_the_median_of_adjacent_measurements():

@@ -8,8 +8,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from benchmarks.gateway.client import Job, Result
-from benchmarks.gateway.run import BenchError, measure, run_checked
+from benchmarks.gateway.client import Result
+from benchmarks.gateway.run import measure
 from benchmarks.gateway.tables import (
     BARE,
     FLEET,
@@ -21,20 +21,14 @@ from benchmarks.gateway.tables import (
 )  # fmt: skip
 from tests.waiting import wait_for
 
-TEXT = Body("text", [])
 #: CPU time per request, fleet to bare endpoint: three times what it is on a quiet machine. Rates depend on other work.
 MAX_CPU_RATIO = 24
 
 
-def samples(rate: float = 100.0, p50_s: float = 0.001, cpu_s: float = 0.05) -> Samples:
-    result = Result(num_requests=round(rate), num_all=round(rate), seconds=1.0, p50_s=p50_s)
-    return Samples(
-        [result], [dict.fromkeys(("bare", "gateway", "worker", "redis-server", "client"), cpu_s)]
-    )
-
-
-def compared(cell: Cell, bare: Samples, fleet: Samples):
-    return {(cell, BARE): bare, (cell, FLEET): fleet}
+def samples(rate: float) -> Samples:
+    result = Result(num_requests=round(rate), num_all=round(rate), seconds=1.0, p50_s=0.001)
+    roles = ("bare", "gateway", "worker", "redis-server", "client")
+    return Samples([result], [dict.fromkeys(roles, 0.05)])
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +47,9 @@ def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi(measured):
         assert fleet < MAX_CPU_RATIO * bare, cell
 
 
-def test_tables_name_every_kind_of_request_once(measured):
-    tables = to_tables(measured)
-    titles = [table.title for table in tables]
-    assert len(titles) == len(set(titles)) == 6
-    assert to_cpu_table(measured).row_count == 6
-    for table in (*tables, to_cpu_table(measured)):
-        assert all(len(list(column.cells)) == table.row_count for column in table.columns)
-
-
 def test_tables_fit_a_terminal_of_80_columns_and_a_pipe():
-    measured = compared(Cell(TEXT, True, 32), samples(rate=1234), samples(rate=987.6))
+    cell = Cell(Body("text", []), True, 32)
+    measured = {(cell, BARE): samples(1234), (cell, FLEET): samples(987.6)}
     for table in (*to_tables(measured), to_cpu_table(measured)):
         out = io.StringIO()
         Console(file=out, width=80).print(table)
@@ -72,18 +58,15 @@ def test_tables_fit_a_terminal_of_80_columns_and_a_pipe():
             assert all(str(cell) in out.getvalue() for cell in column.cells)
 
 
-def test_wrong_answer_ends_the_benchmark(fake):
-    fake.status = 500
-    port = int(fake.url.rpartition(":")[2])
-    job = Job(port, "{}", num_connections=1, seconds=0.1)
-    with pytest.raises(BenchError, match="500"):
-        run_checked(job)
-
-
 def test_a_benchmark_that_is_stopped_stops_its_servers():
     command = [sys.executable, "-m", "vlm", "bench", "gateway", "--seconds", "30"]
     bench = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    servers = wait_for(lambda: bench.children(recursive=True))
+
+    def started() -> list[psutil.Process]:
+        servers = bench.children(recursive=True)
+        return servers if any(each.name() == "redis-server" for each in servers) else []
+
+    servers = wait_for(started)
     bench.terminate()
     assert bench.wait(30) == 143
     assert not psutil.wait_procs(servers, timeout=10)[1]

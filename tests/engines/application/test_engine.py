@@ -300,14 +300,6 @@ def test_a_cancelled_task_makes_way(toy, is_deaf):
         assert (after != before) is is_deaf  # who listens keeps what it has loaded
 
 
-def test_a_task_of_the_id_of_one_that_still_ends_can_be_cancelled_too(toy):
-    name = toy.cancel({"do": "sleep"})
-    toy.number -= 1
-    assert toy.add({"do": "pid"}) == name
-    toy.engine.abort(name)
-    assert toy.finish() == []
-
-
 def test_output_that_is_too_large_is_refused(toy):
     code, message = toy.refused({"do": "much", "size": 2**16})
     assert code in (ErrorCode.TASK_FAILED, ErrorCode.REQUEST_KILLS_WORKERS)

@@ -14,7 +14,6 @@ from engines.mock.engine import MockProcessor
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tools import HERMES, LLAMA3, MISTRAL, PYTHONIC
 from shared.protocol import (
-    ErrorCode,
     FinishReason,
     SamplingParams,
     join_calls,
@@ -130,12 +129,3 @@ def test_tokens_that_may_begin_the_reasoning_are_reported_when_that_is_decided()
     second = answer.output([TokenChoice(1, -1.0)])
     assert (second.index, second.token_ids, second.text) == (0, (0, 1), "<b")
     assert [entry.chosen.logprob for entry in second.logprobs] == [-0.5, -1.0]
-
-
-def test_an_answer_that_fails_has_its_usage_and_times():
-    answer = Answer.begin(EngineRequest("r", [1], SamplingParams()), make_processor([b"a"]))
-    answer.output([TokenChoice(0)])
-    output = answer.fail("lost", ErrorCode.ENGINE_FAILURE)
-    assert (output.index, output.error) == (1, "lost")
-    assert output.usage is not None
-    assert output.timings is not None

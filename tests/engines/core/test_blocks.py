@@ -2,11 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from engines.core.blocks import BlockManager, hash_block, hash_root
+from engines.core.blocks import BlockManager
 from engines.core.sequence import (
     EngineRequest,
     ImageInput,
-    ScheduledSequence,
     Sequence,
     SequenceStatus,
 )
@@ -112,43 +111,9 @@ def test_blocks_of_one_beginning_are_shared(first: Sequence, second: Sequence, n
     assert find_shared(first, second) == num_shared
 
 
-def test_a_block_hash_depends_on_each_image_and_its_place():
-    tables = [
-        (),
-        (make_image(0, 2, "cat"),),
-        (make_image(1, 2, "cat"),),
-        (make_image(0, 3, "cat"),),
-        (make_image(0, 2, "dog"),),
-        (make_image(0, 1, "cat"), make_image(1, 1, "cat")),
-    ]
-    hashes = {hash_block(hash_root(""), [5] * 4, 0, images) for images in tables}
-    assert len(hashes) == len(tables)
-    assert {len(each) for each in hashes} == {32}
-
-
 def test_token_ids_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engines.core.blocks.hash_block", lambda *_: b"always the same")
     assert find_shared(make_sequence(9), make_sequence(token_ids=[3] * 9)) == 0
-
-
-def test_a_decode_token_inside_a_block_hashes_nothing(monkeypatch: pytest.MonkeyPatch):
-    blocks = make_blocks()
-    sequence = make_sequence(9)
-    compute(blocks, sequence)
-    monkeypatch.setattr("engines.core.blocks.hash_block", lambda *_: pytest.fail("hashed"))
-    sequence.token_ids.append(5)
-    sequence.num_computed_tokens += 1
-    blocks.publish(sequence)
-
-
-@pytest.mark.parametrize(
-    ("start", "num_new", "offsets"),
-    [(0, 2, []), (0, 3, [2]), (5, 1, [2]), (6, 2, []), (5, 4, [2, 8]), (12, 1, [])],
-)
-def test_a_share_knows_the_images_that_it_reads(start: int, num_new: int, offsets: list[int]):
-    images = (make_image(2, 4), make_image(8, 4))
-    sequence = make_sequence(14, images=images, num_computed_tokens=start)
-    assert [image.offset for image in ScheduledSequence(sequence, num_new).images] == offsets
 
 
 def with_positions(*positions: list[int]) -> Sequence:

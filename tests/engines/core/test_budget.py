@@ -65,17 +65,6 @@ def test_the_limit_is_what_fills_the_time_that_a_step_may_take(monkeypatch):
     assert limit.beside(11) == pytest.approx(2 * limit.num_tokens, abs=1)
 
 
-def test_there_is_always_progress_however_slow_the_machine_was_when_it_was_measured(monkeypatch):
-    limit = measure(monkeypatch, 0.01, 0.0, 1.0)
-    assert limit.beside(1) == 3
-
-
-def test_where_prompts_cost_little_there_is_no_limit(monkeypatch):
-    assert measure(monkeypatch, 1.0, 0.0, 0.001) == PrefillLimit(
-        256, spare_s=pytest.approx(MAX_SLOWDOWN - 1)
-    )
-
-
 @pytest.mark.parametrize(("max_tokens", "beside"), [(2048, 512), (128, 128)])
 def test_on_an_asynchronous_device_the_limit_is_fixed_and_not_measured(max_tokens, beside):
     runner = TimedRunner(1.0, 1.0, 1.0)
@@ -126,26 +115,6 @@ def test_the_limit_stays_within_bounds(num_tokens, token_s, num_steps, limited):
     limit = PrefillLimit(num_tokens)
     follow(limit, token_s, num_steps)
     assert limit.beside(1) == limited
-
-
-def test_a_step_that_was_not_filled_does_not_raise_the_limit():
-    limit = PrefillLimit(80)
-    limit.note(1, 0, 1.0)
-    for _ in range(50):
-        limit.note(1, 3, 1.1)
-    assert limit.beside(1) == 80
-
-
-def test_steps_beside_as_many_streams_are_compared():
-    limit = PrefillLimit(80)
-    limit.note(1, 0, 1.0)
-    for _ in range(10):
-        limit.note(4, 80, 2.5)  # four streams without a prompt were not measured yet
-    assert limit.beside(1) == 80
-    limit.note(4, 0, 2.0)
-    limit.note(4, 80, 2.5)
-    limit.note(1, 80, 2.5)
-    assert limit.beside(1) == 72
 
 
 def test_while_prompts_never_end_a_step_without_shows_what_streams_take():

@@ -51,16 +51,6 @@ def test_the_first_output_tells_the_usage_before_the_prompt_is_computed():
     assert token.usage is None
 
 
-def test_cached_prompt_tokens_are_reported():
-    engine = make_engine()
-    run_all(engine, make_request("a", "x" * 20))
-    answer = run_all(engine, make_request("b", "x" * 20))["b"]
-    assert answer.first_usage is not None
-    assert answer.first_usage.num_cached_tokens == 16
-    stats = engine.stats()
-    assert (stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens) == (40, 16)
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
@@ -81,24 +71,6 @@ def test_the_time_in_the_engine_is_the_sum_of_its_stages(clock: Clock):
     assert find_timings(answers["cat"]) == [0, 3, 1 + 8 + 1 + 2, 2]
     assert find_timings(answers["text"]) == [17, 0, 1 + 1, 2]
     assert clock.now == 1000 + 17 + 4
-
-
-def test_only_who_reads_an_image_is_charged_for_encoding_it(clock: Clock):
-    engine = make_engine(mock=make_mock(vision_s=3, decode_s=1, num_output_tokens=3))
-    cat = make_request("cat", "x" * 20, images=(make_image(),))
-    answers = run_all(engine, cat, make_request("text", "y" * 20))
-    assert find_timings(answers["cat"]) == [0, 3, 1, 2]
-    assert find_timings(answers["text"]) == [0, 0, 4, 2]
-
-
-def test_a_continued_request_whose_prompt_is_cached_is_counted_and_timed(clock: Clock):
-    engine = make_engine(mock=make_mock(decode_s=1, num_output_tokens=8))
-    whole = run_all(engine, make_request("a", "x" * 8))["a"]
-    resumed = make_request("b", "x" * 8, output_token_ids=tuple(whole.token_ids[:6]))
-    answer = run_all(engine, resumed)["b"]
-    assert find_timings(answer) == [0, 0, 1, 1]
-    assert answer.first_usage is not None
-    assert answer.first_usage.num_cached_tokens == 8
 
 
 @pytest.mark.parametrize("config", [{"max_model_len": 16}, {"num_kv_blocks": 4}])
@@ -198,16 +170,6 @@ def test_out_of_memory_for_a_single_token_and_any_other_failure_is_the_end():
     fail_next_step(engine, RuntimeError("illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.step()
-
-
-def test_stats_follow_the_work():
-    engine = make_engine(max_num_seqs=1)
-    engine.add(make_request("a", "x" * 20))
-    engine.add(make_request("b", "y" * 20))
-    engine.step()
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_steps) == (1, 1, 1)
-    assert stats.kv_usage_ratio == pytest.approx(5 / 256)
 
 
 TINY_CONFIGS = st.fixed_dictionaries(

@@ -84,15 +84,6 @@ def test_newcomers_are_started_as_soon_as_the_step_under_way_is_done(launches: L
     assert launches[2:] == [{"a": 0}, {"a": None, "b": None}, {"a": 0, "b": 1}]
 
 
-def test_a_request_without_a_free_slot_does_not_keep_the_device_waiting(launches: Launches):
-    run_all(
-        overlapping(max_num_seqs=1),
-        make_request("a", max_tokens=3),
-        make_request("b", max_tokens=2),
-    )
-    assert launches == [{"a": None}, {"a": 0}, {"a": 0}, {"b": None}, {"b": 0}]
-
-
 def test_nobody_is_preempted_while_a_step_is_under_way(launches: Launches):
     engine = overlapping(num_kv_blocks=9, num_output_tokens=16)
     requests = [make_request(name, name * 8) for name in "ab"]

@@ -56,9 +56,6 @@ COURSES = {
         *(make_sequence(13, name, images=(cat_at(0, 4), dog_at(8, 4))) for name in "ab"),
         {"a": 8}, {"a": 5}, {"a": 1, "b": 1},
     ),
-    "without prefix cache equal prompts share a step": (
-        NO_CACHE, *(make_sequence(11, name) for name in "ab"), {"a": 11, "b": 11}
-    ),
     "interactive ones pass batch ones that wait": (
         {"max_num_seqs": 1, **NO_CACHE}, make_sequence(4, "first"), make_batch(), make_sequence(4, "second"),
         ["first", "second", "batch"],
@@ -71,18 +68,12 @@ COURSES = {
         {"num_blocks": 4, **NO_CACHE}, make_batch(12), {"batch": 12}, make_sequence(8, "interactive"), {"interactive": 8},
         ["batch"],
     ),
-    "nothing is taken from batch work where there is room": (
-        {"max_num_seqs": 2}, make_batch(), {"batch": 4}, other(4, "interactive"), {"batch": 1, "interactive": 4}
-    ),
     "no way is made for one that would not fit even then": (
         {"num_blocks": 8, **NO_CACHE}, make_sequence(16, "interactive"), make_batch(), {"interactive": 16, "batch": 4},
         make_sequence(16, "large"), {"interactive": 1, "batch": 1},
     ),
     "a newcomer waits until all its tokens fit": (
         {"num_blocks": 8, "max_num_batched_tokens": 4}, make_sequence(4, "a"), {"a": 4}, other(28, "b"), {"a": 1}
-    ),
-    "a newcomer leaves a block to each that runs": (
-        {"num_blocks": 4}, make_sequence(8, "a"), other(8, "b"), {"a": 8}
     ),
     "a prompt that sees all of itself is computed in one step whatever the budget": (
         {"max_num_batched_tokens": 8, "binds_prompts": True, **ONE_IMAGE},
@@ -118,10 +109,6 @@ COURSES = {
     "the preempted wait before all others in their old order": (
         {"num_blocks": 6, **NO_CACHE}, *(make_sequence(4, name) for name in "abc"), 1, make_sequence(4, "d"), 9,
         ["b", "c", "d"],
-    ),
-    "nobody is admitted in a step that preempts": (
-        {"num_blocks": 4, **NO_CACHE}, make_sequence(8, "a"), make_sequence(3, "b"), 1, make_sequence(1, "c"), {"a": 1, "b": 1},
-        {"a": 1}, ["b", "c"],
     ),
     "batch work is preempted before a younger interactive sequence": (
         {"num_blocks": 6, **NO_CACHE}, make_sequence(4, "old"), make_batch(4), make_sequence(4, "young"), 5,

@@ -253,20 +253,6 @@ def test_image_placeholder_tokens_are_not_drafted():
         assert History(0.5).find(sequence, 16) == draft
 
 
-@pytest.mark.parametrize("num_letters", [2, 5])
-def test_an_index_that_grows_finds_what_a_search_does(num_letters):
-    random = Random(num_letters)
-    sequence, history = make_sequence(token_ids=[0, 1, 0]), History(0.5)
-    for _ in range(200):
-        sequence.token_ids += random.choices(range(num_letters), k=random.choice([1, 1, 1, 4]))
-        ids = sequence.token_ids
-        ends = [end for end in range(3, len(ids)) if ids[end - 3 : end] == ids[-3:]]
-        found = history.find(sequence, 4)
-        assert bool(found) == bool(ends)
-        if found:
-            assert any((ids[end:] * 4)[:4] == found or ids[end : end + 4] == found for end in ends)
-
-
 def test_long_prompts_are_indexed_in_parts():
     text = list(range(5000))
     sequence, history = make_sequence(token_ids=[*text, 1, 2, 3]), History(0.5)

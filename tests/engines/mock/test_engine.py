@@ -2,23 +2,11 @@ import time
 
 import pytest
 
-from engines.base import EngineCall
 from engines.mock.engine import (
     EOS_ID,
-    IMAGE_ID,
-    MockEngineSettings,
-    MockProcessor,
-    MockTokenizer,
-    load_mock_engine,
 )
-from engines.registry import create_engine
 from shared.protocol import (
-    ChatMessage,
     FinishReason,
-    Generate,
-    ImagePart,
-    SamplingParams,
-    TextPart,
 )
 from tests.factories_engine import (
     answer_alone,
@@ -28,14 +16,6 @@ from tests.factories_engine import (
     make_request,
     run_all,
 )
-
-
-def test_the_tokenizer_spells_any_text():
-    tokenizer = MockTokenizer()
-    text = "caf\u00e9 </s> <image> \U0001f642\x00"
-    token_ids = tokenizer.encode(text)
-    assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == text
-    assert not {EOS_ID, IMAGE_ID} & set(token_ids)
 
 
 def test_an_answer_ends_by_itself_after_the_least_number_of_tokens_unless_its_end_is_ignored():
@@ -50,15 +30,6 @@ def test_an_answer_ends_by_itself_after_the_least_number_of_tokens_unless_its_en
     assert len(answer.token_ids) == 200
     assert EOS_ID not in answer.token_ids
     assert len(set(answer.token_ids[100:])) > 50
-
-
-def test_answers_depend_on_prompt_and_image():
-    image, other = (make_image(image_hash=name) for name in ("cat", "dog"))
-    wanted = [("what?", ()), ("what!", ()), ("what?", (image,)), ("what?", (other,))]
-    requests = [
-        make_request(prompt=f"12345678 {prompt}", images=images) for prompt, images in wanted
-    ]
-    assert len({answer_alone(request).text for request in requests}) == 4
 
 
 def test_images_are_encoded_once_and_then_found_while_the_cache_has_room():
@@ -83,41 +54,3 @@ def test_a_step_takes_the_time_of_its_parts(monkeypatch: pytest.MonkeyPatch):
     images = (make_image(0, 8, "cat"), make_image(8, 8, "dog"))
     run_all(make_engine(mock=mock), make_request(prompt="x" * 20, images=images))
     assert sleeps == pytest.approx([2.0 + 2.0 + 0.5, 0.5, 0.5])
-
-
-def test_a_prompt_has_one_run_of_slots_per_image_in_its_place():
-    parts = (TextPart("<image>"), ImagePart(1), TextPart("or"), ImagePart(0))
-    prompt = MockProcessor(tokens_per_image=4).build_prompt(
-        [ChatMessage(role="user", parts=parts)], [("cat", (1, 1)), ("dog", (2, 2))]
-    )
-    assert prompt.token_ids.count(IMAGE_ID) == 8
-    assert [image.image_hash for image in prompt.images] == ["dog", "cat"]
-    for image in prompt.images:
-        assert prompt.token_ids[image.offset : image.offset + 4] == [IMAGE_ID] * 4
-
-
-def test_the_pool_is_as_large_as_configured():
-    def num_blocks(**config: int) -> int:
-        settings = MockEngineSettings(**config)
-        return load_mock_engine(settings, None).engine.blocks.num_blocks
-
-    assert num_blocks(num_kv_blocks=7) == 7
-    assert num_blocks(kv_cache_bytes=64 * 1024, block_size=16) == 4
-    assert num_blocks(max_num_seqs=2, max_model_len=40, block_size=16) == 6
-    assert num_blocks(kv_cache_bytes=10**20) > 1 << 16  # and the process has memory for their list
-
-
-def test_thinking_is_told_apart_counted_and_left_out_on_request():
-    mock = make_mock(num_output_tokens=6, num_reasoning_tokens=5).model_dump()
-    engine = create_engine({"kind": "mock", "num_kv_blocks": 256, "mock": mock}).engine
-    messages = (ChatMessage("user", (TextPart("hello"),)),)
-    found = []
-    for options in ({}, {"enable_thinking": False}):
-        task = Generate(messages, SamplingParams(temperature=0.0), template_options=options)
-        answer = run_all(engine, engine.prepare(EngineCall("r", task), []))["r"]
-        assert "think" not in answer.reasoning + answer.text
-        usage = answer.last.usage
-        assert usage.num_output_tokens == len(answer.token_ids)
-        words = len(answer.reasoning.split()), len(answer.text.split())
-        found.append((*words, usage.num_reasoning_tokens))
-    assert found == [(5, 5, 5 + len("<think>\n" + "\n</think>")), (0, 5, 0)]

@@ -5,12 +5,9 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 import vlm
-from engines.torch_backend.loading import check
-from tests.factories_encoders import make_encoder
 from tests.factories_hub import REPO, Hub, Repository
 
 
@@ -83,13 +80,6 @@ def test_what_cannot_be_run_is_not_pulled_unless_by_force(hub: Hub, tmp_path: Pa
     assert "Nothing" in found["problem"]
 
 
-def test_an_encoder_is_one_for_the_pooling_engine(hub: Hub, tmp_path: Path) -> None:
-    directory = make_encoder(tmp_path / "encoder", "bert")
-    hub.repositories["acme/encoder"] = Repository({"main": directory})
-    assert run("pull", "acme/encoder")[0] == 0
-    assert listed()["acme/encoder"]["engine"] == "pooling"
-
-
 def test_a_model_whose_weights_are_gone_is_listed_with_what_to_do(hub: Hub) -> None:
     run("pull", REPO)
     directory = Path(listed()[REPO]["directory"])
@@ -98,13 +88,3 @@ def test_a_model_whose_weights_are_gone_is_listed_with_what_to_do(hub: Hub) -> N
     found = listed()[REPO]
     assert found["runs"] is False
     assert f"vlm pull {REPO}" in found["problem"]
-
-
-def test_what_does_not_fit_the_memory_or_is_no_model_is_one_sentence_before_it_is_downloaded(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check, "free_bytes", lambda device: 1000)
-    assert "need at least 0.0 GiB of memory, but cpu has 0.0 GiB" in refusal("pull", REPO)
-    assert "model.safetensors" not in hub.downloads
-    for name in ("acme/nothing", "no such thing"):
-        refusal("pull", name)

@@ -41,17 +41,3 @@ def test_what_shares_a_step_is_nearer_to_the_oldest_than_what_does_not(lengths, 
     for row in rows:
         if row not in taken:
             assert row.num_tokens <= shortest or row.num_tokens >= longest
-
-
-@given(st.sets(st.integers(0, 19)))
-def test_what_is_removed_is_not_computed(removed):
-    waiting, rows = fill(range(1, 21))
-    for index in removed:
-        waiting.remove(rows[index])
-        waiting.remove(rows[index])
-    taken = []
-    while waiting:
-        taken += waiting.take(50, 100)
-    assert {id(row) for row in taken} == {
-        id(row) for index, row in enumerate(rows) if index not in removed
-    }

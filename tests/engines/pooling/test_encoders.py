@@ -29,7 +29,6 @@ from engines.image_decoder import decode_image
 from engines.pooling.engine import PoolingEngine
 from engines.pooling.load import load_encoder
 from engines.pooling.settings import PoolingSettings
-from engines.registry import create_engine
 from engines.torch_backend.ops.registry import cpu_ops
 from shared.protocol import Embed, ImagePart, ImageRef, Rerank, TextPart, TokensPart
 from tests.factories_encoders import (
@@ -248,16 +247,6 @@ def test_int8_vectors_point_where_float32_ones_do(kind, tmp_path):
         [[alone]] = compute(small, embed(text))
         assert np.abs(vector - alone).max() < 1e-5 * max(1, np.abs(alone).max())
     assert small.memory_bytes()["weights"] < whole.memory_bytes()["weights"]
-
-
-@pytest.mark.parametrize(("images", "dimensions"), [(False, 32), (True, 16)])
-def test_a_directory_is_served_by_name(images, dimensions, tmp_path):
-    make_clip(tmp_path) if images else make_encoder(tmp_path, "xlm-roberta", normalize=True)
-    loaded = create_engine({"kind": "pooling", "model": str(tmp_path), "device": "cpu"})
-    card = loaded.card
-    assert (card.tasks[0], card.dimensions, card.supports_images) == ("embed", dimensions, images)
-    assert images or card.max_model_len == 64
-    loaded.engine.close()
 
 
 def _edit(file, do):

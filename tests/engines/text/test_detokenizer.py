@@ -12,10 +12,10 @@ class TokenTable:
 
     eos_token_ids = frozenset[int]()
 
-    def __init__(self, tokens: Sequence[bytes], drops_leading_space: bool = False) -> None:
+    def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tokens
         self.vocab_size = len(tokens)
-        self.drops_leading_space = drops_leading_space
+        self.drops_leading_space = False
 
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError
@@ -27,11 +27,9 @@ class TokenTable:
         raise NotImplementedError
 
 
-def detokenize(
-    tokens: Sequence[bytes], stop: Sequence[str] = (), drops_leading_space: bool = False
-) -> list[str]:
+def detokenize(tokens: Sequence[bytes], stop: Sequence[str] = ()) -> list[str]:
     """The pieces of text, one per token until a stop string ends it, and the rest."""
-    detokenizer = Detokenizer(TokenTable(tokens, drops_leading_space), stop)
+    detokenizer = Detokenizer(TokenTable(tokens), stop)
     pieces = []
     for token_id in range(len(tokens)):
         pieces.append(detokenizer.append(token_id))
@@ -79,20 +77,6 @@ def test_special_tokens_are_text_where_that_is_asked_for_but_for_the_end():
 
     detokenizer = Detokenizer(Named([b"a", b"", b"b", b""]), keeps_specials=True)
     assert [detokenizer.append(token_id) for token_id in range(4)] == ["a", "<loc_1>", "b", ""]
-
-
-def test_one_leading_space_is_dropped_where_the_tokenizer_says_so():
-    assert detokenize([b"", b" a", b" b"], drops_leading_space=True) == ["", "a", " b", ""]
-    assert "".join(detokenize([b" ", b" a"], drops_leading_space=True)) == " a"
-    assert "".join(detokenize([b" a"])) == " a"
-
-
-def test_a_stop_string_may_be_completed_by_the_replacement_of_a_broken_character():
-    detokenizer = Detokenizer(TokenTable([b"a", b"\xe2"]), ["\ufffd"])
-    assert detokenizer.append(0) + detokenizer.append(1) == "a"
-    assert detokenizer.finish() == ""
-    assert detokenizer.is_stopped
-    assert detokenizer.append(0) == ""
 
 
 @given(st.binary(max_size=40) | st.text(max_size=20).map(str.encode), st.lists(st.integers(0, 40)))

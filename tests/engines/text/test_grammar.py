@@ -259,11 +259,3 @@ def test_what_comes_before_an_answer_is_free(is_thinking):
     assert not follows(constraint, begin + "hm</think>blue")
     assert follows(constraint, " red") is not is_thinking
     compiler.close()
-
-
-def test_models_without_an_end_or_with_answers_in_parts_take_no_grammars():
-    endless = MockTokenizer()
-    endless.eos_token_ids = frozenset()
-    assert GrammarCompiler.create(endless, VOCAB_SIZE, None) is None
-    parts = Reasoning(REASONING_FORMATS["harmony"])
-    assert GrammarCompiler.create(TOKENIZER, VOCAB_SIZE, parts) is None

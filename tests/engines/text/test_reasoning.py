@@ -102,12 +102,6 @@ def test_prompts_stop_strings_and_channels(text, options, told):
         assert read(tokens, **options)[0] == told
 
 
-def test_a_prompt_may_have_begun_the_thinking():
-    reasoning = Reasoning(THINK)
-    assert reasoning.is_opened_by("<|im_start|>assistant\n<think>\n")
-    assert not reasoning.is_opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-
-
 def test_markers_may_be_tokens_that_are_no_text():
     tokens = [b"", b"hm", b"", b"Yes", b""]
     spelled = {0: "[THINK]", 2: "[/THINK]"}

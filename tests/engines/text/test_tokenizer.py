@@ -92,11 +92,6 @@ def test_bytes_of_any_whole_tokens_add_up_too(pair: Pair, data: st.DataObject) -
     )
 
 
-def test_special_and_unknown_tokens_add_no_bytes(pair: Pair) -> None:
-    for token_id in (pair.ours.control_tokens["</s>"].id, 10**9, -1):
-        assert pair.ours.token_bytes(token_id) == b""
-
-
 def test_where_generation_ends_is_said_by_the_first_file_that_says_it(byte_level: Path) -> None:
     change_json(byte_level / "generation_config.json", eos_token_id=[2, 7])
     change_json(byte_level / "config.json", text_config={"eos_token_id": 9})

@@ -1,6 +1,5 @@
 """Calls of functions: what may be written, how it is read, and what models without tools are told."""
 
-import ast
 import json
 from itertools import pairwise
 
@@ -16,7 +15,6 @@ from engines.text.chat_template import ChatTemplate
 from engines.text.processor import move_images
 from engines.text.tools import (
     HERMES,
-    TOLD,
     CallReader,
     describe_in_text,
     find_tool_format,
@@ -124,14 +122,6 @@ def test_calls_are_of_the_form_and_their_arguments_of_the_schema(compiler, form)
             jsonschema.validate(arguments, SCHEMAS[name])
 
 
-def test_an_answer_beside_calls_may_be_held_to_a_schema(compiler):
-    grammar = Grammar("choice", '["yes"]', "response_format")
-    constraint = compiler.compile_tools(TOOLS, HERMES, grammar)
-    assert follows(constraint, "yes")
-    assert follows(constraint, spell(HERMES, ("time.now", "{}")))
-    assert not follows(constraint, "no")
-
-
 def refers(to: str) -> dict[str, object]:
     """A reference out of a parameter, not to be taken for one within it."""
     within = {"type": "object", "properties": {"a": {"type": "integer"}, "c": {"$ref": to}}}
@@ -167,17 +157,6 @@ def test_schemas_that_cannot_be_kept_are_any_objects_unless_they_are_strict(
     with pytest.raises(BadGrammar, match=reason) as caught:
         compiler.compile_tools(strict, form, None)
     assert caught.value.param == "tools"
-
-
-def test_strings_of_a_model_that_no_template_teaches_have_an_end(compiler):
-    schema = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}})
-    free = Tools((Function("f", schema),), True)
-    long, more = json.dumps({"city": "o" * 65}), '{"city": "Oslo", "more": 1}'
-    for form, is_long_allowed in ((TOLD, False), (HERMES, True)):
-        constraint = compiler.compile_tools(free, form, None)
-        assert follows(constraint, spell(form, ("f", '{"city": "Oslo"}')))
-        assert follows(constraint, spell(form, ("f", long))) is is_long_allowed
-        assert not follows(constraint, spell(form, ("f", more)))
 
 
 def read_in_parts(form: module.ToolFormat, text: str, *cuts: int):
@@ -303,22 +282,6 @@ def test_whatever_the_rules_allow_is_read_as_a_call(compiler, value):
         assert found == {"n" * 256: expected, "b": [expected]}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *("(5)", "((5))", "(5,)", "()", "(())", "((1, 2), [3])", "[(1), 2,]", "{'y': (1), 'z': (2,),}"),
-        *("1.", ".5", "+1", "-.5", "+1.e3", "-0.", "('y')", "( 1 , )"),
-    ],
-)  # fmt: skip
-def test_values_are_those_of_python(value):
-    expected = json.loads(json.dumps(ast.literal_eval(value)))
-    said, calls = read_all(f"[f(x={value})]")
-    assert (said, calls) == ("", [("f", {"x": expected})])
-    assert type(calls[0][1]["x"]) is type(expected)
-    # an unknown escape stands for itself
-    assert read_all(r"[f(x='\d\101\x41')]") == ("", [("f", {"x": r"\d\101A"})])
-
-
 def test_a_model_without_tools_is_told_in_text():
     image = ImagePart(0)
     messages = [
@@ -397,3 +360,11 @@ def test_the_mock_calls_and_then_talks_and_goes_on_with_a_call_elsewhere(form, m
         assert (bool(text), calls, reason) == (True, (), FinishReason.STOP)
     finally:
         engine.close()
+
+
+def test_an_answer_beside_calls_may_be_held_to_a_schema(compiler):
+    grammar = Grammar("choice", '["yes"]', "response_format")
+    constraint = compiler.compile_tools(TOOLS, HERMES, grammar)
+    assert follows(constraint, "yes")
+    assert follows(constraint, spell(HERMES, ("time.now", "{}")))
+    assert not follows(constraint, "no")

@@ -23,7 +23,6 @@ from engines.registry import create_engine
 from shared.protocol import (
     ChatMessage,
     ErrorCode,
-    FinishReason,
     Function,
     Generate,
     Grammar,
@@ -50,18 +49,6 @@ def loaded(server: StandIn) -> Iterator[LoadedEngine]:
 
 def answer(loaded: LoadedEngine, call: EngineCall, *images: PreparedImage) -> list[Any]:
     return asking.answer(loaded.engine, call, *images)
-
-
-def test_the_text_of_the_server_is_the_answer(loaded: LoadedEngine, server: StandIn):
-    assert (loaded.card.name, loaded.card.max_model_len) == ("model", 512)
-    outputs = answer(loaded, make_call())
-    assert len("".join(output.text for output in outputs)) == 8
-    assert outputs[-1].finish_reason is FinishReason.LENGTH
-    assert outputs[-1].usage.num_output_tokens == 8
-    assert outputs[-1].usage.num_prompt_tokens > 0
-    body = server.bodies[-1]
-    assert body["messages"] == [{"role": "user", "content": "hello"}]
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("model", 0.0, 8)
 
 
 def test_an_image_is_sent_as_a_file_of_our_own_and_a_schema_as_it_is(

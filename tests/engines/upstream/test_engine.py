@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import (
     ErrorCode,
-    FinishReason,
     Function,
     Grammar,
     Tools,
@@ -37,7 +35,6 @@ from tests.engines.upstream.asking import answer, make_call, prepare_image, run,
 from tests.engines.upstream.asking import ids_of as ids
 from tests.engines.upstream.stand_in import (
     CONTEXT,
-    EOS_ID,
     FIRST_ID,
     StandIn,
     next_token,
@@ -96,29 +93,6 @@ def expected_ids(engine: UpstreamEngine, call: EngineCall, num_tokens: int = 8) 
     for _ in range(num_tokens):
         ids.append(next_token(ids, (None, [])))
     return ids[len(prompt) :]
-
-
-def test_tokens_of_the_server_are_the_answer(engine: UpstreamEngine):
-    call = make_call(num_logprobs=2)
-    outputs = answer(engine, call)
-    assert ids_of(outputs) == expected_ids(engine, call)
-    assert text_of(outputs) == "".join(chr(ord("a") + token - 67) for token in ids_of(outputs))
-    assert [len(each.top) for output in outputs for each in output.logprobs] == [2] * 8
-    assert outputs[-1].finish_reason is FinishReason.LENGTH
-    assert outputs[-1].usage is not None
-    assert outputs[-1].usage.num_output_tokens == 8
-
-
-def test_an_answer_continues_from_its_token_log(engine: UpstreamEngine):
-    whole = answer(engine, make_call())
-    for num_earlier in (1, 7, 8):
-        earlier = tuple(ids_of(whole)[:num_earlier])
-        rest = answer(engine, make_call("again", output_token_ids=earlier))
-        assert ids(rest) == ids_of(whole)[num_earlier:]
-        assert text_of(rest) == text_of(whole)[num_earlier:]
-    earlier = (*ids_of(whole)[:3], EOS_ID)
-    (last,) = answer(engine, make_call(output_token_ids=earlier))
-    assert (last.finish_reason, last.token_ids) == (FinishReason.STOP, ())
 
 
 def test_a_broken_stream_is_continued_without_gap_or_duplicate(
@@ -336,17 +310,6 @@ def test_an_aborted_or_stopped_request_is_closed_at_the_server(
     # SGLang aborts the request of a closed stream only 2 s later
     rids = [body["rid"] for body in server.bodies[1:] if api == "sglang"]
     wait_for(lambda: server.aborted == rids)
-
-
-def test_wake_ends_a_step_that_waits(load: Load, server: StandIn, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("engines.upstream.streams.POLL_S", 30.0)
-    server.token_s = 0.3
-    engine = load("vllm")
-    engine.add(engine.prepare(make_call(max_tokens=1), []))
-    threading.Timer(0.05, engine.wake).start()
-    started = time.monotonic()
-    engine.step()
-    assert time.monotonic() - started < 20
 
 
 def test_images_tenants_and_forbidden_tokens_are_in_the_body(

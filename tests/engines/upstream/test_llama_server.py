@@ -69,15 +69,6 @@ def test_greedy_answers_are_those_of_the_torch_engine(engine: Engine[Any], model
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_the_end_token_is_counted(engine: Engine[Any]):
-    outputs = answer(engine, make_call(logit_bias={2: 100.0}))
-    assert ids_of(outputs) == [2]
-    assert text_of(outputs) == ""
-    assert outputs[-1].finish_reason is FinishReason.STOP
-    assert outputs[-1].usage is not None
-    assert outputs[-1].usage.num_output_tokens == 1
-
-
 def test_tokens_within_a_character_are_counted_and_their_ids_recovered(engine: Engine[Any]):
     outputs = answer(engine, make_call(ignore_eos=True, temperature=1.0, seed=3, max_tokens=200))
     assert outputs[-1].usage is not None

@@ -14,7 +14,6 @@ from engines.upstream.sglang import Sglang
 from engines.upstream.vllm import FINISH, Vllm
 from shared.protocol import (
     ChatMessage,
-    ErrorCode,
     FinishReason,
     Generate,
     SamplingParams,
@@ -91,22 +90,6 @@ def ask(server: StandIn, checkpoint: Path, *streams: str) -> list[EngineOutput]:
         return answer(loaded.engine, CALL)
     finally:
         loaded.engine.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [
-        ("too long", ErrorCode.CONTEXT_LENGTH_EXCEEDED),
-        ("bad grammar", ErrorCode.INVALID_REQUEST),
-    ],
-)
-def test_a_refusal_of_sglang_reaches_the_client(
-    server: StandIn, checkpoint: Path, name: str, code: ErrorCode
-):
-    (last,) = ask(server, checkpoint, name)
-    assert last.error_code is code
-    assert last.error
-    assert len(server.bodies) == 1
 
 
 def test_a_request_that_sglang_aborts_is_continued(server: StandIn, checkpoint: Path):

@@ -94,8 +94,3 @@ def test_a_server_that_fails_ends_the_engine(
     server.vectors = ()
     with pytest.raises(EngineLoadFailed, match="404"):
         run(engine, Embed((TextPart("w1"),)))
-
-
-def test_a_server_of_neither_api_is_refused(load):
-    with pytest.raises(EngineLoadFailed, match="neither"):
-        load()

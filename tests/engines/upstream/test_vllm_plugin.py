@@ -146,9 +146,3 @@ def test_parameters_of_another_version_are_refused(plugin: Any):
     wrong = SimpleNamespace(extra_args={"vlm_fleet": {"version": "probe"}})
     with pytest.raises(ValueError, match=plugin.VERSION):
         plugin.ContinueAnswer.validate_params(wrong)
-
-
-def test_speculative_decoding_is_refused(plugin: Any):
-    config = SimpleNamespace(speculative_config=object())
-    with pytest.raises(ValueError, match="speculative"):
-        plugin.ContinueAnswer(config, "cpu", False)

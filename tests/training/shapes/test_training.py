@@ -3,12 +3,10 @@
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 
 from training.shapes.architecture import NUM_IMAGE_TOKENS, make_config
-from training.shapes.code_book import scene_targets
 from training.shapes.export import load_finetuned, load_tokenizer
 from training.shapes.finetune import (
     Batch,
@@ -18,12 +16,9 @@ from training.shapes.finetune import (
     save,
     who_sees_whom,
 )
-from training.shapes.gallery import encode
 from training.shapes.lessons import NUM_SLOTS, Album, make_message
 from training.shapes.llava import LlavaForConditionalGeneration
 from training.shapes.sequences import Encoder
-from training.shapes.tokenizer import IMAGE_ID
-from training.shapes.world import make_scene
 
 CHECKPOINT = Path("engines/packages/shapes/checkpoint")
 CPU = torch.device("cpu")
@@ -60,11 +55,6 @@ def batch() -> Batch:
     return reader.make().to(CPU)
 
 
-def test_a_batch_shows_its_images_in_order(batch: Batch):
-    assert int((batch.token_ids == IMAGE_ID).sum()) == NUM_IMAGE_TOKENS * len(batch.shown)
-    assert set((batch.shown // 2).tolist()) <= set(batch.new.tolist())
-
-
 def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch):
     learner = make_learner()
     trainer = make_trainer(learner.model, learning_rate=3e-3, autocast=False)
@@ -97,16 +87,3 @@ def test_branches_see_what_is_shared_and_themselves_only():
         [1, 1, 0, 0, 1, 1, 0],
         [1, 1, 0, 0, 0, 0, 1],
     ]
-
-
-def test_targets_say_what_stands_in_each_patch():
-    scene = make_scene(
-        "black", ("red", "star", "top left"), ("blue", "ring", "bottom right", "small")
-    )
-    targets = scene_targets(torch.from_numpy(encode(scene)[None]), 6)
-    kind = targets["kind"].view(6, 6)
-    assert kind[:2, :2].unique().tolist() == [4]
-    assert kind[4:, 4:].unique().tolist() == [6]
-    assert (kind > 0).sum() == 8
-    assert targets["count"].unique().tolist() == [2]
-    assert np.unique(targets["place"]).tolist() == list(range(9))

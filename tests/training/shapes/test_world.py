@@ -6,41 +6,21 @@ import pytest
 
 from training.shapes.conversations import sample_conversation
 from training.shapes.questions import (
-    PAIR_TOPICS,
     SINGLE_TOPICS,
     Asker,
     ask_about_pair,
 )
 from training.shapes.world import (
     MAX_SHAPES,
-    PLACES,
-    Scene,
     make_scene,
     sample_scene,
-    sample_variation,
 )
-
-
-def differences(one: Scene, other: Scene) -> int:
-    """In how many places, or in the background, two scenes differ."""
-    return sum(one.at(place) != other.at(place) for place in PLACES) + (
-        one.background != other.background
-    )
 
 
 def test_sampled_scenes_are_varied_and_lawful():
     scenes = [sample_scene(Random(seed)) for seed in range(300)]  # an unlawful one raises
     assert {len(scene.shapes) for scene in scenes} == set(range(MAX_SHAPES + 1))
     assert len(set(scenes)) > 250
-
-
-def test_a_variation_differs_in_one_thing():
-    for seed in range(300):
-        rng = Random(seed)
-        scene = sample_scene(rng)
-        varied = sample_variation(scene, rng)
-        assert varied != scene
-        assert differences(scene, varied) <= 2  # a shape that moved leaves one place for another
 
 
 @pytest.mark.parametrize("topic", SINGLE_TOPICS)
@@ -52,14 +32,6 @@ def test_every_topic_fills_its_slots_and_names_one_of_several_images(topic):
         assert question.answer
         assert not set("{}") & set(question.text)
         assert not named or "second" in question.text.lower()
-
-
-@pytest.mark.parametrize("topic", PAIR_TOPICS)
-def test_every_pair_topic_fills_its_slots(topic):
-    for seed in range(100):
-        rng = Random(seed)
-        question = ask_about_pair(topic, sample_scene(rng), sample_scene(rng), rng)
-        assert not set("{}") & set(question.text)
 
 
 def test_every_image_of_a_conversation_is_shown_once():

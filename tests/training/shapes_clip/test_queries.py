@@ -10,8 +10,6 @@ from training.shapes.gallery import encode
 from training.shapes.world import make_scene, sample_scene
 from training.shapes_clip.evaluation import evaluate, make_queries
 from training.shapes_clip.meaning import (
-    features_of_queries,
-    features_of_scenes,
     learn_meaning,
 )
 from training.shapes_clip.queries import (
@@ -60,24 +58,6 @@ def test_precision_is_that_of_the_order():
     assert row.mean_average_precision == pytest.approx((1 + 2 / 3) / 2)
     [row] = evaluate([("one", query)], np.array([[0.1, 0.2, 0.3]]), codes).values()
     assert row.precision_at_1 == 0.0
-
-
-@pytest.mark.parametrize(
-    ("query", "agreement"),
-    [
-        (Query("", (Fact("star"),)), 1),
-        (Query("", (Fact("star", "red"),)), 1),
-        (Query("", (Fact("ring", "red"),)), 0),
-        (Query("", (Fact("star", "red", "small"),)), 0),
-        (Query("", (Fact("star", None, None, "top left"),)), 1),
-        (Query("", (Fact("star", "red", None, "top left"),)), 2 / 3),
-        (Query("", (Fact("star", "red"), Fact("star", "blue")), "white"), 3),
-        (Query("", (), "black"), 0),
-    ],
-)
-def test_a_scene_has_what_a_true_query_asks_for(query, agreement):
-    [asked], [there] = features_of_queries([query]), features_of_scenes(encode(TWO_STARS)[None])
-    assert asked @ there == pytest.approx(agreement)
 
 
 def test_what_is_nearest_is_true_after_a_little_learning():
