@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from engines.core.blocks import BlockManager
+from engines.core.blocks import BlockManager, hash_block, hash_root
 from engines.core.sequence import (
     EngineRequest,
     ImageInput,
@@ -130,3 +130,17 @@ def test_output_goes_on_behind_the_largest_position_of_any_row():
     assert sequence.positions(2, 4) == [[1, 1], [2, 9]]
     assert sequence.positions(4, 6) == [[3, 10], [3, 10]]
     assert sequence.positions(7, 8) == [[12], [12]]
+
+
+def test_a_block_hash_depends_on_each_image_and_its_place():
+    tables = [
+        (),
+        (make_image(0, 2, "cat"),),
+        (make_image(1, 2, "cat"),),
+        (make_image(0, 3, "cat"),),
+        (make_image(0, 2, "dog"),),
+        (make_image(0, 1, "cat"), make_image(1, 1, "cat")),
+    ]
+    hashes = {hash_block(hash_root(""), [5] * 4, 0, images) for images in tables}
+    assert len(hashes) == len(tables)
+    assert {len(each) for each in hashes} == {32}

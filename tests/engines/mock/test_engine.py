@@ -2,11 +2,17 @@ import time
 
 import pytest
 
+from engines.base import EngineCall
 from engines.mock.engine import (
     EOS_ID,
 )
+from engines.registry import create_engine
 from shared.protocol import (
+    ChatMessage,
     FinishReason,
+    Generate,
+    SamplingParams,
+    TextPart,
 )
 from tests.factories_engine import (
     answer_alone,
@@ -54,3 +60,19 @@ def test_a_step_takes_the_time_of_its_parts(monkeypatch: pytest.MonkeyPatch):
     images = (make_image(0, 8, "cat"), make_image(8, 8, "dog"))
     run_all(make_engine(mock=mock), make_request(prompt="x" * 20, images=images))
     assert sleeps == pytest.approx([2.0 + 2.0 + 0.5, 0.5, 0.5])
+
+
+def test_thinking_is_told_apart_counted_and_left_out_on_request():
+    mock = make_mock(num_output_tokens=6, num_reasoning_tokens=5).model_dump()
+    engine = create_engine({"kind": "mock", "num_kv_blocks": 256, "mock": mock}).engine
+    messages = (ChatMessage("user", (TextPart("hello"),)),)
+    found = []
+    for options in ({}, {"enable_thinking": False}):
+        task = Generate(messages, SamplingParams(temperature=0.0), template_options=options)
+        answer = run_all(engine, engine.prepare(EngineCall("r", task), []))["r"]
+        assert "think" not in answer.reasoning + answer.text
+        usage = answer.last.usage
+        assert usage.num_output_tokens == len(answer.token_ids)
+        words = len(answer.reasoning.split()), len(answer.text.split())
+        found.append((*words, usage.num_reasoning_tokens))
+    assert found == [(5, 5, 5 + len("<think>\n" + "\n</think>")), (0, 5, 0)]

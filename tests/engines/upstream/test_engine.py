@@ -27,6 +27,7 @@ from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import (
     ErrorCode,
+    FinishReason,
     Function,
     Grammar,
     Tools,
@@ -35,6 +36,7 @@ from tests.engines.upstream.asking import answer, make_call, prepare_image, run,
 from tests.engines.upstream.asking import ids_of as ids
 from tests.engines.upstream.stand_in import (
     CONTEXT,
+    EOS_ID,
     FIRST_ID,
     StandIn,
     next_token,
@@ -426,3 +428,15 @@ def test_the_start_command_has_the_settings(api: str, checkpoint: Path, tmp_path
     assert words[-2:] == ["--seed", "7"]
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert "VLM_" not in (tmp_path / "env").read_text()
+
+
+def test_an_answer_continues_from_its_token_log(engine: UpstreamEngine):
+    whole = answer(engine, make_call())
+    for num_earlier in (1, 7, 8):
+        earlier = tuple(ids_of(whole)[:num_earlier])
+        rest = answer(engine, make_call("again", output_token_ids=earlier))
+        assert ids(rest) == ids_of(whole)[num_earlier:]
+        assert text_of(rest) == text_of(whole)[num_earlier:]
+    earlier = (*ids_of(whole)[:3], EOS_ID)
+    (last,) = answer(engine, make_call(output_token_ids=earlier))
+    assert (last.finish_reason, last.token_ids) == (FinishReason.STOP, ())
