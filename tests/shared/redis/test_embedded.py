@@ -9,13 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-import shared.redis.embedded
 from shared.redis.client import create_redis
 from shared.redis.embedded import (
     MAX_SOCKET_PATH,
     EmbeddedRedis,
     EmbeddedRedisError,
-    find_redis_server,
 )
 from shared.settings.tree import RedisSettings
 from tests.waiting import wait_for
@@ -62,14 +60,6 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
 
     with pytest.raises(EmbeddedRedisError, match="redis-server ended"):
         EmbeddedRedis(tmp_path).start()
-
-
-def test_without_any_server_the_way_out_is_named(monkeypatch):
-    monkeypatch.setattr(shared.redis.embedded.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("PATH", "/nowhere")
-
-    with pytest.raises(EmbeddedRedisError, match="VLM_REDIS_URL"):
-        find_redis_server()
 
 
 CHILD = """
