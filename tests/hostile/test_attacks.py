@@ -190,19 +190,6 @@ async def _forge(fleet: HostileFleet, payload: bytes) -> None:
     await fleet.redis.eval(_FORGE, 2, *keys, request_id, payload)
 
 
-async def test_a_queue_of_another_kind_ends_no_process(fleet: HostileFleet) -> None:
-    async with under_attack(fleet):
-        pass
-    queue = RedisNames.queue(MODEL)
-    await fleet.redis.delete(queue)
-    await fleet.redis.set(queue, "no stream", px=60_000)
-    refused = await fleet.client.post(CHAT, json=chat_body())
-    check(refused, {503})
-    await fleet.redis.delete(queue)
-    await fleet.canary()
-    await fleet.holds()
-
-
 async def test_guessing_keys_locks_out_nobody(fleet: HostileFleet) -> None:
     """The last of all: from here on this address is told to wait."""
     async with under_attack(fleet):

@@ -4,25 +4,14 @@ import asyncio
 import json
 import os
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 
-from shared.settings.tree import RedisSettings, WorkerSettings
+from shared.settings.tree import WorkerSettings
 from tests.worker.node.test_resources import make_settings
 from worker.node.serve import create_node, show_screen, tell_apart, wait_until_served
 from worker.node.supervisor import Child, Node, NodeError
-
-ROOT = Path(__file__).parents[3]
-
-
-def test_the_redis_of_compose_has_the_same_bound():
-    command = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]["command"]
-    bound = command[command.index("--maxmemory") + 1]
-    default = RedisSettings().max_memory_bytes
-    assert bound == f"${{VLM_REDIS__MAX_MEMORY_BYTES:-{default}}}"
 
 
 def test_another_model_has_a_worker_of_its_own_on_the_cpu():
