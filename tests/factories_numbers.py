@@ -1,6 +1,5 @@
 """A gateway and workers around the mock embedding engine, over the run's Redis."""
 
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -60,7 +59,3 @@ def read_vectors(answer: dict[str, Any]) -> list[list[float]]:
     """The vectors of an answer, in order."""
     assert [entry["index"] for entry in answer["data"]] == list(range(len(answer["data"])))
     return [entry["embedding"] for entry in answer["data"]]
-
-
-def as_floats(data: bytes) -> list[float]:
-    return array("f", data).tolist()

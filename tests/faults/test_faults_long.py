@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
@@ -232,6 +233,30 @@ async def test_a_gateway_that_is_killed_takes_its_requests_with_it(fleet):
     assert counted["output_tokens"] == sum(await cancelled_tokens())
     seen = sum(len(clients.history.tokens(text)) for text in texts)
     assert counted["output_tokens"] >= seen > 0
+
+
+async def test_a_gateway_without_file_descriptors_lives_and_serves_again(fleet):
+    await fleet.some_worker()
+    gateway, url = await fleet.processes.gateway()
+    process = psutil.Process(gateway.pid)
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 12, 1024))
+    port = httpx.URL(url).port
+    crowd = await asyncio.gather(
+        *(asyncio.open_connection("127.0.0.1", port) for _ in range(40)), return_exceptions=True
+    )
+    assert process.num_fds() <= process.rlimit(psutil.RLIMIT_NOFILE)[0]
+    for pair in crowd:
+        if not isinstance(pair, BaseException):
+            pair[1].close()
+
+    async def is_served() -> bool:
+        clients = Clients()
+        await clients.ask(url, text := fleet.name())
+        return clients.history.outcome(text) == FINISHED
+
+    await fleet.until(is_served, 30.0)
+    assert gateway.process.returncode is None
+    await gateway.end()
 
 
 async def test_a_stream_of_a_killed_gateway_goes_on_at_another(fleet):

@@ -78,22 +78,6 @@ def test_what_runs_is_never_removed_and_goes_when_it_has_ended(store, tmp_path):
     assert blobs(cache) == {digest_of(SHARED), digest_of(b"d" * SIZE)}
 
 
-def test_what_was_never_finished_goes_first_but_not_what_is_wanted_now(store, tmp_path):
-    cache = Cache(tmp_path / "cache", 4 * SIZE)
-    run(store, cache, "a").close()
-    stale = cache.folder / "blobs" / f"{'0' * 64}.part"
-    stale.write_bytes(b"0" * 2 * SIZE)
-    wanted = cache.folder / "blobs" / (digest_of(b"b" * SIZE).removeprefix("sha256:") + ".part")
-    wanted.write_bytes(b"b" * (SIZE // 2))
-    half = cache.folder / "packages" / "0123.part"
-    half.mkdir()
-    cache.make_room(SIZE, [digest_of(b"b" * SIZE)])
-    assert not stale.exists()
-    assert not half.exists()
-    assert wanted.exists()
-    assert kept(store, cache, "a") == "a"
-
-
 def test_nothing_is_removed_while_a_package_is_fetched(store, tmp_path):
     cache = Cache(tmp_path / "cache", 1)
     run(store, cache, "a").close()

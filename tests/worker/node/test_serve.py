@@ -77,9 +77,7 @@ async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again(num_mode
     ("engine", "also", "is_refused"),
     [
         ({}, ["shapes"], True),
-        ({}, ["shapes-clip", "shapes-clip"], True),
         ({"served_name": "shapes-clip"}, ["shapes-clip"], True),
-        ({"served_name": "other"}, ["shapes"], False),
         ({"kind": "mock"}, ["shapes"], False),
         ({"kind": "mock", "served_name": "shapes"}, ["shapes"], True),
     ],
