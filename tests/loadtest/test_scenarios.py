@@ -1,27 +1,16 @@
 """What is asked: the same for the same seed, new images that are new, conversations that go on."""
 
-import io
 import random
-from base64 import b64decode
 
 import pytest
-from PIL import Image
 
 from loadtest.albums import (
     NoiseAlbum,
-    NumberedUrls,
     create_album,
-    noise_jpeg,
-    numbered_png,
 )
 from loadtest.scenarios import MAX_TURNS, SCENARIOS, Conversation, Question
 
 NEW = ("text", "image", "several images")
-
-
-def pixels(data: bytes) -> bytes:
-    with Image.open(io.BytesIO(data)) as image:
-        return image.convert("RGB").tobytes()
 
 
 def urls(question: Question) -> list[str]:
@@ -33,21 +22,6 @@ def ask_many(name: str, number: int = 30, album=None) -> list[Question]:
     scenario = SCENARIOS[name](album or NoiseAlbum(0, 2_000))
     draw = random.Random(5)
     return [scenario(draw) for _ in range(number)]
-
-
-def test_number_changes_the_bytes_and_no_pixel():
-    jpeg = noise_jpeg(2_000)
-    named = NumberedUrls(jpeg)
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
-    png = buffer.getvalue()
-    for data, put in (
-        (jpeg, lambda number: b64decode(named.url(number).partition(",")[2])),
-        (png, lambda number: numbered_png(png, number)),
-    ):
-        first, second = put(1), put(10**12 - 1)
-        assert len({data, first, second}) == 3
-        assert pixels(first) == pixels(second) == pixels(data)
 
 
 def test_same_seed_asks_the_same():
