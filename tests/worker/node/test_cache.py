@@ -78,6 +78,21 @@ def test_what_runs_is_never_removed_and_goes_when_it_has_ended(store, tmp_path):
     assert blobs(cache) == {digest_of(SHARED), digest_of(b"d" * SIZE)}
 
 
+def test_what_an_application_imports_is_counted_and_goes_too(store, tmp_path):
+    cache = Cache(tmp_path / "cache", 10 * SIZE)
+    uses, environment = Uses(), cache.folder / "environments" / "e"
+    uses.add(environment)
+    environment.mkdir()
+    (environment / "module.py").write_bytes(b"#" * 9 * SIZE)
+    run(store, cache, "a").close()
+    assert environment.is_dir()
+    uses.close()
+    ages(cache, environment, folder(store, cache, "a"))
+    run(store, cache, "b").close()
+    assert not environment.exists()
+    assert kept(store, cache, "ab") == "ab"
+
+
 def test_nothing_is_removed_while_a_package_is_fetched(store, tmp_path):
     cache = Cache(tmp_path / "cache", 1)
     run(store, cache, "a").close()
