@@ -15,6 +15,7 @@ from shared.queue.worker import CHECK_EVERY, LOSSES_PER_ATTEMPT
 from tests.factories_queue import (
     MODEL,
     Clock,
+    call_of,
     make_delta,
     make_finished,
     make_request,
@@ -120,6 +121,23 @@ async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
     assert (later.attempt, later.failures) == (2, 0)
     after = await leaving.publish([publication(claim, 2, 1, make_delta(claim, 1, 6))])
     assert after == {claim.id: "fenced"}
+
+
+async def test_entries_that_are_no_waiting_request_are_removed_and_told(ends, caplog):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"song": "la"})
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": b"\xff"})
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": "nobody"})
+    request = await ends.enqueue()
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": request.id})  # a second time
+
+    [claim] = await worker.read(8, 1.0)
+
+    assert call_of(claim) == request
+    assert await ends.num_open() == 1
+    assert (await ends.redis.xpending(ends.keys.queue(MODEL), GROUP))["pending"] == 1
+    assert "song" in caplog.text
 
 
 async def test_a_heartbeat_names_what_redis_lost_though_its_entry_is_still_the_workers(ends):
