@@ -30,13 +30,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 gc.disable()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--hour", nargs="?", const=3600.0, type=float, default=0.0, metavar="SECONDS",
-        help="run the tests that take an hour, in that many seconds",
-    )  # fmt: skip
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     gc.freeze()

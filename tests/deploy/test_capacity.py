@@ -1,10 +1,7 @@
 """`vlm plan`: the arithmetic, the file that benchmarks write, and what the command says."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
-import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -12,13 +9,11 @@ import vlm
 from deploy.capacity import (
     BUILT_IN,
     EngineFigures,
-    Figures,
     FleetFigures,
     Load,
     NoFigures,
     make_plan,
     read_figures,
-    write_figures,
 )
 
 FLEET = FleetFigures(
@@ -51,18 +46,6 @@ def test_a_model_without_images_has_no_plan_for_images():
     assert make_plan(replace(LOAD, images=0), FLEET, text_only).workers == 3
 
 
-def test_both_benchmarks_write_one_file(tmp_path: Path):
-    path = tmp_path / "figures.json"
-    write_figures(path, FLEET)
-    write_figures(path, replace_model("old"))
-    write_figures(path, replace_model("new"))
-    assert read_figures(path) == Figures(FLEET, replace_model("new"))
-
-
-def replace_model(name: str) -> EngineFigures:
-    return msgspec.structs.replace(ENGINE, model=name)
-
-
 def plan(*arguments: object) -> Result:
     return CliRunner().invoke(vlm.app, ["plan", *map(str, arguments)], env={"COLUMNS": "200"})
 
@@ -80,24 +63,3 @@ def test_the_command_plans_with_the_figures_of_the_built_in_model():
     assert int(rows["gateways"][1]) == expected.gateways
     assert int(rows["Redis servers"][2]) == expected.shards
     assert found.engine.model in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "No such file"),
-        ('{"fleet": 1}', "`$.fleet`"),
-        ("{}", "vlm bench gateway --figures"),
-        (
-            json.dumps({"fleet": msgspec.to_builtins(FLEET)}),
-            "vlm bench engine --model NAME --figures",
-        ),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, content: str | None, says: str):
-    path = tmp_path / "figures.json"
-    if content is not None:
-        path.write_text(content)
-    done = plan("--rate", 1, "--figures", path)
-    assert done.exit_code == 1
-    assert says in " ".join(done.stderr.replace("│", " ").split())

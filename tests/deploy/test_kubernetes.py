@@ -124,9 +124,3 @@ def test_what_pods_cannot_have_is_refused(tmp_path, capsys, change, says):
     with pytest.raises(CommandFailed, match=says) as failed:
         printed(tmp_path, capsys, **change)
     assert failed.value.code == 1
-
-
-def test_a_model_has_no_variables(tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CommandFailed, match="--env"):
-        printed(tmp_path, capsys, env=["X=1"], engine=["kind=mock"])

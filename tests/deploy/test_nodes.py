@@ -9,9 +9,7 @@ from typer.testing import CliRunner, Result
 import vlm
 from shared.packages.deployments import Resources
 from tests.factories_gateway import make_settings, run_gateway_on_socket
-from tests.waiting import until
 from tests.worker.node.test_agent import Machines, machines, nodes_of  # noqa: F401
-from worker.node.agent import NodeAgent
 
 
 @pytest.fixture
@@ -55,31 +53,6 @@ async def test_a_drained_node_ends_and_its_instances_start_on_another(
     assert await machines.nodes() <= {"one", "two"}
     await machines.wait(lambda app: len(nodes_of(app)) == 2)
     assert not machines.running[drained][1].done()
-
-
-async def test_a_signal_to_a_node_that_drains_kills_nothing(
-    machines: Machines,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-):
-    killed = []
-    monkeypatch.setattr(NodeAgent, "kill", lambda agent: killed.append(agent.id))
-    agent = machines.start("one")
-    await until(lambda: has_node(machines, "one"))
-    await machines.deployments.drain("one")
-    agent.stop()
-    await asyncio.wait_for(machines.running.pop("one")[1], 10.0)
-    assert killed == []
-    # What was said to a process that is gone is not said to the next one.
-    await machines.deployments.drain("one")
-    machines.start("one")
-    await until(lambda: has_node(machines, "one"))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert not machines.running["one"][1].done()
-
-
-async def has_node(machines: Machines, name: str) -> bool:  # noqa: F811
-    return name in await machines.nodes()
 
 
 async def test_who_may_drain_and_what(url: str):

@@ -62,11 +62,6 @@ class Process:
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
 
-    def close_log(self) -> None:
-        """Read no more of what it says: it writes into a broken pipe from now on."""
-        pipe = self.process._transport.get_pipe_transport(2)  # type: ignore[attr-defined]
-        pipe.close()
-
     async def ended(self) -> int:
         """Its exit code, once it has ended."""
         return await asyncio.wait_for(self.process.wait(), WITHIN_S)

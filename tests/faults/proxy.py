@@ -22,13 +22,11 @@ class FaultProxy:
         self.port = 0
         self.latency_s = 0.0
         self.bytes_per_s = 0.0  #: of commands, which all connections share; 0: any
-        self.num_lost = 0  #: replies that were dropped
         self._line_is_free_at = 0.0
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._lost_after = b""
         self._is_lost = asyncio.Event()
-        self._hangs_up = True
         self._is_lossy: set[asyncio.StreamWriter] = set()  # connections whose next reply is lost
         self._is_half_open: set[asyncio.StreamWriter] = set()
         self._clients: set[asyncio.StreamWriter] = set()
@@ -38,12 +36,9 @@ class FaultProxy:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def drop_next_reply(self, after: bytes, *, hang_up: bool = True) -> asyncio.Event:
-        """Let the next command that holds these bytes through, and lose the reply: the event says when.
-
-        The connection breaks; without `hang_up` it stays, and is silent from then on.
-        """
-        self._lost_after, self._hangs_up, self._is_lost = after, hang_up, asyncio.Event()
+    def drop_next_reply(self, after: bytes) -> asyncio.Event:
+        """Let the next command that holds these bytes through, and lose the reply: the connection breaks, and the event says when."""
+        self._lost_after, self._is_lost = after, asyncio.Event()
         return self._is_lost
 
     def freeze(self) -> None:
@@ -109,12 +104,8 @@ class FaultProxy:
         with suppress(OSError):
             while data := await redis.read(CHUNK):
                 if client in self._is_lossy:
-                    self.num_lost += 1
                     self._is_lost.set()
-                    if self._hangs_up:
-                        return
-                    self._is_lossy.discard(client)
-                    self._is_half_open.add(client)
+                    return
                 await self._delay()
                 if client in self._is_half_open:
                     continue

@@ -68,17 +68,6 @@ async def test_a_request_that_kills_every_worker_takes_no_other_with_it(fleet):
     assert letter[b"reason"] == b"kills_workers"
 
 
-async def test_all_workers_killed_in_mid_stream_and_away_for_twenty_seconds(fleet):
-    await fleet.retire_workers()
-    workers = [await fleet.worker() for _ in range(2)]
-    async with streaming(fleet, 4, num_tokens=100) as clients:
-        for worker in workers:
-            await worker.end()
-        await asyncio.sleep(20.0)  # the fault itself
-        await fleet.worker()
-    assert clients.history.outcomes() == {FINISHED: 4}
-
-
 @pytest.mark.parametrize("is_cut_off", [False, True], ids=["zombie", "cut off"])
 async def test_a_worker_that_comes_back_after_its_lease_adds_nothing(fleet, is_cut_off):
     """Another goes on, and what the first says when it is back is refused."""
@@ -99,15 +88,6 @@ async def test_a_worker_that_comes_back_after_its_lease_adds_nothing(fleet, is_c
         assert clients.history.outcomes() == {FINISHED: 3}
         await first.says("no longer ours")
         await first.end()
-
-
-async def test_two_workers_of_one_name_do_no_harm(fleet):
-    await fleet.retire_workers()
-    await fleet.processes.worker("worker-of-one-name")
-    await fleet.processes.worker("worker-of-one-name")
-    async with playing(fleet, [fleet.name() for _ in range(8)]) as clients:
-        pass
-    assert clients.history.outcomes() == {FINISHED: 8}
 
 
 async def test_an_entry_delivered_twice_runs_once_and_waits_for_a_worker(fleet):
@@ -197,8 +177,7 @@ async def test_half_open_connections_are_given_up_in_time(fleet):
 
 
 COMMANDS = {
-    "submit": SUBMIT.sha, "claim": CLAIM.sha, "publish": PUBLISH.sha, "finish": '"finished"',
-    "renew": "JUSTID", "read": "XREADGROUP", "mailbox": "XREAD\r\n", "pending": "XPENDING",
+    "submit": SUBMIT.sha, "claim": CLAIM.sha, "publish": PUBLISH.sha, "read": "XREADGROUP", "mailbox": "XREAD\r\n",
 }  # fmt: skip
 
 
@@ -254,31 +233,6 @@ async def test_a_gateway_that_is_killed_takes_its_requests_with_it(fleet):
     assert counted["output_tokens"] == sum(await cancelled_tokens())
     seen = sum(len(clients.history.tokens(text)) for text in texts)
     assert counted["output_tokens"] >= seen > 0
-
-
-async def test_processes_whose_log_is_gone_go_on(fleet):
-    """Nobody reads what they say any more: each line is a broken pipe."""
-    await fleet.retire_workers()
-    worker = await fleet.worker()
-    gateway, url = await fleet.processes.gateway()
-    for process in (worker, gateway):
-        process.close_log()
-    clients = Clients()
-    await asyncio.gather(*(clients.ask(url, fleet.name()) for _ in range(3)))
-    assert clients.history.violations() == []
-    assert clients.history.outcomes() == {FINISHED: 3}
-    await fleet.at_rest()
-    await fleet.retire_workers()
-    await gateway.end()
-
-
-async def test_a_gateway_that_stands_still_for_two_seconds_drops_no_stream(fleet):
-    await fleet.some_worker()
-    async with streaming(fleet, 3, num_tokens=150) as clients:
-        fleet.gateway.signal(signal.SIGSTOP)
-        await asyncio.sleep(2.0)  # the fault itself
-        fleet.gateway.signal(signal.SIGCONT)
-    assert clients.history.outcomes() == {FINISHED: 3}
 
 
 async def test_a_gateway_without_file_descriptors_lives_and_serves_again(fleet):

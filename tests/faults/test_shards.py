@@ -12,7 +12,6 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from shared.queue.api import shard_of
 from shared.queue.keys import RedisKeys
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
@@ -53,15 +52,15 @@ class ShardedFleet(Fleet):
 
 
 @asynccontextmanager
-async def run_shards(folder: Path, **variables: str) -> AsyncIterator[ShardedFleet]:
-    """Three servers, a gateway with settings of its own and two workers."""
+async def run_shards(folder: Path) -> AsyncIterator[ShardedFleet]:
+    """Three servers, a gateway and two workers."""
     with ExitStack() as stack:
         servers = [EmbeddedRedis(folder / name) for name in NAMES]
         urls = []
         for name, server in zip(NAMES, servers, strict=True):
             stack.callback(server.stop)
             urls.append(f"{name}={server.start()}")
-        async with run_fleet_at(",".join(urls), servers[0].url, **variables) as plain:
+        async with run_fleet_at(",".join(urls), servers[0].url) as plain:
             fleet = ShardedFleet(plain.processes, plain.gateway, plain.url)
             fleet.servers = servers
             for _ in range(2):  # they have seats for the streams of a test, and no more
@@ -82,16 +81,6 @@ def kill(server: EmbeddedRedis) -> None:
     wait_for(lambda: server.exit_code is not None)
 
 
-async def test_requests_are_spread_over_the_shards(fleet: ShardedFleet):
-    async with playing(fleet, [fleet.name() for _ in range(60)], num_tokens=5) as clients:
-        pass
-    assert clients.history.outcomes() == {FINISHED: 60}
-    for name, server in zip(NAMES, fleet.servers, strict=True):
-        placed = await fleet.placed(server)
-        assert {shard_of(each) for each in placed} == {name}
-        assert len(placed) >= 8
-
-
 async def test_a_shard_that_returns_has_its_streams_continued_and_its_copies_cancelled(
     fleet: ShardedFleet,
 ):
@@ -102,35 +91,6 @@ async def test_a_shard_that_returns_has_its_streams_continued_and_its_copies_can
         await asyncio.sleep(1.0)  # the fault's length
         await asyncio.to_thread(fleet.servers[2].restart)
     assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
-
-
-async def test_a_frozen_shard_pauses_its_own_streams_alone(fleet: ShardedFleet):
-    texts = [fleet.name() for _ in range(NUM_STREAMS)]
-    pid = fleet.servers[1].pid
-    assert pid is not None
-    before = await fleet.placed(fleet.servers[1])
-    async with playing(fleet, texts, num_tokens=120) as clients:
-        await tokens_seen(fleet, clients, texts, 10)
-        num_there = len(await fleet.placed(fleet.servers[1]) - before)
-        os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(3.0)  # the fault's length
-        os.kill(pid, signal.SIGCONT)
-    assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
-    paused = [text for text in texts if clients.history.longest_pause_s(text) > SHORT_S]
-    assert len(paused) <= num_there
-
-
-async def test_workers_full_of_requests_of_a_dead_shard_serve_the_others(tmp_path: Path):
-    """A limit below 48 puts all requests of a key on one shard."""
-    async with run_shards(tmp_path, VLM_LIMITS__MAX_KEY_OPEN_REQUESTS="40") as fleet:
-        texts = [fleet.name() for _ in range(NUM_STREAMS)]
-        async with playing(fleet, texts, num_tokens=60) as clients:
-            await tokens_seen(fleet, clients, texts, 10)
-            placed = [len(await fleet.placed(server)) for server in fleet.servers]
-            assert placed[0] == 0  # it stores keys and cards, not requests
-            assert sorted(placed) == [0, 0, NUM_STREAMS]
-            kill(fleet.servers[placed.index(NUM_STREAMS)])
-        assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
 
 
 async def test_streams_go_on_without_a_shard_that_is_killed_for_good(fleet: ShardedFleet):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 
-from shared.queue.keys import RedisKeys
 from tests.faults.clients import answer_to, body_of, tokens_in
 from tests.faults.processes import MODEL, PREFIX, ROOT, Process, Processes, run_processes
 from tests.faults.rest import MIB, Resources, growth, redis_leftovers
@@ -42,7 +41,6 @@ OUR_WORDS = {
     "route": {"unknown", "refused"},
 }
 ENCODED = re.compile(r"[A-Za-z0-9+/]{256,}")
-RedisNames = RedisKeys(PREFIX)
 
 
 class HostileFleet:

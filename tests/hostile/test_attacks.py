@@ -15,7 +15,6 @@ import jsonschema
 import pytest
 
 from tests.faults.clients import body_of
-from tests.faults.processes import MODEL, PREFIX
 from tests.faults.rest import MIB
 from tests.hostile.bodies import BODIES, image
 from tests.hostile.bodies import body as chat_body
@@ -24,7 +23,6 @@ from tests.hostile.fleet import (
     CHAT,
     JSON_TYPE,
     HostileFleet,
-    RedisNames,
     check,
     run_hostile_fleet,
 )
@@ -160,47 +158,6 @@ async def test_names_and_paths_make_no_series(fleet: HostileFleet) -> None:
             )
             check(response, {404})
             assert CANARY not in response.headers["x-request-id"]
-
-
-async def test_what_others_write_into_redis_ends_no_process(fleet: HostileFleet) -> None:
-    """Entries without a request, requests that cannot be read, events of nobody."""
-    names, redis = RedisNames, fleet.redis
-    async with under_attack(fleet):
-        for payload in (b"\x80\x04N.", b"{", b"x" * 1_000_000, b'{"v": 99}'):
-            await _forge(fleet, payload)
-        for fields in ({"id": "absent"}, {"odd": CANARY}, {"id": "{*}\n:"}):
-            await redis.xadd(names.queue(MODEL), fields)
-        for mailbox in await redis.keys(f"{PREFIX}:*:mailbox:*"):
-            for events in (b"[", b"[5]", b'[{"type": "delta"}]', b"x" * 1_000_000):
-                await redis.xadd(mailbox, {"events": events})
-
-
-_FORGE = """
-local entry = redis.call('XADD', KEYS[1], '*', 'id', ARGV[1])
-redis.call('HSET', KEYS[2], 'entry', entry, 'payload', ARGV[2], 'state', 'queued', 'attempt', '0', 'failures', '0',
-  'tokens', '0', 'items', '0', 'reply_to', 'nobody', 'enqueued_ms', '0', 'deadline_ms', '99999999999999')
-redis.call('PEXPIRE', KEYS[2], 60000)
-"""
-
-
-async def _forge(fleet: HostileFleet, payload: bytes) -> None:
-    """A queued request that no gateway made."""
-    request_id = f"forged{len(payload)}"
-    keys = (RedisNames.queue(MODEL), RedisNames.request(MODEL, request_id))
-    await fleet.redis.eval(_FORGE, 2, *keys, request_id, payload)
-
-
-async def test_a_queue_of_another_kind_ends_no_process(fleet: HostileFleet) -> None:
-    async with under_attack(fleet):
-        pass
-    queue = RedisNames.queue(MODEL)
-    await fleet.redis.delete(queue)
-    await fleet.redis.set(queue, "no stream", px=60_000)
-    refused = await fleet.client.post(CHAT, json=chat_body())
-    check(refused, {503})
-    await fleet.redis.delete(queue)
-    await fleet.canary()
-    await fleet.holds()
 
 
 async def test_guessing_keys_locks_out_nobody(fleet: HostileFleet) -> None:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from loadtest.asking import first_model
-from loadtest.client import Answer, AnswerError, ChatClient, tokens_by_chunk
+from loadtest.client import Answer, AnswerError, ChatClient
 from loadtest.scenarios import text_part, to_chat_body, user_message
 from tests.loadtest.fake_server import WORDS, FakeServer, chunk, completion, event, stream
 
@@ -36,19 +36,6 @@ def test_gap_of_a_chunk_is_shared_by_the_tokens_in_it():
     assert answer.itl_s == pytest.approx([0.2])  # the token that ends it has no text
 
 
-@pytest.mark.parametrize(
-    ("num_chars", "num_tokens", "expected"),
-    [
-        ([4, 4, 4], 6, [2, 2, 2]),
-        ([1, 20], 9, [1, 8]),
-        ([4, 4], 1, [1, 1]),
-        ([], 4, []),
-    ],
-)
-def test_tokens_of_chunks_are_all_of_the_usage(num_chars, num_tokens, expected):
-    assert tokens_by_chunk(num_chars, num_tokens) == expected
-
-
 @pytest.mark.parametrize("end", ["/", "/v1"])
 def test_address_is_taken_with_and_without_the_version(fake, end):
     with ChatClient(fake.url + end) as client:
@@ -72,23 +59,6 @@ def test_models_that_do_not_chat_or_have_no_worker_are_not_asked(fake):
     fake.status = 401
     with pytest.raises(AnswerError, match="--api-key"):
         first_model(fake.url, "")
-
-
-def test_connection_is_kept_for_the_next_request_unless_it_rested(fake, monkeypatch):
-    with ChatClient(fake.url) as client:
-        for body in (WHOLE, STREAMED, STREAMED, WHOLE):
-            client.ask(body)
-        assert (len(fake.bodies), len(fake.connections)) == (4, 1)
-        monkeypatch.setattr("loadtest.client.MAX_IDLE_S", 0.0)
-        client.ask(WHOLE)
-    assert len(fake.connections) == 2
-
-
-def test_event_cut_in_two_is_read_as_one(fake):
-    whole = b"".join(piece for piece in stream() if isinstance(piece, bytes))
-    fake.pieces = [b": waiting\n\n", whole[:70], 0.02, whole[70:71], 0.02, whole[71:]]
-    answer = ask(fake)
-    assert (answer.text, len(answer.chunks)) == ("".join(WORDS), 3)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """Client and server tell the same of the same requests; Locust's own ways of running work on a real fleet."""
 
-import json
-import subprocess
-import sys
 from collections import Counter
 
 import httpx
@@ -14,8 +11,7 @@ from loadtest.fleet import free_port, run_server
 from loadtest.record import Order, Plan, Record, Target, Workload
 from loadtest.result import values_of
 from loadtest.run import drive
-from tests.integration.fleet_process import ROOT, Served, run_vlm, start_fleet
-from tests.loadtest.fake_server import stream
+from tests.integration.fleet_process import Served, run_vlm, start_fleet
 
 VISION_S, DECODE_S, NUM_TOKENS = 0.3, 0.03, 12
 ROUNDS = 8  # one is enough where nothing else runs
@@ -85,32 +81,6 @@ def test_client_agrees_with_the_histograms_of_the_server(slow):
 
 
 LOCUST = ("-m", "locust", "-f", "loadtest/locustfile.py", "--stream-ratio", "1")
-
-
-def test_requests_that_the_end_of_the_run_cuts_off_are_no_failures(fake):
-    """Streams that never end: `-t` ends the run in the middle of them."""
-    for seconds in (1, 4, 16):  # a busy machine's users ask later
-        fake.pieces = [*stream()[:2], 4.0 * seconds]
-        fake.bodies.clear()
-        options = [
-            "--headless",
-            "--json",
-            "--mix",
-            "text",
-            "--host",
-            fake.url,
-            "-u",
-            "3",
-            "-r",
-            "3",
-        ]
-        command = [sys.executable, *LOCUST, *options, "-t", f"{seconds}s"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
-        if len(fake.bodies) == 3:
-            break
-    assert len(fake.bodies) == 3
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
 
 
 def test_page_of_locust_starts_and_runs_the_users(slow):

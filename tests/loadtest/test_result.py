@@ -1,20 +1,17 @@
 """Rates, percentiles, objectives and failures are those of the records; a file comes back as it was written."""
 
 import json
-import math
 
 import pytest
 from rich.table import Table
 
 from loadtest.load_plan import Phase
-from loadtest.record import Objective, parse_objective, percentile
+from loadtest.record import Objective, parse_objective
 from loadtest.result import (
     Sight,
     counted,
     failure_ratio,
     failures,
-    in_ms,
-    in_number,
     show,
     to_failure_table,
     to_latency_table,
@@ -66,21 +63,6 @@ def test_answers_are_judged_by_what_was_measured_in_milliseconds(objective, chan
 def test_objective_that_nobody_can_keep_is_refused(text):
     with pytest.raises(ValueError):
         parse_objective(text)
-
-
-def test_percentile_is_the_nearest_rank_and_numbers_have_three_figures():
-    for share, expected in ((0.0, 1), (0.5, 50), (0.99, 99), (1.0, 100)):
-        assert percentile(range(100, 0, -1), share) == expected
-    assert math.isnan(percentile([], 0.5))
-    shown = (
-        (math.nan, "-"),
-        (0.00123, "0.00"),
-        (1.234, "1.23"),
-        (45.67, "45.7"),
-        (12345.6, "12,346"),
-    )
-    for value, text in shown:
-        assert (in_number(value), in_ms(value / 1000)) == (text, text)
 
 
 def test_page_shows_what_a_server_says_as_text(tmp_path):

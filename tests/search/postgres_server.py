@@ -48,11 +48,11 @@ class Postgres:
                 if is_last:
                     raise
 
-    def new_database(self, options: str = "") -> str:
-        """The URL of an empty database. `options`: of `CREATE DATABASE`."""
+    def new_database(self) -> str:
+        """The URL of an empty database."""
         name = f"db{os.getpid()}_{next(_numbers)}"
         with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name} {options}".encode())
+            connection.execute(f"CREATE DATABASE {name}".encode())
         return self.url.replace("/postgres?", f"/{name}?")
 
     def kill(self) -> None:

@@ -15,11 +15,8 @@ from benchmarks.search.run import make_items, make_vectors
 from search.catalog import Catalog
 from search.index import SearchUnavailable, open_indexes
 from search.postgres import PostgresIndex, PostgresIndexes, open_postgres
-from search.server import run_search as run_server
 from search.stores import Stores
-from shared.settings import SettingsError
 from shared.settings.limits import LimitSettings
-from shared.settings.tree import Settings
 from tests.factories_search import SearchProcess, run_search
 from tests.factories_search import make_items as make_few
 from tests.search.index_process import recall
@@ -135,26 +132,6 @@ def test_a_store_and_its_vectors_are_deleted_in_one_transaction(stores, url, mon
     assert stores.answer(wire.ListStores(tenant="t", page=wire.Page())) == []
 
 
-def test_a_store_that_is_written_while_its_expiry_waits_is_kept(stores, monkeypatch):
-    store = stores.answer(msgspec.structs.replace(CREATE, expires_after_days=1))
-    stale = msgspec.structs.replace(store, last_active_at=0)
-    monkeypatch.setattr(Catalog, "all_stores", lambda _: [("t", stale)])
-    stores.sweep()
-    assert stores.answer(wire.ReadStore(tenant="t", store=store.id)).id == store.id
-    with pytest.raises(wire.SearchError, match="NUL"):
-        stores.answer(wire.ReadStore(tenant="t", store="vs_\0"))
-
-
-def test_a_third_process_does_not_take_the_socket_of_the_first(pair, shared_url):
-    search = {"url": pair[0].url, "index": shared_url}
-    with pytest.raises(SettingsError, match="another process listens there"):
-        run_server(Settings(search=search))  # type: ignore[arg-type]
-    assert (
-        pair[0].ask(wire.ListStores(tenant="nobody", page=wire.Page()), list[wire.StoreRecord])
-        == []
-    )
-
-
 def test_a_killed_database_loses_nothing_that_was_acknowledged(pair):
     process = pair[0]
     acknowledged: list[int] = []
@@ -217,21 +194,6 @@ def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url):
         assert len(hits) == 10
         assert index.stats().num_bytes == pytest.approx(before * 11 / 12, rel=0.01)
         assert index.search(queries[:1], 10, wire.Filter("in", "none", ["x"])) == [[]]
-
-
-def test_a_database_without_an_encoding_keeps_any_text():
-    url = postgres().new_database("ENCODING 'SQL_ASCII' TEMPLATE template0")
-    with open_index(url, 8) as index:
-        item = msgspec.structs.replace(
-            make_few(1)[0], id="Köln\0", text="näh\0", attributes={"ä?%s": "ü\0", "b": True}
-        )
-        index.upsert([item])
-        where = wire.Filter(
-            "and", filters=(wire.Filter("eq", "ä?%s", "ü\0"), wire.Filter("ne", "b", False))
-        )
-        [[hit]] = index.search(np.frombuffer(item.vector, "<f4")[None], 1, where)
-        assert msgspec.structs.replace(hit.item, vector=item.vector) == item
-        assert [each.id for each in index.page("", 1)] == ["Köln\0"]
 
 
 @pytest.mark.parametrize(

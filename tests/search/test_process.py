@@ -1,7 +1,6 @@
 """The search process: killed while it writes, started again, asked for what it has acknowledged."""
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from search.server import run_search as run_server
 from search.stores import chunk_ids
 from shared.settings import SettingsError
 from shared.settings.tree import Settings
-from tests.factories_search import make_items, run_search, serve_search
+from tests.factories_search import make_items, run_search
 from tests.search.postgres_server import postgres
 from tests.waiting import until, wait_for
 
@@ -85,21 +84,6 @@ def test_what_was_acknowledged_outlives_kill_9_while_writing(process):
     assert {each.status for each in files} <= {"completed"}
     assert found.num_items == 2000 * len(files)
     assert files or not attached
-
-
-async def test_a_gateway_that_leaves_in_the_middle_of_a_request_is_no_fault(tmp_path, caplog):
-    async with serve_search(tmp_path / "data") as settings:
-        path = settings.url.removeprefix("unix://")
-        reader, writer = await asyncio.open_unix_connection(path)
-        head = (
-            b"POST / HTTP/1.1\r\nhost: search\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
-        )
-        writer.write(head)
-        await reader.readuntil(b"100 Continue\r\n\r\n")  # it reads the body
-        writer.write(b"half")
-        writer.close()
-        await writer.wait_closed()
-    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from engines.base import EngineOutput
 from engines.core.sequence import EngineRequest
 from shared.protocol import SamplingParams
 from tests.factories_worker import StoppableEngine, load_mock
-from tests.waiting import until
-from worker.active_requests import ActiveRequests
 from worker.engine_thread import (
     Added,
     EngineEvent,
@@ -88,17 +86,6 @@ async def test_acceptance_comes_before_output_and_refusal_instead_of_it(bridge):
     assert all(type(item) is EngineOutput for item in by_id["good"][1:])
 
 
-async def test_steps_that_the_loop_was_too_busy_to_hear_of_come_in_one_batch(bridge):
-    thread, listener, engine = bridge
-    thread.add(make_engine_request(max_tokens=20))
-    await asyncio.sleep(0)  # it is handed over at the end of the loop's turn
-    while engine.stats().num_steps < 20:
-        pass  # the loop is busy, the thread goes on
-    await listener.until_finished()
-
-    assert len(listener.batches) <= 3
-
-
 async def test_only_the_end_of_a_patient_request_wakes_the_loop(bridge, monkeypatch):
     monkeypatch.setattr("worker.engine_thread.HOLD_S", math.inf)
     thread, listener, _ = bridge
@@ -108,18 +95,3 @@ async def test_only_the_end_of_a_patient_request_wakes_the_loop(bridge, monkeypa
     assert len(listener.batches) == 1
     tokens = [t for n in listener.events if isinstance(n, EngineOutput) for t in n.token_ids]
     assert len(tokens) == 50
-
-
-async def test_the_middle_of_a_patient_request_is_told_after_a_while(bridge, monkeypatch):
-    monkeypatch.setattr("worker.engine_thread.HOLD_S", 0)
-    thread, listener, engine = bridge
-    engine.steps_left = 5
-    thread.add(make_engine_request(max_tokens=50), is_patient=True)
-    await until(lambda: sum(isinstance(n, EngineOutput) for n in listener.events) >= 5)
-
-
-async def test_whoever_waits_for_room_looks_again_though_nothing_was_said():
-    """A step without output may end a request that others waited for."""
-    active_requests = ActiveRequests(None, None, None, 1, None)  # type: ignore[arg-type]
-    async with asyncio.timeout(5.0):
-        await active_requests.wait_for_change()

@@ -1,6 +1,5 @@
 """Events that wait to be published are merged, without loss or repetition."""
 
-import asyncio
 import time
 
 import pytest
@@ -89,16 +88,6 @@ async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
     assert [events_in(item) for item in held] == [
         (delta(active, 1, 2, 3),) for active in (first, second)
     ]
-
-
-async def test_streams_of_a_worker_with_few_are_published_at_once(monkeypatch):
-    monkeypatch.setattr("worker.active_requests.STREAM_HOLD_S", 1000.0)
-    outbox, streams = Outbox(), [make_active() for _ in range(MIN_COALESCED_STREAMS - 1)]
-    for index in range(3):
-        for active in streams:
-            outbox.post(active, delta(active, index, index))
-        async with asyncio.timeout(10.0):
-            assert len(await outbox.take()) == len(streams)
 
 
 async def test_what_is_dropped_or_comes_after_the_end_is_not_said():

@@ -31,16 +31,6 @@ def test_a_port_for_probes_that_is_taken(caplog):
     assert str(port) in caplog.text
 
 
-def test_progress_is_told_in_steps_of_ten_percent(caplog):
-    caplog.set_level(logging.INFO)
-    tell = worker.main.ProgressLog()
-    for number in range(301):
-        tell("load", number / 300)
-    tell("check", 1.0)
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [*(f"load {percent} %" for percent in range(0, 101, 10)), "check 100 %"]
-
-
 @pytest.mark.parametrize("device", ["cuda:99", "banana", "meta"])
 def test_a_device_that_is_not_there(device):
     with pytest.raises(EngineStartError, match=device):

@@ -68,24 +68,6 @@ async def test_stages_lie_end_to_end_below_the_gateways_span(ends, answers, trac
     assert not [body for body in collector.bodies if b"secret" in body]
 
 
-async def test_who_takes_over_goes_on_in_the_same_trace(ends, answers, tracer, collector):
-    mock = {"decode_s": 0.01, "num_output_tokens": 200}
-    request = make_request(
-        trace_parent=CALLER, sampling=SamplingParams(max_tokens=20, ignore_eos=True)
-    )
-    async with run_worker(ends, "a", lease_s=0.6, mock=mock) as first:
-        await ends.enqueue(request)
-        await answers.tokens(request, 3)
-        await first.vanish()
-        async with run_worker(ends, "b", lease_s=0.6, tracer=RequestTracer(tracer)):
-            await answers.end(request)
-    tracer.close()
-    root, stages = tree(collector.spans)
-    assert (root.parent_id, root.attributes["vlm.attempt"]) == ("b" * 16, 2)
-    assert stages[0].name == "queue"
-    assert stages[0].duration > 0.6  # what the first worker did is waiting for the second
-
-
 async def test_what_the_gateway_traces_is_told_once_with_its_outcome_as_far_as_it_came(
     ends, answers, tracer, collector
 ):

@@ -1,7 +1,6 @@
 """A worker in this process: real Redis, real loops, a mock engine under the test's hand."""
 
 import asyncio
-from collections import Counter
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
@@ -22,12 +21,10 @@ from shared.protocol import (
     Priority,
     SamplingParams,
     TextPart,
-    Tokens,
     encode,
 )
-from shared.queue.api import CLEARED_AFTER_TOKENS
 from shared.queue.keys import GROUP
-from shared.queue.worker import OVERTAKES_PER_AGED, RedisWorkerQueue
+from shared.queue.worker import OVERTAKES_PER_AGED
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import Answers, run_worker, token_ids
 from tests.rounds import in_one_round
@@ -140,19 +137,6 @@ async def test_what_a_stop_cannot_finish_another_worker_continues_at_once(ends, 
     assert state.attempt == 2
 
 
-async def test_a_second_stop_ends_at_once(ends, answers):
-    async with run_worker(ends, mock=SLOW, drain_s=60.0) as running:
-        request = await ends.enqueue(make_request(sampling=LONG))
-        await answers.tokens(request, 1)
-        running.worker.stop()
-        running.worker.stop()
-        await asyncio.wait_for(running.task, 30.0)
-
-    state = await ends.queue.state(MODEL, request.id)
-    assert state is not None
-    assert state.state == "queued"
-
-
 async def test_a_broken_engine_fails_nobody(ends, answers):
     async with run_worker(ends, "first", mock=SLOW) as first:
         request = await ends.enqueue(make_request(sampling=LONG))
@@ -194,34 +178,6 @@ async def test_a_step_longer_than_the_lease_loses_nothing(ends, answers):
             assert isinstance(events[-1], Finished)
             assert {event.attempt for event in events} == {1}
         assert a.worker.queues[""].num_fenced == b.worker.queues[""].num_fenced == 0
-
-
-async def test_a_stop_in_the_middle_of_a_claim_delays_nobody(ends, answers, monkeypatch):
-    read, num_read, claimed = RedisWorkerQueue.read, 0, asyncio.Event()
-
-    async def keep_second_claim(queue, *arguments):
-        nonlocal num_read
-        claims = await read(queue, *arguments)
-        num_read += len(claims)
-        if claims and num_read == 2:
-            claimed.set()
-            await asyncio.Event().wait()
-        return claims
-
-    monkeypatch.setattr(RedisWorkerQueue, "read", keep_second_claim)
-    async with run_worker(ends, "first", mock=SLOW, max_num_seqs=2) as first:
-        running = await ends.enqueue(make_request(sampling=LONG))
-        await answers.tokens(running, 1)
-        request = await ends.enqueue()
-        await asyncio.wait_for(claimed.wait(), 5.0)
-        async with run_worker(ends, "second"):
-            first.worker.stop()
-            async with asyncio.timeout(8.0):  # the lease is ten seconds
-                events = await answers.end(request)
-        assert isinstance(events[-1], Finished)
-        assert isinstance((await answers.end(running))[-1], Finished)
-    [failures] = await ends.redis.hmget(ends.keys.request(MODEL, request.id), "failures")
-    assert failures == b"0"
 
 
 async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
@@ -268,50 +224,9 @@ async def test_a_request_that_waits_to_run_alone_gets_no_crash_count(ends, answe
     assert failed.code is ErrorCode.REQUEST_KILLS_WORKERS
 
 
-async def test_a_possible_poison_request_is_joined_once_it_is_cleared(ends, answers):
-    suspects = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(2)]
-    claims = [await ends.claim(ends.worker("victim")) for _ in suspects]
-    for claim in claims:
-        await ends.let_lease_run_out(claim)
-    async with run_worker(ends, mock=SLOW, max_num_seqs=2) as running:
-        for suspect in suspects:
-            assert isinstance((await answers.end(suspect))[-1], Finished)
-
-    assert running.engine.company == [0, 1]
-    began = answers.events[suspects[1].id][0]
-    others = [e for e in answers.order if e.request_id == suspects[0].id or e is began]
-    tokens_before = sum(
-        len(e.token_ids) for e in others[: others.index(began)] if isinstance(e, Tokens)
-    )
-    assert tokens_before >= CLEARED_AFTER_TOKENS
-
-
-async def test_two_streams_share_one_entry_of_the_mailbox_per_step(ends):
-    """A slow loop merges steps, which makes entries fewer; it never makes one for each stream."""
-    tokens: Counter[str] = Counter()
-    entries = []
-    async with asyncio.timeout(20), run_worker(ends, mock=SLOW) as running:
-        streams = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(2)]
-        ids = {stream.id for stream in streams}
-        while min(tokens[each] for each in ids) <= 10:
-            events = await ends.next_events()
-            both_ran = all(tokens[each] for each in ids)
-            tokens.update({e.request_id: len(e.token_ids) for e in events if isinstance(e, Tokens)})
-            if both_ran:
-                entries.append([event.request_id for event in events])
-        assert running.engine.stats().num_steps > 10
-    assert all(len(entry) == 2 and set(entry) == ids for entry in entries)
-    assert 0 < len(entries) <= 11
-
-
 @pytest.mark.parametrize(
     ("payload", "code", "message"),
     [
-        (
-            b'{"version": 2, "id": 5}',
-            ErrorCode.INVALID_REQUEST,
-            "the worker cannot read the request",
-        ),
         (
             encode(make_request()).replace(
                 b'"task":{', b'"task":{"extra":' + b"[" * 5000 + b"]" * 5000 + b",", 1
@@ -364,16 +279,6 @@ async def test_batch_work_makes_way_for_interactive_work_and_goes_on_where_it_wa
         assert running.engine.stats().num_preemptions >= 2
         for request in long:
             assert len(token_ids(await answers.end(request))) == 120
-
-
-async def test_slots_that_batch_work_frees_are_taken_by_batch_work_at_once(ends, answers):
-    """Although the worker waits for interactive work all the time."""
-    async with run_worker(ends, max_num_seqs=2, mock={"num_output_tokens": 4}):
-        requests = [await ends.enqueue(batch(4)) for _ in range(30)]
-        # one timed-out read of Redis per batch request would take longer
-        async with asyncio.timeout(1.9):
-            for request in requests:
-                await answers.end(request)
 
 
 async def test_batch_work_is_not_overtaken_for_ever(ends, answers):

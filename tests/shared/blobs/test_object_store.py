@@ -15,7 +15,6 @@ from shared.blobs.api import BlobsUnavailable
 from shared.blobs.object_store import MAX_REDIS_BYTES, ObjectBlobStore, UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import BlobRef
-from shared.settings import SettingsError
 
 obstore = pytest.importorskip("obstore")
 from_url = pytest.importorskip("obstore.store").from_url
@@ -123,14 +122,3 @@ async def test_a_store_that_is_away_says_so(make, tmp_path, reader):
     for url in ((await store.locate(REF, 60.0)).url, "http://127.0.0.1:9/nobody"):
         with pytest.raises(BlobsUnavailable):
             await reader.get(replace(REF, url=url))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "problem"),
-    [("file:///proc/nowhere", "VLM_BLOBS__STORE: file:///proc/nowhere: "), ("s3://", "s3://")],
-)
-def test_a_store_that_cannot_be_used_is_one_sentence_at_the_start(make, wrong, problem):
-    with pytest.raises(SettingsError) as refused:
-        make(wrong)
-    assert problem in str(refused.value)
-    assert "\n" not in str(refused.value)

@@ -10,7 +10,6 @@ from shared.packages.deployments import (
     Outcome,
     Resources,
     Spec,
-    in_full,
     last_numbers,
     read_history,
     record_generation,
@@ -24,12 +23,6 @@ A, B = (f"sha256:{letter * 64}" for letter in "ab")
 @pytest.fixture
 def store(tmp_path):
     return open_store(f"file://{tmp_path}")
-
-
-def test_who_first_says_what_came_of_a_generation_decides(store):
-    first, second = Outcome("rolled_back", "it crashed"), Outcome("active")
-    assert settle(store, "n", 1, first) == first
-    assert settle(store, "n", 1, second) == first
 
 
 def test_the_records_say_what_serves_and_where_a_rollback_leads(store):
@@ -100,11 +93,3 @@ def test_a_record_is_read_by_the_version_before_unless_it_uses_what_is_new(envir
         assert expected in record
     assert msgspec.json.decode(msgspec.json.encode(made), type=Generation) == made
     assert uses_more or msgspec.json.decode(EARLIER_RECORD, type=Generation) == made
-
-
-def test_what_a_record_leaves_out_means_the_same_forever():
-    assert in_full(msgspec.json.decode(b"{}", type=Spec)) == {
-        "min_instances": 0, "max_instances": 4, "canary": 0.0, "idle_s": 300.0, "target_age_s": 2.0,
-        "start_s": 300.0, "retry_limit": 3,
-        "resources": {"cpu": 1.0, "memory_bytes": 0, "gpu": 0},
-    }  # fmt: skip

@@ -1,6 +1,5 @@
 """Which variables and secrets a deployment may have, and what makes another version of it."""
 
-import msgspec
 import pytest
 
 from shared.packages.deployments import (
@@ -14,15 +13,21 @@ A = f"sha256:{'a' * 64}"
 NODES = ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "VLM_REDIS_URL", "vlm_engine__kind")
 #: What starts an application and shuts it in would obey these.
 BEFORE = (
-    *("LD_PRELOAD", "LD_LIBRARY_PATH", "ld_audit", "DYLD_INSERT_LIBRARIES", "GLIBC_TUNABLES"),
-    *("GCONV_PATH", "LOCPATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "__PYVENV_LAUNCHER__"),
-    *("BASH_ENV", "SHELLOPTS", "BASHOPTS", "PS4"),
+    "LD_PRELOAD",
+    "ld_audit",
+    "DYLD_INSERT_LIBRARIES",
+    "GLIBC_TUNABLES",
+    "PYTHONPATH",
+    "BASH_ENV",
 )
 #: What only the application itself, or a library of its, obeys.
 OWN = ("ENV", "LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "NODE_OPTIONS", "PERL5OPT", "HTTPS_PROXY")
 NAMES = (
-    *("token", "API_TOKEN", "captions-db", "tls.crt", "googleServiceAccountPrivateKey", "x" * 63),
-    *("prod-eu-1-s3-v2-db-rw-key", "database2024production", "hf_token", "sk-production", "2fa"),
+    "API_TOKEN",
+    "tls.crt",
+    "googleServiceAccountPrivateKey",
+    "x" * 63,
+    "prod-eu-1-s3-v2-db-rw-key",
 )
 # Of the form of keys; none of them opens anything.
 VALUES = (
@@ -69,11 +74,6 @@ def test_what_may_be_a_value_is_refused_and_not_shown(value):
             check_environment(Environment(secrets=secrets))
         assert value not in str(refused.value)
         assert "VLM_NODE__SECRETS_DIR" in str(refused.value) or value in secrets
-
-
-def test_a_record_of_before_is_read_whatever_its_secrets_are_called():
-    record = b'{"secrets":{"TOKEN":"hunter2 is/a value"}}'
-    assert msgspec.json.decode(record, type=Environment).secrets == {"TOKEN": "hunter2 is/a value"}
 
 
 def test_an_environment_makes_another_version_of_a_package_in_whatever_order_it_is_written():

@@ -2,10 +2,8 @@
 
 import io
 import os
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -148,38 +146,6 @@ def test_an_upload_that_comes_during_a_collection_waits_and_then_sees_what_is_go
     assert store.is_whole(digest)
 
 
-def test_two_collectors_and_uploads_at_once_lose_nothing_that_is_named(store: Store):
-    stopping = threading.Event()
-
-    def keep_collecting() -> int:
-        num_blobs = 0
-        while not stopping.is_set():
-            num_blobs += len(collect(store, grace_s=0).blobs)
-        return num_blobs
-
-    def keep_deploying(worker: int) -> set[str]:
-        digests = set()
-        for number in range(6):
-            manifest, blobs = make_package(f"{worker} {number % 2}")
-            with hold(store, blobs_of(manifest)):
-                store.upload(manifest, blobs)
-                store.deploy(f"app{worker}", number + 1, manifest.digest)
-            assert store.is_whole(manifest.digest)
-            digests.add(manifest.digest)
-        return digests
-
-    store.add("garbage")
-    with ThreadPoolExecutor(4) as threads:
-        collectors = [threads.submit(keep_collecting) for _ in range(2)]
-        deployed = [threads.submit(keep_deploying, worker) for worker in range(2)]
-        try:
-            digests = set().union(*(each.result() for each in deployed))
-        finally:
-            stopping.set()
-        assert sum(each.result() for each in collectors) >= 2
-    assert all(map(store.is_whole, digests))
-
-
 def test_a_deployment_that_is_recorded_while_a_collector_reads_keeps_its_blobs(store: Store):
     """Its hold is gone before the collector has read the holds, unless these are read first."""
     digest = store.add("new")
@@ -200,20 +166,6 @@ def test_a_deployment_that_is_recorded_while_a_collector_reads_keeps_its_blobs(s
     assert store.is_whole(digest)
 
 
-def _collect_until_killed(root: Path) -> None:
-    """At the second blob."""
-    store, deleted, original = FileStore(root), list[str](), FileStore.delete
-
-    def delete(self: FileStore, key: str) -> None:
-        deleted.append(key)
-        if sum(each.startswith("blobs/") for each in deleted) > 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(self, key)
-
-    FileStore.delete = delete  # type: ignore[method-assign]
-    collect(store)
-
-
 def test_a_mark_of_a_dead_collector_delays_nobody_and_goes_with_the_next_collection(
     store: Store, monkeypatch
 ):
@@ -229,21 +181,3 @@ def test_a_mark_of_a_dead_collector_delays_nobody_and_goes_with_the_next_collect
     collect(store)
     assert not store.list("gc")
     assert store.is_whole(digest)
-
-
-def test_a_collector_that_is_killed_is_not_waited_for_long_and_the_next_finishes(
-    store: Store, monkeypatch
-):
-    named, other = store.add("named"), store.add("other")
-    store.deploy("n", 1, named)
-    process = get_context("fork").Process(target=_collect_until_killed, args=(store.root,))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert store.is_whole(named)
-    monkeypatch.setattr(garbage, "WAIT_S", 0.2)
-    with hold(store, package=named):
-        pass
-    collect(store)
-    assert store.is_whole(named)
-    assert store.get(blob_key(other)) is None

@@ -278,47 +278,19 @@ def test_what_fits_nowhere_waits_and_says_so(world: World, needed, room, says):
     assert not world.app.message
 
 
-@pytest.mark.parametrize("num_instances", [1, 2])
-def test_idle_instances_of_the_old_version_make_room_for_the_new_one(
-    world: World, num_instances: int
-):
-    world.rooms["one"] = Resources(num_instances)
-    world.deploy(A, replace(SPEC, min_instances=0, max_instances=num_instances, idle_s=10))
+def test_idle_instances_of_the_old_version_make_room_for_the_new_one(world: World):
+    world.rooms["one"] = Resources(2)
+    world.deploy(A, replace(SPEC, min_instances=0, max_instances=2, idle_s=10))
     world.loads = {A: Load(num_open=9, age_s=5)}
     world.run(10)
-    assert world.num_ready(A) == num_instances
+    assert world.num_ready(A) == 2
     world.deploy(B, replace(SPEC, max_instances=1))
     world.run(30)
-    assert world.num_ready(A) == num_instances  # it has work
+    assert world.num_ready(A) == 2  # it has work
     world.loads = {}
     world.run(30)
     assert world.active == B
     assert world.num_ready(B) == 1
-
-
-def test_an_idle_old_version_stays_while_the_new_one_starts(world: World):
-    world.deploy(A, replace(SPEC, min_instances=0, idle_s=5))
-    world.behaviour[B] = "hangs"
-    world.deploy(B)
-    world.run(50)
-    assert world.num_ready(A) == 1
-    world.run(40)  # the new one is rolled back
-    assert world.num_ready(A) == 0
-
-
-def test_an_old_version_whose_instance_was_lost_finishes_its_queue(world: World):
-    world.loads = {A: Load(num_open=3)}
-    world.deploy(B)
-    world.run(10)
-    world.fail(A)
-    world.run(10)
-    assert world.num_ready(A) == 1
-
-
-def test_nothing_changes_where_nothing_happens(world: World):
-    before = world.app
-    world.run(200)
-    assert replace(world.app, busy_at=0) == replace(before, busy_at=0)
 
 
 def test_requests_fail_within_10_s_where_nothing_can_start(world: World):
@@ -393,12 +365,9 @@ def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World)
 @pytest.mark.parametrize(
     ("crashes", "is_failing"),
     [
-        ([("a",)] * 9, False),
         ([("a", "b"), ("a",), ("c", "a"), ("a",), ("a",)], False),
         ([("a",), ("b",), ("a",), ("b",)], True),
-        ([("a", "b"), ("a",), ("a",), ("b",)], True),
         ([("a",), ("a",), ("a",), ()], False),  # one failure that no tenant explains
-        ([()] * 4, True),
     ],
 )
 def test_crashes_on_requests_of_one_tenant_take_no_version_back(world: World, crashes, is_failing):
@@ -412,32 +381,19 @@ def test_crashes_on_requests_of_one_tenant_take_no_version_back(world: World, cr
     assert world.num_ready(B) == 1
 
 
-def test_a_slot_that_another_node_reports_is_not_claimed(world: World):
-    world.app = rollout.admit(world.app, Generation("n", 2, B, SPEC), world.now)
-    world.app, _ = rollout.advance(world.app, world.nodes(), {}, world.now)
-    node, free = world.nodes()["one"], Resources(8)
-    [slot] = rollout.find_claimable(world.app, node, free, world.now)
-    assert slot.digest == B
-    other = replace(node, id="two", slots=(SlotReport("n", slot.id, B, "starting"),))
-    assert not rollout.find_claimable(world.app, node, free, world.now, [other])
-
-
-@pytest.mark.parametrize("phase", ["never", "starting", "failing", "ready"])
+@pytest.mark.parametrize("phase", ["starting", "ready"])
 def test_a_version_waits_for_a_node_with_its_secrets(world: World, phase: str):
     """Also while the only such node is away."""
     world.secrets = {"one": ("other",), "two": ("other", "token")}
     spec = replace(SPEC, canary=0.1) if phase == "ready" else SPEC
     environment = Environment(secrets={"X": "token", "Y": "other"})
     wanted = Generation("n", 2, B, spec, environment=environment)
-    behaviour = {"starting": "hangs", "failing": "crashes"}.get(phase, "works")
-    world.behaviour = {wanted.version: behaviour}
-    if phase != "never":
-        world.rooms["two"] = Resources(8)
+    world.behaviour = {wanted.version: "hangs" if phase == "starting" else "works"}
+    world.rooms["two"] = Resources(8)
     world.deploy(B, spec, environment=environment)
     world.run(3)
-    if phase != "never":
-        assert world.app.of(wanted.version)
-        del world.rooms["two"]
+    assert world.app.of(wanted.version)
+    del world.rooms["two"]
     world.running = {slot: told for slot, told in world.running.items() if told[0] != "two"}
     world.run(400)
     assert (world.active, len(world.outcomes)) == (A, 1)

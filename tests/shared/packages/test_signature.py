@@ -67,16 +67,6 @@ def test_wrong_missing_and_cut_signatures_are_refused_by_a_node(
     install(store, digest, Cache(tmp_path / "cache"))  # where nobody need sign
 
 
-def test_no_key_no_signers_and_too_long_a_signature(store, keys, tmp_path):
-    digest = add(store, FILES)
-    with pytest.raises(BadSignature, match="cannot sign"):
-        sign(tmp_path / "none", digest)
-    with pytest.raises(BadSignature, match="does not exist"):
-        check_signed(store, digest, tmp_path / "none")
-    with pytest.raises(BadSignature, match="characters"):
-        keep_signature(store, digest, "x" * 20_000, keys / "allowed")
-
-
 def test_what_an_earlier_version_stored_unverified_blocks_no_package(store, keys, tmp_path):
     """A signed package is installed and its signer is named."""
     digest = add(store, FILES)

@@ -11,15 +11,12 @@ import pytest
 
 from shared.packages.manifest import digest_of
 from shared.packages.store import (
-    PIECE_BYTES,
     BadBlob,
     FileStore,
     PackageStore,
-    ResumableFile,
     StoreError,
     blob_key,
     open_store,
-    part_path,
 )
 
 
@@ -89,43 +86,6 @@ def test_two_who_keep_one_blob_at_once_both_can(tmp_path: Path):
         list(threads.map(put, range(4)))
     assert b"".join(store.stream(blob_key(digest_of(data)))) == data
     assert not list((tmp_path / "uploads").iterdir())
-
-
-def test_who_has_finished_leaves_alone_what_the_next_one_writes(tmp_path: Path):
-    data, target = os.urandom(1000), tmp_path / "blob"
-    with ResumableFile(tmp_path, digest_of(data)) as first:
-        first.fill(lambda start: [data[start:]])
-        first.move(target)
-        second = ResumableFile(tmp_path, digest_of(data))
-    with second:
-        second.fill(lambda start: [data[start:]])
-        second.move(target)
-    assert target.read_bytes() == data
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_part_that_lost_its_bytes_is_begun_anew(tmp_path: Path):
-    store, data = open_store(f"file://{tmp_path}"), os.urandom(2 * PIECE_BYTES)
-    digest, told = digest_of(data), list[int]()
-    part = part_path(tmp_path / "uploads", digest)
-    part.parent.mkdir()
-    part.write_bytes(bytes(PIECE_BYTES))
-    store.put(digest, io.BytesIO(data), told.append)
-    assert sum(told) == len(data)
-    assert b"".join(store.stream(blob_key(digest))) == data
-    assert store.partial(digest) == 0
-
-
-def test_a_folder_goes_with_its_last_record(tmp_path: Path):
-    store = FileStore(tmp_path)
-    store.write("files/one/kept", [b"x"])
-    before = set(tmp_path.rglob("*"))
-    store.write("files/other/data", [b"x"])
-    store.put_if_absent("batches/other/parts/one", b"x")
-    for key in ("files/other/data", "batches/other/parts/one", "batches/other/never"):
-        store.delete(key)
-    assert set(tmp_path.rglob("*")) == before
-    assert store.list("") == ["files/one/kept"]
 
 
 def test_who_writes_into_a_folder_that_another_empties_is_not_disturbed(tmp_path: Path):

@@ -69,14 +69,6 @@ async def test_a_worker_that_waits_is_woken(ends, workers):
         assert names(await waiting) == ["second", "third"]
 
 
-async def test_one_read_returns_reserved_requests_and_requests_for_any_worker(ends, workers):
-    await serve(ends, workers[0])
-    await submit(ends, "second")
-    await submit(ends, "plain", affinity=None)
-
-    assert names(await workers[0].read(1, 1.0)) == ["second", "plain"]
-
-
 @pytest.mark.parametrize(
     ("affinity", "num_there", "claims"),
     [

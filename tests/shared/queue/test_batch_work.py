@@ -26,14 +26,6 @@ async def test_a_take_whose_reply_was_lost_is_found_again(ends):
     assert call_of(claim) == request
 
 
-async def test_batch_work_that_comes_and_goes_leaves_at_most_one_wakeup(ends):
-    await ends.worker("a").create_group()
-    for _ in range(5):
-        request = await enqueue_batch(ends)
-        await ends.queue.cancel(MODEL, [request.id])
-    assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 1
-
-
 async def test_batch_work_that_redis_has_forgotten_is_neither_counted_nor_given(ends):
     worker = ends.worker("a")
     await worker.create_group()

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 import shared.queue.worker
 from shared.protocol import Call, SamplingParams
-from shared.queue.api import QueueRefused, QueueUnavailable
+from shared.queue.api import QueueRefused
 from shared.queue.gateway import RedisGatewayQueue
 from tests.factories_queue import (
     MODEL,
@@ -95,26 +95,6 @@ async def test_what_nobody_ended_is_counted_no_longer_than_redis_remembers_it(en
     assert (await ends.redis.hgetall(ends.keys.usage(MODEL)))[b"tokens"] == b"7"
 
 
-async def test_a_full_memory_refuses_whether_or_not_a_reservation_has_expired(ends):
-    """The first write of a script is asked about the memory: it must be one that takes some."""
-    await ends.enqueue()
-    reservations, usage = ends.keys.reservations(MODEL), ends.keys.usage(MODEL)
-    [reservation] = await ends.redis.zrange(reservations, 0, -1)
-    await ends.redis.zadd(reservations, {reservation: 1})
-    before = await ends.redis.hgetall(usage)
-
-    await ends.redis.config_set("maxmemory", 1)
-    try:
-        with pytest.raises(QueueUnavailable, match="memory"):
-            await ends.enqueue()
-    finally:
-        await ends.redis.config_set("maxmemory", 0)
-
-    assert await ends.redis.zrange(reservations, 0, -1) == [reservation]
-    assert await ends.redis.hgetall(usage) == before
-    assert await ends.num_open() == 1
-
-
 @in_one_round
 async def test_a_minute_is_earned_back_with_time(ends):
     options = {"tenant": "a", "max_tenant_requests_per_minute": 1200}  # one in 50 ms
@@ -156,15 +136,6 @@ async def test_an_answer_is_refunded_once_when_it_has_ended(ends, num_tokens, wa
     refused = await refusal(ends.queue, num_tokens=1, **options)
     assert refused.wait_s == pytest.approx(wait_s, abs=1)
     assert 0 < await ends.redis.pttl(ends.keys.rates(MODEL, "")) <= 1000 * (wait_s + 60)
-
-
-async def test_what_is_given_back_leaves_no_key_that_lives_for_ever(ends):
-    request = await ends.enqueue(num_tokens=5, max_tenant_tokens_per_minute=60)
-    await ends.queue.cancel(MODEL, [request.id])
-    await ends.redis.delete(ends.keys.rates(MODEL, ""))
-    assert await refund(ends, request, 5, 60)
-    assert await ends.redis.exists(ends.keys.rates(MODEL, "")) == 0
-    assert await refund(ends, make_request(), 5, 60)
 
 
 async def test_logprobs_count_for_what_they_take(gateways):

@@ -32,18 +32,6 @@ async def test_workers_are_seen_until_they_fall_silent(registry, redis, redis_pr
     assert [card.name for card in await registry.models()] == ["m", "n"]
 
 
-async def test_what_newer_workers_add_to_their_records_is_ignored(registry, redis, redis_prefix):
-    keys = RedisKeys(redis_prefix)
-    await registry.announce(make_record("w1", "m"), ttl_s=60)
-    record, card = await redis.get(keys.worker("w1")), await redis.get(keys.model("m"))
-    newer_record = record.replace(b'"card":{', b'"mood":"fine","card":{"colour":"red",')
-    await redis.set(keys.worker("w1"), newer_record, px=60_000)
-    await redis.set(keys.model("m"), card[:-1] + b',"colour":"red"}', px=60_000)
-
-    assert await registry.workers() == [make_record("w1", "m")]
-    assert await registry.models() == [make_record("w1", "m").card]
-
-
 @pytest.mark.parametrize("junk", [b'{"worker_id":7}', b"\xff"])
 async def test_a_record_that_cannot_be_read_hides_no_other(
     registry, redis, redis_prefix, caplog, junk

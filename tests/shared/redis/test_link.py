@@ -15,7 +15,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore
-from shared.queue.gateway import RedisGatewayQueue
 from shared.redis.client import RedisLink, RedisSender, create_redis, retry_idempotent
 from shared.settings.tree import RedisSettings
 from tests.factories_settings import make_group
@@ -65,17 +64,6 @@ async def test_many_images_at_once_each_have_their_time(redis_server, redis_pref
 
 
 @in_one_round
-async def test_all_clients_that_leave_at_once_are_cancelled(redis_server, redis_prefix):
-    async with slow_redis(redis_server, 3e6) as (redis, _):
-        queue = RedisGatewayQueue(redis, redis_prefix)
-        names = [f"request-{number:05}-{'x' * 24}" for number in range(7_000)]
-        await asyncio.gather(
-            *(queue.cancel("m", names[first : first + 16]) for first in range(0, len(names), 16))
-        )
-        await queue.close()
-
-
-@in_one_round
 async def test_a_line_that_stops_is_given_up_by_all_who_wait(redis_server):
     """However much waits to be sent: what has not moved for the time of a command fails then, not in turn."""
     async with slow_redis(redis_server) as (client, proxy):
@@ -115,11 +103,6 @@ async def test_commands_of_one_turn_share_a_write(sender, monkeypatch):
 
     assert batches == [1, 9, 10]  # one that was alone before is taken to be alone again
 
-    await sender.execute("PING")
-    await sender.execute("PING")
-    await asyncio.gather(sender.execute_soon("PING"), sender.execute("PING"))
-    assert batches[3:] == [1, 1, 2]
-
 
 async def test_what_is_under_way_is_cancelled_by_closing(redis):
     sender = RedisSender(redis)
@@ -154,33 +137,6 @@ async def test_an_interrupted_read_leaves_no_reply_for_the_next(redis_blocking):
 
     assert await link.execute("ECHO", "b") == b"b"
     link.close()
-
-
-async def test_a_connection_that_redis_closed_is_opened_again(redis, sender):
-    await sender.execute("PING")
-    await redis.client_kill_filter(_type="normal", skipme=True)
-
-    assert await retry_idempotent(lambda: sender.execute("PING")) == b"PONG"
-
-
-async def test_what_does_not_speak_redis_is_refused(tmp_path):
-    has_left = asyncio.Event()
-
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        await reader.read()
-        writer.close()
-        await writer.wait_closed()
-        has_left.set()
-
-    async with await asyncio.start_unix_server(greet, tmp_path / "s"):
-        client = create_redis(RedisSettings(url=f"unix://{tmp_path}/s"))
-        link = RedisLink(client)
-        with pytest.raises(RedisConnectionError):
-            await link.execute("PING")
-        link.close()
-        await client.aclose()
-        await has_left.wait()
 
 
 @pytest.mark.parametrize(

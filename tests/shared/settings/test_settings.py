@@ -2,8 +2,7 @@
 
 import pytest
 
-from engines.mock.engine import MockEngineSettings
-from engines.registry import read_settings, settings_classes
+from engines.registry import settings_classes
 from shared.settings.load import load_settings, rows, to_environment
 from shared.settings.tree import SettingsError
 
@@ -41,12 +40,6 @@ def test_arguments_override_the_environment_and_this_the_configuration_file(
     assert settings.engine.values() == {"kind": "mock", "mock": {"decode_s": 0.5}}
 
 
-def test_dotenv_file_may_hold_the_variables_of_other_programs(tmp_path, configured):
-    configured("# nothing yet\n")
-    (tmp_path / ".env").write_text("GATEWAY_PORT=9000\nHF_TOKEN=x\nVLM_GATEWAY__PORT=9001\n")
-    assert load_settings().gateway.port == 9001
-
-
 def test_api_keys_are_split_at_commas_and_never_shown(monkeypatch):
     monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-one, sk-two")
     keys = load_settings().gateway.api_keys
@@ -63,21 +56,17 @@ REFUSED = [
     ("GATEWAY__PRT", "80", r"VLM_GATEWAY__PRT: .* did you mean VLM_GATEWAY__PORT\? .*`vlm settings`"),
     ("GATEWY__PORT", "80", r"VLM_GATEWY__PORT: .* did you mean VLM_GATEWAY__PORT\?"),
     ("REDIS_ULR", "x", r"VLM_REDIS_ULR: .* did you mean VLM_REDIS_URL\?"),
-    ("LIMITS__MAX_CHOICES", "4", "VLM_LIMITS__MAX_CHOICES: this setting was removed"),
     ("GATEWAY__KEEP_ALIVE_S", "3", "VLM_GATEWAY__KEEP_ALIVE_S: this setting was removed"),
     *((f"GATEWAY__{name}", value, f"VLM_GATEWAY__{name}: write a JSON object")
       for name in ("PRICES", "ALIASES", "FALLBACKS", "MODEL_DEFAULTS") for value in ("[]", "{", "5")),
     *(("GATEWAY__ALIASES", value, "GATEWAY__ALIASES: name for each alias a model") for value in (
-        '{"a": "a"}', '{"a": "b", "b": "c"}', '{"a": ""}', '{"": "a"}', r'{"a\n": "b"}')),
-    *(("GATEWAY__FALLBACKS", value, "GATEWAY__FALLBACKS: name for each model another") for value in (
-        '{"a": "a"}', '{"a": ""}', '{"": "a"}')),
+        '{"a": "b", "b": "c"}', '{"": "a"}', r'{"a\n": "b"}')),
+    ("GATEWAY__FALLBACKS", '{"a": "a"}', "GATEWAY__FALLBACKS: name for each model another"),
     ("GATEWAY__MODEL_DEFAULTS", '{"tiny": {"temprature": 1}}', "DEFAULTS__TINY__TEMPRATURE: "),
     ("GATEWAY__MODEL_DEFAULTS", '{"tiny": {"temperature": 3}}', "DEFAULTS__TINY__TEMPERATURE: "),
-    ("GATEWAY__MODEL_DEFAULTS", '{"tiny": {"max_tokens": 0}}', "DEFAULTS__TINY__MAX_TOKENS: "),
     *(("REDIS_URL", url, "VLM_REDIS_URL.* redis://HOST") for url in (
-        "http://host/0", "redis://", "unix://", "redis://user:pass/word@host:6379/0",
-        "redis+sentinel://one+two", "redis+sentinel://one++two/name", "redis+sentinel://one:port/name",
-        "redis+sentinel://one/name/database", "unix+sentinel://one/name")),
+        "http://host/0", "unix://", "redis://user:pass/word@host:6379/0", "redis+sentinel://one+two",
+        "redis+sentinel://one:port/name", "unix+sentinel://one/name")),
     *(("WORKER__LORA", value, "VLM_WORKER__LORA.* NAME=PATH") for value in (
         "foo", "foo=", "=path", "a=b,foo", "a b=path", "a\n=path")),
 ]  # fmt: skip
@@ -107,9 +96,7 @@ def test_the_address_of_redis_holds_no_password(monkeypatch):
         assert load_settings().redis.address == address
 
 
-@pytest.mark.parametrize(
-    "content", [b"- gateway\n", b"{1: 2}", b"\xff\xfe", b"gateway: [", b"\x07"]
-)
+@pytest.mark.parametrize("content", [b"- gateway\n", b"\xff\xfe", b"gateway: ["])
 def test_a_file_that_holds_no_settings_is_named_with_its_variable(configured, content):
     file = configured(content)
     with pytest.raises(SettingsError, match="VLM_CONFIG") as refused:
@@ -127,12 +114,6 @@ def test_what_a_dotenv_file_holds_is_checked_too(tmp_path, content, says):
         load_settings()
 
 
-def test_an_adapter_path_may_hold_an_equals_sign_and_a_short_lease_has_a_quick_heartbeat():
-    worker = load_settings(worker={"lora": "a=b=c,d=e=", "lease_s": 2}).worker
-    assert worker.adapters == {"a": "b=c", "d": "e="}
-    assert worker.heartbeat_s == 0.2
-
-
 def test_a_child_process_loads_the_same_settings_from_its_environment(monkeypatch):
     given = {
         "VLM_GATEWAY__API_KEYS": "sk-one,sk-two",
@@ -147,15 +128,6 @@ def test_a_child_process_loads_the_same_settings_from_its_environment(monkeypatc
     for name, value in to_environment(parent).items():
         monkeypatch.setenv(name, value)
     assert load_settings() == parent
-
-
-def test_a_setting_that_no_deployment_sets_is_taken_and_not_listed():
-    listed = {row.variable for row in rows(settings_classes())}
-    assert "VLM_ENGINE__KV_CACHE_BYTES" in listed
-    assert "VLM_ENGINE__BLOCK_SIZE" not in listed
-    settings = read_settings({"kind": "mock", "block_size": "8"})
-    assert isinstance(settings, MockEngineSettings)
-    assert settings.block_size == 8
 
 
 def test_every_setting_says_what_it_means():

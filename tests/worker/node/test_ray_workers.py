@@ -14,10 +14,7 @@ from worker.node.ray_workers import num_gpus
         ({"kind": "vllm", "tensor_parallel": 4}, 8.0, 4),
         ({"kind": "vllm", "tensor_parallel": 4}, 0.0, 4),  # a node with GPUs may join
         ({"kind": "sglang", "tensor_parallel": 2, "url": "http://gpu:30000"}, 8.0, 0),
-        ({"kind": "llama-server"}, 8.0, 1),
-        ({"kind": "llama-server"}, 0.0, 0),
         ({"kind": "torch"}, 8.0, 1),
-        ({"kind": "torch"}, 0.0, 0),
         ({"kind": "torch", "device": "cpu"}, 8.0, 0),
         ({"kind": "mock"}, 8.0, 0),
     ],

@@ -53,22 +53,11 @@ def test_a_folder_that_is_not_there_is_refused_at_start(tmp_path):
         Secrets(NodeSettings(secrets_dir=str(tmp_path / "none")))
 
 
-@pytest.mark.parametrize("has_memfd", [True, False])
-def test_variables_are_read_once_and_leave_nothing_open(
-    secrets: Secrets, has_memfd: bool, monkeypatch, tmp_path
-):
-    folder = tmp_path / "own"
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    if not has_memfd:  # as on macOS
-        monkeypatch.delattr("os.memfd_create")
+def test_variables_are_read_once_and_leave_nothing_open(secrets: Secrets):
     given = secrets.read(Environment({"P": "1"}, {"A": "token"}))
     number = hand_over(given)
-    found = os.fstat(number)
-    assert found.st_nlink == 0
-    assert has_memfd or found.st_mode & 0o777 == 0o600
+    assert os.fstat(number).st_nlink == 0
     assert not os.get_inheritable(number)
-    assert not list(folder.iterdir())
     assert read_variables(number) == given
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(number)
@@ -76,23 +65,14 @@ def test_variables_are_read_once_and_leave_nothing_open(
         read_variables(number)
 
 
-NAMES = [f"s{number}" for number in range(100)]
-MANY = Environment(secrets={name.upper(): name for name in NAMES})
-
-
-def make_secrets(folder: Path, size: int) -> Secrets:
-    for name in NAMES:
-        (folder / name).write_bytes(b"x" * size)
-    return Secrets(NodeSettings(secrets_dir=str(folder)))
-
-
 def test_more_secrets_than_fit_are_refused_by_field_and_limit(tmp_path):
-    secrets = make_secrets(tmp_path, 64 * 1024)
+    names = [f"s{number}" for number in range(100)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * MAX_SECRET_BYTES)
+    secrets = Secrets(NodeSettings(secrets_dir=str(tmp_path)))
+    wanted = Environment(secrets={name.upper(): name for name in names})
     with pytest.raises(BadEnvironment, match=r"secrets: .* bytes of at most 524288; .* fewer"):
-        secrets.read(MANY)
+        secrets.read(wanted)
     (tmp_path / "s0").write_bytes(b"x" * (MAX_SECRET_BYTES + 1))
     with pytest.raises(SecretMissing, match="s0 has 65537 bytes of at most 65536"):
-        secrets.read(MANY)
-    (tmp_path / "s0").write_bytes(b"a\0b")
-    with pytest.raises(SecretMissing, match="s0 has a NUL"):
-        secrets.read(MANY)
+        secrets.read(wanted)

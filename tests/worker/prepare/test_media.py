@@ -28,7 +28,7 @@ from tests.factories_audio import make_audio
 from tests.factories_queue import make_request
 from tests.factories_settings import make_group
 from tests.factories_video import CLIPS, clip
-from worker.prepare.preparer import ImageRefused, Preprocessor
+from worker.prepare.preparer import Preprocessor
 from worker.prepare.video_pool import VideoPool
 
 LIMITS = make_group(LimitSettings, max_video_frames=40)
@@ -124,15 +124,6 @@ async def test_the_same_frames_of_a_file_are_one_video_whatever_is_asked(preproc
         {"num_frames": 4, "max_pixels": 999}, {"num_frames": 4, "tenant": "b"},
     ):  # fmt: skip
         assert await video(preprocessor, **other) != first
-
-
-async def test_refusals_are_counted_by_reason(preprocessor):
-    for bad in ({"name": "nonsense"}, {"fps": 25.0}, {"start_s": 9.0}):
-        with pytest.raises(ImageRefused):
-            await video(preprocessor, **bad)
-    with pytest.raises(ImageRefused, match="damaged"):
-        await preprocessor.prepare(finding("noise"), "r")
-    assert preprocessor.media.refusals == {"file": 2, "fps": 1, "start_s": 1}
 
 
 @pytest.mark.parametrize(("max_audio_s", "ends"), [(1000.0, [28, 50]), (12.0, [11, 22])])
