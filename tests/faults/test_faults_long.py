@@ -382,3 +382,14 @@ async def _batch_has(client, url, batch, num_completed, status=""):
             if is_whole and found["request_counts"]["completed"] >= num_completed:
                 return found
             await asyncio.sleep(0.1)
+
+
+async def test_all_workers_killed_in_mid_stream_and_away_for_twenty_seconds(fleet):
+    await fleet.retire_workers()
+    workers = [await fleet.worker() for _ in range(2)]
+    async with streaming(fleet, 4, num_tokens=100) as clients:
+        for worker in workers:
+            await worker.end()
+        await asyncio.sleep(20.0)  # the fault itself
+        await fleet.worker()
+    assert clients.history.outcomes() == {FINISHED: 4}

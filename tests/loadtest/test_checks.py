@@ -2,6 +2,7 @@
 
 import pytest
 
+from loadtest.albums import NoiseAlbum
 from loadtest.asking import fault_of, mock_answer
 from loadtest.client import Answer
 from loadtest.scenarios import Question, text_part, user_message
@@ -41,3 +42,11 @@ def test_known_answers_are_compared_and_unknown_ones_are_not():
     assert fault("shapes", expected="red", text=" red ") == ""
     assert fault("shapes", expected="red", text="blue") == "the answer is wrong"
     assert fault("other", text="whatever") == ""
+
+
+def test_images_under_a_key_have_hashes_that_nobody_knows():
+    album = NoiseAlbum(0, 2_000)
+    messages = [user_message([{"type": "image_url", "image_url": {"url": album.fixed().urls[0]}}])]
+    answer = Answer(1.0, "ba ba", "stop", {"completion_tokens": 3, "prompt_tokens": 9})
+    assert fault_of(answer, Question(messages), "mock", 4) == "the answer is wrong"
+    assert fault_of(answer, Question(messages), "mock", 4, is_salted=True) == ""

@@ -21,8 +21,10 @@ from shared.protocol import (
     Priority,
     SamplingParams,
     TextPart,
+    Tokens,
     encode,
 )
+from shared.queue.api import CLEARED_AFTER_TOKENS
 from shared.queue.keys import GROUP
 from shared.queue.worker import OVERTAKES_PER_AGED
 from tests.factories_queue import MODEL, make_request
@@ -297,3 +299,34 @@ async def test_batch_work_is_not_overtaken_for_ever(ends, answers):
         for _ in range(10):
             clients.create_task(ask_on())
     assert ended(answers).index(waiting.id) >= OVERTAKES_PER_AGED
+
+
+async def test_a_second_stop_ends_at_once(ends, answers):
+    async with run_worker(ends, mock=SLOW, drain_s=60.0) as running:
+        request = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(request, 1)
+        running.worker.stop()
+        running.worker.stop()
+        await asyncio.wait_for(running.task, 30.0)
+
+    state = await ends.queue.state(MODEL, request.id)
+    assert state is not None
+    assert state.state == "queued"
+
+
+async def test_a_possible_poison_request_is_joined_once_it_is_cleared(ends, answers):
+    suspects = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(2)]
+    claims = [await ends.claim(ends.worker("victim")) for _ in suspects]
+    for claim in claims:
+        await ends.let_lease_run_out(claim)
+    async with run_worker(ends, mock=SLOW, max_num_seqs=2) as running:
+        for suspect in suspects:
+            assert isinstance((await answers.end(suspect))[-1], Finished)
+
+    assert running.engine.company == [0, 1]
+    began = answers.events[suspects[1].id][0]
+    others = [e for e in answers.order if e.request_id == suspects[0].id or e is began]
+    tokens_before = sum(
+        len(e.token_ids) for e in others[: others.index(began)] if isinstance(e, Tokens)
+    )
+    assert tokens_before >= CLEARED_AFTER_TOKENS

@@ -181,3 +181,35 @@ def test_a_mark_of_a_dead_collector_delays_nobody_and_goes_with_the_next_collect
     collect(store)
     assert not store.list("gc")
     assert store.is_whole(digest)
+
+
+def test_two_collectors_and_uploads_at_once_lose_nothing_that_is_named(store: Store):
+    stopping = threading.Event()
+
+    def keep_collecting() -> int:
+        num_blobs = 0
+        while not stopping.is_set():
+            num_blobs += len(collect(store, grace_s=0).blobs)
+        return num_blobs
+
+    def keep_deploying(worker: int) -> set[str]:
+        digests = set()
+        for number in range(6):
+            manifest, blobs = make_package(f"{worker} {number % 2}")
+            with hold(store, blobs_of(manifest)):
+                store.upload(manifest, blobs)
+                store.deploy(f"app{worker}", number + 1, manifest.digest)
+            assert store.is_whole(manifest.digest)
+            digests.add(manifest.digest)
+        return digests
+
+    store.add("garbage")
+    with ThreadPoolExecutor(4) as threads:
+        collectors = [threads.submit(keep_collecting) for _ in range(2)]
+        deployed = [threads.submit(keep_deploying, worker) for worker in range(2)]
+        try:
+            digests = set().union(*(each.result() for each in deployed))
+        finally:
+            stopping.set()
+        assert sum(each.result() for each in collectors) >= 2
+    assert all(map(store.is_whole, digests))

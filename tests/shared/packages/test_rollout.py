@@ -432,3 +432,12 @@ def test_weights_that_no_node_has_memory_for_are_placed_on_none(world: World):
         found = rollout.find_claimable(app, node, Resources(8, 10**9, 1), 2.0)
         assert bool(found) is fits
         assert fits is ("memory=2000000000" not in app.message)
+
+
+def test_an_old_version_whose_instance_was_lost_finishes_its_queue(world: World):
+    world.loads = {A: Load(num_open=3)}
+    world.deploy(B)
+    world.run(10)
+    world.fail(A)
+    world.run(10)
+    assert world.num_ready(A) == 1

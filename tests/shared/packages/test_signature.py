@@ -77,3 +77,13 @@ def test_what_an_earlier_version_stored_unverified_blocks_no_package(store, keys
     assert len(store.list(signatures_key(digest))) == 17
     assert check_signed(store, digest, keys / "allowed") == "release@example.com"
     install(store, digest, Cache(tmp_path / "cache"), signers=keys / "allowed")
+
+
+def test_no_key_no_signers_and_too_long_a_signature(store, keys, tmp_path):
+    digest = add(store, FILES)
+    with pytest.raises(BadSignature, match="cannot sign"):
+        sign(tmp_path / "none", digest)
+    with pytest.raises(BadSignature, match="does not exist"):
+        check_signed(store, digest, tmp_path / "none")
+    with pytest.raises(BadSignature, match="characters"):
+        keep_signature(store, digest, "x" * 20_000, keys / "allowed")

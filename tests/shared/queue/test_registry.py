@@ -62,3 +62,15 @@ def test_a_gateway_is_gone_when_its_mailbox_stays_away():
         (["b"], 2 * GONE_AFTER_S, set()),
     ):
         assert gateway_liveness.update(missing, at) == gone
+
+
+async def test_what_newer_workers_add_to_their_records_is_ignored(registry, redis, redis_prefix):
+    keys = RedisKeys(redis_prefix)
+    await registry.announce(make_record("w1", "m"), ttl_s=60)
+    record, card = await redis.get(keys.worker("w1")), await redis.get(keys.model("m"))
+    newer_record = record.replace(b'"card":{', b'"mood":"fine","card":{"colour":"red",')
+    await redis.set(keys.worker("w1"), newer_record, px=60_000)
+    await redis.set(keys.model("m"), card[:-1] + b',"colour":"red"}', px=60_000)
+
+    assert await registry.workers() == [make_record("w1", "m")]
+    assert await registry.models() == [make_record("w1", "m").card]

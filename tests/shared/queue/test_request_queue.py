@@ -247,3 +247,18 @@ async def test_the_age_of_a_queue_is_that_of_the_oldest_request_that_waits(ends,
         for left_s in (60.0, 0.0):
             await ends.redis.xreadgroup(GROUP, "worker", {queue: ">"}, count=1)
             assert (await ends.queue.stats(MODEL)).age_s == pytest.approx(left_s, abs=5)
+
+
+async def test_a_takeover_interrupted_by_a_stop_still_counts_the_crash_of_the_lost_worker(ends):
+    lost, leaving, other = ends.worker("a"), ends.worker("b"), ends.worker("c")
+    await ends.enqueue()
+    claim = await ends.claim(lost)
+    # The entry changed hands, but the stop came before the claim.
+    await ends.redis.xclaim(ends.keys.queue(MODEL), GROUP, "b", 0, [claim.entry_id])
+
+    await leaving.leave()
+
+    [later] = await other.read(1, 1.0)
+    assert (later.attempt, later.failures) == (2, 1)
+    consumers = await ends.redis.xinfo_consumers(ends.keys.queue(MODEL), GROUP)
+    assert b"b" not in {consumer["name"] for consumer in consumers}

@@ -320,3 +320,27 @@ async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked
         return "n" not in {slot.app for slot in record.slots}
 
     await until(is_forgotten)
+
+
+async def test_those_with_damaged_records_go_on_and_others_are_looked_after(machines, caplog):
+    node = machines.start("one")
+    digest = machines.add_package("{}")
+    machines.deploy(digest, min_instances=1, retry_limit=0)
+    before = await machines.wait(lambda app: app.active is not None)
+    machines.store.put_if_absent("deployments/n/00000002.json", b"{")
+    machines.store.put_if_absent("deployments/a/00000001.outcome.json", b"{")
+    unsettled = Generation("a", 1, digest, Spec(min_instances=1))
+    await machines.deployments.put(
+        None, rollout.admit(App("a"), unsettled, await machines.deployments.now())
+    )
+    [instance] = FakeInstance.all
+    instance.state = "failed"  # it has to go back, and its history cannot be read
+    after = await machines.wait(lambda app: nodes_of(app) and app.slots != before.slots)
+    assert after.active.num_failed == 1
+    record_generation(machines.store, Generation("z", 1, digest, Spec(min_instances=1)))
+    apps = await until(lambda: machines.active("z"))
+    assert apps["a"].candidate is not None
+    for _ in range(3):
+        await node.tick()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == len(set(said)) > 1  # not with every look

@@ -191,3 +191,15 @@ def test_memory_beyond_the_limit_is_not_given():
     with pytest.raises(InvalidImage):
         pool.decode(encoded(size=(6000, 5000)), (6000, 5000))
     pool.close()
+
+
+def test_a_child_is_replaced_after_many_images(monkeypatch):
+    monkeypatch.setattr(DecoderPool, "max_files", 2)
+    pool = DecoderPool(1, 100_000, 10_000, max_cpu_s=5.0)
+    before = children()
+    seen = set()
+    for _ in range(4):
+        pool.decode(encoded(), SIZE)
+        seen |= children() - before
+    pool.close()
+    assert len(seen) == 3  # the last has nothing to do yet
