@@ -113,16 +113,3 @@ async def test_streams_go_on_without_a_shard_that_is_killed_for_good(fleet: Shar
         answer = await client.post(f"{fleet.url}/v1/responses", json=kept)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
     assert "retry-after" in answer.headers
-
-
-async def test_workers_full_of_requests_of_a_dead_shard_serve_the_others(tmp_path: Path):
-    """A limit below 48 puts all requests of a key on one shard."""
-    async with run_shards(tmp_path, VLM_LIMITS__MAX_KEY_OPEN_REQUESTS="40") as fleet:
-        texts = [fleet.name() for _ in range(NUM_STREAMS)]
-        async with playing(fleet, texts, num_tokens=60) as clients:
-            await tokens_seen(fleet, clients, texts, 10)
-            placed = [len(await fleet.placed(server)) for server in fleet.servers]
-            assert placed[0] == 0  # it stores keys and cards, not requests
-            assert sorted(placed) == [0, 0, NUM_STREAMS]
-            kill(fleet.servers[placed.index(NUM_STREAMS)])
-        assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
