@@ -18,6 +18,7 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{port}"
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.connections: set[tuple[str, int]] = set()
         self.status = 200
         self.pause_s = 0.0  #: before an answer
         #: Of a stream: bytes to send, seconds to wait.
@@ -93,6 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.fake.bodies.append(body)
         self.fake.paths.append(self.path)
+        self.fake.connections.add(self.client_address)
         time.sleep(self.fake.pause_s)  # the fake model's thinking, which the client has to notice
         if body.get("stream") and self.fake.status == 200:
             self._send_stream(stream() if self.fake.pieces is None else self.fake.pieces)
