@@ -40,7 +40,7 @@ test: $(STAMP)  ## run all tests
 # Gateway, queue, worker and scheduling: no torch, no whole fleet.
 FAST := tests/contract/test_call_queue.py tests/contract/test_surface.py tests/deploy tests/engines/core \
 	tests/engines/mock tests/gateway tests/meta tests/shared tests/worker
-test-fast: $(STAMP)  ## run the tests that need neither torch nor a whole fleet: three minutes on two cores
+test-fast: $(STAMP)  ## run the tests that need neither torch nor a whole fleet: two minutes on two cores
 	$(BIN)/python -m pytest $(FAST) --ignore tests/worker/node $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
 families: $(STAMP)  ## test every model family in every way that tokens are computed, and compare the table of docs/models.md

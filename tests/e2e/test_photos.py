@@ -17,12 +17,13 @@ from tests.factories_images import png_url
 from tests.integration.fleet_process import start_fleet
 from tests.long import IS_LONG
 
-#: Of Qwen2.5-VL's tower, which has 32 layers.
+SCALE, NUM_LAYERS, WATCHDOG_S = (2, 6, 10) if IS_LONG else (1, 1, 3)
+#: In the long form those of Qwen2.5-VL's tower, which has 32 layers.
 WIDTHS = {
-    "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 64, "patch_size": 14,
-    "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112, "fullatt_block_indexes": [0],
+    "hidden_size": 640 * SCALE, "intermediate_size": 1710 * SCALE, "num_heads": 8 * SCALE, "out_hidden_size": 64,
+    "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+    "fullatt_block_indexes": [0],
 }  # fmt: skip
-NUM_LAYERS, WATCHDOG_S = (6, 10) if IS_LONG else (1, 5)
 LONGEST_GAP_S = 5.0
 
 
