@@ -78,7 +78,7 @@ def test_a_killed_worker_is_replaced_and_requests_go_on(fleet):
 def test_a_killed_redis_comes_back_and_streams_and_requests_go_on(fleet, folder):
     """P4, in a node: what Redis had acknowledged is in its file."""
     body = {
-        "model": "mock", "stream": True, "max_tokens": 400, "seed": 7, "ignore_eos": True,
+        "model": "mock", "stream": True, "max_tokens": 150, "seed": 7, "ignore_eos": True,
         "messages": [{"role": "user", "content": "a long story"}],
     }  # fmt: skip
     redis = fleet.redis()
