@@ -41,6 +41,22 @@ async def test_an_answer_held_to_a_schema_goes_on_when_its_worker_is_killed(flee
     await fleet.at_rest()
 
 
+async def test_a_request_that_kills_every_worker_takes_no_other_with_it(fleet):
+    """P5: three workers at most, a clear error, a dead letter, and its batch-mates finish."""
+    await fleet.retire_workers()
+    victim = await fleet.worker()
+    poison = fleet.name("!kill-always")
+    async with playing(fleet, [poison, *(fleet.name() for _ in range(3))]) as clients:
+        for _ in range(3):
+            assert await victim.ended() == -signal.SIGKILL
+            victim = await fleet.worker()
+    assert victim.process.returncode is None
+    assert clients.history.outcomes() == {FINISHED: 3, FAILED: 1}
+    assert clients.errors[poison]["code"] == "request_kills_workers"
+    [letter] = await fleet.dead_letters()
+    assert letter[b"reason"] == b"kills_workers"
+
+
 async def test_a_failing_sequence_fails_alone(fleet):
     await fleet.some_worker()
     text = fleet.name("!raise")

@@ -52,22 +52,6 @@ async def test_a_worker_lost_at_any_point_is_not_noticed_by_any_client(fleet, fa
     assert clients.history.outcomes() == {FINISHED: 4}
 
 
-async def test_a_request_that_kills_every_worker_takes_no_other_with_it(fleet):
-    """P5: three workers at most, a clear error, a dead letter, and its batch-mates finish."""
-    await fleet.retire_workers()
-    victim = await fleet.worker()
-    poison = fleet.name("!kill-always")
-    async with playing(fleet, [poison, *(fleet.name() for _ in range(3))]) as clients:
-        for _ in range(3):
-            assert await victim.ended() == -signal.SIGKILL
-            victim = await fleet.worker()
-    assert victim.process.returncode is None
-    assert clients.history.outcomes() == {FINISHED: 3, FAILED: 1}
-    assert clients.errors[poison]["code"] == "request_kills_workers"
-    [letter] = await fleet.dead_letters()
-    assert letter[b"reason"] == b"kills_workers"
-
-
 @pytest.mark.parametrize("is_cut_off", [False, True], ids=["zombie", "cut off"])
 async def test_a_worker_that_comes_back_after_its_lease_adds_nothing(fleet, is_cut_off):
     """Another goes on, and what the first says when it is back is refused."""
