@@ -37,11 +37,13 @@ serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and a worker for ea
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
-# Gateway, queue, worker and scheduling: no torch, no whole fleet.
+# Gateway, queue, worker and scheduling: no torch, no whole fleet, no media, no fuzzing.
 FAST := tests/contract/test_call_queue.py tests/contract/test_surface.py tests/deploy tests/engines/core \
 	tests/engines/mock tests/gateway tests/meta tests/shared tests/worker
-test-fast: $(STAMP)  ## run the tests that need neither torch nor a whole fleet: two minutes on two cores
-	$(BIN)/python -m pytest $(FAST) --ignore tests/worker/node $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
+SLOW := tests/worker/node tests/worker/prepare tests/gateway/test_fuzz.py tests/deploy/test_exit_codes.py \
+	tests/meta/test_dependencies.py
+test-fast: $(STAMP)  ## run the quick tests that need neither torch nor a whole fleet: a minute and a half on two cores
+	$(BIN)/python -m pytest $(FAST) $(addprefix --ignore=,$(SLOW)) $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
 families: $(STAMP)  ## test every model family in every way that tokens are computed, and compare the table of docs/models.md
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
