@@ -19,13 +19,13 @@ FEW = 12  #: trials of a goal in `make test`
 SLACK = 0.0 if IS_LONG else 0.25  #: of twelve, three wrong ones are chance
 #: What the checkpoint reaches; what it should reach is in the README of the model.
 GOALS = {
-    "natural phrasings": 0.95,
+    "natural phrasings": 0.97,
     "later phrasings": 0.80,
     "wide images": 0.90,
     "both images": 0.90,
     "small talk": 0.98,
     "foreign pictures": 0.92,
-    "json": 0.94,
+    "json": 0.95,
     "other json": 1.0,
     "tools": 0.95,
     "motion": 0.90,

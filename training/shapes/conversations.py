@@ -21,9 +21,9 @@ Scenes = tuple[Scene | None, ...]  #: None is a picture of something else
 OUTSIDE_SHARE = 0.06  #: of questions that have nothing to do with the image world
 
 _SINGLE_WEIGHTS = {
-    "describe": 5, "count": 3, "color": 4, "kind": 4, "place": 3, "size": 3, "content": 3,
-    "exists": 3, "is at": 2, "is color": 1, "background": 1.5, "count special": 3.5, "in band": 1.5, "is beside": 2.5, "what is beside": 2.5,
-    "all same": 3, "colors": 3, "more": 1, "anything": 1.5, "of size": 3.5, "color at": 1.5, "is so": 2,
+    "describe": 5, "count": 3, "color": 4, "kind": 5, "place": 5, "size": 3, "content": 2,
+    "exists": 2, "is at": 2, "is color": 1.5, "background": 1, "count special": 6, "in band": 2, "is beside": 2.5, "what is beside": 6,
+    "all same": 3, "colors": 4.5, "more": 2.5, "anything": 2, "of size": 6.5, "color at": 1, "is so": 1.5,
 }  # fmt: skip
 _PAIR_WEIGHTS = {"which has": 5, "which has background": 2, "same": 5, "describe all": 3}
 

@@ -45,6 +45,13 @@ def _color(rng: Random) -> Rgb:
     return rng.randrange(256), rng.randrange(256), rng.randrange(256)
 
 
+def _ground(rng: Random) -> Rgb:
+    """Half of them almost black, white or gray, as the backgrounds of the image world are."""
+    level, tint = rng.choice((0, 128, 225)), rng.randrange(30)
+    pale = level + rng.randrange(tint + 1), level + rng.randrange(tint + 1), level + tint
+    return rng.choice((_color(rng), pale))
+
+
 def _canvas(rng: Random, *colors: Rgb) -> tuple[Image.Image, ImageDraw.ImageDraw, int, int]:
     """Of one of the colors, or of any."""
     width = rng.randint(110, 220)
@@ -376,18 +383,22 @@ def _object(rng: Random) -> Image.Image:
 
 def _flakes(rng: Random) -> Image.Image:
     """Snow, rain, dust, confetti or bubbles, maybe before a hill or with something round behind them."""
-    ground, color = _color(rng), _color(rng)
+    ground, color = _ground(rng), _color(rng)
     while sum(abs(a - b) for a, b in zip(ground, color, strict=True)) < 240:
-        ground, color = _color(rng), _color(rng)
+        ground, color = _ground(rng), _color(rng)
     image, pen, width, height = _canvas(rng, ground)
+    if (scale := rng.choice((1, 1, 2))) > 1:
+        width, height = scale * width, scale * height
+        image = image.resize((width, height))
+        pen = ImageDraw.Draw(image)
     if rng.random() < 0.5:
-        x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(8, 30)
+        x, y, r = rng.uniform(0, width), rng.uniform(0, height), scale * rng.uniform(8, 30)
         pale = tuple(round(0.7 * WHITE[i] + 0.3 * level) for i, level in enumerate(_color(rng)))
         pen.ellipse((x - r, y - r, x + r, y + r), fill=rng.choice((_color(rng), color, pale)))
     if rng.random() < 0.5:
         top = rng.uniform(0.5, 0.9) * height
         ridge = [(x, top + rng.uniform(-12, 12)) for x in range(0, width + 20, 20)]
-        shade = tuple(round(level * rng.uniform(0.3, 1)) for level in ground)
+        shade = tuple(round(level * rng.uniform(0, 1)) for level in ground)
         fill = rng.choice((_color(rng), shade))
         pen.polygon([(0, height), *ridge, (width, height)], fill=fill)
     is_colored = rng.random() < 0.3
