@@ -187,7 +187,7 @@ def ask(processor: ChatProcessor, question: list[str | tuple[int, int, int]]) ->
 
 @torch.inference_mode()
 def generate(case: FamilyCase, model: Any, prompt: Prompt) -> list[int]:
-    """Greedy tokens of transformers, all computed anew for each."""
+    """Greedy tokens of transformers, without a KV cache."""
     token_ids = list(prompt.token_ids)
     positions = list(prompt.positions[0] if prompt.positions else range(len(token_ids)))
     pixels = [torch.as_tensor(image.pixels) for image in prompt.images]

@@ -113,7 +113,7 @@ def test_every_block_prints_what_the_page_shows(
 
 
 def test_the_key_of_a_colleague_works(folder: Path):
-    """The commands with keys, whose server the tutorial starts anew."""
+    """The commands that need keys; the tutorial restarts its server with keys before them."""
     page = read("tutorial")
     [create] = re.findall(r"^(VLM_API_KEY=.* vlm keys create .*)$", page, re.M)
     [ask] = re.findall(r"^VLM_API_KEY=vlm-\.\.\. (vlm chat) --url \S+ (.*)$", page, re.M)

@@ -16,7 +16,7 @@ tqdm.monitor_interval = 0  # its thread fails where a bar ends while it looks
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With files that nobody needs."""
+    """A checkpoint with extra files that the engine does not load."""
     directory = tmp_path_factory.mktemp("hub") / "tiny"
     make_checkpoint("tiny", directory)
     (directory / "onnx").mkdir()

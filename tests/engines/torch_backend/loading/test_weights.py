@@ -217,7 +217,7 @@ MEASURED = few(PRECISIONS, list(PRECISIONS)[3:])  # each loads twice
 
 @pytest.mark.timeout(600)  # it compiles and loads; only memory is asserted
 def test_memory_peaks_little_above_the_model(tmp_path: Path) -> None:
-    """As a share of the model's 180 MB, touched as well as loaded: what is only mapped would weigh nothing."""
+    """Peak memory of loading over the model's 180 MB. All weights are read, because mapped pages count only then."""
     small, large = tmp_path / "small", tmp_path / "large"
     text = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6}
     vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2}

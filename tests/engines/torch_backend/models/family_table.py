@@ -171,7 +171,7 @@ GRIDS = {"shortest_edge": 784, "longest_edge": 784 * 12}
 
 
 def tokens(*special: str, **named: str) -> Callable[[], Any]:
-    """Makes a tokenizer with more special tokens, ids of which count on from 302: those with a name first."""
+    """Makes a tokenizer with additional special tokens, with ids from 302 on; named tokens come first."""
 
     def create() -> Any:
         backend = make_tokenizer(IMAGE_ID)

@@ -321,7 +321,7 @@ def _sampling(processor: Any, frames: np.ndarray) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _generate_at(model: Any, prompt: Prompt, inputs: dict[str, Any]) -> list[int]:
-    """Greedy tokens of transformers' forward pass at the prompt's positions, all computed anew for each."""
+    """Greedy tokens of transformers' forward pass at the prompt's positions, without a KV cache."""
     ids = list(prompt.token_ids)
     rows = torch.tensor(prompt.positions)
     given = {n: x for n, x in inputs.items() if n not in ("attention_mask", "mm_token_type_ids")}
@@ -371,7 +371,7 @@ VIDEO_QUESTIONS: dict[str, Question] = {
     "two": ["vp9", "or ", "hevc", "?"],
     "both": [3, "or ", "vp8", "?"],
 }
-#: Families of which transformers itself cannot take "both".
+#: Families for which transformers accepts no images and videos in one prompt.
 TAKES_ONE_KIND = ("GLM-4.1V", "GLM-4.5V", "GLM-4.6V", "LLaVA-NeXT-Video", "SmolVLM")
 
 
