@@ -201,6 +201,22 @@ def bench_peers(
     run(options.quick if quick else options, as_json)
 
 
+@app.command("burst")
+def bench_burst(
+    servers: Annotated[
+        list[str], typer.Argument(help="NAME=URL of running servers with the OpenAI API.")
+    ],
+    requests: Annotated[int, typer.Option(min=1, help="That arrive at once.")] = 64,
+    num_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+) -> None:
+    """Measure servers in turn with requests that arrive at once, each with a new image."""
+    from benchmarks.peers.burst import Server, run
+
+    named = [Server(name, url.rstrip("/")) for name, _, url in (x.partition("=") for x in servers)]
+    run(named, requests, num_tokens, rounds)
+
+
 @app.command("embeddings")
 def bench_embeddings(
     shapes: Annotated[

@@ -101,6 +101,7 @@ class EngineCall(msgspec.Struct, frozen=True):
     task: Task
     tenant: str = ""  #: tenants share no cache
     priority: Priority = Priority.INTERACTIVE
+    is_streamed: bool = True  #: whether the client waits for each token
     output_token_ids: tuple[int, ...] = ()  #: of earlier attempts, to be continued
     adapter: str = ""  #: digest of a loaded adapter; empty: no adapter
     common_data: bytes = b""  #: the data of a task's session, as JSON

@@ -4,6 +4,7 @@ Run where `gguf` is installed, which is not our own environment. Quantized decod
 llama.cpp itself. Source: the formats are those that llama.cpp's `src/llama-arch.cpp` and `tools/mtmd/clip.cpp` read.
 """
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
     kind_of_decoder = DECODERS[text.model_type]
     writer = gguf.GGUFWriter(target, kind_of_decoder)
     _describe_decoder(writer, text)
+    _describe_tokenizer(writer, checkpoint, text.vocab_size)
     turns_neighbours = kind_of_decoder == "llama"
     heads = {"attn_q": text.num_attention_heads, "attn_k": text.num_key_value_heads}
 
@@ -86,10 +88,25 @@ def _describe_decoder(writer: "gguf.GGUFWriter", text: Any) -> None:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     writer.add_layer_norm_rms_eps(text.rms_norm_eps)
     writer.add_vocab_size(text.vocab_size)
-    writer.add_tokenizer_model("llama")  # ids come from us: the names of tokens only fill the table
-    writer.add_token_list([f"<{number}>" for number in range(text.vocab_size)])
-    writer.add_token_scores([0.0] * text.vocab_size)
-    writer.add_token_types([gguf.TokenType.NORMAL] * text.vocab_size)
+
+
+def _describe_tokenizer(writer: "gguf.GGUFWriter", checkpoint: Path, vocab_size: int) -> None:
+    """A byte-level BPE tokenizer, as those of `vlm bench checkpoint`."""
+    stored = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    names = [f"<unused_{number}>" for number in range(vocab_size)]
+    kinds = [gguf.TokenType.UNUSED] * vocab_size
+    for name, number in stored["model"]["vocab"].items():
+        names[number], kinds[number] = name, gguf.TokenType.NORMAL
+    for added in stored["added_tokens"]:
+        names[added["id"]], kinds[added["id"]] = added["content"], gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(names)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in stored["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
 
 
 def _describe_tower(writer: "gguf.GGUFWriter", vision: VisionConfig, depth: int) -> None:

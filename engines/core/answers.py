@@ -113,6 +113,7 @@ class PromptingEngine(Engine[Request]):
             "output_token_ids": call.output_token_ids,
             "cache_salt": call.tenant,
             "priority": call.priority,
+            "is_streamed": call.is_streamed,
             "is_thinking": prompt.is_thinking,
             "is_raw": task.prompt is not None,
             "positions": prompt.positions,

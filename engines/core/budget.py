@@ -14,7 +14,7 @@ import msgspec
 
 from engines.core.runner import DeviceOutOfMemory, ModelRunner, StepResult
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
-from shared.protocol import Priority, SamplingParams
+from shared.protocol import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ class StepLimits:
         num_tokens, prefill = self._num_tokens, self._prefill
         if prefill is None:
             return StepBudget(num_tokens, num_tokens, self._num_images)
-        interactive = [s for s in running.values() if s.priority is Priority.INTERACTIVE]
-        num_streams = sum(sequence.num_pending_tokens == 1 for sequence in interactive)
+        streams = [sequence for sequence in running.values() if sequence.is_smooth]
+        num_streams = sum(sequence.num_pending_tokens == 1 for sequence in streams)
         num_prefill_tokens = prefill.beside(num_streams) if num_streams else num_tokens
         return StepBudget(num_tokens, num_prefill_tokens, self._num_images, prefill.spare_s)
 
@@ -123,7 +123,7 @@ class StepLimits:
         if any(item.draft for item in batch.items):
             return
         streams = [item for item in batch.items if item.num_new_tokens == 1]
-        if all(s.samples and s.sequence.priority is Priority.INTERACTIVE for s in streams):
+        if all(s.samples and s.sequence.is_smooth for s in streams):
             num_streams = len(streams)
             prefill.note(num_streams, batch.num_tokens - num_streams, launch_s)
 

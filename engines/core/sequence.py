@@ -62,6 +62,7 @@ class EngineRequest:
     output_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
+    is_streamed: bool = True
     is_thinking: bool = False  #: the prompt ends within the reasoning
     is_raw: bool = False  #: reasoning is not separated from the text
     positions: Positions = ()  #: of the prompt; output tokens continue after the largest
@@ -106,6 +107,7 @@ class Sequence(Struct, eq=False):
     images: tuple[ImageInput, ...] = ()
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
+    is_streamed: bool = True
     prompt_positions: Positions = ()  #: rotary positions; empty: 0, 1, 2 ...
     adapter: Adapter | None = None
     constraint: Constraint | None = None
@@ -150,6 +152,7 @@ class Sequence(Struct, eq=False):
             images=request.images,
             cache_salt=salt,
             priority=request.priority,
+            is_streamed=request.is_streamed,
             prompt_positions=request.positions,
             adapter=adapter,
             constraint=request.constraint and request.constraint.begin(),
@@ -167,6 +170,11 @@ class Sequence(Struct, eq=False):
         split, shift = self.num_prompt_tokens, self._shift
         later = range(max(start, split) + shift, max(end, split) + shift)
         return [[*row[start:end], *later] for row in self.prompt_positions]
+
+    @property
+    def is_smooth(self) -> bool:
+        """Whether steps with prompts or images beside it are kept short: a client waits for each token."""
+        return self.is_streamed and self.priority is Priority.INTERACTIVE
 
     @property
     def is_preemptible(self) -> bool:

@@ -25,13 +25,12 @@ from engines.base import (
     OpenVideo,
     PreparedImage,
     can_decode_video,
-    sample_evenly,
 )
 from engines.core.runner import PixelLimits
 from engines.text.tools import to_openai
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import TokenUsage, refuse
-from engines.upstream.images import MediaPart, data_url, to_jpegs, to_png, to_wav
+from engines.upstream.images import MediaFile, data_url, to_jpegs, to_png, to_wav
 from engines.upstream.settings import OpenAiSettings
 from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine
 from shared.protocol import (
@@ -47,7 +46,6 @@ from shared.protocol import (
     Usage,
 )
 
-AUDIO_RATE = 16_000  #: samples a second, the usual input rate of speech models
 NAME = "the upstream server"
 _FINISH = {
     "stop": FinishReason.STOP,
@@ -119,12 +117,11 @@ class ChatEngine(StreamEngine[ChatRequest]):
         limits = PixelLimits(image.min_pixels, image.max_pixels)
         return to_png(decode(data, (image.width, image.height)), limits)
 
-    def prepare_video(self, video: OpenVideo) -> MediaPart:
-        """JPEG files of evenly sampled frames. Raises: InvalidImage."""
-        return to_jpegs(video.frames(sample_evenly(video)))
+    def prepare_video(self, video: OpenVideo) -> MediaFile:
+        return to_jpegs(video)
 
-    def prepare_audio(self, audio: OpenAudio) -> MediaPart:
-        return to_wav(audio.samples(AUDIO_RATE), AUDIO_RATE)
+    def prepare_audio(self, audio: OpenAudio) -> MediaFile:
+        return to_wav(audio)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ChatRequest:
         task = call.task
@@ -271,10 +268,14 @@ def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[s
     return shown
 
 
-def _to_part(content: bytes | MediaPart) -> dict[str, Any]:
-    if isinstance(content, MediaPart):
-        return content.part
-    return {"type": "image_url", "image_url": {"url": data_url(content)}}
+def _to_part(content: bytes | MediaFile) -> dict[str, Any]:
+    kind, url = "image", data_url(content)
+    if isinstance(content, MediaFile):
+        kind = content.kind
+    if kind == "audio":
+        data = url.partition(",")[2]
+        return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 def _to_pieces(call: _Call) -> list[CallPiece]:

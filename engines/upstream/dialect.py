@@ -157,10 +157,10 @@ def refuse(sampling: SamplingParams, engine: str, *names: str) -> None:
             raise InvalidRequest(f"{engine} does not support {param}: leave it out", param)
 
 
-def to_bias(sampling: SamplingParams, image_token_id: int | None) -> dict[str, float]:
-    """`logit_bias`; an image token is forbidden, because the server would expand a sampled one."""
+def to_bias(sampling: SamplingParams, media_token_ids: Sequence[int]) -> dict[str, float]:
+    """`logit_bias`; tokens of media are forbidden, because the server would expand sampled ones."""
     bias = {str(token_id): value for token_id, value in sampling.logit_bias.items()}
-    return bias if image_token_id is None else {**bias, str(image_token_id): -100.0}
+    return bias | {str(token_id): -100.0 for token_id in media_token_ids}
 
 
 def has_output_penalty(sampling: SamplingParams) -> bool:

@@ -63,6 +63,8 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
             tasks=("generate", "tokenize"),
             decodes_images=True,
             takes_grammars=self._grammars is not None,
+            takes_video=self.processor.takes_video,
+            max_audio_s=self.processor.max_audio_s,
         )
 
     def can_continue(self, task: Task) -> bool:
@@ -219,7 +221,12 @@ class _TokenRequest(OpenRequest):
                 num_prompt = chunk.num_prompt_tokens - len(request.output_token_ids)
                 num_added = max(0, num_prompt - len(request.prompt_token_ids))
                 answer.num_prompt_tokens = len(request.prompt_token_ids) + num_added
-                answer.num_image_tokens = len(request.images) + num_added
+                num_media = (
+                    len(request.images) + num_added
+                )  # the server does not tell images from audio
+                is_audio = all(each.kind == "audio" for each in request.images)
+                answer.num_image_tokens = 0 if is_audio else num_media
+                answer.num_audio_tokens = num_media if is_audio else 0
         if chunk.num_cached_tokens is not None:
             answer.num_cached_tokens = min(chunk.num_cached_tokens, answer.num_prompt_tokens)
 

@@ -1,41 +1,78 @@
-"""Images for a server that expands them itself: the prompt has one token for each image.
+"""Images, videos and audio for a server that expands them itself: the prompt has one token for each.
 
-The worker's sandboxed decoder reads the client's bytes; the server gets a PNG file of these pixels.
+The worker's sandboxed decoder reads the client's bytes; the server gets PNG, JPEG and WAV files of what it decoded.
 """
 
+import math
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from struct import Struct
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 
+from engines.base import OpenAudio, OpenVideo, sample_evenly
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.packages.checkpoint_json import read_json
 from engines.text.processor import Item, MultimodalProcessor
 from shared.protocol import FRAMES_TYPE
 
 _WAV_FORMAT, _IEEE_FLOAT = Struct("<HHIIHH"), 3
-_TOKEN_FIELDS = ("image_token_index", "image_token_id", "boi_token_index", "boi_token_id")
+AUDIO_RATE = 16_000  #: samples a second, the usual input rate of speech models
+_TOKEN_FIELDS = {
+    "image": ("image_token_index", "image_token_id", "boi_token_index", "boi_token_id"),
+    "video": ("video_token_index", "video_token_id"),
+    "audio": ("audio_token_index", "audio_token_id"),
+}
 
 
-class UnexpandedImages(MultimodalProcessor):
-    """The server resizes images, and counts their tokens and positions. `slot_id` is None for a text-only model."""
+@dataclass(frozen=True, slots=True)
+class MediaFile:
+    """A video or audio as a data URL."""
 
-    def __init__(self, slot_id: int | None, template: str) -> None:
+    kind: Literal["video", "audio"]
+    url: str
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.url)
+
+
+class UnexpandedMedia(MultimodalProcessor):
+    """The server processes media, and counts their tokens and positions. `slot_id` is None without images."""
+
+    max_audio_s = math.inf
+
+    def __init__(self, tokens: Mapping[str, tuple[int, str]], template: str) -> None:
+        """`tokens` are (id, text) of the template's token for each kind of media."""
         super().__init__(template)
-        self.slot_id = slot_id
+        self.slot_id = tokens["image"][0] if "image" in tokens else None
+        self.video_placeholder = tokens["video"][1] if "video" in tokens else ""
+        self.audio_placeholder = tokens["audio"][1] if "audio" in tokens else ""
+        self._tokens = tokens
 
     def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> bytes:
         """A PNG file of the image, scaled to the request's limits. Raises: InvalidImage."""
         return super().process(image) if self.slot_id is None else to_png(image, pixels)
 
+    def process_video(self, video: OpenVideo) -> MediaFile:
+        return to_jpegs(video)
+
+    def process_audio(self, audio: OpenAudio) -> MediaFile:
+        return to_wav(audio)
+
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """One token for each image."""
-        return [Item(image_hash, 1, content, slot) for image_hash, content in images]
+        """One token for each."""
+        return [self._item(name, content, slot) for name, content in images]
+
+    def _item(self, name: str, content: bytes | MediaFile, slot: str) -> Item:
+        if isinstance(content, bytes):
+            return Item(name, 1, content, slot)
+        token_id, text = self._tokens[content.kind]
+        return Item(name, 1, content, text, kind=content.kind, slot_id=token_id)
 
 
 def to_png(image: Image.Image, pixels: PixelLimits) -> bytes:
@@ -44,47 +81,43 @@ def to_png(image: Image.Image, pixels: PixelLimits) -> bytes:
     return file.getvalue()
 
 
-@dataclass(frozen=True, slots=True)
-class MediaPart:
-    """A video or audio as a part of a message of OpenAI's API."""
-
-    part: dict[str, Any]
-    nbytes: int
-
-
-def to_jpegs(frames: Sequence[Image.Image]) -> MediaPart:
-    """A video as JPEG files of its frames, in the form that vLLM takes."""
+def to_jpegs(video: OpenVideo) -> MediaFile:
+    """Evenly sampled frames as JPEG files, in the form that vLLM takes. Raises: InvalidImage."""
     files = []
-    for frame in frames:
+    for frame in video.frames(sample_evenly(video)):
         file = BytesIO()
         frame.save(file, "JPEG", quality=95)
         files.append(b64encode(file.getvalue()).decode())
-    url = f"data:{FRAMES_TYPE};base64,{','.join(files)}"
-    return MediaPart({"type": "video_url", "video_url": {"url": url}}, len(url))
+    return MediaFile("video", f"data:{FRAMES_TYPE};base64,{','.join(files)}")
 
 
-def to_wav(samples: bytes, rate: int) -> MediaPart:
+def to_wav(audio: OpenAudio) -> MediaFile:
     """A WAV file of one channel of float32. Source: Microsoft, "Multiple channel audio data and WAVE files"."""
-    form = _WAV_FORMAT.pack(_IEEE_FLOAT, 1, rate, 4 * rate, 4, 32)
+    form = _WAV_FORMAT.pack(_IEEE_FLOAT, 1, AUDIO_RATE, 4 * AUDIO_RATE, 4, 32)
     chunks = b"".join(
         name + len(data).to_bytes(4, "little") + data
-        for name, data in ((b"fmt ", form), (b"data", samples))
+        for name, data in ((b"fmt ", form), (b"data", audio.samples(AUDIO_RATE)))
     )
     file = b"RIFF" + (4 + len(chunks)).to_bytes(4, "little") + b"WAVE" + chunks
-    data = b64encode(file).decode()
-    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
-    return MediaPart(part, len(data))
+    return MediaFile("audio", f"data:audio/wav;base64,{b64encode(file).decode()}")
 
 
-def find_image_token(directory: Path, template: str) -> int | None:
-    """The template's token for an image; None for a text-only model. Raises: UnsupportedCheckpoint."""
+def find_media_tokens(directory: Path, template: str) -> dict[str, tuple[int, str]]:
+    """Id and text of the template's token for each kind of media that the model takes. Raises: UnsupportedCheckpoint."""
     config = read_json(directory / "config.json")
-    ids = [found for name in _TOKEN_FIELDS if isinstance(found := config.get(name), int)]
     added = read_json(directory / "tokenizer.json").get("added_tokens") or []
-    spelled = {token["id"]: token["content"] for token in added}
-    in_template = [i for i in ids if spelled.get(i) and spelled[i] in template]
-    return next(iter(in_template or ids), None)
+    spelled: dict[int, str] = {token["id"]: token["content"] for token in added}
+    tokens: dict[str, tuple[int, str]] = {}
+    for kind, names in _TOKEN_FIELDS.items():
+        ids = [found for name in names if isinstance(found := config.get(name), int)]
+        in_template = [i for i in ids if spelled.get(i) and spelled[i] in template]
+        if found := in_template or ids[: kind == "image"]:
+            tokens[kind] = found[0], spelled.get(found[0], "")
+    return tokens
 
 
-def data_url(png: bytes) -> str:
-    return f"data:image/png;base64,{b64encode(png).decode()}"
+def data_url(content: bytes | MediaFile) -> str:
+    """The URL of a PNG file, or of a video or audio."""
+    if isinstance(content, MediaFile):
+        return content.url
+    return f"data:image/png;base64,{b64encode(content).decode()}"

@@ -1,7 +1,7 @@
 """Connects to a server, or starts one, and creates its engine."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from engines.upstream import chat
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import MODELS, Dialect, ServerInfo, find_model
 from engines.upstream.engine import UpstreamEngine
-from engines.upstream.images import UnexpandedImages, find_image_token
+from engines.upstream.images import UnexpandedMedia, find_media_tokens
 from engines.upstream.llama_server import LlamaServer
 from engines.upstream.server import ServerProcess, command_of, free_port
 from engines.upstream.settings import (
@@ -43,8 +43,11 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
     """Blocks until the server is ready. Raises: EngineStartError, EngineLoadFailed."""
     started = time.perf_counter()
     directory = _text_files(settings)
-    processor, vocab_size = _read_processor(directory)
-    dialect = _create_dialect(settings, processor)
+    tokens = find_media_tokens(directory, read_chat_template(directory) or "")
+    if not isinstance(settings, VllmSettings):
+        tokens = {kind: token for kind, token in tokens.items() if kind == "image"}
+    processor, vocab_size = _read_processor(directory, tokens)
+    dialect = _create_dialect(settings, processor, [token_id for token_id, _ in tokens.values()])
     server, url = None, settings.url
     if not url:
         port = free_port()
@@ -131,23 +134,25 @@ def _text_files(settings: UpstreamSettings) -> Path:
     return open_tokenizer(path)
 
 
-def _read_processor(directory: Path) -> tuple[ChatProcessor, int]:
+def _read_processor(
+    directory: Path, tokens: Mapping[str, tuple[int, str]]
+) -> tuple[ChatProcessor, int]:
     """The processor, and the size of the vocabulary. Raises: EngineStartError."""
     config = read_json(directory / "config.json")
-    image_token_id = find_image_token(directory, read_chat_template(directory) or "")
-    template = PLAIN_TEMPLATE if image_token_id is None else LLAVA_TEMPLATE
-    images = UnexpandedImages(image_token_id, template)
-    processor = create_processor(directory, images, _MAX_LEN)
+    media = UnexpandedMedia(tokens, LLAVA_TEMPLATE if "image" in tokens else PLAIN_TEMPLATE)
+    processor = create_processor(directory, media, _MAX_LEN)
     rows = config.section("text_config").get("vocab_size") or config.get("vocab_size") or 0
     return processor, max(processor.tokenizer.vocab_size, rows)
 
 
-def _create_dialect(settings: UpstreamSettings, processor: ChatProcessor) -> Dialect:
+def _create_dialect(
+    settings: UpstreamSettings, processor: ChatProcessor, media_token_ids: Sequence[int]
+) -> Dialect:
     match settings:
         case VllmSettings():
-            return Vllm(settings, processor.image_token_id)
+            return Vllm(settings, media_token_ids)
         case SglangSettings():
-            return Sglang(settings, processor.image_token_id)
+            return Sglang(settings, media_token_ids)
         case LlamaServerSettings():
             return LlamaServer(settings, processor)
     raise AssertionError(settings)

@@ -65,8 +65,8 @@ class Sglang(Dialect):
     metrics_path = "/metrics"
     metrics: ClassVar[Mapping[str, str]] = {"sglang:token_usage": "kv_usage_ratio"}
 
-    def __init__(self, settings: SglangSettings, image_token_id: int | None = None) -> None:
-        self._settings, self._image_token_id = settings, image_token_id
+    def __init__(self, settings: SglangSettings, media_token_ids: Sequence[int] = ()) -> None:
+        self._settings, self._media_token_ids = settings, media_token_ids
 
     def arguments(self, port: int) -> list[str]:
         settings = self._settings
@@ -101,7 +101,7 @@ class Sglang(Dialect):
             "max_new_tokens": request.max_tokens - num_done, "min_new_tokens": max(0, wanted.min_tokens - num_done),
             "ignore_eos": wanted.ignore_eos, "stop_token_ids": list(wanted.stop_token_ids),
         }  # fmt: skip
-        if bias := to_bias(wanted, self._image_token_id):
+        if bias := to_bias(wanted, self._media_token_ids):
             sampling["logit_bias"] = bias
         if request.grammar is not None:
             sampling |= _constrain(request.grammar)

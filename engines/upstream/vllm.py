@@ -83,8 +83,8 @@ class Vllm(Dialect):
         "vllm:num_preemptions_total": "num_preemptions",
     }
 
-    def __init__(self, settings: VllmSettings, image_token_id: int | None = None) -> None:
-        self._settings, self._image_token_id = settings, image_token_id
+    def __init__(self, settings: VllmSettings, media_token_ids: Sequence[int] = ()) -> None:
+        self._settings, self._media_token_ids = settings, media_token_ids
         self._model = settings.upstream_model
 
     def arguments(self, port: int) -> list[str]:
@@ -94,6 +94,7 @@ class Vllm(Dialect):
             "--max-num-seqs", str(settings.max_num_seqs), "--dtype", settings.dtype,
             "--tensor-parallel-size", str(settings.tensor_parallel), "--enable-scale-out",
             "--enable-prompt-tokens-details", "--scheduling-policy", "priority",
+            "--media-io-kwargs", json.dumps({"video": {"num_frames": -1}}),  # not only the first 32 frames
         ]  # fmt: skip
         if settings.max_model_len is not None:
             arguments += ["--max-model-len", str(settings.max_model_len)]
@@ -143,7 +144,7 @@ class Vllm(Dialect):
             "ignore_eos": wanted.ignore_eos, "stop_token_ids": list(wanted.stop_token_ids),
             "logprobs": wanted.num_logprobs, "detokenize": False,
         }  # fmt: skip
-        if bias := to_bias(wanted, self._image_token_id):
+        if bias := to_bias(wanted, self._media_token_ids):
             sampling["logit_bias"] = bias
         if wanted.allowed_token_ids:
             sampling["allowed_token_ids"] = list(wanted.allowed_token_ids)
@@ -165,8 +166,8 @@ class Vllm(Dialect):
             body["priority"] = 1  # an error without --scheduling-policy priority
         if request.images:
             body["content_parts"] = [
-                {"type": "image_url", "url": data_url(image.pixels), "uuid": image.image_hash}
-                for image in request.images
+                {"type": f"{each.kind}_url", "url": data_url(each.pixels), "uuid": each.image_hash}
+                for each in request.images
             ]
         return body
 

@@ -46,10 +46,10 @@ def _color(rng: Random) -> Rgb:
 
 
 def _ground(rng: Random) -> Rgb:
-    """Half of them almost black, white or gray, as the backgrounds of the image world are."""
-    level, tint = rng.choice((0, 128, 225)), rng.randrange(30)
+    """Most of them almost black, white or gray, as the backgrounds of the image world are."""
+    level, tint = rng.choice((0, 0, 128, 225)), rng.randrange(30)
     pale = level + rng.randrange(tint + 1), level + rng.randrange(tint + 1), level + tint
-    return rng.choice((_color(rng), pale))
+    return rng.choice((_color(rng), pale, pale))
 
 
 def _canvas(rng: Random, *colors: Rgb) -> tuple[Image.Image, ImageDraw.ImageDraw, int, int]:
@@ -384,15 +384,15 @@ def _object(rng: Random) -> Image.Image:
 def _flakes(rng: Random) -> Image.Image:
     """Snow, rain, dust, confetti or bubbles, maybe before a hill or with something round behind them."""
     ground, color = _ground(rng), _color(rng)
-    while sum(abs(a - b) for a, b in zip(ground, color, strict=True)) < 240:
+    while sum(abs(a - b) for a, b in zip(ground, color, strict=True)) < 320:
         ground, color = _ground(rng), _color(rng)
     image, pen, width, height = _canvas(rng, ground)
-    if (scale := rng.choice((1, 1, 2))) > 1:
+    if (scale := rng.choice((1, 2))) > 1:
         width, height = scale * width, scale * height
         image = image.resize((width, height))
         pen = ImageDraw.Draw(image)
-    if rng.random() < 0.5:
-        x, y, r = rng.uniform(0, width), rng.uniform(0, height), scale * rng.uniform(8, 30)
+    if rng.random() < 0.65:
+        x, y, r = rng.uniform(0, width), rng.uniform(0, height), scale * rng.uniform(5, 30)
         pale = tuple(round(0.7 * WHITE[i] + 0.3 * level) for i, level in enumerate(_color(rng)))
         pen.ellipse((x - r, y - r, x + r, y + r), fill=rng.choice((_color(rng), color, pale)))
     if rng.random() < 0.5:
@@ -420,5 +420,5 @@ def _flakes(rng: Random) -> Image.Image:
 PICTURES: tuple[Callable[[Random], Image.Image], ...] = (
     _clouds, _colored_noise, _grain, _gradient, _gradient, _stripes, _dead_leaves, _dead_leaves, _dead_leaves, _landscape,
     _landscape, _portrait, _document, _document, _screenshot, _screenshot, _screenshot, _bars, _bars, _curves, _curves, _pie,
-    _scatter, _table, _city_map, _drawing, _object, _object, _flakes, _flakes,
+    _scatter, _table, _city_map, _drawing, _object, _object, *[_flakes] * 6,
 )  # fmt: skip

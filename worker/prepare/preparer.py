@@ -307,8 +307,9 @@ class Preprocessor:
 
 def _to_engine_call(request: Call, engine_id: str, output_token_ids: tuple[int, ...]) -> EngineCall:
     return EngineCall(
-        engine_id, request.task, request.tenant, request.priority, output_token_ids, request.adapter
-    )
+        engine_id, request.task, request.tenant, request.priority, request.wants_stream, output_token_ids,
+        request.adapter,
+    )  # fmt: skip
 
 
 def _identity(image: ImageRef) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import ImageInput, ScheduledSequence, Sequence
 from engines.torch_backend.step import ImageSlots, SequenceRows
-from shared.protocol import Priority
 
 if TYPE_CHECKING:
     from engines.torch_backend.models.registry import FamilyModel
@@ -300,9 +299,9 @@ class ImageEncoder:
 
 
 def _is_stream(item: ScheduledSequence) -> bool:
-    """Whether a stream waits for this step's tokens; batch requests do not."""
-    is_interactive = item.sequence.priority is Priority.INTERACTIVE
-    return is_interactive and item.num_new_tokens - len(item.draft) == 1 and item.samples
+    """Whether a stream waits for this step's tokens."""
+    is_smooth = item.sequence.is_smooth
+    return is_smooth and item.num_new_tokens - len(item.draft) == 1 and item.samples
 
 
 def _key(sequence: Sequence, image: ImageInput) -> ImageKey:

@@ -8,6 +8,8 @@ import pytest
 from PIL import Image
 
 from benchmarks.gateway.client import Job, run_job
+from benchmarks.peers.burst import Server
+from benchmarks.peers.burst import run as run_burst
 from loadtest.albums import NumberedUrls, noise_jpeg
 from tests.loadtest.fake_server import WORDS, chunk, completion, event, stream
 
@@ -73,3 +75,15 @@ async def test_wrong_whole_answer_ends_the_job(fake, change):
 async def test_incomplete_stream_ends_the_job(fake, pieces):
     fake.pieces = pieces
     assert (await run_job(job(fake, stream=True))).error
+
+
+def test_a_burst_asks_about_a_new_image_each_time(fake, capsys):
+    run_burst([Server("fake", fake.url)], 5, num_tokens=3, rounds=2)
+    urls = [body["messages"][0]["content"][0]["image_url"]["url"] for body in fake.bodies]
+    assert len(set(urls)) == len(urls) == 1 + 2 * 5
+    assert "requests/s" in capsys.readouterr().out
+
+
+def test_a_burst_with_a_shorter_answer_is_refused(fake):
+    with pytest.raises(SystemExit, match="fake: 200"):
+        run_burst([Server("fake", fake.url)], 2, num_tokens=4, rounds=1)

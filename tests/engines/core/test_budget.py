@@ -201,6 +201,9 @@ MIXED = batch_of(1, 80)
         pytest.param(
             batch_of(1, 80, priority=Priority.BATCH), StepResult([]), 0.6, 80, id="batch work"
         ),
+        pytest.param(
+            batch_of(1, 80, is_streamed=False), StepResult([]), 0.6, 80, id="a whole answer"
+        ),
         pytest.param(MIXED, StepResult([]), None, 80, id="launching computes nothing"),
     ],
 )

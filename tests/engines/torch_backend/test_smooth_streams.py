@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -72,11 +73,12 @@ def test_a_stream_gets_a_token_with_each_part_of_an_image(num_images, cache_byte
     assert engine.stats().num_encoder_hits == 0
 
 
-def test_batch_streams_do_not_keep_an_image_from_being_encoded_at_once():
+@pytest.mark.parametrize("changes", [{"priority": Priority.BATCH}, {"is_streamed": False}])
+def test_an_image_is_encoded_at_once_beside_answers_that_nobody_reads_yet(changes: dict[str, Any]):
     engine = make_engine(PAIR)
     encode_in_smallest_parts(engine)
     stream = make_request(PAIR.config, "stream", [[5, 6, 7]], max_tokens=20)
-    engine.add(replace(stream, priority=Priority.BATCH))
+    engine.add(replace(stream, **changes))
     engine.step()
     engine.add(make_request(PAIR.config, "late", [1, [9]]))
     assert steps_until_first_token(engine, "late") == 0

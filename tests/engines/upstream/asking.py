@@ -1,10 +1,12 @@
 """What tests of servers behind HTTP do with any engine."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
+from PIL import Image
 
-from engines.base import Engine, EngineCall, EngineOutput, PreparedImage
+from engines.base import AudioInfo, Engine, EngineCall, EngineOutput, PreparedImage, VideoInfo
 from engines.image_decoder import decode_image
 from shared.protocol import (
     ChatMessage,
@@ -16,6 +18,7 @@ from shared.protocol import (
     TextPart,
     TokensPart,
     Tools,
+    VideoOptions,
 )
 from tests.factories_images import encoded
 
@@ -73,3 +76,27 @@ def read_metric(url: str, name: str) -> float:
     text = httpx.get(f"{url}/metrics", trust_env=False, follow_redirects=True).text
     lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+class Silence:
+    """Open audio of half a second."""
+
+    info = AudioInfo(0.5, 1, 44_100)
+
+    def samples(self, rate: int) -> bytes:
+        return bytes(4 * (rate // 2))
+
+
+class Clip:
+    """An open video, each frame of which is of the shade of its number."""
+
+    max_frames = 100
+
+    def __init__(self, size: int = 8, num_frames: int = 3) -> None:
+        self.info, self.options = (
+            VideoInfo(size, size, 30, 1.0),
+            VideoOptions(num_frames=num_frames),
+        )
+
+    def frames(self, indices: Sequence[int]) -> list[Image.Image]:
+        return [Image.new("RGB", (self.info.width,) * 2, (index,) * 3) for index in indices]

@@ -1,7 +1,7 @@
 """The engine for any server of OpenAI's API: messages in, text out."""
 
 from base64 import b64decode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
@@ -9,14 +9,12 @@ import pytest
 from PIL import Image
 
 from engines.base import (
-    AudioInfo,
     EngineCall,
     EngineLoadFailed,
     EngineStartError,
     InvalidRequest,
     LoadedEngine,
     PreparedImage,
-    VideoInfo,
     can_decode_video,
 )
 from engines.registry import create_engine
@@ -31,10 +29,9 @@ from shared.protocol import (
     TextPart,
     TokensPart,
     Tools,
-    VideoOptions,
 )
 from tests.engines.upstream import asking
-from tests.engines.upstream.asking import make_call
+from tests.engines.upstream.asking import Clip, Silence, make_call
 from tests.engines.upstream.stand_in import StandIn
 
 TOOLS = Tools((Function("look", "{}"),))
@@ -92,24 +89,6 @@ def test_audio_is_sent_as_a_wav_file(server: StandIn):
     assert (first.format.name, first.layout.nb_channels, first.sample_rate) == ("flt", 1, 16_000)
     assert sum(frame.samples for frame in frames) == 8000
     assert words == {"type": "text", "text": "hello"}
-
-
-class Silence:
-    """Open audio of half a second."""
-
-    info = AudioInfo(0.5, 1, 44_100)
-
-    def samples(self, rate: int) -> bytes:
-        return bytes(4 * (rate // 2))
-
-
-class Clip:
-    """An open video, each frame of which is of the shade of its number."""
-
-    info, options, max_frames = VideoInfo(8, 8, 30, 1.0), VideoOptions(num_frames=3), 100
-
-    def frames(self, indices: Sequence[int]) -> list[Image.Image]:
-        return [Image.new("RGB", (8, 8), (index,) * 3) for index in indices]
 
 
 def test_function_calls_and_tokens_are_those_of_the_server(loaded: LoadedEngine, server: StandIn):

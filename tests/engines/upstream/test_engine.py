@@ -1,6 +1,7 @@
 """Engines behind HTTP: tokens, faults of the server, and refusals."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +22,9 @@ from engines.base import (
     EngineOutput,
     EngineStartError,
     InvalidRequest,
+    PreparedImage,
     PromptTooLong,
+    can_decode_video,
 )
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
@@ -32,7 +35,15 @@ from shared.protocol import (
     Grammar,
     Tools,
 )
-from tests.engines.upstream.asking import answer, make_call, prepare_image, run, text_of
+from tests.engines.upstream.asking import (
+    Clip,
+    Silence,
+    answer,
+    make_call,
+    prepare_image,
+    run,
+    text_of,
+)
 from tests.engines.upstream.asking import ids_of as ids
 from tests.engines.upstream.stand_in import (
     CONTEXT,
@@ -440,3 +451,71 @@ def test_an_answer_continues_from_its_token_log(engine: UpstreamEngine):
     earlier = (*ids_of(whole)[:3], EOS_ID)
     (last,) = answer(engine, make_call(output_token_ids=earlier))
     assert (last.finish_reason, last.token_ids) == (FinishReason.STOP, ())
+
+
+MEDIA = {"video": 322, "audio": 323}
+
+
+@pytest.fixture
+def media_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
+    """Its template and tokenizer know videos and audio too."""
+    directory = tmp_path / "media"
+    shutil.copytree(checkpoint, directory)
+    config = json.loads((directory / "config.json").read_text())
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    template = (directory / "chat_template.jinja").read_text()
+    start, end = template.index("{% for content"), template.index("{% endfor %}") + 12
+    loops = [template[start:end].replace("image", kind) for kind in ("image", *MEDIA)]
+    template = template[:start] + "".join(loops) + template[end:]
+    for kind, token_id in MEDIA.items():
+        config[f"{kind}_token_id"] = token_id
+        added = {**tokenizer["added_tokens"][-1], "id": token_id, "content": f"<{kind}>"}
+        tokenizer["added_tokens"].append(added)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
+def test_vllm_gets_videos_and_audio_as_one_token_each(
+    load: Load, media_checkpoint: Path, server: StandIn
+):
+    engine = load("vllm", model=str(media_checkpoint))
+    assert engine.capabilities().takes_video
+    assert engine.capabilities().max_audio_s
+    clip: Any = Clip()
+    sound: Any = Silence()
+    media = [
+        PreparedImage("seen", engine.prepare_video(clip)),
+        PreparedImage("heard", engine.prepare_audio(sound)),
+    ]
+    answer(engine, make_call(num_images=2), *media)
+    body = server.bodies[-1]
+    parts = [(x["type"], x["uuid"], x["url"].partition(",")[0]) for x in body["content_parts"]]
+    assert parts == [
+        ("video_url", "seen", "data:video/jpeg;base64"),
+        ("audio_url", "heard", "data:audio/wav;base64"),
+    ]
+    assert [each for each in body["token_ids"] if each in MEDIA.values()] == [*MEDIA.values()]
+    forbidden = {
+        int(each) for each, bias in body["sampling_params"]["logit_bias"].items() if bias < -99
+    }
+    assert forbidden > {*MEDIA.values()}
+
+
+@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
+def test_tokens_of_audio_are_counted_apart(load: Load, media_checkpoint: Path):
+    engine = load("vllm", model=str(media_checkpoint))
+    sound: Any = Silence()
+    outputs = answer(
+        engine, make_call(num_images=1), PreparedImage("heard", engine.prepare_audio(sound))
+    )
+    usage = outputs[-1].usage
+    assert usage is not None
+    assert (usage.num_image_tokens, usage.num_audio_tokens) == (0, 16)
+
+
+def test_sglang_gets_images_alone(load: Load, media_checkpoint: Path):
+    has = load("sglang", model=str(media_checkpoint)).capabilities()
+    assert (has.takes_video, has.max_audio_s) == (False, 0)

@@ -3,6 +3,7 @@
 import json
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from engines.base import AdapterLimits, Engine, EngineCall, EngineOutput
+from engines.base import AdapterLimits, Engine, EngineCall, EngineOutput, PreparedImage
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
 from shared.protocol import (
@@ -24,8 +25,16 @@ from shared.protocol import (
     TokensPart,
     Tools,
 )
+from tests.engines.torch_backend.models.family_table import named, write_checkpoint
 from tests.engines.upstream import asking, sglang, vllm
-from tests.engines.upstream.asking import answer, ids_of, prepare_image, read_metric, text_of
+from tests.engines.upstream.asking import (
+    Clip,
+    answer,
+    ids_of,
+    prepare_image,
+    read_metric,
+    text_of,
+)
 from tests.engines.upstream.vllm import make_settings, run_vllm
 from tests.factories_adapters import linear_names, make_changes, write_adapter
 from tests.factories_encoders import make_encoder, make_scorer
@@ -49,6 +58,7 @@ GRAMMARS = [
     Grammar("lark", 'start: "x" /[0-9]{4}/', "guided_grammar"),
 ]
 FORCED = Tools((Function("f", '{"additionalProperties": false}'),), is_required=True)
+TORCH = {"kind": "torch", "device": "cpu", "dtype": "float32", "kv_cache_bytes": 2**22}
 POOLING = {"kind": "pooling", "device": "cpu", "dtype": "float32"}
 VECTORS = Embed((TextPart("w1 w2"), TextPart("w3 w4 w5"), TokensPart((5, 9, 7))))
 SCORES = Rerank(("w1 w2",), ("w3 w4 w5", "w2", "w7 w1"))
@@ -82,8 +92,7 @@ def engine(kind: str, model: Path, url: str) -> Iterator[UpstreamEngine]:
 
 @pytest.fixture(scope="module")
 def ours(model: Path) -> Iterator[Engine[Any]]:
-    values = {"kind": "torch", "device": "cpu", "dtype": "float32", "kv_cache_bytes": 2**22}
-    engine = create_engine({**values, "model": str(model)}).engine
+    engine = create_engine({**TORCH, "model": str(model)}).engine
     yield engine
     engine.close()
 
@@ -211,6 +220,34 @@ def test_vectors_and_scores_of_vllm_are_those_of_the_pooling_engine(
             found.append(array("f", output.values).tolist())
             each.close()
     assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def create_video_model() -> Any:
+    """vLLM's attention on CPUs has heads of at least 32 numbers."""
+    config = named("Qwen2-VL").create()
+    text = config.get_text_config()
+    text.num_attention_heads = text.num_key_value_heads = 2
+    text.rope_parameters = {**text.rope_parameters, "mrope_section": [4, 6, 6]}
+    return config
+
+
+def test_a_video_gives_the_tokens_of_the_torch_engine_and_is_taken_over(tmp_path: Path):
+    placeholder = "<|vision_start|><|video_pad|><|vision_end|>"
+    family = replace(named("Qwen2-VL"), create=create_video_model, video_placeholder=placeholder)
+    write_checkpoint(family, tmp_path)
+    clip: Any = Clip(56, num_frames=4)
+    whole: list[list[int]] = []
+    with run_vllm(tmp_path) as (url, _):
+        for values in ({"kind": "vllm", "url": url}, TORCH):
+            each = create_engine({**values, "model": str(tmp_path)}).engine
+            video = PreparedImage("video", each.prepare_video(clip))
+            wanted: dict[str, Any] = {"num_images": 1, "ignore_eos": True}
+            ids = ids_of(answer(each, make_call(**wanted), video))
+            rest = answer(each, make_call("again", tuple(ids[:5]), **wanted), video)
+            assert ids_of(rest) == ids[5:]
+            whole.append(ids)
+            each.close()
+    assert whole[0] == whole[1]
 
 
 @only_vllm
