@@ -92,11 +92,9 @@ class Clip:
 
     max_frames = 100
 
-    def __init__(self, size: int = 8, num_frames: int = 3) -> None:
-        self.info, self.options = (
-            VideoInfo(size, size, 30, 1.0),
-            VideoOptions(num_frames=num_frames),
-        )
+    def __init__(self, size: int = 8, num_frames: int = 30, num_sampled: int = 3) -> None:
+        self.info = VideoInfo(size, size, num_frames, 1.0)
+        self.options = VideoOptions(num_frames=num_sampled)
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
         return [Image.new("RGB", (self.info.width,) * 2, (index,) * 3) for index in indices]

@@ -235,7 +235,7 @@ def test_a_video_gives_the_tokens_of_the_torch_engine_and_is_taken_over(tmp_path
     placeholder = "<|vision_start|><|video_pad|><|vision_end|>"
     family = replace(named("Qwen2-VL"), create=create_video_model, video_placeholder=placeholder)
     write_checkpoint(family, tmp_path)
-    clip: Any = Clip(56, num_frames=4)
+    clip: Any = Clip(56, num_frames=4, num_sampled=4)
     whole: list[list[int]] = []
     with run_vllm(tmp_path) as (url, _):
         for values in ({"kind": "vllm", "url": url}, TORCH):
