@@ -37,11 +37,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "minilm-l6": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
     "bge-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
 }  # fmt: skip
-#: Tokens of each text: like sentences and short queries, like paragraphs, and both.
+#: Words of each text, and texts: like sentences and short queries, like paragraphs, both, and whole contexts.
 LENGTHS: dict[str, tuple[int, int, int]] = {
     "short": (6, 30, 128),
     "long": (40, 256, 24),
     "mixed": (6, 256, 32),
+    "full": (510, 510, 12),
 }
 CLIP = "clip-vit-b-32"
 NUM_IMAGES = 8

@@ -39,6 +39,7 @@ class SlowEngine(BatchingEngine):
         self.names = names
         self.permits = threading.Semaphore(0)
         self.order: list[str] = []
+        self.calls: list[EngineCall] = []
 
     def capabilities(self) -> Capabilities:
         return Capabilities(max_num_seqs=8)
@@ -49,6 +50,7 @@ class SlowEngine(BatchingEngine):
         return data
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> EngineRequest:
+        self.calls.append(call)
         return EngineRequest(call.request_id, [1], call.task.sampling)
 
 
@@ -119,6 +121,14 @@ async def test_an_image_scaled_to_other_sizes_is_another_image(preparing: Prepar
     messages = (ChatMessage("user", (TextPart("hi"),)),)
     await preparing.preprocessor.prepare(make_request(images=images, messages=messages), "r")
     assert preparing.engine.order == ["photo"] * 3
+
+
+async def test_the_engine_knows_whether_an_answer_is_streamed(preparing: Preparing):
+    messages = (ChatMessage("user", (TextPart("hi"),)),)
+    for wants_stream in (True, False):
+        request = make_request(messages=messages, wants_stream=wants_stream)
+        await preparing.preprocessor.prepare(request, "r")
+    assert [call.is_streamed for call in preparing.engine.calls] == [True, False]
 
 
 async def test_a_tenant_that_leaves_costs_nobody_a_turn():
