@@ -24,7 +24,7 @@ GOALS = {
     "wide images": 0.90,
     "both images": 0.90,
     "small talk": 0.98,
-    "foreign pictures": 0.92,
+    "foreign pictures": 0.98,
     "json": 0.95,
     "other json": 1.0,
     "tools": 0.95,

@@ -417,8 +417,29 @@ def _flakes(rng: Random) -> Image.Image:
     return image
 
 
+def _stars(rng: Random) -> Image.Image:
+    """Faint specks on a dark ground, maybe with something small and round, and a hill."""
+    width = rng.randint(200, 420)
+    height = round(width * rng.choice((1, 0.75, 0.67, 0.62, 1.4)))
+    image = Image.new("RGB", (width, height), tuple(rng.randrange(30) for _ in range(3)))
+    pen = ImageDraw.Draw(image)
+    sizes, lowest = rng.choice(((0,), (0, 0, 0, 1), (0, 1), (1, 1, 2))), rng.randint(80, 200)
+    for _ in range(max(60, int(rng.uniform(0.0008, 0.006) * width * height))):
+        x, y, r = rng.randrange(width), rng.randrange(height), rng.choice(sizes)
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=(rng.randint(lowest, 255),) * 3)
+    if rng.random() < 0.6:
+        x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.03, 0.15) * width
+        pale = rng.randint(220, 255), rng.randint(215, 255), rng.randint(150, 255)
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=rng.choice((_color(rng), pale)))
+    if rng.random() < 0.5:
+        top = rng.uniform(0.6, 0.95) * height
+        ridge = [(x, top + rng.uniform(-0.1, 0.1) * height) for x in range(0, width + 20, 20)]
+        pen.polygon([(0, height), *ridge, (width, height)], fill=(rng.randrange(14),) * 3)
+    return image
+
+
 PICTURES: tuple[Callable[[Random], Image.Image], ...] = (
     _clouds, _colored_noise, _grain, _gradient, _gradient, _stripes, _dead_leaves, _dead_leaves, _dead_leaves, _landscape,
     _landscape, _portrait, _document, _document, _screenshot, _screenshot, _screenshot, _bars, _bars, _curves, _curves, _pie,
-    _scatter, _table, _city_map, _drawing, _object, _object, *[_flakes] * 6,
+    _scatter, _table, _city_map, _drawing, _object, _object, *[_flakes] * 6, *[_stars] * 12,
 )  # fmt: skip

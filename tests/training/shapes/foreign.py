@@ -1,4 +1,4 @@
-"""Pictures of other worlds, drawn for the tests: six sorts as training draws some, six that it never drew."""
+"""Pictures of other worlds, drawn for the tests: seven sorts as training draws some, seven that it never drew."""
 
 import math
 from collections.abc import Callable
@@ -238,7 +238,41 @@ def night_sky(rng: Random) -> Image.Image:
     return image
 
 
+def circuit(rng: Random) -> Image.Image:
+    """A board with traces, chips and pads."""
+    image = Image.new("RGB", (320, 260), (12, rng.randint(70, 110), 48))
+    pen = ImageDraw.Draw(image)
+    for _ in range(rng.randint(20, 40)):
+        x, y = rng.randrange(0, 320, 8), rng.randrange(0, 260, 8)
+        corner, end = x + 8 * rng.randint(2, 14), y + 8 * rng.randint(-9, 9)
+        pen.line((x, y, corner, y, corner, end), fill=(196, 164, 72), width=2)
+        pen.ellipse((corner - 4, end - 4, corner + 4, end + 4), fill=(210, 210, 205))
+    for _ in range(rng.randint(2, 5)):
+        x, y, width, height = (
+            rng.randint(*each) for each in ((10, 220), (10, 180), (36, 80), (28, 60))
+        )
+        for pin in range(x + 4, x + width - 4, 8):
+            pen.rectangle((pin, y - 5, pin + 3, y + height + 5), fill=(200, 200, 200))
+        pen.rectangle((x, y, x + width, y + height), fill=(24, 24, 26))
+        pen.text((x + 5, y + 8), f"IC{rng.randint(10, 99)}", fill=(180, 180, 180))
+    return image
+
+
+def keyboard(rng: Random) -> Image.Image:
+    image = Image.new("RGB", (420, 180), (rng.randint(190, 225),) * 3)
+    pen = ImageDraw.Draw(image)
+    cap = rng.choice(((245, 245, 245), (60, 62, 66), (30, 30, 32)))
+    ink = (40, 40, 40) if cap[0] > 128 else (235, 235, 235)
+    for row, letters in enumerate(("1234567890", "QWERTYUIOP", "ASDFGHJKL", "ZXCVBNM")):
+        for column, letter in enumerate(letters):
+            x, y = 14 + 10 * row + 38 * column, 10 + 33 * row
+            pen.rounded_rectangle((x, y, x + 33, y + 28), radius=4, fill=cap)
+            pen.text((x + 7, y + 5), letter, fill=ink, font_size=12)
+    pen.rounded_rectangle((110, 144, 300, 170), radius=4, fill=cap)
+    return image
+
+
 FOREIGN: dict[str, Callable[[Random], Image.Image]] = {
     each.__name__: each
-    for each in (browser, bar_chart, line_chart, gradient, texture, seaside, rendering, fractal, bricks, qr_code, sheet_music, night_sky)
+    for each in (browser, bar_chart, line_chart, gradient, texture, seaside, rendering, fractal, bricks, qr_code, sheet_music, night_sky, circuit, keyboard)
 }  # fmt: skip
