@@ -30,14 +30,14 @@ ABORTED = "aborted"
 SERVERS = {
     "vllm": (
         lambda model: vllm.run_vllm(model, arguments="--enforce-eager"),
-        lambda model: Vllm(vllm.make_settings(model, upstream_model=str(model)), vllm.IMAGE_ID),
+        lambda model: Vllm(vllm.make_settings(model, upstream_model=str(model)), [vllm.IMAGE_ID]),
         (40, vllm.IMAGE_ID, 42),
         vllm.CONTEXT,
         ("/version", "/v1/models"),
     ),
     "sglang": (
         sglang.run_sglang,
-        lambda model: Sglang(sglang.make_settings(model), sglang.IMAGE_ID),
+        lambda model: Sglang(sglang.make_settings(model), [sglang.IMAGE_ID]),
         (40, sglang.IMAGE_ID + 2, sglang.IMAGE_ID, sglang.IMAGE_ID + 3, 42),
         sglang.CONTEXT,
         ("/server_info", "/v1/models"),

@@ -38,8 +38,8 @@ CLASSES = {
     ),
 }
 DIALECTS: dict[str, Dialect] = {
-    "vllm": Vllm(VllmSettings(), 7),
-    "sglang": Sglang(SglangSettings(), 7),
+    "vllm": Vllm(VllmSettings(), [7]),
+    "sglang": Sglang(SglangSettings(), [7]),
 }
 REQUEST = UpstreamRequest(
     "r",
