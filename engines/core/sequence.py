@@ -173,7 +173,7 @@ class Sequence(Struct, eq=False):
 
     @property
     def is_smooth(self) -> bool:
-        """Whether steps with prompts or images beside it are kept short: a client waits for each token."""
+        """Whether prefill and image encoding in the same step are limited, so that its next token is not late."""
         return self.is_streamed and self.priority is Priority.INTERACTIVE
 
     @property

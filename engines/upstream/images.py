@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from engines.base import OpenAudio, OpenVideo, sample_evenly
+from engines.base import InvalidImage, OpenAudio, OpenVideo, sample_evenly
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.packages.checkpoint_json import read_json
 from engines.text.processor import Item, MultimodalProcessor
@@ -46,20 +46,25 @@ class UnexpandedMedia(MultimodalProcessor):
 
     max_audio_s = math.inf
 
-    def __init__(self, tokens: Mapping[str, tuple[int, str]], template: str) -> None:
-        """`tokens` are (id, text) of the template's token for each kind of media."""
+    def __init__(
+        self, tokens: Mapping[str, tuple[int, str]], template: str, max_frames: float = math.inf
+    ) -> None:
+        """`tokens` are (id, text) of the template's token for each kind of media.
+
+        `max_frames`: of a video; the server would ignore further ones.
+        """
         super().__init__(template)
         self.slot_id = tokens["image"][0] if "image" in tokens else None
         self.video_placeholder = tokens["video"][1] if "video" in tokens else ""
         self.audio_placeholder = tokens["audio"][1] if "audio" in tokens else ""
-        self._tokens = tokens
+        self._tokens, self._max_frames = tokens, max_frames
 
     def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> bytes:
         """A PNG file of the image, scaled to the request's limits. Raises: InvalidImage."""
         return super().process(image) if self.slot_id is None else to_png(image, pixels)
 
     def process_video(self, video: OpenVideo) -> MediaFile:
-        return to_jpegs(video)
+        return to_jpegs(video, self._max_frames)
 
     def process_audio(self, audio: OpenAudio) -> MediaFile:
         return to_wav(audio)
@@ -81,10 +86,17 @@ def to_png(image: Image.Image, pixels: PixelLimits) -> bytes:
     return file.getvalue()
 
 
-def to_jpegs(video: OpenVideo) -> MediaFile:
+def to_jpegs(video: OpenVideo, max_frames: float = math.inf) -> MediaFile:
     """Evenly sampled frames as JPEG files, in the form that vLLM takes. Raises: InvalidImage."""
+    indices = sample_evenly(video)
+    if len(indices) > max_frames:
+        raise InvalidImage(
+            f"The video would have {len(indices)} frames, but the model's server reads {max_frames}: send at most "
+            f"{max_frames}, by a lower fps or num_frames.",
+            "num_frames" if video.options.fps is None else "fps",
+        )
     files = []
-    for frame in video.frames(sample_evenly(video)):
+    for frame in video.frames(indices):
         file = BytesIO()
         frame.save(file, "JPEG", quality=95)
         files.append(b64encode(file.getvalue()).decode())
@@ -110,8 +122,10 @@ def find_media_tokens(directory: Path, template: str) -> dict[str, tuple[int, st
     tokens: dict[str, tuple[int, str]] = {}
     for kind, names in _TOKEN_FIELDS.items():
         ids = [found for name in names if isinstance(found := config.get(name), int)]
-        in_template = [i for i in ids if spelled.get(i) and spelled[i] in template]
-        if found := in_template or ids[: kind == "image"]:
+        found = [i for i in ids if spelled.get(i) and spelled[i] in template]
+        if kind == "image" and not found:  # a template of text alone
+            found = ids
+        if found:
             tokens[kind] = found[0], spelled.get(found[0], "")
     return tokens
 

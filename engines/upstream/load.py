@@ -1,5 +1,6 @@
 """Connects to a server, or starts one, and creates its engine."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from engines.upstream.sglang import Sglang
 from engines.upstream.vllm import Vllm
 
 POLL_S = 0.2
+MAX_FRAMES = 32  #: of a video that vLLM reads, unless it is started with another limit
 _MAX_LEN = 2**31
 DEFAULT_MAX_LEN = 131_072  #: of a server that does not report its context length
 
@@ -44,9 +46,10 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
     started = time.perf_counter()
     directory = _text_files(settings)
     tokens = find_media_tokens(directory, read_chat_template(directory) or "")
-    if not isinstance(settings, VllmSettings):
-        tokens = {kind: token for kind, token in tokens.items() if kind == "image"}
-    processor, vocab_size = _read_processor(directory, tokens)
+    tokens = {kind: token for kind, token in tokens.items() if kind in settings.media_kinds}
+    processor, vocab_size = _read_processor(
+        directory, tokens, MAX_FRAMES if settings.url else math.inf
+    )
     dialect = _create_dialect(settings, processor, [token_id for token_id, _ in tokens.values()])
     server, url = None, settings.url
     if not url:
@@ -135,11 +138,12 @@ def _text_files(settings: UpstreamSettings) -> Path:
 
 
 def _read_processor(
-    directory: Path, tokens: Mapping[str, tuple[int, str]]
+    directory: Path, tokens: Mapping[str, tuple[int, str]], max_frames: float
 ) -> tuple[ChatProcessor, int]:
     """The processor, and the size of the vocabulary. Raises: EngineStartError."""
     config = read_json(directory / "config.json")
-    media = UnexpandedMedia(tokens, LLAVA_TEMPLATE if "image" in tokens else PLAIN_TEMPLATE)
+    template = LLAVA_TEMPLATE if "image" in tokens else PLAIN_TEMPLATE
+    media = UnexpandedMedia(tokens, template, max_frames)
     processor = create_processor(directory, media, _MAX_LEN)
     rows = config.section("text_config").get("vocab_size") or config.get("vocab_size") or 0
     return processor, max(processor.tokenizer.vocab_size, rows)

@@ -1,5 +1,7 @@
 """Settings of engines that run in another process."""
 
+from typing import ClassVar
+
 from pydantic import Field, SecretStr
 
 from engines.pooling.settings import PoolingSettings
@@ -29,6 +31,7 @@ class UpstreamSettings(ServerSettings):
     """More arguments for the started server."""
     tokenizer: str = ""
     """Directory or Hugging Face id of tokenizer and chat template; empty: those of the model."""
+    media_kinds: ClassVar[tuple[str, ...]] = ("image",)  #: that the server's API takes
     silence_s: float = Field(default=30.0, gt=0)
     """Seconds without data from a stream after which the server's health is checked."""
 
@@ -46,6 +49,8 @@ class GpuServerSettings(UpstreamSettings):
 
 class VllmSettings(GpuServerSettings):
     """vLLM, in an environment of its own."""
+
+    media_kinds: ClassVar[tuple[str, ...]] = ("image", "video", "audio")
 
 
 class SglangSettings(GpuServerSettings):

@@ -421,12 +421,17 @@ def _stars(rng: Random) -> Image.Image:
     """Faint specks on a dark ground, maybe with something small and round, and a hill."""
     width = rng.randint(200, 420)
     height = round(width * rng.choice((1, 0.75, 0.67, 0.62, 1.4)))
-    image = Image.new("RGB", (width, height), tuple(rng.randrange(30) for _ in range(3)))
+    ground = tuple(rng.randrange(rng.choice((12, 40))) for _ in range(3))
+    image = Image.new("RGB", (width, height), ground)
     pen = ImageDraw.Draw(image)
-    sizes, lowest = rng.choice(((0,), (0, 0, 0, 1), (0, 1), (1, 1, 2))), rng.randint(80, 200)
+    tint = [rng.randrange(-40, 41) for _ in range(3)]
+    sizes = rng.choice(((0, 0, 0, 1), (0, 1), (0,), (1,), (1, 1, 2)))
+    lowest = rng.randint(80, 200)
     for _ in range(max(60, int(rng.uniform(0.0008, 0.006) * width * height))):
         x, y, r = rng.randrange(width), rng.randrange(height), rng.choice(sizes)
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=(rng.randint(lowest, 255),) * 3)
+        level = rng.randint(lowest, 255)
+        color = tuple(max(0, min(255, level + each)) for each in tint)
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=color)
     if rng.random() < 0.6:
         x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.03, 0.15) * width
         pale = rng.randint(220, 255), rng.randint(215, 255), rng.randint(150, 255)

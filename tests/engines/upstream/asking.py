@@ -88,7 +88,7 @@ class Silence:
 
 
 class Clip:
-    """An open video, each frame of which is of the shade of its number."""
+    """An open video. The gray level of a frame is its index."""
 
     max_frames = 100
 

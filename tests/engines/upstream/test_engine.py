@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from engines.base import (
     EngineLoadFailed,
     EngineOutput,
     EngineStartError,
+    InvalidImage,
     InvalidRequest,
     PreparedImage,
     PromptTooLong,
@@ -514,6 +516,17 @@ def test_tokens_of_audio_are_counted_apart(load: Load, media_checkpoint: Path):
     usage = outputs[-1].usage
     assert usage is not None
     assert (usage.num_image_tokens, usage.num_audio_tokens) == (0, 16)
+
+
+@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
+def test_frames_that_a_server_at_a_url_would_ignore_are_refused(load: Load, media_checkpoint: Path):
+    engine = load("vllm", model=str(media_checkpoint))
+    for num_sampled in (32, 33):
+        clip: Any = Clip(num_frames=60, num_sampled=num_sampled)
+        with nullcontext() if num_sampled == 32 else pytest.raises(InvalidImage) as refused:
+            engine.prepare_video(clip)
+    assert refused is not None
+    assert refused.value.param == "num_frames"
 
 
 def test_sglang_gets_images_alone(load: Load, media_checkpoint: Path):
