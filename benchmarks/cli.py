@@ -214,6 +214,8 @@ def bench_burst(
     from benchmarks.peers.burst import Server, run
 
     named = [Server(name, url.rstrip("/")) for name, _, url in (x.partition("=") for x in servers)]
+    if not all(server.url.startswith("http") for server in named):
+        raise typer.BadParameter("write servers as NAME=URL, such as ours=http://127.0.0.1:8000")
     run(named, requests, num_tokens, rounds)
 
 

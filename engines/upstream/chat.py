@@ -30,7 +30,7 @@ from engines.core.runner import PixelLimits
 from engines.text.tools import to_openai
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import TokenUsage, refuse
-from engines.upstream.images import MediaFile, data_url, to_jpegs, to_png, to_wav
+from engines.upstream.media import MediaFile, data_url, to_jpegs, to_png, to_wav
 from engines.upstream.settings import OpenAiSettings
 from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine
 from shared.protocol import (

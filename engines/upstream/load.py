@@ -21,8 +21,8 @@ from engines.upstream import chat
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import MODELS, Dialect, ServerInfo, find_model
 from engines.upstream.engine import UpstreamEngine
-from engines.upstream.images import UnexpandedMedia, find_media_tokens
 from engines.upstream.llama_server import LlamaServer
+from engines.upstream.media import UnexpandedMedia, find_media_tokens
 from engines.upstream.server import ServerProcess, command_of, free_port
 from engines.upstream.settings import (
     LlamaServerSettings,

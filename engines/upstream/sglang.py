@@ -22,7 +22,7 @@ from engines.upstream.dialect import (
     model_arguments,
     to_bias,
 )
-from engines.upstream.images import data_url
+from engines.upstream.media import data_url
 from engines.upstream.settings import SglangSettings
 from engines.upstream.vllm import FINISH
 from shared.protocol import Generate, Grammar, Priority

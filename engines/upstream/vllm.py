@@ -24,7 +24,7 @@ from engines.upstream.dialect import (
     to_bias,
     to_choices,
 )
-from engines.upstream.images import data_url
+from engines.upstream.media import data_url
 from engines.upstream.settings import VllmSettings
 from shared.protocol import FinishReason, Generate, Grammar, Priority
 
