@@ -28,7 +28,8 @@ PRECISIONS = {
 }
 #: What the checkpoint reaches; what it should reach is in the README of the model.
 GOALS = {
-    "single questions": 0.965,
+    "single questions": 0.97,
+    "the first eight topics": 0.97,
     "full descriptions": 0.97,
     "two images": 0.97,
     "descriptions of two images": 0.95,

@@ -26,6 +26,16 @@ from training.shapes.world import Scene, sample_scene, sample_variation
 #: The topics that are reported together.
 GROUPS = {
     "single questions": tuple(topic for topic in SINGLE_TOPICS if topic != "describe"),
+    "the first eight topics": (
+        "count",
+        "color",
+        "kind",
+        "place",
+        "size",
+        "content",
+        "background",
+        "exists",
+    ),
     "full descriptions": ("describe",),
     "two images": ("which has", "which has background", "same"),
     "descriptions of two images": ("describe all",),
