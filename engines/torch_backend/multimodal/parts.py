@@ -40,19 +40,15 @@ def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
         with mode:
             return compute()
 
+    # Ends with the generator, whichever thread collects it: its last reference is here.
     call = greenlet.greenlet(run)
-    try:
-        while True:
-            yield
-            call.parent = greenlet.getcurrent()
-            mode.began_at = time.perf_counter()
-            result = call.switch()
-            if call.dead:
-                return result
-    finally:
-        if call:  # it has begun and not ended
-            call.parent = greenlet.getcurrent()
-            call.throw()
+    while True:
+        yield
+        call.parent = greenlet.getcurrent()
+        mode.began_at = time.perf_counter()
+        result = call.switch()
+        if call.dead:
+            return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """A computation in parts: the same results, other work between its parts, and a clean end wherever it stands."""
 
+import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any
@@ -139,6 +140,27 @@ def test_closing_it_ends_the_computation_where_it_stands(smallest: None):
 
     assert ended == ["left"]
     assert run(in_parts(lambda: float(torch.ones(2).sum())))[1] == 2
+
+
+def test_another_thread_may_collect_it(smallest: None):
+    left: list[int] = []
+
+    def compute() -> None:
+        try:
+            for _ in range(10):
+                torch.ones(3).add(1)
+        finally:
+            left.append(threading.get_ident())
+
+    generators = [in_parts(compute)]
+    for _ in range(3):
+        next(generators[0])
+    thread = threading.Thread(target=generators.clear)
+    thread.start()
+    thread.join()
+
+    assert run(in_parts(lambda: float(torch.ones(2).sum())))[1] == 2
+    assert left == [threading.get_ident()]
 
 
 def test_closing_it_before_it_begins_computes_nothing():
