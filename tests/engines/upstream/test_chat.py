@@ -31,7 +31,7 @@ from shared.protocol import (
     Tools,
 )
 from tests.engines.upstream import asking
-from tests.engines.upstream.asking import Clip, Silence, make_call
+from tests.engines.upstream.asking import Clip, Tone, make_call
 from tests.engines.upstream.stand_in import StandIn
 
 TOOLS = Tools((Function("look", "{}"),))
@@ -78,7 +78,7 @@ def test_audio_is_sent_as_a_wav_file(server: StandIn):
     av: Any = pytest.importorskip("av")
     loaded = create_engine({"kind": "openai", "url": server.url, "takes_audio": True})
     assert loaded.card.supports_audio
-    content = loaded.engine.prepare_audio(Silence())
+    content = loaded.engine.prepare_audio(Tone())
     answer(loaded, make_call(num_images=1), PreparedImage("hash", content))
     loaded.engine.close()
     part, words = server.bodies[-1]["messages"][0]["content"]

@@ -39,7 +39,7 @@ from shared.protocol import (
 )
 from tests.engines.upstream.asking import (
     Clip,
-    Silence,
+    Tone,
     answer,
     make_call,
     prepare_image,
@@ -487,7 +487,7 @@ def test_vllm_gets_videos_and_audio_as_one_token_each(
     assert engine.capabilities().takes_video
     assert engine.capabilities().max_audio_s
     clip: Any = Clip()
-    sound: Any = Silence()
+    sound: Any = Tone()
     media = [
         PreparedImage("seen", engine.prepare_video(clip)),
         PreparedImage("heard", engine.prepare_audio(sound)),
@@ -509,7 +509,7 @@ def test_vllm_gets_videos_and_audio_as_one_token_each(
 @pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
 def test_tokens_of_audio_are_counted_apart(load: Load, media_checkpoint: Path):
     engine = load("vllm", model=str(media_checkpoint))
-    sound: Any = Silence()
+    sound: Any = Tone()
     outputs = answer(
         engine, make_call(num_images=1), PreparedImage("heard", engine.prepare_audio(sound))
     )

