@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from transformers.processing_utils import ImagesKwargs
 
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheckpoint
@@ -16,54 +18,31 @@ from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheck
 #: Larger resized images are never created completely: 16 MB in RGB, an aspect ratio of 37 at 336 pixels.
 MAX_RESIZED_PIXELS = 4 * 1024 * 1024
 _FILTER_REACH = 4  # source pixels on either side; Lanczos, the widest filter, reads 3
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
 #: Supported settings, and settings that do not affect pixels.
-_KNOWN_KEYS = frozenset(
-    [
-        "image_processor_type",
-        "feature_extractor_type",
-        "processor_class",
-        "_valid_processor_keys",
-        "data_format",
-        "input_data_format",
-        "device",
-        "return_tensors",
-        "disable_grouping",
-        "default_to_square",
-        "image_seq_length",
-        "_processor_class",
-        "auto_map",
-        "backend",
-        "pad_size",
-        "antialias",
-        "do_convert_rgb",
-        "do_resize",
-        "size",
-        "resample",
-        "do_center_crop",
-        "crop_size",
-        "do_rescale",
-        "rescale_factor",
-        "do_normalize",
-        "image_mean",
-        "image_std",
-    ]
-)
+_KNOWN_KEYS = ImagesKwargs.__annotations__.keys() - {"do_pad"} | {
+    "_processor_class",
+    "_valid_processor_keys",
+    "antialias",
+    "auto_map",
+    "backend",
+    "feature_extractor_type",
+    "image_processor_type",
+    "processor_class",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessor:
     """Resize, crop, rescale, normalize. Units: `shortest_edge`, `resize_to` and `crop_to` in pixels."""
 
-    resize_to: tuple[int, int] | None = None  #: (height, width); None: `shortest_edge` applies
-    shortest_edge: int | None = 224  #: None without `resize_to`: sizes are unchanged
-    resample: Image.Resampling = Image.Resampling.BICUBIC
-    crop_to: tuple[int, int] | None = (224, 224)
-    rescale_factor: float | None = 1 / 255
-    mean: tuple[float, ...] | None = _CLIP_MEAN
-    std: tuple[float, ...] | None = _CLIP_STD
+    resize_to: tuple[int, int] | None  #: (height, width); None: `shortest_edge` applies
+    shortest_edge: int | None  #: None without `resize_to`: sizes are unchanged
+    resample: Image.Resampling
+    crop_to: tuple[int, int] | None
+    rescale_factor: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
 
     def process(self, image: Image.Image) -> np.ndarray:
         """Shapes: returns (3, H, W) float32."""
@@ -164,8 +143,10 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
         ),
         crop_to=_crop_size(settings),
         rescale_factor=factor if rescales else None,
-        mean=_channels(settings, "image_mean", _CLIP_MEAN, above=-1e6) if normalizes else None,
-        std=_channels(settings, "image_std", _CLIP_STD, above=0) if normalizes else None,
+        mean=_channels(settings, "image_mean", OPENAI_CLIP_MEAN, above=-1e6)
+        if normalizes
+        else None,
+        std=_channels(settings, "image_std", OPENAI_CLIP_STD, above=0) if normalizes else None,
     )
     made = processor.crop_to or processor.resize_to
     if made != (image_size, image_size):
