@@ -36,7 +36,7 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
     assert len(set(free)) == len(free), "a block is free twice"
     for block_id, block in enumerate(blocks._blocks):
         assert block.ref_count == holders[block_id], "wrong reference count"
-    assert set(free) == set(range(blocks.num_blocks)) - blocks.lent
+    assert set(free) == set(range(blocks.num_blocks)) - holders.keys()
     assert all(blocks._blocks[block_id].block_hash is None for block_id in blocks._empty)
     hashes = {block.block_hash: block_id for block_id, block in enumerate(blocks._blocks)}
     hashes.pop(None, None)
@@ -52,8 +52,8 @@ def _check_table(blocks: BlockManager, sequence: Sequence) -> None:
     for index, block_id in enumerate(sequence.block_ids):
         block = blocks._blocks[block_id]
         if block.block_hash is None:
-            is_shared = block.ref_count > 1
-            assert block.is_withdrawn or not is_shared, "an unpublished block is shared"
+            was_published = index < sequence.num_published_blocks
+            assert was_published or block.ref_count == 1, "an unpublished block is shared"
             continue
         is_full = index < sequence.num_computed_tokens // size
         assert is_full, "a published block would be written to"
