@@ -320,6 +320,12 @@ class _LaunchedStep(Struct):
     launch_s: float
 
 
+def _launch(runner: ModelRunner, batch: Batch) -> _LaunchedStep:
+    started_at = time.perf_counter()
+    step = runner.launch(batch)
+    return _LaunchedStep(batch, step, time.perf_counter() - started_at)
+
+
 class StepPipeline:
     """Runs at most two steps at a time: the awaited step, and a step launched ahead.
 
@@ -338,29 +344,21 @@ class StepPipeline:
     def has_work(self) -> bool:
         return self._ahead is not None
 
-    def schedule(self) -> Batch:
-        """The batch that was launched ahead, else the scheduler's next."""
-        return self._scheduler.schedule() if self._ahead is None else self._ahead.batch
-
-    def run(self, runner: ModelRunner, batch: Batch) -> tuple[Batch, StepResult]:
-        """Compute a batch of `schedule`. Returns the items whose sequences have not ended meanwhile.
+    def run(self, runner: ModelRunner) -> tuple[Batch, StepResult]:
+        """Compute the step launched ahead, else the scheduler's next, without sequences that have ended meanwhile.
 
         Returns an empty batch after an out-of-memory error. Raises: SequenceFailure, DeviceOutOfMemory if steps
         cannot be smaller; no step is in flight then.
         """
+        ahead, self._ahead = self._ahead, None
+        batch = self._scheduler.schedule() if ahead is None else ahead.batch
         if not batch.items:
             return batch, StepResult([])
-        ahead, self._ahead = self._ahead, None
         try:
-            if ahead is None:
-                started_at = time.perf_counter()
-                step = runner.launch(batch)
-                launch_s = time.perf_counter() - started_at
-            else:
-                step, launch_s = ahead.step, ahead.launch_s
-            if self._is_overlapping and step.can_be_followed:
+            launched = ahead or _launch(runner, batch)
+            if self._is_overlapping and launched.step.can_be_followed:
                 self._ahead = self._launch_next(runner, batch)
-            result = step.wait()
+            result = launched.step.wait()
         except DeviceOutOfMemory:
             self.discard()
             self._limits.halve(batch)
@@ -373,7 +371,7 @@ class StepPipeline:
             if any(each.status is SequenceStatus.FINISHED for each in failed):
                 return Batch(), StepResult([])
             raise
-        self._limits.note(batch, result, launch_s)
+        self._limits.note(batch, result, launched.launch_s)
         if ahead is not None:
             self._scheduler.blocks.unpark()
             batch, result = _without_ended(batch, result)
@@ -394,13 +392,12 @@ class StepPipeline:
         following = self._plan_next(batch)
         if not following.items:
             return None
-        started_at = time.perf_counter()
         try:
-            step = runner.launch(following)
+            ahead = _launch(runner, following)
         except (SequenceFailure, DeviceOutOfMemory):
             return None  # the scheduler plans it again and handles a repeated failure
         self.num_overlapped += 1
-        return _LaunchedStep(following, step, time.perf_counter() - started_at)
+        return ahead
 
     def _plan_next(self, batch: Batch) -> Batch:
         """Decode steps of all sequences in a launched batch; empty if any other work is due.

@@ -202,42 +202,28 @@ class Sequence(Struct, eq=False):
         return len(self.token_ids) - self.num_computed_tokens
 
 
-class ScheduledSequence:
+class ScheduledSequence(Struct, eq=False):
     """One sequence in a step: computes the tokens from `start` to before `end`. Immutable.
 
-    Their blocks are in `sequence.block_ids`. If `samples` is true, the step samples a token.
+    Their blocks are in `sequence.block_ids`.
     """
 
-    __slots__ = (
-        "draft",
-        "end",
-        "in_flight_index",
-        "num_new_tokens",
-        "samples",
-        "sequence",
-        "start",
+    sequence: Sequence
+    num_new_tokens: int  #: the next pending tokens, and the `draft`
+    #: With an index, the new token is the one that the item with this index samples in the step in flight.
+    in_flight_index: int | None = None
+    draft: tuple[int, ...] = ()  #: follows the end of the sequence
+    start: int = 0
+    end: int = 0
+    samples: bool = (
+        False  #: whether the step reaches the end of the sequence and samples the next token
     )
 
-    def __init__(
-        self,
-        sequence: Sequence,
-        num_new_tokens: int,
-        in_flight_index: int | None = None,
-        draft: tuple[int, ...] = (),
-    ) -> None:
-        """Schedule the next pending tokens, including the `draft`, which follows the end of the sequence.
-
-        With an `in_flight_index`, the new token is the one that the item with this index samples in the step that is
-        in flight.
-        """
-        self.sequence = sequence
-        self.draft = draft
-        self.num_new_tokens = num_new_tokens
-        self.in_flight_index = in_flight_index
-        num_tokens = len(sequence.token_ids)
-        self.start = start = sequence.num_computed_tokens if in_flight_index is None else num_tokens
-        self.end = end = start + num_new_tokens
-        #: whether the end of the sequence is reached, so that the next token can be sampled
+    def __post_init__(self) -> None:
+        sequence, num_tokens = self.sequence, len(self.sequence.token_ids)
+        is_known = self.in_flight_index is None
+        self.start = start = sequence.num_computed_tokens if is_known else num_tokens
+        self.end = end = start + self.num_new_tokens
         self.samples = end >= num_tokens
 
     @property
