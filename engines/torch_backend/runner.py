@@ -124,8 +124,6 @@ class TorchRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> RunningStep:
         """Start a step. Steps in CUDA graphs run asynchronously; others end before this returns. Raises: as `run`."""
-        if not batch.items:
-            return ComputedStep(StepResult([]))
         try:
             return self._launch(batch)
         except RuntimeError as error:  # of the CPU's allocator: without a type of its own
