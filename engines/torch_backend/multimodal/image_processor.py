@@ -112,9 +112,8 @@ def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     if (height, width) == size:
         return pixels
     top, left = (size[0] - height + 1) // 2, (size[1] - width + 1) // 2
-    padded = np.zeros((3, *size), dtype=pixels.dtype)
-    padded[:, top : top + height, left : left + width] = pixels
-    return padded
+    bottom, right = size[0] - height - top, size[1] - width - left
+    return np.pad(pixels, ((0, 0), (top, bottom), (left, right)))
 
 
 def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
@@ -158,14 +157,12 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
 
 
 def _read_settings(directory: Path) -> Fields:
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        settings = read_json(directory / name)
-        # transformers 5 saves the image processor's settings inside the processor's
-        if name.startswith("processor"):
-            settings = settings.section("image_processor")
-        if settings.values:
-            return settings
-    raise UnsupportedCheckpoint("the checkpoint has no preprocessor_config.json")
+    settings = read_json(directory / "preprocessor_config.json")
+    if not settings.values:  # transformers 5 saves them inside the processor's
+        settings = read_json(directory / "processor_config.json").section("image_processor")
+    if not settings.values:
+        raise UnsupportedCheckpoint("the checkpoint has no preprocessor_config.json")
+    return settings
 
 
 def _resize_size(settings: Fields) -> tuple[tuple[int, int] | None, int | None]:
