@@ -384,5 +384,5 @@ def _create_detokenizer(request: EngineRequest, processor: Processor) -> Detoken
     }
     if reasoning is None or request.is_raw:
         return Detokenizer(processor.tokenizer, **options)
-    is_thinking = request.is_thinking
-    return ReasoningDetokenizer(processor.tokenizer, reasoning, is_thinking=is_thinking, **options)
+    options["is_thinking"] = request.is_thinking
+    return ReasoningDetokenizer(processor.tokenizer, reasoning, **options)

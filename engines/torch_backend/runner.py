@@ -97,7 +97,7 @@ class TorchRunner:
         model.bind(self.ops, dtype)
         model.limit(self.max_model_len)
         self._loras: Loras | None = None  # created with the first adapter
-        self._with_states: dict[str, Sequence] | None = {} if states else None
+        self._with_states: dict[str, Sequence] = {}
         #: Choices of the last synchronous step.
         self._sampled: list[TokenChoice | None] = []
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
@@ -145,7 +145,8 @@ class TorchRunner:
 
     def release(self, request_id: str) -> None:
         self._images.release(request_id)
-        self._release_states(request_id)
+        self._with_states.pop(request_id, None)
+        self.model.release(request_id)
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
         cache = self._encoder_cache
@@ -258,7 +259,7 @@ class TorchRunner:
         self, items: list[ScheduledSequence], sequences: list[SequenceRows], rows: list[int]
     ) -> Tensor:
         """Logits of new tokens of these rows. Shapes: returns (rows, vocabulary)."""
-        if self._with_states is not None:
+        if self.model.state_bytes_per_sequence:
             self._free_states(items)
         token_ids: list[int] = []
         positions: list[list[int]] = [[] for _ in range(self._num_rows)]
@@ -298,16 +299,10 @@ class TorchRunner:
 
     def _free_states(self, items: list[ScheduledSequence]) -> None:
         """Free the recurrent states of preempted sequences, which are recomputed."""
-        assert self._with_states is not None
-        for request_id, sequence in list(self._with_states.items()):
+        for request_id, sequence in self._with_states.items():
             if not sequence.block_ids:
-                self._release_states(request_id)
+                self.model.release(request_id)
         self._with_states |= {item.sequence.request_id: item.sequence for item in items}
-
-    def _release_states(self, request_id: str) -> None:
-        self.model.release(request_id)
-        if self._with_states is not None:
-            self._with_states.pop(request_id, None)
 
 
 def _are_adapted(items: list[ScheduledSequence]) -> bool:

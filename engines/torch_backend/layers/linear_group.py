@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engines.torch_backend.layers.linear import Linear, method_of
+from engines.torch_backend.layers.linear import Linear, empty_linear, method_of
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.ops.add_norm.reference import AddNorm, add_norm
 from engines.torch_backend.ops.linear.reference import LinearKernel, Prologue, ReferenceKernel
@@ -164,8 +164,7 @@ def adopt(model: nn.Module, name: str) -> Linear:
     if type(found) is Linear:
         return found
     assert isinstance(found, nn.Linear)
-    with torch.device("meta"):
-        layer = Linear(found.in_features, found.out_features, bias=found.bias is not None)
+    layer = empty_linear(found.in_features, found.out_features, bias=found.bias is not None)
     for part, parameter in found.named_parameters():
         layer.register_parameter(part, parameter)
     layer.group = LinearGroup(layer)
