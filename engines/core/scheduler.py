@@ -91,9 +91,7 @@ class Scheduler:
                     sequence.token_ids += [each.token_id for each in choice.following]
             if end // block_size > sequence.num_published_blocks:
                 self.blocks.publish(sequence)
-            if choice is None:
-                continue
-            reason = self.find_finish_reason(sequence)
+            reason = None if choice is None else self.find_finish_reason(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
 

@@ -203,10 +203,7 @@ class Sequence(Struct, eq=False):
 
 
 class ScheduledSequence(Struct, eq=False):
-    """One sequence in a step: computes the tokens from `start` to before `end`. Immutable.
-
-    Their blocks are in `sequence.block_ids`.
-    """
+    """One sequence in a step: computes the tokens from `start` to before `end`. Immutable."""
 
     sequence: Sequence
     num_new_tokens: int  #: the next pending tokens, and the `draft`

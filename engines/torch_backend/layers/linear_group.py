@@ -67,7 +67,7 @@ class LinearGroup:
         self._dtype: torch.dtype | None = None
         self._order: Tensor | None = None  #: of the kernel's inputs
         self._reference: LinearKernel = ReferenceKernel(layers)
-        self._delta: Delta | None = None
+        self.delta: Delta | None = None  #: added to every product
         self.kernel: LinearKernel = self._reference
 
     @property
@@ -83,10 +83,6 @@ class LinearGroup:
         self._reference = ReferenceKernel(self.layers, dtype)
         self.kernel = self._bind_kernel(ops, dtype) or self._reference
 
-    def adapt(self, delta: Delta | None) -> None:
-        """Add a delta to every product from now on; None: stop."""
-        self._delta = delta
-
     def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
         """Shapes: x (M, K), or (M, 2 K) for a gate; returns (M, N), added to `add_to` if it is given."""
         num_tokens = (x.tensor() if isinstance(x, Stream) else x).shape[0]
@@ -97,8 +93,8 @@ class LinearGroup:
         is_alone = kernel.adds and self._after is None
         target = add_to.tensor() if add_to is not None and is_alone else None
         y = kernel(given, target)
-        if self._delta is not None:
-            self._delta(y, self._before(inputs) if kernel.fuses_prologue else inputs)
+        if self.delta is not None:
+            self.delta(y, self._before(inputs) if kernel.fuses_prologue else inputs)
         if target is not None:
             return y
         if self._after is not None:
