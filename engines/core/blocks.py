@@ -138,7 +138,12 @@ class BlockManager:
             return True
         if num_missing > self.num_free_blocks:
             return False
-        sequence.block_ids.extend(self._take_free_block() for _ in range(num_missing))
+        for _ in range(num_missing):
+            if not self._empty:
+                self._unpublish(next(iter(self._evictable)))
+            block_id = self._empty.pop()
+            self._blocks[block_id].ref_count = 1
+            sequence.block_ids.append(block_id)
         return True
 
     def publish(self, sequence: Sequence) -> None:
@@ -202,13 +207,6 @@ class BlockManager:
                     self._empty.append(block_id)
                 else:
                     self._evictable[block_id] = None
-
-    def _take_free_block(self) -> int:
-        if not self._empty:
-            self._unpublish(next(iter(self._evictable)))
-        block_id = self._empty.pop()
-        self._blocks[block_id].ref_count = 1
-        return block_id
 
     def _unpublish(self, block_id: int) -> None:
         block = self._blocks[block_id]

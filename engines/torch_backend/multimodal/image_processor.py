@@ -118,7 +118,11 @@ def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
     """Read a checkpoint's settings. Raises: UnsupportedCheckpoint that names the unsupported one."""
-    settings = _read_settings(directory)
+    settings = read_json(directory / "preprocessor_config.json")
+    if not settings.values:  # transformers 5 saves them inside the processor's
+        settings = read_json(directory / "processor_config.json").section("image_processor")
+    if not settings.values:
+        raise UnsupportedCheckpoint("the checkpoint has no preprocessor_config.json")
     kind = settings.get(
         "image_processor_type", settings.get("feature_extractor_type", _KNOWN_KINDS[0])
     )
@@ -154,15 +158,6 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
             f"requires {image_size} by {image_size}"
         )
     return processor
-
-
-def _read_settings(directory: Path) -> Fields:
-    settings = read_json(directory / "preprocessor_config.json")
-    if not settings.values:  # transformers 5 saves them inside the processor's
-        settings = read_json(directory / "processor_config.json").section("image_processor")
-    if not settings.values:
-        raise UnsupportedCheckpoint("the checkpoint has no preprocessor_config.json")
-    return settings
 
 
 def _resize_size(settings: Fields) -> tuple[tuple[int, int] | None, int | None]:
