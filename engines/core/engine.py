@@ -24,7 +24,7 @@ from engines.core.runner import ModelRunner, Processor, SequenceFailure, StepRes
 from engines.core.scheduler import Scheduler, StepPipeline
 from engines.core.sequence import Batch, EngineRequest, Prompt, Sequence
 from engines.core.settings import BatchingSettings
-from engines.core.speculation import History, Speculator
+from engines.core.speculation import Speculator
 from engines.text.grammar import GrammarCompiler
 from shared.protocol import FinishReason, Generate, Task, Tools
 
@@ -166,7 +166,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             return
         speculator = self.scheduler.speculator
         if speculator and (speculator.repeats or sequence.constraint is not None):
-            sequence.history = History()
+            speculator.begin(sequence)
         self._answers[request.request_id] = answer
         self.scheduler.add(sequence)
 

@@ -193,16 +193,14 @@ class Scheduler:
 
     def _with_draft(self, sequence: Sequence, budget: StepBudget) -> ScheduledSequence:
         """Schedule a decoding sequence, with a draft if the budget and free blocks allow it."""
-        draft: tuple[int, ...] = ()
-        if self.speculator is not None:
-            draft = self.speculator.draft(
-                sequence, len(self.running), budget.num_tokens - 1, budget.num_prefill_tokens
-            )
-            if draft and not self.blocks.grow(sequence, len(sequence.token_ids) + len(draft)):
-                draft = ()
+        assert self.speculator is not None
+        draft = self.speculator.draft(
+            sequence, len(self.running), budget.num_tokens - 1, budget.num_prefill_tokens
+        )
+        if draft and not self.blocks.grow(sequence, len(sequence.token_ids) + len(draft)):
+            draft = ()
         budget.take(1, 1)
-        if draft:
-            budget.take(len(draft), len(draft) + 1)
+        budget.take(len(draft), len(draft) + 1)
         return ScheduledSequence(sequence, 1 + len(draft), draft=draft)
 
     def _schedule_waiting(self, batch: Batch, budget: StepBudget) -> None:

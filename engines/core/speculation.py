@@ -183,6 +183,9 @@ class Speculator:
         self._num_wanting = self._num_planned = 0
         self._num_expected = 0.0
 
+    def begin(self, sequence: Sequence) -> None:
+        sequence.history = History()
+
     def draft(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int
     ) -> tuple[int, ...]:

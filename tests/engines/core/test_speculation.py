@@ -271,7 +271,7 @@ def write(text, token_cost, num_running):
         for _ in range(num_running)
     ]
     for sequence in sequences:
-        sequence.history = History()
+        speculator.begin(sequence)
     while any(len(each.token_ids) < len(text) for each in sequences):
         items, choices = [], []
         for sequence in sequences:
