@@ -187,6 +187,7 @@ class TorchRunner:
             self.launch(Batch([item])).wait()
             sequence.num_computed_tokens = sequence.num_tokens
             sequence.token_ids.append(0)
+        self.release(sequence.request_id)
         self._encoder_cache.clear()
 
     def _launch(self, batch: Batch) -> RunningStep:

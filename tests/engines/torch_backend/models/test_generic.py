@@ -404,6 +404,8 @@ def test_memory_for_states_is_counted_and_reserved_before_that_of_keys_and_value
 ) -> None:
     model = made(named("Bamba"), tmp_path)
     runner = start(model)
+    runner.warm_up()
+    assert runner.memory_bytes()["states"] == 0
     for number in range(2):
         sequence = Sequence(f"{number}", [5, 6, 7, 8], 4, SamplingParams(temperature=0))
         sequence.block_ids = [number]
