@@ -184,7 +184,8 @@ def _of_media(request: EngineRequest) -> str:
         count = sum(video.num_tokens for video in videos)
         what = "video has" if len(videos) == 1 else f"{len(videos)} videos have"
         text += (
-            f"; the {what} {num_frames} frames, {count} tokens: send fewer, by num_frames or fps"
+            f"; the {what} {num_frames} frames, {count} tokens: "
+            "send fewer frames with a lower num_frames or fps"
         )
     return text
 

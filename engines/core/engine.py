@@ -69,7 +69,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         overlaps = config.overlap_steps
         if overlaps is None:  # n-gram drafts need the last token
             overlaps = runner.runs_async and config.speculation != "ngram"
-        self.pipeline = StepPipeline(self.scheduler, limits, is_overlapping=overlaps)
+        self.pipeline = StepPipeline(self.scheduler, limits, overlaps)
         self.max_model_len = min(
             runner.max_model_len,
             config.max_model_len or runner.max_model_len,

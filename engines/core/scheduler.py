@@ -23,7 +23,7 @@ from engines.core.runner import (
     SequenceFailure,
     StepResult,
 )
-from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence, SequenceStatus
+from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence
 from engines.core.speculation import Speculator
 from shared.protocol import FinishReason
 
@@ -116,7 +116,7 @@ class Scheduler:
         self.running.pop(sequence.request_id, None)
         self.waiting.pop(sequence.request_id, None)
         self.blocks.free(sequence)
-        sequence.status = SequenceStatus.FINISHED
+        sequence.is_running = False
         sequence.finish_reason = reason
 
     def is_waited_for(self) -> bool:
@@ -157,7 +157,7 @@ class Scheduler:
         items, over_budget, block_size = batch.items, self._over_budget, self.blocks.block_size
         may_draft: bool | None = None
         for sequence in tuple(self.running.values()):
-            if budget.num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
+            if budget.num_tokens == 0 or not sequence.is_running:
                 break  # preempted for an older sequence, like all sequences after this one
             start = sequence.num_computed_tokens
             num_pending = len(sequence.token_ids) - start
@@ -225,7 +225,7 @@ class Scheduler:
             self.blocks.admit(sequence, prefix)
             self.blocks.grow(sequence, start + num_new)
             del self.waiting[sequence.request_id]
-            sequence.status = SequenceStatus.RUNNING
+            sequence.is_running = True
             _enter(self.running, sequence)
             self._note_overtaking(sequence)
             batch.items.append(ScheduledSequence(sequence, num_new))
@@ -262,7 +262,7 @@ class Scheduler:
                 num_new = _to_end_of_run(image, start, num_new)
             if image.offset + image.num_tokens <= start:
                 continue
-            if image.offset < start and sequence.status is SequenceStatus.RUNNING:
+            if image.offset < start and sequence.is_running:
                 continue
             if not budget.take_image(image.image_hash):
                 return max(image.offset - start, 0)
@@ -283,7 +283,7 @@ class Scheduler:
         self.blocks.free(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
-        sequence.status = SequenceStatus.WAITING
+        sequence.is_running = False
         _enter(self.waiting, sequence, first=True)
         self.num_preemptions += 1
 
@@ -322,6 +322,7 @@ def _launch(runner: ModelRunner, batch: Batch) -> _LaunchedStep:
     return _LaunchedStep(batch, step, time.perf_counter() - started_at)
 
 
+@dataclass(eq=False)
 class StepPipeline:
     """Runs at most two steps at a time: the awaited step, and a step launched ahead.
 
@@ -329,12 +330,11 @@ class StepPipeline:
     preemption and failures are handled when no step is in flight.
     """
 
-    def __init__(self, scheduler: Scheduler, limits: StepLimits, *, is_overlapping: bool) -> None:
-        self._scheduler = scheduler
-        self._limits = limits
-        self._is_overlapping = is_overlapping
-        self._ahead: _LaunchedStep | None = None
-        self.num_overlapped = 0  #: steps launched while another was in flight
+    _scheduler: Scheduler
+    _limits: StepLimits
+    _is_overlapping: bool
+    num_overlapped: int = 0  #: steps launched while another was in flight
+    _ahead: _LaunchedStep | None = None
 
     @property
     def has_work(self) -> bool:
@@ -364,7 +364,7 @@ class StepPipeline:
             failed = (
                 i.sequence for i in batch.items if i.sequence.request_id == failure.request_id
             )
-            if any(each.status is SequenceStatus.FINISHED for each in failed):
+            if any(each.finish_reason is not None for each in failed):
                 return Batch(), StepResult([])
             raise
         self._limits.note(batch, result, launched.launch_s)
@@ -404,9 +404,7 @@ class StepPipeline:
         scheduler = self._scheduler
         # others ended since they were planned
         running = [
-            (place, item)
-            for place, item in enumerate(batch.items)
-            if item.sequence.status is SequenceStatus.RUNNING
+            (place, item) for place, item in enumerate(batch.items) if item.sequence.is_running
         ]
         are_all = running and len(running) == len(scheduler.running)
         if not are_all or not all(item.samples for _, item in running) or scheduler.is_waited_for():
@@ -430,7 +428,7 @@ def _without_ended(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]
     pairs = [
         (item, choice)
         for item, choice in zip(batch.items, result.choices, strict=True)
-        if item.sequence.status is SequenceStatus.RUNNING
+        if item.sequence.is_running
     ]
     if len(pairs) == len(batch.items):
         return batch, result

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -85,14 +84,6 @@ NOT_SCORED = 1 << 62  #: `num_scored_tokens` where no prompt logprobs are reques
 MAX_OVERTAKES = 32
 
 
-class SequenceStatus(Enum):
-    """Only RUNNING sequences hold blocks."""
-
-    WAITING = auto()
-    RUNNING = auto()
-    FINISHED = auto()
-
-
 class Sequence(Struct, eq=False):
     """Tokens of one request and how many of them are computed.
 
@@ -113,7 +104,7 @@ class Sequence(Struct, eq=False):
     constraint: Constraint | None = None
     max_output_tokens: int = 1
     eos_token_ids: tuple[int, ...] = ()  #: not sampled before `sampling.min_tokens`
-    status: SequenceStatus = SequenceStatus.WAITING
+    is_running: bool = False  #: only running sequences hold blocks
     num_computed_tokens: int = 0  #: tokens with keys and values in the cache
     num_scored_tokens: int = NOT_SCORED  #: prompt tokens whose logprobs are reported
     num_cached_tokens: int = 0  #: prompt tokens found in the prefix cache at first scheduling
@@ -212,9 +203,7 @@ class ScheduledSequence(Struct, eq=False):
     draft: tuple[int, ...] = ()  #: follows the end of the sequence
     start: int = 0
     end: int = 0
-    samples: bool = (
-        False  #: whether the step reaches the end of the sequence and samples the next token
-    )
+    samples: bool = False  #: whether the sequence's end is reached, so that a token is sampled
 
     def __post_init__(self) -> None:
         sequence, num_tokens = self.sequence, len(self.sequence.token_ids)

@@ -6,7 +6,7 @@ Shape letters: M tokens, K inputs, N outputs of all layers together.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,13 @@ class VocabEmbedding(nn.Embedding):
     bias = None
 
 
+@dataclass(eq=False)
 class Stream:
     """The residual stream. The output of a layer is added by the next norm, in the same pass if possible."""
 
-    def __init__(self, x: Tensor, is_own: bool = False) -> None:
-        """`is_own`: x has no other reader and may be changed in place. Shapes: (M, C)."""
-        self._x = x
-        self._is_own = is_own
-        self._delta: Tensor | None = None
+    _x: Tensor  #: (M, C)
+    is_own: bool = False  #: whether x has no other reader and may be changed in place
+    _delta: Tensor | None = None
 
     def add(self, delta: Tensor) -> None:
         """Shapes: (M, C)."""
@@ -45,7 +44,7 @@ class Stream:
     def tensor(self) -> Tensor:
         """Shapes: (M, C)."""
         if self._delta is not None:
-            self._x = self._x.add_(self._delta) if self._is_own else self._x + self._delta
+            self._x = self._x.add_(self._delta) if self.is_own else self._x + self._delta
             self._delta = None
         return self._x
 

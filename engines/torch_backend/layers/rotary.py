@@ -53,9 +53,9 @@ class RotaryTable:
         cls, config: TextConfig, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config))
-        cos, sin = angles.cos(), angles.sin()
-        both = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        return cls(*(x.to(dtype).to(device) for x in both))
+        cos = torch.cat([angles.cos()] * 2, dim=-1)
+        sin = torch.cat([-angles.sin(), angles.sin()], dim=-1)
+        return cls(cos.to(dtype).to(device), sin.to(dtype).to(device))
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines. Shapes: positions (N,), or (R, N); returns two (N, 1, D)."""

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from transformers.processing_utils import ImagesKwargs
+from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheckpoint
@@ -20,16 +19,37 @@ MAX_RESIZED_PIXELS = 4 * 1024 * 1024
 _FILTER_REACH = 4  # source pixels on either side; Lanczos, the widest filter, reads 3
 _KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
 #: Supported settings, and settings that do not affect pixels.
-_KNOWN_KEYS = ImagesKwargs.__annotations__.keys() - {"do_pad"} | {
-    "_processor_class",
-    "_valid_processor_keys",
-    "antialias",
-    "auto_map",
-    "backend",
-    "feature_extractor_type",
-    "image_processor_type",
-    "processor_class",
-}
+_KNOWN_KEYS = frozenset(
+    [
+        "image_processor_type",
+        "feature_extractor_type",
+        "processor_class",
+        "_valid_processor_keys",
+        "data_format",
+        "input_data_format",
+        "device",
+        "return_tensors",
+        "disable_grouping",
+        "default_to_square",
+        "image_seq_length",
+        "_processor_class",
+        "auto_map",
+        "backend",
+        "pad_size",
+        "antialias",
+        "do_convert_rgb",
+        "do_resize",
+        "size",
+        "resample",
+        "do_center_crop",
+        "crop_size",
+        "do_rescale",
+        "rescale_factor",
+        "do_normalize",
+        "image_mean",
+        "image_std",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +209,7 @@ def _height_width(settings: Fields, name: str) -> tuple[int, int]:
     return height, width
 
 
-def _channels(
-    settings: Fields, key: str, default: tuple[float, ...], above: float
-) -> tuple[float, ...]:
+def _channels(settings: Fields, key: str, default: list[float], above: float) -> tuple[float, ...]:
     value = settings.get(key, default)
     values = value if isinstance(value, list | tuple) else (value,) * 3
     if len(values) != 3:
