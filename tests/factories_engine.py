@@ -272,7 +272,8 @@ def make_engine(
     settings = MockEngineSettings(**{"block_size": 4, "num_kv_blocks": 256, "mock": mock, **config})
     runner = CheckingRunner(settings)
     engine = BatchingEngine(runner, MockProcessor(mock.tokens_per_image), settings)
-    runner.find_lent = lambda: engine.blocks.lent
+    blocks = engine.blocks._blocks
+    runner.find_lent = lambda: {place for place, block in enumerate(blocks) if block.ref_count}
     return engine
 
 

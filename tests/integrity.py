@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from engines.core.blocks import BlockManager
 from engines.core.scheduler import Scheduler
-from engines.core.sequence import Sequence, SequenceStatus
+from engines.core.sequence import Sequence
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -15,9 +15,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
         ranks = [sequence.is_preemptible for sequence in queue.values()]
         assert ranks == sorted(ranks)
     for sequence in scheduler.running.values():
-        assert sequence.status is SequenceStatus.RUNNING
+        assert sequence.is_running
     for sequence in scheduler.waiting.values():
-        assert sequence.status is SequenceStatus.WAITING
+        assert not sequence.is_running
         assert sequence.num_computed_tokens == 0
     sequences = [*scheduler.running.values(), *scheduler.waiting.values()]
     for sequence in sequences:
@@ -36,7 +36,7 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
     assert len(set(free)) == len(free), "a block is free twice"
     for block_id, block in enumerate(blocks._blocks):
         assert block.ref_count == holders[block_id], "wrong reference count"
-    assert set(free) == set(range(blocks.num_blocks)) - blocks.lent
+    assert set(free) == set(range(blocks.num_blocks)) - holders.keys()
     assert all(blocks._blocks[block_id].block_hash is None for block_id in blocks._empty)
     hashes = {block.block_hash: block_id for block_id, block in enumerate(blocks._blocks)}
     hashes.pop(None, None)
@@ -47,13 +47,13 @@ def _check_table(blocks: BlockManager, sequence: Sequence) -> None:
     """Published blocks match the sequence, and it writes to unshared blocks only."""
     size = blocks.block_size
     assert len(set(sequence.block_ids)) == len(sequence.block_ids), "a table has a block twice"
-    assert sequence.status is SequenceStatus.RUNNING or not sequence.block_ids
+    assert sequence.is_running or not sequence.block_ids
     assert sequence.num_computed_tokens <= len(sequence.block_ids) * size
     for index, block_id in enumerate(sequence.block_ids):
         block = blocks._blocks[block_id]
         if block.block_hash is None:
-            is_shared = block.ref_count > 1
-            assert block.is_withdrawn or not is_shared, "an unpublished block is shared"
+            was_published = index < sequence.num_published_blocks
+            assert was_published or block.ref_count == 1, "an unpublished block is shared"
             continue
         is_full = index < sequence.num_computed_tokens // size
         assert is_full, "a published block would be written to"

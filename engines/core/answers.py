@@ -6,7 +6,7 @@ Times are `time.perf_counter`, which is valid in one process only, so outputs co
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from msgspec import Struct, field
@@ -38,7 +38,6 @@ from shared.protocol import (
     ModelCard,
     OutputLogprob,
     PromptLogprob,
-    SamplingParams,
     StageTimings,
     TextPart,
     Tokenize,
@@ -103,8 +102,10 @@ class PromptingEngine(Engine[Request]):
 
     def _fields(self, call: EngineCall, prompt: Prompt, tools: Tools | None) -> dict[str, Any]:
         """The fields of a request that a call and its prompt determine. Raises: AdapterUnavailable."""
-        task = call.task
+        task, adapter = call.task, self._adapters.get(call.adapter)
         assert isinstance(task, Generate)
+        if call.adapter and adapter is None:
+            raise AdapterUnavailable("the adapter is no longer loaded", "model")
         return {
             "request_id": call.request_id,
             "prompt_token_ids": prompt.token_ids,
@@ -117,23 +118,15 @@ class PromptingEngine(Engine[Request]):
             "is_thinking": prompt.is_thinking,
             "is_raw": task.prompt is not None,
             "positions": prompt.positions,
-            "adapter": self._find_adapter(call.adapter),
+            "adapter": adapter,
             "tool_format": None if tools is None else self.processor.tool_format,
         }
 
-    def _find_adapter(self, digest: str) -> Adapter | None:
-        """Raises: AdapterUnavailable."""
-        if not digest:
-            return None
-        adapter = self._adapters.get(digest)
-        if adapter is None:
-            raise AdapterUnavailable("the adapter is no longer loaded", "model")
-        return adapter
-
-    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
+    def _check_ids(self, token_ids: Iterable[int], param: str) -> None:
         if any(not 0 <= token_id < self.vocab_size for token_id in token_ids):
             raise InvalidRequest(
-                f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", param
+                f"{param} has a token id outside the vocabulary: send 0 to {self.vocab_size - 1}",
+                param,
             )
 
     def _check_request(self, request: EngineRequest) -> None:
@@ -146,20 +139,10 @@ class PromptingEngine(Engine[Request]):
             )
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
-        if max_tokens is not None and max_tokens < 0:
-            raise InvalidRequest(f"max_tokens is {max_tokens}: send at least 0")
-        self._check_token_ids(request.sampling)
-        if any(not 0 <= token_id < self.vocab_size for token_id in request.output_token_ids):
-            raise InvalidRequest("the output tokens to continue are not in this model's vocabulary")
-
-    def _check_token_ids(self, sampling: SamplingParams) -> None:
+        self._check_ids(request.output_token_ids, "output_token_ids")
+        sampling = request.sampling
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(sampling, name):
-                if not 0 <= token_id < self.vocab_size:
-                    raise InvalidRequest(
-                        f"{name} names token {token_id}: send token ids below {self.vocab_size}",
-                        name,
-                    )
+            self._check_ids(getattr(sampling, name), name)
         if sampling.min_tokens and sampling.allowed_token_ids:
             ends = self.processor.tokenizer.eos_token_ids.union(sampling.stop_token_ids)
             if ends.issuperset(sampling.allowed_token_ids):
@@ -195,15 +178,16 @@ def _of_media(request: EngineRequest) -> str:
         if not item.num_frames:
             counts["audio" if item.kind == "audio" else "images"] += item.num_tokens
     text = "".join(f", including {count} of its {kind}," for kind, count in counts.items())
-    if not videos:
-        return f"{text} and leaves no room for output"
-    num_frames = sum(video.num_frames for video in videos)
-    count = sum(video.num_tokens for video in videos)
-    what = "video has" if len(videos) == 1 else f"{len(videos)} videos have"
-    return (
-        f"{text} and leaves no room for output; the {what} {num_frames} frames, {count} tokens: "
-        "send fewer frames with a lower num_frames or fps"
-    )
+    text += " and leaves no room for output"
+    if videos:
+        num_frames = sum(video.num_frames for video in videos)
+        count = sum(video.num_tokens for video in videos)
+        what = "video has" if len(videos) == 1 else f"{len(videos)} videos have"
+        text += (
+            f"; the {what} {num_frames} frames, {count} tokens: "
+            "send fewer frames with a lower num_frames or fps"
+        )
+    return text
 
 
 class Answer(Struct, eq=False):
@@ -268,14 +252,13 @@ class Answer(Struct, eq=False):
 
     def announce(self) -> EngineOutput:
         """An output without a token; it contains the usage unless an earlier output did."""
-        output = EngineOutput(self.request_id, self.num_tokens)
-        if not self.is_announced:
-            self._announce(output)
-        return output
+        return self._with_usage(EngineOutput(self.request_id, self.num_tokens))
 
-    def _announce(self, output: EngineOutput) -> None:
-        self.is_announced = True
-        output.usage, output.prompt_token_ids = self.usage, self.prompt_token_ids
+    def _with_usage(self, output: EngineOutput) -> EngineOutput:
+        if not self.is_announced:
+            self.is_announced = True
+            output.usage, output.prompt_token_ids = self.usage, self.prompt_token_ids
+        return output
 
     def prompt_output(
         self, token_ids: Sequence[int], scores: Sequence[PromptScore]
@@ -298,21 +281,15 @@ class Answer(Struct, eq=False):
         self, tokens: Sequence[TokenChoice], reason: FinishReason | None = None
     ) -> EngineOutput:
         """Add tokens up to a stop string. `reason`: why the last token ends the answer; None: it does not."""
-        detokenizer, undecided, text = self.detokenizer, self.undecided, ""
+        detokenizer, text = self.detokenizer, ""
         token_ids: list[int] = []
         logprobs: list[OutputLogprob] = []
         for choice in tokens:
-            token_id = choice.token_id
-            if token_id not in self.hidden_token_ids:
-                text += detokenizer.append(token_id)
-            if undecided or detokenizer.is_undecided:
-                undecided.append(choice)
-                if not detokenizer.is_undecided:
-                    self._decide(token_ids, logprobs)
-            else:
-                token_ids.append(token_id)
-                if choice.logprob is not None and detokenizer.is_content:
-                    logprobs.append(self._output_logprob(choice, choice.logprob))
+            if choice.token_id not in self.hidden_token_ids:
+                text += detokenizer.append(choice.token_id)
+            self.undecided.append(choice)
+            if not detokenizer.is_undecided:
+                self._decide(token_ids, logprobs)
             if detokenizer.is_stopped:
                 reason = FinishReason.STOP
                 break
@@ -345,8 +322,7 @@ class Answer(Struct, eq=False):
         detokenizer = self.detokenizer
         output.index, output.token_ids = self.num_tokens, tuple(token_ids)
         self.num_tokens += len(token_ids) + output.num_without_id
-        if not self.is_announced:
-            self._announce(output)
+        self._with_usage(output)
         if detokenizer.reasoning:
             output.reasoning, detokenizer.reasoning = detokenizer.reasoning, ""
         if self.calls is not None:
@@ -360,7 +336,9 @@ class Answer(Struct, eq=False):
         for choice in self.undecided:
             token_ids.append(choice.token_id)
             if choice.logprob is not None and self.detokenizer.is_content:
-                logprobs.append(self._output_logprob(choice, choice.logprob))
+                chosen = self._token_logprob(choice.token_id, choice.logprob)
+                top = tuple(self._token_logprob(*rival) for rival in choice.top_logprobs)
+                logprobs.append(OutputLogprob(chosen=chosen, top=top))
         self.undecided.clear()
 
     def end(self, reason: FinishReason) -> EngineOutput:
@@ -393,12 +371,6 @@ class Answer(Struct, eq=False):
             decode_s=now - first_token_at,
         )
 
-    def _output_logprob(self, choice: TokenChoice, logprob: float) -> OutputLogprob:
-        return OutputLogprob(
-            chosen=self._token_logprob(choice.token_id, logprob),
-            top=tuple(self._token_logprob(*rival) for rival in choice.top_logprobs),
-        )
-
     def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
         return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
 
@@ -413,5 +385,5 @@ def _create_detokenizer(request: EngineRequest, processor: Processor) -> Detoken
     }
     if reasoning is None or request.is_raw:
         return Detokenizer(processor.tokenizer, **options)
-    is_thinking = request.is_thinking
-    return ReasoningDetokenizer(processor.tokenizer, reasoning, is_thinking=is_thinking, **options)
+    options["is_thinking"] = request.is_thinking
+    return ReasoningDetokenizer(processor.tokenizer, reasoning, **options)

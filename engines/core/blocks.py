@@ -21,7 +21,6 @@ class Block:
     block_hash: bytes | None = None
     parent_hash: bytes | None = None  #: of a published block
     token_ids: list[int] | None = None  #: of a published block, compared on a hit
-    is_withdrawn: bool = False  #: removed from the prefix cache while sequences still use it
 
 
 def hash_root(cache_salt: str) -> bytes:
@@ -73,11 +72,6 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         """Blocks without a reference, published ones included."""
         return len(self._empty) + len(self._evictable)
-
-    @property
-    def lent(self) -> set[int]:
-        """Blocks with a reference."""
-        return {block_id for block_id, block in enumerate(self._blocks) if block.ref_count}
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -144,7 +138,12 @@ class BlockManager:
             return True
         if num_missing > self.num_free_blocks:
             return False
-        sequence.block_ids.extend(self._take_free_block() for _ in range(num_missing))
+        for _ in range(num_missing):
+            if not self._empty:
+                self._unpublish(next(iter(self._evictable)))
+            block_id = self._empty.pop()
+            self._blocks[block_id].ref_count = 1
+            sequence.block_ids.append(block_id)
         return True
 
     def publish(self, sequence: Sequence) -> None:
@@ -209,20 +208,11 @@ class BlockManager:
                 else:
                     self._evictable[block_id] = None
 
-    def _take_free_block(self) -> int:
-        if not self._empty:
-            self._unpublish(next(iter(self._evictable)))
-        block_id = self._empty.pop()
-        block = self._blocks[block_id]
-        block.ref_count, block.is_withdrawn = 1, False
-        return block_id
-
     def _unpublish(self, block_id: int) -> None:
         block = self._blocks[block_id]
         assert block.block_hash is not None
         del self._published[block.block_hash]
         block.block_hash = block.parent_hash = block.token_ids = None
-        block.is_withdrawn = True
         if block.ref_count == 0:
             del self._evictable[block_id]
             self._empty.append(block_id)

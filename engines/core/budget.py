@@ -240,7 +240,7 @@ class Trial:
         times = []
         for _ in range(tries + 1):
             started = time.perf_counter()
-            self._runner.run(Batch(items))
+            self._runner.launch(Batch(items)).wait()
             times.append(time.perf_counter() - started)
         for item in items:
             self._runner.release(item.sequence.request_id)

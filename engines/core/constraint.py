@@ -6,7 +6,7 @@ The masks depend only on the tokens of the answer, which are replayed after a pr
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shared.protocol import ErrorCode
@@ -61,9 +61,7 @@ class Constraint:
     def begin(self) -> "Constraint":
         """Copy the constraint for the start of another answer."""
         assert self._num_consumed == 0
-        return Constraint(
-            self._matcher.deep_copy(), self.drafts, self.speller, self._narrow, self.source
-        )
+        return replace(self, _matcher=self._matcher.deep_copy())
 
     def is_silent(self, token_ids: Items[int]) -> bool:
         """Whether there is no draft after these tokens: without a drafter, or within free text."""

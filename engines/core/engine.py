@@ -69,7 +69,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         overlaps = config.overlap_steps
         if overlaps is None:  # n-gram drafts need the last token
             overlaps = runner.runs_async and config.speculation != "ngram"
-        self.pipeline = StepPipeline(self.scheduler, limits, is_overlapping=overlaps)
+        self.pipeline = StepPipeline(self.scheduler, limits, overlaps)
         self.max_model_len = min(
             runner.max_model_len,
             config.max_model_len or runner.max_model_len,
@@ -147,10 +147,13 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         self._check_request(request)
         if request.request_id in self._answers:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
-        self._check_places(request)
-        sequence = Sequence.from_request(
-            request, self._max_output_tokens(request), self.tokenizer.eos_token_ids
-        )
+        max_output_tokens = self._max_output_tokens(request)
+        num_positions = self.max_model_len - max_output_tokens
+        if max(map(max, request.positions), default=0) >= num_positions:
+            raise InvalidRequest(
+                f"the prompt's images and videos have positions beyond {num_positions - 1}: send fewer"
+            )
+        sequence = Sequence.from_request(request, max_output_tokens, self.tokenizer.eos_token_ids)
         sequence.images = tuple(
             chunk for image in request.images for chunk in self.runner.split(image)
         )
@@ -185,8 +188,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         early, self._finished_early = self._finished_early, []
         started_at = time.perf_counter()
         try:
-            batch = self.pipeline.schedule()
-            batch, result = self.pipeline.run(self.runner, batch)
+            batch, result = self.pipeline.run(self.runner)
             if (speculator := self.scheduler.speculator) is not None and speculator.is_asked:
                 speculator.note(batch, result, time.perf_counter() - started_at)
             outputs = self._update(batch, result, started_at)
@@ -236,22 +238,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
                 self._grammars.close()
         finally:  # free the device after a failure too
             self.runner.close()
-
-    def _check_places(self, request: EngineRequest) -> None:
-        """Raises: InvalidRequest."""
-        num_prompt_tokens, end = len(request.prompt_token_ids), 0
-        for image in request.images:
-            if image.offset < end or image.num_tokens < 1:
-                raise InvalidRequest("the placeholder tokens of images overlap or are out of order")
-            end = image.offset + image.num_tokens
-        if end > num_prompt_tokens:
-            raise InvalidRequest("the placeholder tokens of an image end after the prompt")
-        space = self.max_model_len - self._max_output_tokens(request)
-        for row in request.positions:
-            if len(row) != num_prompt_tokens or min(row) < 0 or max(row) >= space:
-                raise InvalidRequest(
-                    f"the prompt's positions are not {num_prompt_tokens} numbers from 0 to {space - 1}"
-                )
 
     def _update(self, batch: Batch, result: StepResult, started_at: float) -> list[EngineOutput]:
         self.scheduler.update(batch, result)

@@ -110,32 +110,24 @@ def sample_drafts(
 
     During calls of `sample` the sequences contain the tokens sampled so far.
     """
-    places = [place for place, item in enumerate(items) if item.draft]
-    if not places:
-        return
-    ends = {place: len(items[place].sequence.token_ids) for place in places}
-    last = {place: choices[place] for place in places}
+    first = {p: each for p, each in enumerate(choices) if items[p].draft and each is not None}
+    ends = {place: len(items[place].sequence.token_ids) for place in first}
+    last, num_more = first, 0
     try:
-        num_more = 0
-        while places := [p for p in places if _is_accepted(items[p], last[p], num_more)]:
-            for place in places:
-                choice = last[place]
-                assert choice is not None
-                items[place].sequence.token_ids.append(choice.token_id)
+        while accepted := [
+            place
+            for place, choice in last.items()
+            if items[place].draft[num_more : num_more + 1] == (choice.token_id,)
+        ]:
+            for place in accepted:
+                items[place].sequence.token_ids.append(last[place].token_id)
             num_more += 1
-            for place, choice in zip(places, sample(places, num_more), strict=True):
-                first = choices[place]
-                assert first is not None
-                first.following += (choice,)
-                last[place] = choice
+            last = dict(zip(accepted, sample(accepted, num_more), strict=True))
+            for place, choice in last.items():
+                first[place].following += (choice,)
     finally:
         for place, end in ends.items():
             del items[place].sequence.token_ids[end:]
-
-
-def _is_accepted(item: ScheduledSequence, choice: TokenChoice | None, num_more: int) -> bool:
-    draft = item.draft
-    return choice is not None and num_more < len(draft) and draft[num_more] == choice.token_id
 
 
 class StepResult(Struct):
@@ -194,8 +186,6 @@ class ModelRunner(Protocol):
         does not read sequences. Raises: SequenceFailure, DeviceOutOfMemory; any other error is fatal to the engine.
         """
         ...
-
-    def run(self, batch: Batch) -> StepResult: ...
 
     def split(self, image: ImageInput) -> Items[ImageInput]:
         """Chunks of an image, video or audio that are encoded independently, in order."""

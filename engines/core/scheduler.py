@@ -23,7 +23,7 @@ from engines.core.runner import (
     SequenceFailure,
     StepResult,
 )
-from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence, SequenceStatus
+from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence
 from engines.core.speculation import Speculator
 from shared.protocol import FinishReason
 
@@ -91,9 +91,7 @@ class Scheduler:
                     sequence.token_ids += [each.token_id for each in choice.following]
             if end // block_size > sequence.num_published_blocks:
                 self.blocks.publish(sequence)
-            if choice is None:
-                continue
-            reason = self.find_finish_reason(sequence)
+            reason = None if choice is None else self.find_finish_reason(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
 
@@ -118,7 +116,7 @@ class Scheduler:
         self.running.pop(sequence.request_id, None)
         self.waiting.pop(sequence.request_id, None)
         self.blocks.free(sequence)
-        sequence.status = SequenceStatus.FINISHED
+        sequence.is_running = False
         sequence.finish_reason = reason
 
     def is_waited_for(self) -> bool:
@@ -159,7 +157,7 @@ class Scheduler:
         items, over_budget, block_size = batch.items, self._over_budget, self.blocks.block_size
         may_draft: bool | None = None
         for sequence in tuple(self.running.values()):
-            if budget.num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
+            if budget.num_tokens == 0 or not sequence.is_running:
                 break  # preempted for an older sequence, like all sequences after this one
             start = sequence.num_computed_tokens
             num_pending = len(sequence.token_ids) - start
@@ -195,16 +193,14 @@ class Scheduler:
 
     def _with_draft(self, sequence: Sequence, budget: StepBudget) -> ScheduledSequence:
         """Schedule a decoding sequence, with a draft if the budget and free blocks allow it."""
-        draft: tuple[int, ...] = ()
-        if self.speculator is not None:
-            draft = self.speculator.draft(
-                sequence, len(self.running), budget.num_tokens - 1, budget.num_prefill_tokens
-            )
-            if draft and not self.blocks.grow(sequence, len(sequence.token_ids) + len(draft)):
-                draft = ()
+        assert self.speculator is not None
+        draft = self.speculator.draft(
+            sequence, len(self.running), budget.num_tokens - 1, budget.num_prefill_tokens
+        )
+        if draft and not self.blocks.grow(sequence, len(sequence.token_ids) + len(draft)):
+            draft = ()
         budget.take(1, 1)
-        if draft:
-            budget.take(len(draft), len(draft) + 1)
+        budget.take(len(draft), len(draft) + 1)
         return ScheduledSequence(sequence, 1 + len(draft), draft=draft)
 
     def _schedule_waiting(self, batch: Batch, budget: StepBudget) -> None:
@@ -229,7 +225,7 @@ class Scheduler:
             self.blocks.admit(sequence, prefix)
             self.blocks.grow(sequence, start + num_new)
             del self.waiting[sequence.request_id]
-            sequence.status = SequenceStatus.RUNNING
+            sequence.is_running = True
             _enter(self.running, sequence)
             self._note_overtaking(sequence)
             batch.items.append(ScheduledSequence(sequence, num_new))
@@ -266,7 +262,7 @@ class Scheduler:
                 num_new = _to_end_of_run(image, start, num_new)
             if image.offset + image.num_tokens <= start:
                 continue
-            if image.offset < start and sequence.status is SequenceStatus.RUNNING:
+            if image.offset < start and sequence.is_running:
                 continue
             if not budget.take_image(image.image_hash):
                 return max(image.offset - start, 0)
@@ -287,7 +283,7 @@ class Scheduler:
         self.blocks.free(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
-        sequence.status = SequenceStatus.WAITING
+        sequence.is_running = False
         _enter(self.waiting, sequence, first=True)
         self.num_preemptions += 1
 
@@ -320,6 +316,13 @@ class _LaunchedStep(Struct):
     launch_s: float
 
 
+def _launch(runner: ModelRunner, batch: Batch) -> _LaunchedStep:
+    started_at = time.perf_counter()
+    step = runner.launch(batch)
+    return _LaunchedStep(batch, step, time.perf_counter() - started_at)
+
+
+@dataclass(eq=False)
 class StepPipeline:
     """Runs at most two steps at a time: the awaited step, and a step launched ahead.
 
@@ -327,40 +330,31 @@ class StepPipeline:
     preemption and failures are handled when no step is in flight.
     """
 
-    def __init__(self, scheduler: Scheduler, limits: StepLimits, *, is_overlapping: bool) -> None:
-        self._scheduler = scheduler
-        self._limits = limits
-        self._is_overlapping = is_overlapping
-        self._ahead: _LaunchedStep | None = None
-        self.num_overlapped = 0  #: steps launched while another was in flight
+    _scheduler: Scheduler
+    _limits: StepLimits
+    _is_overlapping: bool
+    num_overlapped: int = 0  #: steps launched while another was in flight
+    _ahead: _LaunchedStep | None = None
 
     @property
     def has_work(self) -> bool:
         return self._ahead is not None
 
-    def schedule(self) -> Batch:
-        """The batch that was launched ahead, else the scheduler's next."""
-        return self._scheduler.schedule() if self._ahead is None else self._ahead.batch
-
-    def run(self, runner: ModelRunner, batch: Batch) -> tuple[Batch, StepResult]:
-        """Compute a batch of `schedule`. Returns the items whose sequences have not ended meanwhile.
+    def run(self, runner: ModelRunner) -> tuple[Batch, StepResult]:
+        """Compute the step launched ahead, else the scheduler's next, without sequences that have ended meanwhile.
 
         Returns an empty batch after an out-of-memory error. Raises: SequenceFailure, DeviceOutOfMemory if steps
         cannot be smaller; no step is in flight then.
         """
+        ahead, self._ahead = self._ahead, None
+        batch = self._scheduler.schedule() if ahead is None else ahead.batch
         if not batch.items:
             return batch, StepResult([])
-        ahead, self._ahead = self._ahead, None
         try:
-            if ahead is None:
-                started_at = time.perf_counter()
-                step = runner.launch(batch)
-                launch_s = time.perf_counter() - started_at
-            else:
-                step, launch_s = ahead.step, ahead.launch_s
-            if self._is_overlapping and step.can_be_followed:
+            launched = ahead or _launch(runner, batch)
+            if self._is_overlapping and launched.step.can_be_followed:
                 self._ahead = self._launch_next(runner, batch)
-            result = step.wait()
+            result = launched.step.wait()
         except DeviceOutOfMemory:
             self.discard()
             self._limits.halve(batch)
@@ -370,10 +364,10 @@ class StepPipeline:
             failed = (
                 i.sequence for i in batch.items if i.sequence.request_id == failure.request_id
             )
-            if any(each.status is SequenceStatus.FINISHED for each in failed):
+            if any(each.finish_reason is not None for each in failed):
                 return Batch(), StepResult([])
             raise
-        self._limits.note(batch, result, launch_s)
+        self._limits.note(batch, result, launched.launch_s)
         if ahead is not None:
             self._scheduler.blocks.unpark()
             batch, result = _without_ended(batch, result)
@@ -394,13 +388,12 @@ class StepPipeline:
         following = self._plan_next(batch)
         if not following.items:
             return None
-        started_at = time.perf_counter()
         try:
-            step = runner.launch(following)
+            ahead = _launch(runner, following)
         except (SequenceFailure, DeviceOutOfMemory):
             return None  # the scheduler plans it again and handles a repeated failure
         self.num_overlapped += 1
-        return _LaunchedStep(following, step, time.perf_counter() - started_at)
+        return ahead
 
     def _plan_next(self, batch: Batch) -> Batch:
         """Decode steps of all sequences in a launched batch; empty if any other work is due.
@@ -411,9 +404,7 @@ class StepPipeline:
         scheduler = self._scheduler
         # others ended since they were planned
         running = [
-            (place, item)
-            for place, item in enumerate(batch.items)
-            if item.sequence.status is SequenceStatus.RUNNING
+            (place, item) for place, item in enumerate(batch.items) if item.sequence.is_running
         ]
         are_all = running and len(running) == len(scheduler.running)
         if not are_all or not all(item.samples for _, item in running) or scheduler.is_waited_for():
@@ -437,7 +428,7 @@ def _without_ended(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]
     pairs = [
         (item, choice)
         for item, choice in zip(batch.items, result.choices, strict=True)
-        if item.sequence.status is SequenceStatus.RUNNING
+        if item.sequence.is_running
     ]
     if len(pairs) == len(batch.items):
         return batch, result

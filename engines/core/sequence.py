@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -85,14 +84,6 @@ NOT_SCORED = 1 << 62  #: `num_scored_tokens` where no prompt logprobs are reques
 MAX_OVERTAKES = 32
 
 
-class SequenceStatus(Enum):
-    """Only RUNNING sequences hold blocks."""
-
-    WAITING = auto()
-    RUNNING = auto()
-    FINISHED = auto()
-
-
 class Sequence(Struct, eq=False):
     """Tokens of one request and how many of them are computed.
 
@@ -113,7 +104,7 @@ class Sequence(Struct, eq=False):
     constraint: Constraint | None = None
     max_output_tokens: int = 1
     eos_token_ids: tuple[int, ...] = ()  #: not sampled before `sampling.min_tokens`
-    status: SequenceStatus = SequenceStatus.WAITING
+    is_running: bool = False  #: only running sequences hold blocks
     num_computed_tokens: int = 0  #: tokens with keys and values in the cache
     num_scored_tokens: int = NOT_SCORED  #: prompt tokens whose logprobs are reported
     num_cached_tokens: int = 0  #: prompt tokens found in the prefix cache at first scheduling
@@ -202,42 +193,23 @@ class Sequence(Struct, eq=False):
         return len(self.token_ids) - self.num_computed_tokens
 
 
-class ScheduledSequence:
-    """One sequence in a step: computes the tokens from `start` to before `end`. Immutable.
+class ScheduledSequence(Struct, eq=False):
+    """One sequence in a step: computes the tokens from `start` to before `end`. Immutable."""
 
-    Their blocks are in `sequence.block_ids`. If `samples` is true, the step samples a token.
-    """
+    sequence: Sequence
+    num_new_tokens: int  #: the next pending tokens, and the `draft`
+    #: With an index, the new token is the one that the item with this index samples in the step in flight.
+    in_flight_index: int | None = None
+    draft: tuple[int, ...] = ()  #: follows the end of the sequence
+    start: int = 0
+    end: int = 0
+    samples: bool = False  #: whether the sequence's end is reached, so that a token is sampled
 
-    __slots__ = (
-        "draft",
-        "end",
-        "in_flight_index",
-        "num_new_tokens",
-        "samples",
-        "sequence",
-        "start",
-    )
-
-    def __init__(
-        self,
-        sequence: Sequence,
-        num_new_tokens: int,
-        in_flight_index: int | None = None,
-        draft: tuple[int, ...] = (),
-    ) -> None:
-        """Schedule the next pending tokens, including the `draft`, which follows the end of the sequence.
-
-        With an `in_flight_index`, the new token is the one that the item with this index samples in the step that is
-        in flight.
-        """
-        self.sequence = sequence
-        self.draft = draft
-        self.num_new_tokens = num_new_tokens
-        self.in_flight_index = in_flight_index
-        num_tokens = len(sequence.token_ids)
-        self.start = start = sequence.num_computed_tokens if in_flight_index is None else num_tokens
-        self.end = end = start + num_new_tokens
-        #: whether the end of the sequence is reached, so that the next token can be sampled
+    def __post_init__(self) -> None:
+        sequence, num_tokens = self.sequence, len(self.sequence.token_ids)
+        is_known = self.in_flight_index is None
+        self.start = start = sequence.num_computed_tokens if is_known else num_tokens
+        self.end = end = start + self.num_new_tokens
         self.samples = end >= num_tokens
 
     @property

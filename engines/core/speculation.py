@@ -31,22 +31,16 @@ _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
 _FORCED_RATE, _RATE = 0.9, 0.5
 #: Acceptance rate above which an unprofitable draft is reconsidered after this many tokens.
 _LIKELY, _REST = 0.6, 8
-#: Acceptance rate of other sequences above which a new one starts with a trial draft.
-_WORTH_A_TRIAL = 0.3
 #: Acceptance rate above which an unprofitable draft is not retried.
 _SURE = 0.9
 #: Weight of the newest measurement.
 _NEWEST = 0.1
-#: Weights of the newest token in the acceptance rates of a sequence and of the engine.
-_NEWEST_OF_SEQUENCE, _NEWEST_OF_ALL = 0.3, 0.05
+#: Weights of the newest token in the acceptance rates of a sequence and of grammar drafts.
+_NEWEST_OF_SEQUENCE, _NEWEST_OF_FORCED = 0.3, 0.05
 #: Steps with drafts after which one runs without, to measure its time.
 _PLAIN_EVERY = 64
 #: Tokens until the next trial draft of a sequence whose drafts do not pay: first and longest.
 _FIRST_WAIT, _LONGEST_WAIT = 64, 256
-#: Misses after which only every fourth token is looked up.
-_NUM_MISSES, _NEXT_LOOK = 32, 4
-#: Decay of the engine's acceptance rate with each new sequence.
-_FORGOTTEN = 0.01
 #: Prior cost of a draft token as a share of a step, divided by the number of sequences.
 _FIRST_COST = 0.25
 #: Safety factor on measured costs.
@@ -63,36 +57,24 @@ class History:
     memory). Positions behind equal n-grams are chained, latest first.
     """
 
-    acceptance_rate: float
+    acceptance_rate: float = _RATE
     is_forced: bool = False  #: whether its last draft came from the grammar
     quiet_until: int = 0  #: no n-gram draft before the sequence has this many tokens
     # number of tokens at which an unprofitable draft is tried; 0: none has been declined
     _trial_at: int = 0
     _wait: int = _FIRST_WAIT
-    _num_misses: int = 0
     _is_trial: bool = False  # whether its last draft was a trial
     _key: int = 0  # the n-gram before the first position that is not indexed
     _latest: dict[int, int] = field(default_factory=dict)
     # by position; 0: none
     _earlier: "array[int]" = field(default_factory=lambda: array("i", [0] * _NGRAM))
 
-    def __post_init__(self) -> None:
-        self._trial_at = 0 if self.acceptance_rate < _WORTH_A_TRIAL else 1
-
     def rests(self, sequence: Sequence) -> bool:
         """Cheap check whether no draft is possible now, as for most text."""
         token_ids, constraint = sequence.token_ids, sequence.constraint
         if constraint is not None and not constraint.is_silent(token_ids):
             return False
-        num_tokens = len(token_ids)
-        if num_tokens < self.quiet_until:
-            return True
-        if self._look(token_ids):
-            return False
-        self._num_misses += 1
-        if self._num_misses >= _NUM_MISSES:
-            self.quiet_until = num_tokens + _NEXT_LOOK
-        return True
+        return len(token_ids) < self.quiet_until or not self._look(token_ids)
 
     def _look(self, token_ids: list[int]) -> int:
         """Index new tokens. Returns the latest position after an earlier occurrence of the last n-gram, or 0."""
@@ -116,7 +98,6 @@ class History:
         end, place = len(token_ids), self._look(token_ids)
         if not place:
             return []
-        self._num_misses = 0
         longest, best = 0, place
         for _ in range(_MAX_PLACES):
             length = _match(token_ids, place, end)
@@ -193,8 +174,7 @@ class Speculator:
         self._plain_s: dict[int, float] = {}
         # cost of a draft token relative to that time, by magnitudes of sequences and draft tokens
         self._costs: dict[tuple[int, int], float] = {}
-        # acceptance rates: of grammar drafts, and the prior of new sequences
-        self._forced_rate, self._first_rate = _FORCED_RATE, _RATE
+        self._forced_rate = _FORCED_RATE  # acceptance rate of grammar drafts
         self._num_draft_steps = 0  # steps in a row with drafts
         self._num_wanted = 0  # sequences with a draft in the step before
         self._begin_step()
@@ -204,25 +184,22 @@ class Speculator:
         self._num_expected = 0.0
 
     def begin(self, sequence: Sequence) -> None:
-        # the acceptance rate of other sequences is a weak prior, and rejected drafts cost time
-        sequence.history = History(min(self._first_rate, _RATE))
-        self._first_rate += _FORGOTTEN * (_RATE - self._first_rate)
+        sequence.history = History()
 
     def draft(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int
     ) -> tuple[int, ...]:
-        """A draft of at most `most` tokens, `most_beside` if sequences have none; empty if it does not pay."""
+        """A draft for a sequence that does not rest, of at most `most` tokens; empty if it does not pay.
+
+        `most_beside`: the limit while other sequences have no draft.
+        """
         self.is_asked = True
         history, constraint = sequence.history, sequence.constraint
         num_tokens = len(sequence.token_ids)
         assert history is not None
         is_quiet = num_tokens < history.quiet_until
         # measure plain steps first, and again periodically
-        if (
-            (is_quiet and (constraint is None or constraint.is_silent(sequence.token_ids)))
-            or self._num_draft_steps >= _PLAIN_EVERY
-            or num_running not in self._plain_s
-        ):
+        if self._num_draft_steps >= _PLAIN_EVERY or num_running not in self._plain_s:
             return ()
         num_left = sequence.max_output_tokens - num_tokens + sequence.num_prompt_tokens
         most = min(most, MAX_DRAFT, num_left - 1)
@@ -313,13 +290,13 @@ class Speculator:
     def _note_draft(self, item: ScheduledSequence, num_accepted: int) -> None:
         self.num_accepted += num_accepted
         num_tried = min(num_accepted + 1, len(item.draft))
-        history, weight = item.sequence.history, 1 - (1 - _NEWEST_OF_ALL) ** num_tried
+        history = item.sequence.history
         assert history is not None
         if history.is_forced:
+            weight = 1 - (1 - _NEWEST_OF_FORCED) ** num_tried
             self._forced_rate += weight * (num_accepted / num_tried - self._forced_rate)
         else:
             history.note(num_accepted, num_tried)
-            self._first_rate += weight * (num_accepted / num_tried - self._first_rate)
 
 
 def _magnitude(num_running: int, num_tokens: int) -> tuple[int, int]:

@@ -254,9 +254,6 @@ class MockRunner:
         self._num_encoder_hits = 0
         self._free_at = 0.0  # end of the last simulated step, `time.perf_counter`
 
-    def run(self, batch: Batch) -> StepResult:
-        return self.launch(batch).wait()
-
     def launch(self, batch: Batch) -> "MockStep":
         """Sample tokens; `wait` returns them after the simulated time."""
         items = batch.items

@@ -15,11 +15,9 @@ class _BeforeTorchvision(MetaPathFinder):
         """Finds nothing, and removes itself once torchvision is imported."""
         if fullname == "torchvision":
             sys.meta_path.remove(self)
-            from engines.torch_backend.multimodal.torchvision_stub import (  # noqa: PLC0415
-                declare_missing_operators,
-            )
+            from engines.torch_backend.multimodal import torchvision_stub  # noqa: PLC0415
 
-            declare_missing_operators()
+            torchvision_stub.declare_missing_operators()
 
 
 if "torchvision" not in sys.modules:

@@ -8,7 +8,6 @@ block_size + offset`. Units: bytes, tokens, blocks.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,18 +18,6 @@ from engines.torch_backend.settings import TorchSettings
 
 #: Share of the free memory after loading that the pool takes by default.
 FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
-
-
-class KVCacheTooSmall(EngineStartError):
-    """The pool cannot hold one sequence of the requested context length, or memory cannot hold the pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVCachePlan:
-    """Number of blocks, and the longest sequence that fits."""
-
-    num_blocks: int
-    max_model_len: int
 
 
 def bytes_per_block(shape: KVShape, block_size: int, dtype: torch.dtype) -> int:
@@ -46,11 +33,11 @@ def plan_kv_cache(
     free_bytes: int,
     device_type: str,
     shapes: Sequence[KVShape],
-) -> KVCachePlan:
-    """Size the pools, which have equal numbers of blocks: as set, else for a full batch, within free memory.
+) -> tuple[int, int]:
+    """Number of blocks of each pool, and the longest sequence that fits.
 
-    If `max_model_len` is not set, it is lowered to what fits.
-    Raises: KVCacheTooSmall, with the numbers; EngineStartError for a context longer than the model's own.
+    The blocks are as many as set, else for a full batch, within free memory. If `max_model_len` is not set, it is
+    lowered to what fits. Raises: EngineStartError, with the numbers.
     """
     if (engine.max_model_len or 0) > text.max_position_embeddings:
         raise EngineStartError(
@@ -68,18 +55,18 @@ def plan_kv_cache(
         room = int(free_bytes * FREE_MEMORY_RATIO[device_type]) // block_bytes
         num_blocks = min(room, engine.max_num_seqs * blocks_per_sequence)
     if num_blocks * block_bytes > free_bytes:
-        raise KVCacheTooSmall(
+        raise EngineStartError(
             f"{num_blocks} KV blocks of {block_bytes} bytes need {num_blocks * block_bytes} bytes, but "
             f"{free_bytes} bytes are free. Lower kv_cache_bytes, or do not set it."
         )
     max_model_len = min(wanted_len, num_blocks * engine.block_size)
     if num_blocks < 1 or (engine.max_model_len is not None and max_model_len < wanted_len):
-        raise KVCacheTooSmall(
+        raise EngineStartError(
             f"one sequence of {wanted_len} tokens needs {blocks_per_sequence} KV blocks of {block_bytes} "
             f"bytes, {blocks_per_sequence * block_bytes} bytes; memory is enough for {num_blocks} blocks "
             f"({num_blocks * engine.block_size} tokens). Lower max_model_len or raise kv_cache_bytes."
         )
-    return KVCachePlan(num_blocks, max_model_len)
+    return num_blocks, max_model_len
 
 
 class KVCachePool:

@@ -6,7 +6,6 @@ import psutil
 import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
-_STATUS = Path("/proc/self/status")
 _limit = 0
 
 
@@ -20,23 +19,17 @@ def free_bytes(device: torch.device) -> int:
     """Free bytes of a device; on the CPU, within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    on_host = psutil.virtual_memory().available
-    return min(on_host, _available_in_container(), _available_within_limit())
+    available = min(psutil.virtual_memory().available, _available_in_container())
+    if not _limit:
+        return available
+    held = psutil.Process().memory_info()
+    return min(available, max(0, _limit - (held.rss - held.shared)))
 
 
 def _available_in_container() -> int:
     """Free bytes in the control group (version 2); without a limit, more than any machine has."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except OSError:
+        limit, used = (int((_CGROUP / f"memory.{x}").read_text()) for x in ("max", "current"))
+    except (OSError, ValueError):  # no group, or `max`
         return 1 << 62
-    return (1 << 62) if limit == "max" else max(0, int(limit) - used)
-
-
-def _available_within_limit() -> int:
-    if not _limit:
-        return 1 << 62
-    lines = _STATUS.read_text().splitlines()
-    held = sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
-    return max(0, _limit - held * 1024)
+    return max(0, limit - used)

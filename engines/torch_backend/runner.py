@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.base import AdapterLimits
+from engines.base import AdapterLimits, EngineStartError
 from engines.core.runner import (
     ComputedStep,
     DeviceOutOfMemory,
@@ -20,7 +20,7 @@ from engines.core.runner import (
 )
 from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence, shorten
 from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, runs_graphs
-from engines.torch_backend.kv_cache import KVCachePool, KVCacheTooSmall, plan_kv_cache
+from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.lora.loras import LoraAdapter, Loras
 from engines.torch_backend.memory import free_bytes
@@ -55,7 +55,7 @@ class TorchRunner:
 
         `ops`: the CPU operators that the model was loaded for; None on a GPU. `free_before_load`: bytes that were free
         before the weights were loaded, because the system counts pages of mapped weights as free.
-        Raises: KVCacheTooSmall; ValueError for a context longer than the model's own.
+        Raises: EngineStartError if memory is too small, or the context is longer than the model's own.
         """
         if device.index:
             torch.cuda.set_device(device)  # the current device is per thread
@@ -66,16 +66,16 @@ class TorchRunner:
             free = max(0, min(free, free_before_load - self._weight_bytes))
         states = _STATE_COPIES * config.max_num_seqs * model.state_bytes_per_sequence
         if states >= free > 0:
-            raise KVCacheTooSmall(
+            raise EngineStartError(
                 f"the recurrent states of {config.max_num_seqs} sequences need {states} bytes; {free} bytes are "
                 "free. Lower max_num_seqs."
             )
         free = max(0, free - states)
         shapes = model.kv_shapes
-        plan = plan_kv_cache(model.config.text, config, dtype, free, device.type, shapes)
         self.block_size = config.block_size
-        self.num_blocks = plan.num_blocks
-        self.max_model_len = plan.max_model_len
+        self.num_blocks, self.max_model_len = plan_kv_cache(
+            model.config.text, config, dtype, free, device.type, shapes
+        )
         self.vocab_size = model.config.text.vocab_size
         self.model = model.eval()
         self.shares_prefixes = model.shares_prefixes
@@ -97,7 +97,7 @@ class TorchRunner:
         model.bind(self.ops, dtype)
         model.limit(self.max_model_len)
         self._loras: Loras | None = None  # created with the first adapter
-        self._with_states: dict[str, Sequence] | None = {} if states else None
+        self._with_states: dict[str, Sequence] = {}
         #: Choices of the last synchronous step.
         self._sampled: list[TokenChoice | None] = []
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
@@ -117,15 +117,9 @@ class TorchRunner:
                 decoder, self.ops, self.kv_pools[0], rotary, config.max_num_seqs
             )
 
-    def run(self, batch: Batch) -> StepResult:
-        """Launch a step and wait for it. Raises: SequenceFailure, DeviceOutOfMemory; the step can then be repeated."""
-        return self.launch(batch).wait()
-
     @torch.inference_mode()
     def launch(self, batch: Batch) -> RunningStep:
-        """Start a step. Steps in CUDA graphs run asynchronously; others end before this returns. Raises: as `run`."""
-        if not batch.items:
-            return ComputedStep(StepResult([]))
+        """Start a step, which ends before this returns unless it runs in a CUDA graph. Raises: as the interface."""
         try:
             return self._launch(batch)
         except RuntimeError as error:  # of the CPU's allocator: without a type of its own
@@ -147,7 +141,8 @@ class TorchRunner:
 
     def release(self, request_id: str) -> None:
         self._images.release(request_id)
-        self._release_states(request_id)
+        self._with_states.pop(request_id, None)
+        self.model.release(request_id)
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
         cache = self._encoder_cache
@@ -188,9 +183,11 @@ class TorchRunner:
         if self.graphs is not None and not self.graphs.warm_up():
             self.graphs = None
         for _ in range(2):
-            self.run(Batch([ScheduledSequence(sequence, sequence.num_pending_tokens)]))
+            item = ScheduledSequence(sequence, sequence.num_pending_tokens)
+            self.launch(Batch([item])).wait()
             sequence.num_computed_tokens = sequence.num_tokens
             sequence.token_ids.append(0)
+        self.release(sequence.request_id)
         self._encoder_cache.clear()
 
     def _launch(self, batch: Batch) -> RunningStep:
@@ -260,7 +257,7 @@ class TorchRunner:
         self, items: list[ScheduledSequence], sequences: list[SequenceRows], rows: list[int]
     ) -> Tensor:
         """Logits of new tokens of these rows. Shapes: returns (rows, vocabulary)."""
-        if self._with_states is not None:
+        if self.model.state_bytes_per_sequence:
             self._free_states(items)
         token_ids: list[int] = []
         positions: list[list[int]] = [[] for _ in range(self._num_rows)]
@@ -300,16 +297,10 @@ class TorchRunner:
 
     def _free_states(self, items: list[ScheduledSequence]) -> None:
         """Free the recurrent states of preempted sequences, which are recomputed."""
-        assert self._with_states is not None
-        for request_id, sequence in list(self._with_states.items()):
+        for request_id, sequence in self._with_states.items():
             if not sequence.block_ids:
-                self._release_states(request_id)
+                self.model.release(request_id)
         self._with_states |= {item.sequence.request_id: item.sequence for item in items}
-
-    def _release_states(self, request_id: str) -> None:
-        self.model.release(request_id)
-        if self._with_states is not None:
-            self._with_states.pop(request_id, None)
 
 
 def _are_adapted(items: list[ScheduledSequence]) -> bool:

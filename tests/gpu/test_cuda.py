@@ -100,7 +100,7 @@ def first_logprobs(loaded: LoadedEngine, request: EngineRequest) -> torch.Tensor
     sequence = EngineSequence.from_request(request, max_output_tokens=1)
     sequence.block_ids = list(range(-(-sequence.num_tokens // runner.block_size)))
     share = ScheduledSequence(sequence, sequence.num_pending_tokens)
-    [choice] = runner.run(Batch([share])).choices
+    [choice] = runner.launch(Batch([share])).wait().choices
     assert choice is not None
     assert len(choice.top_logprobs) == VOCAB_SIZE
     return torch.tensor([logprob for _, logprob in sorted(choice.top_logprobs)])
@@ -197,7 +197,7 @@ def test_a_step_without_memory_may_be_run_again(
             lambda *given: torch.empty(1 << 50, dtype=torch.int8, device=CUDA),
         )
         with pytest.raises(DeviceOutOfMemory, match="cuda"):
-            runner.run(engine.scheduler.schedule())
+            runner.launch(engine.scheduler.schedule()).wait()
     engine.abort("r")
 
     found = answers(loaded, [request])

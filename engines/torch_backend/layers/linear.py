@@ -114,8 +114,7 @@ class FloatMethod(LinearMethod):
         return y if bias is None else y.add_(bias)
 
     def dequantize(self, layer: Any) -> Tensor:
-        weight: Tensor = layer.weight
-        return weight
+        return layer.weight
 
 
 class QuantizedMethod(LinearMethod):
@@ -262,8 +261,7 @@ def empty_linear(num_inputs: int, num_outputs: int, bias: bool = False) -> Linea
 
 def method_of(layer: nn.Module) -> LinearMethod:
     """The method of a layer, also of a layer of transformers or a tied embedding."""
-    method: LinearMethod = getattr(layer, "method", FLOAT)
-    return method
+    return getattr(layer, "method", FLOAT)
 
 
 def quantized_layers(model: nn.Module) -> list[tuple[Linear, QuantizedMethod]]:

@@ -6,14 +6,14 @@ Shape letters: M tokens, K inputs, N outputs of all layers together.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engines.torch_backend.layers.linear import Linear, method_of
+from engines.torch_backend.layers.linear import Linear, empty_linear, method_of
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.ops.add_norm.reference import AddNorm, add_norm
 from engines.torch_backend.ops.linear.reference import LinearKernel, Prologue, ReferenceKernel
@@ -29,14 +29,13 @@ class VocabEmbedding(nn.Embedding):
     bias = None
 
 
+@dataclass(eq=False)
 class Stream:
     """The residual stream. The output of a layer is added by the next norm, in the same pass if possible."""
 
-    def __init__(self, x: Tensor, is_own: bool = False) -> None:
-        """`is_own`: x has no other reader and may be changed in place. Shapes: (M, C)."""
-        self._x = x
-        self._is_own = is_own
-        self._delta: Tensor | None = None
+    _x: Tensor  #: (M, C)
+    is_own: bool = False  #: whether x has no other reader and may be changed in place
+    _delta: Tensor | None = None
 
     def add(self, delta: Tensor) -> None:
         """Shapes: (M, C)."""
@@ -45,7 +44,7 @@ class Stream:
     def tensor(self) -> Tensor:
         """Shapes: (M, C)."""
         if self._delta is not None:
-            self._x = self._x.add_(self._delta) if self._is_own else self._x + self._delta
+            self._x = self._x.add_(self._delta) if self.is_own else self._x + self._delta
             self._delta = None
         return self._x
 
@@ -67,7 +66,7 @@ class LinearGroup:
         self._dtype: torch.dtype | None = None
         self._order: Tensor | None = None  #: of the kernel's inputs
         self._reference: LinearKernel = ReferenceKernel(layers)
-        self._delta: Delta | None = None
+        self.delta: Delta | None = None  #: added to every product
         self.kernel: LinearKernel = self._reference
 
     @property
@@ -83,10 +82,6 @@ class LinearGroup:
         self._reference = ReferenceKernel(self.layers, dtype)
         self.kernel = self._bind_kernel(ops, dtype) or self._reference
 
-    def adapt(self, delta: Delta | None) -> None:
-        """Add a delta to every product from now on; None: stop."""
-        self._delta = delta
-
     def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
         """Shapes: x (M, K), or (M, 2 K) for a gate; returns (M, N), added to `add_to` if it is given."""
         num_tokens = (x.tensor() if isinstance(x, Stream) else x).shape[0]
@@ -97,8 +92,8 @@ class LinearGroup:
         is_alone = kernel.adds and self._after is None
         target = add_to.tensor() if add_to is not None and is_alone else None
         y = kernel(given, target)
-        if self._delta is not None:
-            self._delta(y, self._before(inputs) if kernel.fuses_prologue else inputs)
+        if self.delta is not None:
+            self.delta(y, self._before(inputs) if kernel.fuses_prologue else inputs)
         if target is not None:
             return y
         if self._after is not None:
@@ -164,8 +159,7 @@ def adopt(model: nn.Module, name: str) -> Linear:
     if type(found) is Linear:
         return found
     assert isinstance(found, nn.Linear)
-    with torch.device("meta"):
-        layer = Linear(found.in_features, found.out_features, bias=found.bias is not None)
+    layer = empty_linear(found.in_features, found.out_features, bias=found.bias is not None)
     for part, parameter in found.named_parameters():
         layer.register_parameter(part, parameter)
     layer.group = LinearGroup(layer)

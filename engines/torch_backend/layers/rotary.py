@@ -8,6 +8,7 @@ Shape letters: N tokens, R positions of a token, H heads, D head width.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -36,29 +37,25 @@ def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
 
 
+@dataclass(eq=False)
 class RotaryTable:
     """Cosines and sines of every position. Not a module, because no checkpoint contains it."""
 
-    def __init__(
-        self, config: TextConfig, max_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.num_rows = 1  #: R, positions of one token
-        self.others: tuple[Self, ...] = ()  #: tables of layers whose `Heads.rope` is 1, 2 and so on
-        #: (D,) the row of positions that rotates a channel; None with one row
-        self.channel_rows: Tensor | None = None
-        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config))
-        sin = angles.sin()
-        self.cos = torch.cat([angles.cos()] * 2, dim=-1).to(dtype).to(device)  # (positions, D)
-        # the sign of "rotate half" is in the table, so that a rotation is a roll, a product and a sum
-        self.sin = torch.cat([-sin, sin], dim=-1).to(dtype).to(device)
+    cos: Tensor  #: (positions, D)
+    #: (positions, D), with the sign of "rotate half", so that a rotation is a roll, a product and a sum
+    sin: Tensor
+    channel_rows: Tensor | None = None  #: (D,) row of positions of each channel; None with one row
+    num_rows: int = 1  #: R, positions of one token
+    others: tuple[Self, ...] = ()  #: tables of layers whose `Heads.rope` is 1, 2 and so on
 
     @classmethod
-    def of(cls, cos: Tensor, sin: Tensor, channel_rows: Tensor | None, num_rows: int) -> Self:
-        """Create a table from computed angles; `sin` is signed. Shapes: two (positions, D), (D,)."""
-        table = cls.__new__(cls)
-        table.cos, table.sin = cos, sin
-        table.channel_rows, table.num_rows, table.others = channel_rows, num_rows, ()
-        return table
+    def create(
+        cls, config: TextConfig, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config))
+        cos = torch.cat([angles.cos()] * 2, dim=-1)
+        sin = torch.cat([-angles.sin(), angles.sin()], dim=-1)
+        return cls(cos.to(dtype).to(device), sin.to(dtype).to(device))
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines. Shapes: positions (N,), or (R, N); returns two (N, 1, D)."""

@@ -43,7 +43,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEngine:
     """Create the engine of a model; returns after the warm-up.
 
-    Raises: EngineStartError, one of ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall.
+    Raises: EngineStartError, such as ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge.
     """
     limit_memory(settings.memory_bytes)
     phases = _Phases(progress)

@@ -173,12 +173,12 @@ class Loras:
         if self._decoder is not None:
             self._decoder.is_adapted = True
         for site in sites:
-            site.group.adapt(partial(step.add, site))
+            site.group.delta = partial(step.add, site)
         try:
             yield
         finally:
             for site in sites:
-                site.group.adapt(None)
+                site.group.delta = None
             if self._decoder is not None:
                 self._decoder.is_adapted = False
         step.check()

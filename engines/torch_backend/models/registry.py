@@ -74,7 +74,7 @@ class FamilyModel(nn.Module):
         """Free the state of a request outside the KV cache. Idempotent."""
 
     def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-        return RotaryTable(self.language_model.text, max_positions, dtype, device)
+        return RotaryTable.create(self.language_model.text, max_positions, dtype, device)
 
     def decoder_layers(self) -> tuple[str, nn.Module]:
         """The decoder's layers and their path in transformers' model, for adapters."""

@@ -50,9 +50,6 @@ class EncoderCache:
     def __contains__(self, key: ImageKey) -> bool:
         return key in self._features
 
-    def __len__(self) -> int:
-        return len(self._features)
-
     def is_pinned_by(self, request_id: str, key: ImageKey) -> bool:
         return key in self._pinned.get(request_id, ())
 
@@ -227,10 +224,9 @@ class ImageEncoder:
                     if first < last:
                         rows = row - image.offset - start  # token index to row of `features`
                         place = own.start + first - own.num_computed
-                        kind = getattr(image.pixels, "kind", "image")
                         slots_of = getattr(image.pixels, "slots_of", "image")
                         own_rows = features[first + rows : last + rows]
-                        slots.append(ImageSlots(place, own_rows, kind, slots_of))
+                        slots.append(ImageSlots(place, own_rows, image.kind, slots_of))
                     row += stop - start
         return slots
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheckpoint
@@ -16,8 +17,6 @@ from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheck
 #: Larger resized images are never created completely: 16 MB in RGB, an aspect ratio of 37 at 336 pixels.
 MAX_RESIZED_PIXELS = 4 * 1024 * 1024
 _FILTER_REACH = 4  # source pixels on either side; Lanczos, the widest filter, reads 3
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
 #: Supported settings, and settings that do not affect pixels.
 _KNOWN_KEYS = frozenset(
@@ -57,13 +56,13 @@ _KNOWN_KEYS = frozenset(
 class ImageProcessor:
     """Resize, crop, rescale, normalize. Units: `shortest_edge`, `resize_to` and `crop_to` in pixels."""
 
-    resize_to: tuple[int, int] | None = None  #: (height, width); None: `shortest_edge` applies
-    shortest_edge: int | None = 224  #: None without `resize_to`: sizes are unchanged
-    resample: Image.Resampling = Image.Resampling.BICUBIC
-    crop_to: tuple[int, int] | None = (224, 224)
-    rescale_factor: float | None = 1 / 255
-    mean: tuple[float, ...] | None = _CLIP_MEAN
-    std: tuple[float, ...] | None = _CLIP_STD
+    resize_to: tuple[int, int] | None  #: (height, width); None: `shortest_edge` applies
+    shortest_edge: int | None  #: None without `resize_to`: sizes are unchanged
+    resample: Image.Resampling
+    crop_to: tuple[int, int] | None
+    rescale_factor: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
 
     def process(self, image: Image.Image) -> np.ndarray:
         """Shapes: returns (3, H, W) float32."""
@@ -133,14 +132,17 @@ def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     if (height, width) == size:
         return pixels
     top, left = (size[0] - height + 1) // 2, (size[1] - width + 1) // 2
-    padded = np.zeros((3, *size), dtype=pixels.dtype)
-    padded[:, top : top + height, left : left + width] = pixels
-    return padded
+    bottom, right = size[0] - height - top, size[1] - width - left
+    return np.pad(pixels, ((0, 0), (top, bottom), (left, right)))
 
 
 def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
     """Read a checkpoint's settings. Raises: UnsupportedCheckpoint that names the unsupported one."""
-    settings = _read_settings(directory)
+    settings = read_json(directory / "preprocessor_config.json")
+    if not settings.values:  # transformers 5 saves them inside the processor's
+        settings = read_json(directory / "processor_config.json").section("image_processor")
+    if not settings.values:
+        raise UnsupportedCheckpoint("the checkpoint has no preprocessor_config.json")
     kind = settings.get(
         "image_processor_type", settings.get("feature_extractor_type", _KNOWN_KINDS[0])
     )
@@ -164,8 +166,10 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
         ),
         crop_to=_crop_size(settings),
         rescale_factor=factor if rescales else None,
-        mean=_channels(settings, "image_mean", _CLIP_MEAN, above=-1e6) if normalizes else None,
-        std=_channels(settings, "image_std", _CLIP_STD, above=0) if normalizes else None,
+        mean=_channels(settings, "image_mean", OPENAI_CLIP_MEAN, above=-1e6)
+        if normalizes
+        else None,
+        std=_channels(settings, "image_std", OPENAI_CLIP_STD, above=0) if normalizes else None,
     )
     made = processor.crop_to or processor.resize_to
     if made != (image_size, image_size):
@@ -174,17 +178,6 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
             f"requires {image_size} by {image_size}"
         )
     return processor
-
-
-def _read_settings(directory: Path) -> Fields:
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        settings = read_json(directory / name)
-        # transformers 5 saves the image processor's settings inside the processor's
-        if name.startswith("processor"):
-            settings = settings.section("image_processor")
-        if settings.values:
-            return settings
-    raise UnsupportedCheckpoint("the checkpoint has no preprocessor_config.json")
 
 
 def _resize_size(settings: Fields) -> tuple[tuple[int, int] | None, int | None]:
@@ -216,9 +209,7 @@ def _height_width(settings: Fields, name: str) -> tuple[int, int]:
     return height, width
 
 
-def _channels(
-    settings: Fields, key: str, default: tuple[float, ...], above: float
-) -> tuple[float, ...]:
+def _channels(settings: Fields, key: str, default: list[float], above: float) -> tuple[float, ...]:
     value = settings.get(key, default)
     values = value if isinstance(value, list | tuple) else (value,) * 3
     if len(values) != 3:

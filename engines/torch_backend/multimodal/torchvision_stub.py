@@ -10,32 +10,19 @@ from pathlib import Path
 import torch
 
 #: As declared in C++ (torchvision/csrc/ops/nms.cpp and ops/quantized/cpu/qnms_kernel.cpp).
-SCHEMAS = {
-    "torchvision::nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "torchvision::qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-}
+_OPERATORS = ("nms", "qnms")
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def declare_missing_operators() -> None:
-    """Declare the operators that torchvision's import describes, unless they exist. Idempotent."""
-    if _library_loads():
-        return
-    for name, schema in SCHEMAS.items():
-        if not hasattr(torch.ops.torchvision, name.split("::")[1]):
-            torch.library.define(name, schema)
-
-
-def _library_loads() -> bool:
-    """Whether torchvision's operators can be loaded; loads them."""
-    if hasattr(torch.ops.torchvision, "roi_align"):
-        return True
+    """Load torchvision's operators, or declare those that its import describes. Idempotent."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
-        return False
-    libraries = sorted(Path(spec.origin).parent.glob("_C*.so"))
+        return
     try:
-        for library in libraries:
+        for library in Path(spec.origin).parent.glob("_C*.so"):
             torch.ops.load_library(str(library))
     except OSError:
-        return False
-    return bool(libraries)
+        for name in _OPERATORS:
+            if not hasattr(torch.ops.torchvision, name):
+                torch.library.define(f"torchvision::{name}", _SCHEMA)

@@ -91,10 +91,7 @@ class Audios:
         try:
             made, [text, *_] = self._processor._process_audio([samples], **self._options)
         except Exception as error:  # of any type
-            reason = " ".join(str(error).split())[:200]
-            raise InvalidImage(
-                f"The model's processor cannot process this audio: {reason}"
-            ) from error
+            raise unfit("audio", error) from error
         text = str(text)
         num_slots = text.count(self.placeholder)
         inputs = {
@@ -116,6 +113,11 @@ class Audios:
             raise InvalidImage(
                 f"The audio is {length_s:.1f} s long: this model takes at most {self.max_s:g} s; send shorter parts."
             )
+
+
+def unfit(kind: str, error: Exception) -> InvalidImage:
+    reason = " ".join(str(error).split())[:200]
+    return InvalidImage(f"The model's processor cannot process this {kind}: {reason}")
 
 
 def find_audio(processor: Any, model_class: Any) -> Audios | None:

@@ -39,7 +39,7 @@ from engines.core.sequence import ImageInput, Positions, Prompt
 from engines.text.processor import Item, MultimodalProcessor
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
-from engines.torch_backend.multimodal.transformers_audio import find_audio, load_processor
+from engines.torch_backend.multimodal.transformers_audio import find_audio, load_processor, unfit
 from shared.protocol import MediaKind
 
 logger = logging.getLogger(__name__)
@@ -417,7 +417,7 @@ class _Videos:
         try:
             made, [text, *_] = self._processor._process_videos([frames], **options)
         except Exception as error:  # of any type
-            raise _unfit_video(error) from error
+            raise unfit("video", error) from error
         made, text = dict(made), str(text)
         if not self._hooks.has_video_encoder and "pixel_values_videos" in made:
             made["pixel_values"] = made.pop("pixel_values_videos").flatten(0, 1)
@@ -514,17 +514,12 @@ class _Videos:
             given = {name: options[name] for name in named if name in options}
             indices = processor.sample_frames(metadata, **given)
         except Exception as error:  # of any type
-            raise _unfit_video(error) from error
+            raise unfit("video", error) from error
         return [min(int(i), info.num_frames - 1) for i in np.asarray(indices).tolist()]
 
 
 def _is_token(text: str, tokenizer: Any) -> bool:
     return text in tokenizer.get_added_vocab()
-
-
-def _unfit_video(error: Exception) -> InvalidImage:
-    reason = " ".join(str(error).split())[:200]
-    return InvalidImage(f"The model's processor cannot process this video: {reason}")
 
 
 def limit_pixels(

@@ -43,11 +43,11 @@ def test_operations_of_a_decode_step_are_those_that_torch_counts():
     runner = make_runner(pair)
     sequence = Sequence("a", list(range(6)), 6, SamplingParams(temperature=0))
     sequence.block_ids = [0, 1]
-    runner.run(Batch([ScheduledSequence(sequence, 5)]))
+    runner.launch(Batch([ScheduledSequence(sequence, 5)])).wait()
     sequence.num_computed_tokens = 5
     batch = Batch([ScheduledSequence(sequence, 1)])
     with count_operations() as counter:
-        runner.run(batch)
+        runner.launch(batch).wait()
     work = ModelCost(pair.ours, torch.float32).step(batch, num_images=0)
     assert counter.get_total_flops() == work.num_flops
 

@@ -7,7 +7,6 @@ from engines.core.sequence import (
     EngineRequest,
     ImageInput,
     Sequence,
-    SequenceStatus,
 )
 from shared.protocol import SamplingParams
 from tests.factories_engine import make_image, make_sequence
@@ -23,7 +22,7 @@ def make_blocks(num_blocks: int = 16) -> BlockManager:
 def compute(blocks: BlockManager, sequence: Sequence) -> None:
     """Compute a whole prompt, as scheduler and runner do."""
     blocks.admit(sequence, blocks.find_prefix(sequence))
-    sequence.status = SequenceStatus.RUNNING
+    sequence.is_running = True
     assert blocks.grow(sequence, sequence.num_tokens)
     sequence.num_computed_tokens = sequence.num_tokens
     blocks.publish(sequence)
@@ -32,7 +31,7 @@ def compute(blocks: BlockManager, sequence: Sequence) -> None:
 def compute_and_free(blocks: BlockManager, sequence: Sequence) -> None:
     compute(blocks, sequence)
     blocks.free(sequence)
-    sequence.status = SequenceStatus.FINISHED
+    sequence.is_running = False
 
 
 def find_shared(first: Sequence, second: Sequence) -> int:
@@ -77,7 +76,7 @@ def test_withdrawn_blocks_and_blocks_computed_from_them_are_not_found():
     check_blocks(blocks, [failed, holder, other])
     for sequence in (failed, holder):
         blocks.free(sequence)
-        sequence.status = SequenceStatus.FINISHED
+        sequence.is_running = False
     compute_and_free(blocks, make_sequence(9))
     check_blocks(blocks, [other])
     assert len(blocks.find_prefix(make_sequence(17))) == 2

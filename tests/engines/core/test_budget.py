@@ -11,7 +11,7 @@ from engines.core.budget import (
     StepLimits,
     measure_prefill_limit,
 )
-from engines.core.runner import StepResult
+from engines.core.runner import ComputedStep, StepResult
 from engines.core.sequence import Batch, ScheduledSequence
 from shared.protocol import Priority
 from tests.factories_engine import (
@@ -34,7 +34,7 @@ class TimedRunner:
         self.held: set[str] = set()
         self._costs = base_s, stream_s, token_s
 
-    def run(self, batch: Batch) -> StepResult:
+    def launch(self, batch: Batch) -> ComputedStep:
         base_s, stream_s, token_s = self._costs
         for item in batch.items:
             self.held.add(item.sequence.request_id)
@@ -43,7 +43,7 @@ class TimedRunner:
             assert all(0 <= block < self.num_blocks for block in blocks)
         streams = sum(item.num_new_tokens == 1 for item in batch.items)
         self.now += base_s + stream_s * streams + token_s * (batch.num_tokens - streams)
-        return StepResult([None] * len(batch.items))
+        return ComputedStep(StepResult([None] * len(batch.items)))
 
     def release(self, request_id: str) -> None:
         self.held.discard(request_id)

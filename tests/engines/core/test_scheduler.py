@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from engines.core.budget import PrefillLimit
-from engines.core.sequence import MAX_OVERTAKES, SequenceStatus
+from engines.core.sequence import MAX_OVERTAKES
 from shared.protocol import FinishReason, Priority, SamplingParams
 from tests.factories_engine import (
     EOS_ID,
@@ -216,6 +216,6 @@ def test_a_sequence_ends_by_its_end_token_or_its_length(token_id: int, ignore_eo
     assert scheduler.has_work()  # an end token in the prompt ends nothing
     run_step(scheduler, token_id)
     assert sequence.finish_reason is reason
-    assert sequence.status is SequenceStatus.FINISHED
+    assert not sequence.is_running
     assert scheduler.blocks.num_free_blocks == 64
     assert not scheduler.has_work()

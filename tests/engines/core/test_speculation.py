@@ -243,19 +243,19 @@ DRAFTS = [
 
 @pytest.mark.parametrize(("token_ids", "most", "draft"), DRAFTS)
 def test_the_continuation_of_an_earlier_n_gram_is_drafted(token_ids, most, draft):
-    assert History(0.5).find(make_sequence(token_ids=token_ids), most) == draft
+    assert History().find(make_sequence(token_ids=token_ids), most) == draft
 
 
 def test_image_placeholder_tokens_are_not_drafted():
     token_ids = [1, 2, 3, 4, 0, 0, 0, 0, 5, 1, 2, 3]
     for ids, draft in ((token_ids, [4]), ([*token_ids[:9], 3, 4, 0], [])):
         sequence = make_sequence(token_ids=ids, images=(make_image(4, 4),))
-        assert History(0.5).find(sequence, 16) == draft
+        assert History().find(sequence, 16) == draft
 
 
 def test_long_prompts_are_indexed_in_parts():
     text = list(range(5000))
-    sequence, history = make_sequence(token_ids=[*text, 1, 2, 3]), History(0.5)
+    sequence, history = make_sequence(token_ids=[*text, 1, 2, 3]), History()
     found = [history.find(sequence, 2) for _ in range(4)]
     assert found[0] == []
     assert found[-1] == [4, 5]
@@ -278,7 +278,8 @@ def write(text, token_cost, num_running):
             end = len(sequence.token_ids)
             sequence.num_computed_tokens = end - 1
             rest = [TokenChoice(each) for each in text[end:]] or [TokenChoice(0)]
-            draft = speculator.draft(sequence, num_running, 100, 100)
+            rests = sequence.history.rests(sequence)
+            draft = () if rests else speculator.draft(sequence, num_running, 100, 100)
             pairs = zip(draft, rest, strict=False)
             num_right = len(list(takewhile(lambda two: two[0] == two[1].token_id, pairs)))
             rest[0].following = tuple(rest[1 : num_right + 1])

@@ -60,7 +60,7 @@ def slots_of(sequence: SequenceRows) -> Tensor:
 def in_sections(rotary: RotaryTable, sections: tuple[int, ...]) -> RotaryTable:
     """Each section of channel pairs is rotated by a row of positions of its own."""
     rows = torch.arange(len(sections)).repeat_interleave(torch.tensor(sections)).repeat(2)
-    return RotaryTable.of(rotary.cos, rotary.sin, rows.to(rotary.cos.device), len(sections))
+    return RotaryTable(rotary.cos, rotary.sin, rows.to(rotary.cos.device), len(sections))
 
 
 def attend_by_definition(
@@ -111,7 +111,9 @@ def check(
     """An implementation is the definition. `shape`: query heads, key heads, head width."""
     num_heads, num_kv_heads, head_dim = shape
     text = make_text_config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    rotation = RotaryTable(text, 256, torch.float32, CPU).at(inputs.indices) if rotates else None
+    rotation = (
+        RotaryTable.create(text, 256, torch.float32, CPU).at(inputs.indices) if rotates else None
+    )
     pools = [make_pool(dtype, num_kv_heads, head_dim) for _ in range(2)]
     qkv = torch.randn(len(inputs.slots), (num_heads + 2 * num_kv_heads) * head_dim)
     qkv = qkv.to(dtype).float()

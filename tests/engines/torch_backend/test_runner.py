@@ -43,7 +43,7 @@ def share(sequence: Sequence, num_new_tokens: int | None = None) -> ScheduledSeq
 
 def run(runner: TorchRunner, *items: ScheduledSequence) -> StepResult:
     """Run a step and note what it computed, as the scheduler does."""
-    result = runner.run(Batch(list(items)))
+    result = runner.launch(Batch(list(items))).wait()
     for item, choice in zip(items, result.choices, strict=True):
         item.sequence.num_computed_tokens += item.num_new_tokens
         if choice is not None:
@@ -98,7 +98,7 @@ def test_pixels_of_another_models_size_fail_their_request_alone():
     image = type(image)(image.offset, image.num_tokens, image.image_hash, torch.zeros(3, 8, 8))
     sequence.images = (image,)
     with pytest.raises(SequenceFailure) as failure:
-        make_runner(pair()).run(Batch([share(sequence)]))
+        make_runner(pair()).launch(Batch([share(sequence)])).wait()
     assert failure.value.request_id == "wrong"
 
 
@@ -119,7 +119,7 @@ def test_memory_that_runs_out_is_told_apart(monkeypatch, error, found):
     monkeypatch.setattr(pair().ours.language_model, "forward", fail)
     sequence = make_sequence("a", [[5, 6]])
     with pytest.raises(Exception) as caught:
-        runner.run(Batch([share(sequence)]))
+        runner.launch(Batch([share(sequence)])).wait()
     assert type(caught.value) is found
     monkeypatch.undo()
     assert run(runner, share(sequence)).choices[0] is not None

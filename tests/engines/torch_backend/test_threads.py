@@ -135,12 +135,9 @@ def test_threads_are_timed_once_for_a_model_and_machine(
     assert not steps.settle(kernels)
 
     [file] = tmp_path.glob("times-*.json")
-    for garbage in (
-        "{}", "[[", '{"8": [1, 1], "0": [0.1, 0.1]}', '{"8": [1, 1], "64": [0.1, 0.1]}',
-        '{"4": [1, 1]}', '{"8": [NaN, 1]}', '{"8": [1e999, -1]}', f'{{"8": [1{"0" * 400}, 1]}}',
-    ):  # fmt: skip
-        file.write_text(garbage)
-        assert steps.settle(kernels), garbage
+    for damaged in ("", file.read_text()[:9]):
+        file.write_text(damaged)
+        assert steps.settle(kernels), damaged
 
     two_days_ago = file.stat().st_mtime - 2 * 86_400
     os.utime(file, (two_days_ago, two_days_ago))

@@ -71,7 +71,7 @@ class Rotary:
         cos, sin = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         cos, sin = _with_still(cos, self._num_still, 1), _with_still(sin, self._num_still, 0)
         half = sin.shape[1] // 2
-        return RotaryTable.of(
+        return RotaryTable(
             cos.to(device, dtype),
             torch.cat([-sin[:, :half], sin[:, half:]], dim=1).to(device, dtype),
             self._channel_rows.to(device) if self._num_rows > 1 else None,

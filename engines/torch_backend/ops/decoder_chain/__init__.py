@@ -46,7 +46,7 @@ def _example(create: CreateChain, site: Site) -> list[Tensor]:
     pool = KVCachePool(text, 10, 16, torch.float32, site.device)
     for stored in (x for number in range(text.num_layers) for x in pool.blocks(number)):
         stored.copy_(site.numbers(*stored.shape))
-    rotation = RotaryTable(text, 128, torch.float32, site.device).at(inputs.indices)
+    rotation = RotaryTable.create(text, 128, torch.float32, site.device).at(inputs.indices)
     chain = create([layer] * text.num_layers)
     assert chain is not None
     x = site.numbers(2, width)

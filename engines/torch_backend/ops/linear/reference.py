@@ -55,16 +55,14 @@ class LinearKernel(Protocol):
 Bind = Callable[[Sequence[nn.Module], Prologue, torch.dtype], LinearKernel | None]
 
 
+@dataclass(eq=False)
 class ReferenceKernel:
     """Runs the reference arithmetic of each layer, in one dtype for all weights."""
 
+    _layers: Sequence[nn.Module]
+    _dtype: torch.dtype | None = None  #: None: that of the input
     max_tokens = UNLIMITED
     fuses_prologue = adds = False
-
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype | None = None) -> None:
-        """`dtype` None is that of the input."""
-        self._layers = layers
-        self._dtype = dtype
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """Shapes: (M, K); returns (M, N), of the dtype of x."""

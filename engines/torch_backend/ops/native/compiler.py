@@ -36,7 +36,7 @@ def compile_library(directory: Path, level: CpuLevel, cache: Path | None = None)
         raise CannotCompile("this processor has no supported instruction set")
     compiler = _find_compiler()
     sources, headers = (sorted(directory.rglob(f"*.{kind}")) for kind in ("cpp", "h"))
-    flags = [*_FLAGS, *level.compiler_flags, f'-DVLM_LEVEL="{level.name}"']
+    flags = [*_FLAGS, *level.compiler_flags]
     name = f"{level.name}-{_fingerprint(compiler, flags, directory, [*sources, *headers])}"
     folders = [f"-I{folder}" for folder in sorted({header.parent for header in headers})]
     try:

@@ -139,8 +139,6 @@ class Library:
     def __init__(self, file: Path) -> None:
         self.file = file
         functions = ctypes.CDLL(str(file))
-        functions.vlm_level.restype = ctypes.c_char_p
-        self.level: str = functions.vlm_level().decode()  #: name of its level
         self.linear = _returning_nothing(functions.vlm_linear, ctypes.c_void_p)
         self.layers = _returning_nothing(functions.vlm_layers, ctypes.c_void_p)
         self.dense_attention = _returning_nothing(functions.vlm_dense_attention, ctypes.c_void_p)

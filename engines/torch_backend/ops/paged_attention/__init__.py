@@ -49,9 +49,9 @@ def _example(create: CreateAttention, site: Site) -> list[Tensor]:
         inputs = StepInputs.create(
             _make_sequences(shares, site.block_size), site.block_size, site.device
         )
-        rotary = RotaryTable(text, 128, site.dtype, site.device)
+        rotary = RotaryTable.create(text, 128, site.dtype, site.device)
         if has_sections:
-            rotary = RotaryTable.of(rotary.cos, rotary.sin, channel_rows, 3)
+            rotary = RotaryTable(rotary.cos, rotary.sin, channel_rows, 3)
         rows = torch.arange(rotary.num_rows, device=site.device)[:, None]
         positions = (inputs.indices + rows).squeeze(0)
         pool = site.pool(96)

@@ -135,13 +135,13 @@ def test_steps_are_padded_to_batch_sizes_and_idle_rows_do_no_harm(
     made.kv_pools[0].data.normal_()
     items = [make_item(f"r{i}", 8 * i, 5 + 2 * i, **SAMPLINGS[kind]) for i in range(num_sequences)]
     before = made.kv_pools[0].data.clone()
-    together = made.run(Batch(items))
+    together = made.launch(Batch(items)).wait()
     assert seen == [(size, KINDS[kind])]
     written = (made.kv_pools[0].data != before).any(-1).any(-1).nonzero()[:, 2:].unique(dim=0)
     slots = {(i.sequence.block_ids[-1], (i.sequence.num_tokens - 1) % 4) for i in items}
     spare = {(256, 0)} if num_sequences > 1 else set()
     assert {tuple(slot) for slot in written.tolist()} == slots | spare
-    alone = [made.run(Batch([item])).choices[0] for item in items]
+    alone = [made.launch(Batch([item])).wait().choices[0] for item in items]
     assert together == StepResult(alone)
 
 
@@ -177,7 +177,7 @@ def test_a_step_reads_on_the_device_what_the_one_in_flight_samples(kind: str):
             item.sequence.token_ids.append(choice.token_id)
             item.sequence.num_computed_tokens += 1
         made.kv_pools[0].data[:, :, [s.block_ids[-1] for s in sequences]] = 0.1
-        assert found == made.run(Batch([ScheduledSequence(s, 1) for s in sequences]))
+        assert found == made.launch(Batch([ScheduledSequence(s, 1) for s in sequences])).wait()
 
 
 def test_scores_that_are_no_numbers_fail_their_request_alone():
@@ -186,9 +186,9 @@ def test_scores_that_are_no_numbers_fail_their_request_alone():
     made.kv_pools[0].data.zero_()
     made.kv_pools[0].data[:, 1, 8] = torch.nan
     with pytest.raises(SequenceFailure) as failure:
-        made.run(Batch([good, bad]))
+        made.launch(Batch([good, bad])).wait()
     assert failure.value.request_id == "bad"
-    assert made.run(Batch([good])).choices[0] is not None
+    assert made.launch(Batch([good])).wait().choices[0] is not None
     # the next step has no token to embed, and the device must not be asked for it
     first = made.launch(Batch([bad]))
     second = made.launch(Batch([ScheduledSequence(bad.sequence, 1, in_flight_index=0)]))
@@ -213,7 +213,7 @@ def test_without_graphs_the_rest_still_serves(
     made = make_runner(model_pair("grouped"))
     monkeypatch.setattr(DecodeGraphs, "step", fail)
     made.warm_up()
-    assert made.run(Batch([make_item("r", 0, 6)])).choices[0] is not None
+    assert made.launch(Batch([make_item("r", 0, 6)])).wait().choices[0] is not None
     assert "not captured" in caplog.text
 
 

@@ -25,11 +25,12 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 from transformers.models.smollm3 import modeling_smollm3
 
+from engines.base import EngineStartError
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.registry import create_engine
 from engines.text.processor import example_prompt
 from engines.torch_backend import runner
-from engines.torch_backend.kv_cache import KVCacheTooSmall, bytes_per_block
+from engines.torch_backend.kv_cache import bytes_per_block
 from engines.torch_backend.layers.linear import METHODS, Linear, quantized_layers
 from engines.torch_backend.loading import weights as weights_module
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
@@ -403,10 +404,12 @@ def test_memory_for_states_is_counted_and_reserved_before_that_of_keys_and_value
 ) -> None:
     model = made(named("Bamba"), tmp_path)
     runner = start(model)
+    runner.warm_up()
+    assert runner.memory_bytes()["states"] == 0
     for number in range(2):
         sequence = Sequence(f"{number}", [5, 6, 7, 8], 4, SamplingParams(temperature=0))
         sequence.block_ids = [number]
-        runner.run(Batch([ScheduledSequence(sequence, 4)]))
+        runner.launch(Batch([ScheduledSequence(sequence, 4)])).wait()
     # convolution: 4 of 64 * 2 + 2 * 8 channels; state: 8 heads of 16 by 8; the first step begins with nothing
     state_bytes = 4 * (4 * (128 + 16) + 8 * 16 * 8)
     assert runner.memory_bytes()["states"] == 2 * state_bytes
@@ -425,7 +428,7 @@ def test_memory_for_states_is_counted_and_reserved_before_that_of_keys_and_value
         return runner.num_blocks
 
     assert num_blocks(8, room + 8 * states) == num_blocks(16, room + 16 * states) == 40
-    with pytest.raises(KVCacheTooSmall, match=r"states of 8 sequences need .* Lower max_num_seqs"):
+    with pytest.raises(EngineStartError, match=r"states of 8 sequences need .* Lower max_num_seqs"):
         num_blocks(8, 8 * states)
 
 

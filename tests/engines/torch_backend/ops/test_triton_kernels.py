@@ -78,7 +78,7 @@ def test_heads_are_rotated_and_written(dtype: torch.dtype, sections: tuple[int, 
     for norm, shift in zip(norms, (0.0, 0.5), strict=True):
         norm.weight.copy_(numbers(24, dtype=dtype) + shift)
     heads = {"plain": PLAIN, "norms": Heads(*norms), "still": Heads(rotates=False)}[form]
-    rotary = RotaryTable(make_text_config(head_dim=24), 40, dtype, DEVICE)
+    rotary = RotaryTable.create(make_text_config(head_dim=24), 40, dtype, DEVICE)
     positions = torch.tensor([0, 39, 17], device=DEVICE)
     if sections:
         rotary = in_sections(rotary, sections)

@@ -78,7 +78,9 @@ def test_prompts_and_decodes_of_a_step_are_those_of_the_reference(
 ):
     ops = find(function, monkeypatch, num_kv_heads)
     assert ops.uses("paged_attention", "triton_varlen")
-    rotary = RotaryTable(make_text_config(num_kv_heads=num_kv_heads), 64, torch.float32, DEVICE)
+    rotary = RotaryTable.create(
+        make_text_config(num_kv_heads=num_kv_heads), 64, torch.float32, DEVICE
+    )
     mixed = [(1, 9), (1, 2), (7, 0), (6, 5), (2, 12)]
     for window, shares in ((None, mixed), (4, mixed), (None, [(9, 0), (4, 0)]), (4, [(1, 3)])):
         inputs = make_inputs(shares)

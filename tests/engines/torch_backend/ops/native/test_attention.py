@@ -76,7 +76,7 @@ def test_a_token_has_the_same_result_in_any_chunk_and_company(ops: Ops, window: 
     """To the last bit: of prompts and streams alike."""
     heads = Heads(window=window)
     text = make_text_config(num_heads=8, num_kv_heads=2, head_dim=16)
-    rotary = RotaryTable(text, 256, torch.float32, CPU)
+    rotary = RotaryTable.create(text, 256, torch.float32, CPU)
     pool = make_pool(head_dim=16)
     numbers = torch.randn(64, (8 + 2 * 2) * 16)
 

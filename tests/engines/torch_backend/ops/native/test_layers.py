@@ -33,7 +33,7 @@ def pass_step(ops: Ops, decoder: Llama, inputs: StepInputs, x: Tensor) -> Tensor
     """Behind the same noise of earlier tokens each time."""
     pool = KVCachePool(CONFIG.text, 128, BLOCK_SIZE, torch.float32, CPU)
     pool.data.normal_(generator=torch.Generator().manual_seed(1))
-    rotation = RotaryTable(CONFIG.text, 64, torch.float32, CPU).at(inputs.indices)
+    rotation = RotaryTable.create(CONFIG.text, 64, torch.float32, CPU).at(inputs.indices)
     return decoder(x, ops["paged_attention"](CONFIG.text.num_heads, pool, inputs, rotation))
 
 
