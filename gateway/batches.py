@@ -465,12 +465,12 @@ class Batches:
         return None if file is None else b"".join(self.files.read(record.owner, file))
 
     def finalize(
-        self, record: BatchRecord, status: Final, errors: list[LineError] | None = None
+        self, record: BatchRecord, status: Final, errors: Sequence[LineError] = ()
     ) -> None:
         """Record the final status. Results that are stored later don't count."""
         view = self.get(record.owner, record.id)
         parts = [] if view is None else view.parts
-        self._write(record, "finalizing", Finalizing(_now(), status, parts, errors or []))
+        self._write(record, "finalizing", Finalizing(_now(), status, parts, list(errors)))
 
     def end(self, record: BatchRecord) -> None:
         """Write the output files of a batch that is finalizing, and clean up. Idempotent."""
@@ -634,8 +634,9 @@ class BatchRunner:
                 logger.exception("cannot look for batches, retrying")
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.look_s * random.uniform(0.75, 1.25)):
-                    await self._changed.wait()
+                await asyncio.wait_for(
+                    self._changed.wait(), self.look_s * random.uniform(0.75, 1.25)
+                )
 
     async def _look_once(self) -> None:
         if time.monotonic() > self._sweep_at:
@@ -698,32 +699,29 @@ class BatchRunner:
             await asyncio.to_thread(self._batches.forget_orphan, owner, id_)
             await asyncio.sleep(self.look_s)
             return
-        record = view.record
         if view.finalizing is None:
-            await self._compute(view)
-        await asyncio.to_thread(self._batches.end, record)
+            status, errors = await self._compute(view)
+            await asyncio.to_thread(self._batches.finalize, view.record, status, errors)
+        await asyncio.to_thread(self._batches.end, view.record)
 
-    async def _compute(self, view: BatchView) -> None:
+    async def _compute(self, view: BatchView) -> tuple[Final, list[LineError]]:
+        """Run the lines without a result. Returns the final status, and errors of the batch."""
         record, batches = view.record, self._batches
         if view.cancel is not None:
-            await asyncio.to_thread(batches.finalize, record, "cancelled")
-            return
+            return "cancelled", []
         if not self._may_ask(record.tenant, record.guest):
-            removed = LineError("invalid_api_key", "The API key of this batch was removed.")
-            await asyncio.to_thread(batches.finalize, record, "failed", [removed])
-            return
+            return "failed", [
+                LineError("invalid_api_key", "The API key of this batch was removed.")
+            ]
         data = await asyncio.to_thread(batches.read_input, record)
         if data is None:
-            gone = LineError("input_file_not_found", "The input file was deleted.")
-            await asyncio.to_thread(batches.finalize, record, "failed", [gone])
-            return
+            return "failed", [LineError("input_file_not_found", "The input file was deleted.")]
         if view.beginning is None:
             total, errors = await asyncio.to_thread(
                 check_lines, data, record.endpoint, self.max_lines
             )
             if errors:
-                await asyncio.to_thread(batches.finalize, record, "failed", errors)
-                return
+                return "failed", errors
             await asyncio.to_thread(batches.begin, record, total)
         numbers = await asyncio.to_thread(
             lambda: {result.number for result in batches.results(record, view.parts)}
@@ -731,18 +729,16 @@ class BatchRunner:
         lines = split_lines(data)
         todo = (number for number in range(len(lines)) if number not in numbers)
         computing = _Computing(self, record, lines, todo)
-        status = "completed"
         self._computing.add(computing)
         try:
             async with asyncio.timeout(max(0.0, record.expires_at - time.time())):  # noqa: TID251
-                if not await computing.run():
-                    status = "cancelled"
+                is_complete = await computing.run()
+            return "completed" if is_complete else "cancelled", []
         except TimeoutError:
-            status = "expired"
+            return "expired", []
         finally:
             self._computing.discard(computing)
             await computing.flush()
-        await asyncio.to_thread(batches.finalize, record, status)
 
     # Used by `_Computing`
 
@@ -826,8 +822,7 @@ class _Computing:
         while True:
             self._is_woken.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._runner.flush_s):
-                    await self._is_woken.wait()
+                await asyncio.wait_for(self._is_woken.wait(), self._runner.flush_s)
             try:
                 await self.flush()
                 if await self._runner.is_cancelled(self._record):

@@ -266,12 +266,12 @@ class Services:
         if self.runner is not None:
             await self.runner.stop()
         await self.dispatcher.stop()
-        for part in (self.keys, self.audit, self.tokens):
-            if part is not None:
-                await part.close()
         await self.refunds.refund()
-        await self.mailbox.close()
         for part in (
+            self.keys,
+            self.audit,
+            self.tokens,
+            self.mailbox,
             self.records,
             self.answers,
             self.sessions,
@@ -280,12 +280,12 @@ class Services:
             self.deployments,
             self.leases,
             self.queue,
+            self.fetcher,
+            self.search,
         ):
-            await part.close()
-        if self.fetcher is not None:
-            await self.fetcher.close()
+            if part is not None:
+                await part.close()
         self.loader.close()
-        await self.search.close()
         for redis in (self._redis, self._blocking_redis):
             await redis.aclose()
         if self.tracer is not None:

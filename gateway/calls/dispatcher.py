@@ -95,11 +95,6 @@ class Dispatcher:
             num_left = sum(len(ids) for ids in self._cancels.values())
             logger.warning("cannot reach Redis to cancel %d requests", num_left)
 
-    @property
-    def num_open(self) -> int:
-        """Number of choices with a waiting client."""
-        return len(self._routes)
-
     def has_open(self, model: str) -> bool:
         return any(call.model == model for call, _ in self._all_routes())
 

@@ -94,8 +94,8 @@ class KeyLimits:
         self._limits = limits
         self._overloaded = overloaded
         self._clock = clock
-        # reason and end of the refusal, and the limit
-        self._refused: dict[tuple[str, str], tuple[str, float, int]] = {}
+        # end of the refusal, and the requests per minute
+        self._refused: dict[tuple[str, str], tuple[float, int]] = {}
         self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
     def key_name(self, tenant: str) -> str:
@@ -141,9 +141,8 @@ class KeyLimits:
         quota = self.limits(first.priority, first.tenant)
         if quota is None:
             return None
-        possible = possible_tokens(first.task, card)
-        for call in calls[1:]:
-            possible = max(possible, possible_tokens(call.task, card), key=lambda p: p.total)
+        each = [possible_tokens(call.task, card) for call in calls]
+        possible = max(each, key=lambda tokens: tokens.total)
         return Reservation(
             model=first.model,
             tenant=first.tenant,
@@ -178,14 +177,10 @@ class KeyLimits:
 
         Raises: RateLimited.
         """
-        found = self._refused.get((model, tenant))
-        if found is None:
-            return
-        reason, until, most = found
+        until, most = self._refused.get((model, tenant), (0.0, 0))
         wait_s = until - self._clock()
         if wait_s > 0 and most == self._requests_per_minute(tenant):
-            raise self._key_limit_exceeded(reason, wait_s, tenant)
-        del self._refused[(model, tenant)]
+            raise self._key_limit_exceeded("key_requests", wait_s, tenant)
 
     def _requests_per_minute(self, tenant: str) -> int:
         quota = self.limits(Priority.INTERACTIVE, tenant) or NO_LIMITS
@@ -200,9 +195,8 @@ class KeyLimits:
         if refused.reason == "key_requests":
             if len(self._refused) >= MAX_REFUSED:
                 del self._refused[next(iter(self._refused))]  # the oldest entry
-            self._refused[(model, tenant)] = (
-                refused.reason, self._clock() + refused.wait_s, self._requests_per_minute(tenant),
-            )  # fmt: skip
+            until = self._clock() + refused.wait_s
+            self._refused[(model, tenant)] = until, self._requests_per_minute(tenant)
         return self._key_limit_exceeded(refused.reason, refused.wait_s, tenant)
 
     def _key_limit_exceeded(self, reason: str, wait_s: float, tenant: str) -> RateLimited:

@@ -25,8 +25,8 @@ from gateway.calls.key_limits import KeyLimits, Refunds, to_rates
 from gateway.calls.models import ModelDirectory, find_affinity
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
-from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
-from gateway.calls.surface import Answer, AnswerHead, Plan, Reply, Request, Surface
+from gateway.calls.resume import STREAM_PATH, Resume, is_resumable
+from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.body import Admission, HeldBody, find_model_name, read_body
 from gateway.http.endpoint import while_connected
 from gateway.http.errors import (
@@ -258,12 +258,9 @@ class Lifecycle:
         if surface.cuts_audio:
             plan = await while_connected(self._cut_audio(plan, card, recorder, held), exchange)
         recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
-        may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
-        resumes = may_resume and is_resumable(context, plan)
-        if resumes:  # an Idempotency-Key identifies the answer
-            head = replace(head, id=surface.id_prefix + context.id)
         submit = partial(self._submit, plan, card, recorder, held)
-        if resumes:
+        if is_resumable(context, plan):
+            head = replace(head, id=surface.id_prefix + context.id)  # of the Idempotency-Key
             limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
             reply = await self.resume.open(
@@ -311,7 +308,7 @@ class Lifecycle:
 
     async def _keep(self, reply: Reply, context: RequestContext) -> None:
         """Store a complete answer before it is sent. Raises: RecordsUnavailable."""
-        data = reply.surface.record(_plain(reply.answer))
+        data = reply.surface.record(reply.answer)
         if data is None:
             return
         images = reply.call.images
@@ -504,7 +501,7 @@ class Lifecycle:
         body = reply.answer.whole(events, recorder.totals)
         if reply.surface.keeps_answers:
             await self._keep(reply, exchange.context)
-        own = getattr(_plain(reply.answer), "headers", JSON_HEADERS)
+        own = getattr(reply.answer, "headers", JSON_HEADERS)
         headers = [*own, *timing_headers(stages, e2e_s, is_whole=True)]
         if reply.head.package:
             headers.append((_PACKAGE, reply.head.package.encode()))
@@ -537,7 +534,9 @@ class Lifecycle:
         # Wait for the first event before the status line, so that a prompt that is too long is a 400.
         events = await call.receive(self.settings.headers_after_s)
         recorder.note(events)
-        headers = [*surface.stream_headers, *reply.headers, *recorder.known_timing()]
+        headers = [*surface.stream_headers, *recorder.known_timing()]
+        if reply.last_id is not None:
+            headers.append((b"x-vlm-stream", (STREAM_PATH + reply.head.id).encode()))
         if reply.head.package:
             headers.append((_PACKAGE, reply.head.package.encode()))
         await exchange.start(200, headers)
@@ -545,8 +544,8 @@ class Lifecycle:
         while not recorder.is_complete:
             if not events:
                 await exchange.write(surface.keep_alive)
-            elif frames := reply.answer.frames(events, None):
-                await exchange.write(b"".join([data for _, data in frames]))
+            elif frames := reply.frames(events, None):
+                await exchange.write(frames)
             events = await call.receive(self.settings.keep_alive_s)
             recorder.note(events)
             if self.hooks is not None:
@@ -556,10 +555,10 @@ class Lifecycle:
         if reply.shows_timings:
             e2e_s = recorder.clock.elapsed_s()
             recorder.totals.timings = body_timings(recorder.stages(e2e_s), e2e_s)
-        frames = reply.answer.frames(events, recorder.totals)
+        frames = reply.frames(events, recorder.totals)
         if surface.keeps_answers:
             await self._keep(reply, exchange.context)
-        await exchange.write(b"".join([data for _, data in frames]), is_last=True)
+        await exchange.write(frames, is_last=True)
 
 
 def check_images(
@@ -605,11 +604,6 @@ def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:
     )
 
 
-def _plain(answer: Answer) -> Answer:
-    """The answer without the numbering of a resumable stream."""
-    return answer.answer if isinstance(answer, NumberedAnswer) else answer
-
-
 async def _fail(
     exchange: Exchange, surface: Surface | None, error: ApiError, reply: Reply | None
 ) -> None:
@@ -618,4 +612,4 @@ async def _fail(
         await exchange.fail(error, surface and surface.error)
         return
     error.request_id = exchange.context.shown_id
-    await exchange.write(surface.error_frame(error, _plain(reply.answer)), is_last=True)
+    await exchange.write(surface.error_frame(error, reply.answer), is_last=True)

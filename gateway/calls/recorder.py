@@ -204,11 +204,7 @@ class Recorder:
 
     def _measure(self, tracer: "Tracer", record: RequestRecord | None, e2e_s: float) -> None:
         """Record OpenTelemetry's GenAI metrics."""
-        attributes = {
-            "gen_ai.operation.name": self.surface.operation or self.surface.name,
-            "gen_ai.provider.name": "vlm-fleet",
-            "gen_ai.request.model": self.model,
-        }
+        attributes = self._attributes()
         error = {} if self.outcome in NOT_FAILURES else {"error.type": self.outcome}
         tracer.measure("gen_ai.server.request.duration", e2e_s, attributes | error)
         if record is None:
@@ -275,18 +271,10 @@ class Recorder:
         logger.info("request ended", extra=fields)
 
     def _end_span(self, span: "RequestSpan", status: int | None) -> None:
-        e2e_s = self.clock.elapsed_s()
-        operation = self.surface.operation or self.surface.name
-        span.rename(f"{operation} {self.model}")
-        span.add(
-            {
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "vlm-fleet",
-                "gen_ai.request.model": self.model,
-                "vlm.request.id": self.context.id,
-                "vlm.outcome": self.outcome,
-            }
-        )
+        e2e_s, attributes = self.clock.elapsed_s(), self._attributes()
+        span.rename(f"{attributes['gen_ai.operation.name']} {self.model}")
+        span.add(attributes)
+        span.add({"vlm.request.id": self.context.id, "vlm.outcome": self.outcome})
         if status is not None:
             span.add({"http.response.status_code": status})
         if self.is_complete:
@@ -294,8 +282,14 @@ class Recorder:
         is_ours = self.outcome not in NOT_FAILURES and (status is None or not 400 <= status < 500)
         span.end(e2e_s, self._own_stages(e2e_s), self.outcome if is_ours else None)
 
+    def _attributes(self) -> dict[str, str]:
+        return {
+            "gen_ai.operation.name": self.surface.operation or self.surface.name,
+            "gen_ai.provider.name": "vlm-fleet",
+            "gen_ai.request.model": self.model,
+        }
+
     def _answer_attributes(self) -> Attributes:
-        """The span's attributes of the answer. Units: tokens, seconds."""
         prompt, ttft_s = self.totals.prompt, self.clock.ttft_s
         reasons = [event.finish_reason.value for event in self.totals.finished]
         answer: Attributes = {
@@ -308,9 +302,9 @@ class Recorder:
             "vlm.usage.image_tokens": prompt.num_image_tokens,
             "vlm.usage.audio_tokens": prompt.num_audio_tokens,
         }
-        if ttft_s is None:
-            return answer
-        return {**answer, "gen_ai.response.time_to_first_chunk": ttft_s}
+        if ttft_s is not None:
+            answer["gen_ai.response.time_to_first_chunk"] = ttft_s
+        return answer
 
     def _own_stages(self, e2e_s: float) -> list[Stage]:
         """The stages that this process measured; `relay` is put at the end."""

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -19,19 +19,17 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
-from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Reply, Request, Surface, Totals
+from gateway.calls.open_call import Gone, OpenCall
+from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.errors import InvalidRequest, NotFound, from_failed, unavailable
 from gateway.http.exchange import RequestContext
-from shared.protocol import Failed, ImageRef, Tokens, decode_log
+from shared.protocol import Failed, ImageRef, decode_log
 from shared.queue.api import DuplicateRequest, GatewayQueue, QueueUnavailable, RequestState
 from shared.queue.resume import ResumableCalls
 
 RESUMABLE_HEADER = b"x-vlm-resumable"
 KEY_HEADER = b"idempotency-key"
 LAST_ID_HEADER = b"last-event-id"
-#: A request without one of these headers ends when its client disconnects.
-RESUME_HEADERS = frozenset({RESUMABLE_HEADER, KEY_HEADER})
 STREAM_PATH = "/v1/streams/"
 
 #: How long a request that another gateway is accepting may be missing in Redis.
@@ -92,13 +90,6 @@ def is_resumable(context: RequestContext, plan: Plan) -> bool:
     return True
 
 
-def _fingerprint(context: RequestContext, request: Request) -> str:
-    """A hash of the request. Empty without an idempotency key."""
-    if KEY_HEADER not in context.headers:
-        return ""
-    return hashlib.sha256(msgspec.json.encode(request)).hexdigest()
-
-
 def _last_event_id(context: RequestContext) -> int:
     """The last event that the client has; -1 for none. Raises: InvalidRequest."""
     value = context.headers.get(LAST_ID_HEADER, b"")
@@ -118,23 +109,6 @@ def _unknown() -> NotFound:
     )
 
 
-def _decode(data: bytes) -> StreamRecord | None:
-    """A decoded record. None if a gateway of another version wrote it."""
-    try:
-        return _decoder.decode(data)
-    except msgspec.MsgspecError:
-        return None
-
-
-def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
-    """The record, if it is of the same request. Raises: InvalidRequest."""
-    found = (record.tenant, record.surface, record.fingerprint)
-    if found != (wanted.tenant, wanted.surface, wanted.fingerprint):
-        message = "This Idempotency-Key belongs to another request: send a new key."
-        raise InvalidRequest(message, code="idempotency_key_reused", param="Idempotency-Key")
-    return record
-
-
 def _to_call_id(request_id: str, shard: str) -> str:
     """The id of a resumable request's only call."""
     return f"{request_id}-0{shard}"
@@ -142,34 +116,6 @@ def _to_call_id(request_id: str, shard: str) -> str:
 
 def _to_request_id(call_id: str) -> str:
     return call_id.partition("-")[0]
-
-
-@dataclass
-class NumberedAnswer:
-    """An answer whose frames have ids. Frames up to `_last_id` are dropped; -1: none."""
-
-    _surface: Surface
-    answer: Answer
-    _last_id: int
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        return self.answer.whole(events, totals)
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """The frames that the client does not have. Old and new tokens never share a frame."""
-        seen = [
-            place
-            for place, (_, event) in enumerate(events, 1)
-            if isinstance(event, Tokens) and event.index + event.num_tokens <= self._last_id
-        ]
-        num_seen = seen[-1] if seen else 0
-        frames = self.answer.frames(events[:num_seen], None) if num_seen else []
-        frames += self.answer.frames(events[num_seen:], totals)
-        return [
-            (position, self._surface.numbered(data, position))
-            for position, data in frames
-            if position > self._last_id
-        ]
 
 
 @dataclass
@@ -202,13 +148,15 @@ class Resume:
         `shard`: where a new request is placed. Raises: InvalidRequest if the key names another request, Overloaded,
         QueueUnavailable, and errors of `submit`.
         """
-        last_id = _last_event_id(context)
+        last_id, fingerprint = _last_event_id(context), ""
+        if KEY_HEADER in context.headers:
+            fingerprint = hashlib.sha256(msgspec.json.encode(request)).hexdigest()
         record = StreamRecord(
             surface=surface.name,
             model=head.model,
             package=head.package,
             tenant=context.tenant,
-            fingerprint=_fingerprint(context, request),
+            fingerprint=fingerprint,
             created=head.created,
             shows_timings=plan.shows_timings,
             options=msgspec.Raw(msgspec.json.encode(plan.options)),
@@ -224,7 +172,6 @@ class Resume:
                 head = msgspec.structs.replace(head, created=known.created)
                 if await self._has_answer(known.queue, call_id):
                     call = await self._follow(call_id, known.queue)
-                if call is not None:
                     if known.model != head.model and not context.fallback_from:
                         context.fallback_from = head.model
                     head = msgspec.structs.replace(head, package=known.package, model=known.model)
@@ -240,8 +187,7 @@ class Resume:
                 call.close()
                 raise
         answer = surface.answer(plan.options, head)
-        reply = Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head)
-        return _numbered(reply, last_id)
+        return Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head, last_id)
 
     async def reopen(
         self, answer_id: str, context: RequestContext, surfaces: Mapping[str, Surface]
@@ -270,7 +216,7 @@ class Resume:
         except msgspec.MsgspecError:  # written by a gateway of another version
             raise _unknown() from None
         answer = surface.answer(options, head)
-        return _numbered(Reply(surface, call, answer, True, record.shows_timings, head), last_id)
+        return Reply(surface, call, answer, True, record.shows_timings, head, last_id)
 
     async def images(self, request_id: str) -> tuple[ImageRef, ...]:
         """The images of a request whose answer may be stored. Raises: QueueUnavailable."""
@@ -347,29 +293,32 @@ class Resume:
             await self.records.forget(request_id)
 
     async def _recall(self, request_id: str) -> StreamRecord | None:
+        """The record of a request. None: there is none, or a gateway of another version wrote it."""
         data = await self.records.recall(request_id)
-        return None if data is None else _decode(data)
+        try:
+            return None if data is None else _decoder.decode(data)
+        except msgspec.MsgspecError:
+            return None
 
     async def _remember(self, request_id: str, wanted: StreamRecord) -> StreamRecord | None:
         """Store a record. Returns the existing one if the request was sent before, else None.
 
         Raises: InvalidRequest for another request with this key, Overloaded, QueueUnavailable.
         """
+        data = msgspec.json.encode(wanted)
         for _ in range(_MAX_REMEMBERS):
-            data = msgspec.json.encode(wanted)
             if await self.records.remember(request_id, data, self.keep_s):
                 return None
-            data = await self.records.recall(request_id)
-            if data is None:  # an attempt that was refused elsewhere has just deleted it
+            record = await self._recall(request_id)
+            if record is None:  # an attempt that was refused elsewhere has just deleted it
                 continue
-            record = _decode(data)
-            if record is not None:
-                return _same(record, wanted)
-            # Only a gateway of the record's version can compare the requests: refuse while the call runs.
-            call_id = _to_call_id(request_id, wanted.shard)
-            if await self.queue.state(wanted.queue, call_id) is not None:
-                break
-            await self.records.forget(request_id)
+            found = (record.tenant, record.surface, record.fingerprint)
+            if found != (wanted.tenant, wanted.surface, wanted.fingerprint):
+                message = "This Idempotency-Key belongs to another request: send a new key."
+                raise InvalidRequest(
+                    message, code="idempotency_key_reused", param="Idempotency-Key"
+                )
+            return record
         raise unavailable()
 
     async def _follow(self, call_id: str, model: str) -> OpenCall:
@@ -398,9 +347,3 @@ class Resume:
         has_waited = time.monotonic() >= call.begins_by
         if choice.is_finished and choice.attempt == 0 and has_waited:
             self.dispatcher.spawn(self._forget(_to_request_id(choice.request_id)))
-
-
-def _numbered(reply: Reply, last_id: int) -> Reply:
-    answer = NumberedAnswer(reply.surface, reply.answer, last_id)
-    where = [(b"x-vlm-stream", (STREAM_PATH + reply.head.id).encode())]
-    return msgspec.structs.replace(reply, answer=answer, headers=where)

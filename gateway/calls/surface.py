@@ -23,7 +23,7 @@ from gateway.http.exchange import (
     with_sse_id,
 )
 from gateway.media.loader import ImageSource, LoadedImage
-from shared.protocol import Finished, ModelCard, Priority, Task, Usage
+from shared.protocol import Finished, ModelCard, Priority, Task, Tokens, Usage
 from shared.records.store import Record
 from shared.settings.limits import LimitSettings
 
@@ -193,5 +193,21 @@ class Reply(Struct, frozen=True):
     is_streamed: bool
     shows_timings: bool
     head: AnswerHead
-    #: Additional headers of a stream.
-    headers: Headers = field(default_factory=list)
+    #: Last frame that the client of a resumable stream has; -1: none. Frames of other streams have no ids.
+    last_id: int | None = None
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> bytes:
+        """The frames of events that arrived together, without those that the client has."""
+        if self.last_id is None:
+            return b"".join([data for _, data in self.answer.frames(events, totals)])
+        seen = [
+            place
+            for place, (_, event) in enumerate(events, 1)
+            if isinstance(event, Tokens) and event.index + event.num_tokens <= self.last_id
+        ]
+        # Old and new tokens never share a frame.
+        num_seen = seen[-1] if seen else 0
+        frames = self.answer.frames(events[:num_seen], None) if num_seen else []
+        frames += self.answer.frames(events[num_seen:], totals)
+        numbered = self.surface.numbered
+        return b"".join([numbered(data, id_) for id_, data in frames if id_ > self.last_id])

@@ -293,8 +293,6 @@ class _NamesModel(msgspec.Struct):
     model: str
 
 
-_name_decoder = msgspec.json.Decoder(_NamesModel)
-
 _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
@@ -317,14 +315,11 @@ async def read_body(
     limits: LimitSettings,
     *,
     timeout_s: float,
-    max_commas: int = 0,
-    media_type: bytes = JSON,
+    max_commas: int,
+    media_type: bytes,
 ) -> bytes:
-    """The request's body. `max_commas` overrides the limit for JSON.
-
-    Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone.
-    """
-    most = max_commas or limits.max_commas if media_type == JSON else limits.max_body_bytes
+    """The request's body. `max_commas`: of JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
+    most = max_commas if media_type == JSON else limits.max_body_bytes
     pieces: list[bytes] = []
     num_commas = 0
     async for piece in read_pieces(
@@ -351,10 +346,7 @@ async def read_pieces(
     paced = PacedBody(receive, timeout_s)
     has_more = True
     while has_more:
-        try:
-            message = await paced.receive()
-        except BodyTooSlow as slow:
-            raise slow.error() from None
+        message = await paced.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         piece: bytes = message.get("body", b"")
@@ -365,15 +357,12 @@ async def read_pieces(
         yield piece
 
 
-class BodyTooSlow(Exception):
+class BodyTooSlow(InvalidRequest):
     """No bytes for `timeout_s`, or less than the minimum rate within it."""
 
     def __init__(self, timeout_s: float) -> None:
         self.problem = f"less than {LimitSettings.min_body_rate >> 10} KiB a second arrived for {timeout_s:g} s"
-
-    def error(self) -> ApiError:
-        message = f"The body was sent too slowly: {self.problem}."
-        return InvalidRequest(message, code="timeout")
+        super().__init__(f"The body was sent too slowly: {self.problem}.", code="timeout")
 
 
 class PacedBody:
@@ -461,14 +450,14 @@ class JsonBody(Generic[T]):
     def __init__(
         self,
         type_: type[T],
-        hints: Mapping[str, str] | None = None,
-        unsupported: Unsupported | None = None,
+        hints: Mapping[str, str] = {},
+        unsupported: Mapping[str, tuple[Any, ...]] = {},
     ) -> None:
         """`unsupported`: unknown fields that are refused instead of ignored."""
         self._type = type_
         self._decoder = msgspec.json.Decoder(type_)
-        self._hints = hints or {}
-        self._unsupported = unsupported or {}
+        self._hints = hints
+        self._unsupported = unsupported
 
     def decode(self, body: bytes, context: RequestContext | None = None) -> T:
         """Decode a body. Without a `context`, an unknown field is refused.
@@ -577,7 +566,7 @@ def is_deeper(data: bytes, max_levels: int) -> bool:
 def find_model_name(body: bytes) -> str:
     """The model in a refused body. Empty if the body is not JSON or has no model."""
     try:
-        return _name_decoder.decode(body).model
+        return msgspec.json.decode(body, type=_NamesModel).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
 

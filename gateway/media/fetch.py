@@ -60,7 +60,6 @@ _FAILURES = (
     httpcore.NetworkError,
     httpcore.TimeoutException,
     httpcore.ProtocolError,
-    httpcore.UnsupportedProtocol,
 )
 
 

@@ -23,7 +23,7 @@ from functools import partial
 from struct import error as StructError
 from struct import unpack_from
 from tempfile import TemporaryFile
-from typing import IO, TypeVar
+from typing import IO
 
 import msgspec
 from msgspec import Struct
@@ -56,8 +56,6 @@ _INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are re
 _LEAST_BYTES_PER_S = 1024 * 1024  #: of a fetched video or audio
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 _HEAD_BYTES = 1024  #: bytes of a video or audio file that tell its type
-
-Encoded = TypeVar("Encoded", str, bytes)
 
 
 class ImageHeader(Struct, frozen=True):
@@ -360,8 +358,8 @@ class ImageLoader:
             if source.ref is not None:
                 return LoadedImage(_as_asked(source.ref, source), None)
             if _is_data(source.url):
-                from_url = partial(self._from_data_url, source=source)
-                return await self._off_loop(from_url, source.url)
+                from_url = partial(self._from_data_url, source.url, source)
+                return await self._off_loop(from_url, len(source.url))
             file = await self._fetch(source, reserve)
             try:
                 return await self._check_file(file, source)
@@ -371,13 +369,11 @@ class ImageLoader:
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
 
-    async def _off_loop(
-        self, work: Callable[[Encoded], LoadedImage], encoded: Encoded
-    ) -> LoadedImage:
-        """Run work that is proportional to a large argument in a thread."""
-        if len(encoded) <= _INLINE_CHARS:
-            return work(encoded)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, encoded)
+    async def _off_loop(self, work: Callable[[], LoadedImage], size: int) -> LoadedImage:
+        """Run work in a thread if its input is large."""
+        if size <= _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _fetch(self, source: ImageSource, reserve: Callable[[int], None]) -> IO[bytes]:
         url = source.url
@@ -440,10 +436,9 @@ class ImageLoader:
 
     async def _check_file(self, file: IO[bytes], source: ImageSource) -> LoadedImage:
         """Raises: ImageRefused."""
-        if isinstance(file, io.BytesIO):
-            return await self._off_loop(partial(self._check, source=source), file.getvalue())
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._check, file, source)
+        data = file.getvalue() if isinstance(file, io.BytesIO) else file
+        _, num_bytes = _look_at(data)
+        return await self._off_loop(partial(self._check, data, source), num_bytes)
 
     def _check(self, data: bytes | IO[bytes], source: ImageSource) -> LoadedImage:
         kind, formats = source.kind, MEDIA[source.kind].formats

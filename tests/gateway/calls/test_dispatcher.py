@@ -347,7 +347,7 @@ async def test_an_id_that_is_open_is_refused_and_the_first_goes_on(dispatcher):
         await submit_one(dispatcher, request)
     dispatcher.fail_all("The first is still known.")
     assert await first.receive(timeout_s=5.0)
-    assert dispatcher.num_open == 1
+    assert dispatcher.has_open(request.model)
 
 
 async def test_cancellations_go_in_bounded_calls_until_redis_takes_them(dispatcher, monkeypatch):
