@@ -111,7 +111,10 @@ def read_content(answer: httpx.Response) -> Any:
         raise ApiFailed(f"the gateway answers {answer.status_code} without JSON") from None
     if answer.is_success:
         return content
-    error = content.get("error", {})
+    try:
+        error = dict(content["error"])
+    except (KeyError, TypeError, ValueError):  # a server of another kind
+        error = {}
     message = error.get("message", "")
     if answer.status_code in (401, 403):
         message += (

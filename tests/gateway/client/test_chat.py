@@ -28,6 +28,8 @@ LOADING = {"id": "slow", "num_workers": 0, "tasks": ["generate"]}
         (200, {"data": [CLIP]}, r"it serves clip.*`vlm serve"),
         (200, {"data": [CLIP, LOADING]}, r"slow .*wait"),
         (401, {"error": {"message": "no key"}}, r"no key.*VLM_API_KEY"),
+        (404, {"error": "no such path"}, "answers 404"),
+        (404, ["no such path"], "answers 404"),
     ],
 )
 def test_the_first_model_that_may_have_a_worker_is_asked_or_it_says_what_to_do(
