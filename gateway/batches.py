@@ -137,9 +137,7 @@ def read_line(line: memoryview, number: int) -> BatchLine:
 def check_lines(data: bytes, endpoint: str, max_lines: int) -> tuple[int, list[LineError]]:
     lines = split_lines(data)
     if not lines:
-        return 0, [
-            LineError("empty_file", "The file has no requests: send one JSON object a line.")
-        ]
+        return 0, [LineError("empty_file", "The file is empty: send one JSON object a line.")]
     if len(lines) > max_lines:
         message = f"The file has {len(lines)} requests: send at most {max_lines} in a batch."
         return len(lines), [LineError("too_many_requests", message)]
@@ -153,11 +151,8 @@ def _check_line(line: memoryview, number: int, endpoint: str, seen: set[str]) ->
         str(line, "utf-8")
         found = _decoder.decode(line)
     except msgspec.ValidationError:
-        return LineError(
-            "invalid_request",
-            "Send custom_id (1 to 512 characters), method, url and body in each line.",
-            line=number,
-        )
+        message = "Send custom_id (1 to 512 characters), method, url and body in each line."
+        return LineError("invalid_request", message, line=number)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return LineError("invalid_json_line", "The line is not valid JSON in UTF-8.", line=number)
     if found.custom_id in seen:
@@ -175,12 +170,8 @@ def _check_line(line: memoryview, number: int, endpoint: str, seen: set[str]) ->
 def _check_body(body: Raw, number: int) -> LineError | None:
     try:
         if _streams_decoder.decode(body).stream:
-            return LineError(
-                "invalid_request",
-                "A batch does not stream: leave out stream.",
-                "body.stream",
-                number,
-            )
+            message = "A batch does not stream: leave out stream."
+            return LineError("invalid_request", message, "body.stream", number)
     except msgspec.ValidationError:  # validated by the endpoint
         if not bytes(body).lstrip().startswith(b"{"):
             return LineError("invalid_request", "Send an object as body.", "body", number)
@@ -622,7 +613,7 @@ class BatchRunner:
     def look(self) -> None:
         self._changed.set()
         for computing in self._computing:
-            computing.wake()
+            computing.is_woken.set()
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -634,9 +625,8 @@ class BatchRunner:
                 logger.exception("cannot look for batches, retrying")
             self._changed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait(), self.look_s * random.uniform(0.75, 1.25)
-                )
+                pause_s = self.look_s * random.uniform(0.75, 1.25)
+                await asyncio.wait_for(self._changed.wait(), pause_s)
 
     async def _look_once(self) -> None:
         if time.monotonic() > self._sweep_at:
@@ -710,9 +700,7 @@ class BatchRunner:
         if view.cancel is not None:
             return "cancelled", []
         if not self._may_ask(record.tenant, record.guest):
-            return "failed", [
-                LineError("invalid_api_key", "The API key of this batch was removed.")
-            ]
+            return "failed", [LineError("invalid_api_key", "The key of the batch was removed.")]
         data = await asyncio.to_thread(batches.read_input, record)
         if data is None:
             return "failed", [LineError("input_file_not_found", "The input file was deleted.")]
@@ -782,7 +770,7 @@ class _Computing:
         self._results: list[LineResult] = []
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._is_woken = asyncio.Event()
+        self.is_woken = asyncio.Event()  #: store the results and check for a cancellation now
         self._writing = asyncio.Lock()
 
     async def run(self) -> bool:
@@ -803,10 +791,6 @@ class _Computing:
                 task.cancel()
             await asyncio.gather(*answering, keeping, return_exceptions=True)
 
-    def wake(self) -> None:
-        """Check for a cancellation now, and store the results."""
-        self._is_woken.set()
-
     async def _answer_lines(self) -> None:
         for number in self._todo:
             line = read_line(self._lines[number], number)
@@ -814,15 +798,15 @@ class _Computing:
             self._results.append(result)
             if len(self._results) >= _PART_RESULTS:
                 self._has_room.clear()
-                self.wake()
+                self.is_woken.set()
                 await self._has_room.wait()
 
     async def _keep_results(self) -> None:
         """Store results periodically; returns when the batch is cancelled."""
         while True:
-            self._is_woken.clear()
+            self.is_woken.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._is_woken.wait(), self._runner.flush_s)
+                await asyncio.wait_for(self.is_woken.wait(), self._runner.flush_s)
             try:
                 await self.flush()
                 if await self._runner.is_cancelled(self._record):

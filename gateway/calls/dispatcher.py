@@ -43,9 +43,7 @@ _STOP_WITHIN_S = 2.0
 MAX_LOOKS = 128  #: requests per lookup
 NO_LIMIT = 2**53
 MAX_CANCELS = 256  #: choices per cancellation
-_LATE_MESSAGE = (
-    "The request exceeded its deadline; ask for fewer tokens, or retry when the load is lower."
-)
+_LATE_MESSAGE = "The request exceeded its deadline: ask for fewer tokens, or retry later."
 _LOST_MESSAGE = "The workers that ran the request were lost; retry."
 _CANCELLED_MESSAGE = "The request was cancelled."
 
@@ -74,13 +72,10 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        for loop in (
-            self._read_mailbox,
-            self._keep_deadlines,
-            self._look_after,
-            self._keep_cancelling,
-        ):
-            self.spawn(self._supervise(loop))
+        self.spawn(self._supervise(self._read_mailbox))
+        self.spawn(self._supervise(self._keep_deadlines))
+        self.spawn(self._supervise(self._look_after))
+        self.spawn(self._supervise(self._keep_cancelling))
 
     async def stop(self) -> None:
         for call in {call for call, _ in self._all_routes()}:
@@ -118,23 +113,22 @@ class Dispatcher:
         nothing stays queued.
         Raises: QueueRefused, QueueUnavailable, DuplicateRequest.
         """
-        await self.mailbox.open([calls[0].model])  # the mailbox may have been closed meanwhile
+        first = calls[0]
+        await self.mailbox.open([first.model])  # the mailbox may have been closed meanwhile
         for each in calls:
             routes = self._routes.get(each.id, ())
             if any(not c.is_follower and not c.choices[i].is_finished for c, i in routes):
                 raise DuplicateRequest(f"request {each.id} is open")
-        call = OpenCall(
-            calls[0].model, [each.id for each in calls], time.monotonic() + timeout_s, self._forget
-        )
-        call.tenant = calls[0].tenant
-        call.is_resumable = calls[0].is_resumable
+        deadline_at = time.monotonic() + timeout_s
+        call = OpenCall(first.model, [each.id for each in calls], deadline_at, self._forget)
+        call.tenant, call.is_resumable = first.tenant, first.is_resumable
         call.begins_by = math.inf
         self._add(call)
         call.charge = charge
         try:
             choices = [seal(each) for each in calls]
             submission = Submission(choices, timeout_s, max_waiting, reservation, affinity, charge)
-            submitted = await self._enqueue(calls[0], submission)
+            submitted = await self._enqueue(first, submission)
         except BaseException as error:
             for choice in call.choices:
                 choice.is_settled |= isinstance(error, QueueRefused)  # nothing to cancel

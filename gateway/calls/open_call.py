@@ -123,10 +123,8 @@ class ChoiceProgress:
         if known == token_ids[: len(known)]:
             self.is_split = self.has_gap = True
             return None
-        return self.fail(
-            ErrorCode.WORKER_LOST,
-            "The worker was lost and the answer could not be continued; retry.",
-        )
+        message = "The worker was lost and the answer could not be continued; retry."
+        return self.fail(ErrorCode.WORKER_LOST, message)
 
     def _hold_back(self, num_expected: int) -> None:
         self.has_gap = True
@@ -138,11 +136,7 @@ class ChoiceProgress:
 
 
 class OpenCall:
-    """The choices of one request.
-
-    `close` is synchronous and idempotent; it cancels the request, unless it is resumable. Units: `deadline_at` is a
-    reading of `time.monotonic`.
-    """
+    """The choices of one request."""
 
     def __init__(
         self,
@@ -152,7 +146,7 @@ class OpenCall:
         on_close: Callable[["OpenCall"], None],
     ) -> None:
         self.model = model
-        self.deadline_at = deadline_at
+        self.deadline_at = deadline_at  #: by `time.monotonic`
         self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
         self.is_closed = False
         self.tenant = ""
@@ -239,7 +233,7 @@ class OpenCall:
                 timer.cancel()
 
     def close(self) -> None:
-        """Close the request and cancel what still runs. Idempotent."""
+        """Close the request, and cancel what still runs unless it is resumable. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True

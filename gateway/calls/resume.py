@@ -21,7 +21,7 @@ import msgspec
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.open_call import Gone, OpenCall
 from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
-from gateway.http.errors import InvalidRequest, NotFound, from_failed, unavailable
+from gateway.http.errors import InvalidRequest, NotFound, from_failed, invalid, unavailable
 from gateway.http.exchange import RequestContext
 from shared.protocol import Failed, ImageRef, decode_log
 from shared.queue.api import DuplicateRequest, GatewayQueue, QueueUnavailable, RequestState
@@ -68,24 +68,17 @@ _decoder = msgspec.json.Decoder(StreamRecord)
 
 
 def is_resumable(context: RequestContext, plan: Plan) -> bool:
-    """Whether the request continues without its client.
-
-    An idempotency key determines the request's id. Raises: InvalidRequest.
-    """
+    """Whether the request continues without its client. Its idempotency key becomes its id. Raises: InvalidRequest."""
     key = context.headers.get(KEY_HEADER)
     wants_resume = context.headers.get(RESUMABLE_HEADER, b"").lower() in (b"true", b"1")
     if key is None and not (wants_resume and plan.is_streamed):
         return False
     if len(plan.tasks) != 1:
-        raise InvalidRequest(
-            "A resumable request has one answer: send one prompt with n = 1, or audio of one segment.",
-            param="n",
-            code="invalid_value",
-        )
+        message = "A resumable request has one answer: send one prompt with n = 1, or audio of one segment."
+        raise InvalidRequest(message, param="n", code="invalid_value")
     if key is not None:
         if not _KEY.fullmatch(key):
-            message = "Invalid Idempotency-Key: send 1 to 256 visible ASCII characters."
-            raise InvalidRequest(message, param="Idempotency-Key", code="invalid_value")
+            raise invalid("Idempotency-Key", "send 1 to 256 visible ASCII characters")
         context.id = hmac.new(context.tenant.encode(), key, hashlib.sha256).hexdigest()[:32]
     return True
 
@@ -96,9 +89,7 @@ def _last_event_id(context: RequestContext) -> int:
     if not value:
         return -1
     if not _EVENT_ID.fullmatch(value):
-        raise InvalidRequest(
-            "Invalid Last-Event-ID: send a number.", param="Last-Event-ID", code="invalid_value"
-        )
+        raise invalid("Last-Event-ID", "send a number")
     return int(value)
 
 
@@ -192,10 +183,7 @@ class Resume:
     async def reopen(
         self, answer_id: str, context: RequestContext, surfaces: Mapping[str, Surface]
     ) -> Reply:
-        """The rest of a stream after the event in `Last-Event-ID`.
-
-        Raises: InvalidRequest, NotFound, QueueUnavailable.
-        """
+        """A stream after the event in `Last-Event-ID`. Raises: InvalidRequest, NotFound, QueueUnavailable."""
         found = _ANSWER_ID.fullmatch(answer_id)
         if found is None:
             raise _unknown()
@@ -231,10 +219,7 @@ class Resume:
             await self.records.replace(request_id, msgspec.json.encode(record), self.keep_s)
 
     async def _has_answer(self, model: str, choice_id: str) -> bool:
-        """Whether a call exists and has not failed with an error that asks the client to retry.
-
-        A call that has failed so is deleted. Raises: QueueUnavailable.
-        """
+        """Whether a call exists. One whose failure asks the client to retry is deleted. Raises: QueueUnavailable."""
         state = await self.queue.state(model, choice_id)
         if state is None or state.state != "failed":
             return state is not None
@@ -249,10 +234,7 @@ class Resume:
         return False
 
     def when_ended(self, call: OpenCall, callback: Callable[[], object]) -> None:
-        """Run `callback` when a resumable request has ended, also if its client has left.
-
-        Not run if this gateway stops first or cannot reach Redis.
-        """
+        """Run `callback` when a resumable request has ended, also without its client, if this gateway still runs."""
 
         def on_close(call: OpenCall) -> None:
             if call.unsettled_ids:
@@ -301,10 +283,7 @@ class Resume:
             return None
 
     async def _remember(self, request_id: str, wanted: StreamRecord) -> StreamRecord | None:
-        """Store a record. Returns the existing one if the request was sent before, else None.
-
-        Raises: InvalidRequest for another request with this key, Overloaded, QueueUnavailable.
-        """
+        """Store a record, or return the existing one. Raises: InvalidRequest if it is another request's, Overloaded."""
         data = msgspec.json.encode(wanted)
         for _ in range(_MAX_REMEMBERS):
             if await self.records.remember(request_id, data, self.keep_s):
@@ -314,10 +293,8 @@ class Resume:
                 continue
             found = (record.tenant, record.surface, record.fingerprint)
             if found != (wanted.tenant, wanted.surface, wanted.fingerprint):
-                message = "This Idempotency-Key belongs to another request: send a new key."
-                raise InvalidRequest(
-                    message, code="idempotency_key_reused", param="Idempotency-Key"
-                )
+                text = "This Idempotency-Key belongs to another request: send a new key."
+                raise InvalidRequest(text, code="idempotency_key_reused", param="Idempotency-Key")
             return record
         raise unavailable()
 

@@ -15,13 +15,7 @@ from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.http.body import JSON, JsonBody
 from gateway.http.endpoint import Endpoint
 from gateway.http.errors import ApiError, Headers
-from gateway.http.exchange import (
-    SSE_HEADERS,
-    SSE_KEEP_ALIVE,
-    RequestContext,
-    sse_event,
-    with_sse_id,
-)
+from gateway.http.exchange import SSE_HEADERS, SSE_KEEP_ALIVE, RequestContext, sse_event, with_id
 from gateway.media.loader import ImageSource, LoadedImage
 from shared.protocol import Finished, ModelCard, Priority, Task, Tokens, Usage
 from shared.records.store import Record
@@ -123,7 +117,6 @@ class Surface(Endpoint):
     commas: str = "max_commas"
     #: Whether a worker cuts the audio of a plan into segments before it is queued.
     cuts_audio: bool = False
-    #: Whether batches accept its requests.
     batchable: bool = False
     #: Whether answers may be stored, so that later requests continue them.
     keeps_answers: bool = False
@@ -178,15 +171,13 @@ class Surface(Endpoint):
 
     def numbered(self, frame: bytes, position: int) -> bytes:
         """A frame with its id, if the API's frames have ids."""
-        return with_sse_id(frame, position)
+        return with_id(frame, position)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
         return sse_event(error.event())
 
 
 class Reply(Struct, frozen=True):
-    """An open call and its answer."""
-
     surface: Surface
     call: OpenCall
     answer: Answer

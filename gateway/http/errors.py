@@ -116,8 +116,6 @@ class InvalidRequest(ApiError):
 
 
 class AuthenticationError(ApiError):
-    """The key is missing or unknown."""
-
     status = 401
     type = "invalid_request_error"
 
@@ -128,8 +126,6 @@ class Forbidden(ApiError):
 
 
 class NotFound(ApiError):
-    """The model or path does not exist."""
-
     status = 404
     type = "invalid_request_error"
 
@@ -190,7 +186,17 @@ def unknown_path(path: str, known: Collection[str]) -> ApiError:
     return NotFound(message, code="not_found")
 
 
-def unsupported_media_type(message: str) -> InvalidRequest:
+def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
+    """The error for a field. `problem` says what to send instead."""
+    message = f"Invalid value for {param}: {problem}."
+    return InvalidRequest(message, param=param, code=code, status=400)
+
+
+def missing(param: str) -> InvalidRequest:
+    return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")
+
+
+def wrong_media_type(message: str) -> InvalidRequest:
     return InvalidRequest(message, code="unsupported_media_type")
 
 
@@ -223,10 +229,7 @@ def store_unavailable() -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError | None:
-    """The error for an exception. None if the client has disconnected.
-
-    It has no traceback, whose frames would retain bodies and images.
-    """
+    """The error for an exception, without a traceback that retains the body. None if the client has disconnected."""
     match error:
         case ClientGone():
             return None

@@ -194,9 +194,7 @@ def _check_scans(data: bytes, position: int) -> None:
         position = match.end()
         num_scans += data[position - 1] == _JPEG_SCAN
         if num_scans > _MAX_JPEG_SCANS:
-            raise ImageRefused(
-                f"The JPEG has more than {_MAX_JPEG_SCANS} scans; save it with fewer."
-            )
+            raise ImageRefused(f"The JPEG has more than {_MAX_JPEG_SCANS} scans: use fewer.")
     raise ValueError
 
 
