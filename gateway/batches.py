@@ -50,10 +50,11 @@ MAX_ERRORS = 100
 _MAX_CUSTOM_ID_CHARS = 512
 #: Prefix of the ids, which distinguishes these files from those of vector stores.
 FILE_ID = "file-batch-"
-_ID = re.compile(FILE_ID + "[0-9a-f]{32}")
+_FILE_ID = re.compile(FILE_ID + "[0-9a-f]{32}")
 _FOLDER = "files"
 _TIME_DIGITS = 11
 BATCH_ID = "batch_"
+_BATCH_ID = re.compile(BATCH_ID + "[0-9a-f]{32}")
 WINDOW_S = 24 * 3600.0
 _BATCHES, _OPEN, _CANCELLED = "batches", "open", "cancelled"
 #: Age at which the marker of an open batch is deleted if it has no record. Markers are written before records.
@@ -238,7 +239,7 @@ class BatchFiles:
         self._store.put_if_absent(_record(owner, file.id), msgspec.json.encode(file))
 
     def get(self, owner: str, id_: str) -> BatchFile | None:
-        if not _ID.fullmatch(id_):
+        if not _FILE_ID.fullmatch(id_):
             return None
         data = self._store.get(_record(owner, id_))
         return None if data is None else msgspec.json.decode(data, type=BatchFile)
@@ -385,8 +386,7 @@ class Batches:
         return record
 
     def get(self, owner: str, id_: str) -> BatchView | None:
-        tail = id_.removeprefix(BATCH_ID)
-        if not id_.startswith(BATCH_ID) or len(tail) != 32 or not tail.isalnum():
+        if not _BATCH_ID.fullmatch(id_):
             return None
         folder = _folder(owner, id_)
         names = {key.removeprefix(folder + "/") for key in self._store.list(folder)}
@@ -547,9 +547,9 @@ def _now() -> int:
 
 
 #: Maximum concurrent lines of a batch, and concurrent batches of a gateway.
-MAX_OPEN_LINES = 64
+_MAX_OPEN_LINES = 64
 MAX_RUNNING = 4
-LEASE_S = 15.0
+_LEASE_S = 15.0
 _SWEEP_PAUSE_S = 3600.0
 _PART_RESULTS = 256
 _MAX_PAUSE_S = 30.0
@@ -584,11 +584,9 @@ class BatchRunner:
     _may_ask: Callable[[str, str], bool]  #: whether the key of a tenant or guest is valid
     _: KW_ONLY
     max_lines: int
-    max_open_lines: int = MAX_OPEN_LINES  #: of a batch
     keep_s: float  #: age at which files and batches are deleted
     look_s: float = 3.0
     flush_s: float = 2.0  #: interval of storing results
-    lease_s: float = LEASE_S
 
     def __post_init__(self) -> None:
         self.holder = secrets.token_hex(8)
@@ -649,7 +647,7 @@ class BatchRunner:
 
     async def _take(self, owner: str, id_: str) -> None:
         """Run a batch, unless another gateway runs it."""
-        if await self._leases.hold(id_, self.holder, self.lease_s):
+        if await self._leases.hold(id_, self.holder, _LEASE_S):
             task = asyncio.create_task(self._run(owner, id_), name=id_)
             self._running[id_] = owner, task
 
@@ -675,11 +673,11 @@ class BatchRunner:
     async def _hold(self, id_: str) -> None:
         """Renew the lease. Returns when the lease is lost, or may be lost."""
         held_at = time.monotonic()
-        while time.monotonic() < held_at + self.lease_s * 0.7:
-            await asyncio.sleep(self.lease_s / 5)
+        while time.monotonic() < held_at + _LEASE_S * 0.7:
+            await asyncio.sleep(_LEASE_S / 5)
             with suppress(QueueUnavailable):
                 asked_at = time.monotonic()
-                if not await self._leases.hold(id_, self.holder, self.lease_s):
+                if not await self._leases.hold(id_, self.holder, _LEASE_S):
                     return
                 held_at = asked_at
 
@@ -775,8 +773,7 @@ class _Computing:
 
     async def run(self) -> bool:
         """Run all lines, unless the batch is cancelled; returns whether all are complete."""
-        count = self._runner.max_open_lines
-        answering = [asyncio.create_task(self._answer_lines()) for _ in range(count)]
+        answering = [asyncio.create_task(self._answer_lines()) for _ in range(_MAX_OPEN_LINES)]
         keeping = asyncio.create_task(self._keep_results())
         all_answered = asyncio.gather(*answering)
         try:

@@ -203,10 +203,7 @@ class _Terminal:
         self._note(format_timings(conversation.timings, conversation.usage))
 
     def converse(self, files: list[Path]) -> int:
-        """Answer each line of the input. Returns the exit code.
-
-        On a terminal, Ctrl-C stops an answer or clears the line.
-        """
+        """Answer each line of the input. Ctrl-C stops an answer or clears the line. Returns the exit code."""
         self._note("Ask; /help lists the commands, Ctrl-D ends.")
         messages, exit_code = self._conversation.messages, 0
         while True:

@@ -31,10 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Records one request. `model` is a metrics label and always a known name.
-
-    Units: seconds; instants of `time.perf_counter`.
-    """
+    """Records one request. `model`: a metrics label, always a known name. Units: seconds, of `time.perf_counter`."""
 
     def __init__(self, surface: Surface, context: RequestContext, metrics: GatewayMetrics) -> None:
         self.surface = surface

@@ -15,7 +15,7 @@ from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.http.body import JSON, JsonBody
 from gateway.http.endpoint import Endpoint
 from gateway.http.errors import ApiError, Headers
-from gateway.http.exchange import SSE_HEADERS, SSE_KEEP_ALIVE, RequestContext, sse_event, with_id
+from gateway.http.exchange import SSE_HEADERS, SSE_KEEP_ALIVE, RequestContext, sse_event
 from gateway.media.loader import ImageSource, LoadedImage
 from shared.protocol import Finished, ModelCard, Priority, Task, Tokens, Usage
 from shared.records.store import Record
@@ -170,8 +170,10 @@ class Surface(Endpoint):
         return None
 
     def numbered(self, frame: bytes, position: int) -> bytes:
-        """A frame with its id, if the API's frames have ids."""
-        return with_id(frame, position)
+        """A frame with the id of its last event: a client that is cut off inside the frame gets all of it again."""
+        begin = frame.rfind(b"\n\nevent: ")
+        begin = 0 if begin < 0 else begin + 2
+        return frame[:begin] + b"id: %d\n" % position + frame[begin:]
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
         return sse_event(error.event())

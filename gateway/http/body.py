@@ -422,11 +422,7 @@ def _too_large(limit: str) -> InvalidRequest:
 
 
 class JsonBody(Generic[T]):
-    """Decodes bodies of one type.
-
-    `hints` are error texts for values outside a closed set, by the field's path or last name; by default the error
-    lists the set.
-    """
+    """Decodes bodies of one type. `hints`: errors for values outside a closed set, by the field's path or name."""
 
     def __init__(
         self,

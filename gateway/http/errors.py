@@ -80,16 +80,14 @@ class ApiError(Exception):
         return self.retry_after_s is not None
 
     def body(self) -> bytes:
-        return self._encode(ErrorFields(self.message, self.type, self.param, self.code))
+        fields = ErrorFields(self.message, self.type, self.param, self.code)
+        return msgspec.json.encode(ErrorBody(fields))
 
     def event(self) -> bytes:
         """The error as the last event of a stream, with the fields of the headers."""
         fields = ErrorFields(self.message, self.type, self.param, self.code, self.should_retry)
         if self.retry_after_s is not None:
             fields.retry_after = self.retry_after_s
-        return self._encode(fields)
-
-    def _encode(self, fields: ErrorFields) -> bytes:
         return msgspec.json.encode(ErrorBody(fields))
 
     def headers(self) -> Headers:

@@ -158,10 +158,3 @@ def sse_event(data: bytes, event: bytes = b"") -> bytes:
     if event:
         return b"event: " + event + b"\ndata: " + data + b"\n\n"
     return b"data: " + data + b"\n\n"
-
-
-def with_id(events: bytes, id_: int) -> bytes:
-    """A frame with the id of its last event: a client that is cut off inside the frame gets all of it again."""
-    begin = events.rfind(b"\n\nevent: ")
-    begin = 0 if begin < 0 else begin + 2
-    return events[:begin] + b"id: %d\n" % id_ + events[begin:]

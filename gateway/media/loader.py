@@ -181,16 +181,13 @@ def _read_jpeg(data: bytes) -> ImageHeader:
 
 
 def _check_scans(data: bytes, position: int) -> None:
-    """Count the scans of a JPEG, because each costs the decoder time. Raises: ImageRefused.
-
-    Data after the end of the image is ignored: cameras put films there.
-    """
+    """Count the scans of a JPEG, because each costs the decoder time. Raises: ImageRefused."""
     num_scans = 1
     for _ in range(_MAX_JPEG_SEGMENTS):
         position += int.from_bytes(data[position : position + 2], "big")
         match = _JPEG_MARKER_IN_SCAN.search(data, position)
         if match is None or data[match.end() - 1] == _JPEG_END:
-            return  # the end is missing: left to the decoder
+            return  # a missing end is left to the decoder; cameras put films after the end
         position = match.end()
         num_scans += data[position - 1] == _JPEG_SCAN
         if num_scans > _MAX_JPEG_SCANS:
@@ -499,13 +496,12 @@ def _is_data(url: str) -> bool:
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode padded standard base64 with optional white space. Raises: ImageRefused.
-
-    By msgspec, which is seven times as fast as binascii and also refuses redundant padding.
-    """
+    """Decode padded standard base64 with optional white space. Raises: ImageRefused."""
     try:
         if len(text) <= _SLICE_CHARS:
-            return msgspec.convert(text, bytes)
+            return msgspec.convert(
+                text, bytes
+            )  # faster than binascii, and refuses redundant padding
         slices = []
         for start in range(0, len(text), _SLICE_CHARS):
             piece = text[start : start + _SLICE_CHARS]
