@@ -833,8 +833,7 @@ def _find_pause(answer: LineAnswer) -> float | None:
         return None
     if answer.status != 429 and answer.headers.get(b"x-should-retry") != b"true":
         return None
-    seconds = answer.headers.get(b"retry-after", b"1")
-    return float(seconds) if seconds.isdigit() else 1.0
+    return float(answer.headers.get(b"retry-after", b"1"))
 
 
 def _was_taken(answer: LineAnswer) -> bool:
