@@ -78,12 +78,8 @@ class KeptAnswers:
             name = image_name(tenant, name.removeprefix(_BY_SHA256).lower())
         record = await self.get(tenant, name) if len(name) <= _MAX_NAME_CHARS else None
         if record is None:
-            raise InvalidRequest(
-                "This key has no such image, or the image has expired: upload it again, or send it "
-                "as a data: URL.",
-                param=source.param,
-                code="file_not_found",
-            )
+            message = "This key has no such image, or it has expired: upload it again, or send a data: URL."
+            raise InvalidRequest(message, param=source.param, code="file_not_found")
         [ref, *_] = record.images
         if ref.video is not None and source.if_video is not None:
             ref = replace(ref, video=source.if_video)

@@ -294,11 +294,11 @@ class Lifecycle:
             return request
         record = await self.kept.get(context.tenant, name)
         if record is None:
-            raise NotFound(
-                "The previous answer was not stored, or has expired: send the whole conversation.",
-                param="previous_response_id",
-                code="previous_response_not_found",
+            message = (
+                "The previous answer was not stored, or has expired: send the whole conversation."
             )
+            code = "previous_response_not_found"
+            raise NotFound(message, param="previous_response_id", code=code)
         return surface.go_on(request, record)
 
     async def _keep(self, reply: Reply, context: RequestContext) -> None:
@@ -385,11 +385,10 @@ class Lifecycle:
                 raise result
         for image, param in zip(images, params, strict=True):
             if image.data is None and not await self.blobs.hold(image.ref, holder, ttl_s=ttl_s):
-                raise InvalidRequest(
-                    "An image, video or audio of the conversation is no longer kept: send it again.",
-                    param=param,
-                    code="invalid_image",
+                message = (
+                    "An image, video or audio of the conversation is no longer kept: send it again."
                 )
+                raise InvalidRequest(message, param=param, code="invalid_image")
 
     async def _load_images(
         self, sources: Sequence[ImageSource], recorder: Recorder, held: HeldBody
@@ -580,12 +579,8 @@ def _scaled(card: ModelCard, source: ImageSource, ref: ImageRef) -> ImageRef:
 def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:
     offered = ", ".join(card.tasks)
     path = surface.path.replace("{name}", card.name)
-    return InvalidRequest(
-        f"This model does not offer the task {surface.task}, which {path} needs; "
-        f"it offers: {offered}.",
-        param="model",
-        code="wrong_task",
-    )
+    message = f"This model does not offer the task {surface.task}, which {path} needs; it offers: {offered}."
+    return InvalidRequest(message, param="model", code="wrong_task")
 
 
 async def _fail(exchange: Exchange, surface: Surface, error: ApiError, reply: Reply | None) -> None:

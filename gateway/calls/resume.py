@@ -94,10 +94,8 @@ def _last_event_id(context: RequestContext) -> int:
 
 
 def _unknown() -> NotFound:
-    return NotFound(
-        "The stream does not exist, or ended more than a minute ago: send the request again.",
-        code="stream_not_found",
-    )
+    message = "The stream does not exist, or ended more than a minute ago: send the request again."
+    return NotFound(message, code="stream_not_found")
 
 
 def _to_call_id(request_id: str, shard: str) -> str:

@@ -86,10 +86,8 @@ class KeyRing:
             raise Forbidden(f"No key may do this: set {setting}.", code="insufficient_permissions")
         salt, has_role = await self._identify(headers, role)
         if not has_role:
-            raise Forbidden(
-                f"This API key may not do this: send a key of {setting}, or one with the role {role}.",
-                code="insufficient_permissions",
-            )
+            message = f"This API key may not do this: send a key of {setting}, or one with the role {role}."
+            raise Forbidden(message, code="insufficient_permissions")
         return salt
 
     async def _identify(

@@ -234,12 +234,8 @@ class Admission:
 
     def overloaded(self, reason: str) -> Overloaded:
         """The error for a request beyond a limit."""
-        return Overloaded(
-            reason,
-            "The server is overloaded; retry later.",
-            code="server_overloaded",
-            retry_after_s=self.retry_after_s(),
-        )
+        message, wait_s = "The server is overloaded; retry later.", self.retry_after_s()
+        return Overloaded(reason, message, code="server_overloaded", retry_after_s=wait_s)
 
     def retry_after_s(self) -> int:
         """Estimated seconds until the open requests have ended, by the recent rate, with jitter."""
@@ -306,7 +302,7 @@ async def read_body(
     max_commas: int,
     media_type: bytes,
 ) -> bytes:
-    """The request's body. `max_commas`: of JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
+    """The body; `max_commas`: in JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
     most = max_commas if media_type == JSON else limits.max_body_bytes
     pieces: list[bytes] = []
     num_commas = 0

@@ -219,11 +219,8 @@ def record_unreadable() -> ApiError:
 
 
 def store_unavailable() -> ApiError:
-    return ServerError(
-        "The store of packages does not answer; the gateway's log says why.",
-        code="store_unavailable",
-        retry_after_s=5,
-    )
+    message = "The store of packages does not answer; the gateway's log says why."
+    return ServerError(message, code="store_unavailable", retry_after_s=5)
 
 
 def to_api_error(error: Exception) -> ApiError | None:

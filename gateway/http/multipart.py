@@ -135,7 +135,5 @@ def _names(head: bytes) -> tuple[str, str | None]:
 
 
 def _invalid() -> InvalidRequest:
-    return InvalidRequest(
-        f"The body is not valid multipart/form-data of at most {_MAX_PARTS} parts.",
-        code="invalid_form",
-    )
+    message = f"The body is not valid multipart/form-data of at most {_MAX_PARTS} parts."
+    return InvalidRequest(message, code="invalid_form")

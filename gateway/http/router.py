@@ -176,10 +176,8 @@ class Router:
         else:
             is_own = (origin or b"").partition(b"://")[2] == headers.get(b"host")
         if not is_own:
-            raise Forbidden(
-                "The origin of this page may not call this server: allow the origin in VLM_GATEWAY__CORS_ORIGINS.",
-                code="origin_not_allowed",
-            )
+            message = "The origin of this page may not call this server: allow it in VLM_GATEWAY__CORS_ORIGINS."
+            raise Forbidden(message, code="origin_not_allowed")
 
 
 def _choose(

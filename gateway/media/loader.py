@@ -80,9 +80,8 @@ def read_header(data: bytes) -> ImageHeader:
             return _read_avif(data)
     except (IndexError, ValueError, StructError):
         raise ImageRefused("The image is damaged: its size cannot be read.") from None
-    raise ImageRefused(
-        f"Unsupported image: send {MEDIA['image'].formats}.", code="unsupported_image"
-    )
+    message = f"Unsupported image: send {MEDIA['image'].formats}."
+    raise ImageRefused(message, code="unsupported_image")
 
 
 def find_container(data: bytes) -> str | None:
@@ -376,11 +375,8 @@ class ImageLoader:
             message = "Unknown URL: send a data: URL in base64, or an http(s) URL."
             raise ImageRefused(message, code="invalid_image_url")
         if self.fetcher is None:
-            raise ImageRefused(
-                "Remote URLs are disabled: send a data: URL "
-                "(the operator may set gateway.remote_images).",
-                code="invalid_image_url",
-            )
+            message = "Remote URLs are disabled: send a data: URL (the operator may set gateway.remote_images)."
+            raise ImageRefused(message, code="invalid_image_url")
         most = MEDIA[source.kind].max_bytes(self.limits)
         is_image = source.kind == "image"
         more_s = 0.0 if is_image else most / _LEAST_BYTES_PER_S
@@ -410,19 +406,16 @@ class ImageLoader:
                 "A video of frames has no num_frames, start_s or end_s: send only the frames to use."
             )
         if len(encoded) > self.limits.max_video_frames:
-            raise ImageRefused(
-                f"The video has {len(encoded)} frames: send at most {self.limits.max_video_frames}.",
-                code="image_too_large",
-            )
+            most = self.limits.max_video_frames
+            message = f"The video has {len(encoded)} frames: send at most {most}."
+            raise ImageRefused(message, code="image_too_large")
         frames = [decode_base64(each) for each in encoded]
         headers = [read_header(frame) for frame in frames]
         first = headers[0]
         most = self.limits.max_frame_pixels
         if first.width * first.height > most:
-            raise ImageRefused(
-                f"Frames of {first.width} x {first.height} are too large: send at most {most} pixels.",
-                code="image_too_large",
-            )
+            message = f"Frames of {first.width} x {first.height} are too large: send at most {most} pixels."
+            raise ImageRefused(message, code="image_too_large")
         for number, header in enumerate(headers):
             check_header(header, self.limits)
             if header != first or header.media_type != "image/jpeg":
