@@ -362,9 +362,8 @@ class ModelDirectory:
         any_ = f"any that offers the task {task}" if task else "any"
         served = f"send one of: {names}{more}" if names else f"no worker serves {any_} yet"
         what = "application" if task == "run" else "model"
-        return NotFound(
-            f"The {what} does not exist; {served}.", param="model", code="model_not_found"
-        )
+        message = f"The {what} does not exist; {served}."
+        return NotFound(message, param="model", code="model_not_found")
 
     async def _look_again(self) -> None:
         """Refresh once for all concurrent callers. Raises: QueueUnavailable, RedisError, OSError."""

@@ -297,11 +297,11 @@ async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrive
     budget = Budget("2026-11", most=1, reserved=9, ttl_s=600)
     charge = Charge(prices=(0.0, 0.0, 3.0, 0.0), budget=budget)
     opened = await submit_one(dispatcher, call, charge=charge)
-    opened.deliver(0, delta(0, 1, 2))
+    opened.deliver(opened.choices[0], delta(0, 1, 2))
     if is_lost:
         await redis.delete(ends.keys.request(MODEL, call.id), ends.keys.queue(MODEL))
     else:
-        opened.deliver(0, delta(1, 2, 3, attempt=2))
+        opened.deliver(opened.choices[0], delta(1, 2, 3, attempt=2))
     await until(lambda: opened.num_resubmits == 1)
     worker = ends.worker("w")
     await worker.create_group()
