@@ -61,9 +61,7 @@ for command in (
     worker.cli.worker,
     worker.cli.node,
     gateway.cli.chat,
-):
-    app.command()(command)
-for command in (
+    search.cli.embed,
     engines.cli.models,
     engines.cli.pull,
     engines.cli.rm,
@@ -72,7 +70,6 @@ for command in (
     app.command()(command)
 app.command("ray-workers", hidden=True)(worker.cli.ray_workers)
 app.command("search-node")(search.cli.search_node)
-app.command()(search.cli.embed)
 app.command("search")(search.cli.find)
 app.add_typer(search.cli.store, name="store")
 deploy.cli.add_to(app)

@@ -50,10 +50,11 @@ MAX_ERRORS = 100
 _MAX_CUSTOM_ID_CHARS = 512
 #: Prefix of the ids, which distinguishes these files from those of vector stores.
 FILE_ID = "file-batch-"
-_ID = re.compile(FILE_ID + "[0-9a-f]{32}")
+_FILE_ID = re.compile(FILE_ID + "[0-9a-f]{32}")
 _FOLDER = "files"
 _TIME_DIGITS = 11
 BATCH_ID = "batch_"
+_BATCH_ID = re.compile(BATCH_ID + "[0-9a-f]{32}")
 WINDOW_S = 24 * 3600.0
 _BATCHES, _OPEN, _CANCELLED = "batches", "open", "cancelled"
 #: Age at which the marker of an open batch is deleted if it has no record. Markers are written before records.
@@ -137,9 +138,7 @@ def read_line(line: memoryview, number: int) -> BatchLine:
 def check_lines(data: bytes, endpoint: str, max_lines: int) -> tuple[int, list[LineError]]:
     lines = split_lines(data)
     if not lines:
-        return 0, [
-            LineError("empty_file", "The file has no requests: send one JSON object a line.")
-        ]
+        return 0, [LineError("empty_file", "The file is empty: send one JSON object a line.")]
     if len(lines) > max_lines:
         message = f"The file has {len(lines)} requests: send at most {max_lines} in a batch."
         return len(lines), [LineError("too_many_requests", message)]
@@ -153,11 +152,8 @@ def _check_line(line: memoryview, number: int, endpoint: str, seen: set[str]) ->
         str(line, "utf-8")
         found = _decoder.decode(line)
     except msgspec.ValidationError:
-        return LineError(
-            "invalid_request",
-            "Send custom_id (1 to 512 characters), method, url and body in each line.",
-            line=number,
-        )
+        message = "Send custom_id (1 to 512 characters), method, url and body in each line."
+        return LineError("invalid_request", message, line=number)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return LineError("invalid_json_line", "The line is not valid JSON in UTF-8.", line=number)
     if found.custom_id in seen:
@@ -175,12 +171,8 @@ def _check_line(line: memoryview, number: int, endpoint: str, seen: set[str]) ->
 def _check_body(body: Raw, number: int) -> LineError | None:
     try:
         if _streams_decoder.decode(body).stream:
-            return LineError(
-                "invalid_request",
-                "A batch does not stream: leave out stream.",
-                "body.stream",
-                number,
-            )
+            message = "A batch does not stream: leave out stream."
+            return LineError("invalid_request", message, "body.stream", number)
     except msgspec.ValidationError:  # validated by the endpoint
         if not bytes(body).lstrip().startswith(b"{"):
             return LineError("invalid_request", "Send an object as body.", "body", number)
@@ -247,7 +239,7 @@ class BatchFiles:
         self._store.put_if_absent(_record(owner, file.id), msgspec.json.encode(file))
 
     def get(self, owner: str, id_: str) -> BatchFile | None:
-        if not _ID.fullmatch(id_):
+        if not _FILE_ID.fullmatch(id_):
             return None
         data = self._store.get(_record(owner, id_))
         return None if data is None else msgspec.json.decode(data, type=BatchFile)
@@ -394,8 +386,7 @@ class Batches:
         return record
 
     def get(self, owner: str, id_: str) -> BatchView | None:
-        tail = id_.removeprefix(BATCH_ID)
-        if not id_.startswith(BATCH_ID) or len(tail) != 32 or not tail.isalnum():
+        if not _BATCH_ID.fullmatch(id_):
             return None
         folder = _folder(owner, id_)
         names = {key.removeprefix(folder + "/") for key in self._store.list(folder)}
@@ -465,12 +456,12 @@ class Batches:
         return None if file is None else b"".join(self.files.read(record.owner, file))
 
     def finalize(
-        self, record: BatchRecord, status: Final, errors: list[LineError] | None = None
+        self, record: BatchRecord, status: Final, errors: Sequence[LineError] = ()
     ) -> None:
         """Record the final status. Results that are stored later don't count."""
         view = self.get(record.owner, record.id)
         parts = [] if view is None else view.parts
-        self._write(record, "finalizing", Finalizing(_now(), status, parts, errors or []))
+        self._write(record, "finalizing", Finalizing(_now(), status, parts, list(errors)))
 
     def end(self, record: BatchRecord) -> None:
         """Write the output files of a batch that is finalizing, and clean up. Idempotent."""
@@ -556,9 +547,9 @@ def _now() -> int:
 
 
 #: Maximum concurrent lines of a batch, and concurrent batches of a gateway.
-MAX_OPEN_LINES = 64
+_MAX_OPEN_LINES = 64
 MAX_RUNNING = 4
-LEASE_S = 15.0
+_LEASE_S = 15.0
 _SWEEP_PAUSE_S = 3600.0
 _PART_RESULTS = 256
 _MAX_PAUSE_S = 30.0
@@ -593,11 +584,9 @@ class BatchRunner:
     _may_ask: Callable[[str, str], bool]  #: whether the key of a tenant or guest is valid
     _: KW_ONLY
     max_lines: int
-    max_open_lines: int = MAX_OPEN_LINES  #: of a batch
     keep_s: float  #: age at which files and batches are deleted
     look_s: float = 3.0
     flush_s: float = 2.0  #: interval of storing results
-    lease_s: float = LEASE_S
 
     def __post_init__(self) -> None:
         self.holder = secrets.token_hex(8)
@@ -622,7 +611,7 @@ class BatchRunner:
     def look(self) -> None:
         self._changed.set()
         for computing in self._computing:
-            computing.wake()
+            computing.is_woken.set()
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -634,8 +623,8 @@ class BatchRunner:
                 logger.exception("cannot look for batches, retrying")
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.look_s * random.uniform(0.75, 1.25)):
-                    await self._changed.wait()
+                pause_s = self.look_s * random.uniform(0.75, 1.25)
+                await asyncio.wait_for(self._changed.wait(), pause_s)
 
     async def _look_once(self) -> None:
         if time.monotonic() > self._sweep_at:
@@ -658,7 +647,7 @@ class BatchRunner:
 
     async def _take(self, owner: str, id_: str) -> None:
         """Run a batch, unless another gateway runs it."""
-        if await self._leases.hold(id_, self.holder, self.lease_s):
+        if await self._leases.hold(id_, self.holder, _LEASE_S):
             task = asyncio.create_task(self._run(owner, id_), name=id_)
             self._running[id_] = owner, task
 
@@ -684,11 +673,11 @@ class BatchRunner:
     async def _hold(self, id_: str) -> None:
         """Renew the lease. Returns when the lease is lost, or may be lost."""
         held_at = time.monotonic()
-        while time.monotonic() < held_at + self.lease_s * 0.7:
-            await asyncio.sleep(self.lease_s / 5)
+        while time.monotonic() < held_at + _LEASE_S * 0.7:
+            await asyncio.sleep(_LEASE_S / 5)
             with suppress(QueueUnavailable):
                 asked_at = time.monotonic()
-                if not await self._leases.hold(id_, self.holder, self.lease_s):
+                if not await self._leases.hold(id_, self.holder, _LEASE_S):
                     return
                 held_at = asked_at
 
@@ -698,32 +687,27 @@ class BatchRunner:
             await asyncio.to_thread(self._batches.forget_orphan, owner, id_)
             await asyncio.sleep(self.look_s)
             return
-        record = view.record
         if view.finalizing is None:
-            await self._compute(view)
-        await asyncio.to_thread(self._batches.end, record)
+            status, errors = await self._compute(view)
+            await asyncio.to_thread(self._batches.finalize, view.record, status, errors)
+        await asyncio.to_thread(self._batches.end, view.record)
 
-    async def _compute(self, view: BatchView) -> None:
+    async def _compute(self, view: BatchView) -> tuple[Final, list[LineError]]:
+        """Run the lines without a result. Returns the final status, and errors of the batch."""
         record, batches = view.record, self._batches
         if view.cancel is not None:
-            await asyncio.to_thread(batches.finalize, record, "cancelled")
-            return
+            return "cancelled", []
         if not self._may_ask(record.tenant, record.guest):
-            removed = LineError("invalid_api_key", "The API key of this batch was removed.")
-            await asyncio.to_thread(batches.finalize, record, "failed", [removed])
-            return
+            return "failed", [LineError("invalid_api_key", "The key of the batch was removed.")]
         data = await asyncio.to_thread(batches.read_input, record)
         if data is None:
-            gone = LineError("input_file_not_found", "The input file was deleted.")
-            await asyncio.to_thread(batches.finalize, record, "failed", [gone])
-            return
+            return "failed", [LineError("input_file_not_found", "The input file was deleted.")]
         if view.beginning is None:
             total, errors = await asyncio.to_thread(
                 check_lines, data, record.endpoint, self.max_lines
             )
             if errors:
-                await asyncio.to_thread(batches.finalize, record, "failed", errors)
-                return
+                return "failed", errors
             await asyncio.to_thread(batches.begin, record, total)
         numbers = await asyncio.to_thread(
             lambda: {result.number for result in batches.results(record, view.parts)}
@@ -731,18 +715,16 @@ class BatchRunner:
         lines = split_lines(data)
         todo = (number for number in range(len(lines)) if number not in numbers)
         computing = _Computing(self, record, lines, todo)
-        status = "completed"
         self._computing.add(computing)
         try:
             async with asyncio.timeout(max(0.0, record.expires_at - time.time())):  # noqa: TID251
-                if not await computing.run():
-                    status = "cancelled"
+                is_complete = await computing.run()
+            return "completed" if is_complete else "cancelled", []
         except TimeoutError:
-            status = "expired"
+            return "expired", []
         finally:
             self._computing.discard(computing)
             await computing.flush()
-        await asyncio.to_thread(batches.finalize, record, status)
 
     # Used by `_Computing`
 
@@ -786,13 +768,12 @@ class _Computing:
         self._results: list[LineResult] = []
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._is_woken = asyncio.Event()
+        self.is_woken = asyncio.Event()  #: store the results and check for a cancellation now
         self._writing = asyncio.Lock()
 
     async def run(self) -> bool:
         """Run all lines, unless the batch is cancelled; returns whether all are complete."""
-        count = self._runner.max_open_lines
-        answering = [asyncio.create_task(self._answer_lines()) for _ in range(count)]
+        answering = [asyncio.create_task(self._answer_lines()) for _ in range(_MAX_OPEN_LINES)]
         keeping = asyncio.create_task(self._keep_results())
         all_answered = asyncio.gather(*answering)
         try:
@@ -807,10 +788,6 @@ class _Computing:
                 task.cancel()
             await asyncio.gather(*answering, keeping, return_exceptions=True)
 
-    def wake(self) -> None:
-        """Check for a cancellation now, and store the results."""
-        self._is_woken.set()
-
     async def _answer_lines(self) -> None:
         for number in self._todo:
             line = read_line(self._lines[number], number)
@@ -818,16 +795,15 @@ class _Computing:
             self._results.append(result)
             if len(self._results) >= _PART_RESULTS:
                 self._has_room.clear()
-                self.wake()
+                self.is_woken.set()
                 await self._has_room.wait()
 
     async def _keep_results(self) -> None:
         """Store results periodically; returns when the batch is cancelled."""
         while True:
-            self._is_woken.clear()
+            self.is_woken.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._runner.flush_s):
-                    await self._is_woken.wait()
+                await asyncio.wait_for(self.is_woken.wait(), self._runner.flush_s)
             try:
                 await self.flush()
                 if await self._runner.is_cancelled(self._record):
@@ -857,8 +833,7 @@ def _find_pause(answer: LineAnswer) -> float | None:
         return None
     if answer.status != 429 and answer.headers.get(b"x-should-retry") != b"true":
         return None
-    seconds = answer.headers.get(b"retry-after", b"1")
-    return float(seconds) if seconds.isdigit() else 1.0
+    return float(answer.headers.get(b"retry-after", b"1"))
 
 
 def _was_taken(answer: LineAnswer) -> bool:

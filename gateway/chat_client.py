@@ -8,13 +8,14 @@ import json
 import mimetypes
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
+
+from shared.gateway_client import ApiFailed, Client
 
 #: Not in Python's own table of types.
 _AUDIO = {
@@ -30,18 +31,19 @@ _HELP = """\
 /clear       begin a new conversation
 /help        show this
 Ctrl-C stops an answer; Ctrl-D ends the conversation."""
+_TIMEOUT_S = 300.0
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
 
-class ChatError(Exception):
-    """The question could not be answered; the message says why and what to do next."""
+class ChatError(ApiFailed):
+    """The question could not be sent or answered."""
 
 
 @dataclass(slots=True)
 class Conversation:
     """A conversation with one model. `timings`: of the last answer, in seconds."""
 
-    client: httpx.Client
+    client: Client
     model: str
     max_tokens: int | None = None
     temperature: float = 0.0
@@ -51,7 +53,7 @@ class Conversation:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, question: str, files: list[Path]) -> Generator[str]:
-        """Ask a question about files; yields the text of the answer. Raises: ChatError.
+        """Ask a question about files; yields the text of the answer. Raises: ApiFailed.
 
         An interrupted answer stays in the conversation; a question without any answer is removed.
         """
@@ -81,22 +83,19 @@ class Conversation:
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
         done = False
-        with (
-            _reaching(self.client),
-            self.client.stream("POST", "/v1/chat/completions", json=body) as response,
-        ):
-            check_status(response)
-            for event in read_events(response):
-                if event == "[DONE]":
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            for line in response.iter_lines():
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
                     done = True
-                    continue
-                yield from self._read_chunk(json.loads(event))
+                elif data != line:  # other lines are blank, or comments
+                    yield from self._read_chunk(json.loads(data))
         if not done:
             raise ChatError("the connection ended before the answer; ask again")
 
     def _read_chunk(self, chunk: dict[str, Any]) -> Iterator[str]:
         if "error" in chunk:
-            raise ChatError(printable(chunk["error"]["message"]))
+            raise ChatError(chunk["error"]["message"])
         self.timings = chunk.get("timings") or self.timings
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk["choices"]:
@@ -125,47 +124,9 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-@contextmanager
-def _reaching(client: httpx.Client) -> Iterator[None]:
-    """Raises: ChatError for errors of the connection."""
-    try:
-        yield
-    except httpx.ConnectError:
-        raise ChatError(
-            f"nothing answers at {client.base_url}; start a server with `vlm serve`"
-        ) from None
-    except httpx.HTTPError as error:
-        raise ChatError(f"the connection to {client.base_url} failed: {error}") from None
-
-
-def check_status(response: httpx.Response) -> None:
-    """Raises: ChatError with the server's message if it refused."""
-    if response.is_success:
-        return
-    response.read()
-    try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = response.text[:200]
-    next_step = ""
-    if response.status_code == 401:
-        next_step = " Give a key of the server with --api-key, or set VLM_API_KEY."
-    raise ChatError(f"{response.status_code}: {printable(message)}{next_step}")
-
-
-def read_events(response: httpx.Response) -> Iterator[str]:
-    """The data of each server-sent event, without comments."""
-    for line in response.iter_lines():
-        if line.startswith("data: "):
-            yield line.removeprefix("data: ")
-
-
-def first_model(client: httpx.Client) -> str:
-    """The first chat model that has workers. Raises: ChatError."""
-    with _reaching(client):
-        response = client.get("/v1/models")
-    check_status(response)
-    models = response.json()["data"]
+def first_model(client: Client) -> str:
+    """The first chat model that has workers. Raises: ApiFailed."""
+    models = client.ask("GET", "/v1/models")["data"]
     # other servers do not list tasks or numbers of workers
     chats = [each for each in models if "generate" in each.get("tasks", ("generate",))]
     for model in chats:
@@ -205,21 +166,18 @@ def run_chat(
     max_tokens: int | None,
     temperature: float,
 ) -> int:
-    """Answer one question, or without `question` each line of the input. Returns the exit code. Raises: ChatError.
+    """Answer one question, or without `question` each line of the input. Returns the exit code. Raises: ApiFailed.
 
     Prints only answers if the output, or the input of a conversation, is not a terminal.
     """
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    timeout = httpx.Timeout(300.0, connect=5.0)
-    with httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
-        chosen = model or first_model(client)
-        conversation = Conversation(client, chosen, max_tokens, temperature)
-        is_on_terminal = sys.stdout.isatty() and bool(question or sys.stdin.isatty())
-        terminal = _Terminal(conversation, is_on_terminal)
-        if not question:
-            return terminal.converse(files)
-        terminal.answer(question, files)
-        return 0
+    client = Client(url, api_key, _TIMEOUT_S)
+    conversation = Conversation(client, model or first_model(client), max_tokens, temperature)
+    is_on_terminal = sys.stdout.isatty() and bool(question or sys.stdin.isatty())
+    terminal = _Terminal(conversation, is_on_terminal)
+    if not question:
+        return terminal.converse(files)
+    terminal.answer(question, files)
+    return 0
 
 
 class _Terminal:
@@ -232,7 +190,7 @@ class _Terminal:
         self._notes = Console(stderr=True, highlight=False)
 
     def answer(self, question: str, files: list[Path]) -> None:
-        """Raises: ChatError."""
+        """Raises: ApiFailed."""
         conversation, is_begun = self._conversation, False
         try:
             with closing(conversation.ask(question, files)) as pieces:
@@ -245,10 +203,7 @@ class _Terminal:
         self._note(format_timings(conversation.timings, conversation.usage))
 
     def converse(self, files: list[Path]) -> int:
-        """Answer each line of the input. Returns the exit code.
-
-        On a terminal, Ctrl-C stops an answer or clears the line.
-        """
+        """Answer each line of the input. Ctrl-C stops an answer or clears the line. Returns the exit code."""
         self._note("Ask; /help lists the commands, Ctrl-D ends.")
         messages, exit_code = self._conversation.messages, 0
         while True:
@@ -266,8 +221,9 @@ class _Terminal:
                 if not self._is_on_terminal:
                     raise
                 self._note("")
-            except ChatError as error:
-                self._notes.print(str(error), style="red", markup=False, soft_wrap=True)
+            except ApiFailed as error:
+                message = printable(str(error))
+                self._notes.print(message, style="red", markup=False, soft_wrap=True)
                 exit_code = 0 if self._is_on_terminal else 1
             if len(messages) > num_before:
                 files = []  # sent once: the conversation contains them

@@ -41,12 +41,13 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
     """Ask a question about images, videos and audio; prints the answer as it streams, and the time of each stage."""
-    from gateway.chat_client import ChatError, run_chat
+    from gateway.chat_client import printable, run_chat
+    from shared.gateway_client import ApiFailed
 
     try:
         files = [*(image or []), *(video or []), *(audio or [])]
         code = run_chat(url, model, api_key, files, question, max_tokens, temperature)
-    except ChatError as error:
-        typer.secho(str(error), err=True, fg="red")
+    except ApiFailed as error:
+        typer.secho(printable(str(error)), err=True, fg="red")
         code = 1
     sys.exit(code)

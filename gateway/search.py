@@ -42,10 +42,7 @@ class SearchClient:
         )
 
     async def ask(self, request: Request[T], name: Callable[[str], str | None] | None = None) -> T:
-        """Send a request and decode the answer. `name`: returns the API's name of the parameter of a fault.
-
-        Raises: ApiError.
-        """
+        """Send a request. `name`: maps the parameter of a fault to the API's name. Raises: ApiError."""
         if not self.is_on:
             raise NotFound(
                 "Vector stores are not served here: start `vlm serve --search`, or `vlm search-node` "

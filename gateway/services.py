@@ -54,24 +54,22 @@ _MAX_REDIS_BYTES = 64 * 1024 * 1024  #: limit of one video or audio file without
 
 class Services:
     def __init__(self, settings: Settings) -> None:
-        prefix = settings.redis.key_prefix
+        prefix, gateway, limits = settings.redis.key_prefix, settings.gateway, settings.limits
         self.settings = settings
         self.gateway_id = secrets.token_hex(8)
         self._redis = create_redis(settings.redis)
         self._blocking_redis = create_redis(settings.redis, blocking=True)
         self.metrics = GatewayMetrics()
         self.tracer = create_tracer(settings.traces, "gateway", self.gateway_id)
-        self.admission = Admission(
-            settings.limits.max_open_requests, settings.limits.max_open_body_bytes
-        )
+        self.admission = Admission(limits.max_open_requests, limits.max_open_body_bytes)
         self.durable = _open_store("VLM_DEPLOY__STORE", settings.deploy.store)
         self.keys, self.audit = self._create_keys()
         self.tokens = self._create_tokens()
         self.key_limits = KeyLimits(
-            settings.limits,
+            limits,
             self.admission.overloaded,
             find_key=self.keys and self.keys.of,
-            prices=settings.gateway.prices,
+            prices=gateway.prices,
         )
         self.queue, self.mailbox, small = self._connect()
         self.usage = UsageLog(self.queue, self.durable)
@@ -81,14 +79,13 @@ class Services:
         self.answers = RecordStore(
             self._redis,
             prefix,
-            ttl_s=settings.gateway.response_ttl_s,
-            max_records=settings.limits.max_key_responses,
-            max_bytes=settings.limits.max_key_response_bytes,
+            ttl_s=gateway.response_ttl_s,
+            max_records=limits.max_key_responses,
+            max_bytes=limits.max_key_response_bytes,
         )
         self.sessions = SessionStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
         self.deployments = DeploymentState(self._redis, prefix)
-        gateway = settings.gateway
         self.models = ModelDirectory(
             self.registry,
             self.mailbox.open,
@@ -108,12 +105,9 @@ class Services:
             restore_budget=self.usage.restore_budget,
         )
         self.refunds = Refunds(self.queue)
-        self.fetcher = None
-        if gateway.remote_images:
-            self.fetcher = ImageFetcher(
-                hosts=gateway.remote_images, timeout_s=gateway.image_fetch_timeout_s
-            )
-        self.loader = ImageLoader(settings.limits, self.fetcher, uses_disk=self.blobs.takes_files)
+        hosts, timeout_s = gateway.remote_images, gateway.image_fetch_timeout_s
+        self.fetcher = ImageFetcher(hosts=hosts, timeout_s=timeout_s) if hosts else None
+        self.loader = ImageLoader(limits, self.fetcher, uses_disk=self.blobs.takes_files)
         self.lifecycle = self._create_lifecycle()
         self.search = SearchClient(settings.search)
         files = _open_store("VLM_GATEWAY__FILES", gateway.files)
@@ -123,10 +117,8 @@ class Services:
 
     def _connect(self) -> tuple[GatewayQueue, Mailbox, BlobStore]:
         """The queue, mailbox and blobs of one Redis, or of several shards."""
-        redis, of_mailbox = (
-            self.settings.redis,
-            (self.gateway_id, lambda model: self.dispatcher.on_gap(model), self._is_awaited),
-        )
+        redis = self.settings.redis
+        of_mailbox = (self.gateway_id, lambda name: self.dispatcher.on_gap(name), self._is_awaited)
         if len(redis.shards) > 1:
             shards = Shards(redis)
             shards.on_lost = lambda name: self.dispatcher.on_lost(name)
@@ -266,12 +258,12 @@ class Services:
         if self.runner is not None:
             await self.runner.stop()
         await self.dispatcher.stop()
-        for part in (self.keys, self.audit, self.tokens):
-            if part is not None:
-                await part.close()
         await self.refunds.refund()
-        await self.mailbox.close()
         for part in (
+            self.keys,
+            self.audit,
+            self.tokens,
+            self.mailbox,
             self.records,
             self.answers,
             self.sessions,
@@ -280,12 +272,12 @@ class Services:
             self.deployments,
             self.leases,
             self.queue,
+            self.fetcher,
+            self.search,
         ):
-            await part.close()
-        if self.fetcher is not None:
-            await self.fetcher.close()
+            if part is not None:
+                await part.close()
         self.loader.close()
-        await self.search.close()
         for redis in (self._redis, self._blocking_redis):
             await redis.aclose()
         if self.tracer is not None:

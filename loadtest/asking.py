@@ -74,17 +74,11 @@ def fault_of(
         return "the answer is cut"
     parts = (part for message in question.messages for part in message["content"])
     if model == MOCK and not (is_salted and any("image_url" in part for part in parts)):
-        return _fault_of_mock(answer, question.messages)
-    if question.expected is not None and answer.text.strip() != question.expected:
-        return "the answer is wrong"
-    return ""
-
-
-def _fault_of_mock(answer: Answer, messages: list[Message]) -> str:
-    num_words = answer.num_tokens - (answer.finish_reason == "stop")  # the end is a token, no word
-    if answer.text != mock_answer(messages, answer.usage, num_words):
-        return "the answer is wrong"
-    return ""
+        num_words = answer.num_tokens - (answer.finish_reason == "stop")  # the end has no word
+        is_right = answer.text == mock_answer(question.messages, answer.usage, num_words)
+    else:
+        is_right = question.expected in (None, answer.text.strip())
+    return "" if is_right else "the answer is wrong"
 
 
 class Asker:
@@ -156,9 +150,7 @@ def first_model(url: str, api_key: str) -> str:
             models = client.models()
     except AnswerError as error:
         if str(error).startswith("status 401"):
-            raise AnswerError(
-                f"{url} requires an API key: set it with --api-key or VLM_API_KEY"
-            ) from error
+            raise AnswerError(f"{url} requires a key: set --api-key or VLM_API_KEY") from error
         raise AnswerError(f"{url} does not list its models ({error}): is it running?") from error
     if not models:
         raise AnswerError(f"{url} has no chat model: start one")

@@ -31,9 +31,7 @@ def _writable(path: Path | None) -> Path | None:
     if path is not None:
         target = path if path.exists() else path.parent
         if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
-            raise typer.BadParameter(
-                f"{path} cannot be written: name a file in a directory of yours"
-            )
+            raise typer.BadParameter(f"{path} cannot be written: name another file")
     return path
 
 

@@ -215,10 +215,7 @@ def _read_stream(response: HTTPResponse, sent_at: float) -> Answer:
 
 
 def read_events(response: HTTPResponse) -> Iterator[tuple[float, bytes]]:
-    """Each server-sent event's data with its arrival; comments and other fields are skipped.
-
-    Units: arrivals in seconds of `time.perf_counter`. Events that came in one read share one arrival.
-    """
+    """The data of each server-sent event, and when its read returned, by `time.perf_counter`."""
     pending = b""
     while block := response.read1():
         arrived_at = time.perf_counter()

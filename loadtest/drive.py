@@ -56,7 +56,6 @@ def claim_standard_output() -> BinaryIO:
 
 
 def write(out: BinaryIO, line: Record | float) -> None:
-    """Write one line, and flush it for readers."""
     out.write(msgspec.json.encode(line) + b"\n")
     out.flush()
 

@@ -61,10 +61,7 @@ def run_server(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Iterator[Server]:
-    """A Python process of the checkout in `folder`, once `probe` responds with 200; stopped at the end.
-
-    Raises: ServerError.
-    """
+    """A Python process of the checkout in `folder`, once `probe` answers 200. Raises: ServerError."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],

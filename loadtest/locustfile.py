@@ -106,10 +106,7 @@ def find_whom_to_ask(environment: Environment, **_: Any) -> None:
 
 
 def report_to_locust(environment: Environment, record: Record) -> None:
-    """Report every latency of a request, or its error, to Locust's statistics.
-
-    Requests that were interrupted by the end of the run are omitted.
-    """
+    """Report a request's latencies or its error to Locust, unless the end of the run interrupted it."""
     if record.error == CUT:
         return
     name = kind_of(record)

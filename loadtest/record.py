@@ -57,9 +57,7 @@ class Record(msgspec.Struct, omit_defaults=True):
         """The measured values of a latency: none, one, or several for ITL."""
         if latency == "ITL":
             return self.itl_s
-        value = (
-            self.e2e_s if latency == "E2E" else self.ttft_s if latency == "TTFT" else self.tpot_s
-        )
+        value = {"E2E": self.e2e_s, "TTFT": self.ttft_s, "TPOT": self.tpot_s}[latency]
         return [] if value is None else [value]
 
 

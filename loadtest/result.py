@@ -117,11 +117,8 @@ def failure_ratio(result: Result) -> float:
 
 def mean_stages_s(records: Iterable[Record]) -> dict[str, float]:
     measured = [record.stages_s for record in records if record.stages_s]
-    return (
-        {name: fmean(stages.get(name, 0.0) for stages in measured) for name in measured[0]}
-        if measured
-        else {}
-    )
+    names = measured[0] if measured else ()
+    return {name: fmean(stages.get(name, 0.0) for stages in measured) for name in names}
 
 
 def to_summary(result: Result) -> dict[str, Any]:

@@ -113,12 +113,8 @@ def to_chat_body(
     model: str, messages: list[Message], max_tokens: int, stream: bool
 ) -> dict[str, Any]:
     """A greedy request; a stream ends with its usage."""
-    body: dict[str, Any] = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-    }
+    body: dict[str, Any] = {"model": model, "messages": messages}
+    body |= {"max_tokens": max_tokens, "temperature": 0}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return body

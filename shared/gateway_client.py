@@ -4,6 +4,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -11,6 +12,7 @@ from urllib.parse import urlencode, urlsplit
 import httpx
 
 _TIMEOUT_S = 60.0
+_CONNECT_S = 5.0
 _LONGEST_WAIT_S = 30.0  #: maximum delay between two retries
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -33,9 +35,11 @@ class Client:
         self.url = url.rstrip("/")
         key = key or _own_key(url)
         self._http = httpx.Client(
-            base_url=self.url, timeout=timeout_s, trust_env=False,
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
+            trust_env=False,
             headers={"authorization": f"Bearer {key}"} if key else {},
-        )  # fmt: skip
+        )
         weakref.finalize(self, self._http.close)
 
     def call(self, method: str, path: str = "", body: dict[str, Any] | None = None) -> Any:
@@ -73,11 +77,26 @@ class Client:
 
     def send(self, method: str, path: str, **more: Any) -> httpx.Response:
         """Send a request; returns any response. Raises: GatewaySilent if the gateway does not respond."""
-        try:
+        with self._reaching():
             return self._http.request(method, path, **more)
+
+    @contextmanager
+    def stream(self, method: str, path: str, **more: Any) -> Iterator[httpx.Response]:
+        """Send a request. The body of its response is read inside the block. Raises: ApiFailed."""
+        with self._reaching(), self._http.stream(method, path, **more) as answer:
+            if not answer.is_success:
+                answer.read()
+                read_content(answer)
+            yield answer
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
         except httpx.HTTPError as error:
             raise GatewaySilent(
-                f"{self.url} does not answer ({error}): give the address of a gateway with --url"
+                f"{self.url} does not answer ({error}): start a server there with `vlm serve`, "
+                "or give the address of one with --url"
             ) from None
 
     def close(self) -> None:
@@ -92,7 +111,10 @@ def read_content(answer: httpx.Response) -> Any:
         raise ApiFailed(f"the gateway answers {answer.status_code} without JSON") from None
     if answer.is_success:
         return content
-    error = content.get("error", {})
+    try:
+        error = dict(content["error"])
+    except (KeyError, TypeError, ValueError):  # a server of another kind
+        error = {}
     message = error.get("message", "")
     if answer.status_code in (401, 403):
         message += (

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from gateway.calls.surface import Totals
 from gateway.http.body import Unsupported
-from gateway.http.errors import InvalidRequest, NotFound
+from gateway.http.errors import InvalidRequest, NotFound, invalid
+from gateway.http.errors import missing as missing
 from gateway.http.exchange import RequestContext
 from shared.protocol import (
     Generate,
@@ -229,16 +230,6 @@ def wants_timings(asked: bool | None, headers: Mapping[bytes, bytes]) -> bool:
 def timings_of(totals: Totals) -> Timings:
     """Duration of each stage and the total, if the client asked for timings."""
     return UNSET if totals.timings is None else totals.timings
-
-
-def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
-    """The error for a field. `problem` says what to send instead."""
-    message = f"Invalid value for {param}: {problem}."
-    return InvalidRequest(message, param=param, code=code, status=400)
-
-
-def missing(param: str) -> InvalidRequest:
-    return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")
 
 
 def no_such(what: str, param: str) -> NotFound:

@@ -232,6 +232,7 @@ PURPOSES = ("assistants", "user_data")
 #: Purposes in the gateways' own store; the search process stores the others.
 BATCH_PURPOSES = (PURPOSE, "batch_output")
 _FORM = "multipart/form-data"
+_READ_S = 60.0  #: in which reading a stored image must begin
 _MAX_MEMORY_BYTES = 1024 * 1024  #: of an uploaded file; larger files are on disk
 _MAX_FORM_BYTES = 64 * 1024  #: of a form without its file
 
@@ -446,7 +447,7 @@ class Files(Resource):
             return StreamingResponse(chain([first], pieces), media_type=media_type, headers=length)
         if name.startswith(IMAGE_ID):
             [image] = (await self._find_image(caller.context.tenant, name)).images
-            image = await self._lifecycle.kept.locate(image)
+            image = await self._lifecycle.blobs.locate(image, _READ_S)
             if not image.url:
                 caller.held.add(image.num_bytes)
             stored = await self._lifecycle.kept.open(image)

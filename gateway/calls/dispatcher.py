@@ -16,7 +16,7 @@ from itertools import islice
 import msgspec
 from msgspec.structs import replace
 
-from gateway.calls.open_call import LookUp, OpenCall
+from gateway.calls.open_call import ChoiceProgress, LookUp, OpenCall
 from shared.protocol import Call, CallEvent, ErrorCode, decode_events, decode_log, seal
 from shared.queue.api import (
     Affinity,
@@ -43,15 +43,13 @@ _STOP_WITHIN_S = 2.0
 MAX_LOOKS = 128  #: requests per lookup
 NO_LIMIT = 2**53
 MAX_CANCELS = 256  #: choices per cancellation
-_LATE_MESSAGE = (
-    "The request exceeded its deadline; ask for fewer tokens, or retry when the load is lower."
-)
+_LATE_MESSAGE = "The request exceeded its deadline: ask for fewer tokens, or retry later."
 _LOST_MESSAGE = "The workers that ran the request were lost; retry."
 _CANCELLED_MESSAGE = "The request was cancelled."
 
 logger = logging.getLogger(__name__)
 
-Route = tuple[OpenCall, int]  #: the receiver of a request's events, and its choice
+Route = tuple[OpenCall, ChoiceProgress]  #: the receiver of a request's events, and its choice
 
 
 @dataclass(eq=False)
@@ -74,13 +72,10 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        for loop in (
-            self._read_mailbox,
-            self._keep_deadlines,
-            self._look_after,
-            self._keep_cancelling,
-        ):
-            self.spawn(self._supervise(loop))
+        self.spawn(self._supervise(self._read_mailbox))
+        self.spawn(self._supervise(self._keep_deadlines))
+        self.spawn(self._supervise(self._look_after))
+        self.spawn(self._supervise(self._keep_cancelling))
 
     async def stop(self) -> None:
         for call in {call for call, _ in self._all_routes()}:
@@ -94,11 +89,6 @@ class Dispatcher:
         except TimeoutError:
             num_left = sum(len(ids) for ids in self._cancels.values())
             logger.warning("cannot reach Redis to cancel %d requests", num_left)
-
-    @property
-    def num_open(self) -> int:
-        """Number of choices with a waiting client."""
-        return len(self._routes)
 
     def has_open(self, model: str) -> bool:
         return any(call.model == model for call, _ in self._all_routes())
@@ -123,23 +113,22 @@ class Dispatcher:
         nothing stays queued.
         Raises: QueueRefused, QueueUnavailable, DuplicateRequest.
         """
-        await self.mailbox.open([calls[0].model])  # the mailbox may have been closed meanwhile
+        first = calls[0]
+        await self.mailbox.open([first.model])  # the mailbox may have been closed meanwhile
         for each in calls:
             routes = self._routes.get(each.id, ())
-            if any(not c.is_follower and not c.choices[i].is_finished for c, i in routes):
+            if any(not c.is_follower and not choice.is_finished for c, choice in routes):
                 raise DuplicateRequest(f"request {each.id} is open")
-        call = OpenCall(
-            calls[0].model, [each.id for each in calls], time.monotonic() + timeout_s, self._forget
-        )
-        call.tenant = calls[0].tenant
-        call.is_resumable = calls[0].is_resumable
+        deadline_at = time.monotonic() + timeout_s
+        call = OpenCall(first.model, [each.id for each in calls], deadline_at, self._forget)
+        call.tenant, call.is_resumable = first.tenant, first.is_resumable
         call.begins_by = math.inf
         self._add(call)
         call.charge = charge
         try:
             choices = [seal(each) for each in calls]
             submission = Submission(choices, timeout_s, max_waiting, reservation, affinity, charge)
-            submitted = await self._enqueue(calls[0], submission)
+            submitted = await self._enqueue(first, submission)
         except BaseException as error:
             for choice in call.choices:
                 choice.is_settled |= isinstance(error, QueueRefused)  # nothing to cancel
@@ -202,10 +191,11 @@ class Dispatcher:
         call.is_resumable = True
         call.listen = listen
         call.begins_by = now + begins_within_s
-        call.choices[0].has_gap = True
+        [choice] = call.choices
+        choice.has_gap = True
         self._add(call)
         try:
-            await self._look_up([(call, 0)])
+            await self._look_up([(call, choice)])
         except BaseException:
             call.close()
             raise
@@ -221,31 +211,29 @@ class Dispatcher:
         """Read the logs of a model's open requests again, because events may be missing."""
         for call, choice in self._all_routes():
             if call.model == model:
-                call.choices[choice].has_gap = True
+                choice.has_gap = True
 
     def on_lost(self, shard: str) -> None:
         """Look up the open requests of a shard that has been down for a long time."""
-        for call, choice in self._all_routes():
-            progress = call.choices[choice]
-            if shard_of(progress.request_id) == shard:
-                progress.has_gap = True
+        for _, choice in self._all_routes():
+            if shard_of(choice.request_id) == shard:
+                choice.has_gap = True
 
     def _add(self, call: OpenCall) -> None:
-        for choice in range(len(call.choices)):
+        for choice in call.choices:
             self._add_route(call, choice)
 
-    def _add_route(self, call: OpenCall, choice: int) -> None:
-        self._routes.setdefault(call.choices[choice].request_id, []).append((call, choice))
+    def _add_route(self, call: OpenCall, choice: ChoiceProgress) -> None:
+        self._routes.setdefault(choice.request_id, []).append((call, choice))
 
-    def _remove_route(self, call: OpenCall, choice: int) -> None:
-        request_id = call.choices[choice].request_id
-        routes = self._routes[request_id]
+    def _remove_route(self, call: OpenCall, choice: ChoiceProgress) -> None:
+        routes = self._routes[choice.request_id]
         routes.remove((call, choice))
         if not routes:
-            del self._routes[request_id]
+            del self._routes[choice.request_id]
 
     def _forget(self, call: OpenCall) -> None:
-        for choice in range(len(call.choices)):
+        for choice in call.choices:
             self._remove_route(call, choice)
         self._cancel(call)
 
@@ -302,8 +290,8 @@ class Dispatcher:
                 await run()
             except Exception:
                 logger.critical("%s failed; restarting it", run.__name__, exc_info=True)
-                for call, choice in self._all_routes():
-                    call.choices[choice].has_gap = True
+                for _, choice in self._all_routes():
+                    choice.has_gap = True
                 self._has_cancels.set()
             await asyncio.sleep(_RESTART_PAUSE_S)
 
@@ -351,10 +339,9 @@ class Dispatcher:
             now = time.monotonic()
             by_shard: dict[str, list[Route]] = {}
             for call, choice in self._all_routes():
-                progress = call.choices[choice]
-                is_silent = progress.has_gap or now - progress.heard_at > self.silence_timeout_s
-                if is_silent and not progress.is_finished:
-                    by_shard.setdefault(shard_of(progress.request_id), []).append((call, choice))
+                is_silent = choice.has_gap or now - choice.heard_at > self.silence_timeout_s
+                if is_silent and not choice.is_finished:
+                    by_shard.setdefault(shard_of(choice.request_id), []).append((call, choice))
             for routes in by_shard.values():
                 with suppress(QueueUnavailable):  # the next iteration looks again
                     for start in range(0, len(routes), MAX_LOOKS):
@@ -370,16 +357,14 @@ class Dispatcher:
             if isinstance(error, QueueUnavailable):
                 unavailable = error
             elif isinstance(error, Exception):
-                request_id = call.choices[choice].request_id
-                logger.error("cannot read the log of request %s", request_id, exc_info=error)
+                logger.error("cannot read the log of %s", choice.request_id, exc_info=error)
                 call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
         if unavailable is not None:
             raise unavailable
 
-    async def _look_up_one(self, call: OpenCall, choice: int) -> None:
-        progress = call.choices[choice]
-        model, request_id = call.model, progress.request_id
-        if progress.is_split:
+    async def _look_up_one(self, call: OpenCall, choice: ChoiceProgress) -> None:
+        model, request_id = call.model, choice.request_id
+        if choice.is_split:
             return await self._resubmit(call, choice)
         look_up = call.listen or self.queue.state
         try:
@@ -393,12 +378,12 @@ class Dispatcher:
         if state is None or state.attempt > 0:  # otherwise the log is empty
             call.replay(choice, decode_log(await self.queue.events(model, request_id)))
         else:
-            progress.has_gap = False
-        progress.heard_at = time.monotonic()
+            choice.has_gap = False
+        choice.heard_at = time.monotonic()
         if state is not None and state.state in ("queued", "running"):
             if call.is_follower:
                 left_s = max(0.0, state.remaining_s)
-                call.deadline_at = min(call.deadline_at, progress.heard_at + left_s)
+                call.deadline_at = min(call.deadline_at, choice.heard_at + left_s)
         elif state is not None and state.state == "cancelled":
             call.fail(choice, ErrorCode.CANCELLED, _CANCELLED_MESSAGE)
         elif state is None:
@@ -406,36 +391,35 @@ class Dispatcher:
         else:
             call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
 
-    async def _resubmit(self, call: OpenCall, choice: int) -> None:
+    async def _resubmit(self, call: OpenCall, choice: ChoiceProgress) -> None:
         """Resubmit a choice that Redis lost, or whose tokens it lost. It continues after the tokens that arrived.
 
         The new id fences workers that still run the lost request. No limit applies, because the request was accepted.
         Raises: QueueUnavailable.
         """
-        progress = call.choices[choice]
         if not call.can_resubmit(choice):
             call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
             return
-        lost = progress.request_id
+        lost = choice.request_id
         self._cancel_ids(call, [lost], is_lost=True)
         call.num_resubmits += 1
-        first = call.submitted[choice]
+        first = call.submitted[choice.index]
         name = f"{first.id.partition('@')[0]}.{call.num_resubmits}"
         again = replace(first, id=name + self.queue.place(name, first.tenant, None, None))
         logger.warning("Redis lost data of request %s; submitted it again as %s", lost, again.id)
         self._remove_route(call, choice)
-        progress.resubmit(again.id)
+        choice.resubmit(again.id)
         self._add_route(call, choice)
-        progress.has_gap = True  # look it up again if the outcome of `submit` is unknown
-        charge = call.charge and call.charge.of_call(choice, len(call.choices))
+        choice.has_gap = True  # look it up again if the outcome of `submit` is unknown
+        charge = call.charge and call.charge.of_call(choice.index, len(call.choices))
         if charge is not None and charge.budget is not None:
             charge = replace(charge, budget=replace(charge.budget, most=NO_LIMIT))
         left_s = max(0.0, call.deadline_at - time.monotonic())
         submission = Submission(
-            [seal(again)], left_s, NO_LIMIT, charge=charge, earlier=progress.token_ids
+            [seal(again)], left_s, NO_LIMIT, charge=charge, earlier=choice.token_ids
         )
         await self._enqueue(again, submission)
-        progress.has_gap = False
+        choice.has_gap = False
         if call.is_closed:
             self._cancel(call)
 

@@ -158,9 +158,7 @@ def load_hooks(names: Iterable[str]) -> dict[str, Any]:
         except Exception as error:
             problem = f"{name} cannot be loaded: {type(error).__name__}: {error}"
             raise SettingsError(f"VLM_GATEWAY__HOOKS: {problem}") from None
-        methods = [
-            m for m in (getattr(hook, n, None) for n in ("before", "after")) if m is not None
-        ]
+        methods = [getattr(hook, stage) for stage in ("before", "after") if hasattr(hook, stage)]
         if not methods or not all(map(inspect.iscoroutinefunction, methods)):
             raise SettingsError(f"VLM_GATEWAY__HOOKS: {name} needs an async `before` or `after`")
         found[name] = hook
@@ -190,9 +188,8 @@ def _change(task: Task, change: Change) -> Task:
             messages = tuple([_change_message(message, change) for message in task.messages])
             return replace(task, prompt=prompt, messages=messages)
         case Embed():
-            return replace(
-                task, inputs=tuple([_change_part(p, "user", change) for p in task.inputs])
-            )
+            inputs = tuple([_change_part(part, "user", change) for part in task.inputs])
+            return replace(task, inputs=inputs)
         case Rerank():
             queries = tuple([change("user", text) for text in task.queries])
             documents = tuple([change("user", text) for text in task.documents])

@@ -24,7 +24,6 @@ IMAGE_ID = "file-image-"
 _BY_SHA256 = "sha256:"
 _BY_NAME = (IMAGE_ID, _BY_SHA256)
 _MAX_NAME_CHARS = 64
-_READ_S = 60.0  # in which reading a stored image must begin
 
 
 @dataclass
@@ -57,10 +56,6 @@ class KeptAnswers:
         await self._blobs.put(image.data, _holder(name), ttl_s=self._ttl_s, ref=image.ref)
         return await self._put(tenant, name, Record(data, (image.ref,)), anew=True)
 
-    async def locate(self, image: ImageRef) -> ImageRef:
-        """The reference to read a stored image by; without a URL, it is read into memory."""
-        return await self._blobs.locate(image, _READ_S)
-
     async def _put(self, tenant: str, name: str, record: Record, *, anew: bool = False) -> bool:
         """Store a record and retain its images. Returns whether it was stored."""
         made_room = await self._records.put(owner_of(tenant, "records"), name, record, anew=anew)
@@ -71,12 +66,8 @@ class KeptAnswers:
             self._blobs.release(_holder(other), old.images)
         return True
 
-    async def find_images(
-        self, tenant: str, sources: Sequence[ImageSource]
-    ) -> Sequence[ImageSource]:
+    async def find_images(self, tenant: str, sources: Sequence[ImageSource]) -> list[ImageSource]:
         """Resolve images that are named by id or SHA-256. Raises: InvalidRequest."""
-        if not any(source.url.startswith(_BY_NAME) for source in sources):
-            return sources
         return [await self._find_image(tenant, source) for source in sources]
 
     async def _find_image(self, tenant: str, source: ImageSource) -> ImageSource:
@@ -87,12 +78,8 @@ class KeptAnswers:
             name = image_name(tenant, name.removeprefix(_BY_SHA256).lower())
         record = await self.get(tenant, name) if len(name) <= _MAX_NAME_CHARS else None
         if record is None:
-            raise InvalidRequest(
-                "This key has no such image, or the image has expired: upload it again, or send it "
-                "as a data: URL.",
-                param=source.param,
-                code="file_not_found",
-            )
+            message = "This key has no such image, or it has expired: upload it again, or send a data: URL."
+            raise InvalidRequest(message, param=source.param, code="file_not_found")
         [ref, *_] = record.images
         if ref.video is not None and source.if_video is not None:
             ref = replace(ref, video=source.if_video)

@@ -55,8 +55,7 @@ TOKENS_PER_PROMPT = 256
 LOGPROBS_PER_TOKEN = 5
 #: Output tokens that take as much memory in Redis as one vector.
 TOKENS_PER_VECTOR = 16
-#: Maximum number of cached refusals.
-MAX_REFUSED = 10_000
+MAX_REFUSED = 10_000  #: cached refusals
 NO_LIMITS = Limits()
 _REFUND_PAUSE_S = 0.25
 #: Redis keeps a budget for this long after its month or day.
@@ -94,8 +93,8 @@ class KeyLimits:
         self._limits = limits
         self._overloaded = overloaded
         self._clock = clock
-        # reason and end of the refusal, and the limit
-        self._refused: dict[tuple[str, str], tuple[str, float, int]] = {}
+        # end of the refusal, and the requests per minute
+        self._refused: dict[tuple[str, str], tuple[float, int]] = {}
         self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
     def key_name(self, tenant: str) -> str:
@@ -114,10 +113,7 @@ class KeyLimits:
             context.max_priority = key.max_priority
 
     def limits(self, priority: Priority, tenant: str) -> Limits | None:
-        """The limits of a tenant's requests. None if nothing is limited.
-
-        Raises: AuthenticationError if the key was revoked or expired since the request was received.
-        """
+        """The limits of a tenant's requests; None: no limits. Raises: AuthenticationError if its key is not active."""
         quota = self._quotas[priority]
         if (key := self._find_key(tenant)) is not None:
             if not key.is_active(time.time()):  # noqa: TID251
@@ -141,9 +137,8 @@ class KeyLimits:
         quota = self.limits(first.priority, first.tenant)
         if quota is None:
             return None
-        possible = possible_tokens(first.task, card)
-        for call in calls[1:]:
-            possible = max(possible, possible_tokens(call.task, card), key=lambda p: p.total)
+        each = [possible_tokens(call.task, card) for call in calls]
+        possible = max(each, key=lambda tokens: tokens.total)
         return Reservation(
             model=first.model,
             tenant=first.tenant,
@@ -174,18 +169,11 @@ class KeyLimits:
         return Charge(num_images, prices, budget, "output" if finds_segments else "request")
 
     def check(self, model: str, tenant: str) -> None:
-        """Refuse a request without asking Redis while the key's request limit cannot have recovered.
-
-        Raises: RateLimited.
-        """
-        found = self._refused.get((model, tenant))
-        if found is None:
-            return
-        reason, until, most = found
+        """Refuse a request while the key's request limit cannot have recovered. Raises: RateLimited."""
+        until, most = self._refused.get((model, tenant), (0.0, 0))
         wait_s = until - self._clock()
         if wait_s > 0 and most == self._requests_per_minute(tenant):
-            raise self._key_limit_exceeded(reason, wait_s, tenant)
-        del self._refused[(model, tenant)]
+            raise self._key_limit_exceeded("key_requests", wait_s, tenant)
 
     def _requests_per_minute(self, tenant: str) -> int:
         quota = self.limits(Priority.INTERACTIVE, tenant) or NO_LIMITS
@@ -200,9 +188,8 @@ class KeyLimits:
         if refused.reason == "key_requests":
             if len(self._refused) >= MAX_REFUSED:
                 del self._refused[next(iter(self._refused))]  # the oldest entry
-            self._refused[(model, tenant)] = (
-                refused.reason, self._clock() + refused.wait_s, self._requests_per_minute(tenant),
-            )  # fmt: skip
+            until = self._clock() + refused.wait_s
+            self._refused[(model, tenant)] = until, self._requests_per_minute(tenant)
         return self._key_limit_exceeded(refused.reason, refused.wait_s, tenant)
 
     def _key_limit_exceeded(self, reason: str, wait_s: float, tenant: str) -> RateLimited:
@@ -236,13 +223,10 @@ def _part(priority: Priority, most: int) -> int:
 
 def to_rates(limits: Limits, full_in_s: tuple[float, float]) -> list[Rate]:
     """The limits per minute, for headers. `full_in_s` is as in `Submitted`."""
-    named = (
-        ("requests", limits.max_tenant_requests_per_minute),
-        ("tokens", limits.max_tenant_tokens_per_minute),
-    )
+    per_minute = (limits.max_tenant_requests_per_minute, limits.max_tenant_tokens_per_minute)
     return [
         Rate(name, most, max(0, int(most * (1 - s / 60))), s)
-        for (name, most), s in zip(named, full_in_s, strict=True)
+        for name, most, s in zip(("requests", "tokens"), per_minute, full_in_s, strict=True)
         if most > 0
     ]
 
@@ -278,9 +262,7 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
 
 
-def most_nano_dollars(
-    call: Call, card: ModelCard, prices: tuple[float, float, float, float]
-) -> float:
+def most_nano_dollars(call: Call, card: ModelCard, prices: tuple[float, ...]) -> float:
     """The maximum cost of a call: each byte of its encoding may be a token."""
     price_in, price_cached, price_out, price_image = prices
     price_in = max(price_in, price_cached)
@@ -337,16 +319,7 @@ class Refunds:
 
     def __init__(self, queue: GatewayQueue) -> None:
         self._queue = queue
-        self._open: set[Reservation] = set()
-
-    @property
-    def num_open(self) -> int:
-        """Closed requests that are not refunded yet."""
-        return len(self._open)
-
-    def add(self, reservation: Reservation) -> None:
-        """Refund a request as soon as its answers have ended."""
-        self._open.add(reservation)
+        self.open: set[Reservation] = set()  #: closed requests, until their answers have ended
 
     async def keep_refunding(self) -> None:
         while True:
@@ -358,12 +331,12 @@ class Refunds:
 
     async def refund(self) -> None:
         down: set[str] = set()  # shards
-        for reservation in list(self._open):
+        for reservation in list(self.open):
             shard = shard_of(reservation.request_ids[0])
             if shard in down:
                 continue
             try:
                 if await self._queue.refund(reservation):
-                    self._open.discard(reservation)
+                    self.open.discard(reservation)
             except QueueUnavailable:
                 down.add(shard)

@@ -24,9 +24,9 @@ from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits, Refunds, to_rates
 from gateway.calls.models import ModelDirectory, find_affinity
 from gateway.calls.open_call import ChoiceEvent, OpenCall
-from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
-from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
-from gateway.calls.surface import Answer, AnswerHead, Plan, Reply, Request, Surface
+from gateway.calls.recorder import Recorder, body_timings, timing_headers
+from gateway.calls.resume import STREAM_PATH, Resume, is_resumable
+from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.body import Admission, HeldBody, find_model_name, read_body
 from gateway.http.endpoint import while_connected
 from gateway.http.errors import (
@@ -35,6 +35,7 @@ from gateway.http.errors import (
     NotFound,
     Overloaded,
     ServerError,
+    invalid,
     to_api_error,
 )
 from gateway.http.exchange import JSON_HEADERS, Exchange, RequestContext
@@ -120,16 +121,14 @@ class Lifecycle:
     async def serve_stream(self, surfaces: Mapping[str, Surface], exchange: Exchange) -> None:
         """Answer a client that resumes a stream. Only the original request is recorded, where it arrived."""
         context = exchange.context
-        reply, error = None, None
-        try:
-            with self.admission:
-                reply = await self.resume.reopen(context.path["id"], context, surfaces)
+        with self.admission:
+            reply = await self.resume.reopen(context.path["id"], context, surfaces)
+            try:
                 recorder = Recorder(reply.surface, context, self.metrics)
                 await self._answer(exchange, reply, recorder)
-        except Exception as raised:
-            error = to_api_error(raised)
-        if error is not None:
-            await _fail(exchange, None if reply is None else reply.surface, error, reply)
+            except Exception as raised:
+                if (error := to_api_error(raised)) is not None:
+                    await _fail(exchange, reply.surface, error, reply)
 
     async def compute(
         self, surface: Surface, plan: Plan, card: ModelCard, context: RequestContext, held: HeldBody
@@ -178,10 +177,7 @@ class Lifecycle:
     # In
 
     async def _open(self, exchange: Exchange, recorder: Recorder) -> Reply | None:
-        """Read and queue the request. Returns None if it is already answered.
-
-        The body is freed before the answer begins.
-        """
+        """Read and queue the request, and free its body. Returns None if it is already answered."""
         with HeldBody(self.admission) as held:
             request = await self._read(exchange, recorder.surface, held)
             recorder.user = request.user
@@ -236,9 +232,8 @@ class Lifecycle:
     ) -> Reply | None:
         """Queue a request to a model. Returns None if it is already answered."""
         surface, context = recorder.surface, recorder.context
-        card = await self.models.find(
-            model, request.user or context.id, surface.task, context.tenant
-        )
+        side = request.user or context.id
+        card = await self.models.find(model, side, surface.task, context.tenant)
         recorder.model = self.models.label(card.name)
         if surface.task not in card.tasks:
             raise _wrong_task(surface, card)
@@ -258,12 +253,9 @@ class Lifecycle:
         if surface.cuts_audio:
             plan = await while_connected(self._cut_audio(plan, card, recorder, held), exchange)
         recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
-        may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
-        resumes = may_resume and is_resumable(context, plan)
-        if resumes:  # an Idempotency-Key identifies the answer
-            head = replace(head, id=surface.id_prefix + context.id)
         submit = partial(self._submit, plan, card, recorder, held)
-        if resumes:
+        if is_resumable(context, plan):
+            head = replace(head, id=surface.id_prefix + context.id)  # of the Idempotency-Key
             limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
             reply = await self.resume.open(
@@ -285,13 +277,13 @@ class Lifecycle:
         context, surface = replace(asking.context, id=secrets.token_hex(16)), asking.surface
         recorder = Recorder(surface, context, self.metrics)
         sources = await self.kept.find_images(context.tenant, plan.images)
-        loaded = await self._load_images(sources, recorder.clock, held)
+        loaded = await self._load_images(sources, recorder, held)
         plan = replace(plan, images=sources, loaded=loaded)
         [of] = plan.tasks
         assert isinstance(of, Generate)
         finding = replace(plan, tasks=[Tokenize(of, finds_segments=True)], is_streamed=False)
         events = await self._run(finding, card, recorder, held)
-        asking.clock.image_decode_s = time.perf_counter() - began_at
+        asking.image_decode_s = time.perf_counter() - began_at
         [found] = [event for _, event in events if isinstance(event, Tokenized)]
         return surface.cut(plan, found.segment_ends)
 
@@ -302,16 +294,16 @@ class Lifecycle:
             return request
         record = await self.kept.get(context.tenant, name)
         if record is None:
-            raise NotFound(
-                "The previous answer was not stored, or has expired: send the whole conversation.",
-                param="previous_response_id",
-                code="previous_response_not_found",
+            message = (
+                "The previous answer was not stored, or has expired: send the whole conversation."
             )
+            code = "previous_response_not_found"
+            raise NotFound(message, param="previous_response_id", code=code)
         return surface.go_on(request, record)
 
     async def _keep(self, reply: Reply, context: RequestContext) -> None:
         """Store a complete answer before it is sent. Raises: RecordsUnavailable."""
-        data = reply.surface.record(_plain(reply.answer))
+        data = reply.surface.record(reply.answer)
         if data is None:
             return
         images = reply.call.images
@@ -338,10 +330,7 @@ class Lifecycle:
     async def _submit(
         self, plan: Plan, card: ModelCard, recorder: Recorder, held: HeldBody, call_id: str = ""
     ) -> OpenCall:
-        """Queue one call per task. `call_id`: the id of the only call, if it is resumable.
-
-        Raises: InvalidRequest, Overloaded, BlobsUnavailable, RecordsUnavailable, QueueUnavailable.
-        """
+        """Queue one call per task. `call_id`: the id of the only call, if it is resumable. Raises: as `_queue`."""
         tenant = recorder.context.tenant
         self.key_limits.check(card.queue, tenant)
         if not plan.images:
@@ -353,7 +342,7 @@ class Lifecycle:
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         release = partial(self.blobs.release, holder, [each.ref for each in sources if each.ref])
         try:
-            images = plan.loaded or await self._load_images(sources, recorder.clock, held)
+            images = plan.loaded or await self._load_images(sources, recorder, held)
             params = [source.param for source in sources]
             await self._store_images(images, params, holder, lives_s)
             refs = tuple(image.ref for image in images)
@@ -380,10 +369,7 @@ class Lifecycle:
     async def _store_images(
         self, images: Sequence[LoadedImage], params: Sequence[str], holder: str, ttl_s: float
     ) -> None:
-        """Store new images, and hold the others. Raises: InvalidRequest if one of those no longer exists.
-
-        `params`: the fields of the images in the request.
-        """
+        """Store new images, and hold those that are stored. Raises: InvalidRequest that names a lost one."""
         distinct = {image.ref.sha256: image for image in images}
         puts = [
             self.blobs.put(image.data, holder, ttl_s=ttl_s, ref=image.ref)
@@ -399,14 +385,13 @@ class Lifecycle:
                 raise result
         for image, param in zip(images, params, strict=True):
             if image.data is None and not await self.blobs.hold(image.ref, holder, ttl_s=ttl_s):
-                raise InvalidRequest(
-                    "An image, video or audio of the conversation is no longer kept: send it again.",
-                    param=param,
-                    code="invalid_image",
+                message = (
+                    "An image, video or audio of the conversation is no longer kept: send it again."
                 )
+                raise InvalidRequest(message, param=param, code="invalid_image")
 
     async def _load_images(
-        self, sources: Sequence[ImageSource], clock: StageClock, held: HeldBody
+        self, sources: Sequence[ImageSource], recorder: Recorder, held: HeldBody
     ) -> list[LoadedImage]:
         began_at = time.perf_counter()
         try:
@@ -415,7 +400,7 @@ class Lifecycle:
             self.metrics.count("images", "refused")
             raise
         finally:
-            clock.image_decode_s = time.perf_counter() - began_at
+            recorder.image_decode_s = time.perf_counter() - began_at
         for _ in images:
             self.metrics.count("images", "accepted")
         return images
@@ -423,7 +408,7 @@ class Lifecycle:
     async def _queue(
         self, plan: Plan, tasks: Sequence[Task], card: ModelCard, recorder: Recorder, call_id: str
     ) -> OpenCall:
-        context, clock = recorder.context, recorder.clock
+        context = recorder.context
         calls = [
             Call(
                 id=call_id or f"{context.id}-{choice}",
@@ -445,12 +430,12 @@ class Lifecycle:
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, affinity)
             calls = [replace(call, id=call.id + shard) for call in calls] if shard else calls
         reservation = self.key_limits.reservation(calls, card)
-        clock.submitted_at = time.perf_counter()
+        recorder.submitted_at = time.perf_counter()
         timeout_s = self.settings.request_timeout_s
         try:
             call = await self.dispatcher.submit(
                 calls,
-                timeout_s=max(_LEAST_TIMEOUT_S, timeout_s - clock.image_decode_s),
+                timeout_s=max(_LEAST_TIMEOUT_S, timeout_s - recorder.image_decode_s),
                 max_waiting=self.key_limits.max_waiting(plan.priority),
                 reservation=reservation,
                 affinity=affinity,
@@ -462,7 +447,7 @@ class Lifecycle:
         if reservation is not None and call.full_in_s is not None:
             context.rates = to_rates(reservation.limits, call.full_in_s)
         if reservation is not None and reservation.is_refundable:
-            call.when_closed(lambda _: self.refunds.add(reservation))
+            call.when_closed(lambda _: self.refunds.open.add(reservation))
         return call
 
     # Out
@@ -497,14 +482,14 @@ class Lifecycle:
         events = await self._collect(reply.call, recorder)
         if self.hooks is not None:
             events = await self.hooks.after(events, reply, exchange.context)
-        e2e_s = recorder.clock.elapsed_s()
+        e2e_s = recorder.elapsed_s()
         stages = recorder.stages(e2e_s)
         if reply.shows_timings:
             recorder.totals.timings = body_timings(stages, e2e_s)
         body = reply.answer.whole(events, recorder.totals)
         if reply.surface.keeps_answers:
             await self._keep(reply, exchange.context)
-        own = getattr(_plain(reply.answer), "headers", JSON_HEADERS)
+        own = getattr(reply.answer, "headers", JSON_HEADERS)
         headers = [*own, *timing_headers(stages, e2e_s, is_whole=True)]
         if reply.head.package:
             headers.append((_PACKAGE, reply.head.package.encode()))
@@ -537,7 +522,9 @@ class Lifecycle:
         # Wait for the first event before the status line, so that a prompt that is too long is a 400.
         events = await call.receive(self.settings.headers_after_s)
         recorder.note(events)
-        headers = [*surface.stream_headers, *reply.headers, *recorder.known_timing()]
+        headers = [*surface.stream_headers, *recorder.known_timing()]
+        if reply.last_id is not None:
+            headers.append((b"x-vlm-stream", (STREAM_PATH + reply.head.id).encode()))
         if reply.head.package:
             headers.append((_PACKAGE, reply.head.package.encode()))
         await exchange.start(200, headers)
@@ -545,8 +532,8 @@ class Lifecycle:
         while not recorder.is_complete:
             if not events:
                 await exchange.write(surface.keep_alive)
-            elif frames := reply.answer.frames(events, None):
-                await exchange.write(b"".join([data for _, data in frames]))
+            elif frames := reply.frames(events, None):
+                await exchange.write(frames)
             events = await call.receive(self.settings.keep_alive_s)
             recorder.note(events)
             if self.hooks is not None:
@@ -554,12 +541,12 @@ class Lifecycle:
         if self.hooks is not None:
             await self.hooks.after(seen, reply, exchange.context)
         if reply.shows_timings:
-            e2e_s = recorder.clock.elapsed_s()
+            e2e_s = recorder.elapsed_s()
             recorder.totals.timings = body_timings(recorder.stages(e2e_s), e2e_s)
-        frames = reply.answer.frames(events, recorder.totals)
+        frames = reply.frames(events, recorder.totals)
         if surface.keeps_answers:
             await self._keep(reply, exchange.context)
-        await exchange.write(b"".join([data for _, data in frames]), is_last=True)
+        await exchange.write(frames, is_last=True)
 
 
 def check_images(
@@ -572,18 +559,13 @@ def check_images(
             problem = f"this model takes no {medium.plural}; send text only"
             if kind == "video" and card.supports_images:
                 problem = "this model takes no videos; send its frames as images"
-            raise _bad_image(given[0], problem, code="unsupported_image")
+            raise invalid(given[0].param, problem, code="unsupported_image")
         most = medium.max_count(limits)
         if kind == "image" and task != "generate":
             most = limits.max_input_images
         if len(given) > most:
             problem = f"send at most {most} {medium.plural}"
-            raise _bad_image(given[most], problem, code="too_many_images")
-
-
-def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
-    text = f"Invalid value for {image.param}: {problem}."
-    return InvalidRequest(text, param=image.param, code=code)
+            raise invalid(given[most].param, problem, code="too_many_images")
 
 
 def _scaled(card: ModelCard, source: ImageSource, ref: ImageRef) -> ImageRef:
@@ -597,25 +579,14 @@ def _scaled(card: ModelCard, source: ImageSource, ref: ImageRef) -> ImageRef:
 def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:
     offered = ", ".join(card.tasks)
     path = surface.path.replace("{name}", card.name)
-    return InvalidRequest(
-        f"This model does not offer the task {surface.task}, which {path} needs; "
-        f"it offers: {offered}.",
-        param="model",
-        code="wrong_task",
-    )
+    message = f"This model does not offer the task {surface.task}, which {path} needs; it offers: {offered}."
+    return InvalidRequest(message, param="model", code="wrong_task")
 
 
-def _plain(answer: Answer) -> Answer:
-    """The answer without the numbering of a resumable stream."""
-    return answer.answer if isinstance(answer, NumberedAnswer) else answer
-
-
-async def _fail(
-    exchange: Exchange, surface: Surface | None, error: ApiError, reply: Reply | None
-) -> None:
+async def _fail(exchange: Exchange, surface: Surface, error: ApiError, reply: Reply | None) -> None:
     """Report an error: by status if the answer has not begun, else in a last frame."""
-    if exchange.status is None or surface is None or reply is None:
-        await exchange.fail(error, surface and surface.error)
+    if exchange.status is None or reply is None:
+        await exchange.fail(error, surface.error)
         return
     error.request_id = exchange.context.shown_id
-    await exchange.write(surface.error_frame(error, _plain(reply.answer)), is_last=True)
+    await exchange.write(surface.error_frame(error, reply.answer), is_last=True)

@@ -45,7 +45,6 @@ from shared.redis.client import OutageLog
 from shared.settings.tree import ModelDefaults
 
 READ_PAUSE_S = 5.0  #: between two reads of the routes
-#: Timeout of the first read.
 _FIRST_READ_S = 2.0
 
 logger = logging.getLogger(__name__)
@@ -336,10 +335,7 @@ class ModelDirectory:
         return card
 
     def missing(self, name: str, task: str = "", tenant: str = "") -> ApiError:
-        """The error for a model without a usable worker or deployment.
-
-        It lists the models that offer the task, and that the tenant may use.
-        """
+        """The error for a model without a usable worker or deployment. It lists models that the tenant may use."""
         name = self.target(name)
         if self._deployments is not None and name in self._deployments.unreadable:
             return record_unreadable()
@@ -366,9 +362,8 @@ class ModelDirectory:
         any_ = f"any that offers the task {task}" if task else "any"
         served = f"send one of: {names}{more}" if names else f"no worker serves {any_} yet"
         what = "application" if task == "run" else "model"
-        return NotFound(
-            f"The {what} does not exist; {served}.", param="model", code="model_not_found"
-        )
+        message = f"The {what} does not exist; {served}."
+        return NotFound(message, param="model", code="model_not_found")
 
     async def _look_again(self) -> None:
         """Refresh once for all concurrent callers. Raises: QueueUnavailable, RedisError, OSError."""
@@ -390,10 +385,7 @@ class ModelDirectory:
 
 
 def _adapters(cards: Mapping[str, ModelCard], live: Iterable[ModelCard]) -> Iterator[ModelCard]:
-    """Adapters of live workers, or of the model's card if it has no live worker.
-
-    Of two adapters with the same name, the newer one.
-    """
+    """Adapters of live workers, or of the model's card without any. Of two with the same name, the newer one."""
     found: dict[str, dict[str, AdapterCard]] = {}
     for card in live:
         held = found.setdefault(card.name, {})
@@ -473,10 +465,7 @@ PREFIX_CHARS = 4000
 
 
 def find_affinity(models: ModelDirectory, grace_s: float, call: Call) -> Affinity | None:
-    """The affinity of a call. None for a short prompt without images, or with a single worker.
-
-    `grace_s`: how long a request is reserved for its preferred worker; 0 disables affinity.
-    """
+    """The affinity of a call. None: a short prompt without images, a single worker, or a `grace_s` of 0."""
     if grace_s <= 0 or call.priority is Priority.BATCH:
         return None
     num_workers = models.num_workers[call.model]

@@ -45,8 +45,9 @@ class ChoiceProgress:
     attempt may repeat tokens: equal tokens are dropped, and different answers are never spliced.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, index: int = 0) -> None:
         self.request_id = request_id
+        self.index = index  #: of the choice in its request
         self.attempt = 0
         self.has_started = False
         self.has_values = False
@@ -123,10 +124,8 @@ class ChoiceProgress:
         if known == token_ids[: len(known)]:
             self.is_split = self.has_gap = True
             return None
-        return self.fail(
-            ErrorCode.WORKER_LOST,
-            "The worker was lost and the answer could not be continued; retry.",
-        )
+        message = "The worker was lost and the answer could not be continued; retry."
+        return self.fail(ErrorCode.WORKER_LOST, message)
 
     def _hold_back(self, num_expected: int) -> None:
         self.has_gap = True
@@ -138,11 +137,7 @@ class ChoiceProgress:
 
 
 class OpenCall:
-    """The choices of one request.
-
-    `close` is synchronous and idempotent; it cancels the request, unless it is resumable. Units: `deadline_at` is a
-    reading of `time.monotonic`.
-    """
+    """The choices of one request."""
 
     def __init__(
         self,
@@ -152,8 +147,8 @@ class OpenCall:
         on_close: Callable[["OpenCall"], None],
     ) -> None:
         self.model = model
-        self.deadline_at = deadline_at
-        self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
+        self.deadline_at = deadline_at  #: by `time.monotonic`
+        self.choices = [ChoiceProgress(each, index) for index, each in enumerate(request_ids)]
         self.is_closed = False
         self.tenant = ""
         self.is_resumable = False  #: continues after `close`
@@ -178,40 +173,38 @@ class OpenCall:
         """Ids of the choices that have not ended."""
         return [choice.request_id for choice in self.choices if not choice.is_settled]
 
-    def can_resubmit(self, choice: int) -> bool:
+    def can_resubmit(self, choice: ChoiceProgress) -> bool:
         """Whether a choice that Redis lost can be submitted again. Tokens without ids cannot be compared."""
-        progress = self.choices[choice]
         return (
             bool(self.submitted)
             and not self.is_closed
             and not self.is_resumable
-            and not progress.is_finished
+            and not choice.is_finished
             and self.num_resubmits < MAX_RESUBMITS * len(self.choices)
-            and min(progress.token_ids, default=0) >= 0
+            and min(choice.token_ids, default=0) >= 0
         )
 
-    def deliver(self, choice: int, event: CallEvent) -> bool:
+    def deliver(self, choice: ChoiceProgress, event: CallEvent) -> bool:
         """Accept an event from a worker. Returns whether it was new."""
-        progress = self.choices[choice]
-        progress.heard_at = time.monotonic()
-        accepted = progress.accept(event)
+        choice.heard_at = time.monotonic()
+        accepted = choice.accept(event)
         if accepted is None:
             return False
         self._put(choice, accepted)
         return True
 
-    def replay(self, choice: int, log: Sequence[CallEvent]) -> None:
+    def replay(self, choice: ChoiceProgress, log: Sequence[CallEvent]) -> None:
         """Accept the new events of a choice's log."""
-        for event in self.choices[choice].replay(log):
+        for event in choice.replay(log):
             self._put(choice, event)
 
-    def fail(self, choice: int, code: ErrorCode, message: str) -> None:
+    def fail(self, choice: ChoiceProgress, code: ErrorCode, message: str) -> None:
         """Fail a choice whose deadline has passed or whose worker is lost."""
-        if not self.choices[choice].is_finished:
-            self._put(choice, self.choices[choice].fail(code, message))
+        if not choice.is_finished:
+            self._put(choice, choice.fail(code, message))
 
-    def _put(self, choice: int, event: CallEvent) -> None:
-        self.pending.append((choice, event))
+    def _put(self, choice: ChoiceProgress, event: CallEvent) -> None:
+        self.pending.append((choice.index, event))
         self._wake()
 
     def _wake(self) -> None:
@@ -239,7 +232,7 @@ class OpenCall:
                 timer.cancel()
 
     def close(self) -> None:
-        """Close the request and cancel what still runs. Idempotent."""
+        """Close the request, and cancel what still runs unless it is resumable. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True

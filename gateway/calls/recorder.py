@@ -13,8 +13,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
 from gateway.calls.models import OTHER
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.surface import Surface, Totals
@@ -32,44 +30,17 @@ _LARGEST_INT = 2**63 - 1  #: largest attribute; requests with larger values are 
 logger = logging.getLogger(__name__)
 
 
-class StageClock(Struct):
-    """The gateway's clock readings of one request (`time.perf_counter`)."""
-
-    received_at: float
-    image_decode_s: float = 0.0
-    submitted_at: float = 0.0  #: when the queue accepted it
-    first_text_at: float | None = None
-    ended_at: float | None = None
-
-    @property
-    def ingest_s(self) -> float:
-        """From arrival to the queue, without images."""
-        return max(0.0, self.submitted_at - self.received_at - self.image_decode_s)
-
-    @property
-    def ttft_s(self) -> float | None:
-        """From arrival to the first text, if there was any."""
-        return None if self.first_text_at is None else self.first_text_at - self.received_at
-
-    def stop(self) -> None:
-        """Stop the clock. Only the first call has an effect."""
-        if self.ended_at is None:
-            self.ended_at = time.perf_counter()
-
-    def elapsed_s(self) -> float:
-        """From arrival to the end, or until now."""
-        until = time.perf_counter() if self.ended_at is None else self.ended_at
-        return until - self.received_at
-
-
 class Recorder:
-    """Records one request. `model` is a metrics label and always a known name. Units: seconds."""
+    """Records one request. `model`: a metrics label, always a known name. Units: seconds, of `time.perf_counter`."""
 
     def __init__(self, surface: Surface, context: RequestContext, metrics: GatewayMetrics) -> None:
         self.surface = surface
         self.context = context
         self.metrics = metrics
-        self.clock = StageClock(context.received_at)
+        self.image_decode_s = 0.0
+        self.submitted_at = 0.0  #: when the queue accepted it
+        self._first_text_at: float | None = None
+        self._ended_at: float | None = None
         self.totals = Totals()
         self.model = OTHER
         self.user: str | None = None
@@ -88,7 +59,7 @@ class Recorder:
     # Request
 
     def trace(self, tracer: "Tracer") -> None:
-        begin_ns = epoch_ns(time.perf_counter() - self.clock.received_at)
+        begin_ns = epoch_ns(self.elapsed_s())
         name = self.surface.name
         self._tracer = tracer
         self._span = tracer.begin(name, "server", self.context.trace_parent, begin_ns)
@@ -110,6 +81,24 @@ class Recorder:
         self.is_followed = call.is_follower
         self._is_streamed = is_streamed
         self._num_choices = len(call.choices)
+
+    # Clock
+
+    def elapsed_s(self) -> float:
+        """From arrival to the end, or until now."""
+        until = time.perf_counter() if self._ended_at is None else self._ended_at
+        return until - self.context.received_at
+
+    @property
+    def _ingest_s(self) -> float:
+        """From arrival to the queue, without images."""
+        return max(0.0, self.submitted_at - self.context.received_at - self.image_decode_s)
+
+    @property
+    def _ttft_s(self) -> float | None:
+        """From arrival to the first text, if there was any."""
+        first = self._first_text_at
+        return None if first is None else first - self.context.received_at
 
     # Events
 
@@ -142,8 +131,8 @@ class Recorder:
         totals.num_output_tokens += event.usage.num_output_tokens
 
     def _note_tokens(self, index: int, event: Tokens, now: float) -> None:
-        if event.text and self.clock.first_text_at is None:
-            self.clock.first_text_at = now
+        if event.text and self._first_text_at is None:
+            self._first_text_at = now
         last = self._last_token_at.get(index)
         if last is not None and event.num_tokens and not self.is_followed:
             self.metrics.record_tokens(self.model, now - last, event.num_tokens)
@@ -154,8 +143,8 @@ class Recorder:
         timings = [event.timings for event in self.totals.finished]
         worker = max(timings, key=lambda each: each.total_s) if len(timings) > 1 else timings[0]
         stages = {
-            "ingest": self.clock.ingest_s,
-            "image_decode": self.clock.image_decode_s,
+            "ingest": self._ingest_s,
+            "image_decode": self.image_decode_s,
             "queue": worker.queue_s,
             "media_decode": worker.media_decode_s,
             "preprocess": worker.preprocess_s,
@@ -167,9 +156,8 @@ class Recorder:
         return stages
 
     def known_timing(self) -> Headers:
-        clock = self.clock
-        stages = {"ingest": clock.ingest_s, "image_decode": clock.image_decode_s}
-        return timing_headers(stages, clock.elapsed_s(), is_whole=False)
+        stages = {"ingest": self._ingest_s, "image_decode": self.image_decode_s}
+        return timing_headers(stages, self.elapsed_s(), is_whole=False)
 
     # The end
 
@@ -188,13 +176,13 @@ class Recorder:
 
     def stop(self, status: int | None) -> None:
         """Stop the clock and close the span. `status` is the response status, if one was sent."""
-        self.clock.stop()
+        self._ended_at = time.perf_counter()
         if self._span is not None and self._span.is_recorded:
             self._end_span(self._span, status)
 
     def account(self, status: int | None) -> None:
         """Log the request and observe the metrics of a complete answer."""
-        e2e_s = self.clock.elapsed_s()
+        e2e_s = self.elapsed_s()
         stages = self.stages(e2e_s) if self.is_complete else {}
         if logger.isEnabledFor(logging.INFO):
             self._log(status, stages, e2e_s)
@@ -204,30 +192,22 @@ class Recorder:
 
     def _measure(self, tracer: "Tracer", record: RequestRecord | None, e2e_s: float) -> None:
         """Record OpenTelemetry's GenAI metrics."""
-        attributes = {
-            "gen_ai.operation.name": self.surface.operation or self.surface.name,
-            "gen_ai.provider.name": "vlm-fleet",
-            "gen_ai.request.model": self.model,
-        }
+        attributes = self._attributes()
         error = {} if self.outcome in NOT_FAILURES else {"error.type": self.outcome}
         tracer.measure("gen_ai.server.request.duration", e2e_s, attributes | error)
         if record is None:
             return
-        for kind, count in (
-            ("input", record.num_prompt_tokens),
-            ("output", record.num_output_tokens),
-        ):
+        counts = {"input": record.num_prompt_tokens, "output": record.num_output_tokens}
+        for kind, count in counts.items():
             typed = attributes | {"gen_ai.token.type": kind}
             tracer.measure("gen_ai.client.token.usage", count, typed)
-        for name, seconds in (
-            ("time_to_first_token", record.ttft_s),
-            ("time_per_output_token", record.per_token_s),
-        ):
+        delays = {"to_first_token": record.ttft_s, "per_output_token": record.per_token_s}
+        for name, seconds in delays.items():
             if seconds is not None:
-                tracer.measure(f"gen_ai.server.{name}", seconds, attributes)
+                tracer.measure(f"gen_ai.server.time_{name}", seconds, attributes)
 
     def _observe(self, stages: dict[str, float], e2e_s: float) -> RequestRecord:
-        ttft_s = self.clock.ttft_s
+        ttft_s = self._ttft_s
         if ttft_s is not None and not self._is_streamed:
             # Tokens of a whole answer arrive together; the worker measured the first one.
             ttft_s = sum([s for name, s in stages.items() if name not in ("decode", "relay")])
@@ -275,18 +255,10 @@ class Recorder:
         logger.info("request ended", extra=fields)
 
     def _end_span(self, span: "RequestSpan", status: int | None) -> None:
-        e2e_s = self.clock.elapsed_s()
-        operation = self.surface.operation or self.surface.name
-        span.rename(f"{operation} {self.model}")
-        span.add(
-            {
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "vlm-fleet",
-                "gen_ai.request.model": self.model,
-                "vlm.request.id": self.context.id,
-                "vlm.outcome": self.outcome,
-            }
-        )
+        e2e_s, attributes = self.elapsed_s(), self._attributes()
+        span.rename(f"{attributes['gen_ai.operation.name']} {self.model}")
+        span.add(attributes)
+        span.add({"vlm.request.id": self.context.id, "vlm.outcome": self.outcome})
         if status is not None:
             span.add({"http.response.status_code": status})
         if self.is_complete:
@@ -294,9 +266,15 @@ class Recorder:
         is_ours = self.outcome not in NOT_FAILURES and (status is None or not 400 <= status < 500)
         span.end(e2e_s, self._own_stages(e2e_s), self.outcome if is_ours else None)
 
+    def _attributes(self) -> dict[str, str]:
+        return {
+            "gen_ai.operation.name": self.surface.operation or self.surface.name,
+            "gen_ai.provider.name": "vlm-fleet",
+            "gen_ai.request.model": self.model,
+        }
+
     def _answer_attributes(self) -> Attributes:
-        """The span's attributes of the answer. Units: tokens, seconds."""
-        prompt, ttft_s = self.totals.prompt, self.clock.ttft_s
+        prompt, ttft_s = self.totals.prompt, self._ttft_s
         reasons = [event.finish_reason.value for event in self.totals.finished]
         answer: Attributes = {
             "gen_ai.response.id": self.surface.id_prefix + self.context.id,
@@ -314,13 +292,12 @@ class Recorder:
 
     def _own_stages(self, e2e_s: float) -> list[Stage]:
         """The stages that this process measured; `relay` is put at the end."""
-        clock = self.clock
-        if not clock.submitted_at:
+        if not self.submitted_at:
             return []
-        stages = [Stage("ingest", 0.0, clock.ingest_s)]
-        if clock.image_decode_s:
-            begin_s = clock.submitted_at - clock.received_at - clock.image_decode_s
-            stages.append(Stage("image_decode", begin_s, clock.image_decode_s))
+        stages = [Stage("ingest", 0.0, self._ingest_s)]
+        if self.image_decode_s:
+            begin_s = self.submitted_at - self.context.received_at - self.image_decode_s
+            stages.append(Stage("image_decode", begin_s, self.image_decode_s))
         if self.is_complete:
             relay_s = self.stages(e2e_s)["relay"]
             stages.append(Stage("relay", e2e_s - relay_s, relay_s))

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -19,19 +19,17 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
-from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Reply, Request, Surface, Totals
-from gateway.http.errors import InvalidRequest, NotFound, from_failed, unavailable
+from gateway.calls.open_call import Gone, OpenCall
+from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
+from gateway.http.errors import InvalidRequest, NotFound, from_failed, invalid, unavailable
 from gateway.http.exchange import RequestContext
-from shared.protocol import Failed, ImageRef, Tokens, decode_log
+from shared.protocol import Failed, ImageRef, decode_log
 from shared.queue.api import DuplicateRequest, GatewayQueue, QueueUnavailable, RequestState
 from shared.queue.resume import ResumableCalls
 
 RESUMABLE_HEADER = b"x-vlm-resumable"
 KEY_HEADER = b"idempotency-key"
 LAST_ID_HEADER = b"last-event-id"
-#: A request without one of these headers ends when its client disconnects.
-RESUME_HEADERS = frozenset({RESUMABLE_HEADER, KEY_HEADER})
 STREAM_PATH = "/v1/streams/"
 
 #: How long a request that another gateway is accepting may be missing in Redis.
@@ -70,33 +68,19 @@ _decoder = msgspec.json.Decoder(StreamRecord)
 
 
 def is_resumable(context: RequestContext, plan: Plan) -> bool:
-    """Whether the request continues without its client.
-
-    An idempotency key determines the request's id. Raises: InvalidRequest.
-    """
+    """Whether the request continues without its client. Its idempotency key becomes its id. Raises: InvalidRequest."""
     key = context.headers.get(KEY_HEADER)
     wants_resume = context.headers.get(RESUMABLE_HEADER, b"").lower() in (b"true", b"1")
     if key is None and not (wants_resume and plan.is_streamed):
         return False
     if len(plan.tasks) != 1:
-        raise InvalidRequest(
-            "A resumable request has one answer: send one prompt with n = 1, or audio of one segment.",
-            param="n",
-            code="invalid_value",
-        )
+        message = "A resumable request has one answer: send one prompt with n = 1, or audio of one segment."
+        raise InvalidRequest(message, param="n", code="invalid_value")
     if key is not None:
         if not _KEY.fullmatch(key):
-            message = "Invalid Idempotency-Key: send 1 to 256 visible ASCII characters."
-            raise InvalidRequest(message, param="Idempotency-Key", code="invalid_value")
+            raise invalid("Idempotency-Key", "send 1 to 256 visible ASCII characters")
         context.id = hmac.new(context.tenant.encode(), key, hashlib.sha256).hexdigest()[:32]
     return True
-
-
-def _fingerprint(context: RequestContext, request: Request) -> str:
-    """A hash of the request. Empty without an idempotency key."""
-    if KEY_HEADER not in context.headers:
-        return ""
-    return hashlib.sha256(msgspec.json.encode(request)).hexdigest()
 
 
 def _last_event_id(context: RequestContext) -> int:
@@ -105,34 +89,13 @@ def _last_event_id(context: RequestContext) -> int:
     if not value:
         return -1
     if not _EVENT_ID.fullmatch(value):
-        raise InvalidRequest(
-            "Invalid Last-Event-ID: send a number.", param="Last-Event-ID", code="invalid_value"
-        )
+        raise invalid("Last-Event-ID", "send a number")
     return int(value)
 
 
 def _unknown() -> NotFound:
-    return NotFound(
-        "The stream does not exist, or ended more than a minute ago: send the request again.",
-        code="stream_not_found",
-    )
-
-
-def _decode(data: bytes) -> StreamRecord | None:
-    """A decoded record. None if a gateway of another version wrote it."""
-    try:
-        return _decoder.decode(data)
-    except msgspec.MsgspecError:
-        return None
-
-
-def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
-    """The record, if it is of the same request. Raises: InvalidRequest."""
-    found = (record.tenant, record.surface, record.fingerprint)
-    if found != (wanted.tenant, wanted.surface, wanted.fingerprint):
-        message = "This Idempotency-Key belongs to another request: send a new key."
-        raise InvalidRequest(message, code="idempotency_key_reused", param="Idempotency-Key")
-    return record
+    message = "The stream does not exist, or ended more than a minute ago: send the request again."
+    return NotFound(message, code="stream_not_found")
 
 
 def _to_call_id(request_id: str, shard: str) -> str:
@@ -142,34 +105,6 @@ def _to_call_id(request_id: str, shard: str) -> str:
 
 def _to_request_id(call_id: str) -> str:
     return call_id.partition("-")[0]
-
-
-@dataclass
-class NumberedAnswer:
-    """An answer whose frames have ids. Frames up to `_last_id` are dropped; -1: none."""
-
-    _surface: Surface
-    answer: Answer
-    _last_id: int
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        return self.answer.whole(events, totals)
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """The frames that the client does not have. Old and new tokens never share a frame."""
-        seen = [
-            place
-            for place, (_, event) in enumerate(events, 1)
-            if isinstance(event, Tokens) and event.index + event.num_tokens <= self._last_id
-        ]
-        num_seen = seen[-1] if seen else 0
-        frames = self.answer.frames(events[:num_seen], None) if num_seen else []
-        frames += self.answer.frames(events[num_seen:], totals)
-        return [
-            (position, self._surface.numbered(data, position))
-            for position, data in frames
-            if position > self._last_id
-        ]
 
 
 @dataclass
@@ -202,13 +137,15 @@ class Resume:
         `shard`: where a new request is placed. Raises: InvalidRequest if the key names another request, Overloaded,
         QueueUnavailable, and errors of `submit`.
         """
-        last_id = _last_event_id(context)
+        last_id, fingerprint = _last_event_id(context), ""
+        if KEY_HEADER in context.headers:
+            fingerprint = hashlib.sha256(msgspec.json.encode(request)).hexdigest()
         record = StreamRecord(
             surface=surface.name,
             model=head.model,
             package=head.package,
             tenant=context.tenant,
-            fingerprint=_fingerprint(context, request),
+            fingerprint=fingerprint,
             created=head.created,
             shows_timings=plan.shows_timings,
             options=msgspec.Raw(msgspec.json.encode(plan.options)),
@@ -224,7 +161,6 @@ class Resume:
                 head = msgspec.structs.replace(head, created=known.created)
                 if await self._has_answer(known.queue, call_id):
                     call = await self._follow(call_id, known.queue)
-                if call is not None:
                     if known.model != head.model and not context.fallback_from:
                         context.fallback_from = head.model
                     head = msgspec.structs.replace(head, package=known.package, model=known.model)
@@ -240,16 +176,12 @@ class Resume:
                 call.close()
                 raise
         answer = surface.answer(plan.options, head)
-        reply = Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head)
-        return _numbered(reply, last_id)
+        return Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head, last_id)
 
     async def reopen(
         self, answer_id: str, context: RequestContext, surfaces: Mapping[str, Surface]
     ) -> Reply:
-        """The rest of a stream after the event in `Last-Event-ID`.
-
-        Raises: InvalidRequest, NotFound, QueueUnavailable.
-        """
+        """A stream after the event in `Last-Event-ID`. Raises: InvalidRequest, NotFound, QueueUnavailable."""
         found = _ANSWER_ID.fullmatch(answer_id)
         if found is None:
             raise _unknown()
@@ -270,7 +202,7 @@ class Resume:
         except msgspec.MsgspecError:  # written by a gateway of another version
             raise _unknown() from None
         answer = surface.answer(options, head)
-        return _numbered(Reply(surface, call, answer, True, record.shows_timings, head), last_id)
+        return Reply(surface, call, answer, True, record.shows_timings, head, last_id)
 
     async def images(self, request_id: str) -> tuple[ImageRef, ...]:
         """The images of a request whose answer may be stored. Raises: QueueUnavailable."""
@@ -285,10 +217,7 @@ class Resume:
             await self.records.replace(request_id, msgspec.json.encode(record), self.keep_s)
 
     async def _has_answer(self, model: str, choice_id: str) -> bool:
-        """Whether a call exists and has not failed with an error that asks the client to retry.
-
-        A call that has failed so is deleted. Raises: QueueUnavailable.
-        """
+        """Whether a call exists. One whose failure asks the client to retry is deleted. Raises: QueueUnavailable."""
         state = await self.queue.state(model, choice_id)
         if state is None or state.state != "failed":
             return state is not None
@@ -303,10 +232,7 @@ class Resume:
         return False
 
     def when_ended(self, call: OpenCall, callback: Callable[[], object]) -> None:
-        """Run `callback` when a resumable request has ended, also if its client has left.
-
-        Not run if this gateway stops first or cannot reach Redis.
-        """
+        """Run `callback` when a resumable request has ended, also without its client, if this gateway still runs."""
 
         def on_close(call: OpenCall) -> None:
             if call.unsettled_ids:
@@ -347,29 +273,27 @@ class Resume:
             await self.records.forget(request_id)
 
     async def _recall(self, request_id: str) -> StreamRecord | None:
+        """The record of a request. None: there is none, or a gateway of another version wrote it."""
         data = await self.records.recall(request_id)
-        return None if data is None else _decode(data)
+        try:
+            return None if data is None else _decoder.decode(data)
+        except msgspec.MsgspecError:
+            return None
 
     async def _remember(self, request_id: str, wanted: StreamRecord) -> StreamRecord | None:
-        """Store a record. Returns the existing one if the request was sent before, else None.
-
-        Raises: InvalidRequest for another request with this key, Overloaded, QueueUnavailable.
-        """
+        """Store a record, or return the existing one. Raises: InvalidRequest if it is another request's, Overloaded."""
+        data = msgspec.json.encode(wanted)
         for _ in range(_MAX_REMEMBERS):
-            data = msgspec.json.encode(wanted)
             if await self.records.remember(request_id, data, self.keep_s):
                 return None
-            data = await self.records.recall(request_id)
-            if data is None:  # an attempt that was refused elsewhere has just deleted it
+            record = await self._recall(request_id)
+            if record is None:  # an attempt that was refused elsewhere has just deleted it
                 continue
-            record = _decode(data)
-            if record is not None:
-                return _same(record, wanted)
-            # Only a gateway of the record's version can compare the requests: refuse while the call runs.
-            call_id = _to_call_id(request_id, wanted.shard)
-            if await self.queue.state(wanted.queue, call_id) is not None:
-                break
-            await self.records.forget(request_id)
+            found = (record.tenant, record.surface, record.fingerprint)
+            if found != (wanted.tenant, wanted.surface, wanted.fingerprint):
+                text = "This Idempotency-Key belongs to another request: send a new key."
+                raise InvalidRequest(text, code="idempotency_key_reused", param="Idempotency-Key")
+            return record
         raise unavailable()
 
     async def _follow(self, call_id: str, model: str) -> OpenCall:
@@ -398,9 +322,3 @@ class Resume:
         has_waited = time.monotonic() >= call.begins_by
         if choice.is_finished and choice.attempt == 0 and has_waited:
             self.dispatcher.spawn(self._forget(_to_request_id(choice.request_id)))
-
-
-def _numbered(reply: Reply, last_id: int) -> Reply:
-    answer = NumberedAnswer(reply.surface, reply.answer, last_id)
-    where = [(b"x-vlm-stream", (STREAM_PATH + reply.head.id).encode())]
-    return msgspec.structs.replace(reply, answer=answer, headers=where)

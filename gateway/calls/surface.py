@@ -15,15 +15,9 @@ from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.http.body import JSON, JsonBody
 from gateway.http.endpoint import Endpoint
 from gateway.http.errors import ApiError, Headers
-from gateway.http.exchange import (
-    SSE_HEADERS,
-    SSE_KEEP_ALIVE,
-    RequestContext,
-    sse_event,
-    with_sse_id,
-)
+from gateway.http.exchange import SSE_HEADERS, SSE_KEEP_ALIVE, RequestContext, sse_event
 from gateway.media.loader import ImageSource, LoadedImage
-from shared.protocol import Finished, ModelCard, Priority, Task, Usage
+from shared.protocol import Finished, ModelCard, Priority, Task, Tokens, Usage
 from shared.records.store import Record
 from shared.settings.limits import LimitSettings
 
@@ -123,7 +117,6 @@ class Surface(Endpoint):
     commas: str = "max_commas"
     #: Whether a worker cuts the audio of a plan into segments before it is queued.
     cuts_audio: bool = False
-    #: Whether batches accept its requests.
     batchable: bool = False
     #: Whether answers may be stored, so that later requests continue them.
     keeps_answers: bool = False
@@ -177,21 +170,37 @@ class Surface(Endpoint):
         return None
 
     def numbered(self, frame: bytes, position: int) -> bytes:
-        """A frame with its id, if the API's frames have ids."""
-        return with_sse_id(frame, position)
+        """A frame with the id of its last event: a client that is cut off inside the frame gets all of it again."""
+        begin = frame.rfind(b"\n\nevent: ")
+        begin = 0 if begin < 0 else begin + 2
+        return frame[:begin] + b"id: %d\n" % position + frame[begin:]
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
         return sse_event(error.event())
 
 
 class Reply(Struct, frozen=True):
-    """An open call and its answer."""
-
     surface: Surface
     call: OpenCall
     answer: Answer
     is_streamed: bool
     shows_timings: bool
     head: AnswerHead
-    #: Additional headers of a stream.
-    headers: Headers = field(default_factory=list)
+    #: Last frame that the client of a resumable stream has; -1: none. Frames of other streams have no ids.
+    last_id: int | None = None
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> bytes:
+        """The frames of events that arrived together, without those that the client has."""
+        if self.last_id is None:
+            return b"".join([data for _, data in self.answer.frames(events, totals)])
+        seen = [
+            place
+            for place, (_, event) in enumerate(events, 1)
+            if isinstance(event, Tokens) and event.index + event.num_tokens <= self.last_id
+        ]
+        # Old and new tokens never share a frame.
+        num_seen = seen[-1] if seen else 0
+        frames = self.answer.frames(events[:num_seen], None) if num_seen else []
+        frames += self.answer.frames(events[num_seen:], totals)
+        numbered = self.surface.numbered
+        return b"".join([numbered(data, id_) for id_, data in frames if id_ > self.last_id])

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 MAX_ADDRESSES = 10_000
 WINDOW_S = 60.0
-_IPV6_PREFIX = 64  #: of the network that counts as one address: a customer has at least a /64
 
 logger = logging.getLogger(__name__)
 
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Role = Literal["any", "use", "adapters", "deploy", "admin"]
 _SETTINGS = {
     "any": "VLM_GATEWAY__API_KEYS",
@@ -82,17 +82,12 @@ class KeyRing:
         if role in ("any", "use") and self.is_open:
             return ""
         setting = _SETTINGS[role]
-        nobody_may = self._stored is None and not self._roles[role]
-        salt, has_role = (
-            ("", False) if self.is_open and nobody_may else await self._identify(headers, role)
-        )
-        if nobody_may:
+        if self._stored is None and not self._roles[role]:
             raise Forbidden(f"No key may do this: set {setting}.", code="insufficient_permissions")
+        salt, has_role = await self._identify(headers, role)
         if not has_role:
-            raise Forbidden(
-                f"This API key may not do this: send a key of {setting}, or one with the role {role}.",
-                code="insufficient_permissions",
-            )
+            message = f"This API key may not do this: send a key of {setting}, or one with the role {role}."
+            raise Forbidden(message, code="insufficient_permissions")
         return salt
 
     async def _identify(
@@ -110,9 +105,7 @@ class KeyRing:
                 return salt, salt in self._roles[role]
             if self._stored is not None and (found := await self._stored.find(keys[0])) is not None:
                 return found.tenant, role == "any" or role in found.roles
-        raise WrongKey(
-            "Incorrect API key: send one that this server knows.", code="invalid_api_key"
-        )
+        raise WrongKey("Incorrect API key: send one of this server.", code="invalid_api_key")
 
     def _find(self, key: bytes) -> str | None:
         digest = _digest(key)
@@ -174,16 +167,18 @@ class WrongKeys:
 
 
 def _place(host: str) -> str:
-    """The address, or the /64 network of an IPv6 address: one client has many addresses there."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return "unknown"
+    return network_of(getattr(address, "ipv4_mapped", None) or address)
+
+
+def network_of(address: Address) -> str:
+    """The addresses of one owner: an IPv4 address, or an IPv6 network of 64 bits."""
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((int(address), _IPV6_PREFIX), strict=False))
+    return str(ipaddress.ip_network(f"{address}/64", strict=False))
 
 
 def check_exposure(settings: GatewaySettings) -> None:

@@ -23,13 +23,7 @@ import msgspec
 from msgspec import Raw, inspect
 from starlette.types import Message, Receive
 
-from gateway.http.errors import (
-    ApiError,
-    ClientGone,
-    InvalidRequest,
-    Overloaded,
-    unsupported_media_type,
-)
+from gateway.http.errors import ClientGone, InvalidRequest, Overloaded, missing, wrong_media_type
 from gateway.http.exchange import Exchange, RequestContext, clean_name
 from shared.settings.limits import LimitSettings
 
@@ -57,10 +51,7 @@ class Cleaner:
     _hints: Mapping[str, str]
 
     def clean(self, body: bytes, type_: inspect.Type) -> Raw:
-        """The body without unknown fields, and without null where a field has a default.
-
-        Floats such as 1.0 become integers for integer fields. Raises: InvalidRequest.
-        """
+        """The body without unknown fields and needless nulls, and 1.0 as 1 for integers. Raises: InvalidRequest."""
         cleaned = self._clean(Raw(body.strip()), type_, "", "")
         if self._context.ignored:
             _log(self._context.ignored)
@@ -189,12 +180,9 @@ def _log(names: list[str]) -> None:
         _log_state.update(names={}, logged_at=now)
 
 
-def unsupported(param: str, hint: str = "") -> ApiError:
-    return InvalidRequest(
-        f"Unsupported parameter: {param}. {hint or 'Remove it.'}",
-        param=param,
-        code="unsupported_parameter",
-    )
+def unsupported(param: str, hint: str = "") -> InvalidRequest:
+    message = f"Unsupported parameter: {param}. {hint or 'Remove it.'}"
+    return InvalidRequest(message, param=param, code="unsupported_parameter")
 
 
 def join(path: str, name: str) -> str:
@@ -246,12 +234,8 @@ class Admission:
 
     def overloaded(self, reason: str) -> Overloaded:
         """The error for a request beyond a limit."""
-        return Overloaded(
-            reason,
-            "The server is overloaded; retry later.",
-            code="server_overloaded",
-            retry_after_s=self.retry_after_s(),
-        )
+        message, wait_s = "The server is overloaded; retry later.", self.retry_after_s()
+        return Overloaded(reason, message, code="server_overloaded", retry_after_s=wait_s)
 
     def retry_after_s(self) -> int:
         """Estimated seconds until the open requests have ended, by the recent rate, with jitter."""
@@ -293,8 +277,6 @@ class _NamesModel(msgspec.Struct):
     model: str
 
 
-_name_decoder = msgspec.json.Decoder(_NamesModel)
-
 _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
@@ -317,14 +299,11 @@ async def read_body(
     limits: LimitSettings,
     *,
     timeout_s: float,
-    max_commas: int = 0,
-    media_type: bytes = JSON,
+    max_commas: int,
+    media_type: bytes,
 ) -> bytes:
-    """The request's body. `max_commas` overrides the limit for JSON.
-
-    Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone.
-    """
-    most = max_commas or limits.max_commas if media_type == JSON else limits.max_body_bytes
+    """The body; `max_commas`: in JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
+    most = max_commas if media_type == JSON else limits.max_body_bytes
     pieces: list[bytes] = []
     num_commas = 0
     async for piece in read_pieces(
@@ -351,10 +330,7 @@ async def read_pieces(
     paced = PacedBody(receive, timeout_s)
     has_more = True
     while has_more:
-        try:
-            message = await paced.receive()
-        except BodyTooSlow as slow:
-            raise slow.error() from None
+        message = await paced.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         piece: bytes = message.get("body", b"")
@@ -365,15 +341,12 @@ async def read_pieces(
         yield piece
 
 
-class BodyTooSlow(Exception):
+class BodyTooSlow(InvalidRequest):
     """No bytes for `timeout_s`, or less than the minimum rate within it."""
 
     def __init__(self, timeout_s: float) -> None:
         self.problem = f"less than {LimitSettings.min_body_rate >> 10} KiB a second arrived for {timeout_s:g} s"
-
-    def error(self) -> ApiError:
-        message = f"The body was sent too slowly: {self.problem}."
-        return InvalidRequest(message, code="timeout")
+        super().__init__(f"The body was sent too slowly: {self.problem}.", code="timeout")
 
 
 class PacedBody:
@@ -424,57 +397,43 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
     media_type, _, charset = headers.get(b"content-type", b"").lower().partition(b";")
     is_named = media_type.strip() == expected
     if not is_named and expected != JSON:  # JSON needs no content type: `curl -d` sends a form's
-        raise unsupported_media_type(f"Send the body with `Content-Type: {expected.decode()}`.")
-    if (
-        charset
-        and is_named
-        and expected == JSON
-        and charset.replace(b'"', b"").strip() not in (b"charset=utf-8", b"charset=utf8")
-    ):
-        raise unsupported_media_type("The charset is not UTF-8: send the body as UTF-8.")
+        raise wrong_media_type(f"Send the body with `Content-Type: {expected.decode()}`.")
+    is_utf8 = charset.replace(b'"', b"").strip() in (b"", b"charset=utf-8", b"charset=utf8")
+    if is_named and expected == JSON and not is_utf8:
+        raise wrong_media_type("The charset is not UTF-8: send the body as UTF-8.")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise unsupported_media_type("Send the body without Content-Encoding.")
+        raise wrong_media_type("Send the body without Content-Encoding.")
     length = headers.get(b"content-length")
     if length is None:
         return
     if b"transfer-encoding" in headers or not length.isdigit():
-        raise InvalidRequest(
-            "The body has no clear length: send one Content-Length, or chunks.", code="invalid_http"
-        )
+        message = "The body has no clear length: send one Content-Length, or chunks."
+        raise InvalidRequest(message, code="invalid_http")
     if int(length[:20]) > max_bytes:
         raise _too_large(f"{max_bytes} bytes")
 
 
-def _too_large(limit: str) -> ApiError:
-    return InvalidRequest(
-        f"The request body is too large: send at most {limit}.", code="request_too_large"
-    )
+def _too_large(limit: str) -> InvalidRequest:
+    return InvalidRequest(f"The body is too large: send at most {limit}.", code="request_too_large")
 
 
 class JsonBody(Generic[T]):
-    """Decodes bodies of one type.
-
-    `hints` are error texts for values outside a closed set, by the field's path or last name; by default the error
-    lists the set.
-    """
+    """Decodes bodies of one type. `hints`: errors for values outside a closed set, by the field's path or name."""
 
     def __init__(
         self,
         type_: type[T],
-        hints: Mapping[str, str] | None = None,
-        unsupported: Unsupported | None = None,
+        hints: Mapping[str, str] = {},
+        unsupported: Mapping[str, tuple[Any, ...]] = {},
     ) -> None:
         """`unsupported`: unknown fields that are refused instead of ignored."""
         self._type = type_
         self._decoder = msgspec.json.Decoder(type_)
-        self._hints = hints or {}
-        self._unsupported = unsupported or {}
+        self._hints = hints
+        self._unsupported = unsupported
 
     def decode(self, body: bytes, context: RequestContext | None = None) -> T:
-        """Decode a body. Without a `context`, an unknown field is refused.
-
-        Raises: InvalidRequest that names the field.
-        """
+        """Decode a body. Without a `context`, unknown fields are refused. Raises: InvalidRequest that names one."""
         try:
             if not body.isascii():
                 body.decode()  # the decoder does not validate fields that it skips
@@ -500,7 +459,7 @@ class JsonBody(Generic[T]):
                 raise error
         return decoded
 
-    def _too_deep(self, body: bytes) -> ApiError:
+    def _too_deep(self, body: bytes) -> InvalidRequest:
         """The error for a value that nests too deeply; it names the field if it is within the searched bytes."""
         most = LimitSettings.max_json_depth
         path: list[str | int] = []  # key or index of each open container
@@ -511,9 +470,7 @@ class JsonBody(Generic[T]):
                 path.append(0 if first == b"[" else key)
                 if len(path) > most and len(path) - len(field := self._field(path)) > most:
                     param = ".".join(field)
-                    text = (
-                        f"{param} nests arrays and objects too deeply: send at most {most} levels."
-                    )
+                    text = f"{param} nests too deeply: send at most {most} levels."
                     return InvalidRequest(text, param=param, code="invalid_json")
             elif first == b'"':
                 key = token[0][1:-1].decode(errors="replace")
@@ -523,7 +480,7 @@ class JsonBody(Generic[T]):
                 path[-1] = key
             elif path and isinstance(index := path[-1], int):
                 path[-1] = index + 1
-        text = f"The body nests arrays and objects too deeply: send at most {most} levels."
+        text = f"The body nests too deeply: send at most {most} levels."
         return InvalidRequest(text, code="invalid_json")
 
     def _field(self, path: list[str | int]) -> list[str]:
@@ -577,16 +534,15 @@ def is_deeper(data: bytes, max_levels: int) -> bool:
 def find_model_name(body: bytes) -> str:
     """The model in a refused body. Empty if the body is not JSON or has no model."""
     try:
-        return _name_decoder.decode(body).model
+        return msgspec.json.decode(body, type=_NamesModel).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
 
 
-def locate(problem: str, hints: Mapping[str, str], info: inspect.Type | None = None) -> ApiError:
-    """The error for a msgspec error. It names the field, and does not quote the value.
-
-    `info` is the type of the body.
-    """
+def locate(
+    problem: str, hints: Mapping[str, str], info: inspect.Type | None = None
+) -> InvalidRequest:
+    """The error for a msgspec error in a body of the type `info`. It names the field, and does not quote the value."""
     match = _AT.fullmatch(problem)
     assert match is not None  # every part of the pattern is optional
     reason = match["reason"]
@@ -594,11 +550,8 @@ def locate(problem: str, hints: Mapping[str, str], info: inspect.Type | None = N
     path = path.replace("[", ".[") if ".[" not in path else path
     if unknown := _UNKNOWN.fullmatch(reason):
         return unsupported(join(path, unknown["name"]))
-    if missing := _MISSING.fullmatch(reason):
-        param = join(path, missing["name"])
-        return InvalidRequest(
-            f"Missing required field: {param}.", param=param, code="missing_field"
-        )
+    if lacking := _MISSING.fullmatch(reason):
+        return missing(join(path, lacking["name"]))
     message = _explain(reason, path, hints, info)
     return InvalidRequest(message, param=path or None, code="invalid_value")
 

@@ -47,7 +47,6 @@ class Endpoint:
     name: str
     method: str = "POST"
     path: str
-    #: Alternative paths.
     aliases: Sequence[str] = ()
     tag: str = ""
     #: Role of the keys that may call it.
@@ -58,7 +57,6 @@ class Endpoint:
     is_recorded: bool = False
     #: Whether the error for an unknown path may suggest this one.
     is_suggested: bool = False
-    #: Whether the OpenAPI document includes it.
     is_documented: bool = True
     request_type: type[Struct] | None = None
     answer_type: type[Struct] | None = None
@@ -73,7 +71,6 @@ class Endpoint:
     form_type: str = ""
     #: Error statuses that differ in this API, by OpenAI's status.
     statuses: ClassVar[Mapping[str, str]] = {}
-    #: Request headers of this endpoint.
     headers: ClassVar[Mapping[str, str]] = {}
     #: Error texts for values outside a closed set, by the field's path or last name.
     hints: ClassVar[Mapping[str, str]] = {}
@@ -187,14 +184,13 @@ class Operation(Endpoint):
         self._body: JsonBody[Any] | None = None
         if body is not None and self.request_type is not None:
             self._body = JsonBody(self.request_type, self.hints, self.unsupported)
+        is_json = self.media_type == JSON.decode()
         self._is_audited = (
-            self.access in ("adapters", "deploy", "admin")
+            is_json
+            and self.access in ("adapters", "deploy", "admin")
             and self.method not in ("GET", "HEAD")
-            and self.media_type == JSON.decode()
         )
-        self._has_body = not is_upload and (
-            self.request_type is not None or self.media_type != JSON.decode()
-        )
+        self._has_body = not is_upload and (self.request_type is not None or not is_json)
 
     async def serve(self, exchange: Exchange) -> None:
         """Raises: ApiError, ClientGone, and exceptions that `to_api_error` converts."""

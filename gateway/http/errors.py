@@ -80,16 +80,14 @@ class ApiError(Exception):
         return self.retry_after_s is not None
 
     def body(self) -> bytes:
-        return self._encode(ErrorFields(self.message, self.type, self.param, self.code))
+        fields = ErrorFields(self.message, self.type, self.param, self.code)
+        return msgspec.json.encode(ErrorBody(fields))
 
     def event(self) -> bytes:
         """The error as the last event of a stream, with the fields of the headers."""
         fields = ErrorFields(self.message, self.type, self.param, self.code, self.should_retry)
         if self.retry_after_s is not None:
             fields.retry_after = self.retry_after_s
-        return self._encode(fields)
-
-    def _encode(self, fields: ErrorFields) -> bytes:
         return msgspec.json.encode(ErrorBody(fields))
 
     def headers(self) -> Headers:
@@ -116,8 +114,6 @@ class InvalidRequest(ApiError):
 
 
 class AuthenticationError(ApiError):
-    """The key is missing or unknown."""
-
     status = 401
     type = "invalid_request_error"
 
@@ -128,8 +124,6 @@ class Forbidden(ApiError):
 
 
 class NotFound(ApiError):
-    """The model or path does not exist."""
-
     status = 404
     type = "invalid_request_error"
 
@@ -190,7 +184,17 @@ def unknown_path(path: str, known: Collection[str]) -> ApiError:
     return NotFound(message, code="not_found")
 
 
-def unsupported_media_type(message: str) -> InvalidRequest:
+def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
+    """The error for a field. `problem` says what to send instead."""
+    message = f"Invalid value for {param}: {problem}."
+    return InvalidRequest(message, param=param, code=code, status=400)
+
+
+def missing(param: str) -> InvalidRequest:
+    return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")
+
+
+def wrong_media_type(message: str) -> InvalidRequest:
     return InvalidRequest(message, code="unsupported_media_type")
 
 
@@ -215,18 +219,12 @@ def record_unreadable() -> ApiError:
 
 
 def store_unavailable() -> ApiError:
-    return ServerError(
-        "The store of packages does not answer; the gateway's log says why.",
-        code="store_unavailable",
-        retry_after_s=5,
-    )
+    message = "The store of packages does not answer; the gateway's log says why."
+    return ServerError(message, code="store_unavailable", retry_after_s=5)
 
 
 def to_api_error(error: Exception) -> ApiError | None:
-    """The error for an exception. None if the client has disconnected.
-
-    It has no traceback, whose frames would retain bodies and images.
-    """
+    """The error for an exception, without a traceback that retains the body. None if the client has disconnected."""
     match error:
         case ClientGone():
             return None

@@ -71,7 +71,6 @@ class RequestContext(Struct):
         return max(priority, self.max_priority, key=list(Priority).index)
 
     def ignore(self, name: str) -> None:
-        """Add an ignored field."""
         if name not in self.ignored and len(self.ignored) < _MAX_IGNORED:
             self.ignored.append(name)
 
@@ -159,13 +158,3 @@ def sse_event(data: bytes, event: bytes = b"") -> bytes:
     if event:
         return b"event: " + event + b"\ndata: " + data + b"\n\n"
     return b"data: " + data + b"\n\n"
-
-
-def with_sse_id(events: bytes, id_: int) -> bytes:
-    """A frame with an id, which a reconnecting client sends as `Last-Event-ID`.
-
-    The id is that of the last event: a client that is cut off inside the frame gets all of the frame again.
-    """
-    begin = events.rfind(b"\n\nevent: ")
-    begin = 0 if begin < 0 else begin + 2
-    return events[:begin] + b"id: %d\n" % id_ + events[begin:]

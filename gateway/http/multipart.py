@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from email.message import Message
 from typing import IO, Self
 
-from gateway.http.errors import InvalidRequest, unsupported_media_type
+from gateway.http.errors import InvalidRequest, wrong_media_type
 
 _BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 _MAX_PARTS = 16
@@ -113,7 +113,7 @@ def _boundary(content_type: bytes) -> bytes:
     header["content-type"] = content_type.decode("latin-1")
     boundary = header.get_boundary()
     if header.get_content_type() != "multipart/form-data" or boundary is None:
-        raise unsupported_media_type("Send the body with `Content-Type: multipart/form-data`.")
+        raise wrong_media_type("Send the body with `Content-Type: multipart/form-data`.")
     if not _BOUNDARY.fullmatch(boundary):
         raise _invalid()
     return boundary.encode()
@@ -135,7 +135,5 @@ def _names(head: bytes) -> tuple[str, str | None]:
 
 
 def _invalid() -> InvalidRequest:
-    return InvalidRequest(
-        f"The body is not valid multipart/form-data of at most {_MAX_PARTS} parts.",
-        code="invalid_form",
-    )
+    message = f"The body is not valid multipart/form-data of at most {_MAX_PARTS} parts."
+    return InvalidRequest(message, code="invalid_form")

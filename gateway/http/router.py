@@ -136,15 +136,11 @@ class Router:
             if access != "public":
                 context.tenant = await self.keys.authenticate(scope["headers"], access)
         except WrongKey:
-            host, _ = scope.get("client") or ("", 0)
-            self.wrong_keys.count(host)
+            self.wrong_keys.count(context.address)
             raise
 
     def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Refuse unknown host names: a page may point its own name at this address (DNS rebinding).
-
-        Raises: Forbidden.
-        """
+        """Refuse unknown names, as a page may point its own name here (DNS rebinding). Raises: Forbidden."""
         for name, value in headers:
             if name == b"host" and not self._is_own_host(value.decode("latin-1")):
                 raise Forbidden(
@@ -180,10 +176,8 @@ class Router:
         else:
             is_own = (origin or b"").partition(b"://")[2] == headers.get(b"host")
         if not is_own:
-            raise Forbidden(
-                "The origin of this page may not call this server: allow the origin in VLM_GATEWAY__CORS_ORIGINS.",
-                code="origin_not_allowed",
-            )
+            message = "The origin of this page may not call this server: allow it in VLM_GATEWAY__CORS_ORIGINS."
+            raise Forbidden(message, code="origin_not_allowed")
 
 
 def _choose(

@@ -98,7 +98,6 @@ class BoundedTransport:
             self._transport.write(head)
 
     def close(self) -> None:
-        """Write what is left, then close."""
         self._flush()
         self._transport.close()
         if self._transport.get_write_buffer_size():
@@ -238,8 +237,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _ignore_upgrade(self) -> bool:
         """Store the request's head without `Upgrade`. Returns whether it has this header.
 
-        The parser reads no body after an upgrade request, but HTTP/1.1 continues as if it were not there (RFC 9110,
-        7.8).
+        The parser reads no body after an upgrade, but HTTP/1.1 continues as if it were not there (RFC 9110, 7.8).
         """
         assert self.parser is not None
         if not self.parser.should_upgrade():
@@ -336,10 +334,7 @@ def without_chunks(cycle: RequestResponseCycle) -> Send:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, which finishes open requests before it stops.
-
-    `fail_open`: ends requests that outlast the drain, with a message.
-    """
+    """uvicorn's server, which finishes open requests before it stops. `fail_open` ends those that take too long."""
 
     def __init__(
         self,
@@ -377,10 +372,8 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets)
-        host = self.config.host
-        logger.info(
-            "gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, self.port
-        )
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        logger.info("gateway listens on http://%s:%d", host, self.port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the drain, the second ends it."""

@@ -296,8 +296,7 @@ class KeyDirectory:
         """Copy records that are only in the package store to Redis. Keys work meanwhile."""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_SYNC_S):
-                    await self._must_sync.wait()
+                await asyncio.wait_for(self._must_sync.wait(), _SYNC_S)
             self._must_sync.clear()
             try:
                 await self.sync()

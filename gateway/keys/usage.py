@@ -163,9 +163,8 @@ def _path(day: date, sums: dict[str, int]) -> str:
 
 
 def _join(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
-    return {
-        name: max(first.get(name, 0), second.get(name, 0)) for name in first.keys() | second.keys()
-    }
+    names = first.keys() | second.keys()
+    return {name: max(first.get(name, 0), second.get(name, 0)) for name in names}
 
 
 def _split(path: str, sums: dict[str, int]) -> Iterable[Used]:

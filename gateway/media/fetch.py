@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import IO, Any, cast
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httpcore
 
+from gateway.http.auth import Address, network_of
 from shared.settings.limits import MAX_IMAGE_URL_CHARS
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 #: One message for every failure, so that it does not reveal what listens behind a URL.
 CANNOT_FETCH = "The file could not be fetched from its URL: send it as a data: URL."
@@ -60,7 +60,6 @@ _FAILURES = (
     httpcore.NetworkError,
     httpcore.TimeoutException,
     httpcore.ProtocolError,
-    httpcore.UnsupportedProtocol,
 )
 
 
@@ -146,7 +145,7 @@ class ImageFetcher:
         self._check_host(host, port)
         with _share(self._num_by_host, host, _MAX_PER_HOST):
             address = await self._resolver.resolve(host, port)
-            with _share(self._num_by_address, _network_of(address), _MAX_PER_ADDRESS):
+            with _share(self._num_by_address, network_of(address), _MAX_PER_ADDRESS):
                 async with self._slots:
                     with self._network.pinned(host, address):
                         return await self._get(url, host, port, write)
@@ -198,29 +197,22 @@ def _share(counts: Counter[str], key: str, most: int) -> Iterator[None]:
 
 
 class _Resolver:
-    """Name lookups in separate threads, because a timeout does not cancel the event loop's executor.
-
-    An abandoned lookup still holds its thread, so it is still counted.
-    """
+    """Name lookups in threads, which a timeout cannot cancel: an abandoned lookup is counted until it ends."""
 
     def __init__(self, lookup: Callable[..., list[Any]]) -> None:
         self._lookup = lookup
         self._threads = ThreadPoolExecutor(_MAX_LOOKUPS, thread_name_prefix="lookup")
-        self._num = 0
         self._num_by_domain: Counter[str] = Counter()
 
     async def resolve(self, host: str, port: int) -> Address:
-        """The address to connect to.
-
-        Raises: ValueError unless all addresses of the name are global; OSError, TimeoutError.
-        """
+        """The address to connect to. Raises: ValueError unless all addresses are global; OSError, TimeoutError."""
         domain = ".".join(host.rsplit(".", 2)[-2:])
-        if self._num >= _MAX_LOOKUPS or self._num_by_domain[domain] >= _MAX_LOOKUPS_PER_DOMAIN:
+        counts = self._num_by_domain
+        if counts.total() >= _MAX_LOOKUPS or counts[domain] >= _MAX_LOOKUPS_PER_DOMAIN:
             raise ValueError("too many lookups at a time")
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self._threads, self._look_up, host, port)
-        self._num += 1
-        self._num_by_domain[domain] += 1
+        look_up = partial(self._lookup, host, port, type=socket.SOCK_STREAM)
+        running = asyncio.get_running_loop().run_in_executor(self._threads, look_up)
+        counts[domain] += 1
         running.add_done_callback(lambda future: self._ended(domain, future))
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             answers = await asyncio.shield(running)
@@ -229,13 +221,9 @@ class _Resolver:
             raise ValueError("not a public address")
         return addresses[0]
 
-    def _look_up(self, host: str, port: int) -> list[Any]:
-        return self._lookup(host, port, type=socket.SOCK_STREAM)
-
     def _ended(self, domain: str, future: "asyncio.Future[list[Any]]") -> None:
         if not future.cancelled():
             future.exception()  # read it, or asyncio warns about an abandoned lookup
-        self._num -= 1
         self._num_by_domain[domain] -= 1
         if not self._num_by_domain[domain]:
             del self._num_by_domain[domain]
@@ -270,9 +258,6 @@ class _PinnedNetwork(httpcore.AsyncNetworkBackend):
         """Connect to the host's address. Raises: KeyError for a host that was not resolved."""
         return await self._inner.connect_tcp(str(self._pinned[host][-1]), port, *args, **options)
 
-    async def sleep(self, seconds: float) -> None:
-        await self._inner.sleep(seconds)
-
 
 def parse_url(url: str) -> SplitResult:
     """Split a URL once. Raises: ValueError for URLs that parsers read differently."""
@@ -286,12 +271,6 @@ def parse_url(url: str) -> SplitResult:
     if "%" in parts.netloc or parts.port == 0:
         raise ValueError("not a plain host")
     return parts
-
-
-def _network_of(address: Address) -> str:
-    """The network that has one owner: an IPv4 address, or an IPv6 network of 64 bits."""
-    bits = 64 if address.version == 6 else 32
-    return str(ipaddress.ip_network(f"{address}/{bits}", strict=False))
 
 
 def is_public(address: Address) -> bool:

@@ -23,7 +23,7 @@ from functools import partial
 from struct import error as StructError
 from struct import unpack_from
 from tempfile import TemporaryFile
-from typing import IO, TypeVar
+from typing import IO
 
 import msgspec
 from msgspec import Struct
@@ -57,8 +57,6 @@ _LEAST_BYTES_PER_S = 1024 * 1024  #: of a fetched video or audio
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 _HEAD_BYTES = 1024  #: bytes of a video or audio file that tell its type
 
-Encoded = TypeVar("Encoded", str, bytes)
-
 
 class ImageHeader(Struct, frozen=True):
     media_type: str
@@ -82,9 +80,8 @@ def read_header(data: bytes) -> ImageHeader:
             return _read_avif(data)
     except (IndexError, ValueError, StructError):
         raise ImageRefused("The image is damaged: its size cannot be read.") from None
-    raise ImageRefused(
-        f"Unsupported image: send {MEDIA['image'].formats}.", code="unsupported_image"
-    )
+    message = f"Unsupported image: send {MEDIA['image'].formats}."
+    raise ImageRefused(message, code="unsupported_image")
 
 
 def find_container(data: bytes) -> str | None:
@@ -183,22 +180,17 @@ def _read_jpeg(data: bytes) -> ImageHeader:
 
 
 def _check_scans(data: bytes, position: int) -> None:
-    """Count the scans of a JPEG, because each costs the decoder time. Raises: ImageRefused.
-
-    Data after the end of the image is ignored: cameras put films there.
-    """
+    """Count the scans of a JPEG, because each costs the decoder time. Raises: ImageRefused."""
     num_scans = 1
     for _ in range(_MAX_JPEG_SEGMENTS):
         position += int.from_bytes(data[position : position + 2], "big")
         match = _JPEG_MARKER_IN_SCAN.search(data, position)
         if match is None or data[match.end() - 1] == _JPEG_END:
-            return  # the end is missing: left to the decoder
+            return  # a missing end is left to the decoder; cameras put films after the end
         position = match.end()
         num_scans += data[position - 1] == _JPEG_SCAN
         if num_scans > _MAX_JPEG_SCANS:
-            raise ImageRefused(
-                f"The JPEG has more than {_MAX_JPEG_SCANS} scans; save it with fewer."
-            )
+            raise ImageRefused(f"The JPEG has more than {_MAX_JPEG_SCANS} scans: use fewer.")
     raise ValueError
 
 
@@ -360,8 +352,8 @@ class ImageLoader:
             if source.ref is not None:
                 return LoadedImage(_as_asked(source.ref, source), None)
             if _is_data(source.url):
-                from_url = partial(self._from_data_url, source=source)
-                return await self._off_loop(from_url, source.url)
+                from_url = partial(self._from_data_url, source.url, source)
+                return await self._off_loop(from_url, len(source.url))
             file = await self._fetch(source, reserve)
             try:
                 return await self._check_file(file, source)
@@ -371,13 +363,11 @@ class ImageLoader:
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
 
-    async def _off_loop(
-        self, work: Callable[[Encoded], LoadedImage], encoded: Encoded
-    ) -> LoadedImage:
-        """Run work that is proportional to a large argument in a thread."""
-        if len(encoded) <= _INLINE_CHARS:
-            return work(encoded)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, encoded)
+    async def _off_loop(self, work: Callable[[], LoadedImage], size: int) -> LoadedImage:
+        """Run work in a thread if its input is large."""
+        if size <= _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _fetch(self, source: ImageSource, reserve: Callable[[int], None]) -> IO[bytes]:
         url = source.url
@@ -385,11 +375,8 @@ class ImageLoader:
             message = "Unknown URL: send a data: URL in base64, or an http(s) URL."
             raise ImageRefused(message, code="invalid_image_url")
         if self.fetcher is None:
-            raise ImageRefused(
-                "Remote URLs are disabled: send a data: URL "
-                "(the operator may set gateway.remote_images).",
-                code="invalid_image_url",
-            )
+            message = "Remote URLs are disabled: send a data: URL (the operator may set gateway.remote_images)."
+            raise ImageRefused(message, code="invalid_image_url")
         most = MEDIA[source.kind].max_bytes(self.limits)
         is_image = source.kind == "image"
         more_s = 0.0 if is_image else most / _LEAST_BYTES_PER_S
@@ -419,19 +406,16 @@ class ImageLoader:
                 "A video of frames has no num_frames, start_s or end_s: send only the frames to use."
             )
         if len(encoded) > self.limits.max_video_frames:
-            raise ImageRefused(
-                f"The video has {len(encoded)} frames: send at most {self.limits.max_video_frames}.",
-                code="image_too_large",
-            )
+            most = self.limits.max_video_frames
+            message = f"The video has {len(encoded)} frames: send at most {most}."
+            raise ImageRefused(message, code="image_too_large")
         frames = [decode_base64(each) for each in encoded]
         headers = [read_header(frame) for frame in frames]
         first = headers[0]
         most = self.limits.max_frame_pixels
         if first.width * first.height > most:
-            raise ImageRefused(
-                f"Frames of {first.width} x {first.height} are too large: send at most {most} pixels.",
-                code="image_too_large",
-            )
+            message = f"Frames of {first.width} x {first.height} are too large: send at most {most} pixels."
+            raise ImageRefused(message, code="image_too_large")
         for number, header in enumerate(headers):
             check_header(header, self.limits)
             if header != first or header.media_type != "image/jpeg":
@@ -440,10 +424,9 @@ class ImageLoader:
 
     async def _check_file(self, file: IO[bytes], source: ImageSource) -> LoadedImage:
         """Raises: ImageRefused."""
-        if isinstance(file, io.BytesIO):
-            return await self._off_loop(partial(self._check, source=source), file.getvalue())
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._check, file, source)
+        data = file.getvalue() if isinstance(file, io.BytesIO) else file
+        _, num_bytes = _look_at(data)
+        return await self._off_loop(partial(self._check, data, source), num_bytes)
 
     def _check(self, data: bytes | IO[bytes], source: ImageSource) -> LoadedImage:
         kind, formats = source.kind, MEDIA[source.kind].formats
@@ -506,13 +489,12 @@ def _is_data(url: str) -> bool:
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode padded standard base64 with optional white space. Raises: ImageRefused.
-
-    By msgspec, which is seven times as fast as binascii and also refuses redundant padding.
-    """
+    """Decode padded standard base64 with optional white space. Raises: ImageRefused."""
     try:
         if len(text) <= _SLICE_CHARS:
-            return msgspec.convert(text, bytes)
+            return msgspec.convert(
+                text, bytes
+            )  # faster than binascii, and refuses redundant padding
         slices = []
         for start in range(0, len(text), _SLICE_CHARS):
             piece = text[start : start + _SLICE_CHARS]

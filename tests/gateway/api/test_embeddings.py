@@ -147,7 +147,7 @@ async def test_a_client_that_leaves_frees_all_parts(fleet, ends):
     await until_equal(ends.num_open, 0)
     worker.engine.gate.set()
     await until(lambda: not worker.engine.has_work())
-    assert gateway.services.dispatcher.num_open == 0
+    assert not gateway.services.dispatcher.has_open(MODEL)
 
 
 # What is noted

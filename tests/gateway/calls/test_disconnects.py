@@ -6,13 +6,14 @@ import socket
 import pytest
 
 from shared.protocol import ErrorCode
-from tests.factories_gateway import Answer, chat_over_http, make_body, talk_on
+from tests.factories_gateway import MODEL, Answer, chat_over_http, make_body, talk_on
 from tests.gateway.http.test_server import connected
 from tests.waiting import until
 
 
 def is_idle(gateway) -> bool:
-    return gateway.services.admission.num_open == 0 and gateway.services.dispatcher.num_open == 0
+    services = gateway.services
+    return services.admission.num_open == 0 and not services.dispatcher.has_open(MODEL)
 
 
 async def test_a_client_that_leaves_in_the_body_is_forgotten(gateway, worker):

@@ -297,11 +297,11 @@ async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrive
     budget = Budget("2026-11", most=1, reserved=9, ttl_s=600)
     charge = Charge(prices=(0.0, 0.0, 3.0, 0.0), budget=budget)
     opened = await submit_one(dispatcher, call, charge=charge)
-    opened.deliver(0, delta(0, 1, 2))
+    opened.deliver(opened.choices[0], delta(0, 1, 2))
     if is_lost:
         await redis.delete(ends.keys.request(MODEL, call.id), ends.keys.queue(MODEL))
     else:
-        opened.deliver(0, delta(1, 2, 3, attempt=2))
+        opened.deliver(opened.choices[0], delta(1, 2, 3, attempt=2))
     await until(lambda: opened.num_resubmits == 1)
     worker = ends.worker("w")
     await worker.create_group()
@@ -347,7 +347,7 @@ async def test_an_id_that_is_open_is_refused_and_the_first_goes_on(dispatcher):
         await submit_one(dispatcher, request)
     dispatcher.fail_all("The first is still known.")
     assert await first.receive(timeout_s=5.0)
-    assert dispatcher.num_open == 1
+    assert dispatcher.has_open(request.model)
 
 
 async def test_cancellations_go_in_bounded_calls_until_redis_takes_them(dispatcher, monkeypatch):

@@ -159,7 +159,7 @@ async def say_much(answer: Answer) -> None:
 
 
 async def refunded(gateway: RunningGateway) -> None:
-    await until(lambda: not gateway.services.refunds.num_open)
+    await until(lambda: not gateway.services.refunds.open)
 
 
 @few_tokens
@@ -201,7 +201,7 @@ async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(gateway,
     body, headers = make_body(stream=True, max_tokens=10), {"x-vlm-resumable": "1"}
     async with gateway.client.stream("POST", CHAT, json=body, headers=headers):
         pass
-    await until(lambda: gateway.services.refunds.num_open)
+    await until(lambda: gateway.services.refunds.open)
     is_left.set()
     await refunded(gateway)
     assert (await gateway.chat()).status_code == 429

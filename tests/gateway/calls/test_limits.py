@@ -103,7 +103,14 @@ async def read(pieces: list[bytes], limits: LimitSettings) -> bytes:
 
     exchange = Exchange(RequestContext("id", JSON, 0.0), receive, AsyncMock())
     with HeldBody(Admission(1, 10**9)) as held:
-        return await read_body(exchange, held, limits, timeout_s=5)
+        return await read_body(
+            exchange,
+            held,
+            limits,
+            timeout_s=5,
+            max_commas=limits.max_commas,
+            media_type=b"application/json",
+        )
 
 
 @settings(deadline=None, max_examples=50)

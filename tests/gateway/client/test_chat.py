@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from gateway.chat_client import ChatError, Conversation, first_model, run_chat
+from shared.gateway_client import ApiFailed, Client
 from tests.loadtest.fake_server import FakeServer, chunk, event, stream
 
 CLIP = {"id": "clip", "num_workers": 1, "tasks": ["embed"]}
@@ -27,18 +28,21 @@ LOADING = {"id": "slow", "num_workers": 0, "tasks": ["generate"]}
         (200, {"data": [CLIP]}, r"it serves clip.*`vlm serve"),
         (200, {"data": [CLIP, LOADING]}, r"slow .*wait"),
         (401, {"error": {"message": "no key"}}, r"no key.*VLM_API_KEY"),
+        (404, {"error": "no such path"}, "answers 404"),
+        (404, ["no such path"], "answers 404"),
     ],
 )
 def test_the_first_model_that_may_have_a_worker_is_asked_or_it_says_what_to_do(
-    status, answer, says
+    monkeypatch, status, answer, says
 ):
-    transport = httpx.MockTransport(lambda request: httpx.Response(status, json=answer))
-    with httpx.Client(transport=transport, base_url="http://server") as client:
-        if says is None:
-            assert first_model(client) == "new"
-            return
-        with pytest.raises(ChatError, match=says):
-            first_model(client)
+    client = Client("http://server", None)
+    answered = httpx.Response(status, json=answer)
+    monkeypatch.setattr(client, "send", lambda *_, **__: answered)
+    if says is None:
+        assert first_model(client) == "new"
+        return
+    with pytest.raises(ApiFailed, match=says):
+        first_model(client)
 
 
 def test_the_answer_alone_goes_to_the_standard_output_without_its_controls(
@@ -52,11 +56,11 @@ def test_the_answer_alone_goes_to_the_standard_output_without_its_controls(
 
 
 def test_the_answers_alone_are_printed_where_there_is_no_terminal(fake: FakeServer):
-    done = pipe_into(fake, "first\n\nsecond\n")
+    done = ask(fake, text="first\n\nsecond\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, 2 * "one two three \n", "")
     assert [len(body["messages"]) for body in fake.bodies] == [1, 3]
     fake.pieces = [event({"error": {"message": "no such thing"}})]
-    done = pipe_into(fake, "first\nsecond\n")
+    done = ask(fake, text="first\nsecond\n")
     assert (done.returncode, done.stdout, len(fake.bodies)) == (1, "", 4)
     assert done.stderr == 2 * "no such thing\n"
 
@@ -65,21 +69,20 @@ def test_a_question_that_fails_leaves_the_conversation_and_its_error_has_no_cont
     fake: FakeServer,
 ):
     fake.pieces = [event({"error": {"message": "no \x1b[31mred"}})]
-    with httpx.Client(base_url=fake.url, trust_env=False) as client:
-        conversation = Conversation(client, "fake")
-        with pytest.raises(ChatError) as raised:
-            list(conversation.ask("question", []))
-    assert str(raised.value) == "no [31mred"
+    done = ask(fake, "question")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "no [31mred\n")
+    conversation = Conversation(Client(fake.url, None), "fake")
+    with pytest.raises(ChatError):
+        list(conversation.ask("question", []))
     assert conversation.messages == []
 
 
 ROOT = Path(__file__).parents[3]
 
 
-def pipe_into(fake: FakeServer, text: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "vlm.py", "chat", "--url", fake.url], cwd=ROOT, input=text, capture_output=True, text=True, timeout=60
-    )  # fmt: skip
+def ask(fake: FakeServer, *question: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "vlm.py", "chat", "--url", fake.url, *question]
+    return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, timeout=60)
 
 
 class Terminal:

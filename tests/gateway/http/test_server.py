@@ -22,6 +22,7 @@ from tests.factories_gateway import (
     CARD,
     CHAT,
     CHAT_HEAD,
+    MODEL,
     Answer,
     chat_over_http,
     make_body,
@@ -375,7 +376,7 @@ async def test_a_full_queue_sends_away_and_serves_the_rest_once_there_is_a_worke
         pass  # the model is known now, and nobody serves it
     async with fleet.gateway(limits={"max_queue_depth": 2}) as gateway:
         accepted = asyncio.ensure_future(gateway.chat())
-        await until(lambda: gateway.services.dispatcher.num_open == 1)
+        await until(lambda: gateway.services.dispatcher.has_open(MODEL))
         response = await gateway.chat(make_body(n=2))
         assert code(response)[:2] == (503, "server_overloaded")
         assert response.headers["retry-after"]
