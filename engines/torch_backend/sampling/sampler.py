@@ -156,21 +156,24 @@ def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Se
     }
     if not asked:
         return
-    rows = torch.tensor(list(asked), device=logits.device)
-    logprobs = logits[rows].log_softmax(-1)
-    chosen = torch.tensor([choices[row].token_id for row in asked], device=logits.device)
-    chosen_values = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1).clamp_(min=LEAST_LOGPROB)
-    top = logprobs.topk(min(max(asked.values()), logits.shape[1]), dim=-1)
-    top_values = top.values.clamp_(min=LEAST_LOGPROB)
-    for (row, count), value, ids, values in zip(
-        asked.items(),
-        chosen_values.tolist(),
-        top.indices.tolist(),
-        top_values.tolist(),
-        strict=True,
-    ):
-        choices[row].logprob = value
-        choices[row].top_logprobs = tuple(zip(ids[:count], values[:count], strict=True))
+    chosen = [choices[row].token_id for row in asked]
+    found = _logprobs(logits[list(asked)], chosen, max(asked.values()))
+    for (row, count), logprob, top in zip(asked.items(), *found, strict=True):
+        choices[row].logprob, choices[row].top_logprobs = logprob, top[:count]
+
+
+def _logprobs(
+    scores: Tensor, token_ids: list[int], count: int
+) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
+    """By row, the log probability of its token, and its most likely tokens with theirs. Shapes: scores (B, V)."""
+    totals = scores.logsumexp(-1, keepdim=True)
+    values = scores.gather(1, torch.tensor(token_ids, device=scores.device).unsqueeze(1))
+    top = scores.topk(min(count, scores.shape[1]), dim=-1)
+    logprobs, top_logprobs = (
+        (x - totals).clamp_(min=LEAST_LOGPROB).tolist() for x in (values, top.values)
+    )
+    pairs = zip(top.indices.tolist(), top_logprobs, strict=True)
+    return [x for [x] in logprobs], [tuple(zip(*pair, strict=True)) for pair in pairs]
 
 
 def score_prompts(logits: Tensor, items: list[ScheduledSequence]) -> dict[str, list[PromptScore]]:
@@ -196,25 +199,15 @@ def score_prompts(logits: Tensor, items: list[ScheduledSequence]) -> dict[str, l
 def _score_rows(logits: Tensor, sequence: Sequence, positions: range) -> list[PromptScore]:
     """Shapes: logits (positions, V)."""
     scores = logits.float()
-    targets = torch.tensor(sequence.token_ids[positions.start : positions.stop])
-    values = scores.gather(1, targets.to(scores.device).unsqueeze(1))
-    totals = scores.logsumexp(-1, keepdim=True)
-    if not totals.isfinite().all():
+    if not scores.amax(-1).isfinite().all():
         raise SequenceFailure(sequence.request_id, NOT_FINITE)
-    ranks = (scores > values).sum(-1) + 1
-    logprobs = (values - totals).squeeze(1).clamp_(min=LEAST_LOGPROB)
-    top = scores.topk(min(sequence.sampling.num_prompt_logprobs or 0, scores.shape[1]), dim=-1)
-    top_values = (top.values - totals).clamp_(min=LEAST_LOGPROB)
+    token_ids = sequence.token_ids[positions.start : positions.stop]
+    found = _logprobs(scores, token_ids, sequence.sampling.num_prompt_logprobs or 0)
+    own = scores.gather(1, torch.tensor(token_ids, device=scores.device).unsqueeze(1))
+    ranks = ((scores > own).sum(-1) + 1).tolist()
     return [
-        PromptScore(position, logprob, rank, tuple(zip(ids, values, strict=True)))
-        for position, logprob, rank, ids, values in zip(
-            positions,
-            logprobs.tolist(),
-            ranks.tolist(),
-            top.indices.tolist(),
-            top_values.tolist(),
-            strict=True,
-        )
+        PromptScore(position, logprob, rank, top)
+        for position, rank, logprob, top in zip(positions, ranks, *found, strict=True)
     ]
 
 
