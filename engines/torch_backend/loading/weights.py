@@ -91,7 +91,7 @@ class WeightReader:
 
     def num_linear_bytes(self, linear: StoredLinear, published: PublishedLinears) -> int:
         """Bytes of a linear layer in a published format in memory after loading."""
-        layout = published.layout(linear)
+        layout = published.layouts[linear.name]
         is_placed = published.place(linear, self.model) is not None
         if is_placed or published.stands_in(linear):
             return layout.num_bytes(self.dtype_of_scales(published))
@@ -154,7 +154,7 @@ def load_model(
     if published is not None:
         stored = published.drop_zero_biases(stored, model)
         if model.converts_weights:
-            published.use_stand_ins()
+            published.stand_ins = {}
 
     def check_size(reader: WeightReader, kept_names: Collection[str] = ()) -> None:
         """Raises: ModelTooLarge, before anything is read."""
@@ -171,8 +171,6 @@ def load_model(
                 "int4, or a smaller model"
             )
 
-    scales = torch.float32 if kept else dtype
-
     def make(model: FamilyModel) -> FamilyModel:
         plain = WeightReader(model, rename, None, torch.device("cpu"), None)
         chosen = plain if model.converts_weights else reader
@@ -181,7 +179,9 @@ def load_model(
 
     check_size(reader)
     model = make(model)
-    while published is not None and not published.replace_stand_ins(model, scales):
+    while published is not None and not published.replace_stand_ins(
+        model, reader.dtype_of_scales(published)
+    ):
         check_size(reader)
         model = make(build_empty(family, config, form, dtype))
     if published is not None:
