@@ -5,8 +5,7 @@ name.
 """
 
 import logging
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import cache
 from importlib import import_module  # noqa: TID251 - names the modules of its own table
 from pathlib import Path
@@ -192,18 +191,6 @@ class ModelFamily(Protocol):
         ...
 
 
-_registered: list[ModelFamily] = []
-
-
-@contextmanager
-def registered(family: ModelFamily) -> Iterator[None]:
-    _registered.insert(0, family)
-    try:
-        yield
-    finally:
-        _registered.remove(family)
-
-
 def find_family(directory: Path) -> tuple[ModelFamily, Any]:
     """The family of a checkpoint, and its checked configuration. Raises: UnsupportedCheckpoint."""
     return check_config(read_fields(directory))
@@ -211,9 +198,8 @@ def find_family(directory: Path) -> tuple[ModelFamily, Any]:
 
 def check_config(config: Fields) -> tuple[ModelFamily, Any]:
     """`find_family` for the fields of a `config.json`."""
-    families = [*_registered, *_built_in()]
     given, kind = config.get("architectures"), config.get("model_type")
-    for family in families:
+    for family in built_in():
         is_named = isinstance(given, list) and any(name in given for name in family.architectures)
         if is_named or (given is None and kind == family.model_type):
             try:
@@ -226,7 +212,7 @@ def check_config(config: Fields) -> tuple[ModelFamily, Any]:
     generic = _fallback()
     if generic.claims(config):
         return generic, generic.check(config)
-    known = ", ".join(name for family in families for name in family.architectures)
+    known = ", ".join(name for family in built_in() for name in family.architectures)
     raise config.refuse(
         "architectures",
         f"is {shown(given)}, model_type {shown(kind)}; supported are {known}, and "
@@ -235,7 +221,7 @@ def check_config(config: Fields) -> tuple[ModelFamily, Any]:
 
 
 @cache
-def _built_in() -> tuple[ModelFamily, ...]:
+def built_in() -> tuple[ModelFamily, ...]:
     return tuple(import_module(name).FAMILY for name in _BUILT_IN)
 
 
@@ -247,7 +233,7 @@ def _fallback() -> Any:
 
 def import_families() -> None:
     """Import every family before the first model is known."""
-    _built_in()
+    built_in()
     _fallback()
 
 

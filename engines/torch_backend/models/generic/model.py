@@ -53,6 +53,7 @@ from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.generic.token_types import control_ids, token_types, type_names
 from engines.torch_backend.models.generic.watched import watching
 from engines.torch_backend.models.lowered.model import lower
+from engines.torch_backend.models.lowered.rotary import batched
 from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names
 from engines.torch_backend.multimodal.image_masks import bidirectional_layers, binds_prompts
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
@@ -83,16 +84,11 @@ class GenericModel(FamilyModel):
         self.specs: dict[nn.Module, LayerSpec] = {}  #: of attention layers, in order
         self._step = PagedStep()
         self._ops: Ops | None = None
-        self._arguments: frozenset[str] = frozenset()
-        self._types: list[str] = []  #: names of arguments with token types
-        self._own_attention = ""
-        self._decoder_name = ""
-        self._dtype = torch.float32
+        self._arguments = inspect.signature(config.model_class.forward).parameters.keys()
+        self._types = type_names(self._arguments)
         self._is_rounded = False  #: whether weights are integers
-        self._mixers: list[Mixer] = []
         self._forms: dict[str, ImageForm] = {}  # by kind of slot: "image" or "video"
         self._no_feature: dict[str, Tensor] = {}
-        self._states = SequenceStates()
         self._calls_head = False
 
     # -- loading
@@ -139,11 +135,11 @@ class GenericModel(FamilyModel):
         self._dtype = dtype
         moved: Any = self.inner
         moved.to(device)
-        self.find_arguments()
         text = self._text
         self._own_attention = text._attn_implementation
         text._attn_implementation_internal = NAME
-        self._mixers, self._states = [], SequenceStates()
+        self._mixers: list[Mixer] = []
+        self._states = SequenceStates()
         for module in self.inner.modules():
             if counts_by_cache(module):
                 counted: Any = Counted(module)
@@ -152,18 +148,9 @@ class GenericModel(FamilyModel):
                 mixer: Any = Mixer(module, self._states)
                 module.forward = mixer
                 self._mixers.append(mixer)
-        self.num_position_rows = len(self._probing_positions())
         with watching(self.inner) as calls:
             self.specs = self._probe(device)
         self._decoder_name = self._layers_name.rpartition(".")[0]
-        try:
-            for mixer in self._mixers:
-                mixer.measure()
-        except Exception as error:  # of any type
-            name = self.config.model_class.__name__
-            raise UnsupportedCheckpoint(
-                f"{name}: its recurrent states cannot be stored: {_explain(error)}"
-            ) from error
         check_masks(self.inner, list(self.specs.values()))
         head = self.inner.get_output_embeddings()
         self._calls_head = type(head) is nn.Linear and bool(calls[head])
@@ -174,11 +161,6 @@ class GenericModel(FamilyModel):
                 module: replace(spec, is_bidirectional=kinds is None or spec.kind in kinds)
                 for module, spec in self.specs.items()
             }
-
-    def find_arguments(self) -> None:
-        """Note the arguments of the model's forward pass."""
-        self._arguments = frozenset(inspect.signature(self.inner.forward).parameters)
-        self._types = type_names(self._arguments)
 
     def _load(self, weights: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
         name = self.config.model_class.__name__
@@ -217,11 +199,12 @@ class GenericModel(FamilyModel):
                 f"{name} cannot use paged attention: its forward() takes no position_ids"
             )
         ids = torch.tensor([_PROBE_TOKENS], device=device)
-        positions = self._probing_positions().to(device)
-        if len(positions) > 1:
-            positions = positions[:, None]
+        positions = PositionHooks(self.inner).positions(_PROBE_TOKENS, ()).to(device)
+        self.num_position_rows = len(positions)
         try:
-            self.inner(input_ids=ids, position_ids=positions, use_cache=False)
+            self.inner(input_ids=ids, position_ids=batched(positions), use_cache=False)
+            for mixer in self._mixers:
+                mixer.measure()
         except Exception as error:  # layers without a mask fail in different ways
             own = "" if probe.layers else "its layers bypass transformers' attention interface: "
             raise UnsupportedCheckpoint(
@@ -237,10 +220,6 @@ class GenericModel(FamilyModel):
                 "transformers' attention interface"
             )
         return probe.layers
-
-    def _probing_positions(self) -> Tensor:
-        """Positions of the probe's tokens, by the model's own hooks. Shapes: (R, tokens)."""
-        return PositionHooks(self.inner).positions(_PROBE_TOKENS, ())
 
     @property
     def _text(self) -> Any:

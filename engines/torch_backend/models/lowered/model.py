@@ -30,7 +30,7 @@ from engines.torch_backend.models.lowered.reading import (
     read_decoder,
     stored_rows,
 )
-from engines.torch_backend.models.lowered.rotary import Rotary
+from engines.torch_backend.models.lowered.rotary import Rotary, batched
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.step import ImageSlots
@@ -124,12 +124,9 @@ class LoweredModel(FamilyModel):
         if not images:
             return self.language_model.embed(token_ids)
         ids = token_ids[None]
-        positions = ids.new_zeros(self.front.num_position_rows, *ids.shape)
+        positions = batched(ids.new_zeros(self.front.num_position_rows, ids.shape[1]))
         self.front.inner(
-            input_ids=ids,
-            position_ids=positions[0] if len(positions) == 1 else positions,
-            use_cache=False,
-            **self.front.inputs(ids, images),
+            input_ids=ids, position_ids=positions, use_cache=False, **self.front.inputs(ids, images)
         )
         found = self._inputs.taken()
         for image in images:
