@@ -191,12 +191,9 @@ def find_published(
     """The quantized layers, if any, and all other tensors. Raises: UnsupportedCheckpoint."""
     fields = read_fields(directory)
     reader = detect(fields)
-    linears: list[StoredLinear] = []
-    others = stored
-    if reader is not None:
-        linears, others = reader.split(stored, device)
+    linears, others = ([], stored) if reader is None else reader.split(stored, device)
     for tensor in others:
-        if tensor.is_scaled:
+        if tensor.kind == "F8_E4M3":
             raise UnsupportedCheckpoint(
                 f"the weight {tensor.name} is of the type {tensor.kind}, but config.json has no "
                 "quantization_config that names its scale"

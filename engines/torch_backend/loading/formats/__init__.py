@@ -26,10 +26,7 @@ READERS: dict[str, Callable[[Fields], Reader]] = {
 
 
 def detect(config: Fields) -> Reader | None:
-    """The reader of a checkpoint by its `config.json`; None if its weights are not quantized.
-
-    Raises: UnsupportedCheckpoint for formats, and for settings of a format, that cannot be read.
-    """
+    """The reader of a checkpoint by its `config.json`; None without quantization. Raises: UnsupportedCheckpoint."""
     section = config.section("quantization_config")
     if not section.values and isinstance(config.get("text_config"), dict):
         section = config.section("text_config").section("quantization_config")
