@@ -102,10 +102,7 @@ class DecodeGraphs:
         )
 
     def launch(self, items: list[ScheduledSequence]) -> RunningStep:
-        """Sample the next token of each sequence; waits for the result only if the sampler needs the scores.
-
-        Raises: SequenceFailure for scores that are not finite.
-        """
+        """Sample the next token of each sequence; waits only if the sampler needs scores. Raises: SequenceFailure."""
         params = [item.sequence.sampling for item in items]
         if any(needs_host(item.sequence) for item in items):
             logits, _, _ = self._compute(items, SamplingKind.GREEDY)

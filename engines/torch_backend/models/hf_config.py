@@ -22,7 +22,7 @@ from engines.torch_backend.models.config import (
     VisionConfig,
 )
 
-_DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16)}
+DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16)}
 _TEXT_KINDS = ("llama", "mistral", "qwen2")
 #: Limits of integer fields, several times the largest published values, in any section.
 MAX_WHOLE = {
@@ -97,9 +97,8 @@ def _believed(section: Fields) -> dict[str, Any]:
 
 def _are_sizes(value: Any) -> bool:
     """Whether timm's arguments are numbers: others name files, or what to fetch."""
-    if value is None:
-        return True
-    return isinstance(value, Mapping) and all(isinstance(x, int | float) for x in value.values())
+    given = {} if value is None else value
+    return isinstance(given, Mapping) and all(isinstance(x, int | float) for x in given.values())
 
 
 def _number(value: Any) -> Any:
@@ -122,8 +121,8 @@ def stored_dtype(config: Fields) -> torch.dtype:
     """The dtype of a checkpoint's weights, or the one before quantization."""
     for section in (config, config.section("text_config")):
         name = section.get("dtype", section.get("torch_dtype"))
-        if isinstance(name, str) and name in _DTYPES:
-            return _DTYPES[name]
+        if isinstance(name, str) and name in DTYPES:
+            return DTYPES[name]
     return torch.bfloat16
 
 

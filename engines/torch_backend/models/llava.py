@@ -1,8 +1,7 @@
 """LLaVA: CLIP's tower and a projector compute image features, which fill slots in a LLaMA decoder's prompt.
 
-Reads the checkpoints of `LlavaForConditionalGeneration`. Parameter names are those of the published `llava-hf` files
-(`language_model.model.layers...`, `language_model.lm_head.weight`, `multi_modal_projector.linear_1...`), except that
-names in the vision tower lack `vision_model`.
+Parameter names are those of the published `llava-hf` files (`language_model.model.layers...`,
+`multi_modal_projector.linear_1...`), except that names in the vision tower lack `vision_model`.
 
 Shape letters: N tokens, B images, P tokens of an image, C decoder width.
 """
@@ -177,9 +176,7 @@ class LlavaFamily:
         return Llava(config)
 
     def rename(self, name: str, config: VLMConfig) -> str | None:
-        """All naming conventions of the architecture are supported.
-
-        These are the published files', those of transformers 5 (`model.language_model...`), and a mixture
+        """Reads published names, those of transformers 5 (`model.language_model...`), and a mixture
         (`vision_tower.encoder...`, without `vision_model`).
         """
         name = _published_name(name)

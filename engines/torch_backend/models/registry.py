@@ -1,8 +1,4 @@
-"""Model families by architecture.
-
-A family is a file in this folder and a line in `_BUILT_IN`. The loader finds families here and imports none by
-name.
-"""
+"""Model families by architecture: each is a file in this folder and a line in `_BUILT_IN`."""
 
 import logging
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -80,11 +76,9 @@ class FamilyModel(nn.Module):
         return "language_model.model.layers", self.language_model.model.layers
 
     def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
-        """The linear layers of this model that hold the rows of a linear layer of transformers.
+        """The linear layers that hold the rows of a layer of transformers, and which rows; None: all in order.
 
-        By name: indices of the rows, or None for all in order.
-
-        `name` is relative to the decoder's layers, such as "0.self_attn.q_proj".
+        Names are relative to the decoder's layers, such as "0.self_attn.q_proj".
         """
         return {name: None}
 
@@ -94,8 +88,8 @@ class FamilyModel(nn.Module):
         family: "ModelFamily",
         device: torch.device,
         dtype: torch.dtype,
-        kept: frozenset[torch.dtype] = frozenset(),
-        check_room: Callable[[Collection[str]], None] = lambda kept: None,
+        kept: frozenset[torch.dtype],
+        check_room: Callable[[Collection[str]], None],
     ) -> "FamilyModel":
         """Load a checkpoint's weights; returns the model to run.
 

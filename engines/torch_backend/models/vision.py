@@ -79,10 +79,7 @@ class TowerBlock(nn.Module):
 
 
 def block_numbers(config: VisionConfig, feature_layers: tuple[int, ...]) -> list[int]:
-    """The blocks, counted from 1, whose outputs are these layers; layer -1 is the last one.
-
-    Raises: UnsupportedCheckpoint.
-    """
+    """The blocks, counted from 1, that output these layers; -1 is the last. Raises: UnsupportedCheckpoint."""
     numbers = []
     for layer in feature_layers:
         number = layer if layer >= 0 else config.num_layers + 1 + layer

@@ -46,6 +46,7 @@ from engines.torch_backend.models.generic.rope import freeze_rope
 from engines.torch_backend.models.generic.self_check import (
     difference_with_image,
     largest_difference,
+    placed,
 )
 from engines.torch_backend.models.generic.stand_ins import cast
 from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
@@ -98,8 +99,8 @@ class GenericModel(FamilyModel):
         family: ModelFamily,
         device: torch.device,
         dtype: torch.dtype,
-        kept: frozenset[torch.dtype] = frozenset(),
-        check_room: Callable[[Collection[str]], None] = lambda kept: None,
+        kept: frozenset[torch.dtype],
+        check_room: Callable[[Collection[str]], None],
     ) -> FamilyModel:
         """Load a checkpoint with transformers, and lower its decoder if possible. Raises: UnsupportedCheckpoint."""
         first = _loading_dtype(weights, dtype, kept)
@@ -161,6 +162,8 @@ class GenericModel(FamilyModel):
                 module: replace(spec, is_bidirectional=kinds is None or spec.kind in kinds)
                 for module, spec in self.specs.items()
             }
+        self.shares_prefixes = not (self._mixers or self.binds_prompts)
+        self.state_bytes_per_sequence = sum(mixer.num_bytes for mixer in self._mixers)
 
     def _load(self, weights: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
         name = self.config.model_class.__name__
@@ -348,18 +351,8 @@ class GenericModel(FamilyModel):
         return inputs.indices < torch.cat(counts).to(inputs.indices.device)
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Whether a sequence can start from another sequence's blocks: not with states or bidirectional prompts."""
-        return not (self._mixers or self.binds_prompts)
-
-    @property
     def state_bytes(self) -> int:
         return self._states.num_bytes
-
-    @property
-    def state_bytes_per_sequence(self) -> int:
-        """Bytes of all layers' states, as measured by the probe."""
-        return sum(mixer.num_bytes for mixer in self._mixers)
 
     def release(self, request_id: str) -> None:
         self._states.release(request_id)
@@ -373,7 +366,7 @@ class GenericModel(FamilyModel):
     def _encode(self, pixels: ProcessedImage, device: torch.device, dtype: torch.dtype) -> Tensor:
         base: Any = self.inner.base_model
         if pixels.kind == "audio":  # few models have a separate method that encodes audio
-            inputs = {name: _placed(x, device, dtype) for name, x in pixels.inputs.items()}
+            inputs = {name: placed(x, device, dtype) for name, x in pixels.inputs.items()}
             ids = torch.tensor([[pixels.slot_id] * pixels.num_slots], device=device)
             decoder = self.inner.get_submodule(self._decoder_name)
             return embeddings_of(self.inner, decoder, input_ids=ids, **inputs)
@@ -382,7 +375,7 @@ class GenericModel(FamilyModel):
             encode = getattr(base, "get_video_features", encode)
         named = inspect.signature(encode).parameters.keys()
         inputs = {
-            name: _placed(given, device, dtype)
+            name: placed(given, device, dtype)
             for name, given in pixels.inputs.items()
             if pixels.kind == "image" or name in named
         }
@@ -550,13 +543,6 @@ def embeddings_of(
         for hook in hooks:
             hook.remove()
     raise UnsupportedCheckpoint(f"{type(model).__name__} has no module that takes inputs_embeds")
-
-
-def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A processor's output on the model's device, with floats in its dtype."""
-    if not isinstance(given, Tensor):
-        return given
-    return given.to(device, dtype) if given.is_floating_point() else given.to(device)
 
 
 def _explain(error: Exception) -> str:
