@@ -24,6 +24,7 @@ from engines.torch_backend.loading.stored_tensors import StoredTensor, finite
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.stand_ins import cast, find_stand_ins, make_stand_in
 from engines.torch_backend.models.hf_config import read_fields, stored_dtype
+from engines.torch_backend.models.registry import check_shape
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +71,7 @@ class PublishedLinears:
         layout = self.layouts[linear.name]
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
-        shape = layer.out_features, layer.in_features
-        if layout.shape != shape:
-            raise UnsupportedCheckpoint(
-                f"the weight {linear.name} is {layout.shape} but config.json requires {shape}"
-            )
+        check_shape(linear.name, layout.shape, (layer.out_features, layer.in_features))
         parts = self._read_integers(linear, layer, dtype)
         return {f"{linear.name}.{part}": tensor for part, tensor in parts.items()}
 

@@ -174,8 +174,7 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
     num_heads, num_kv_heads = full.num_attention_heads, full.num_key_value_heads
     if num_heads % num_kv_heads:
         raise section.refuse(
-            "num_key_value_heads",
-            f"is {num_kv_heads}, which does not divide num_attention_heads, {num_heads}",
+            "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} heads"
         )
     head_dim = section.get("head_dim")
     if not head_dim and full.hidden_size % num_heads:

@@ -242,16 +242,20 @@ def rename_weights(
 def _check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     check_names(sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys()))
     for name, value in weights.items():
-        if value.shape != expected[name].shape:
-            raise UnsupportedCheckpoint(
-                f"the weight {name} is {tuple(value.shape)} but config.json requires "
-                f"{tuple(expected[name].shape)}"
-            )
+        check_shape(name, value.shape, expected[name].shape)
         if value.is_floating_point() is not expected[name].is_floating_point():
             raise UnsupportedCheckpoint(
                 f"the weight {name} is {str(value.dtype).removeprefix('torch.')}, but config.json has no "
                 "quantization_config for it"
             )
+
+
+def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> None:
+    """Raises: UnsupportedCheckpoint for a weight of another shape."""
+    if tuple(found) != tuple(expected):
+        raise UnsupportedCheckpoint(
+            f"the weight {name} is {tuple(found)} but config.json requires {tuple(expected)}"
+        )
 
 
 def check_names(missing: list[str], unexpected: list[str]) -> None:

@@ -55,7 +55,7 @@ from engines.torch_backend.models.generic.token_types import control_ids, token_
 from engines.torch_backend.models.generic.watched import watching
 from engines.torch_backend.models.lowered.model import lower
 from engines.torch_backend.models.lowered.rotary import batched
-from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names
+from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names, check_shape
 from engines.torch_backend.multimodal.image_masks import bidirectional_layers, binds_prompts
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
 from engines.torch_backend.multimodal.transformers_images import PositionHooks
@@ -185,22 +185,17 @@ class GenericModel(FamilyModel):
         loaded, info = result
         check_names(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]))
         for weight, found, expected in info["mismatched_keys"]:
-            raise UnsupportedCheckpoint(
-                f"the weight {weight} is {tuple(found)} but config.json requires {tuple(expected)}"
-            )
+            check_shape(weight, found, expected)
         return loaded
 
     @torch.inference_mode()
     def _probe(self, device: torch.device) -> dict[nn.Module, LayerSpec]:
         """Run the model once and record the specs of its layers. Raises: UnsupportedCheckpoint."""
-        name = self.config.model_class.__name__
         probe: Any = Probe(hasattr(self.inner, "create_masks_for_generate"))
         for module in self.inner.modules():
             module.pages = probe
         if "position_ids" not in self._arguments:
-            raise UnsupportedCheckpoint(
-                f"{name} cannot use paged attention: its forward() takes no position_ids"
-            )
+            raise self._refuse("its forward() takes no position_ids")
         ids = torch.tensor([_PROBE_TOKENS], device=device)
         positions = PositionHooks(self.inner).positions(_PROBE_TOKENS, ()).to(device)
         self.num_position_rows = len(positions)
@@ -210,19 +205,20 @@ class GenericModel(FamilyModel):
                 mixer.measure()
         except Exception as error:  # layers without a mask fail in different ways
             own = "" if probe.layers else "its layers bypass transformers' attention interface: "
-            raise UnsupportedCheckpoint(
-                f"{name} cannot use paged attention: {own}{_explain(error)}"
-            ) from error
+            raise self._refuse(f"{own}{_explain(error)}") from error
         text = self._text
         types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
         num_wanted = sum(kind not in ("mlp", "moe") for kind in types)
         num_missing = num_wanted - len(probe.layers) - len(self._mixers)
         if num_missing > 0 or not probe.layers:
-            raise UnsupportedCheckpoint(
-                f"{name} cannot use paged attention: {num_missing} of its {num_wanted} layers bypass "
-                "transformers' attention interface"
+            raise self._refuse(
+                f"{num_missing} of its {num_wanted} layers bypass transformers' attention interface"
             )
         return probe.layers
+
+    def _refuse(self, why: str) -> UnsupportedCheckpoint:
+        name = self.config.model_class.__name__
+        return UnsupportedCheckpoint(f"{name} cannot use paged attention: {why}")
 
     @property
     def _text(self) -> Any:
@@ -492,9 +488,9 @@ class GenericModel(FamilyModel):
             "self-check of %s: logits %sdiffer by %.1e standard deviations", name, of, difference
         )
         if not difference <= limit:
-            raise UnsupportedCheckpoint(
-                f"{name} cannot use paged attention: its logits {of}differ from transformers' by "
-                f"{difference:.1e} standard deviations, and {limit:.1e} is allowed"
+            raise self._refuse(
+                f"its logits {of}differ from transformers' by {difference:.1e} standard deviations, "
+                f"and {limit:.1e} is allowed"
             )
 
     @contextmanager
