@@ -42,7 +42,7 @@ from engines.torch_backend.models.generic.linears import (
     linears_within,
     stored_places,
 )
-from engines.torch_backend.models.generic.rope import freeze_rope
+from engines.torch_backend.models.generic.rope import batched, freeze_rope
 from engines.torch_backend.models.generic.self_check import (
     difference_with_image,
     largest_difference,
@@ -54,7 +54,6 @@ from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.generic.token_types import control_ids, token_types, type_names
 from engines.torch_backend.models.generic.watched import watching
 from engines.torch_backend.models.lowered.model import lower
-from engines.torch_backend.models.lowered.rotary import batched
 from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names, check_shape
 from engines.torch_backend.multimodal.image_masks import bidirectional_layers, binds_prompts
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage

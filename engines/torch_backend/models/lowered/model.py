@@ -22,7 +22,7 @@ from engines.torch_backend.layers.linear import QuantizedMethod, quantizable_lay
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram
 from engines.torch_backend.models.generic.linears import allow_int8, bind_layers
-from engines.torch_backend.models.generic.rope import freeze_rope
+from engines.torch_backend.models.generic.rope import batched, freeze_rope
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered.proof import check_levels, compare, observe
 from engines.torch_backend.models.lowered.reading import (
@@ -31,7 +31,7 @@ from engines.torch_backend.models.lowered.reading import (
     read_decoder,
     stored_rows,
 )
-from engines.torch_backend.models.lowered.rotary import Rotary, batched
+from engines.torch_backend.models.lowered.rotary import Rotary
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.step import ImageSlots

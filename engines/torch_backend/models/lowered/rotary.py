@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram
+from engines.torch_backend.models.generic.rope import batched
 
 _TABLE_ROWS = 1 << 13  # positions per call
 
@@ -82,11 +83,6 @@ class Rotary:
         if cos.dim() != 3:
             raise BeyondOurProgram("its rotary module returns another shape than (1, N, D)")
         return _in_halves(cos[0]), _in_halves(sin[0])
-
-
-def batched(positions: Tensor) -> Tensor:
-    """Positions with a batch dimension, as transformers takes them. Shapes: (R, N); returns (1, N), or (R, 1, N)."""
-    return positions if len(positions) == 1 else positions[:, None]
 
 
 def _in_halves(x: Tensor) -> Tensor:
