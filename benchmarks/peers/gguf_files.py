@@ -18,7 +18,7 @@ from benchmarks.peers.peer import DECODERS
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import VisionConfig
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.models.vision import num_blocks_needed
+from engines.torch_backend.models.vision import block_numbers
 
 #: What is before the part of a decoder's name that all families share.
 _PREFIX = re.compile(r"^.*?(?=layers\.|embed_tokens\.|norm\.)")
@@ -58,7 +58,7 @@ def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
 def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
     """Tower and projector, their matrices as `kind`. Raises: UnsupportedCheckpoint, OSError."""
     config = find_family(checkpoint)[1]
-    depth = num_blocks_needed(config.vision, config.vision_feature_layers)
+    depth = max(block_numbers(config.vision, config.vision_feature_layers))
     writer = gguf.GGUFWriter(target, "clip")
     _describe_tower(writer, config.vision, depth)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, depth)

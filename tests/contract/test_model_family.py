@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,10 +26,10 @@ from engines.image_decoder import decode_image
 from engines.text.processor import ChatProcessor, create_processor
 from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.loading.weights import load_model
-from engines.torch_backend.models import causal_lm, llava
+from engines.torch_backend.models import causal_lm, llava, registry
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
-from engines.torch_backend.models.registry import FamilyModel, ModelFamily, find_family, registered
+from engines.torch_backend.models.registry import FamilyModel, ModelFamily, find_family
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
@@ -201,9 +202,14 @@ def generate(case: FamilyCase, model: Any, prompt: Prompt) -> list[int]:
     return token_ids[len(prompt.token_ids) :]
 
 
+def found(case: FamilyCase, directory: Path) -> tuple[ModelFamily, Any]:
+    families = (case.family, *registry.built_in())
+    with patch.object(registry, "built_in", lambda: families):
+        return find_family(directory)
+
+
 def load(case: FamilyCase, directory: Path) -> tuple[FamilyModel, ChatProcessor]:
-    with registered(case.family):
-        family, config = find_family(directory)
+    family, config = found(case, directory)
     processor = family.processor(directory, config)
     return (
         load_model(directory, family, config, CPU, torch.float32),
@@ -260,8 +266,7 @@ def test_a_user_cannot_spell_an_image(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("scheme", METHODS)
 def test_the_decoder_takes_few_bits_if_asked(loaded: Loaded, scheme: str) -> None:
-    with registered(loaded.case.family):
-        family, config = find_family(loaded.directory)
+    family, config = found(loaded.case, loaded.directory)
     model = load_model(loaded.directory, family, config, CPU, torch.float32, METHODS[scheme])
 
     def num_bytes(model: FamilyModel) -> int:

@@ -7,7 +7,6 @@ over the same buffers; tests compare it with the plain path.
 """
 
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -92,13 +91,9 @@ class DecodeGraphs:
         # tokens of the last step, by row; 0 without one, which is a valid id
         self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=self._device)
         self._buffers: dict[int, DecodeBuffers] = {}
-        self._graphs: dict[tuple[int, SamplingKind], Captured] = {}
+        #: by batch size and kind of sampling
+        self.captured: dict[tuple[int, SamplingKind], Captured] = {}
         self._memory: Any = None  # of torch's allocator, shared by all graphs
-
-    @property
-    def captured(self) -> Collection[tuple[int, SamplingKind]]:
-        """Batch sizes and kinds of sampling that have occurred."""
-        return self._graphs.keys()
 
     def can_run(self, items: list[ScheduledSequence]) -> bool:
         """Whether each sequence has one new token, none of them an image slot."""
@@ -107,10 +102,7 @@ class DecodeGraphs:
         )
 
     def launch(self, items: list[ScheduledSequence]) -> RunningStep:
-        """Sample the next token of each sequence; waits for the result only if the sampler needs the scores.
-
-        Raises: SequenceFailure for scores that are not finite.
-        """
+        """Sample the next token of each sequence; waits only if the sampler needs scores. Raises: SequenceFailure."""
         params = [item.sequence.sampling for item in items]
         if any(needs_host(item.sequence) for item in items):
             logits, _, _ = self._compute(items, SamplingKind.GREEDY)
@@ -146,7 +138,7 @@ class DecodeGraphs:
         buffers.fill(items)
         if self._device.type != "cuda":
             return *self.step(buffers, kind), buffers
-        captured = self._graphs.get((size, kind)) or self._capture(size, kind)
+        captured = self.captured.get((size, kind)) or self._capture(size, kind)
         graph, logits, token_ids = captured
         graph.replay()
         return logits, token_ids, buffers
@@ -187,7 +179,7 @@ class DecodeGraphs:
         self._memory = graph.pool()
         if kind is not SamplingKind.GREEDY:
             logits = logits.new_empty(0)  # unused: their memory is reused by the next graph
-        self._graphs[size, kind] = graph, logits, token_ids
+        self.captured[size, kind] = graph, logits, token_ids
         return graph, logits, token_ids
 
 

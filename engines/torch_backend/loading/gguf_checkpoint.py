@@ -84,32 +84,28 @@ _NUMBER = re.compile(r"(?<=blk\.)\d+(?=\.)")
 _ROTARY = "rope_freqs.weight"
 
 
-def open_checkpoint(path: Path, cache: Path | None = None) -> Path:
+def open_checkpoint(path: Path) -> Path:
     """A checkpoint's directory; for a GGUF file one in the cache, with links. Raises: UnsupportedCheckpoint."""
     if path.is_dir():
         return path
     files = find_files(path)
-    return _open(path, files, partial(make_directory, files), cache)
+    return _open(path, files, partial(make_directory, files))
 
 
-def open_tokenizer(path: Path, cache: Path | None = None) -> Path:
+def open_tokenizer(path: Path) -> Path:
     """A directory in the cache with a GGUF file's tokenizer and chat template. Raises: UnsupportedCheckpoint."""
     file = path.resolve()
-    return _open(path, [file], partial(write_tokenizer, file), cache, "tokenizer-")
+    return _open(path, [file], partial(write_tokenizer, file), "tokenizer-")
 
 
 def _open(
-    path: Path,
-    files: Sequence[Path],
-    make: Callable[[Path], None],
-    cache: Path | None,
-    prefix: str = "",
+    path: Path, files: Sequence[Path], make: Callable[[Path], None], prefix: str = ""
 ) -> Path:
     try:
         states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         name = prefix + hashlib.sha256(json.dumps(states).encode()).hexdigest()[:32]
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        target = (cache or base / "vlm-fleet" / "gguf") / name
+        target = base / "vlm-fleet" / "gguf" / name
         if not target.is_dir():
             made = target.with_name(f".{name}-{uuid4().hex}")
             made.mkdir(parents=True)

@@ -1,7 +1,4 @@
-"""Loads a model by name: files, configuration, weights, caches, warm-up.
-
-Called by the engine registry.
-"""
+"""Loads a model by name: files, configuration, weights, caches, warm-up."""
 
 import re
 import time
@@ -26,7 +23,7 @@ from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkp
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.memory import free_bytes, limit_memory
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.hf_config import read_fields
+from engines.torch_backend.models.hf_config import DTYPES, read_fields
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.cpu_level import choose_level
@@ -37,14 +34,10 @@ from engines.torch_backend.threads import settle_num_threads
 
 #: An image of this size takes a tower of 32 layers about 30 s on two fast cores.
 MAX_IMAGE_PIXELS_ON_CPU = 1024 * 1024
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEngine:
-    """Create the engine of a model; returns after the warm-up.
-
-    Raises: EngineStartError, such as ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge.
-    """
+    """Create the engine of a model; returns after the warm-up. Raises: EngineStartError."""
     limit_memory(settings.memory_bytes)
     phases = _Phases(progress)
     check_disabled(settings.disabled_ops)
@@ -147,7 +140,7 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto`: bfloat16 if the device is fast at it, else float32."""
     if name != "auto":
-        return _DTYPES[name]
+        return DTYPES[name]
     is_fast = device.type == "cuda" or choose_level().has_fast_bfloat16
     return torch.bfloat16 if is_fast else torch.float32
 

@@ -17,7 +17,6 @@ from engines.torch_backend.loading.formats import detect
 from engines.torch_backend.loading.formats.reader import (
     Form,
     Integers,
-    Layout,
     Reader,
     StoredLinear,
 )
@@ -25,6 +24,7 @@ from engines.torch_backend.loading.stored_tensors import StoredTensor, finite
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.stand_ins import cast, find_stand_ins, make_stand_in
 from engines.torch_backend.models.hf_config import read_fields, stored_dtype
+from engines.torch_backend.models.registry import check_shape
 
 logger = logging.getLogger(__name__)
 
@@ -43,24 +43,22 @@ class PublishedLinears:
         self.name = reader.name
         self._reader = reader
         self._rename = rename
-        self._layouts = {linear.name: reader.layout(linear) for linear in self.linears}
+        self.layouts = {linear.name: reader.layout(linear) for linear in self.linears}
         self._num_bytes = 0  # in memory
         self._forms: Counter[Form] = Counter()
-        self._stand_ins: dict[str, Tensor] | None = None  # by stored names
+        #: placeholders for layers that stay integers, by stored names; None: integers are loaded directly
+        self.stand_ins: dict[str, Tensor] | None = None
         #: not separate linear layers in transformers' model
         self._lost = {linear.name for linear in self.linears if "embed" in linear.name}
 
     @property
     def forms(self) -> set[Form]:
         """Forms of the layers, if the model can hold integers."""
-        return {layout.form for layout in self._layouts.values()}
-
-    def layout(self, linear: StoredLinear) -> Layout:
-        return self._layouts[linear.name]
+        return {layout.form for layout in self.layouts.values()}
 
     def place(self, linear: StoredLinear, model: nn.Module) -> str | None:
         """The path of the model's layer for the integers of a stored layer; None if it must be dequantized."""
-        if self.layout(linear).form == "float":
+        if self.layouts[linear.name].form == "float":
             return None
         path = (self._rename(f"{linear.name}.weight") or "").removesuffix(".weight")
         is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # under the same name
@@ -70,14 +68,10 @@ class PublishedLinears:
         self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Prepare the model's layer for the integers of a layer. Returns: its tensors, by stored names."""
-        layout = self.layout(linear)
+        layout = self.layouts[linear.name]
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
-        shape = layer.out_features, layer.in_features
-        if layout.shape != shape:
-            raise UnsupportedCheckpoint(
-                f"the weight {linear.name} is {layout.shape} but config.json requires {shape}"
-            )
+        check_shape(linear.name, layout.shape, (layer.out_features, layer.in_features))
         parts = self._read_integers(linear, layer, dtype)
         return {f"{linear.name}.{part}": tensor for part, tensor in parts.items()}
 
@@ -85,7 +79,7 @@ class PublishedLinears:
         self, linear: StoredLinear, layer: Linear, dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Prepare a layer for integers. Returns: its tensors."""
-        layout, weights = self.layout(linear), self._read(linear)
+        layout, weights = self.layouts[linear.name], self._read(linear)
         assert isinstance(weights, Integers)
         self._forms[layout.form] += 1
         layer.order = weights.order
@@ -96,20 +90,16 @@ class PublishedLinears:
         INT4.create(layer, dtype, layout.shape[1] // parts["scale_zero"].shape[0])
         return parts
 
-    def use_stand_ins(self) -> None:
-        """From now on, load placeholders for layers that stay integers."""
-        self._stand_ins = {}
-
     def stands_in(self, linear: StoredLinear) -> bool:
         """Whether a layer has a placeholder."""
-        is_known = self._stand_ins is not None and linear.name not in self._lost
-        return is_known and self.layout(linear).form != "float"
+        is_known = self.stand_ins is not None and linear.name not in self._lost
+        return is_known and self.layouts[linear.name].form != "float"
 
     def stand_in(self, linear: StoredLinear) -> Tensor:
         """The placeholder of a layer. Shapes: returns (N, K)."""
-        assert self._stand_ins is not None
-        made = make_stand_in(self.layout(linear).shape, len(self._stand_ins))
-        self._stand_ins[linear.name] = made
+        assert self.stand_ins is not None
+        made = make_stand_in(self.layouts[linear.name].shape, len(self.stand_ins))
+        self.stand_ins[linear.name] = made
         return cast(made, self.dtype)
 
     def replace_stand_ins(self, model: nn.Module, dtype: torch.dtype) -> bool:
@@ -118,12 +108,12 @@ class PublishedLinears:
         Returns False, without changes, if the model has lost some: these are dequantized instead, and the model is
         created again.
         """
-        stand_ins = self._stand_ins or {}
+        stand_ins = self.stand_ins or {}
         places = find_stand_ins(model, stand_ins)
         if len(places) < len(stand_ins):
             lost = stand_ins.keys() - places.keys()
             self._lost |= lost
-            self._stand_ins = {}
+            self.stand_ins = {}
             self._forms.clear()
             logger.info(
                 "%s: %d linear layers, such as %s, are merged with others, which requires floats",
@@ -145,7 +135,7 @@ class PublishedLinears:
         """Dequantize the weights of a layer. Shapes: returns float32 (N, K)."""
         self._forms["float"] += 1
         weights = self._read(linear)
-        return weights.numbers(torch.float32) if isinstance(weights, Integers) else weights
+        return weights.numbers() if isinstance(weights, Integers) else weights
 
     def _read(self, linear: StoredLinear) -> Integers | Tensor:
         """Weights, checked to be finite: scales of GGUF are inside byte blocks, and FP8 has NaN."""
@@ -198,12 +188,9 @@ def find_published(
     """The quantized layers, if any, and all other tensors. Raises: UnsupportedCheckpoint."""
     fields = read_fields(directory)
     reader = detect(fields)
-    linears: list[StoredLinear] = []
-    others = stored
-    if reader is not None:
-        linears, others = reader.split(stored, device)
+    linears, others = ([], stored) if reader is None else reader.split(stored, device)
     for tensor in others:
-        if tensor.is_scaled:
+        if tensor.kind == "F8_E4M3":
             raise UnsupportedCheckpoint(
                 f"the weight {tensor.name} is of the type {tensor.kind}, but config.json has no "
                 "quantization_config that names its scale"

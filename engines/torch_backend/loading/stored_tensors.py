@@ -14,12 +14,12 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-#: bytes of tensors that are not floating-point, which keep their type
-_INTEGER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "I32": 4, "I64": 8}
-_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-#: bytes of tensors that need the scales of their format
-_SCALED = {"F8_E4M3": 1}
-_READABLE = frozenset(["F64", *_FLOATS, *_INTEGER_BYTES, *_SCALED])
+#: Readable types, as safetensors names them.
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +36,20 @@ class StoredTensor:
         return math.prod(self.shape)
 
     @property
-    def float_dtype(self) -> torch.dtype | None:
-        """The weight's floating-point type; None if models cannot compute in its type."""
-        return _FLOATS.get(self.kind)
-
-    @property
-    def is_scaled(self) -> bool:
-        return self.kind in _SCALED
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.kind]
 
     @property
     def num_stored_bytes(self) -> int:
-        sizes = {"F64": 8, **{kind: t.itemsize for kind, t in _FLOATS.items()}}
-        return self.num_values * (sizes | _INTEGER_BYTES | _SCALED)[self.kind]
+        return self.num_values * self.dtype.itemsize
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes in memory where floating-point numbers become `dtype`."""
-        return self.num_values * _INTEGER_BYTES.get(self.kind, dtype.itemsize)
+        return self.num_values * (dtype if self.dtype.is_floating_point else self.dtype).itemsize
 
     def map(self) -> Tensor:
-        """The tensor in its file, mapped and never copied.
-
-        Each tensor has a mapping of its own, so that dropping the tensor frees its pages.
-        Raises: UnsupportedCheckpoint if the tensor contains NaN or Inf.
-        """
+        """Map the tensor from the file. Raises: UnsupportedCheckpoint if it contains NaN or Inf."""
+        # a mapping of its own, so that dropping the tensor frees its pages
         with safe_open(self.file, "pt") as content:
             return finite(self.name, content.get_tensor(self.name))
 
@@ -95,8 +86,8 @@ def _list_file(file: Path) -> Iterator[StoredTensor]:
         for name in content.keys():  # noqa: SIM118 - no mapping
             part = content.get_slice(name)
             kind = part.get_dtype()
-            if kind not in _READABLE:
-                known = ", ".join(sorted(_READABLE))
+            if kind not in _DTYPES:
+                known = ", ".join(sorted(_DTYPES))
                 raise UnsupportedCheckpoint(
                     f"{file.name}: the weight {name} is of the type {kind}; readable: {known}"
                 )

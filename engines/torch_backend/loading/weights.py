@@ -1,8 +1,8 @@
 """Loads a checkpoint's weights into a model: maps tensors if possible, else converts or quantizes them one by one.
 
-Called by the loader. On a CPU, a weight that is stored in the engine's precision is not copied: the model uses the
-mapped file, whose pages all workers of a machine share. A file in use may therefore be replaced, as
-`save_pretrained` and downloads do, but not overwritten in place.
+On a CPU, a weight that is stored in the engine's precision is not copied: the model uses the mapped file, whose pages
+all workers of a machine share. A file in use may therefore be replaced, as `save_pretrained` and downloads do, but not
+overwritten in place.
 """
 
 import time
@@ -39,6 +39,16 @@ class ModelTooLarge(EngineStartError):
     """The weights do not fit the device's memory; the message names both sizes and what to try."""
 
 
+def require_memory(num_bytes: float, device: torch.device, how: str) -> None:
+    """Check that weights fit a device's free memory. Raises: ModelTooLarge."""
+    available = free_bytes(device)
+    if num_bytes > available:
+        raise ModelTooLarge(
+            f"the weights need {num_bytes / 2**30:.1f} GiB {how}, but {device} has {available / 2**30:.1f} GiB "
+            "available; try bfloat16, --quantization int8 or int4, or a smaller model"
+        )
+
+
 @dataclass(eq=False)
 class WeightReader:
     """Reads a checkpoint's tensors to a device, in the dtypes and quantization of the model's layers."""
@@ -72,7 +82,7 @@ class WeightReader:
         layer, name = self._find(stored_name)
         prefix = stored_name.removesuffix(name)
         is_float = value.is_floating_point()
-        dtype = (self._dtype_in(layer, value.shape, stored) or stored) if is_float else value.dtype
+        dtype = self._dtype_in(layer, value.shape, stored) if is_float else value.dtype
         if self.scheme is None or not _is_quantized(layer, name):
             return {stored_name: value.to(self.device, dtype)}
         started = time.perf_counter()
@@ -83,15 +93,14 @@ class WeightReader:
     def num_bytes(self, stored: StoredTensor, stored_dtype: torch.dtype | None = None) -> int:
         """Bytes of the tensor in memory after loading. `stored_dtype`: of the checkpoint's floats, if not its own."""
         layer, name = self._find(stored.name)
-        dtype = self._dtype_in(layer, stored.shape, stored_dtype or stored.float_dtype)
-        assert dtype is not None
+        dtype = self._dtype_in(layer, stored.shape, stored_dtype or stored.dtype)
         if self.scheme is not None and _is_quantized(layer, name):
             return self.scheme.num_bytes(stored.shape, dtype)
         return stored.num_bytes(dtype)
 
     def num_linear_bytes(self, linear: StoredLinear, published: PublishedLinears) -> int:
         """Bytes of a linear layer in a published format in memory after loading."""
-        layout = published.layout(linear)
+        layout = published.layouts[linear.name]
         is_placed = published.place(linear, self.model) is not None
         if is_placed or published.stands_in(linear):
             return layout.num_bytes(self.dtype_of_scales(published))
@@ -107,13 +116,13 @@ class WeightReader:
         return find_layer(self.model, path), name  # `take` refuses an unknown weight by name
 
     def _dtype_in(
-        self, layer: nn.Module | None, shape: tuple[int, ...], stored: torch.dtype | None
-    ) -> torch.dtype | None:
+        self, layer: nn.Module | None, shape: tuple[int, ...], stored: torch.dtype
+    ) -> torch.dtype:
         """The dtype of a loaded tensor or its scales. Matrices keep their stored dtype if a kernel reads it."""
         is_unmade = layer is None and getattr(self.model, "converts_weights", False)
         is_matrix = is_unmade or isinstance(layer, nn.Linear | nn.Embedding)
         is_kept = is_matrix and len(shape) == 2 and stored in self.kept
-        return stored if is_kept else self.dtype
+        return stored if is_kept else self.dtype or stored
 
     def dtype_of_scales(self, published: PublishedLinears) -> torch.dtype:
         """float32 for C++ kernels, which keeps all stored scales exact; else the engine's dtype."""
@@ -154,7 +163,7 @@ def load_model(
     if published is not None:
         stored = published.drop_zero_biases(stored, model)
         if model.converts_weights:
-            published.use_stand_ins()
+            published.stand_ins = {}
 
     def check_size(reader: WeightReader, kept_names: Collection[str] = ()) -> None:
         """Raises: ModelTooLarge, before anything is read."""
@@ -162,16 +171,8 @@ def load_model(
             (narrow if tensor.name in kept_names else reader).num_bytes(tensor) for tensor in stored
         )
         needed += published.count_bytes(reader.num_linear_bytes) if published else 0
-        available = free_bytes(device)
-        if needed > available:
-            kind = f"{str(dtype).removeprefix('torch.')}{f' and {scheme.name}' if scheme else ''}"
-            raise ModelTooLarge(
-                f"the weights need {needed / 2**30:.1f} GiB in {kind}, but {device} has "
-                f"{available / 2**30:.1f} GiB available; try bfloat16, --quantization int8 or "
-                "int4, or a smaller model"
-            )
-
-    scales = torch.float32 if kept else dtype
+        kind = f"{str(dtype).removeprefix('torch.')}{f' and {scheme.name}' if scheme else ''}"
+        require_memory(needed, device, f"in {kind}")
 
     def make(model: FamilyModel) -> FamilyModel:
         plain = WeightReader(model, rename, None, torch.device("cpu"), None)
@@ -181,7 +182,9 @@ def load_model(
 
     check_size(reader)
     model = make(model)
-    while published is not None and not published.replace_stand_ins(model, scales):
+    while published is not None and not published.replace_stand_ins(
+        model, reader.dtype_of_scales(published)
+    ):
         check_size(reader)
         model = make(build_empty(family, config, form, dtype))
     if published is not None:

@@ -131,7 +131,7 @@ class Loras:
             raise BadAdapter(
                 f"the adapter's {module} is {found}, but the model's is {shape}: use the adapter's base model"
             )
-        for matrix in (stored.down, stored.up.float() * stored.scale):
+        for matrix in (stored.down, stored.up):
             if not matrix.to(self._dtype).isfinite().all():
                 raise BadAdapter(
                     f"the adapter's {module} has numbers beyond the range of {self._dtype}"
@@ -139,11 +139,8 @@ class Loras:
 
     def _place(self, stored: LowRank) -> tuple[Tensor, Tensor]:
         """Both matrices on the device. Shapes: returns (K, r), (r, N)."""
-        down, up = stored.down.float().t(), stored.up.float().t() * stored.scale
-        return (
-            down.to(self._device, self._dtype).contiguous(),
-            up.to(self._device, self._dtype).contiguous(),
-        )
+        down, up = (x.to(self._device, self._dtype).t() for x in (stored.down, stored.up))
+        return down.contiguous(), up.contiguous()
 
     def _join(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[tuple[str, ...], Change]:
         """The changes of all sites. The first matrices of layers that run as one are joined, for one product."""

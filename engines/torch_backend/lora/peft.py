@@ -23,11 +23,10 @@ _WEIGHT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The delta of a linear layer: `scale` * up @ down. Shapes: down (r, K), up (N, r)."""
+    """The delta of a linear layer: up @ down. Shapes: down (r, K), up float32 (N, r), scaled."""
 
     down: Tensor
     up: Tensor
-    scale: float
 
 
 def read_peft(directory: Path, limits: AdapterLimits) -> tuple[str, dict[str, LowRank]]:
@@ -70,7 +69,7 @@ def _pair(weights: dict[str, Tensor], config: Fields, limits: AdapterLimits) -> 
         alpha = _pattern(config, "alpha_pattern", module) or config.get("lora_alpha", 8)
         alpha = config.check_number("lora_alpha", alpha, 0, MAX_ALPHA)
         divisor = math.sqrt(rank) if config.flag("use_rslora", False) else rank
-        changes[module] = LowRank(pair["A"], pair["B"], alpha / divisor)
+        changes[module] = LowRank(pair["A"], pair["B"].float() * (alpha / divisor))
     return changes
 
 

@@ -1,8 +1,7 @@
 """Text models that this project's decoder computes: Llama, Mistral, Qwen2 and models with their architectures.
 
-Reads checkpoints of `LlamaForCausalLM`, `MistralForCausalLM` and `Qwen2ForCausalLM`. Checkpoints with features that
-the decoder lacks (a window shorter than the context, another activation or RoPE scaling) are left to the generic
-family.
+Checkpoints with features that the decoder lacks (a window shorter than the context, another activation or RoPE
+scaling) are left to the generic family.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import MultimodalProcessor
-from engines.torch_backend.models.config import TextConfig, beyond_our_program
+from engines.torch_backend.models.config import BeyondOurProgram, TextConfig
 from engines.torch_backend.models.hf_config import build_config, check_llama, llama_config
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
@@ -38,10 +37,10 @@ class CausalFamily:
     def check(self, config: Fields) -> CausalConfig:
         check_llama(config)
         full = build_config(config, self.model_type)
-        text = llama_config(config, full, bool(config.flag("tie_word_embeddings", False)))
+        text = llama_config(config, full)
         if text.max_position_embeddings < full.max_position_embeddings:
             reason = "is shorter than the context, which is not supported"
-            raise beyond_our_program(config.refuse("sliding_window", reason))
+            raise BeyondOurProgram(config.refuse("sliding_window", reason))
         return CausalConfig(text)
 
     def build(self, config: CausalConfig) -> CausalModel:

@@ -43,10 +43,6 @@ class BeyondOurProgram(UnsupportedCheckpoint):
     """A valid checkpoint that this project's own decoder cannot compute; transformers may."""
 
 
-def beyond_our_program(refusal: UnsupportedCheckpoint) -> BeyondOurProgram:
-    return BeyondOurProgram(str(refusal))
-
-
 @dataclass(frozen=True)
 class TextLimits:
     """Properties of any decoder that the engine needs."""

@@ -1,8 +1,7 @@
 """LLaVA: CLIP's tower and a projector compute image features, which fill slots in a LLaMA decoder's prompt.
 
-Reads the checkpoints of `LlavaForConditionalGeneration`. Parameter names are those of the published `llava-hf` files
-(`language_model.model.layers...`, `language_model.lm_head.weight`, `multi_modal_projector.linear_1...`), except that
-names in the vision tower lack `vision_model`.
+Parameter names are those of the published `llava-hf` files (`language_model.model.layers...`,
+`multi_modal_projector.linear_1...`), except that names in the vision tower lack `vision_model`.
 
 Shape letters: N tokens, B images, P tokens of an image, C decoder width.
 """
@@ -36,7 +35,7 @@ from engines.torch_backend.models.hf_config import (
 )
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
-from engines.torch_backend.models.vision import VisionTower, num_blocks_needed
+from engines.torch_backend.models.vision import VisionTower, block_numbers
 from engines.torch_backend.multimodal.image_processor import ImageProcessor, load_image_processor
 from engines.torch_backend.ops.linear.reference import Prologue
 from engines.torch_backend.ops.registry import Ops
@@ -156,7 +155,7 @@ class LlavaFamily:
         vision = clip_config(vision_part, full.vision_config)
         given = full.vision_feature_layer
         layers = tuple(given) if isinstance(given, list | tuple) else (given,)
-        num_blocks_needed(vision, layers)  # refuses those that the tower lacks
+        block_numbers(vision, layers)  # refuses those that the tower lacks
         if full.image_token_index >= text.vocab_size:
             raise config.refuse(
                 "image_token_index",
@@ -177,9 +176,7 @@ class LlavaFamily:
         return Llava(config)
 
     def rename(self, name: str, config: VLMConfig) -> str | None:
-        """All naming conventions of the architecture are supported.
-
-        These are the published files', those of transformers 5 (`model.language_model...`), and a mixture
+        """Reads published names, those of transformers 5 (`model.language_model...`), and a mixture
         (`vision_tower.encoder...`, without `vision_model`).
         """
         name = _published_name(name)
@@ -219,6 +216,6 @@ def _published_name(name: str) -> str:
 def _vision_name(name: str, config: VLMConfig) -> str | None:
     """The name of a parameter of CLIP's tower. None for layers after the last one that is used."""
     block = _BLOCK.match(name)
-    depth = num_blocks_needed(config.vision, config.vision_feature_layers)
+    depth = max(block_numbers(config.vision, config.vision_feature_layers))
     is_unread = name.startswith(_UNREAD) or (block is not None and int(block[1]) >= depth)
     return None if is_unread else f"vision_tower.{name}"

@@ -1,12 +1,7 @@
-"""Model families by architecture.
-
-A family is a file in this folder and a line in `_BUILT_IN`. The loader finds families here and imports none by
-name.
-"""
+"""Model families by architecture: each is a file in this folder and a line in `_BUILT_IN`."""
 
 import logging
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import cache
 from importlib import import_module  # noqa: TID251 - names the modules of its own table
 from pathlib import Path
@@ -81,11 +76,9 @@ class FamilyModel(nn.Module):
         return "language_model.model.layers", self.language_model.model.layers
 
     def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
-        """The linear layers of this model that hold the rows of a linear layer of transformers.
+        """The linear layers that hold the rows of a layer of transformers, and which rows; None: all in order.
 
-        By name: indices of the rows, or None for all in order.
-
-        `name` is relative to the decoder's layers, such as "0.self_attn.q_proj".
+        Names are relative to the decoder's layers, such as "0.self_attn.q_proj".
         """
         return {name: None}
 
@@ -95,8 +88,8 @@ class FamilyModel(nn.Module):
         family: "ModelFamily",
         device: torch.device,
         dtype: torch.dtype,
-        kept: frozenset[torch.dtype] = frozenset(),
-        check_room: Callable[[Collection[str]], None] = lambda kept: None,
+        kept: frozenset[torch.dtype],
+        check_room: Callable[[Collection[str]], None],
     ) -> "FamilyModel":
         """Load a checkpoint's weights; returns the model to run.
 
@@ -192,18 +185,6 @@ class ModelFamily(Protocol):
         ...
 
 
-_registered: list[ModelFamily] = []
-
-
-@contextmanager
-def registered(family: ModelFamily) -> Iterator[None]:
-    _registered.insert(0, family)
-    try:
-        yield
-    finally:
-        _registered.remove(family)
-
-
 def find_family(directory: Path) -> tuple[ModelFamily, Any]:
     """The family of a checkpoint, and its checked configuration. Raises: UnsupportedCheckpoint."""
     return check_config(read_fields(directory))
@@ -211,9 +192,8 @@ def find_family(directory: Path) -> tuple[ModelFamily, Any]:
 
 def check_config(config: Fields) -> tuple[ModelFamily, Any]:
     """`find_family` for the fields of a `config.json`."""
-    families = [*_registered, *_built_in()]
     given, kind = config.get("architectures"), config.get("model_type")
-    for family in families:
+    for family in built_in():
         is_named = isinstance(given, list) and any(name in given for name in family.architectures)
         if is_named or (given is None and kind == family.model_type):
             try:
@@ -226,7 +206,7 @@ def check_config(config: Fields) -> tuple[ModelFamily, Any]:
     generic = _fallback()
     if generic.claims(config):
         return generic, generic.check(config)
-    known = ", ".join(name for family in families for name in family.architectures)
+    known = ", ".join(name for family in built_in() for name in family.architectures)
     raise config.refuse(
         "architectures",
         f"is {shown(given)}, model_type {shown(kind)}; supported are {known}, and "
@@ -235,7 +215,7 @@ def check_config(config: Fields) -> tuple[ModelFamily, Any]:
 
 
 @cache
-def _built_in() -> tuple[ModelFamily, ...]:
+def built_in() -> tuple[ModelFamily, ...]:
     return tuple(import_module(name).FAMILY for name in _BUILT_IN)
 
 
@@ -247,7 +227,7 @@ def _fallback() -> Any:
 
 def import_families() -> None:
     """Import every family before the first model is known."""
-    _built_in()
+    built_in()
     _fallback()
 
 
@@ -262,16 +242,20 @@ def rename_weights(
 def _check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     check_names(sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys()))
     for name, value in weights.items():
-        if value.shape != expected[name].shape:
-            raise UnsupportedCheckpoint(
-                f"the weight {name} is {tuple(value.shape)} but config.json requires "
-                f"{tuple(expected[name].shape)}"
-            )
+        check_shape(name, value.shape, expected[name].shape)
         if value.is_floating_point() is not expected[name].is_floating_point():
             raise UnsupportedCheckpoint(
                 f"the weight {name} is {str(value.dtype).removeprefix('torch.')}, but config.json has no "
                 "quantization_config for it"
             )
+
+
+def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> None:
+    """Raises: UnsupportedCheckpoint for a weight of another shape."""
+    if tuple(found) != tuple(expected):
+        raise UnsupportedCheckpoint(
+            f"the weight {name} is {tuple(found)} but config.json requires {tuple(expected)}"
+        )
 
 
 def check_names(missing: list[str], unexpected: list[str]) -> None:

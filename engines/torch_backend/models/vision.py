@@ -78,22 +78,17 @@ class TowerBlock(nn.Module):
         return self._attend(q, k, v, lengths).unflatten(0, x.shape[:2])
 
 
-def num_blocks_needed(config: VisionConfig, feature_layers: tuple[int, ...]) -> int:
-    """Number of blocks up to the last one whose output is used.
-
-    Layer i >= 0 is the output of block i, counted from 1 (0 is the embeddings); -1 is the last block. Raises:
-    UnsupportedCheckpoint.
-    """
-    return max(_block_number(config, layer) for layer in feature_layers)
-
-
-def _block_number(config: VisionConfig, layer: int) -> int:
-    number = layer if layer >= 0 else config.num_layers + 1 + layer
-    if not 1 <= number <= config.num_layers:
-        raise UnsupportedCheckpoint(
-            f"vision_feature_layer {layer} is not a layer of a vision tower of {config.num_layers}"
-        )
-    return number
+def block_numbers(config: VisionConfig, feature_layers: tuple[int, ...]) -> list[int]:
+    """The blocks, counted from 1, that output these layers; -1 is the last. Raises: UnsupportedCheckpoint."""
+    numbers = []
+    for layer in feature_layers:
+        number = layer if layer >= 0 else config.num_layers + 1 + layer
+        if not 1 <= number <= config.num_layers:
+            raise UnsupportedCheckpoint(
+                f"vision_feature_layer {layer} is not a layer of a vision tower of {config.num_layers}"
+            )
+        numbers.append(number)
+    return numbers
 
 
 class VisionTower(nn.Module):
@@ -103,7 +98,7 @@ class VisionTower(nn.Module):
         self, config: VisionConfig, feature_layers: tuple[int, ...], with_class_token: bool
     ) -> None:
         super().__init__()
-        self.block_numbers = [_block_number(config, layer) for layer in feature_layers]
+        self.block_numbers = block_numbers(config, feature_layers)
         self.with_class_token = with_class_token
         self.embeddings = PatchEmbeddings(config)
         self.pre_layrnorm = LayerNorm(config.hidden_size, config.layer_norm_eps)  # sic

@@ -10,6 +10,8 @@ before all of these, as OpenAI reports them.
 Shape letters: B rows, V vocabulary.
 """
 
+from array import array
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -156,21 +158,24 @@ def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Se
     }
     if not asked:
         return
-    rows = torch.tensor(list(asked), device=logits.device)
-    logprobs = logits[rows].log_softmax(-1)
-    chosen = torch.tensor([choices[row].token_id for row in asked], device=logits.device)
-    chosen_values = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1).clamp_(min=LEAST_LOGPROB)
-    top = logprobs.topk(min(max(asked.values()), logits.shape[1]), dim=-1)
-    top_values = top.values.clamp_(min=LEAST_LOGPROB)
-    for (row, count), value, ids, values in zip(
-        asked.items(),
-        chosen_values.tolist(),
-        top.indices.tolist(),
-        top_values.tolist(),
-        strict=True,
-    ):
-        choices[row].logprob = value
-        choices[row].top_logprobs = tuple(zip(ids[:count], values[:count], strict=True))
+    chosen = [choices[row].token_id for row in asked]
+    found = _logprobs(logits[list(asked)], chosen, max(asked.values()))
+    for (row, count), logprob, top in zip(asked.items(), *found, strict=True):
+        choices[row].logprob, choices[row].top_logprobs = logprob, top[:count]
+
+
+def _logprobs(
+    scores: Tensor, token_ids: list[int], count: int
+) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
+    """By row, the log probability of its token, and its most likely tokens with theirs. Shapes: scores (B, V)."""
+    totals = scores.logsumexp(-1, keepdim=True)
+    values = scores.gather(1, torch.tensor(token_ids, device=scores.device).unsqueeze(1))
+    top = scores.topk(min(count, scores.shape[1]), dim=-1)
+    logprobs, top_logprobs = (
+        (x - totals).clamp_(min=LEAST_LOGPROB).tolist() for x in (values, top.values)
+    )
+    pairs = zip(top.indices.tolist(), top_logprobs, strict=True)
+    return [x for [x] in logprobs], [tuple(zip(*pair, strict=True)) for pair in pairs]
 
 
 def score_prompts(logits: Tensor, items: list[ScheduledSequence]) -> dict[str, list[PromptScore]]:
@@ -196,34 +201,23 @@ def score_prompts(logits: Tensor, items: list[ScheduledSequence]) -> dict[str, l
 def _score_rows(logits: Tensor, sequence: Sequence, positions: range) -> list[PromptScore]:
     """Shapes: logits (positions, V)."""
     scores = logits.float()
-    targets = torch.tensor(sequence.token_ids[positions.start : positions.stop])
-    values = scores.gather(1, targets.to(scores.device).unsqueeze(1))
-    totals = scores.logsumexp(-1, keepdim=True)
-    if not totals.isfinite().all():
+    if not scores.amax(-1).isfinite().all():
         raise SequenceFailure(sequence.request_id, NOT_FINITE)
-    ranks = (scores > values).sum(-1) + 1
-    logprobs = (values - totals).squeeze(1).clamp_(min=LEAST_LOGPROB)
-    top = scores.topk(min(sequence.sampling.num_prompt_logprobs or 0, scores.shape[1]), dim=-1)
-    top_values = (top.values - totals).clamp_(min=LEAST_LOGPROB)
+    token_ids = sequence.token_ids[positions.start : positions.stop]
+    found = _logprobs(scores, token_ids, sequence.sampling.num_prompt_logprobs or 0)
+    own = scores.gather(1, torch.tensor(token_ids, device=scores.device).unsqueeze(1))
+    ranks = ((scores > own).sum(-1) + 1).tolist()
     return [
-        PromptScore(position, logprob, rank, tuple(zip(ids, values, strict=True)))
-        for position, logprob, rank, ids, values in zip(
-            positions,
-            logprobs.tolist(),
-            ranks.tolist(),
-            top.indices.tolist(),
-            top_values.tolist(),
-            strict=True,
-        )
+        PromptScore(position, logprob, rank, top)
+        for position, rank, logprob, top in zip(positions, ranks, *found, strict=True)
     ]
 
 
-_FIRST_CAPACITY = 64
 _TAIL = 64  #: more tokens than one step can withdraw
 
 
 class TokenCounts:
-    """Distinct tokens of one sequence, with the factor and the amount of their penalties.
+    """Distinct tokens of one sequence, and how often each occurs.
 
     A step costs one update for each new or withdrawn token. A withdrawn token keeps its row, with no-op values.
     """
@@ -232,16 +226,10 @@ class TokenCounts:
         self._sampling = sequence.sampling
         self._num_prompt_tokens = sequence.num_prompt_tokens
         self._noted = list(sequence.token_ids)
-        ids, rows, totals = np.unique(
-            np.asarray(self._noted, dtype=np.int64), return_inverse=True, return_counts=True
-        )
-        outputs = np.bincount(rows[self._num_prompt_tokens :], minlength=len(ids))
-        self._rows = {token_id: row for row, token_id in enumerate(ids.tolist())}
-        capacity = 2 * len(ids) + _FIRST_CAPACITY
-        self._ids = _grown(ids, capacity)
-        self._counts = _grown(np.stack([totals, outputs]), capacity)  # in total, in the output
-        self._values = np.zeros((2, capacity), np.float32)  # factors, amounts
-        self._update(slice(0, len(ids)))
+        totals, outputs = Counter(self._noted), Counter(self._noted[self._num_prompt_tokens :])
+        self._rows = {token_id: row for row, token_id in enumerate(totals)}
+        self._ids, self._totals = array("q", totals), array("q", totals.values())
+        self._outputs = array("q", [outputs[token_id] for token_id in totals])
 
     def follow(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids, the divisors of their scores, and the amounts to subtract. Shapes: (distinct,) each."""
@@ -252,28 +240,18 @@ class TokenCounts:
         for token_id in token_ids[len(noted) :]:
             self._count(token_id, len(noted), 1)
             noted.append(token_id)
-        size = len(self._rows)
-        factors, amounts = self._values[:, :size]
-        return self._ids[:size], factors, amounts
+        ids, totals, outputs = map(np.array, (self._ids, self._totals, self._outputs))
+        sampling = self._sampling
+        factors = np.where(totals > 0, sampling.repetition_penalty, 1.0)
+        amounts = sampling.frequency_penalty * outputs + sampling.presence_penalty * (outputs > 0)
+        return ids, factors.astype(np.float32), amounts.astype(np.float32)
 
     def _count(self, token_id: int, position: int, change: int) -> None:
         row = self._rows.setdefault(token_id, len(self._rows))
         if row == len(self._ids):
-            self._ids, self._counts, self._values = (
-                _grown(array, 2 * row) for array in (self._ids, self._counts, self._values)
-            )
-        self._ids[row] = token_id
-        self._counts[: 1 + (position >= self._num_prompt_tokens), row] += change
-        self._update(slice(row, row + 1))
-
-    def _update(self, rows: slice) -> None:
-        sampling, (totals, outputs) = self._sampling, self._counts[:, rows]
-        self._values[0, rows] = np.where(totals > 0, sampling.repetition_penalty, 1.0)
-        self._values[1, rows] = sampling.frequency_penalty * outputs
-        self._values[1, rows] += sampling.presence_penalty * (outputs > 0)
-
-
-def _grown(array: np.ndarray, capacity: int) -> np.ndarray:
-    grown = np.zeros((*array.shape[:-1], capacity), array.dtype)
-    grown[..., : array.shape[-1]] = array
-    return grown
+            self._ids.append(token_id)
+            self._totals.append(0)
+            self._outputs.append(0)
+        self._totals[row] += change
+        if position >= self._num_prompt_tokens:
+            self._outputs[row] += change

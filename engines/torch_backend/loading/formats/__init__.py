@@ -24,26 +24,9 @@ READERS: dict[str, Callable[[Fields], Reader]] = {
     "gguf": GgufReader,
 }
 
-#: Why other formats cannot be read. Transformers needs libraries for them that are not installed.
-_REASONS = {
-    "bitsandbytes": "there is no kernel for its 4-bit numbers",
-    "torchao": "its tensors are laid out by the library",
-    "hqq": "the installed transformers does not load it",
-    "quanto": "its weights are classes of its library",
-    **dict.fromkeys(("aqlm", "vptq", "quip"), "its weights are indices into code books"),
-    "eetq": "its integers are laid out for CUDA kernels of its library",
-    "spqr": "its outliers are sparse",
-    "mxfp4": "there is no kernel for 4-bit numbers with shared exponents",
-    "vlm-fleet": "only release 0.1 reads it",
-    "bitnet": "its activations are in 8 bits and its weights in less than 2",
-}
-
 
 def detect(config: Fields) -> Reader | None:
-    """The reader of a checkpoint by its `config.json`; None if its weights are not quantized.
-
-    Raises: UnsupportedCheckpoint for formats, and for settings of a format, that cannot be read.
-    """
+    """The reader of a checkpoint by its `config.json`; None without quantization. Raises: UnsupportedCheckpoint."""
     section = config.section("quantization_config")
     if not section.values and isinstance(config.get("text_config"), dict):
         section = config.section("text_config").section("quantization_config")
@@ -52,10 +35,9 @@ def detect(config: Fields) -> Reader | None:
     method = section.get("quant_method")
     if not isinstance(method, str) or method not in READERS:
         known = ", ".join(sorted(READERS))
-        reason = _REASONS.get(method) if isinstance(method, str) else None
         raise section.refuse(
             "quant_method",
-            f"{shown(method)} cannot be read{f', as {reason}' if reason else ''}; supported: {known}. "
+            f"{shown(method)} cannot be read; supported: {known}. "
             "Or use the full-precision checkpoint with --quantization int8 or int4",
         )
     return READERS[method](section)

@@ -24,7 +24,7 @@ class AwqReader(Reader):
     part_names = frozenset({"qweight", "qzeros", "scales"})
 
     def __init__(self, config: Fields) -> None:
-        bits = config.whole("bits", config.get("w_bit", 4), at_most=8)
+        bits = config.whole("bits", 4, at_most=8)
         if bits != 4:
             raise config.refuse("bits", f"is {bits}; AWQ is supported with 4")
         name = "format" if config.get("version") is None else "version"
@@ -33,9 +33,7 @@ class AwqReader(Reader):
             raise config.refuse(name, f"is {version!r:.40}; AWQ is supported in the layout 'gemm'")
         if not config.flag("zero_point", True):
             raise config.refuse("zero_point", "is false; AWQ is supported with zero points")
-        given = config.get("group_size", config.get("q_group_size", 128))
-        fields = Fields(config.file, {"group_size": given}, config.path)
-        self._group_size = fields.whole("group_size", at_least=-1, at_most=2**20)
+        self._group_size = config.whole("group_size", 128, at_least=-1, at_most=2**20)
         if self._group_size == 0:
             raise config.refuse("group_size", "is 0; give -1 for one group of all inputs")
 

@@ -80,8 +80,8 @@ class Integers:
         integers = (self.values ^ 128).view(torch.int8)
         return {"integers": integers, "scale": self.scale[0].to(dtype)}
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """Dequantize the integers. Shapes: returns (N, K)."""
+    def numbers(self) -> Tensor:
+        """Dequantize the integers. Shapes: returns float32 (N, K)."""
         num_inputs = self.values.shape[1]
         group = torch.arange(num_inputs, device=self.values.device) // self.group_size
         zero = 2 ** (self.bits - 1) if self.zero is None else self.zero.t()[:, group]
@@ -89,7 +89,6 @@ class Integers:
             numbers = self.values * self.scale.t()[:, group] + self.base.t()[:, group]
         else:
             numbers = (self.values.float() - zero) * self.scale.t()[:, group]
-        numbers = numbers.to(dtype)
         if self.order is None:
             return numbers
         return torch.empty_like(numbers).index_copy_(1, self.order, numbers)

@@ -34,10 +34,7 @@ def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 def stored_places(
     model: Any, linears: Collection[str], weights: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """Weights of a checkpoint that only these layers and the embedding table use, with the paths of their modules.
-
-    Weights that are merged or split while loading are not included.
-    """
+    """Weights that only these layers and the embedding table use, as they are, with the paths of their modules."""
     table = model.get_input_embeddings()
     readers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for path, module in model.named_modules():

@@ -42,10 +42,11 @@ from engines.torch_backend.models.generic.linears import (
     linears_within,
     stored_places,
 )
-from engines.torch_backend.models.generic.rope import freeze_rope
+from engines.torch_backend.models.generic.rope import batched, freeze_rope
 from engines.torch_backend.models.generic.self_check import (
     difference_with_image,
     largest_difference,
+    placed,
 )
 from engines.torch_backend.models.generic.stand_ins import cast
 from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
@@ -53,7 +54,7 @@ from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.generic.token_types import control_ids, token_types, type_names
 from engines.torch_backend.models.generic.watched import watching
 from engines.torch_backend.models.lowered.model import lower
-from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names
+from engines.torch_backend.models.registry import FamilyModel, ModelFamily, check_names, check_shape
 from engines.torch_backend.multimodal.image_masks import bidirectional_layers, binds_prompts
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
 from engines.torch_backend.multimodal.transformers_images import PositionHooks
@@ -83,16 +84,11 @@ class GenericModel(FamilyModel):
         self.specs: dict[nn.Module, LayerSpec] = {}  #: of attention layers, in order
         self._step = PagedStep()
         self._ops: Ops | None = None
-        self._arguments: frozenset[str] = frozenset()
-        self._types: list[str] = []  #: names of arguments with token types
-        self._own_attention = ""
-        self._decoder_name = ""
-        self._dtype = torch.float32
+        self._arguments = inspect.signature(config.model_class.forward).parameters.keys()
+        self._types = type_names(self._arguments)
         self._is_rounded = False  #: whether weights are integers
-        self._mixers: list[Mixer] = []
         self._forms: dict[str, ImageForm] = {}  # by kind of slot: "image" or "video"
         self._no_feature: dict[str, Tensor] = {}
-        self._states = SequenceStates()
         self._calls_head = False
 
     # -- loading
@@ -102,8 +98,8 @@ class GenericModel(FamilyModel):
         family: ModelFamily,
         device: torch.device,
         dtype: torch.dtype,
-        kept: frozenset[torch.dtype] = frozenset(),
-        check_room: Callable[[Collection[str]], None] = lambda kept: None,
+        kept: frozenset[torch.dtype],
+        check_room: Callable[[Collection[str]], None],
     ) -> FamilyModel:
         """Load a checkpoint with transformers, and lower its decoder if possible. Raises: UnsupportedCheckpoint."""
         first = _loading_dtype(weights, dtype, kept)
@@ -139,11 +135,11 @@ class GenericModel(FamilyModel):
         self._dtype = dtype
         moved: Any = self.inner
         moved.to(device)
-        self.find_arguments()
         text = self._text
         self._own_attention = text._attn_implementation
         text._attn_implementation_internal = NAME
-        self._mixers, self._states = [], SequenceStates()
+        self._mixers: list[Mixer] = []
+        self._states = SequenceStates()
         for module in self.inner.modules():
             if counts_by_cache(module):
                 counted: Any = Counted(module)
@@ -152,18 +148,9 @@ class GenericModel(FamilyModel):
                 mixer: Any = Mixer(module, self._states)
                 module.forward = mixer
                 self._mixers.append(mixer)
-        self.num_position_rows = len(self._probing_positions())
         with watching(self.inner) as calls:
             self.specs = self._probe(device)
         self._decoder_name = self._layers_name.rpartition(".")[0]
-        try:
-            for mixer in self._mixers:
-                mixer.measure()
-        except Exception as error:  # of any type
-            name = self.config.model_class.__name__
-            raise UnsupportedCheckpoint(
-                f"{name}: its recurrent states cannot be stored: {_explain(error)}"
-            ) from error
         check_masks(self.inner, list(self.specs.values()))
         head = self.inner.get_output_embeddings()
         self._calls_head = type(head) is nn.Linear and bool(calls[head])
@@ -174,11 +161,8 @@ class GenericModel(FamilyModel):
                 module: replace(spec, is_bidirectional=kinds is None or spec.kind in kinds)
                 for module, spec in self.specs.items()
             }
-
-    def find_arguments(self) -> None:
-        """Note the arguments of the model's forward pass."""
-        self._arguments = frozenset(inspect.signature(self.inner.forward).parameters)
-        self._types = type_names(self._arguments)
+        self.shares_prefixes = not (self._mixers or self.binds_prompts)
+        self.state_bytes_per_sequence = sum(mixer.num_bytes for mixer in self._mixers)
 
     def _load(self, weights: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
         name = self.config.model_class.__name__
@@ -200,47 +184,40 @@ class GenericModel(FamilyModel):
         loaded, info = result
         check_names(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]))
         for weight, found, expected in info["mismatched_keys"]:
-            raise UnsupportedCheckpoint(
-                f"the weight {weight} is {tuple(found)} but config.json requires {tuple(expected)}"
-            )
+            check_shape(weight, found, expected)
         return loaded
 
     @torch.inference_mode()
     def _probe(self, device: torch.device) -> dict[nn.Module, LayerSpec]:
         """Run the model once and record the specs of its layers. Raises: UnsupportedCheckpoint."""
-        name = self.config.model_class.__name__
         probe: Any = Probe(hasattr(self.inner, "create_masks_for_generate"))
         for module in self.inner.modules():
             module.pages = probe
         if "position_ids" not in self._arguments:
-            raise UnsupportedCheckpoint(
-                f"{name} cannot use paged attention: its forward() takes no position_ids"
-            )
+            raise self._refuse("its forward() takes no position_ids")
         ids = torch.tensor([_PROBE_TOKENS], device=device)
-        positions = self._probing_positions().to(device)
-        if len(positions) > 1:
-            positions = positions[:, None]
+        positions = PositionHooks(self.inner).positions(_PROBE_TOKENS, ()).to(device)
+        self.num_position_rows = len(positions)
         try:
-            self.inner(input_ids=ids, position_ids=positions, use_cache=False)
+            self.inner(input_ids=ids, position_ids=batched(positions), use_cache=False)
+            for mixer in self._mixers:
+                mixer.measure()
         except Exception as error:  # layers without a mask fail in different ways
             own = "" if probe.layers else "its layers bypass transformers' attention interface: "
-            raise UnsupportedCheckpoint(
-                f"{name} cannot use paged attention: {own}{_explain(error)}"
-            ) from error
+            raise self._refuse(f"{own}{_explain(error)}") from error
         text = self._text
         types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
         num_wanted = sum(kind not in ("mlp", "moe") for kind in types)
         num_missing = num_wanted - len(probe.layers) - len(self._mixers)
         if num_missing > 0 or not probe.layers:
-            raise UnsupportedCheckpoint(
-                f"{name} cannot use paged attention: {num_missing} of its {num_wanted} layers bypass "
-                "transformers' attention interface"
+            raise self._refuse(
+                f"{num_missing} of its {num_wanted} layers bypass transformers' attention interface"
             )
         return probe.layers
 
-    def _probing_positions(self) -> Tensor:
-        """Positions of the probe's tokens, by the model's own hooks. Shapes: (R, tokens)."""
-        return PositionHooks(self.inner).positions(_PROBE_TOKENS, ())
+    def _refuse(self, why: str) -> UnsupportedCheckpoint:
+        name = self.config.model_class.__name__
+        return UnsupportedCheckpoint(f"{name} cannot use paged attention: {why}")
 
     @property
     def _text(self) -> Any:
@@ -369,18 +346,8 @@ class GenericModel(FamilyModel):
         return inputs.indices < torch.cat(counts).to(inputs.indices.device)
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Whether a sequence can start from another sequence's blocks: not with states or bidirectional prompts."""
-        return not (self._mixers or self.binds_prompts)
-
-    @property
     def state_bytes(self) -> int:
         return self._states.num_bytes
-
-    @property
-    def state_bytes_per_sequence(self) -> int:
-        """Bytes of all layers' states, as measured by the probe."""
-        return sum(mixer.num_bytes for mixer in self._mixers)
 
     def release(self, request_id: str) -> None:
         self._states.release(request_id)
@@ -394,7 +361,7 @@ class GenericModel(FamilyModel):
     def _encode(self, pixels: ProcessedImage, device: torch.device, dtype: torch.dtype) -> Tensor:
         base: Any = self.inner.base_model
         if pixels.kind == "audio":  # few models have a separate method that encodes audio
-            inputs = {name: _placed(x, device, dtype) for name, x in pixels.inputs.items()}
+            inputs = {name: placed(x, device, dtype) for name, x in pixels.inputs.items()}
             ids = torch.tensor([[pixels.slot_id] * pixels.num_slots], device=device)
             decoder = self.inner.get_submodule(self._decoder_name)
             return embeddings_of(self.inner, decoder, input_ids=ids, **inputs)
@@ -403,7 +370,7 @@ class GenericModel(FamilyModel):
             encode = getattr(base, "get_video_features", encode)
         named = inspect.signature(encode).parameters.keys()
         inputs = {
-            name: _placed(given, device, dtype)
+            name: placed(given, device, dtype)
             for name, given in pixels.inputs.items()
             if pixels.kind == "image" or name in named
         }
@@ -520,9 +487,9 @@ class GenericModel(FamilyModel):
             "self-check of %s: logits %sdiffer by %.1e standard deviations", name, of, difference
         )
         if not difference <= limit:
-            raise UnsupportedCheckpoint(
-                f"{name} cannot use paged attention: its logits {of}differ from transformers' by "
-                f"{difference:.1e} standard deviations, and {limit:.1e} is allowed"
+            raise self._refuse(
+                f"its logits {of}differ from transformers' by {difference:.1e} standard deviations, "
+                f"and {limit:.1e} is allowed"
             )
 
     @contextmanager
@@ -571,13 +538,6 @@ def embeddings_of(
         for hook in hooks:
             hook.remove()
     raise UnsupportedCheckpoint(f"{type(model).__name__} has no module that takes inputs_embeds")
-
-
-def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A processor's output on the model's device, with floats in its dtype."""
-    if not isinstance(given, Tensor):
-        return given
-    return given.to(device, dtype) if given.is_floating_point() else given.to(device)
 
 
 def _explain(error: Exception) -> str:

@@ -1,14 +1,18 @@
-"""Fixes rotary frequencies that depend on the longest sequence of a batch."""
+"""Positions for transformers' models, and rotary frequencies that do not depend on the longest sequence of a batch."""
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 
 _CHANGING = ("dynamic", "longrope")
+
+
+def batched(positions: Tensor) -> Tensor:
+    """Positions with a batch dimension, as transformers takes them. Shapes: (R, N); returns (1, N), or (R, 1, N)."""
+    return positions if len(positions) == 1 else positions[:, None]
 
 
 def freeze_rope(model: nn.Module, max_model_len: int) -> None:
@@ -27,7 +31,7 @@ def freeze_rope(model: nn.Module, max_model_len: int) -> None:
 def _freeze(module: Any, kind: str, max_model_len: int, layer: str | None) -> None:
     prefix = "" if layer is None else f"{layer}_"
     old = getattr(module, f"{prefix}inv_freq", None)
-    if not isinstance(old, torch.Tensor):
+    if not isinstance(old, Tensor):
         raise UnsupportedCheckpoint(
             f"{type(module).__name__} has no inv_freq buffer for its {kind} RoPE"
         )

@@ -78,14 +78,20 @@ def joined_inputs(model: PreTrainedModel, images: list[ProcessedImage]) -> dict[
     """Arguments of a model's image encoder for several images, on its device and in its dtype."""
     inputs: dict[str, Any] = {}
     for name, first in images[0].inputs.items():
-        if isinstance(first, Tensor):
-            x = torch.cat([image.inputs[name] for image in images]).to(model.device)
-            first = x.to(model.dtype) if x.is_floating_point() else x
-        inputs[name] = first
+        is_tensor = isinstance(first, Tensor)
+        joined = torch.cat([image.inputs[name] for image in images]) if is_tensor else first
+        inputs[name] = placed(joined, model.device, model.dtype)
     base: Any = model.base_model
     if hasattr(base, "rope_deltas"):
         base.rope_deltas = None  # of an earlier prompt
     return inputs
+
+
+def placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A processor's output on a device, with floats in this dtype."""
+    if not isinstance(given, Tensor):
+        return given
+    return given.to(device, dtype) if given.is_floating_point() else given.to(device)
 
 
 def _worst(sequence: Sequence, found: dict[str, list[Tensor]], scores: Tensor) -> float:

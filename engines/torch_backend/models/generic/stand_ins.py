@@ -8,13 +8,13 @@ Shape letters: K inputs, N outputs.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _STEP = 3  # offset between the starts of rows
 _NUM_KEYS = 8
-_CHUNK_ROWS = 1024
 
 Key = tuple[tuple[int, int], tuple[float, ...]]
 
@@ -48,17 +48,13 @@ def find_stand_ins(model: nn.Module, stand_ins: dict[str, Tensor]) -> dict[str, 
     found = {}
     for name, stand_in in stand_ins.items():
         paths = keys.get(_key(stand_in), [])
-        if len(paths) == 1 and _are_equal(model.get_submodule(paths[0]).weight, stand_in):
-            found[name] = paths[0]
+        if len(paths) == 1:
+            weight: Any = model.get_submodule(paths[0]).weight
+            if torch.equal(weight, cast(stand_in, weight.dtype).to(weight.device)):
+                found[name] = paths[0]
     return found
 
 
 def _key(weight: Tensor) -> Key:
     num_outputs, num_inputs = weight.shape
     return (num_outputs, num_inputs), tuple(weight[0, :_NUM_KEYS].float().tolist())
-
-
-def _are_equal(weight: nn.Parameter | Tensor | nn.Module, stand_in: Tensor) -> bool:
-    assert isinstance(weight, Tensor)
-    pairs = zip(weight.split(_CHUNK_ROWS), stand_in.split(_CHUNK_ROWS), strict=True)
-    return all(torch.equal(a, b.to(a.device, a.dtype)) for a, b in pairs)

@@ -152,7 +152,6 @@ class Mixer:
         self.num_bytes = 0  #: state of one sequence, once measured
         self._seen: Tensor | None = None
 
-    @torch.inference_mode()
     def measure(self) -> None:
         """Measure the size of a state with the layer's last input."""
         if self._seen is not None:

@@ -22,6 +22,7 @@ from engines.torch_backend.layers.linear import QuantizedMethod, quantizable_lay
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram
 from engines.torch_backend.models.generic.linears import allow_int8, bind_layers
+from engines.torch_backend.models.generic.rope import batched, freeze_rope
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered.proof import check_levels, compare, observe
 from engines.torch_backend.models.lowered.reading import (
@@ -37,10 +38,7 @@ from engines.torch_backend.step import ImageSlots
 
 
 def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
-    """Replace the decoder of a probed `GenericModel` by a `Llama` that computes in `dtype`.
-
-    Raises: BeyondOurProgram with the reason; the model is unchanged then.
-    """
+    """Replace the decoder of a probed `GenericModel` by a `Llama`. Raises: BeyondOurProgram, without changes."""
     stack_name, stack = find_stack(front.inner)
     for module in front.inner.modules():
         # drops the probe's reference to all layers, of which one is copied
@@ -98,7 +96,7 @@ class LoweredModel(FamilyModel):
             self.front = front
 
     def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-        self._rotary.freeze(max_positions)
+        freeze_rope(self._rotary.module, max_positions)
         return self._rotary.table(max_positions, dtype, device)
 
     def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
@@ -124,12 +122,9 @@ class LoweredModel(FamilyModel):
         if not images:
             return self.language_model.embed(token_ids)
         ids = token_ids[None]
-        positions = ids.new_zeros(self.front.num_position_rows, *ids.shape)
+        positions = batched(ids.new_zeros(self.front.num_position_rows, ids.shape[1]))
         self.front.inner(
-            input_ids=ids,
-            position_ids=positions[0] if len(positions) == 1 else positions,
-            use_cache=False,
-            **self.front.inputs(ids, images),
+            input_ids=ids, position_ids=positions, use_cache=False, **self.front.inputs(ids, images)
         )
         found = self._inputs.taken()
         for image in images:

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_map_only
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear_group import Stream
 from engines.torch_backend.models.config import BeyondOurProgram
+from engines.torch_backend.models.generic.rope import batched
 from engines.torch_backend.models.generic.watched import Call, first_of, watching
 from engines.torch_backend.models.llama import Llama
-from engines.torch_backend.models.lowered.rotary import Rotary, batched
+from engines.torch_backend.models.lowered.rotary import Rotary
 from engines.torch_backend.ops.paged_attention.reference import create_attention
 from engines.torch_backend.step import SequenceRows, StepInputs
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram
-from engines.torch_backend.models.generic.rope import freeze_rope
+from engines.torch_backend.models.generic.rope import batched
 
 _TABLE_ROWS = 1 << 13  # positions per call
 
@@ -22,7 +22,7 @@ class Rotary:
 
     def __init__(self, module: nn.Module, num_rows: int, head_dim: int) -> None:
         """Raises: BeyondOurProgram."""
-        self._module = module
+        self.module = module
         self._num_rows = num_rows
         takes_types = "layer_type" in inspect.signature(module.forward).parameters
         types: Any = getattr(module, "layer_types", None) if takes_types else None
@@ -51,10 +51,6 @@ class Rotary:
         rows = _with_still(is_turned.int().argmax(0)[None], num_still, 0)[0]
         return width, num_still, tuple(rows.tolist())
 
-    def freeze(self, max_positions: int) -> None:
-        """Fix the frequencies for sequences up to this length."""
-        freeze_rope(self._module, max_positions)
-
     def table(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
         """Tables from position 0 for each type of layer."""
         first, *others = (self._of(each, max_positions, dtype, device) for each in self._types)
@@ -80,18 +76,13 @@ class Rotary:
 
     def _turn(self, positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
         """Shapes: (R, N); returns two float32 (N, D)."""
-        device = next((b.device for b in self._module.buffers()), positions.device)
+        device = next((b.device for b in self.module.buffers()), positions.device)
         more = () if layer_type is None else (layer_type,)
         given = batched(positions.to(device))
-        cos, sin = self._module(torch.zeros(1, 1, 1, device=device), given, *more)
+        cos, sin = self.module(torch.zeros(1, 1, 1, device=device), given, *more)
         if cos.dim() != 3:
             raise BeyondOurProgram("its rotary module returns another shape than (1, N, D)")
         return _in_halves(cos[0]), _in_halves(sin[0])
-
-
-def batched(positions: Tensor) -> Tensor:
-    """Positions with a batch dimension, as transformers takes them. Shapes: (R, N); returns (1, N), or (R, 1, N)."""
-    return positions if len(positions) == 1 else positions[:, None]
 
 
 def _in_halves(x: Tensor) -> Tensor:

@@ -346,7 +346,8 @@ def test_kernels_give_the_same_tokens(loaded: Loaded) -> None:
 
 
 def test_every_tested_architecture_is_in_the_table() -> None:
-    assert {family.kind for family in FAMILIES} == TESTED
+    paths = {name.removesuffix(NO_PREFIXES): path for name, (_, path) in page_rows().items()}
+    assert {family.kind for family in FAMILIES if paths[family.name] == "generic"} == TESTED
 
 
 def test_the_page_names_every_family() -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import MethodType
 from typing import Any
 from unittest.mock import Mock
 
@@ -240,18 +239,19 @@ def test_frequencies_do_not_depend_on_who_shares_the_step(kind: str, tmp_path: P
     assert ways.run_chunked(loaded.start, loaded.requests) == alone
 
 
-def test_scores_are_those_of_the_wanted_rows_where_the_model_cannot_choose(tmp_path: Path) -> None:
+def test_scores_are_those_of_the_wanted_rows_where_the_model_cannot_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then `**kwargs` would swallow `logits_to_keep`."""
-    model = made(WINDOWED, tmp_path, GENERIC)
-    whole = type(model.inner).forward
+    model_class = type(made(WINDOWED, tmp_path, GENERIC).inner)
+    whole = model_class.forward
 
     def forward(self: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
         kwargs.pop("logits_to_keep", None)
         return whole(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
 
-    model.inner.forward = MethodType(forward, model.inner)
-    model.find_arguments()
-    loaded = load_for_text(WINDOWED, tmp_path, model)
+    monkeypatch.setattr(model_class, "forward", forward)
+    loaded = load_for_text(WINDOWED, tmp_path, made(WINDOWED, tmp_path, GENERIC))
     theirs = load_reference(tmp_path)
     expected = {name: generate(theirs, ids) for name, ids in prompts().items()}
     assert ways.run_chunked(loaded.start, loaded.requests) == expected
