@@ -33,8 +33,6 @@ class Row:
     error: str = ""  #: why the row has no result; the call fails with this message
     number: int = field(default=0, init=False)  #: order of arrival
     cache_key: bytes = field(default=b"", init=False)  #: empty: not cached
-    #: Equal rows that wait for its result.
-    followers: list["Row"] = field(default_factory=list, init=False)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -62,8 +60,7 @@ class Waiting:
         self.num_tokens += row.num_tokens
 
     def remove(self, row: Row) -> None:
-        if self._by_age.pop(row.number, None) is None:
-            return
+        del self._by_age[row.number]
         rows = self._by_length[row.kind]
         del rows[bisect_left(rows, row.key, key=_key)]
         self.num_tokens -= row.num_tokens
