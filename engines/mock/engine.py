@@ -151,7 +151,6 @@ class MockAudio(Struct, frozen=True):
 class MockProcessor:
     """Prompts in a simple template."""
 
-    max_model_len = MAX_MODEL_LEN
     is_quick = True
     decodes_images = False
     takes_video = can_decode_video()

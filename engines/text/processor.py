@@ -437,7 +437,6 @@ class ChatProcessor:
         tokenizer: HfTokenizer,
         multimodal: MultimodalProcessor,
         template: ChatTemplate,
-        max_model_len: int,
         reasoning: Reasoning | None = None,
         *,
         adds_special_tokens: bool = True,
@@ -456,7 +455,6 @@ class ChatProcessor:
         self.control_tokens = tokenizer.control_tokens
         self.image_token_id = multimodal.slot_id
         self.tokenizer: Tokenizer = tokenizer
-        self.max_model_len = max_model_len
         self.image_tokens = multimodal.image_tokens
         self.max_image_pixels = multimodal.max_pixels
         self._slot = tokenizer.image_token
@@ -529,7 +527,6 @@ def example_prompt(processor: ChatProcessor) -> Prompt | None:
 def create_processor(
     directory: Path,
     multimodal: MultimodalProcessor,
-    max_model_len: int,
     reasoning: str = "auto",
     max_pixels: int = 0,
 ) -> ChatProcessor:
@@ -565,7 +562,6 @@ def create_processor(
         tokenizer,
         multimodal,
         template,
-        max_model_len,
         found,
         # a text model's own template is complete; the default one has no BOS
         adds_special_tokens=own is None

@@ -25,7 +25,7 @@ def check_model(
     """
     family, config = find_family(directory)
     multimodal = family.processor(directory, config)
-    create_processor(directory, multimodal, config.text.max_position_embeddings)
+    create_processor(directory, multimodal)
     check_memory(num_weight_bytes, device, quantization)
 
 

@@ -318,7 +318,7 @@ THINKING = (
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
     directory = make_byte_level(tmp_path_factory.mktemp("prompt") / "checkpoint")
     (directory / "chat_template.jinja").write_text(THINKING)
-    return create_processor(directory, MultimodalProcessor(THINKING), 512)
+    return create_processor(directory, MultimodalProcessor(THINKING))
 
 
 def test_a_request_lets_the_model_think_or_not(thinking: ChatProcessor) -> None:
