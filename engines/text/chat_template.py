@@ -74,7 +74,6 @@ LLAVA_TEMPLATE = """\
 #: For text-only checkpoints without one: one line per message.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 _PROBE = "probe"
-NO_CALLS: Mapping[int, list[dict[str, Any]]] = {}
 
 
 class UnusableTemplate(Exception):
@@ -480,12 +479,12 @@ class ChatTemplate:
         self,
         messages: Sequence[ChatMessage],
         texts: Sequence[Sequence[str]],
-        options: Mapping[str, Any] = NO_OPTIONS,
-        tools: Sequence[dict[str, Any]] = (),
-        calls: Mapping[int, list[dict[str, Any]]] = NO_CALLS,
+        kinds: Sequence[str],
+        options: Mapping[str, Any],
+        tools: Sequence[dict[str, Any]],
+        calls: Sequence[list[dict[str, Any]]],
         *,
-        kinds: Sequence[str] = (),
-        is_answered: bool = True,
+        is_answered: bool,
     ) -> str:
         """The prompt's text. `texts[i]` replace the text parts of `messages[i]`, then its reasoning.
 
@@ -494,10 +493,10 @@ class ChatTemplate:
         conversation.
         """
         rendered = []
-        for place, (message, replacements) in enumerate(zip(messages, texts, strict=True)):
+        for message, replacements, called in zip(messages, texts, calls, strict=True):
             remaining = iter(replacements)
             parts: list[dict[str, str]] = [
-                {"type": kinds[part.image] if kinds else "image"}
+                {"type": kinds[part.image]}
                 if isinstance(part, ImagePart)
                 else {"type": "text", "text": next(remaining)}
                 for part in message.parts
@@ -505,8 +504,8 @@ class ChatTemplate:
             shown: dict[str, Any] = {"role": message.role, "content": self._to_content(parts)}
             if message.reasoning:
                 shown["reasoning_content"] = next(remaining)
-            if place in calls:
-                shown["tool_calls"] = calls[place]
+            if called:
+                shown["tool_calls"] = called
             if message.role == "tool":
                 shown["tool_call_id"] = message.tool_call_id
             rendered.append(shown)

@@ -11,8 +11,9 @@ guards the ids equal those of transformers. Processors are immutable, and called
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,197 +80,6 @@ class Item:
     num_frames: int = 0  #: of a video
 
 
-@dataclass(eq=False)
-class PromptBuilder:
-    """`_slot_id` is the token of image slots, None for a text-only model.
-
-    The template writes it, or the token `_placeholder`, once per image. `others` maps the placeholders of videos and
-    audio to their kind. `adds_special_tokens`: add the tokenizer's special tokens to a rendered template that does
-    not begin with BOS, like transformers' processors and unlike `apply_chat_template` of its tokenizers.
-    """
-
-    _tokenizer: HfTokenizer
-    _template: ChatTemplate
-    _slot_id: int | None
-    _placeholder: str = ""
-    _reasoning: Reasoning | None = None
-    adds_special_tokens: bool = True
-    others: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._spelling = ControlSpelling(self._tokenizer.control_tokens, self._slot_id)
-        self._kinds = {self._placeholder or self._spelling.run_text: "image", **self.others}
-
-    def build(
-        self,
-        messages: Sequence[ChatMessage],
-        items: Sequence[Item],
-        options: Mapping[str, TemplateOption] = NO_OPTIONS,
-        tools: Tools | None = None,
-        ending: Ending = "answer",
-    ) -> Prompt:
-        """The prompt of a conversation. `items[i]` is the image with index i.
-
-        `ending` "message" continues the last message, like `continue_final_message` of transformers. `options` are
-        template variables, `tools` the functions that the template lists. Raises: InvalidRequest.
-        """
-        if self._template.tool_format is not None:
-            messages = move_images(messages)
-        elif tools is not None or any(m.tool_calls or m.role == "tool" for m in messages):
-            messages, tools = describe_in_text(messages, tools), None
-        if unknown := options.keys() - self._template.options:
-            raise InvalidRequest(
-                f"the model's chat template does not use {len(unknown)} of the given variables: omit those"
-            )
-        order = [p.image for m in messages for p in m.parts if isinstance(p, ImagePart)]
-        if any(not 0 <= index < len(items) for index in order):
-            raise InvalidRequest("A message refers to an image that the request does not contain.")
-        texts = [_texts_of(message) for message in messages]
-        words = [value for value in options.values() if isinstance(value, str)]
-        guard = _random_guard([*texts, words])
-        protect = self._spelling.protect
-        protected = [[protect(text, guard) for text in group] for group in texts]
-        options = {
-            name: protect(value, guard) if isinstance(value, str) else value
-            for name, value in options.items()
-        }
-        mark = f"{guard}{guard} " if ending == "message" else ""
-        if mark:
-            last = sum(isinstance(part, TextPart) for part in messages[-1].parts) - 1
-            if last < 0:
-                raise InvalidRequest("The last message has no text to continue: add text to it.")
-            protected[-1][last] += mark
-        calls = {
-            place: [_protect_in(to_shown(call), protect, guard) for call in message.tool_calls]
-            for place, message in enumerate(messages)
-            if message.tool_calls
-        }
-        functions = () if tools is None else tools.functions
-        shown_tools = [_protect_in(to_openai(each), protect, guard) for each in functions]
-        rendered = self._template.render(
-            messages,
-            protected,
-            options,
-            shown_tools,
-            calls,
-            kinds=[item.kind for item in items],
-            is_answered=ending == "answer",
-        )
-        if mark:
-            rendered = _cut_at(rendered, mark)
-        shown = [items[index] for index in order]
-        expanded, places, shown = self._expand(rendered, shown, guard)
-        token_ids, runs = self._encode(
-            expanded, places, guard, add_special_tokens=self.adds_special_tokens
-        )
-        images = (self._place(token_ids, run, item) for run, item in zip(runs, shown, strict=True))
-        is_thinking = self._reasoning is not None and self._reasoning.is_opened_by(rendered)
-        return Prompt(token_ids, tuple(images), is_thinking=is_thinking)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        """Tokenize a text without the template. Control tokens spelled in it are tokens."""
-        token_ids, _ = self._encode(text, [], "", add_special_tokens=add_special_tokens)
-        return Prompt(token_ids)
-
-    def _expand(
-        self, rendered: str, items: list[Item], guard: str
-    ) -> tuple[str, list[tuple[int, int]], list[Item]]:
-        """Replace placeholders by the texts of items; returns the text, their (start, end), and the items in order.
-
-        A template keeps the order of each kind, but may write all of a kind first.
-        """
-        found = [
-            (start, token.text)
-            for start, token in self._spelling.find(rendered)
-            if token.text in self._kinds
-        ]
-        waiting = {
-            kind: [item for item in items if item.kind == kind] for kind in self._kinds.values()
-        }
-        counts = Counter(self._kinds[text] for _, text in found)
-        for kind, own in waiting.items():
-            if counts[kind] != len(own):
-                raise InvalidRequest(
-                    f"The model's chat template places {counts[kind]} of the {len(own)} {kind}s "
-                    f"of this conversation; send {kind}s in user messages only."
-                )
-        items = [waiting[self._kinds[text]].pop(0) for _, text in found]
-        pieces: list[str] = []
-        places: list[tuple[int, int]] = []
-        end = length = 0
-        for (start, placeholder), item in zip(found, items, strict=True):
-            text = item.text
-            before, after = item.around
-            stop = start + len(placeholder)
-            if rendered.endswith(before, end, start) and rendered.startswith(after, stop):
-                start, stop = start - len(before), stop + len(after)
-            if item.seam and places and places[-1][1] == length and start == end:
-                text = text.removeprefix(item.seam)
-            pieces += [rendered[end:start], text]
-            length += start - end + len(text)
-            places.append((length - len(text), length))
-            end = stop
-            following = rendered[end:].removeprefix(guard)[:1]
-            if item.seam and following and not following.isspace() and following != "<":
-                pieces.append(" ")
-                length += 1
-        return "".join([*pieces, rendered[end:]]), places, items
-
-    def _encode(
-        self,
-        text: str,
-        places: list[tuple[int, int]],
-        guard: str,
-        *,
-        add_special_tokens: bool,
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a text, and the (start, end) of the control tokens of each place."""
-        tokenizer = self._tokenizer
-        bos = tokenizer.bos_token
-        adds_special = add_special_tokens and not (bos and text.startswith(bos))
-        ids: list[int] = list(tokenizer.prefix_ids) if adds_special else []
-        runs: list[tuple[int, int]] = []
-        remaining = iter(places)
-        begin, end = next(remaining, (len(text), len(text)))
-        first = last = -1
-        for number, (piece, control, start, count) in enumerate(self._spelling.cut(text)):
-            if piece:
-                ids += tokenizer.encode_piece(piece.replace(guard, ""), is_first=number == 0)
-            while True:  # for each place within a run of slots
-                while start >= end and len(runs) < len(places):
-                    runs.append((first, last + 1))
-                    begin, end = next(remaining, (len(text), len(text)))
-                    first = last = -1
-                if control is None or count == 0:
-                    break
-                is_inside = start >= begin
-                taken = min(count, (end - start) // len(control.text)) if is_inside else count
-                if is_inside:
-                    first, last = len(ids) if first < 0 else first, len(ids) + taken - 1
-                ids += [control.id] * taken
-                start, count = start + taken * len(control.text), count - taken
-        return (ids + list(tokenizer.suffix_ids) if adds_special else ids), runs
-
-    def _place(self, token_ids: list[int], run: tuple[int, int], item: Item) -> ImageInput:
-        """The image input of a run of tokens. Raises: InvalidRequest."""
-        offset, stop = run
-        if item.num_tokens is not None and stop - offset != item.num_tokens:
-            raise InvalidRequest(
-                f"An image has {stop - offset} tokens in the prompt, but {item.num_tokens} by its "
-                "processor."
-            )
-        run_ids = token_ids[offset:stop]
-        slot_id = self._slot_id if item.slot_id is None else item.slot_id
-        is_slot = [item.is_filled or token_id == slot_id for token_id in run_ids]
-        slots: tuple[tuple[int, int], ...] = ()
-        if not all(is_slot):
-            edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]
-            edges += [len(is_slot)] * is_slot[-1]
-            slots = tuple(zip(edges[::2], edges[1::2], strict=True))
-        others = (item.is_whole, item.num_frames, item.kind)
-        return ImageInput(offset, stop - offset, item.hash, item.pixels, slots, *others)
-
-
 class ControlSpelling:
     """Finds spelled control tokens, and guards those in user text."""
 
@@ -302,6 +112,19 @@ class ControlSpelling:
         tail = guard if body.endswith(self._heads) else ""
         stop = len(text.rstrip())
         return text[:start] + head + body + tail + text[stop:]
+
+    def protect_in(self, value: Any, guard: str) -> Any:
+        """`protect` all texts in a value of JSON."""
+        if isinstance(value, str):
+            return self.protect(value, guard)
+        if isinstance(value, list):
+            return [self.protect_in(each, guard) for each in value]
+        if isinstance(value, dict):
+            return {
+                self.protect(key, guard): self.protect_in(each, guard)
+                for key, each in value.items()
+            }
+        return value
 
     def find(self, text: str) -> list[tuple[int, ControlToken]]:
         return [(match.start(), self._tokens[match[0]]) for match in self._pattern.finditer(text)]
@@ -338,18 +161,6 @@ def _texts_of(message: ChatMessage) -> list[str]:
     """The message's text parts, then its reasoning."""
     texts = [part.text for part in message.parts if isinstance(part, TextPart)]
     return [*texts, message.reasoning] if message.reasoning else texts
-
-
-def _protect_in(value: Any, protect: Callable[[str, str], str], guard: str) -> Any:
-    if isinstance(value, str):
-        return protect(value, guard)
-    if isinstance(value, list):
-        return [_protect_in(each, protect, guard) for each in value]
-    if isinstance(value, dict):
-        return {
-            protect(key, guard): _protect_in(each, protect, guard) for key, each in value.items()
-        }
-    return value
 
 
 def _random_guard(texts: Sequence[Sequence[str]]) -> str:
@@ -441,7 +252,10 @@ class ChatProcessor:
         *,
         adds_special_tokens: bool = True,
     ) -> None:
-        """`adds_special_tokens` as in `PromptBuilder`."""
+        """`adds_special_tokens`: add the tokenizer's special tokens to a rendered template that does not begin with BOS.
+
+        transformers' processors do so, but not `apply_chat_template` of its tokenizers.
+        """
         self.reasoning = reasoning
         self.tool_format = template.tool_format or TOLD
         self.shows_tools = template.tool_format is not None
@@ -457,30 +271,23 @@ class ChatProcessor:
         self.tokenizer: Tokenizer = tokenizer
         self.image_tokens = multimodal.image_tokens
         self.max_image_pixels = multimodal.max_pixels
-        self._slot = tokenizer.image_token
-        others: dict[str, str] = {}
+        self._tokenizer, self._multimodal, self._template = tokenizer, multimodal, template
+        self._adds_special_tokens = adds_special_tokens
+        self._spelling = ControlSpelling(tokenizer.control_tokens, multimodal.slot_id)
+        #: Kinds of media by their placeholders.
+        self._kinds = {multimodal.placeholder or self._spelling.run_text: "image"}
         for kind in ("video", "audio") if can_decode_video() else ():
-            spelled: str = getattr(multimodal, f"{kind}_placeholder")
-            if spelled and template.takes(kind, spelled):
-                others[spelled] = kind
-        self.takes_video = "video" in others.values()
-        takes_audio = "audio" in others.values()
+            placeholder: str = getattr(multimodal, f"{kind}_placeholder")
+            if placeholder and template.takes(kind, placeholder):
+                self._kinds[placeholder] = kind
+        self.takes_video = "video" in self._kinds.values()
+        takes_audio = "audio" in self._kinds.values()
         self.max_audio_s = multimodal.max_audio_s if takes_audio else 0.0
         self.transcription_prompt = multimodal.transcription_prompt
-        self._multimodal = multimodal
         #: Process an image, a video or audio. Raises: InvalidImage.
         self.process_image = multimodal.process
         self.process_video = multimodal.process_video
         self.process_audio = multimodal.process_audio
-        self._prompt_builder = PromptBuilder(
-            tokenizer,
-            template,
-            multimodal.slot_id,
-            multimodal.placeholder,
-            reasoning,
-            adds_special_tokens=adds_special_tokens,
-            others=others,
-        )
 
     def build_prompt(
         self,
@@ -490,13 +297,165 @@ class ChatProcessor:
         tools: Tools | None = None,
         ending: Ending = "answer",
     ) -> Prompt:
-        items = self._multimodal.items(images, self._slot)
-        prompt = self._prompt_builder.build(messages, items, options, tools, ending)
-        return replace(prompt, positions=self._multimodal.positions(prompt))
+        """Apply the template. `ending` "message" continues the last message, like `continue_final_message` of transformers."""
+        items = self._multimodal.items(images, self._tokenizer.image_token)
+        if self._template.tool_format is not None:
+            messages = move_images(messages)
+        elif tools is not None or any(m.tool_calls or m.role == "tool" for m in messages):
+            messages, tools = describe_in_text(messages, tools), None
+        if unknown := options.keys() - self._template.options:
+            raise InvalidRequest(
+                f"the model's chat template does not use {len(unknown)} of the given variables: omit those"
+            )
+        order = [p.image for m in messages for p in m.parts if isinstance(p, ImagePart)]
+        if any(not 0 <= index < len(items) for index in order):
+            raise InvalidRequest("A message refers to an image that the request does not contain.")
+        words = [value for value in options.values() if isinstance(value, str)]
+        guard = _random_guard([*map(_texts_of, messages), words])
+        kinds = [item.kind for item in items]
+        rendered = self._render(messages, kinds, options, tools, ending, guard)
+        shown = [items[index] for index in order]
+        expanded, places, shown = self._expand(rendered, shown, guard)
+        token_ids, runs = self._encode(
+            expanded, places, guard, add_special_tokens=self._adds_special_tokens
+        )
+        inputs = [self._place(token_ids, run, item) for run, item in zip(runs, shown, strict=True)]
+        is_thinking = self.reasoning is not None and self.reasoning.is_opened_by(rendered)
+        return self._with_positions(Prompt(token_ids, tuple(inputs), is_thinking=is_thinking))
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        prompt = self._prompt_builder.encode(text, add_special_tokens=add_special_tokens)
+        token_ids, _ = self._encode(text, [], "", add_special_tokens=add_special_tokens)
+        return self._with_positions(Prompt(token_ids))
+
+    def _with_positions(self, prompt: Prompt) -> Prompt:
         return replace(prompt, positions=self._multimodal.positions(prompt))
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        kinds: Sequence[str],
+        options: Mapping[str, TemplateOption],
+        tools: Tools | None,
+        ending: Ending,
+        guard: str,
+    ) -> str:
+        """The rendered template, with guards in texts of the request. Raises: InvalidRequest."""
+        protect = partial(self._spelling.protect_in, guard=guard)
+        texts = [protect(_texts_of(message)) for message in messages]
+        mark = f"{guard}{guard} " if ending == "message" else ""
+        if mark:
+            last = sum(isinstance(part, TextPart) for part in messages[-1].parts) - 1
+            if last < 0:
+                raise InvalidRequest("The last message has no text to continue: add text to it.")
+            texts[-1][last] += mark
+        rendered = self._template.render(
+            messages,
+            texts,
+            kinds,
+            {name: protect(value) for name, value in options.items()},
+            [] if tools is None else [protect(to_openai(each)) for each in tools.functions],
+            [[protect(to_shown(call)) for call in message.tool_calls] for message in messages],
+            is_answered=ending == "answer",
+        )
+        return _cut_at(rendered, mark) if mark else rendered
+
+    def _expand(
+        self, rendered: str, items: list[Item], guard: str
+    ) -> tuple[str, list[tuple[int, int]], list[Item]]:
+        """Replace placeholders by the texts of items; returns the text, their (start, end), and the items in order.
+
+        A template keeps the order of each kind, but may write all of a kind first.
+        """
+        found = [
+            (start, token.text)
+            for start, token in self._spelling.find(rendered)
+            if token.text in self._kinds
+        ]
+        waiting = {
+            kind: [item for item in items if item.kind == kind] for kind in self._kinds.values()
+        }
+        counts = Counter(self._kinds[text] for _, text in found)
+        for kind, own in waiting.items():
+            if counts[kind] != len(own):
+                raise InvalidRequest(
+                    f"The model's chat template places {counts[kind]} of the {len(own)} {kind}s "
+                    f"of this conversation; send {kind}s in user messages only."
+                )
+        items = [waiting[self._kinds[text]].pop(0) for _, text in found]
+        pieces: list[str] = []
+        places: list[tuple[int, int]] = []
+        end = length = 0
+        for (start, placeholder), item in zip(found, items, strict=True):
+            text = item.text
+            before, after = item.around
+            stop = start + len(placeholder)
+            if rendered.endswith(before, end, start) and rendered.startswith(after, stop):
+                start, stop = start - len(before), stop + len(after)
+            if item.seam and places and places[-1][1] == length and start == end:
+                text = text.removeprefix(item.seam)
+            pieces += [rendered[end:start], text]
+            length += start - end + len(text)
+            places.append((length - len(text), length))
+            end = stop
+            following = rendered[end:].removeprefix(guard)[:1]
+            if item.seam and following and not following.isspace() and following != "<":
+                pieces.append(" ")
+                length += 1
+        return "".join([*pieces, rendered[end:]]), places, items
+
+    def _encode(
+        self,
+        text: str,
+        places: list[tuple[int, int]],
+        guard: str,
+        *,
+        add_special_tokens: bool,
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text, and the (start, end) of the control tokens of each place."""
+        tokenizer = self._tokenizer
+        bos = tokenizer.bos_token
+        adds_special = add_special_tokens and not (bos and text.startswith(bos))
+        ids: list[int] = list(tokenizer.prefix_ids) if adds_special else []
+        runs: list[tuple[int, int]] = []
+        remaining = iter(places)
+        begin, end = next(remaining, (len(text), len(text)))
+        first = last = -1
+        for number, (piece, control, start, count) in enumerate(self._spelling.cut(text)):
+            if piece:
+                ids += tokenizer.encode_piece(piece.replace(guard, ""), is_first=number == 0)
+            while True:  # for each place within a run of slots
+                while start >= end and len(runs) < len(places):
+                    runs.append((first, last + 1))
+                    begin, end = next(remaining, (len(text), len(text)))
+                    first = last = -1
+                if control is None or count == 0:
+                    break
+                is_inside = start >= begin
+                taken = min(count, (end - start) // len(control.text)) if is_inside else count
+                if is_inside:
+                    first, last = len(ids) if first < 0 else first, len(ids) + taken - 1
+                ids += [control.id] * taken
+                start, count = start + taken * len(control.text), count - taken
+        return (ids + list(tokenizer.suffix_ids) if adds_special else ids), runs
+
+    def _place(self, token_ids: list[int], run: tuple[int, int], item: Item) -> ImageInput:
+        """The image input of a run of tokens. Raises: InvalidRequest."""
+        offset, stop = run
+        if item.num_tokens is not None and stop - offset != item.num_tokens:
+            raise InvalidRequest(
+                f"An image has {stop - offset} tokens in the prompt, but {item.num_tokens} by its "
+                "processor."
+            )
+        run_ids = token_ids[offset:stop]
+        slot_id = self.image_token_id if item.slot_id is None else item.slot_id
+        is_slot = [item.is_filled or token_id == slot_id for token_id in run_ids]
+        slots: tuple[tuple[int, int], ...] = ()
+        if not all(is_slot):
+            edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]
+            edges += [len(is_slot)] * is_slot[-1]
+            slots = tuple(zip(edges[::2], edges[1::2], strict=True))
+        others = (item.is_whole, item.num_frames, item.kind)
+        return ImageInput(offset, stop - offset, item.hash, item.pixels, slots, *others)
 
     @property
     def always_thinks(self) -> bool:
@@ -505,7 +464,7 @@ class ChatProcessor:
             return False
         try:
             hello = ChatMessage("user", (TextPart("hello"),))
-            return self._prompt_builder.build([hello], []).is_thinking
+            return self.build_prompt([hello], []).is_thinking
         except InvalidRequest:
             return False
 
