@@ -128,7 +128,7 @@ def test_an_attack_on_the_compiler_is_refused_when_it_is_loaded(attack: str) -> 
         ChatTemplate(LLAVA_TEMPLATE + attack, "<image>")
 
 
-def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template() -> None:
+def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template(monkeypatch) -> None:
     class Paused(str):
         def __str__(self) -> str:
             time.sleep(0.3)
@@ -136,7 +136,8 @@ def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template() -> None:
 
     source = "{% for m in messages %}{{ m.role }}{% endfor %}"
     messages = [{"role": Paused("user")}, {"role": "assistant"}]
-    assert CompiledTemplate(source, {}).render(messages, max_s=0.1) == "userassistant"
+    monkeypatch.setattr(chat_template, "MAX_S", 0.1)
+    assert CompiledTemplate(source, {}).render(messages) == "userassistant"
 
 
 @in_one_round
