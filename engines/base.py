@@ -232,6 +232,14 @@ def can_decode_video() -> bool:
     return find_spec("av") is not None
 
 
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises: InvalidRequest for an id outside the vocabulary."""
+    if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+        raise InvalidRequest(
+            f"A token id is outside the vocabulary: send 0 to {vocab_size - 1}.", param
+        )
+
+
 class Tokenization(msgspec.Struct, frozen=True):
     """The result of `Engine.tokenize`: token ids with their spellings, or a text; or the segments of audio."""
 

@@ -115,13 +115,9 @@ class EngineKind:
     def load_settings(self) -> type[EngineSettings]:
         return _load(self.settings)
 
-    def load_create(self) -> Callable[[Any, Progress | None], LoadedEngine]:
-        """The function that creates it. Raises: ModuleNotFoundError."""
-        return _load(self.create)
-
     def load_all(self) -> None:
         """Import its slow modules before the model is known. Raises: ModuleNotFoundError."""
-        self.load_create()
+        _load(self.create)
         if self.preload is not None:
             _load(self.preload)()
 
@@ -259,7 +255,7 @@ def create_engine(values: Mapping[str, object], progress: Progress | None = None
     settings = check_settings(values)
     name, kind = _find(values)
     try:
-        create = kind.load_create()
+        create = _load(kind.create)
     except ModuleNotFoundError as error:
         raise _not_installed(name, kind, error.name) from None
     return create(settings, progress)

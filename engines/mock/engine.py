@@ -140,12 +140,10 @@ class MockTokenizer:
         return self._token_bytes[token_id].decode("latin-1")
 
 
-class MockVideo(Struct, frozen=True):
-    num_frames: int
-
-
-class MockAudio(Struct, frozen=True):
+class MockMedia(Struct, frozen=True):
     num_tokens: int
+    num_frames: int = 0
+    kind: str = "image"
 
 
 class MockProcessor:
@@ -168,13 +166,14 @@ class MockProcessor:
     def process_image(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> tuple[int, int]:
         return image.size
 
-    def process_video(self, video: OpenVideo) -> MockVideo:
-        """The number of frames, each of which is a token. Raises: InvalidImage."""
-        return MockVideo(len(video.frames(sample_evenly(video))))
+    def process_video(self, video: OpenVideo) -> MockMedia:
+        """A token for each frame. Raises: InvalidImage."""
+        num_frames = len(video.frames(sample_evenly(video)))
+        return MockMedia(num_frames, num_frames)
 
-    def process_audio(self, audio: OpenAudio) -> MockAudio:
-        """The number of tokens, ten a second. Raises: InvalidImage."""
-        return MockAudio(-(-len(audio.samples(16_000)) // 6400))
+    def process_audio(self, audio: OpenAudio) -> MockMedia:
+        """Ten tokens a second. Raises: InvalidImage."""
+        return MockMedia(-(-len(audio.samples(16_000)) // 6400), kind="audio")
 
     def build_prompt(
         self,
@@ -194,13 +193,12 @@ class MockProcessor:
             for part in message.parts:
                 if isinstance(part, ImagePart):
                     image_hash, content = images[part.image]
-                    num_frames = content.num_frames if isinstance(content, MockVideo) else 0
-                    num_tokens, kind = num_frames or self.tokens_per_image, "image"
-                    if isinstance(content, MockAudio):
-                        num_tokens, kind = content.num_tokens, "audio"
-                    where = (len(token_ids), num_tokens, image_hash, content)
-                    inputs.append(ImageInput(*where, num_frames=num_frames, kind=kind))
-                    token_ids += [IMAGE_ID] * num_tokens
+                    is_media = isinstance(content, MockMedia)
+                    media = content if is_media else MockMedia(self.tokens_per_image)
+                    where = (len(token_ids), media.num_tokens, image_hash, content)
+                    item = ImageInput(*where, num_frames=media.num_frames, kind=media.kind)
+                    inputs.append(item)
+                    token_ids += [IMAGE_ID] * media.num_tokens
                 else:
                     token_ids += self.tokenizer.encode(part.text)
             token_ids += self.tokenizer.encode("\n")
@@ -317,10 +315,7 @@ class MockRunner:
         }
 
     def close(self) -> None:
-        self._answers.clear()
-        self._held_images.clear()
-        self._encoder_cache.clear()
-        self._encoder_cache_bytes = 0
+        """There is no device."""
 
     def _choose(self, sequence: Sequence, position: int) -> TokenChoice:
         sampling = sequence.sampling

@@ -21,6 +21,7 @@ from engines.base import (
     PreparedImage,
     Progress,
     PromptTooLong,
+    check_token_ids,
 )
 from engines.pooling.batch import Row
 from engines.pooling.engine import PoolingEngine, PoolingModel
@@ -78,11 +79,7 @@ class MockPoolingModel(PoolingModel):
             prompt = self.prompts[task.prompt_name] if task.prompt_name else ""
             words: Sequence[Any] = (prompt + part.text).split()
         else:
-            if any(not 0 <= token_id < VOCAB_SIZE for token_id in part.token_ids):
-                raise InvalidRequest(
-                    f"A token id is outside the vocabulary: send 0 to {VOCAB_SIZE - 1}.",
-                    task.param(index),
-                )
+            check_token_ids(part.token_ids, VOCAB_SIZE, task.param(index))
             words = part.token_ids
         words = self._fit(words, task.truncate, task.param(index), task.max_tokens)
         data = repr(words).encode()

@@ -1,7 +1,7 @@
 """Lists and removes models in the Hugging Face cache."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
@@ -27,7 +27,7 @@ class CachedModel:
     num_bytes: int
     source: str  #: `hub` or `built in`
     directory: Path
-    file_names: frozenset[str] = field(default_factory=frozenset)
+    file_names: frozenset[str]
 
     @property
     def num_weight_bytes(self) -> int:

@@ -41,7 +41,7 @@ _WEIGHTS = ".safetensors"
 Report = Callable[[float], None]
 #: Checks a model by its small files and the bytes of its weights before these are downloaded.
 #: Raises: EngineStartError.
-Check = Callable[[Path, int], None]
+Check = Callable[[Path, int], object]
 
 
 class ModelUnavailable(EngineStartError):

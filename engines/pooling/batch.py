@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
+from operator import itemgetter
 from typing import Any
 
 #: Overhead of an entry.
@@ -56,20 +57,20 @@ class Waiting:
         self._num_added += 1
         row.number = self._num_added
         self._by_age[row.number] = row
-        insort(self._by_length.setdefault(row.kind, []), (row.key, row), key=_key)
+        insort(self._by_length.setdefault(row.kind, []), (row.key, row), key=itemgetter(0))
         self.num_tokens += row.num_tokens
 
     def remove(self, row: Row) -> None:
         del self._by_age[row.number]
         rows = self._by_length[row.kind]
-        del rows[bisect_left(rows, row.key, key=_key)]
+        del rows[bisect_left(rows, row.key, key=itemgetter(0))]
         self.num_tokens -= row.num_tokens
 
     def take(self, max_tokens: int, max_rows: int) -> list[Row]:
         """Remove the rows of the next step, shortest first: at least the oldest one, whatever its length."""
         oldest = next(iter(self._by_age.values()))
         rows = self._by_length[oldest.kind]
-        begin = bisect_left(rows, oldest.key, key=_key)
+        begin = bisect_left(rows, oldest.key, key=itemgetter(0))
         end, num_tokens = begin + 1, oldest.num_tokens
         while end - begin < max_rows:
             nearest = _nearer(rows, begin - 1, end, oldest.num_tokens)
@@ -88,10 +89,6 @@ class Waiting:
         self._by_age.clear()
         self._by_length.clear()
         self.num_tokens = 0
-
-
-def _key(item: tuple[tuple[int, int], Row]) -> tuple[int, int]:
-    return item[0]
 
 
 def _nearer(

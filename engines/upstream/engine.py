@@ -221,9 +221,8 @@ class _TokenRequest(OpenRequest):
                 num_prompt = chunk.num_prompt_tokens - len(request.output_token_ids)
                 num_added = max(0, num_prompt - len(request.prompt_token_ids))
                 answer.num_prompt_tokens = len(request.prompt_token_ids) + num_added
-                num_media = (
-                    len(request.images) + num_added
-                )  # the server does not tell images from audio
+                num_media = len(request.images) + num_added
+                # The server does not tell images from audio.
                 is_audio = all(each.kind == "audio" for each in request.images)
                 answer.num_image_tokens = 0 if is_audio else num_media
                 answer.num_audio_tokens = num_media if is_audio else 0
