@@ -150,8 +150,6 @@ class VideoInfo(msgspec.Struct, frozen=True):
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
-    """Limits of the pixels of a video's frames."""
-
     max_pixels: int  #: of a frame as it is coded; a larger one is refused
     max_sum_pixels: int  #: of all chosen frames; larger ones are scaled down
     scale_min: int = 0  #: smaller frames are scaled up to it

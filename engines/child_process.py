@@ -71,8 +71,6 @@ class _Program(ctypes.Structure):
 
 
 class ChildProcess:
-    """A child and this end of its socket."""
-
     def __init__(
         self,
         module: str,

@@ -321,7 +321,6 @@ class ApplicationEngine(Engine[TaskInput]):
         return self._stats
 
     def close(self) -> None:
-        """Leave all sessions and end the process."""
         child, self._child = self._child, None
         if child is not None:
             child.close(grace_s=0.0 if self._state == "starting" else _STOP_S)

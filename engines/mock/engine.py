@@ -127,7 +127,6 @@ class MockTokenizer:
         self._token_bytes += [b" " + word.encode() for word in WORDS]
 
     def encode(self, text: str) -> list[int]:
-        """One id per byte of UTF-8."""
         return list(text.encode("utf-8", "replace"))
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -223,7 +222,6 @@ class MockStep(Struct):
     can_be_followed: bool = True
 
     def wait(self) -> StepResult:
-        """Sleep until the simulated end of the step."""
         if self.ready_at and (rest_s := self.ready_at - time.perf_counter()) > 0:
             time.sleep(rest_s)
         return self.result

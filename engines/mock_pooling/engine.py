@@ -111,7 +111,6 @@ class MockPoolingModel(PoolingModel):
         raise InvalidRequest("the mock engine cannot detokenize: it does not store words", "tokens")
 
     def compute(self, rows: Sequence[Row]) -> None:
-        """Compute the results and sleep for the simulated time."""
         for row in rows:
             row.result = numbers_of(row).tobytes()
         num_tokens = sum(row.num_tokens for row in rows)

@@ -65,7 +65,6 @@ class ClipEncoder(PoolingModel):
 
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:
-        """All rows of a step, of one kind."""
         model, device = self._model, self._model.device
         if rows[0].kind == "image":
             pixels = [torch.as_tensor(row.content) for row in rows]

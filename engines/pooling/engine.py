@@ -163,7 +163,6 @@ class PoolingEngine(Engine[PoolingInput]):
         return self._model.process_image(data, image, decode)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> PoolingInput:
-        """Build the rows of a call. Raises: RequestError."""
         task, dimensions = call.task, 0
         if isinstance(task, Embed):
             dimensions = task.dimensions or self._model.dimensions
@@ -321,7 +320,6 @@ class PoolingEngine(Engine[PoolingInput]):
         )
 
     def close(self) -> None:
-        """Drop all calls and free the device."""
         self._calls.clear()
         self._owners.clear()
         self._answered.clear()

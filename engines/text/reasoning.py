@@ -128,7 +128,6 @@ class ChannelSplitter:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """See `TagSplitter.feed`."""
         said = {State.THINKING: "", State.CONTENT: ""}
         known, self._held = self._held + text, ""
         while known:
@@ -211,14 +210,12 @@ class ReasoningDetokenizer(Detokenizer):
         is_thinking: bool = False,
         **options: Any,
     ) -> None:
-        """`is_thinking`: the prompt ends within the reasoning."""
         super().__init__(tokenizer, **options)
         self._splitter = reasoning.create_splitter(is_thinking)
         self._spelled = reasoning.spelled
         self._num_undecided = 0  # tokens of the present head
 
     def append(self, token_id: int) -> str:
-        """Add the next token; returns the text of the answer that it completes."""
         is_read = self._splitter.state is not State.CONTENT or self._splitter.has_parts
         spelled = self._spelled.get(token_id) if is_read else None
         if spelled is None:
@@ -226,7 +223,6 @@ class ReasoningDetokenizer(Detokenizer):
         return self._append_text(self._flush() + spelled)
 
     def append_bytes(self, data: bytes) -> str:
-        """`append`, for tokens whose ids are unknown."""
         return self._append_text(self._decode(data))
 
     def _append_text(self, text: str) -> str:

@@ -173,7 +173,6 @@ class UpstreamClient:
         return events
 
     def close(self) -> None:
-        """Close all streams. Idempotent."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(HEALTH_TIMEOUT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -68,7 +68,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         )
 
     def can_continue(self, task: Task) -> bool:
-        """Whether the server's state of a request is a function of its tokens."""
         return isinstance(task, Generate) and self._dialect.can_continue(task)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> UpstreamRequest:
@@ -163,7 +162,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         return msgspec.structs.replace(super().stats(), num_adapters=len(self._adapters))
 
     def close(self) -> None:
-        """Close all streams and stop a server that was started here. Idempotent."""
         super().close()
         if self._grammars is not None:
             self._grammars.close()
