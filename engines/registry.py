@@ -10,13 +10,13 @@ import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own table
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from engines.base import EngineStartError, LoadedEngine, Progress
 from engines.settings import BadEngineSettings, EngineSettings, Spell, as_variable
@@ -78,13 +78,9 @@ def _vllm_version() -> Version | None:
     program = shutil.which("vllm")
     if program is None:
         return None
-    packages = Path(program).parent.parent.glob("lib/python*/site-packages/vllm-*.dist-info")
-    for folder in packages:
-        try:
-            return Version(folder.name.removeprefix("vllm-").removesuffix(".dist-info"))
-        except InvalidVersion:
-            continue
-    return None
+    folders = Path(program).parent.parent.glob("lib/python*/site-packages")
+    found = distributions(name="vllm", path=list(map(str, folders)))
+    return next((Version(each.version) for each in found), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,18 +86,16 @@ class Child:
         """Raises: EngineStartError, ChildFailed."""
         self._settings = settings
         self._conceal = variables.concealer()
+        command = make_command(settings)
         self._scratch = Path(mkdtemp(prefix="vlm-app-"))
         try:
             self._process = subprocess.Popen(
-                make_command(settings),
-                env=make_environment(settings, self._scratch, variables.all), cwd=settings.model,
+                command, env=make_environment(settings, self._scratch, variables.all), cwd=settings.model,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True, bufsize=0,
             )  # fmt: skip
-        except BaseException as error:
+        except OSError as error:
             shutil.rmtree(self._scratch, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise
             why = error.strerror
             if error.errno == errno.E2BIG:
                 why = "its environment variables and secrets are too long for the kernel (see ulimit -s)"

@@ -168,23 +168,15 @@ class Reasoning:
         form = self.form
         return not form.head_end and prompt.rstrip().endswith(form.start.rstrip())
 
-    def create_splitter(self, is_thinking: bool) -> TagSplitter | ChannelSplitter:
-        """The splitter of one answer; `is_thinking`: its prompt ends within the reasoning."""
-        form = self.form
-        return ChannelSplitter(form) if form.head_end else TagSplitter(form, is_thinking)
-
 
 def find_reasoning(
     choice: str, template: str, control_tokens: Mapping[str, ControlToken]
 ) -> Reasoning | None:
-    """The format by name; for `auto`, by the markers in template and vocabulary."""
-    if choice == "none":
-        return None
-    candidates = REASONING_FORMATS.values() if choice == "auto" else (REASONING_FORMATS[choice],)
-    for form in candidates:
+    """The format by name; for `auto`, by the markers in template and vocabulary; for `none`, None."""
+    for form in REASONING_FORMATS.values():
         marks = (form.end, form.head_end) if form.head_end else (form.end,)
         is_spelled = all(mark in template or mark in control_tokens for mark in marks)
-        if choice == "auto" and not is_spelled:
+        if choice != form.name and not (choice == "auto" and is_spelled):
             continue
         whole = f"{form.start}{form.end}{form.head_end}"
         spelled = {
@@ -211,7 +203,10 @@ class ReasoningDetokenizer(Detokenizer):
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, **options)
-        self._splitter = reasoning.create_splitter(is_thinking)
+        form = reasoning.form
+        self._splitter: TagSplitter | ChannelSplitter = (
+            ChannelSplitter(form) if form.head_end else TagSplitter(form, is_thinking)
+        )
         self._spelled = reasoning.spelled
         self._num_undecided = 0  # tokens of the present head
 

@@ -188,7 +188,6 @@ class CallReader:
     def __init__(self, form: ToolFormat) -> None:
         self.num_calls = 0
         self._form = form
-        self._mark = form.mark
         self._held = ""
         self._is_calling = False
         self._arguments: _JsonEnd | None = None  # parser of the current call's JSON arguments
@@ -216,7 +215,7 @@ class CallReader:
 
     def _find_calls(self) -> str:
         """Text before the first call; text that may begin one is held back."""
-        mark, held = self._mark, self._held
+        mark, held = self._form.mark, self._held
         if self._is_text:
             self._held = ""
             return held
