@@ -93,10 +93,9 @@ def _program(settings: ApplicationSettings, package: Path) -> list[str]:
         return [str(package / first), *arguments]
     # `-S` excludes the worker's packages if the application has its own.
     own = [settings.packages] if settings.packages else []
-    paths = [*own, *([] if own else [str(_SOURCE)])]
     code = (
         "import sys; from importlib.util import module_from_spec, spec_from_file_location; "
-        f"sys.path[:0] = {paths!r}; "
+        f"sys.path[:0] = {own or [str(_SOURCE)]!r}; "
         f"spec = spec_from_file_location('vlm_app', {str(LIBRARY)!r}); "
         "app = sys.modules['vlm_app'] = module_from_spec(spec); spec.loader.exec_module(app); "
         f"app.serve({settings.entry!r})"

@@ -110,7 +110,6 @@ class PoolingInput:
     request_id: str
     priority: Priority
     rows: list[Row]
-    dimensions: int  #: of a vector; 0 for scores
     added_at: float = 0.0
     first_step_at: float = 0.0
     image_s: float = 0.0  #: of steps with images
@@ -163,7 +162,7 @@ class PoolingEngine(Engine[PoolingInput]):
         return self._model.process_image(data, image, decode)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> PoolingInput:
-        task, dimensions = call.task, 0
+        task = call.task
         if isinstance(task, Embed):
             dimensions = task.dimensions or self._model.dimensions
             # Checked again: a gateway may have an older card.
@@ -175,7 +174,7 @@ class PoolingEngine(Engine[PoolingInput]):
         if self._results.is_on:
             for row in rows:
                 row.cache_key = cache_key(call.tenant, row)
-        return PoolingInput(call.request_id, call.priority, rows, dimensions)
+        return PoolingInput(call.request_id, call.priority, rows)
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
         if task.of is None:
@@ -270,7 +269,8 @@ class PoolingEngine(Engine[PoolingInput]):
         del self._calls[call.request_id]
         now = time.perf_counter()
         computed_s = now - (call.first_step_at or now)
-        output = EngineOutput(call.request_id, usage=call.usage, dimensions=call.dimensions)
+        output = EngineOutput(call.request_id, usage=call.usage)
+        output.dimensions = call.rows[0].dimensions
         output.timings = StageTimings(
             queue_s=(call.first_step_at or now) - call.added_at,
             vision_s=call.image_s,

@@ -285,9 +285,11 @@ class GrammarCompiler:
             if not verdict.error:
                 return _Compiled(matcher, max(_MIN_BYTES, verdict.num_bytes))
         error = _LISTING.split(verdict.error)[0]
-        if verdict.is_lost or _is_complex(error):
+        problem = _explain(error)
+        is_complex = any(word in error.lower() for word in _COMPLEX_WORDS)
+        if verdict.is_lost or (is_complex and not problem):
             raise Refusal(_COMPLEX, is_complex=True)
-        raise Refusal(_explain(error) or "the grammar cannot be read")
+        raise Refusal(problem or "the grammar cannot be read")
 
     def _load(self) -> None:
         """Build the vocabulary tables, at the first grammar."""
@@ -467,11 +469,6 @@ _PROBLEMS = (
     ("Unsatisfiable", "no value conforms to the schema"),
     ("Invalid type", "a type is unknown"),
 )
-
-
-def _is_complex(error: str) -> bool:
-    words = error.lower()
-    return not _explain(error) and any(word in words for word in _COMPLEX_WORDS)
 
 
 def _explain(error: str) -> str:
