@@ -13,7 +13,6 @@ from engines.base import (
     Adapter,
     AdapterLimits,
     BadAdapter,
-    Capabilities,
     EngineCall,
     EngineOutput,
     EngineStats,
@@ -50,22 +49,13 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
     ) -> None:
         super().__init__(dialect.name, dialect.path, dialect.metrics, client, server)
         self.processor, self.max_model_len, self.vocab_size = processor, max_model_len, vocab_size
-        self._settings, self._dialect = settings, dialect
+        self.max_num_seqs = settings.max_num_seqs
+        self._dialect = dialect
         # Compiles grammars to refuse those that the server would ignore, or compile for minutes.
         self._grammars = GrammarCompiler.create(
             processor.tokenizer, vocab_size, processor.reasoning, processor.spelled
         )
         self._adapters: dict[str, Adapter] = {}  # by digest
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            self._settings.max_num_seqs,
-            tasks=("generate", "tokenize"),
-            decodes_images=True,
-            takes_grammars=self._grammars is not None,
-            takes_video=self.processor.takes_video,
-            max_audio_s=self.processor.max_audio_s,
-        )
 
     def can_continue(self, task: Task) -> bool:
         return isinstance(task, Generate) and self._dialect.can_continue(task)
