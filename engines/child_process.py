@@ -92,8 +92,9 @@ class ChildProcess:
             numbers = map(str, (number, *arguments, *pass_fds))
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", module, *numbers], pass_fds=(number, *pass_fds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL, cwd="/", env={"PYTHONPATH": str(_SOURCE)}, start_new_session=True,
+                    [sys.executable, "-m", module, *numbers], pass_fds=(number, *pass_fds), cwd="/",
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    env={"PYTHONPATH": str(_SOURCE)}, start_new_session=True,
                 )  # fmt: skip
             except OSError:
                 self.socket.close()

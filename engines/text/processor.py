@@ -252,7 +252,7 @@ class ChatProcessor:
         *,
         adds_special_tokens: bool = True,
     ) -> None:
-        """`adds_special_tokens`: add the tokenizer's special tokens to a rendered template that does not begin with BOS.
+        """`adds_special_tokens`: add those of the tokenizer to a rendered template that does not begin with BOS.
 
         transformers' processors do so, but not `apply_chat_template` of its tokenizers.
         """
@@ -297,7 +297,7 @@ class ChatProcessor:
         tools: Tools | None = None,
         ending: Ending = "answer",
     ) -> Prompt:
-        """Apply the template. `ending` "message" continues the last message, like `continue_final_message` of transformers."""
+        """Apply the template. `ending` "message" is `continue_final_message` of transformers. Raises: InvalidRequest."""
         items = self._multimodal.items(images, self._tokenizer.image_token)
         if self._template.tool_format is not None:
             messages = move_images(messages)
