@@ -297,7 +297,7 @@ class ChatProcessor:
         tools: Tools | None = None,
         ending: Ending = "answer",
     ) -> Prompt:
-        """Apply the template. `ending` "message" is `continue_final_message` of transformers. Raises: InvalidRequest."""
+        """Apply the template. `ending` "message" is transformers' `continue_final_message`. Raises: InvalidRequest."""
         items = self._multimodal.items(images, self._tokenizer.image_token)
         if self._template.tool_format is not None:
             messages = move_images(messages)
