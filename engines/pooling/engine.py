@@ -76,8 +76,6 @@ class PoolingModel:
 
     def row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
         """One input of an embedding. Raises: RequestError."""
-        if images:
-            raise InvalidRequest("this model takes no images")
         words = self.texts.words(task, index)
         return Row(words, len(words.ids), identity=words.identity)
 

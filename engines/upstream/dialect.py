@@ -87,7 +87,7 @@ class Dialect(ABC):
         )
 
     @abstractmethod
-    def can_continue(self, task: Generate) -> bool:
+    def can_continue(self, task: Generate | UpstreamRequest) -> bool:
         """Whether an answer that continues from its output tokens equals the uninterrupted answer."""
 
     @abstractmethod

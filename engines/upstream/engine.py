@@ -78,11 +78,10 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         self._check_request(request)
         self._dialect.check(request)
         constraint: Constraint | None = None
-        if grammar is not None and self._grammars is not None:
-            constraint = self._grammars.compile(grammar)
-        if is_forced and self._grammars is not None:
-            assert tools is not None
+        if self._grammars is not None and tools is not None and tools.is_required:
             constraint = self._grammars.compile_tools(tools, self.processor.tool_format, None)
+        elif self._grammars is not None and grammar is not None:
+            constraint = self._grammars.compile(grammar)
         if constraint is not None and self._dialect.runs_grammar_source:
             self._check_conformity(constraint, request, param)
             request = replace(request, grammar_source=constraint.source)
@@ -183,9 +182,7 @@ class _TokenRequest(OpenRequest):
         return body
 
     def can_continue(self) -> bool:
-        request = self._request
-        task = Generate((), request.sampling, grammar=request.grammar)
-        return self._has_all_ids and self._dialect.can_continue(task)
+        return self._has_all_ids and self._dialect.can_continue(self._request)
 
     def fail(self, message: str, code: ErrorCode) -> EngineOutput:
         return self.answer.fail(message, code)

@@ -113,7 +113,7 @@ class LlamaServer(Dialect):
                     "messages",
                 )
 
-    def can_continue(self, task: Generate) -> bool:
+    def can_continue(self, task: Generate | UpstreamRequest) -> bool:
         return True
 
     def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Sglang(Dialect):
         model = find_model(client)
         return ServerInfo(model["id"], model["max_model_len"], server["version"])
 
-    def can_continue(self, task: Generate) -> bool:
+    def can_continue(self, task: Generate | UpstreamRequest) -> bool:
         return task.grammar is None and not has_output_penalty(task.sampling)
 
     def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:

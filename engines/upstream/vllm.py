@@ -118,7 +118,7 @@ class Vllm(Dialect):
             raise ValueError("start vLLM with --enable-scale-out")
         return PLUGIN_VERSION in response.text
 
-    def can_continue(self, task: Generate) -> bool:
+    def can_continue(self, task: Generate | UpstreamRequest) -> bool:
         has_penalty = has_output_penalty(task.sampling)
         if self.runs_grammar_source:  # our processor cannot apply both kinds of penalties in order
             return not has_penalty or task.sampling.repetition_penalty == 1.0
