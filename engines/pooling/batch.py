@@ -85,11 +85,6 @@ class Waiting:
         self.num_tokens -= num_tokens
         return taken
 
-    def clear(self) -> None:
-        self._by_age.clear()
-        self._by_length.clear()
-        self.num_tokens = 0
-
 
 def _nearer(
     rows: list[tuple[tuple[int, int], Row]], below: int, above: int, num_tokens: int
@@ -146,10 +141,6 @@ class ResultCache:
         while self.num_bytes > self._max_bytes:
             _, (oldest, _) = self._entries.popitem(last=False)
             self.num_bytes -= _num_bytes(oldest)
-
-    def clear(self) -> None:
-        self._entries.clear()
-        self.num_bytes = 0
 
 
 def _num_bytes(result: bytes) -> int:

@@ -318,10 +318,4 @@ class PoolingEngine(Engine[PoolingInput]):
         )
 
     def close(self) -> None:
-        self._calls.clear()
-        self._owners.clear()
-        self._answered.clear()
-        self._results.clear()
-        for waiting in self._waiting.values():
-            waiting.clear()
         self._model.close()

@@ -397,15 +397,11 @@ class _Checks(NodeTransformer):
         super().generic_visit(node, *args, **kwargs)
         if isinstance(node, nodes.Concat):
             return _call("concat_texts", node.nodes, node.lineno)
-        is_collection = isinstance(node, nodes.List | nodes.Dict) or (
-            isinstance(node, nodes.Tuple) and node.ctx == "load"
-        )
-        if (
-            isinstance(node, nodes.Expr)
-            and is_collection
-            and any(True for _ in node.find_all((nodes.Name, nodes.Call)))
-        ):
-            return _call("collect", [node], node.lineno)
+        if isinstance(node, nodes.List | nodes.Dict | nodes.Tuple):
+            is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
+            is_constant = next(node.find_all((nodes.Name, nodes.Call)), None) is None
+            if not (is_target or is_constant):
+                return _call("collect", [node], node.lineno)
         return node
 
 
