@@ -53,7 +53,18 @@ class MockPoolingSettings(PoolingSettings):
     mock: MockPooling = MockPooling()
 
 
+class MockTexts:
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """One id per word, without special tokens."""
+        words = text.split()
+        return [zlib.crc32(word.encode()) % VOCAB_SIZE for word in words], words
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        raise InvalidRequest("the mock engine cannot detokenize: it does not store words", "tokens")
+
+
 class MockPoolingModel(PoolingModel):
+    texts = MockTexts()
     tasks = ("embed", "rerank")
     decodes_images = True
     prompts: Mapping[str, str] = {"query": "query: ", "document": "passage: "}
@@ -101,14 +112,6 @@ class MockPoolingModel(PoolingModel):
                 f"The input has {len(words)} tokens: send at most {most}, or truncate.", param
             )
         return words[-most:] if truncate == "start" else words[:most]
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """One id per word, without special tokens."""
-        words = text.split()
-        return [zlib.crc32(word.encode()) % VOCAB_SIZE for word in words], words
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        raise InvalidRequest("the mock engine cannot detokenize: it does not store words", "tokens")
 
     def compute(self, rows: Sequence[Row]) -> None:
         for row in rows:

@@ -54,7 +54,7 @@ class PoolingModel:
     #: Prompts before a text, by name.
     prompts: Mapping[str, str] = {}
     decodes_images = False
-    #: The tokenizer, usually a `Texts`.
+    #: The tokenizer, usually a `Texts`; at least its `encode` and `decode`. Thread-safe.
     texts: Any
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
@@ -83,14 +83,6 @@ class PoolingModel:
         """One document of a reranking. Raises: RequestError."""
         words = self.texts.pair(task, index)
         return Row(words, len(words.ids), identity=words.identity)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Token ids of a text and their spellings. Thread-safe."""
-        return self.texts.encode(text, add_special_tokens=add_special_tokens)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids. Thread-safe. Raises: InvalidRequest."""
-        return self.texts.decode(token_ids)
 
     def compute(self, rows: Sequence[Row]) -> None:
         """Set the result, or the error, of each row."""
@@ -176,11 +168,11 @@ class PoolingEngine(Engine[PoolingInput]):
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
         if task.of is None:
-            return Tokenization(text=self._model.decode(task.token_ids))
+            return Tokenization(text=self._model.texts.decode(task.token_ids))
         prompt = task.of.prompt
         if not isinstance(prompt, TextPart):
             raise InvalidRequest("this model has no conversations: send prompt", task.of.param)
-        token_ids, strings = self._model.encode(
+        token_ids, strings = self._model.texts.encode(
             prompt.text, add_special_tokens=task.of.add_special_tokens
         )
         return Tokenization(token_ids, strings=strings if task.with_strings else ())
