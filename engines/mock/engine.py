@@ -4,7 +4,6 @@ For tests and development. An answer is the SHAKE-128 stream of its prompt, read
 images, seed and position only, so the answer is the same when batched, preempted or taken over.
 """
 
-import io
 import time
 from array import array
 from collections import OrderedDict
@@ -25,7 +24,6 @@ from engines.base import (
     BadAdapter,
     Decode,
     EngineCall,
-    InvalidImage,
     LoadedEngine,
     OpenAudio,
     OpenVideo,
@@ -54,7 +52,7 @@ from engines.core.sequence import (
     Sequence,
 )
 from engines.core.settings import BatchingSettings
-from engines.image_decoder import FORMATS
+from engines.image_decoder import open_image
 from engines.text.detokenizer import Tokenizer
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tools import HERMES, describe_in_text
@@ -432,14 +430,8 @@ class MockEngine(BatchingEngine):
     """The engine over a mock: functions are called whenever allowed, and images opened but not decoded."""
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> tuple[int, int]:
-        try:
-            with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-                size = opened.size
-        except Exception as error:  # parsers may raise any error
-            raise InvalidImage("The image cannot be decoded.") from error
-        if size != (image.width, image.height):
-            raise InvalidImage("The image is of another size than its header says.")
-        return size
+        with open_image(data, (image.width, image.height)) as opened:
+            return opened.size
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
         task = call.task
