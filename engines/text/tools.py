@@ -146,12 +146,15 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
+_RESULT = TextPart("<tool_response>\n")
+
+
 def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> list[ChatMessage]:
     """Write functions, calls and results as text, for a template without tools."""
     described: list[ChatMessage] = []
     for message in messages:
         if message.role == "tool":
-            parts = (TextPart("<tool_response>\n"), *message.parts, TextPart("\n</tool_response>"))
+            parts = (_RESULT, *message.parts, TextPart("\n</tool_response>"))
             message = ChatMessage("user", parts)
         elif message.tool_calls:
             called = "\n".join(
@@ -161,12 +164,9 @@ def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> li
             said = any(isinstance(part, TextPart) and part.text for part in message.parts)
             parts = (*message.parts, TextPart("\n" + called if said else called))
             message = replace(message, parts=parts, tool_calls=())
-        last = described[-1] if described else None
-        if (
-            last is not None
-            and message.role == last.role == "user"
-            and last.parts[0] == TextPart("<tool_response>\n")
-        ):
+        last = described[-1] if described else ChatMessage("system", ())
+        follows_result = last.role == "user" and last.parts[:1] == (_RESULT,)
+        if message.role == "user" and follows_result:
             described[-1] = replace(last, parts=(*last.parts, TextPart("\n"), *message.parts))
         else:
             described.append(message)
