@@ -78,10 +78,7 @@ class Drafter:
 
     def draft(self, matcher: "LLMatcher", output: list[int]) -> list[int]:
         """Probable next tokens. Does not change the matcher."""
-        last = b""
-        for token_id in reversed(output[-4:]):
-            last = self._text(token_id) + last
-        text = self._find(matcher, last, output)
+        text = self._find(matcher, b"".join(map(self._text, output[-4:])), output)
         if not text:
             return []
         copy, found, piece = matcher.deep_copy(), bytearray(), text
