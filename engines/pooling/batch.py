@@ -10,9 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 
+_key = attrgetter("key")
 #: Overhead of an entry.
 _ENTRY_BYTES = 256
 
@@ -46,7 +47,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self._by_age: OrderedDict[int, Row] = OrderedDict()
-        self._by_length: dict[str, list[tuple[tuple[int, int], Row]]] = {}
+        self._by_length: dict[str, list[Row]] = {}
         self._num_added = 0
         self.num_tokens = 0
 
@@ -57,28 +58,28 @@ class Waiting:
         self._num_added += 1
         row.number = self._num_added
         self._by_age[row.number] = row
-        insort(self._by_length.setdefault(row.kind, []), (row.key, row), key=itemgetter(0))
+        insort(self._by_length.setdefault(row.kind, []), row, key=_key)
         self.num_tokens += row.num_tokens
 
     def remove(self, row: Row) -> None:
         del self._by_age[row.number]
         rows = self._by_length[row.kind]
-        del rows[bisect_left(rows, row.key, key=itemgetter(0))]
+        del rows[bisect_left(rows, row.key, key=_key)]
         self.num_tokens -= row.num_tokens
 
     def take(self, max_tokens: int, max_rows: int) -> list[Row]:
         """Remove the rows of the next step, shortest first: at least the oldest one, whatever its length."""
         oldest = next(iter(self._by_age.values()))
         rows = self._by_length[oldest.kind]
-        begin = bisect_left(rows, oldest.key, key=itemgetter(0))
+        begin = bisect_left(rows, oldest.key, key=_key)
         end, num_tokens = begin + 1, oldest.num_tokens
         while end - begin < max_rows:
             nearest = _nearer(rows, begin - 1, end, oldest.num_tokens)
-            if nearest is None or num_tokens + rows[nearest][1].num_tokens > max_tokens:
+            if nearest is None or num_tokens + rows[nearest].num_tokens > max_tokens:
                 break
-            num_tokens += rows[nearest][1].num_tokens
+            num_tokens += rows[nearest].num_tokens
             begin, end = min(begin, nearest), max(end, nearest + 1)
-        taken = [row for _, row in rows[begin:end]]
+        taken = rows[begin:end]
         del rows[begin:end]
         for row in taken:
             del self._by_age[row.number]
@@ -86,14 +87,12 @@ class Waiting:
         return taken
 
 
-def _nearer(
-    rows: list[tuple[tuple[int, int], Row]], below: int, above: int, num_tokens: int
-) -> int | None:
+def _nearer(rows: list[Row], below: int, above: int, num_tokens: int) -> int | None:
     """The index of the row with the nearer length; of equal ones the shorter."""
     if below < 0 or above >= len(rows):
         return above if above < len(rows) else below if below >= 0 else None
-    shorter_by = num_tokens - rows[below][1].num_tokens
-    return below if shorter_by <= rows[above][1].num_tokens - num_tokens else above
+    shorter_by = num_tokens - rows[below].num_tokens
+    return below if shorter_by <= rows[above].num_tokens - num_tokens else above
 
 
 def cache_key(tenant: str, row: Row) -> bytes:
