@@ -186,8 +186,6 @@ class AudioInfo(msgspec.Struct, frozen=True):
     """An audio file. Values are measured, not from headers. Units: seconds."""
 
     length_s: float
-    num_channels: int
-    rate: int  #: samples a second
     #: Ends of the segments of a transcription; empty unless requested.
     segment_ends: tuple[float, ...] = ()
 

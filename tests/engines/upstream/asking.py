@@ -81,7 +81,7 @@ def read_metric(url: str, name: str) -> float:
 class Silence:
     """Open audio of half a second."""
 
-    info = AudioInfo(0.5, 1, 44_100)
+    info = AudioInfo(0.5)
 
     def samples(self, rate: int) -> bytes:
         return bytes(4 * (rate // 2))
