@@ -45,7 +45,6 @@ class Chunk(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    model: str
     max_model_len: int
     version: str = ""
     takes_images: bool = True

@@ -107,7 +107,7 @@ class Vllm(Dialect):
         self._model = found["id"]
         self.runs_grammar_source = self._probe_plugin(client)
         version = client.request("GET", "/version").raise_for_status().json()["version"]
-        return ServerInfo(self._model, found["max_model_len"], version)
+        return ServerInfo(found["max_model_len"], version)
 
     def _probe_plugin(self, client: UpstreamClient) -> bool:
         """Whether vLLM has our logits processor, which refuses parameters of another version."""
