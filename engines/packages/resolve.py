@@ -172,8 +172,8 @@ def _download(repo: str, revision: str | None, report: Report | None, check: Che
         if check is not None:
             check(small, sum(file.file_size or 0 for file in weights))
         num_bytes = num_left
-    progress = {} if report is None else {"tqdm_class": _silent_bar(report, num_bytes)}
-    return Path(_snapshot(repo, revision, **progress))
+    bar: dict[str, Any] = {} if report is None else {"tqdm_class": _silent_bar(report, num_bytes)}
+    return Path(_snapshot(repo, revision, **bar))
 
 
 def _plan(repo: str, revision: str | None) -> list[Any] | None:
