@@ -25,7 +25,6 @@ from engines.base import (
     PreparedImage,
     PromptTooLong,
     Tokenization,
-    check_token_ids,
 )
 from engines.core.runner import PixelLimits, Processor, PromptScore, TokenChoice
 from engines.core.sequence import EngineRequest, Prompt
@@ -89,7 +88,7 @@ class PromptingEngine(Engine[Request]):
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
         tokenizer = self.processor.tokenizer
         if task.of is None:
-            check_token_ids(task.token_ids, self.vocab_size, "tokens")
+            self._check_ids(task.token_ids, "tokens")
             return Tokenization(text=decode(tokenizer, task.token_ids))
         prompt = self._build_prompt(task.of, images, self._choose_tools(task.of.tools))
         return Tokenization(
@@ -116,7 +115,7 @@ class PromptingEngine(Engine[Request]):
             return self.processor.encode_prompt(
                 prompt.text, add_special_tokens=task.add_special_tokens
             )
-        check_token_ids(prompt.token_ids, self.vocab_size, "prompt")
+        self._check_ids(prompt.token_ids, "prompt")
         return Prompt(list(prompt.token_ids))
 
     def _fields(self, call: EngineCall, prompt: Prompt, tools: Tools | None) -> dict[str, Any]:
@@ -147,6 +146,12 @@ class PromptingEngine(Engine[Request]):
         if adapter is None:
             raise AdapterUnavailable("the adapter is no longer loaded", "model")
         return adapter
+
+    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        if any(not 0 <= token_id < self.vocab_size for token_id in token_ids):
+            raise InvalidRequest(
+                f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", param
+            )
 
     def _check_request(self, request: EngineRequest) -> None:
         """Check lengths and token ids against the model. Raises: PromptTooLong, InvalidRequest."""
