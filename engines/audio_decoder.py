@@ -75,7 +75,7 @@ class AudioFile:
         self._first_s = float((self._stream.start_time or 0) * (self._stream.time_base or 0))
         length_s = end_s - start_s if end_s else self._scan()
         ends = self._find_segments(length_s, max_segment_s) if max_segment_s else ()
-        self.info = AudioInfo(length_s, context.channels, context.sample_rate, ends)
+        self.info = AudioInfo(length_s, ends)
 
     def _scan(self) -> float:
         """The length in seconds. Raises: InvalidImage."""

@@ -150,8 +150,6 @@ class VideoInfo(msgspec.Struct, frozen=True):
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
-    """Limits of the pixels of a video's frames."""
-
     max_pixels: int  #: of a frame as it is coded; a larger one is refused
     max_sum_pixels: int  #: of all chosen frames; larger ones are scaled down
     scale_min: int = 0  #: smaller frames are scaled up to it
@@ -188,8 +186,6 @@ class AudioInfo(msgspec.Struct, frozen=True):
     """An audio file. Values are measured, not from headers. Units: seconds."""
 
     length_s: float
-    num_channels: int
-    rate: int  #: samples a second
     #: Ends of the segments of a transcription; empty unless requested.
     segment_ends: tuple[float, ...] = ()
 
@@ -230,6 +226,14 @@ def check_num_frames(count: int, video: OpenVideo) -> None:
 def can_decode_video() -> bool:
     """Whether PyAV is installed."""
     return find_spec("av") is not None
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises: InvalidRequest for an id outside the vocabulary."""
+    if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+        raise InvalidRequest(
+            f"A token id is outside the vocabulary: send 0 to {vocab_size - 1}.", param
+        )
 
 
 class Tokenization(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 READY = b"!"  #: the first byte that a child sends
 
 _SOURCE = Path(__file__).parent.parent
+_START_S = 60.0
 _LENGTH = struct.Struct(">Q")
 _LOG_PIECE_BYTES = 64 * 1024
 #: Rate limit of a process's log: burst and bytes per second.
@@ -70,21 +71,16 @@ class _Program(ctypes.Structure):
 
 
 class ChildProcess:
-    """A child and this end of its socket."""
-
     def __init__(
         self,
         module: str,
         *arguments: int,
         buffer_bytes: int = 0,
         pass_fds: Sequence[int] = (),
-        environment: Mapping[str, str] | None = None,
-        is_silent: bool = True,
     ) -> None:
         """Run `python -m module NUMBER arguments...`; NUMBER is the file descriptor of its socket. Raises: OSError.
 
-        `buffer_bytes`: size of the socket's send buffers; 0: the system's default. The child inherits `pass_fds`. Its variables are the
-        `environment` and PYTHONPATH. Its stderr is discarded if it `is_silent`.
+        `buffer_bytes`: size of the socket's send buffers; 0: the system's default. The child inherits `pass_fds`.
         """
         self._is_ready = False
         self.socket, theirs = socket.socketpair()
@@ -96,19 +92,18 @@ class ChildProcess:
             numbers = map(str, (number, *arguments, *pass_fds))
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", module, *numbers], pass_fds=(number, *pass_fds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL if is_silent else None, cwd="/",
-                    env={**(environment or {}), "PYTHONPATH": str(_SOURCE)},
-                    start_new_session=True,
+                    [sys.executable, "-m", module, *numbers], pass_fds=(number, *pass_fds), cwd="/",
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    env={"PYTHONPATH": str(_SOURCE)}, start_new_session=True,
                 )  # fmt: skip
             except OSError:
                 self.socket.close()
                 raise
 
-    def wait_until_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_until_ready(self) -> None:
         """Return when the child has sent `READY`. Raises: EOFError, OSError (TimeoutError too)."""
         if not self._is_ready:
-            receive(self.socket, len(READY), time.monotonic() + timeout_s)
+            receive(self.socket, len(READY), time.monotonic() + _START_S)
             self._is_ready = True
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,14 +79,8 @@ def pull(
 
     if parse_hub_id(model) is None:
         sys.exit(f"{model!r} is not a hub id: write it as org/name[@revision]")
-    find_engine = None if force else _load_find_engine()
-
-    def check(directory: Path, num_weight_bytes: int) -> None:
-        if find_engine is not None:
-            find_engine(directory, num_weight_bytes)
-
     try:
-        directory = resolve_model(model, check=check)
+        directory = resolve_model(model, check=None if force else _load_find_engine())
     except EngineStartError as problem:
         sys.exit(f"{problem}")
     typer.echo(f"{directory}\nvlm serve --model {model}")

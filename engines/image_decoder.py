@@ -4,7 +4,8 @@ Runs in the worker's threads or in its sandboxed child processes.
 """
 
 import io
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from PIL import AvifImagePlugin, Image, ImageOps
 
@@ -14,7 +15,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
 MAX_PIXELS = 128_000_000  # bounds memory; the limits of gateways are lower
 FORMAT_NAMES = "PNG, JPEG, WebP, GIF and AVIF"
 CANNOT_DECODE = f"The image cannot be decoded; {FORMAT_NAMES} are understood."
-_OTHER_SIZE = "The image is of another size than its header says."
 _ALPHA_BANDS = frozenset("Aa")
 
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # a sandboxed child may not start threads
@@ -26,18 +26,25 @@ def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> I
     The decoder's size, which may differ from the header's, is compared with `expected_size` (width, height) before
     memory is allocated. Raises: InvalidImage.
     """
+    with open_image(data, expected_size) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise InvalidImage(f"The image is too large: send at most {MAX_PIXELS} pixels.")
+        image.seek(0)
+        image.load()
+        upright: Image.Image = image
+        with suppress(Exception):  # broken metadata
+            upright = ImageOps.exif_transpose(image)
+        return _to_rgb(upright)
+
+
+@contextmanager
+def open_image(data: bytes, expected_size: tuple[int, int] | None) -> Iterator[Image.Image]:
+    """Open an image without decoding it. Raises: InvalidImage, also for errors in the block."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if expected_size is not None and image.size != expected_size:
-                raise InvalidImage(_OTHER_SIZE)
-            if image.width * image.height > MAX_PIXELS:
-                raise InvalidImage(f"The image is too large: send at most {MAX_PIXELS} pixels.")
-            image.seek(0)
-            image.load()
-            upright: Image.Image = image
-            with suppress(Exception):  # broken metadata
-                upright = ImageOps.exif_transpose(image)
-            return _to_rgb(upright)
+                raise InvalidImage("The image is of another size than its header says.")
+            yield image
     except InvalidImage:
         raise
     except Exception:  # Pillow may raise any error for a broken file

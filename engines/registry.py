@@ -10,13 +10,13 @@ import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own table
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from engines.base import EngineStartError, LoadedEngine, Progress
 from engines.settings import BadEngineSettings, EngineSettings, Spell, as_variable
@@ -78,13 +78,9 @@ def _vllm_version() -> Version | None:
     program = shutil.which("vllm")
     if program is None:
         return None
-    packages = Path(program).parent.parent.glob("lib/python*/site-packages/vllm-*.dist-info")
-    for folder in packages:
-        try:
-            return Version(folder.name.removeprefix("vllm-").removesuffix(".dist-info"))
-        except InvalidVersion:
-            continue
-    return None
+    folders = Path(program).parent.parent.glob("lib/python*/site-packages")
+    found = distributions(name="vllm", path=list(map(str, folders)))
+    return next((Version(each.version) for each in found), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +111,9 @@ class EngineKind:
     def load_settings(self) -> type[EngineSettings]:
         return _load(self.settings)
 
-    def load_create(self) -> Callable[[Any, Progress | None], LoadedEngine]:
-        """The function that creates it. Raises: ModuleNotFoundError."""
-        return _load(self.create)
-
     def load_all(self) -> None:
         """Import its slow modules before the model is known. Raises: ModuleNotFoundError."""
-        self.load_create()
+        _load(self.create)
         if self.preload is not None:
             _load(self.preload)()
 
@@ -259,7 +251,7 @@ def create_engine(values: Mapping[str, object], progress: Progress | None = None
     settings = check_settings(values)
     name, kind = _find(values)
     try:
-        create = kind.load_create()
+        create = _load(kind.create)
     except ModuleNotFoundError as error:
         raise _not_installed(name, kind, error.name) from None
     return create(settings, progress)

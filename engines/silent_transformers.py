@@ -8,7 +8,6 @@ from transformers.utils import logging
 
 @contextmanager
 def silent_transformers() -> Iterator[None]:
-    """Disable progress bars and reports while a model is loaded."""
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -27,9 +27,7 @@ class ExamplePrompts:
         self.slot_id = self._multimodal.slot_id
         if self.slot_id is None:
             raise UnsupportedCheckpoint("the model takes no images")
-        self._processor = create_processor(
-            checkpoint, self._multimodal, config.text.max_position_embeddings
-        )
+        self._processor = create_processor(checkpoint, self._multimodal)
         tokenizer = self._processor.tokenizer
         self._plain_ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i)]
         self._random = random.Random(0)

@@ -18,12 +18,7 @@ from typing import Literal
 import msgspec
 import psutil
 
-from engines.application.sandbox import (
-    find_bubblewrap,
-    make_command,
-    make_environment,
-    tmpfs_bytes,
-)
+from engines.application.sandbox import find_sandbox, make_command, make_environment, tmpfs_bytes
 from engines.application.settings import ApplicationSettings
 from engines.base import EngineStartError
 from engines.child_process import LogForwarder
@@ -91,19 +86,16 @@ class Child:
         """Raises: EngineStartError, ChildFailed."""
         self._settings = settings
         self._conceal = variables.concealer()
+        command = make_command(settings)
         self._scratch = Path(mkdtemp(prefix="vlm-app-"))
-        self._is_sandboxed = settings.isolation != "none" and find_bubblewrap() is not None
         try:
             self._process = subprocess.Popen(
-                make_command(settings, self._scratch),
-                env=make_environment(settings, self._scratch, variables.all), cwd=settings.model,
+                command, env=make_environment(settings, self._scratch, variables.all), cwd=settings.model,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True, bufsize=0,
             )  # fmt: skip
-        except BaseException as error:
+        except OSError as error:
             shutil.rmtree(self._scratch, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise
             why = error.strerror
             if error.errno == errno.E2BIG:
                 why = "its environment variables and secrets are too long for the kernel (see ulimit -s)"
@@ -165,7 +157,7 @@ class Child:
         num_threads = num_bytes = 0
         with suppress(psutil.Error):
             root = psutil.Process(self._process.pid)
-            for inner in root.children()[:1] if self._is_sandboxed else ():
+            for inner in root.children()[:1] if find_sandbox(self._settings) else ():
                 num_bytes += tmpfs_bytes(inner.pid)
             for process in (root, *root.children(recursive=True)):
                 with suppress(psutil.Error):

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from engines.application.child import Child, ChildFailed, Reply, read_variables
-from engines.application.sandbox import find_bubblewrap
+from engines.application.sandbox import find_sandbox
 from engines.application.settings import ApplicationSettings
 from engines.base import (
     Capabilities,
@@ -321,7 +321,6 @@ class ApplicationEngine(Engine[TaskInput]):
         return self._stats
 
     def close(self) -> None:
-        """Leave all sessions and end the process."""
         child, self._child = self._child, None
         if child is not None:
             child.close(grace_s=0.0 if self._state == "starting" else _STOP_S)
@@ -345,7 +344,7 @@ def load_application_engine(
         raise EngineStartError(
             "set VLM_ENGINE__ENTRY to module:Class, or VLM_ENGINE__COMMAND to a program"
         )
-    if find_bubblewrap() is None or settings.isolation == "none":
+    if find_sandbox(settings) is None:
         logger.warning("the application runs without bubblewrap: limits alone are not a sandbox")
     engine = ApplicationEngine(settings)
     name = settings.served_name or Path(settings.model).name

@@ -65,11 +65,16 @@ def check_isolation(isolation: str) -> None:
         )
 
 
-def make_command(settings: ApplicationSettings, scratch: Path) -> list[str]:
+def find_sandbox(settings: ApplicationSettings) -> str | None:
+    """The path of bubblewrap, if the application runs in it."""
+    return None if settings.isolation == "none" else find_bubblewrap()
+
+
+def make_command(settings: ApplicationSettings) -> list[str]:
     """The command line of the application's process. Raises: EngineStartError."""
     check_isolation(settings.isolation)
     package = Path(settings.model).resolve()
-    bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
+    bubblewrap = find_sandbox(settings)
     values = {"NOFILE": MAX_FILES, "FSIZE": MAX_FILE_BYTES, "DATA": settings.memory_bytes}
     # Without a user namespace, the limit would count all processes of the user.
     if bubblewrap is not None:
@@ -88,10 +93,9 @@ def _program(settings: ApplicationSettings, package: Path) -> list[str]:
         return [str(package / first), *arguments]
     # `-S` excludes the worker's packages if the application has its own.
     own = [settings.packages] if settings.packages else []
-    paths = [*own, *([] if own else [str(_SOURCE)])]
     code = (
         "import sys; from importlib.util import module_from_spec, spec_from_file_location; "
-        f"sys.path[:0] = {paths!r}; "
+        f"sys.path[:0] = {own or [str(_SOURCE)]!r}; "
         f"spec = spec_from_file_location('vlm_app', {str(LIBRARY)!r}); "
         "app = sys.modules['vlm_app'] = module_from_spec(spec); spec.loader.exec_module(app); "
         f"app.serve({settings.entry!r})"
@@ -161,8 +165,7 @@ def make_environment(
 ) -> Mapping[str, str]:
     """The environment of the process: its deployed variables, no addresses or keys of the worker."""
     threads = str(settings.num_threads or 1)
-    bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
-    folder = "/tmp" if bubblewrap else str(scratch)
+    folder = "/tmp" if find_sandbox(settings) else str(scratch)
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": folder,

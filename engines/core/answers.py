@@ -7,13 +7,14 @@ Times are `time.perf_counter`, which is valid in one process only, so outputs co
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct, field
 
 from engines.base import (
     Adapter,
     AdapterUnavailable,
+    Capabilities,
     Decode,
     Engine,
     EngineCall,
@@ -46,6 +47,9 @@ from shared.protocol import (
     Usage,
 )
 
+if TYPE_CHECKING:
+    from engines.text.grammar import GrammarCompiler
+
 Request = TypeVar("Request", bound=EngineRequest)
 
 
@@ -55,7 +59,20 @@ class PromptingEngine(Engine[Request]):
     processor: Processor
     vocab_size: int
     max_model_len: int
+    max_num_seqs: int
+    _grammars: "GrammarCompiler | None"
     _adapters: dict[str, Adapter]  # by digest
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            self.max_num_seqs,
+            tasks=("generate", "tokenize"),
+            decodes_images=self.processor.decodes_images,
+            prepares_quickly=self.processor.is_quick,
+            takes_grammars=self._grammars is not None,
+            takes_video=self.processor.takes_video,
+            max_audio_s=self.processor.max_audio_s,
+        )
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         limits = PixelLimits(image.min_pixels, image.max_pixels)

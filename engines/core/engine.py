@@ -9,7 +9,6 @@ from pathlib import Path
 from engines.base import (
     Adapter,
     AdapterLimits,
-    Capabilities,
     EngineCall,
     EngineOutput,
     EngineStats,
@@ -76,6 +75,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             # A single sequence must fit.
             runner.num_blocks * runner.block_size,
         )
+        self.max_num_seqs = config.max_num_seqs
         self._adapters: dict[str, Adapter] = {}  # by digest
         self._grammars = GrammarCompiler.create(
             tokenizer, runner.vocab_size, processor.reasoning, processor.spelled
@@ -85,17 +85,6 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         self._finished_early: list[EngineOutput] = []  # of requests that were already complete
         self._startup_s = dict(startup_s or {})
         self._num_steps = 0
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            self.scheduler.max_num_seqs,
-            tasks=("generate", "tokenize"),
-            decodes_images=self.processor.decodes_images,
-            prepares_quickly=self.processor.is_quick,
-            takes_grammars=self._grammars is not None,
-            takes_video=self.processor.takes_video,
-            max_audio_s=self.processor.max_audio_s,
-        )
 
     def can_continue(self, task: Task) -> bool:
         """True: grammar state and sampling noise depend only on the tokens and their positions."""

@@ -212,7 +212,6 @@ class Processor(Protocol):
     """Builds prompts from messages and images. Thread-safe."""
 
     tokenizer: Tokenizer
-    max_model_len: int
     image_tokens: int  #: maximum tokens of one image
     #: Whether building a short prompt is cheaper than a switch to another thread.
     is_quick: bool

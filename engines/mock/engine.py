@@ -4,7 +4,6 @@ For tests and development. An answer is the SHAKE-128 stream of its prompt, read
 images, seed and position only, so the answer is the same when batched, preempted or taken over.
 """
 
-import io
 import time
 from array import array
 from collections import OrderedDict
@@ -25,7 +24,6 @@ from engines.base import (
     BadAdapter,
     Decode,
     EngineCall,
-    InvalidImage,
     LoadedEngine,
     OpenAudio,
     OpenVideo,
@@ -54,7 +52,7 @@ from engines.core.sequence import (
     Sequence,
 )
 from engines.core.settings import BatchingSettings
-from engines.image_decoder import FORMATS
+from engines.image_decoder import open_image
 from engines.text.detokenizer import Tokenizer
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tools import HERMES, describe_in_text
@@ -127,7 +125,6 @@ class MockTokenizer:
         self._token_bytes += [b" " + word.encode() for word in WORDS]
 
     def encode(self, text: str) -> list[int]:
-        """One id per byte of UTF-8."""
         return list(text.encode("utf-8", "replace"))
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -140,18 +137,15 @@ class MockTokenizer:
         return self._token_bytes[token_id].decode("latin-1")
 
 
-class MockVideo(Struct, frozen=True):
-    num_frames: int
-
-
-class MockAudio(Struct, frozen=True):
+class MockMedia(Struct, frozen=True):
     num_tokens: int
+    num_frames: int = 0
+    kind: str = "image"
 
 
 class MockProcessor:
     """Prompts in a simple template."""
 
-    max_model_len = MAX_MODEL_LEN
     is_quick = True
     decodes_images = False
     takes_video = can_decode_video()
@@ -169,13 +163,14 @@ class MockProcessor:
     def process_image(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> tuple[int, int]:
         return image.size
 
-    def process_video(self, video: OpenVideo) -> MockVideo:
-        """The number of frames, each of which is a token. Raises: InvalidImage."""
-        return MockVideo(len(video.frames(sample_evenly(video))))
+    def process_video(self, video: OpenVideo) -> MockMedia:
+        """A token for each frame. Raises: InvalidImage."""
+        num_frames = len(video.frames(sample_evenly(video)))
+        return MockMedia(num_frames, num_frames)
 
-    def process_audio(self, audio: OpenAudio) -> MockAudio:
-        """The number of tokens, ten a second. Raises: InvalidImage."""
-        return MockAudio(-(-len(audio.samples(16_000)) // 6400))
+    def process_audio(self, audio: OpenAudio) -> MockMedia:
+        """Ten tokens a second. Raises: InvalidImage."""
+        return MockMedia(-(-len(audio.samples(16_000)) // 6400), kind="audio")
 
     def build_prompt(
         self,
@@ -195,13 +190,12 @@ class MockProcessor:
             for part in message.parts:
                 if isinstance(part, ImagePart):
                     image_hash, content = images[part.image]
-                    num_frames = content.num_frames if isinstance(content, MockVideo) else 0
-                    num_tokens, kind = num_frames or self.tokens_per_image, "image"
-                    if isinstance(content, MockAudio):
-                        num_tokens, kind = content.num_tokens, "audio"
-                    where = (len(token_ids), num_tokens, image_hash, content)
-                    inputs.append(ImageInput(*where, num_frames=num_frames, kind=kind))
-                    token_ids += [IMAGE_ID] * num_tokens
+                    is_media = isinstance(content, MockMedia)
+                    media = content if is_media else MockMedia(self.tokens_per_image)
+                    where = (len(token_ids), media.num_tokens, image_hash, content)
+                    item = ImageInput(*where, num_frames=media.num_frames, kind=media.kind)
+                    inputs.append(item)
+                    token_ids += [IMAGE_ID] * media.num_tokens
                 else:
                     token_ids += self.tokenizer.encode(part.text)
             token_ids += self.tokenizer.encode("\n")
@@ -226,7 +220,6 @@ class MockStep(Struct):
     can_be_followed: bool = True
 
     def wait(self) -> StepResult:
-        """Sleep until the simulated end of the step."""
         if self.ready_at and (rest_s := self.ready_at - time.perf_counter()) > 0:
             time.sleep(rest_s)
         return self.result
@@ -315,10 +308,7 @@ class MockRunner:
         }
 
     def close(self) -> None:
-        self._answers.clear()
-        self._held_images.clear()
-        self._encoder_cache.clear()
-        self._encoder_cache_bytes = 0
+        """There is no device."""
 
     def _choose(self, sequence: Sequence, position: int) -> TokenChoice:
         sampling = sequence.sampling
@@ -437,14 +427,8 @@ class MockEngine(BatchingEngine):
     """The engine over a mock: functions are called whenever allowed, and images opened but not decoded."""
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> tuple[int, int]:
-        try:
-            with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-                size = opened.size
-        except Exception as error:  # parsers may raise any error
-            raise InvalidImage("The image cannot be decoded.") from error
-        if size != (image.width, image.height):
-            raise InvalidImage("The image is of another size than its header says.")
-        return size
+        with open_image(data, (image.width, image.height)) as opened:
+            return opened.size
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
         task = call.task

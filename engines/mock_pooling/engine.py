@@ -21,6 +21,7 @@ from engines.base import (
     PreparedImage,
     Progress,
     PromptTooLong,
+    check_token_ids,
 )
 from engines.pooling.batch import Row
 from engines.pooling.engine import PoolingEngine, PoolingModel
@@ -52,7 +53,18 @@ class MockPoolingSettings(PoolingSettings):
     mock: MockPooling = MockPooling()
 
 
+class MockTexts:
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """One id per word, without special tokens."""
+        words = text.split()
+        return [zlib.crc32(word.encode()) % VOCAB_SIZE for word in words], words
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        raise InvalidRequest("the mock engine cannot detokenize: it does not store words", "tokens")
+
+
 class MockPoolingModel(PoolingModel):
+    texts = MockTexts()
     tasks = ("embed", "rerank")
     decodes_images = True
     prompts: Mapping[str, str] = {"query": "query: ", "document": "passage: "}
@@ -78,11 +90,7 @@ class MockPoolingModel(PoolingModel):
             prompt = self.prompts[task.prompt_name] if task.prompt_name else ""
             words: Sequence[Any] = (prompt + part.text).split()
         else:
-            if any(not 0 <= token_id < VOCAB_SIZE for token_id in part.token_ids):
-                raise InvalidRequest(
-                    f"A token id is outside the vocabulary: send 0 to {VOCAB_SIZE - 1}.",
-                    task.param(index),
-                )
+            check_token_ids(part.token_ids, VOCAB_SIZE, task.param(index))
             words = part.token_ids
         words = self._fit(words, task.truncate, task.param(index), task.max_tokens)
         data = repr(words).encode()
@@ -105,16 +113,7 @@ class MockPoolingModel(PoolingModel):
             )
         return words[-most:] if truncate == "start" else words[:most]
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """One id per word, without special tokens."""
-        words = text.split()
-        return [zlib.crc32(word.encode()) % VOCAB_SIZE for word in words], words
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        raise InvalidRequest("the mock engine cannot detokenize: it does not store words", "tokens")
-
     def compute(self, rows: Sequence[Row]) -> None:
-        """Compute the results and sleep for the simulated time."""
         for row in rows:
             row.result = numbers_of(row).tobytes()
         num_tokens = sum(row.num_tokens for row in rows)

@@ -1,7 +1,7 @@
 """Lists and removes models in the Hugging Face cache."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
@@ -27,7 +27,7 @@ class CachedModel:
     num_bytes: int
     source: str  #: `hub` or `built in`
     directory: Path
-    file_names: frozenset[str] = field(default_factory=frozenset)
+    file_names: frozenset[str]
 
     @property
     def num_weight_bytes(self) -> int:
@@ -60,10 +60,6 @@ class CachedModel:
             return False, str(problem)
 
 
-class NotCached(EngineStartError):
-    """The cache does not have the model."""
-
-
 def list_models() -> list[CachedModel]:
     """Built-in models, then cached ones by name."""
     built_in = [
@@ -93,10 +89,10 @@ def list_models() -> list[CachedModel]:
 
 
 def remove(model: str, confirm: Callable[[str], bool]) -> int | None:
-    """Remove a model or a revision. Returns: freed bytes; None if `confirm` declined. Raises: NotCached."""
+    """Remove a model or a revision. Returns: freed bytes; None if `confirm` declined. Raises: EngineStartError."""
     parsed = parse_hub_id(model)
     if model in BUILT_IN or parsed is None:
-        raise NotCached(
+        raise EngineStartError(
             f"{model!r} is not in the hub's cache: write a model as org/name[@revision]"
         )
     name, revision = parsed
@@ -111,7 +107,9 @@ def remove(model: str, confirm: Callable[[str], bool]) -> int | None:
     ]
     if not commits:
         known = ", ".join(sorted({found.name for found in list_models() if found.source == "hub"}))
-        raise NotCached(f"{constants.HF_HUB_CACHE} has no {model}; it has: {known or 'nothing'}")
+        raise EngineStartError(
+            f"{constants.HF_HUB_CACHE} has no {model}; it has: {known or 'nothing'}"
+        )
     strategy = scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*commits)
     size = format_bytes(strategy.expected_freed_size)
     if not confirm(f"Remove {model} from {constants.HF_HUB_CACHE}, {size}?"):

@@ -41,7 +41,7 @@ _WEIGHTS = ".safetensors"
 Report = Callable[[float], None]
 #: Checks a model by its small files and the bytes of its weights before these are downloaded.
 #: Raises: EngineStartError.
-Check = Callable[[Path, int], None]
+Check = Callable[[Path, int], object]
 
 
 class ModelUnavailable(EngineStartError):
@@ -163,7 +163,7 @@ def _download(repo: str, revision: str | None, report: Report | None, check: Che
     weights = [file for file in planned if file.filename.endswith(_WEIGHTS)]
     num_left = sum(file.file_size or 0 for file in weights if file.will_download)
     if num_left:
-        small = Path(_snapshot(repo, revision, small=True, tqdm_class=_silent()))
+        small = Path(_snapshot(repo, revision, small=True, tqdm_class=_silent_bar()))
         if missing := find_missing_weights(small, names):
             raise ModelUnavailable(
                 f"{repo} is not complete: it lacks {len(missing)} of the files that its {_INDEX_FILE} "
@@ -172,16 +172,14 @@ def _download(repo: str, revision: str | None, report: Report | None, check: Che
         if check is not None:
             check(small, sum(file.file_size or 0 for file in weights))
         num_bytes = num_left
-    progress: dict[str, Any] = {}
-    if report is not None:
-        progress = {"tqdm_class": _reporting_bar(report, num_bytes)}
-    return Path(_snapshot(repo, revision, **progress))
+    bar: dict[str, Any] = {} if report is None else {"tqdm_class": _silent_bar(report, num_bytes)}
+    return Path(_snapshot(repo, revision, **bar))
 
 
 def _plan(repo: str, revision: str | None) -> list[Any] | None:
     """The files with their sizes and whether they are cached; None if the hub is not reachable."""
     try:
-        return _snapshot(repo, revision, dry_run=True, tqdm_class=_silent())
+        return _snapshot(repo, revision, dry_run=True, tqdm_class=_silent_bar())
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except OSError as error:  # DryRunError, or a failed request
@@ -227,14 +225,10 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _silent() -> type[tqdm]:
-    return _reporting_bar(lambda share: None, 1)
+def _silent_bar(report: Report | None = None, num_bytes: int = 0) -> type[tqdm]:
+    """A progress bar that shows nothing, and may report the share of bytes written."""
 
-
-def _reporting_bar(report: Report, num_bytes: int) -> type[tqdm]:
-    """A silent progress bar that reports the share of bytes written."""
-
-    class ReportingBar(tqdm):
+    class SilentBar(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:
             settings.pop("name", None)
             self._counts_written = str(settings.get("desc", "")).startswith("Reconstructing")
@@ -242,8 +236,8 @@ def _reporting_bar(report: Report, num_bytes: int) -> type[tqdm]:
 
         def update(self, n: float | None = 1) -> bool | None:
             shown = super().update(n)
-            if self._counts_written and num_bytes:
+            if report and num_bytes and self._counts_written:
                 report(min(1.0, self.n / num_bytes))
             return shown
 
-    return ReportingBar
+    return SilentBar

@@ -10,8 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
+from operator import attrgetter
 from typing import Any
 
+_key = attrgetter("key")
 #: Overhead of an entry.
 _ENTRY_BYTES = 256
 
@@ -33,8 +35,6 @@ class Row:
     error: str = ""  #: why the row has no result; the call fails with this message
     number: int = field(default=0, init=False)  #: order of arrival
     cache_key: bytes = field(default=b"", init=False)  #: empty: not cached
-    #: Equal rows that wait for its result.
-    followers: list["Row"] = field(default_factory=list, init=False)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -47,7 +47,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self._by_age: OrderedDict[int, Row] = OrderedDict()
-        self._by_length: dict[str, list[tuple[tuple[int, int], Row]]] = {}
+        self._by_length: dict[str, list[Row]] = {}
         self._num_added = 0
         self.num_tokens = 0
 
@@ -58,12 +58,11 @@ class Waiting:
         self._num_added += 1
         row.number = self._num_added
         self._by_age[row.number] = row
-        insort(self._by_length.setdefault(row.kind, []), (row.key, row), key=_key)
+        insort(self._by_length.setdefault(row.kind, []), row, key=_key)
         self.num_tokens += row.num_tokens
 
     def remove(self, row: Row) -> None:
-        if self._by_age.pop(row.number, None) is None:
-            return
+        del self._by_age[row.number]
         rows = self._by_length[row.kind]
         del rows[bisect_left(rows, row.key, key=_key)]
         self.num_tokens -= row.num_tokens
@@ -76,35 +75,24 @@ class Waiting:
         end, num_tokens = begin + 1, oldest.num_tokens
         while end - begin < max_rows:
             nearest = _nearer(rows, begin - 1, end, oldest.num_tokens)
-            if nearest is None or num_tokens + rows[nearest][1].num_tokens > max_tokens:
+            if nearest is None or num_tokens + rows[nearest].num_tokens > max_tokens:
                 break
-            num_tokens += rows[nearest][1].num_tokens
+            num_tokens += rows[nearest].num_tokens
             begin, end = min(begin, nearest), max(end, nearest + 1)
-        taken = [row for _, row in rows[begin:end]]
+        taken = rows[begin:end]
         del rows[begin:end]
         for row in taken:
             del self._by_age[row.number]
         self.num_tokens -= num_tokens
         return taken
 
-    def clear(self) -> None:
-        self._by_age.clear()
-        self._by_length.clear()
-        self.num_tokens = 0
 
-
-def _key(item: tuple[tuple[int, int], Row]) -> tuple[int, int]:
-    return item[0]
-
-
-def _nearer(
-    rows: list[tuple[tuple[int, int], Row]], below: int, above: int, num_tokens: int
-) -> int | None:
+def _nearer(rows: list[Row], below: int, above: int, num_tokens: int) -> int | None:
     """The index of the row with the nearer length; of equal ones the shorter."""
     if below < 0 or above >= len(rows):
         return above if above < len(rows) else below if below >= 0 else None
-    shorter_by = num_tokens - rows[below][1].num_tokens
-    return below if shorter_by <= rows[above][1].num_tokens - num_tokens else above
+    shorter_by = num_tokens - rows[below].num_tokens
+    return below if shorter_by <= rows[above].num_tokens - num_tokens else above
 
 
 def cache_key(tenant: str, row: Row) -> bytes:
@@ -152,10 +140,6 @@ class ResultCache:
         while self.num_bytes > self._max_bytes:
             _, (oldest, _) = self._entries.popitem(last=False)
             self.num_bytes -= _num_bytes(oldest)
-
-    def clear(self) -> None:
-        self._entries.clear()
-        self.num_bytes = 0
 
 
 def _num_bytes(result: bytes) -> int:

@@ -72,10 +72,7 @@ def read_sentence_config(directory: Path) -> SentenceConfig:
     for kind, module in zip(kinds, modules, strict=True):
         path = str(module.get("path", ""))
         folder = directory / path
-        if (
-            folder.resolve() != directory.resolve()
-            and directory.resolve() not in folder.resolve().parents
-        ):
+        if not folder.resolve().is_relative_to(directory.resolve()):
             raise UnsupportedCheckpoint("modules.json: a path leads out of the directory")
         match kind:
             case "Pooling":
@@ -107,15 +104,12 @@ def _read_pooling(folder: Path) -> Pooling:
     if values.get("include_prompt", True) is not True:
         raise UnsupportedCheckpoint("the Pooling module leaves prompts out: that is not supported")
     named = values.get("pooling_mode")
-    modes = (
-        [named]
-        if named
-        else [
-            name.removeprefix("pooling_mode_")
-            for name, value in values.items()
-            if name.startswith("pooling_mode_") and value is True
-        ]
-    )
+    flags = [
+        name.removeprefix("pooling_mode_")
+        for name, value in values.items()
+        if name.startswith("pooling_mode_") and value is True
+    ]
+    modes = [named] if named else flags
     if len(modes) != 1 or modes[0] not in _MODES:
         raise UnsupportedCheckpoint(
             f"the Pooling module combines {modes}: one of cls, mean, max and lasttoken is supported"
@@ -127,13 +121,10 @@ def _read_dense(folder: Path, path: str) -> DenseConfig:
     fields = read_json(folder / "config.json")
     for name in ("module_input_name", "module_output_name"):
         fields.one_of(name, ("sentence_embedding",))
-    sizes = [
-        fields.whole(name, 0, at_most=_MAX_SIZE, at_least=1)
-        for name in ("in_features", "out_features")
-    ]
     return DenseConfig(
         path,
-        *sizes,
+        num_inputs=fields.whole("in_features", 0, at_most=_MAX_SIZE),
+        num_outputs=fields.whole("out_features", 0, at_most=_MAX_SIZE),
         has_bias=fields.flag("bias", True),
         activation=str(fields.get("activation_function", "torch.nn.modules.activation.Tanh")),
         is_residual=fields.flag("use_residual", False),

@@ -1,7 +1,4 @@
-"""Joint embeddings of texts and images: `CLIPModel` and `SiglipModel` of transformers with their processors.
-
-Shape letters: n rows of one length, V numbers of a vector.
-"""
+"""Joint embeddings of texts and images: `CLIPModel` and `SiglipModel` of transformers with their processors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,12 +62,11 @@ class ClipEncoder(PoolingModel):
 
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:
-        """All rows of a step, of one kind."""
         model, device = self._model, self._model.device
         if rows[0].kind == "image":
             pixels = [torch.as_tensor(row.content) for row in rows]
             made = model.get_image_features(torch.stack(pixels).to(device, model.dtype))
-            give_vectors(rows, _vectors(made))
+            give_vectors(rows, made.pooler_output.float())
             return
         for _, group in groupby(rows, key=lambda row: row.num_tokens):
             part = list(group)
@@ -78,15 +74,10 @@ class ClipEncoder(PoolingModel):
             if self._filling:
                 ids = [self._filling.fill(each) for each in ids]
             made = model.get_text_features(torch.tensor(ids, device=device))
-            give_vectors(part, _vectors(made))
+            give_vectors(part, made.pooler_output.float())
 
     def memory_bytes(self) -> dict[str, int]:
         return {"weights": num_bytes(self._model)}
 
     def close(self) -> None:
         self._model = torch.nn.Module()
-
-
-def _vectors(made: Any) -> torch.Tensor:
-    """Shapes: (n, V) float32. Newer releases of transformers wrap the tensor."""
-    return getattr(made, "pooler_output", made).float()

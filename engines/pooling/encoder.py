@@ -83,10 +83,8 @@ class Encoder(PoolingModel):
             for group in padded_groups(rows):
                 yield from self._padded(group)
             return
-        most = (
-            MAX_CPU_TOKENS if self._model.device.type == "cpu" else sum(r.num_tokens for r in rows)
-        )
-        for part in parts(rows, most):
+        is_cpu = self._model.device.type == "cpu"
+        for part in parts(rows, MAX_CPU_TOKENS) if is_cpu else (rows,):
             yield from self._packed(part, self._layers)
 
     def _packed(self, rows: Sequence[Row], layers: PackedLayers) -> Iterator[Tensor]:

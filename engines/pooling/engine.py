@@ -38,7 +38,6 @@ from shared.protocol import (
 
 #: Maximum number of rows of a step, even if they are short.
 MAX_ROWS_PER_STEP = 512
-_ORDER = {priority: place for place, priority in enumerate(Priority)}
 #: Waiting work, in steps, that the engine accepts, so that each step is full.
 STEPS_AHEAD = 2
 
@@ -55,7 +54,7 @@ class PoolingModel:
     #: Prompts before a text, by name.
     prompts: Mapping[str, str] = {}
     decodes_images = False
-    #: The tokenizer, usually a `Texts`.
+    #: The tokenizer, usually a `Texts`; at least its `encode` and `decode`. Thread-safe.
     texts: Any
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
@@ -77,8 +76,6 @@ class PoolingModel:
 
     def row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
         """One input of an embedding. Raises: RequestError."""
-        if images:
-            raise InvalidRequest("this model takes no images")
         words = self.texts.words(task, index)
         return Row(words, len(words.ids), identity=words.identity)
 
@@ -86,14 +83,6 @@ class PoolingModel:
         """One document of a reranking. Raises: RequestError."""
         words = self.texts.pair(task, index)
         return Row(words, len(words.ids), identity=words.identity)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Token ids of a text and their spellings. Thread-safe."""
-        return self.texts.encode(text, add_special_tokens=add_special_tokens)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids. Thread-safe. Raises: InvalidRequest."""
-        return self.texts.decode(token_ids)
 
     def compute(self, rows: Sequence[Row]) -> None:
         """Set the result, or the error, of each row."""
@@ -111,7 +100,6 @@ class PoolingInput:
     request_id: str
     priority: Priority
     rows: list[Row]
-    dimensions: int  #: of a vector; 0 for scores
     added_at: float = 0.0
     first_step_at: float = 0.0
     image_s: float = 0.0  #: of steps with images
@@ -130,8 +118,7 @@ class PoolingInput:
 class PoolingEngine(Engine[PoolingInput]):
     """Batches the inputs of all calls over a `PoolingModel`; batch work runs when no other work waits.
 
-    Results are cached per tenant, and equal waiting rows are computed once: the first one leads, the others follow. If
-    its call is aborted, a follower leads.
+    Results are cached per tenant, and equal rows of a step are computed once.
     """
 
     def __init__(
@@ -147,7 +134,6 @@ class PoolingEngine(Engine[PoolingInput]):
         self._owners: dict[Row, PoolingInput] = {}  # of waiting rows
         self._waiting = {priority: Waiting() for priority in Priority}
         self._results = ResultCache(settings.result_cache_bytes, settings.result_cache_s)
-        self._leaders: dict[bytes, Row] = {}  # waiting rows by cache key
         self._answered: list[PoolingInput] = []  # calls answered from the cache
         self._has_just_answered = False
         self._num_steps = 0
@@ -166,8 +152,7 @@ class PoolingEngine(Engine[PoolingInput]):
         return self._model.process_image(data, image, decode)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> PoolingInput:
-        """Build the rows of a call. Raises: RequestError."""
-        task, dimensions = call.task, 0
+        task = call.task
         if isinstance(task, Embed):
             dimensions = task.dimensions or self._model.dimensions
             # Checked again: a gateway may have an older card.
@@ -179,15 +164,15 @@ class PoolingEngine(Engine[PoolingInput]):
         if self._results.is_on:
             for row in rows:
                 row.cache_key = cache_key(call.tenant, row)
-        return PoolingInput(call.request_id, call.priority, rows, dimensions)
+        return PoolingInput(call.request_id, call.priority, rows)
 
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
         if task.of is None:
-            return Tokenization(text=self._model.decode(task.token_ids))
+            return Tokenization(text=self._model.texts.decode(task.token_ids))
         prompt = task.of.prompt
         if not isinstance(prompt, TextPart):
             raise InvalidRequest("this model has no conversations: send prompt", task.of.param)
-        token_ids, strings = self._model.encode(
+        token_ids, strings = self._model.texts.encode(
             prompt.text, add_special_tokens=task.of.add_special_tokens
         )
         return Tokenization(token_ids, strings=strings if task.with_strings else ())
@@ -200,35 +185,23 @@ class PoolingEngine(Engine[PoolingInput]):
         request.added_at, request.num_left = time.perf_counter(), len(request.rows)
         self._calls[request.request_id] = request
         for row in request.rows:
-            self._add_row(row, request)
+            self._num_queries += bool(row.cache_key)
+            if self._take_cached(row, request):
+                request.num_left -= 1
+            else:
+                self._owners[row] = request
+                self._waiting[request.priority].add(row)
         if request.num_left == 0:
             self._answered.append(request)
 
-    def _add_row(self, row: Row, call: PoolingInput) -> None:
-        self._num_queries += bool(row.cache_key)
+    def _take_cached(self, row: Row, call: PoolingInput) -> bool:
+        """Set the row's result from the cache. Returns whether it was there."""
         found = self._results.find(row.cache_key) if row.cache_key else None
-        if found is not None:
-            row.result = found
-            self._note_hit(row, call)
-            call.num_left -= 1
-            return
-        self._owners[row] = call
-        leader = self._leaders.get(row.cache_key)
-        if leader is None:
-            self._lead(row, call.priority)
-            return
-        priority = self._owners[leader].priority
-        if _ORDER[call.priority] < _ORDER[priority]:  # do not wait at the leader's lower priority
-            self._waiting[priority].remove(leader)
-            row.followers, leader.followers = [leader, *leader.followers], []
-            self._lead(row, call.priority)
-        else:
-            leader.followers.append(row)
-
-    def _lead(self, row: Row, priority: Priority) -> None:
-        self._waiting[priority].add(row)
-        if row.cache_key:
-            self._leaders[row.cache_key] = row
+        if found is None:
+            return False
+        row.result = found
+        self._note_hit(row, call)
+        return True
 
     def _note_hit(self, row: Row, call: PoolingInput) -> None:
         self._num_hits += 1
@@ -240,20 +213,9 @@ class PoolingEngine(Engine[PoolingInput]):
             return
         if request in self._answered:
             self._answered.remove(request)
-        rows = [row for row in request.rows if self._owners.pop(row, None) is not None]
-        for row in rows:
-            if self._leaders.get(row.cache_key, row) is row:
-                self._stop_leading(row, request.priority)
-
-    def _stop_leading(self, row: Row, priority: Priority) -> None:
-        self._waiting[priority].remove(row)
-        self._leaders.pop(row.cache_key, None)
-        followers = [follower for follower in row.followers if follower in self._owners]
-        if followers:
-            heir = min(followers, key=lambda follower: _ORDER[self._owners[follower].priority])
-            followers.remove(heir)
-            heir.followers = followers
-            self._lead(heir, self._owners[heir].priority)
+        for row in request.rows:
+            if self._owners.pop(row, None) is not None:
+                self._waiting[request.priority].remove(row)
 
     def step(self) -> list[EngineOutput]:
         """Compute one batch and finish complete calls. Calls answered from the cache alternate with batches."""
@@ -266,40 +228,39 @@ class PoolingEngine(Engine[PoolingInput]):
         self._has_just_answered = False
         waiting = next(waiting for waiting in self._waiting.values() if waiting)
         rows = waiting.take(self._settings.max_batch_tokens, MAX_ROWS_PER_STEP)
+        calls = [self._owners.pop(row) for row in rows]
         began_at = time.perf_counter()
-        for row in rows:
-            for each in (row, *row.followers):
-                if (call := self._owners.get(each)) is not None:
-                    call.first_step_at = call.first_step_at or began_at
-        self._model.compute(rows)
-        calls = [call for row in rows for call in self._hand_out(row)]
-        if rows[0].kind == "image":
-            took_s = time.perf_counter() - began_at
-            for call in set(calls):
-                call.image_s += took_s
+        self._compute(rows, calls)
+        took_s = time.perf_counter() - began_at
+        for call in dict.fromkeys(calls):
+            call.first_step_at = call.first_step_at or began_at
+            call.image_s += took_s if rows[0].kind == "image" else 0.0
         for call in calls:
             call.num_left -= 1
         return [self._finish(call) for call in dict.fromkeys(calls) if call.num_left == 0]
 
-    def _hand_out(self, row: Row) -> list[PoolingInput]:
-        """The calls that receive a row's result, its own first."""
-        calls = [self._owners.pop(row)]
-        if row.cache_key:
-            del self._leaders[row.cache_key]
-            if not row.error:
+    def _compute(self, rows: Sequence[Row], calls: Sequence[PoolingInput]) -> None:
+        """Set the results of rows; of equal ones, the first is computed."""
+        firsts: dict[Row | bytes, Row] = {}
+        for row, call in zip(rows, calls, strict=True):
+            if row.cache_key not in firsts and not self._take_cached(row, call):
+                firsts[row.cache_key or row] = row
+        if firsts:
+            self._model.compute(list(firsts.values()))
+        for row, call in zip(rows, calls, strict=True):
+            first = firsts.get(row.cache_key, row)
+            if first is not row:
+                row.result, row.error = first.result, first.error
+                self._note_hit(row, call)
+            elif row.cache_key and not row.error:
                 self._results.keep(row.cache_key, row.result)
-        for follower in row.followers:
-            if (call := self._owners.pop(follower, None)) is not None:
-                follower.result, follower.error = row.result, row.error
-                self._note_hit(follower, call)
-                calls.append(call)
-        return calls
 
     def _finish(self, call: PoolingInput) -> EngineOutput:
         del self._calls[call.request_id]
         now = time.perf_counter()
         computed_s = now - (call.first_step_at or now)
-        output = EngineOutput(call.request_id, usage=call.usage, dimensions=call.dimensions)
+        output = EngineOutput(call.request_id, usage=call.usage)
+        output.dimensions = call.rows[0].dimensions
         output.timings = StageTimings(
             queue_s=(call.first_step_at or now) - call.added_at,
             vision_s=call.image_s,
@@ -349,12 +310,4 @@ class PoolingEngine(Engine[PoolingInput]):
         )
 
     def close(self) -> None:
-        """Drop all calls and free the device."""
-        self._calls.clear()
-        self._owners.clear()
-        self._leaders.clear()
-        self._answered.clear()
-        self._results.clear()
-        for waiting in self._waiting.values():
-            waiting.clear()
         self._model.close()

@@ -188,12 +188,9 @@ def _name(activation: Activation) -> tuple[str, str] | None:
 @cache
 def _is_right(dtype: torch.dtype) -> bool:
     """Whether oneDNN is available and equals torch, for one and several rows."""
-    if (
-        not torch.backends.mkldnn.is_available()
-        or not torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    ):
-        return False
-    if dtype not in (torch.float32, torch.bfloat16):
+    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    is_known = dtype in (torch.float32, torch.bfloat16)
+    if not (is_known and has_avx and torch.backends.mkldnn.is_available()):
         return False
     linear = nn.Linear(96, 80, dtype=dtype).requires_grad_(False)
     linear.weight.copy_(torch.sin(torch.arange(80 * 96.0) * 0.7).view(80, 96) * 0.2)

@@ -85,7 +85,7 @@ def load_encoder(
         )
     kind, config = find_kind(directory)
     sentence = read_sentence_config(directory)
-    model = _load_model(kind, directory, config, dtype).to(device).eval()
+    model = _load_model(kind, directory, dtype).to(device).eval()
     layers = take_layers(model, device) if config.model_type in PACKED_TYPES else None
     prepare_linears(model, device, is_int8)
     has_images = kind in (CLIPModel, SiglipModel)
@@ -194,7 +194,7 @@ def _kind(architecture: str, config: Any, directory: Path) -> Any:
     return AutoModel
 
 
-def _load_model(kind: Any, directory: Path, config: Any, dtype: torch.dtype) -> Any:
+def _load_model(kind: Any, directory: Path, dtype: torch.dtype) -> Any:
     try:
         with silent_transformers():
             model, info = kind.from_pretrained(

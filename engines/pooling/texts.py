@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tokenizers import Encoding, Tokenizer
 
-from engines.base import InvalidRequest, PromptTooLong
+from engines.base import PromptTooLong, check_token_ids
 from engines.pooling.checkpoint import SentenceConfig
 from shared.protocol import Embed, ImagePart, Rerank, TextPart, Truncate
 
@@ -48,10 +48,7 @@ class Texts:
             return Words(array("i", encoding.ids), bytes(encoding.type_ids))
         assert not isinstance(part, ImagePart)
         ids = part.token_ids
-        if max(ids) >= self.vocab_size:
-            raise InvalidRequest(
-                f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", param
-            )
+        check_token_ids(ids, self.vocab_size, param)
         if len(ids) > (most := self._most(task)):
             if task.truncate == "none":
                 raise self._too_long(len(ids), param)
@@ -64,10 +61,7 @@ class Texts:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids with special tokens. Raises: InvalidRequest."""
-        if any(token_id >= self.vocab_size for token_id in token_ids):
-            raise InvalidRequest(
-                f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", "tokens"
-            )
+        check_token_ids(token_ids, self.vocab_size, "tokens")
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def pair(self, task: Rerank, index: int) -> Words:

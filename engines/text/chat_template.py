@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime  # noqa: TID251
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -28,6 +28,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from engines.base import InvalidRequest
+from engines.core.sequence import NO_OPTIONS
 from engines.packages.checkpoint_json import read_json
 from engines.text.tools import ToolFormat, find_tool_format
 from shared.protocol import ChatMessage, ImagePart
@@ -57,7 +58,6 @@ _DROPPED_GLOBALS = ("lipsum",)
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"}) | {
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
-NO_OPTIONS: Mapping[str, Any] = {}
 #: The template of llava-hf's LLaVA-1.5, for checkpoints without one.
 LLAVA_TEMPLATE = """\
 {% for message in messages %}\
@@ -74,7 +74,6 @@ LLAVA_TEMPLATE = """\
 #: For text-only checkpoints without one: one line per message.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 _PROBE = "probe"
-NO_CALLS: Mapping[int, list[dict[str, Any]]] = {}
 
 
 class UnusableTemplate(Exception):
@@ -87,10 +86,6 @@ class TemplateRefusal(Exception):
 
 class TemplateFailure(Exception):
     """The template fails, takes too long or writes too much."""
-
-
-class TooSlow(TemplateFailure):
-    """The template exceeds its time limit."""
 
 
 class _Work:
@@ -110,7 +105,7 @@ class _Work:
             raise TemplateFailure("makes too much")
         # CPU time, because the machine may pause; wall time first, because it is cheaper to read.
         if time.monotonic() > self._until and time.thread_time() > self._until_of_thread:
-            raise TooSlow("takes too long")
+            raise TemplateFailure("takes too long")
 
     def check(self, value: Any) -> Any:
         """Returns the value if it is not too large. Raises: TemplateFailure."""
@@ -160,22 +155,16 @@ class _Work:
         self.charge(1)
 
 
-_current: ContextVar[_Work | None] = ContextVar("work", default=None)
+_work: ContextVar[_Work] = ContextVar("work")
 
 
 @contextmanager
 def _working(max_chars: int, max_s: float) -> Iterator[None]:
-    token = _current.set(_Work(max_chars, max_s))
+    token = _work.set(_Work(max_chars, max_s))
     try:
         yield
     finally:
-        _current.reset(token)
-
-
-def _work() -> _Work:
-    if (work := _current.get()) is None:
-        raise TemplateFailure("not rendering")
-    return work
+        _work.reset(token)
 
 
 class CompiledTemplate:
@@ -207,18 +196,17 @@ class CompiledTemplate:
     def render(
         self,
         messages: Messages,
-        max_s: float = MAX_S,
         options: Mapping[str, Any] = NO_OPTIONS,
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         is_answered: bool = True,
     ) -> str:
-        """`options`: further variables. Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`."""
+        """`options`: further variables. Raises: TemplateRefusal, TemplateFailure."""
         num_chars = sum(_count_chars(each) for each in (*messages, *tools))
         num_left = max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
         pieces: list[str] = []
         try:
-            with _working(max_chars, max_s):
+            with _working(max_chars, MAX_S):
                 for piece in self._template.generate(
                     messages=messages,
                     tools=list(tools) or None,
@@ -279,24 +267,24 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def tick(self, num_chars: int) -> str:
         """Count one round of a loop or call and its literal characters."""
-        _work().charge(1 + num_chars)
+        _work.get().charge(1 + num_chars)
         return ""
 
     def concat_texts(self, *values: Any) -> str:
         """The operator `~`."""
         texts = [str(_check_output(value)) for value in values]
-        work = _work()
+        work = _work.get()
         if sum(map(len, texts)) > work.max_chars:
             raise TemplateFailure("a text is too long")
         return work.check("".join(texts))
 
     def collect(self, value: Any) -> Any:
         """Check a literal list, tuple or dictionary."""
-        return _work().check(value)
+        return _work.get().check(value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """A binary operator. Raises: TemplateFailure if its result may be too large."""
-        work = _work()
+        work = _work.get()
         work.charge(1)
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
@@ -311,7 +299,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return work.check(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        work = _work()
+        work = _work.get()
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `format`
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str) and name in ("format", "format_map"):
@@ -349,7 +337,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        work = _work()
+        work = _work.get()
         given = [arg for arg in args if not isinstance(arg, jinja2.Environment)]
         values = [*given, *kwargs.values()]
         if name == "replace":
@@ -376,9 +364,9 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_output(value: Any) -> Any:
     """Check a value that becomes text. Raises: TemplateFailure."""
-    work = _current.get()
-    if work is None or isinstance(value, str):
-        return value if work is None else work.check(value)
+    work = _work.get()
+    if isinstance(value, str):
+        return work.check(value)
     if isinstance(value, list | tuple | dict | Namespace):
         work.charge(work.weigh(value))
     return value
@@ -409,15 +397,11 @@ class _Checks(NodeTransformer):
         super().generic_visit(node, *args, **kwargs)
         if isinstance(node, nodes.Concat):
             return _call("concat_texts", node.nodes, node.lineno)
-        is_collection = isinstance(node, nodes.List | nodes.Dict) or (
-            isinstance(node, nodes.Tuple) and node.ctx == "load"
-        )
-        if (
-            isinstance(node, nodes.Expr)
-            and is_collection
-            and any(True for _ in node.find_all((nodes.Name, nodes.Call)))
-        ):
-            return _call("collect", [node], node.lineno)
+        if isinstance(node, nodes.List | nodes.Dict | nodes.Tuple):
+            is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
+            is_constant = next(node.find_all((nodes.Name, nodes.Call)), None) is None
+            if not (is_target or is_constant):
+                return _call("collect", [node], node.lineno)
         return node
 
 
@@ -458,17 +442,15 @@ class ChatTemplate:
     def __init__(
         self, source: str, image_token: str, variables: Mapping[str, str] | None = None
     ) -> None:
-        self.source = source
         #: The call format, if the template lists functions.
         self.tool_format: ToolFormat | None = None
         self._image_token = image_token
         self._renderer = CompiledTemplate(source, dict(variables or {}))
         self.options = self._renderer.options  #: variables that requests may set
         parts = [*([{"type": "image"}] if image_token else []), {"type": "text", "text": _PROBE}]
-        takes_parts = self._is_probe_rendered(parts)
-        self._content: Literal["parts", "string"] = "parts" if takes_parts else "string"
+        self._takes_parts = self._is_probe_rendered(parts)
         probe = f"{image_token}\n{_PROBE}" if image_token else _PROBE
-        if self._content == "string" and not self._is_probe_rendered(probe):
+        if not self._takes_parts and not self._is_probe_rendered(probe):
             missing = "images" if image_token else "texts"
             raise UnusableTemplate(f"the chat template does not render {missing}")
         function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
@@ -480,12 +462,12 @@ class ChatTemplate:
         self,
         messages: Sequence[ChatMessage],
         texts: Sequence[Sequence[str]],
-        options: Mapping[str, Any] = NO_OPTIONS,
-        tools: Sequence[dict[str, Any]] = (),
-        calls: Mapping[int, list[dict[str, Any]]] = NO_CALLS,
+        kinds: Sequence[str],
+        options: Mapping[str, Any],
+        tools: Sequence[dict[str, Any]],
+        calls: Sequence[list[dict[str, Any]]],
         *,
-        kinds: Sequence[str] = (),
-        is_answered: bool = True,
+        is_answered: bool,
     ) -> str:
         """The prompt's text. `texts[i]` replace the text parts of `messages[i]`, then its reasoning.
 
@@ -494,10 +476,10 @@ class ChatTemplate:
         conversation.
         """
         rendered = []
-        for place, (message, replacements) in enumerate(zip(messages, texts, strict=True)):
+        for message, replacements, called in zip(messages, texts, calls, strict=True):
             remaining = iter(replacements)
             parts: list[dict[str, str]] = [
-                {"type": kinds[part.image] if kinds else "image"}
+                {"type": kinds[part.image]}
                 if isinstance(part, ImagePart)
                 else {"type": "text", "text": next(remaining)}
                 for part in message.parts
@@ -505,8 +487,8 @@ class ChatTemplate:
             shown: dict[str, Any] = {"role": message.role, "content": self._to_content(parts)}
             if message.reasoning:
                 shown["reasoning_content"] = next(remaining)
-            if place in calls:
-                shown["tool_calls"] = calls[place]
+            if called:
+                shown["tool_calls"] = called
             if message.role == "tool":
                 shown["tool_call_id"] = message.tool_call_id
             rendered.append(shown)
@@ -524,14 +506,14 @@ class ChatTemplate:
             ) from None
 
     def _to_content(self, parts: list[dict[str, str]]) -> list[dict[str, str]] | str:
-        if self._content == "parts":
+        if self._takes_parts:
             return parts
         return "".join(part.get("text", f"{self._image_token}\n") for part in parts)
 
     def takes(self, kind: str, placeholder: str) -> bool:
         """Whether the template writes a placeholder for a video or audio."""
         text = self._try([{"type": kind}, {"type": "text", "text": _PROBE}])
-        return self._content == "parts" and text.count(placeholder) == 1
+        return self._takes_parts and text.count(placeholder) == 1
 
     def _try(self, content: list[dict[str, str]] | str, **options: Any) -> str:
         """The rendering of a user message; empty if the template fails."""
@@ -550,17 +532,15 @@ class ChatTemplate:
 
 def with_videos(source: str, for_videos: str) -> str:
     """A template that renders conversations with a video by `for_videos`, and others by `source`."""
-    return "".join(
-        [
-            "{% set videos = namespace(are_there=false) %}{% for message in messages %}"
-            "{% if message['content'] is not string %}"
-            "{% for part in message['content'] if part['type'] == 'video' %}"
-            "{% set videos.are_there = true %}{% endfor %}{% endif %}{% endfor %}{% if videos.are_there %}",
-            for_videos,
-            "{% else %}",
-            source.removesuffix("\n"),
-            "{% endif %}",
-        ]
+    return (
+        "{% set videos = namespace(are_there=false) %}{% for message in messages %}"
+        "{% if message['content'] is not string %}"
+        "{% for part in message['content'] if part['type'] == 'video' %}"
+        "{% set videos.are_there = true %}{% endfor %}{% endif %}{% endfor %}{% if videos.are_there %}"
+        + for_videos
+        + "{% else %}"
+        + source.removesuffix("\n")
+        + "{% endif %}"
     )
 
 

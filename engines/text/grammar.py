@@ -31,7 +31,7 @@ from engines.text.grammar_child import (
     create_tokenizer,
     to_source,
 )
-from engines.text.reasoning import Reasoning
+from engines.text.reasoning import Reasoning, ReasoningFormat
 from engines.text.schemas import Refusal, prepare
 from engines.text.tools import ToolFormat, to_rules
 from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
@@ -78,10 +78,7 @@ class Drafter:
 
     def draft(self, matcher: "LLMatcher", output: list[int]) -> list[int]:
         """Probable next tokens. Does not change the matcher."""
-        last = b""
-        for token_id in reversed(output[-4:]):
-            last = self._text(token_id) + last
-        text = self._find(matcher, last, output)
+        text = self._find(matcher, b"".join(map(self._text, output[-4:])), output)
         if not text:
             return []
         copy, found, piece = matcher.deep_copy(), bytearray(), text
@@ -237,43 +234,21 @@ class GrammarCompiler:
     def _constrain(
         self, body: str, others: dict[str, str], *, is_thinking: bool, is_json: bool
     ) -> Constraint:
-        matcher = self._find(self._to_source(body, others, is_thinking=is_thinking))
+        # If the first space of an output is dropped, the grammar begins with a space.
+        space = '" "' if self._tokenizer.drops_leading_space else '""'
+        source = bare = to_source(f"start: {space} answer\n{body}", **others)
+        if self._reasoning is not None:
+            rules = _reasoning_rules(self._reasoning.form, space, is_thinking=is_thinking)
+            source = to_source("\n".join([*rules, body]), **others)
+        matcher = self._find(source)
         narrow = self._bound_numbers if is_json else None
-        return Constraint(
-            matcher, self._drafter, self._drafter, narrow, self._bare_source(body, others)
-        )
+        return Constraint(matcher, self._drafter, self._drafter, narrow, bare)
 
     def close(self) -> None:
         with self._judging:
             if self._judge is not None:
                 self._judge.close()
                 self._judge = None
-
-    @property
-    def _space(self) -> str:
-        return '" "' if self._tokenizer.drops_leading_space else '""'
-
-    def _bare_source(self, body: str, others: dict[str, str]) -> str:
-        return to_source(f"start: {self._space} answer\n{body}", **others)
-
-    def _to_source(self, body: str, others: dict[str, str], *, is_thinking: bool) -> str:
-        """The grammar of the whole output, with reasoning; `body` has the rule `answer`.
-
-        If the first space of an output is dropped, the grammar begins with a space.
-        """
-        space = self._space
-        if self._reasoning is None:
-            return self._bare_source(body, others)
-        form = self._reasoning.form
-        rules = [
-            f"thought[suffix={json.dumps(form.end)}]: /(?s:.*)/",
-            r"GAP: /[ \n\r\t]{1,8}/",
-            f"thinking: {json.dumps(form.start)} thought GAP?",
-        ]
-        start = f"{space} answer | {space} thinking answer"
-        if is_thinking:
-            start, rules = "thought GAP? answer", rules[:2]
-        return to_source("\n".join([f"start: {start}", *rules, body]), **others)
 
     def _find(self, source: str) -> Any:
         """The cached matcher of a grammar, to be copied. Raises: Refusal."""
@@ -307,9 +282,11 @@ class GrammarCompiler:
             if not verdict.error:
                 return _Compiled(matcher, max(_MIN_BYTES, verdict.num_bytes))
         error = _LISTING.split(verdict.error)[0]
-        if verdict.is_lost or _is_complex(error):
+        problem = _explain(error)
+        is_complex = any(word in error.lower() for word in _COMPLEX_WORDS)
+        if verdict.is_lost or (is_complex and not problem):
             raise Refusal(_COMPLEX, is_complex=True)
-        raise Refusal(_explain(error) or "the grammar cannot be read")
+        raise Refusal(problem or "the grammar cannot be read")
 
     def _load(self) -> None:
         """Build the vocabulary tables, at the first grammar."""
@@ -428,6 +405,16 @@ class _Judge(ChildProcess):
         return msgspec.msgpack.decode(data, type=Verdict)
 
 
+def _reasoning_rules(form: ReasoningFormat, space: str, *, is_thinking: bool) -> list[str]:
+    """Rules of an output with reasoning before the rule `answer`."""
+    start = f"start: {space} answer | {space} {json.dumps(form.start)} thought GAP? answer"
+    return [
+        "start: thought GAP? answer" if is_thinking else start,
+        f"thought[suffix={json.dumps(form.end)}]: /(?s:.*)/",
+        r"GAP: /[ \n\r\t]{1,8}/",
+    ]
+
+
 def _to_body(grammar: Grammar, name: str = "answer") -> tuple[str, dict[str, str]]:
     """The rule `name`, and the grammars that it references. Raises: Refusal."""
     if grammar.kind == "json":
@@ -479,11 +466,6 @@ _PROBLEMS = (
     ("Unsatisfiable", "no value conforms to the schema"),
     ("Invalid type", "a type is unknown"),
 )
-
-
-def _is_complex(error: str) -> bool:
-    words = error.lower()
-    return not _explain(error) and any(word in words for word in _COMPLEX_WORDS)
 
 
 def _explain(error: str) -> str:

@@ -11,8 +11,9 @@ guards the ids equal those of transformers. Processors are immutable, and called
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,40 +80,225 @@ class Item:
     num_frames: int = 0  #: of a video
 
 
-@dataclass(eq=False)
-class PromptBuilder:
-    """`_slot_id` is the token of image slots, None for a text-only model.
+class ControlSpelling:
+    """Finds spelled control tokens, and guards those in user text."""
 
-    The template writes it, or the token `_placeholder`, once per image. `others` maps the placeholders of videos and
-    audio to their kind. `adds_special_tokens`: add the tokenizer's special tokens to a rendered template that does
-    not begin with BOS, like transformers' processors and unlike `apply_chat_template` of its tokenizers.
-    """
+    def __init__(self, tokens: Mapping[str, ControlToken], slot_id: int | None = None) -> None:
+        """Runs of the token `slot_id` are split as one, since an image has hundreds."""
+        self._tokens = tokens
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        spelled = {text: re.escape(text) for text in longest_first}
+        for text, token in tokens.items():
+            is_alone = not any(other.startswith(text) for other in tokens if other != text)
+            if token.id == slot_id and is_alone:
+                spelled[text] = f"(?P<run>(?:{re.escape(text)})+)"
+        self._run_pattern = re.compile("|".join(spelled.values()) or r"(?!)")
+        self.run_text = next((text for text, token in tokens.items() if token.id == slot_id), "")
+        # texts that may form a control token together with their neighbours
+        self._heads = tuple({t[:end] for t in tokens for end in range(1, len(t))})
+        self._tails = tuple({t[start:] for t in tokens for start in range(1, len(t))})
 
-    _tokenizer: HfTokenizer
-    _template: ChatTemplate
-    _slot_id: int | None
-    _placeholder: str = ""
-    _reasoning: Reasoning | None = None
-    adds_special_tokens: bool = True
-    others: Mapping[str, str] = field(default_factory=dict)
+    def protect(self, text: str, guard: str) -> str:
+        """Insert guards, so that the text spells no control token, alone or with its neighbours."""
+        body = text.strip()
+        if not body:
+            return text
+        start = text.index(body)
+        while self._pattern.search(body):  # again for overlapping spellings
+            body = self._pattern.sub(lambda match: match[0][0] + guard + match[0][1:], body)
+        # inside leading and trailing spaces, which templates may trim
+        head = guard if body.startswith(self._tails) else ""
+        tail = guard if body.endswith(self._heads) else ""
+        stop = len(text.rstrip())
+        return text[:start] + head + body + tail + text[stop:]
 
-    def __post_init__(self) -> None:
-        self._spelling = ControlSpelling(self._tokenizer.control_tokens, self._slot_id)
-        self._kinds = {self._placeholder or self._spelling.run_text: "image", **self.others}
+    def protect_in(self, value: Any, guard: str) -> Any:
+        """`protect` all texts in a value of JSON."""
+        if isinstance(value, str):
+            return self.protect(value, guard)
+        if isinstance(value, list):
+            return [self.protect_in(each, guard) for each in value]
+        if isinstance(value, dict):
+            return {
+                self.protect(key, guard): self.protect_in(each, guard)
+                for key, each in value.items()
+            }
+        return value
 
-    def build(
+    def find(self, text: str) -> list[tuple[int, ControlToken]]:
+        return [(match.start(), self._tokens[match[0]]) for match in self._pattern.finditer(text)]
+
+    def cut(self, rendered: str) -> list[tuple[str, ControlToken | None, int, int]]:
+        """Split into (text, control token behind it, its position, its repetitions); the last token is None."""
+        pieces: list[tuple[str, ControlToken | None, int, int]] = []
+        start = 0
+        for match in self._run_pattern.finditer(rendered):
+            is_run = match.lastgroup == "run"
+            token = self._tokens[self.run_text if is_run else match[0]]
+            count = len(match[0]) // len(token.text)
+            piece = rendered[start : match.start()]
+            pieces.append((piece.rstrip() if token.lstrip else piece, token, match.start(), count))
+            start = match.end()
+            if token.rstrip:
+                start += len(rendered[start:]) - len(rendered[start:].lstrip())
+        pieces.append((rendered[start:], None, len(rendered), 1))
+        return pieces
+
+
+def _cut_at(rendered: str, mark: str) -> str:
+    """The prompt before the mark, cut as in transformers. Raises: InvalidRequest."""
+    start = rendered.rfind(mark.strip())
+    if start < 0:
+        raise InvalidRequest(
+            "The model's chat template does not show the end of the last message: end with a user message."
+        )
+    before = rendered[:start]
+    return before if rendered.startswith(mark, start) else before.rstrip()
+
+
+def _texts_of(message: ChatMessage) -> list[str]:
+    """The message's text parts, then its reasoning."""
+    texts = [part.text for part in message.parts if isinstance(part, TextPart)]
+    return [*texts, message.reasoning] if message.reasoning else texts
+
+
+def _random_guard(texts: Sequence[Sequence[str]]) -> str:
+    """An unpredictable string that no text contains."""
+    while True:
+        guard = "".join(secrets.choice(_GUARD_ALPHABET) for _ in range(12))
+        if not any(guard in text for group in texts for text in group):
+            return guard
+
+
+def move_images(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Move images of tool results into a user message behind them, because templates do not support them there."""
+    moved: list[ChatMessage] = []
+    for message in messages:
+        images = tuple(part for part in message.parts if isinstance(part, ImagePart))
+        if message.role != "tool" or not images:
+            moved.append(message)
+            continue
+        texts = tuple(part for part in message.parts if isinstance(part, TextPart))
+        moved += [replace(message, parts=texts), ChatMessage("user", images)]
+    return moved
+
+
+class MultimodalProcessor:
+    """The image processing of a model family. This base class is for text-only models. Thread-safe."""
+
+    #: Token of the image slots, which the chat template writes once per image. None for a model without images.
+    slot_id: int | None = None
+    #: Larger images are scaled down to this number of pixels; 0: to a fixed size.
+    max_pixels: int = 0
+    #: The chat template's placeholders for an image (empty: the slot token), a video and audio (empty: unsupported).
+    placeholder: str = ""
+    video_placeholder: str = ""
+    audio_placeholder: str = ""
+    #: For conversations with a video, if the checkpoint's template writes none; empty: there is none.
+    video_template: str = ""
+    max_audio_s: float = 0.0  #: longest audio file; 0: audio is not supported
+    #: The instruction that the model was trained to transcribe with; empty: any.
+    transcription_prompt: str = ""
+    #: The tokenizer's special tokens around a text, which a processor may have changed.
+    around: Any = None
+
+    def __init__(self, template: str) -> None:
+        self.template = template  #: for checkpoints without a chat template
+
+    @property
+    def image_tokens(self) -> int:
+        """Maximum tokens of one image; 0: unknown, or the model takes no images."""
+        return 0
+
+    def limit(self, max_pixels: int) -> None:
+        """Scale larger images down to this number of pixels, if the model takes images of any size."""
+
+    def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> Any:
+        """Pixels of one image, in the model's format; `pixels` are the request's limits. Raises: InvalidImage."""
+        raise InvalidImage("The model takes no images.")
+
+    def process_video(self, video: OpenVideo) -> Any:
+        raise InvalidImage("The model takes no videos.")
+
+    def process_audio(self, audio: OpenAudio) -> Any:
+        raise InvalidImage("The model takes no audio.")
+
+    def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
+        """The prompt text of a request's images, which may depend on each other. Raises: InvalidRequest.
+
+        `images` are (hash, pixels); `slot` is the text of the slot token. Control tokens in an item's text are
+        special.
+        """
+        return []
+
+    def positions(self, prompt: Prompt) -> Positions:
+        """Rotary positions of a prompt, one row per coordinate; () for token indices."""
+        return ()
+
+
+class ChatProcessor:
+    """Implements `Processor` for a checkpoint."""
+
+    is_quick = False  #: chat templates may be slow
+    decodes_images = True
+
+    def __init__(
+        self,
+        tokenizer: HfTokenizer,
+        multimodal: MultimodalProcessor,
+        template: ChatTemplate,
+        reasoning: Reasoning | None = None,
+        *,
+        adds_special_tokens: bool = True,
+    ) -> None:
+        """`adds_special_tokens`: add those of the tokenizer to a rendered template that does not begin with BOS.
+
+        transformers' processors do so, but not `apply_chat_template` of its tokenizers.
+        """
+        self.reasoning = reasoning
+        self.tool_format = template.tool_format or TOLD
+        self.shows_tools = template.tool_format is not None
+        marks = self.tool_format.trigger + self.tool_format.end
+        self.spelled: Mapping[int, str] = {
+            token.id: text
+            for text, token in tokenizer.control_tokens.items()
+            if text in marks and not tokenizer.token_bytes(token.id)
+        }
+        self.template_options = template.options
+        self.control_tokens = tokenizer.control_tokens
+        self.image_token_id = multimodal.slot_id
+        self.tokenizer: Tokenizer = tokenizer
+        self.image_tokens = multimodal.image_tokens
+        self.max_image_pixels = multimodal.max_pixels
+        self._tokenizer, self._multimodal, self._template = tokenizer, multimodal, template
+        self._adds_special_tokens = adds_special_tokens
+        self._spelling = ControlSpelling(tokenizer.control_tokens, multimodal.slot_id)
+        #: Kinds of media by their placeholders.
+        self._kinds = {multimodal.placeholder or self._spelling.run_text: "image"}
+        for kind in ("video", "audio") if can_decode_video() else ():
+            placeholder: str = getattr(multimodal, f"{kind}_placeholder")
+            if placeholder and template.takes(kind, placeholder):
+                self._kinds[placeholder] = kind
+        self.takes_video = "video" in self._kinds.values()
+        takes_audio = "audio" in self._kinds.values()
+        self.max_audio_s = multimodal.max_audio_s if takes_audio else 0.0
+        self.transcription_prompt = multimodal.transcription_prompt
+        #: Process an image, a video or audio. Raises: InvalidImage.
+        self.process_image = multimodal.process
+        self.process_video = multimodal.process_video
+        self.process_audio = multimodal.process_audio
+
+    def build_prompt(
         self,
         messages: Sequence[ChatMessage],
-        items: Sequence[Item],
+        images: Sequence[tuple[str, Any]],
         options: Mapping[str, TemplateOption] = NO_OPTIONS,
         tools: Tools | None = None,
         ending: Ending = "answer",
     ) -> Prompt:
-        """The prompt of a conversation. `items[i]` is the image with index i.
-
-        `ending` "message" continues the last message, like `continue_final_message` of transformers. `options` are
-        template variables, `tools` the functions that the template lists. Raises: InvalidRequest.
-        """
+        """Apply the template. `ending` "message" is transformers' `continue_final_message`. Raises: InvalidRequest."""
+        items = self._multimodal.items(images, self._tokenizer.image_token)
         if self._template.tool_format is not None:
             messages = move_images(messages)
         elif tools is not None or any(m.tool_calls or m.role == "tool" for m in messages):
@@ -124,52 +310,54 @@ class PromptBuilder:
         order = [p.image for m in messages for p in m.parts if isinstance(p, ImagePart)]
         if any(not 0 <= index < len(items) for index in order):
             raise InvalidRequest("A message refers to an image that the request does not contain.")
-        texts = [_texts_of(message) for message in messages]
         words = [value for value in options.values() if isinstance(value, str)]
-        guard = _random_guard([*texts, words])
-        protect = self._spelling.protect
-        protected = [[protect(text, guard) for text in group] for group in texts]
-        options = {
-            name: protect(value, guard) if isinstance(value, str) else value
-            for name, value in options.items()
-        }
+        guard = _random_guard([*map(_texts_of, messages), words])
+        kinds = [item.kind for item in items]
+        rendered = self._render(messages, kinds, options, tools, ending, guard)
+        shown = [items[index] for index in order]
+        expanded, places, shown = self._expand(rendered, shown, guard)
+        token_ids, runs = self._encode(
+            expanded, places, guard, add_special_tokens=self._adds_special_tokens
+        )
+        inputs = [self._place(token_ids, run, item) for run, item in zip(runs, shown, strict=True)]
+        is_thinking = self.reasoning is not None and self.reasoning.is_opened_by(rendered)
+        return self._with_positions(Prompt(token_ids, tuple(inputs), is_thinking=is_thinking))
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
+        token_ids, _ = self._encode(text, [], "", add_special_tokens=add_special_tokens)
+        return self._with_positions(Prompt(token_ids))
+
+    def _with_positions(self, prompt: Prompt) -> Prompt:
+        return replace(prompt, positions=self._multimodal.positions(prompt))
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        kinds: Sequence[str],
+        options: Mapping[str, TemplateOption],
+        tools: Tools | None,
+        ending: Ending,
+        guard: str,
+    ) -> str:
+        """The rendered template, with guards in texts of the request. Raises: InvalidRequest."""
+        protect = partial(self._spelling.protect_in, guard=guard)
+        texts = [protect(_texts_of(message)) for message in messages]
         mark = f"{guard}{guard} " if ending == "message" else ""
         if mark:
             last = sum(isinstance(part, TextPart) for part in messages[-1].parts) - 1
             if last < 0:
                 raise InvalidRequest("The last message has no text to continue: add text to it.")
-            protected[-1][last] += mark
-        calls = {
-            place: [_protect_in(to_shown(call), protect, guard) for call in message.tool_calls]
-            for place, message in enumerate(messages)
-            if message.tool_calls
-        }
-        functions = () if tools is None else tools.functions
-        shown_tools = [_protect_in(to_openai(each), protect, guard) for each in functions]
+            texts[-1][last] += mark
         rendered = self._template.render(
             messages,
-            protected,
-            options,
-            shown_tools,
-            calls,
-            kinds=[item.kind for item in items],
+            texts,
+            kinds,
+            {name: protect(value) for name, value in options.items()},
+            [] if tools is None else [protect(to_openai(each)) for each in tools.functions],
+            [[protect(to_shown(call)) for call in message.tool_calls] for message in messages],
             is_answered=ending == "answer",
         )
-        if mark:
-            rendered = _cut_at(rendered, mark)
-        shown = [items[index] for index in order]
-        expanded, places, shown = self._expand(rendered, shown, guard)
-        token_ids, runs = self._encode(
-            expanded, places, guard, add_special_tokens=self.adds_special_tokens
-        )
-        images = (self._place(token_ids, run, item) for run, item in zip(runs, shown, strict=True))
-        is_thinking = self._reasoning is not None and self._reasoning.is_opened_by(rendered)
-        return Prompt(token_ids, tuple(images), is_thinking=is_thinking)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        """Tokenize a text without the template. Control tokens spelled in it are tokens."""
-        token_ids, _ = self._encode(text, [], "", add_special_tokens=add_special_tokens)
-        return Prompt(token_ids)
+        return _cut_at(rendered, mark) if mark else rendered
 
     def _expand(
         self, rendered: str, items: list[Item], guard: str
@@ -259,7 +447,7 @@ class PromptBuilder:
                 "processor."
             )
         run_ids = token_ids[offset:stop]
-        slot_id = self._slot_id if item.slot_id is None else item.slot_id
+        slot_id = self.image_token_id if item.slot_id is None else item.slot_id
         is_slot = [item.is_filled or token_id == slot_id for token_id in run_ids]
         slots: tuple[tuple[int, int], ...] = ()
         if not all(is_slot):
@@ -269,237 +457,6 @@ class PromptBuilder:
         others = (item.is_whole, item.num_frames, item.kind)
         return ImageInput(offset, stop - offset, item.hash, item.pixels, slots, *others)
 
-
-class ControlSpelling:
-    """Finds spelled control tokens, and guards those in user text."""
-
-    def __init__(self, tokens: Mapping[str, ControlToken], slot_id: int | None = None) -> None:
-        """Runs of the token `slot_id` are split as one, since an image has hundreds."""
-        self._tokens = tokens
-        longest_first = sorted(tokens, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        spelled = {text: re.escape(text) for text in longest_first}
-        for text, token in tokens.items():
-            is_alone = not any(other.startswith(text) for other in tokens if other != text)
-            if token.id == slot_id and is_alone:
-                spelled[text] = f"(?P<run>(?:{re.escape(text)})+)"
-        self._run_pattern = re.compile("|".join(spelled.values()) or r"(?!)")
-        self.run_text = next((text for text, token in tokens.items() if token.id == slot_id), "")
-        # texts that may form a control token together with their neighbours
-        self._heads = tuple({t[:end] for t in tokens for end in range(1, len(t))})
-        self._tails = tuple({t[start:] for t in tokens for start in range(1, len(t))})
-
-    def protect(self, text: str, guard: str) -> str:
-        """Insert guards, so that the text spells no control token, alone or with its neighbours."""
-        body = text.strip()
-        if not body:
-            return text
-        start = text.index(body)
-        while self._pattern.search(body):  # again for overlapping spellings
-            body = self._pattern.sub(lambda match: match[0][0] + guard + match[0][1:], body)
-        # inside leading and trailing spaces, which templates may trim
-        head = guard if body.startswith(self._tails) else ""
-        tail = guard if body.endswith(self._heads) else ""
-        stop = len(text.rstrip())
-        return text[:start] + head + body + tail + text[stop:]
-
-    def find(self, text: str) -> list[tuple[int, ControlToken]]:
-        return [(match.start(), self._tokens[match[0]]) for match in self._pattern.finditer(text)]
-
-    def cut(self, rendered: str) -> list[tuple[str, ControlToken | None, int, int]]:
-        """Split into (text, control token behind it, its position, its repetitions); the last token is None."""
-        pieces: list[tuple[str, ControlToken | None, int, int]] = []
-        start = 0
-        for match in self._run_pattern.finditer(rendered):
-            is_run = match.lastgroup == "run"
-            token = self._tokens[self.run_text if is_run else match[0]]
-            count = len(match[0]) // len(token.text)
-            piece = rendered[start : match.start()]
-            pieces.append((piece.rstrip() if token.lstrip else piece, token, match.start(), count))
-            start = match.end()
-            if token.rstrip:
-                start += len(rendered[start:]) - len(rendered[start:].lstrip())
-        pieces.append((rendered[start:], None, len(rendered), 1))
-        return pieces
-
-
-def _cut_at(rendered: str, mark: str) -> str:
-    """The prompt before the mark, cut as in transformers. Raises: InvalidRequest."""
-    start = rendered.rfind(mark.strip())
-    if start < 0:
-        raise InvalidRequest(
-            "The model's chat template does not show the end of the last message: end with a user message."
-        )
-    before = rendered[:start]
-    return before if rendered.startswith(mark, start) else before.rstrip()
-
-
-def _texts_of(message: ChatMessage) -> list[str]:
-    """The message's text parts, then its reasoning."""
-    texts = [part.text for part in message.parts if isinstance(part, TextPart)]
-    return [*texts, message.reasoning] if message.reasoning else texts
-
-
-def _protect_in(value: Any, protect: Callable[[str, str], str], guard: str) -> Any:
-    if isinstance(value, str):
-        return protect(value, guard)
-    if isinstance(value, list):
-        return [_protect_in(each, protect, guard) for each in value]
-    if isinstance(value, dict):
-        return {
-            protect(key, guard): _protect_in(each, protect, guard) for key, each in value.items()
-        }
-    return value
-
-
-def _random_guard(texts: Sequence[Sequence[str]]) -> str:
-    """An unpredictable string that no text contains."""
-    while True:
-        guard = "".join(secrets.choice(_GUARD_ALPHABET) for _ in range(12))
-        if not any(guard in text for group in texts for text in group):
-            return guard
-
-
-def move_images(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Move images of tool results into a user message behind them, because templates do not support them there."""
-    moved: list[ChatMessage] = []
-    for message in messages:
-        images = tuple(part for part in message.parts if isinstance(part, ImagePart))
-        if message.role != "tool" or not images:
-            moved.append(message)
-            continue
-        texts = tuple(part for part in message.parts if isinstance(part, TextPart))
-        moved += [replace(message, parts=texts), ChatMessage("user", images)]
-    return moved
-
-
-class MultimodalProcessor:
-    """The image processing of a model family. This base class is for text-only models. Thread-safe."""
-
-    #: Token of the image slots, which the chat template writes once per image. None for a model without images.
-    slot_id: int | None = None
-    #: Larger images are scaled down to this number of pixels; 0: to a fixed size.
-    max_pixels: int = 0
-    #: The chat template's placeholders for an image (empty: the slot token), a video and audio (empty: unsupported).
-    placeholder: str = ""
-    video_placeholder: str = ""
-    audio_placeholder: str = ""
-    #: For conversations with a video, if the checkpoint's template writes none; empty: there is none.
-    video_template: str = ""
-    max_audio_s: float = 0.0  #: longest audio file; 0: audio is not supported
-    #: The instruction that the model was trained to transcribe with; empty: any.
-    transcription_prompt: str = ""
-    #: The tokenizer's special tokens around a text, which a processor may have changed.
-    around: Any = None
-
-    def __init__(self, template: str) -> None:
-        self.template = template  #: for checkpoints without a chat template
-
-    @property
-    def image_tokens(self) -> int:
-        """Maximum tokens of one image; 0: unknown, or the model takes no images."""
-        return 0
-
-    def limit(self, max_pixels: int) -> None:
-        """Scale larger images down to this number of pixels, if the model takes images of any size."""
-
-    def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> Any:
-        """Pixels of one image, in the model's format; `pixels` are the request's limits. Raises: InvalidImage."""
-        raise InvalidImage("The model takes no images.")
-
-    def process_video(self, video: OpenVideo) -> Any:
-        raise InvalidImage("The model takes no videos.")
-
-    def process_audio(self, audio: OpenAudio) -> Any:
-        raise InvalidImage("The model takes no audio.")
-
-    def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """The prompt text of a request's images, which may depend on each other. Raises: InvalidRequest.
-
-        `images` are (hash, pixels); `slot` is the text of the slot token. Control tokens in an item's text are
-        special.
-        """
-        return []
-
-    def positions(self, prompt: Prompt) -> Positions:
-        """Rotary positions of a prompt, one row per coordinate; () for token indices."""
-        return ()
-
-
-class ChatProcessor:
-    """Implements `Processor` for a checkpoint."""
-
-    is_quick = False  #: chat templates may be slow
-    decodes_images = True
-
-    def __init__(
-        self,
-        tokenizer: HfTokenizer,
-        multimodal: MultimodalProcessor,
-        template: ChatTemplate,
-        max_model_len: int,
-        reasoning: Reasoning | None = None,
-        *,
-        adds_special_tokens: bool = True,
-    ) -> None:
-        """`adds_special_tokens` as in `PromptBuilder`."""
-        self.reasoning = reasoning
-        self.tool_format = template.tool_format or TOLD
-        self.shows_tools = template.tool_format is not None
-        marks = self.tool_format.trigger + self.tool_format.end
-        self.spelled: Mapping[int, str] = {
-            token.id: text
-            for text, token in tokenizer.control_tokens.items()
-            if text in marks and not tokenizer.token_bytes(token.id)
-        }
-        self.template_options = template.options
-        self.control_tokens = tokenizer.control_tokens
-        self.image_token_id = multimodal.slot_id
-        self.tokenizer: Tokenizer = tokenizer
-        self.max_model_len = max_model_len
-        self.image_tokens = multimodal.image_tokens
-        self.max_image_pixels = multimodal.max_pixels
-        self._slot = tokenizer.image_token
-        others: dict[str, str] = {}
-        for kind in ("video", "audio") if can_decode_video() else ():
-            spelled: str = getattr(multimodal, f"{kind}_placeholder")
-            if spelled and template.takes(kind, spelled):
-                others[spelled] = kind
-        self.takes_video = "video" in others.values()
-        takes_audio = "audio" in others.values()
-        self.max_audio_s = multimodal.max_audio_s if takes_audio else 0.0
-        self.transcription_prompt = multimodal.transcription_prompt
-        self._multimodal = multimodal
-        #: Process an image, a video or audio. Raises: InvalidImage.
-        self.process_image = multimodal.process
-        self.process_video = multimodal.process_video
-        self.process_audio = multimodal.process_audio
-        self._prompt_builder = PromptBuilder(
-            tokenizer,
-            template,
-            multimodal.slot_id,
-            multimodal.placeholder,
-            reasoning,
-            adds_special_tokens=adds_special_tokens,
-            others=others,
-        )
-
-    def build_prompt(
-        self,
-        messages: Sequence[ChatMessage],
-        images: Sequence[tuple[str, Any]],
-        options: Mapping[str, TemplateOption] = NO_OPTIONS,
-        tools: Tools | None = None,
-        ending: Ending = "answer",
-    ) -> Prompt:
-        items = self._multimodal.items(images, self._slot)
-        prompt = self._prompt_builder.build(messages, items, options, tools, ending)
-        return replace(prompt, positions=self._multimodal.positions(prompt))
-
-    def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        prompt = self._prompt_builder.encode(text, add_special_tokens=add_special_tokens)
-        return replace(prompt, positions=self._multimodal.positions(prompt))
-
     @property
     def always_thinks(self) -> bool:
         """Whether prompts begin the reasoning, and no template variable changes that."""
@@ -507,7 +464,7 @@ class ChatProcessor:
             return False
         try:
             hello = ChatMessage("user", (TextPart("hello"),))
-            return self._prompt_builder.build([hello], []).is_thinking
+            return self.build_prompt([hello], []).is_thinking
         except InvalidRequest:
             return False
 
@@ -529,7 +486,6 @@ def example_prompt(processor: ChatProcessor) -> Prompt | None:
 def create_processor(
     directory: Path,
     multimodal: MultimodalProcessor,
-    max_model_len: int,
     reasoning: str = "auto",
     max_pixels: int = 0,
 ) -> ChatProcessor:
@@ -565,7 +521,6 @@ def create_processor(
         tokenizer,
         multimodal,
         template,
-        max_model_len,
         found,
         # a text model's own template is complete; the default one has no BOS
         adds_special_tokens=own is None

@@ -213,9 +213,7 @@ class KeywordArguments:
 _MAX_DEPTH = 64
 _MAX_NUMBER = 4300  #: characters; Python's limit of the digits of an integer
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-_WORDS = {
-    word: json.dumps(value) for word, value in (("True", True), ("False", False), ("None", None))
-}
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORDS |= {word: word for word in _WORDS.values()}
 _STRING = re.compile(r""""[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*'""")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")

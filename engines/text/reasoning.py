@@ -128,7 +128,6 @@ class ChannelSplitter:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """See `TagSplitter.feed`."""
         said = {State.THINKING: "", State.CONTENT: ""}
         known, self._held = self._held + text, ""
         while known:
@@ -169,23 +168,15 @@ class Reasoning:
         form = self.form
         return not form.head_end and prompt.rstrip().endswith(form.start.rstrip())
 
-    def create_splitter(self, is_thinking: bool) -> TagSplitter | ChannelSplitter:
-        """The splitter of one answer; `is_thinking`: its prompt ends within the reasoning."""
-        form = self.form
-        return ChannelSplitter(form) if form.head_end else TagSplitter(form, is_thinking)
-
 
 def find_reasoning(
     choice: str, template: str, control_tokens: Mapping[str, ControlToken]
 ) -> Reasoning | None:
-    """The format by name; for `auto`, by the markers in template and vocabulary."""
-    if choice == "none":
-        return None
-    candidates = REASONING_FORMATS.values() if choice == "auto" else (REASONING_FORMATS[choice],)
-    for form in candidates:
+    """The format by name; for `auto`, by the markers in template and vocabulary; for `none`, None."""
+    for form in REASONING_FORMATS.values():
         marks = (form.end, form.head_end) if form.head_end else (form.end,)
         is_spelled = all(mark in template or mark in control_tokens for mark in marks)
-        if choice == "auto" and not is_spelled:
+        if choice != form.name and not (choice == "auto" and is_spelled):
             continue
         whole = f"{form.start}{form.end}{form.head_end}"
         spelled = {
@@ -211,14 +202,15 @@ class ReasoningDetokenizer(Detokenizer):
         is_thinking: bool = False,
         **options: Any,
     ) -> None:
-        """`is_thinking`: the prompt ends within the reasoning."""
         super().__init__(tokenizer, **options)
-        self._splitter = reasoning.create_splitter(is_thinking)
+        form = reasoning.form
+        self._splitter: TagSplitter | ChannelSplitter = (
+            ChannelSplitter(form) if form.head_end else TagSplitter(form, is_thinking)
+        )
         self._spelled = reasoning.spelled
         self._num_undecided = 0  # tokens of the present head
 
     def append(self, token_id: int) -> str:
-        """Add the next token; returns the text of the answer that it completes."""
         is_read = self._splitter.state is not State.CONTENT or self._splitter.has_parts
         spelled = self._spelled.get(token_id) if is_read else None
         if spelled is None:
@@ -226,7 +218,6 @@ class ReasoningDetokenizer(Detokenizer):
         return self._append_text(self._flush() + spelled)
 
     def append_bytes(self, data: bytes) -> str:
-        """`append`, for tokens whose ids are unknown."""
         return self._append_text(self._decode(data))
 
     def _append_text(self, text: str) -> str:

@@ -75,7 +75,6 @@ class HfTokenizer:
         self.prefix_ids, self.suffix_ids = _surrounding_ids(backend)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text without special tokens around it. Control tokens spelled in it stay text."""
         return self.encode_piece(text, is_first=True)
 
     def encode_piece(self, text: str, *, is_first: bool) -> list[int]:

@@ -146,12 +146,15 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
+_RESULT = TextPart("<tool_response>\n")
+
+
 def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> list[ChatMessage]:
     """Write functions, calls and results as text, for a template without tools."""
     described: list[ChatMessage] = []
     for message in messages:
         if message.role == "tool":
-            parts = (TextPart("<tool_response>\n"), *message.parts, TextPart("\n</tool_response>"))
+            parts = (_RESULT, *message.parts, TextPart("\n</tool_response>"))
             message = ChatMessage("user", parts)
         elif message.tool_calls:
             called = "\n".join(
@@ -161,12 +164,9 @@ def describe_in_text(messages: Sequence[ChatMessage], tools: Tools | None) -> li
             said = any(isinstance(part, TextPart) and part.text for part in message.parts)
             parts = (*message.parts, TextPart("\n" + called if said else called))
             message = replace(message, parts=parts, tool_calls=())
-        last = described[-1] if described else None
-        if (
-            last is not None
-            and message.role == last.role == "user"
-            and last.parts[0] == TextPart("<tool_response>\n")
-        ):
+        last = described[-1] if described else ChatMessage("system", ())
+        follows_result = last.role == "user" and last.parts[:1] == (_RESULT,)
+        if message.role == "user" and follows_result:
             described[-1] = replace(last, parts=(*last.parts, TextPart("\n"), *message.parts))
         else:
             described.append(message)
@@ -188,7 +188,6 @@ class CallReader:
     def __init__(self, form: ToolFormat) -> None:
         self.num_calls = 0
         self._form = form
-        self._mark = form.mark
         self._held = ""
         self._is_calling = False
         self._arguments: _JsonEnd | None = None  # parser of the current call's JSON arguments
@@ -216,7 +215,7 @@ class CallReader:
 
     def _find_calls(self) -> str:
         """Text before the first call; text that may begin one is held back."""
-        mark, held = self._mark, self._held
+        mark, held = self._form.mark, self._held
         if self._is_text:
             self._held = ""
             return held

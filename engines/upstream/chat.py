@@ -10,7 +10,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -46,25 +45,13 @@ from shared.protocol import (
     Usage,
 )
 
-NAME = "the upstream server"
-_FINISH = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "tool_calls": FinishReason.TOOL_CALLS,
-    "content_filter": FinishReason.STOP,
-}
+#: Other reasons, such as `content_filter`, count as `stop`.
+_FINISH = {"length": FinishReason.LENGTH, "tool_calls": FinishReason.TOOL_CALLS}
 #: Sampling parameters outside the API, which the server might ignore.
 _UNSUPPORTED = (
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "keeps_stop", "allowed_token_ids", "logit_bias",
     "num_logprobs", "num_prompt_logprobs", "ignore_eos", "min_tokens", "skip_special_tokens", "returns_prompt_ids",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    request_id: str
-    body: dict[str, Any]
-    priority: Priority = Priority.INTERACTIVE
 
 
 class _Function(msgspec.Struct):
@@ -97,71 +84,12 @@ class _Event(msgspec.Struct):
 _events = msgspec.json.Decoder(_Event)
 
 
-class ChatEngine(StreamEngine[ChatRequest]):
-    """A model at a server that takes messages and returns text."""
-
-    def __init__(self, settings: OpenAiSettings, client: UpstreamClient, model: str) -> None:
-        super().__init__(NAME, "/v1/chat/completions", {}, client)
-        self._settings, self._model = settings, model
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            self._settings.max_num_seqs,
-            decodes_images=True,
-            takes_grammars=True,
-            takes_video=self._settings.takes_videos and can_decode_video(),
-            max_audio_s=math.inf if self._settings.takes_audio and can_decode_video() else 0.0,
-        )
-
-    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> bytes:
-        limits = PixelLimits(image.min_pixels, image.max_pixels)
-        return to_png(decode(data, (image.width, image.height)), limits)
-
-    def prepare_video(self, video: OpenVideo) -> MediaFile:
-        return to_jpegs(video)
-
-    def prepare_audio(self, audio: OpenAudio) -> MediaFile:
-        return to_wav(audio)
-
-    def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ChatRequest:
-        task = call.task
-        assert isinstance(task, Generate)  # the worker checks the task against the capabilities
-        _check(task)
-        sampling = task.sampling
-        body: dict[str, Any] = {
-            "model": self._model, "messages": [_to_message(each, images) for each in task.messages], "stream": True,
-            "stream_options": {"include_usage": True}, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "seed": sampling.seed & (2**31 - 1),
-        }  # fmt: skip
-        if sampling.max_tokens is not None:
-            body["max_tokens"] = sampling.max_tokens
-        if sampling.stop:
-            body["stop"] = list(sampling.stop)
-        for name in ("presence_penalty", "frequency_penalty"):
-            if value := getattr(sampling, name):
-                body[name] = value
-        if task.tools is not None:
-            body["tools"] = [to_openai(function) for function in task.tools.functions]
-            body["tool_choice"] = "required" if task.tools.is_required else "auto"
-        if task.grammar is not None:
-            schema = json.loads(task.grammar.source or "{}")
-            form: dict[str, Any] = {"type": "json_object"}
-            if schema not in ({}, True):
-                named = {"name": "answer", "schema": schema, "strict": True}
-                form = {"type": "json_schema", "json_schema": named}
-            body["response_format"] = form
-        return ChatRequest(call.request_id, body, call.priority)
-
-    def add(self, request: ChatRequest) -> None:
-        self._check_id(request.request_id)
-        self._send(_ChatRequest(request))
-
-
-class _ChatRequest(OpenRequest):
-    def __init__(self, request: ChatRequest) -> None:
-        super().__init__(request.request_id)
-        self._body = request.body
-        self._added_at = time.perf_counter()
+class ChatRequest(OpenRequest):
+    def __init__(self, request_id: str, body: dict[str, Any], priority: Priority) -> None:
+        super().__init__(request_id)
+        self.priority = priority
+        self.added_at = 0.0
+        self._body = body
         self._first_token_at: float | None = None
         self._usage = Usage(0)
         self._finish: FinishReason | None = None
@@ -228,7 +156,68 @@ class _ChatRequest(OpenRequest):
     def _timings(self) -> StageTimings:
         now = time.perf_counter()
         first = now if self._first_token_at is None else self._first_token_at
-        return StageTimings(prefill_s=first - self._added_at, decode_s=now - first)
+        return StageTimings(prefill_s=first - self.added_at, decode_s=now - first)
+
+
+class ChatEngine(StreamEngine[ChatRequest]):
+    """A model at a server that takes messages and returns text."""
+
+    def __init__(self, settings: OpenAiSettings, client: UpstreamClient, model: str) -> None:
+        super().__init__("the upstream server", "/v1/chat/completions", {}, client)
+        self._settings, self._model = settings, model
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            self._settings.max_num_seqs,
+            decodes_images=True,
+            takes_grammars=True,
+            takes_video=self._settings.takes_videos and can_decode_video(),
+            max_audio_s=math.inf if self._settings.takes_audio and can_decode_video() else 0.0,
+        )
+
+    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> bytes:
+        limits = PixelLimits(image.min_pixels, image.max_pixels)
+        return to_png(decode(data, (image.width, image.height)), limits)
+
+    def prepare_video(self, video: OpenVideo) -> MediaFile:
+        return to_jpegs(video)
+
+    def prepare_audio(self, audio: OpenAudio) -> MediaFile:
+        return to_wav(audio)
+
+    def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ChatRequest:
+        task = call.task
+        assert isinstance(task, Generate)  # the worker checks the task against the capabilities
+        _check(task)
+        sampling = task.sampling
+        body: dict[str, Any] = {
+            "model": self._model, "messages": [_to_message(each, images) for each in task.messages], "stream": True,
+            "stream_options": {"include_usage": True}, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "seed": sampling.seed & (2**31 - 1),
+        }  # fmt: skip
+        if sampling.max_tokens is not None:
+            body["max_tokens"] = sampling.max_tokens
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        for name in ("presence_penalty", "frequency_penalty"):
+            if value := getattr(sampling, name):
+                body[name] = value
+        if task.tools is not None:
+            body["tools"] = [to_openai(function) for function in task.tools.functions]
+            body["tool_choice"] = "required" if task.tools.is_required else "auto"
+        if task.grammar is not None:
+            schema = json.loads(task.grammar.source or "{}")
+            form: dict[str, Any] = {"type": "json_object"}
+            if schema not in ({}, True):
+                named = {"name": "answer", "schema": schema, "strict": True}
+                form = {"type": "json_schema", "json_schema": named}
+            body["response_format"] = form
+        return ChatRequest(call.request_id, body, call.priority)
+
+    def add(self, request: ChatRequest) -> None:
+        self._check_id(request.request_id)
+        request.added_at = time.perf_counter()
+        self._send(request)
 
 
 def _check(task: Generate) -> None:

@@ -113,7 +113,8 @@ class UpstreamClient:
         """`metrics_path` is read once a second; empty: never."""
         self.url = url
         self.metrics: Mapping[str, float] = {}  #: Prometheus samples, summed over their labels
-        self._silence_s, self._health_path = silence_s, health_path
+        self.health_path = health_path
+        self._silence_s = silence_s
         self._metrics_path = metrics_path
         self._events: SimpleQueue[list[StreamEvent]] = SimpleQueue()
         self._held: list[StreamEvent] = []  # to be received together; used by the thread only
@@ -172,7 +173,6 @@ class UpstreamClient:
         return events
 
     def close(self) -> None:
-        """Close all streams. Idempotent."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(HEALTH_TIMEOUT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -297,7 +297,7 @@ class UpstreamClient:
 
     async def _is_healthy(self) -> bool:
         try:
-            response = await self._client.get(self._health_path, timeout=HEALTH_TIMEOUT_S)
+            response = await self._client.get(self.health_path, timeout=HEALTH_TIMEOUT_S)
         except httpx.HTTPError:
             return False
         return response.status_code == httpx.codes.OK

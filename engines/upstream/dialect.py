@@ -45,7 +45,6 @@ class Chunk(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    model: str
     max_model_len: int
     version: str = ""
     takes_images: bool = True
@@ -87,7 +86,7 @@ class Dialect(ABC):
         )
 
     @abstractmethod
-    def can_continue(self, task: Generate) -> bool:
+    def can_continue(self, task: Generate | UpstreamRequest) -> bool:
         """Whether an answer that continues from its output tokens equals the uninterrupted answer."""
 
     @abstractmethod

@@ -13,7 +13,6 @@ from engines.base import (
     Adapter,
     AdapterLimits,
     BadAdapter,
-    Capabilities,
     EngineCall,
     EngineOutput,
     EngineStats,
@@ -50,25 +49,15 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
     ) -> None:
         super().__init__(dialect.name, dialect.path, dialect.metrics, client, server)
         self.processor, self.max_model_len, self.vocab_size = processor, max_model_len, vocab_size
-        self._settings, self._dialect = settings, dialect
+        self.max_num_seqs = settings.max_num_seqs
+        self._dialect = dialect
         # Compiles grammars to refuse those that the server would ignore, or compile for minutes.
         self._grammars = GrammarCompiler.create(
             processor.tokenizer, vocab_size, processor.reasoning, processor.spelled
         )
         self._adapters: dict[str, Adapter] = {}  # by digest
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            self._settings.max_num_seqs,
-            tasks=("generate", "tokenize"),
-            decodes_images=True,
-            takes_grammars=self._grammars is not None,
-            takes_video=self.processor.takes_video,
-            max_audio_s=self.processor.max_audio_s,
-        )
-
     def can_continue(self, task: Task) -> bool:
-        """Whether the server's state of a request is a function of its tokens."""
         return isinstance(task, Generate) and self._dialect.can_continue(task)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> UpstreamRequest:
@@ -89,11 +78,10 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         self._check_request(request)
         self._dialect.check(request)
         constraint: Constraint | None = None
-        if grammar is not None and self._grammars is not None:
-            constraint = self._grammars.compile(grammar)
-        if is_forced and self._grammars is not None:
-            assert tools is not None
+        if self._grammars is not None and tools is not None and tools.is_required:
             constraint = self._grammars.compile_tools(tools, self.processor.tool_format, None)
+        elif self._grammars is not None and grammar is not None:
+            constraint = self._grammars.compile(grammar)
         if constraint is not None and self._dialect.runs_grammar_source:
             self._check_conformity(constraint, request, param)
             request = replace(request, grammar_source=constraint.source)
@@ -163,7 +151,6 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         return msgspec.structs.replace(super().stats(), num_adapters=len(self._adapters))
 
     def close(self) -> None:
-        """Close all streams and stop a server that was started here. Idempotent."""
         super().close()
         if self._grammars is not None:
             self._grammars.close()
@@ -195,9 +182,7 @@ class _TokenRequest(OpenRequest):
         return body
 
     def can_continue(self) -> bool:
-        request = self._request
-        task = Generate((), request.sampling, grammar=request.grammar)
-        return self._has_all_ids and self._dialect.can_continue(task)
+        return self._has_all_ids and self._dialect.can_continue(self._request)
 
     def fail(self, message: str, code: ErrorCode) -> EngineOutput:
         return self.answer.fail(message, code)
@@ -221,9 +206,8 @@ class _TokenRequest(OpenRequest):
                 num_prompt = chunk.num_prompt_tokens - len(request.output_token_ids)
                 num_added = max(0, num_prompt - len(request.prompt_token_ids))
                 answer.num_prompt_tokens = len(request.prompt_token_ids) + num_added
-                num_media = (
-                    len(request.images) + num_added
-                )  # the server does not tell images from audio
+                num_media = len(request.images) + num_added
+                # The server does not tell images from audio.
                 is_audio = all(each.kind == "audio" for each in request.images)
                 answer.num_image_tokens = 0 if is_audio else num_media
                 answer.num_audio_tokens = num_media if is_audio else 0

@@ -19,7 +19,6 @@ from engines.upstream.dialect import (
     Dialect,
     ServerInfo,
     UpstreamRequest,
-    find_model,
     to_choices,
 )
 from engines.upstream.settings import LlamaServerSettings
@@ -95,7 +94,6 @@ class LlamaServer(Dialect):
         server = client.request("GET", "/props").raise_for_status().json()
         self._image_marker = server.get("media_marker", self._image_marker)
         return ServerInfo(
-            find_model(client)["id"],
             server["default_generation_settings"]["n_ctx"],
             server.get("build_info", ""),
             server.get("modalities", {}).get("vision", False),
@@ -113,7 +111,7 @@ class LlamaServer(Dialect):
                     "messages",
                 )
 
-    def can_continue(self, task: Generate) -> bool:
+    def can_continue(self, task: Generate | UpstreamRequest) -> bool:
         return True
 
     def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:

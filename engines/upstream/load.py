@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from engines.base import EngineLoadFailed, EngineStartError, LoadedEngine, Progr
 from engines.packages.checkpoint_json import read_json
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import GGUF, default_name, resolve_model
-from engines.text.chat_template import LLAVA_TEMPLATE, PLAIN_TEMPLATE, read_chat_template
+from engines.text.chat_template import read_chat_template
 from engines.text.processor import ChatProcessor, create_processor
 from engines.text.tokenizer import MAX_VOCAB_SIZE
-from engines.upstream import chat
+from engines.upstream.chat import ChatEngine
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import MODELS, Dialect, ServerInfo, find_model
 from engines.upstream.engine import UpstreamEngine
@@ -37,7 +37,6 @@ from engines.upstream.vllm import Vllm
 
 POLL_S = 0.2
 MAX_FRAMES = 32  #: of a video that vLLM reads, unless it is started with another limit
-_MAX_LEN = 2**31
 DEFAULT_MAX_LEN = 131_072  #: of a server that does not report its context length
 
 
@@ -45,11 +44,10 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
     """Blocks until the server is ready. Raises: EngineStartError, EngineLoadFailed."""
     started = time.perf_counter()
     directory = _text_files(settings)
-    tokens = find_media_tokens(directory, read_chat_template(directory) or "")
-    tokens = {kind: token for kind, token in tokens.items() if kind in settings.media_kinds}
-    processor, vocab_size = _read_processor(
-        directory, tokens, MAX_FRAMES if settings.url else math.inf
-    )
+    found = find_media_tokens(directory, read_chat_template(directory) or "")
+    tokens = {kind: token for kind, token in found.items() if kind in settings.media_kinds}
+    media = UnexpandedMedia(tokens, MAX_FRAMES if settings.url else math.inf)
+    processor = create_processor(directory, media)
     dialect = _create_dialect(settings, processor, [token_id for token_id, _ in tokens.values()])
     server, url = None, settings.url
     if not url:
@@ -59,16 +57,12 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
     key, paths = settings.api_key.get_secret_value(), (dialect.health_path, dialect.metrics_path)
     client = UpstreamClient(url, key, settings.max_num_seqs, settings.silence_s, *paths)
     with closed_on_failure(client, server, dialect.name):
-        _wait_until_ready(
-            client, dialect.name, dialect.health_path, server, settings.start_s, progress
-        )
+        _wait_until_ready(client, server, settings.start_s, progress)
         info = dialect.describe(client)
         _check(settings, dialect, info)
         max_model_len = settings.max_model_len or info.max_model_len
-        engine = UpstreamEngine(
-            settings, dialect, processor, client, max_model_len, vocab_size, server
-        )
-    processor.max_model_len = max_model_len
+        sizes = max_model_len, _vocab_size(directory, processor)
+        engine = UpstreamEngine(settings, dialect, processor, client, *sizes, server)
     engine.startup_s = {"load": time.perf_counter() - started}
     card = engine.card(
         settings.served_name or default_name(settings.model),
@@ -89,7 +83,7 @@ def connect(
     key = settings.api_key.get_secret_value()
     client = UpstreamClient(settings.url, key, num_streams, silence_s, MODELS)
     with closed_on_failure(client, None, "a server of OpenAI's API"):
-        _wait_until_ready(client, chat.NAME, MODELS, None, settings.start_s, progress)
+        _wait_until_ready(client, None, settings.start_s, progress)
         found = find_model(client, settings.upstream_model)
     return client, found
 
@@ -115,7 +109,7 @@ def closed_on_failure(
 def load_chat_engine(settings: OpenAiSettings, progress: Progress | None) -> LoadedEngine:
     """Connect to a server of OpenAI's API. Raises: EngineStartError, EngineLoadFailed."""
     client, found = connect(settings, settings.max_num_seqs, settings.silence_s, progress)
-    engine = chat.ChatEngine(settings, client, found["id"])
+    engine = ChatEngine(settings, client, found["id"])
     card = engine.card(
         settings.served_name or found["id"],
         max_model_len=settings.max_model_len or found.get("max_model_len") or DEFAULT_MAX_LEN,
@@ -137,16 +131,11 @@ def _text_files(settings: UpstreamSettings) -> Path:
     return open_tokenizer(path)
 
 
-def _read_processor(
-    directory: Path, tokens: Mapping[str, tuple[int, str]], max_frames: float
-) -> tuple[ChatProcessor, int]:
-    """The processor, and the size of the vocabulary. Raises: EngineStartError."""
+def _vocab_size(directory: Path, processor: ChatProcessor) -> int:
+    """The number of logits, which may exceed that of tokens."""
     config = read_json(directory / "config.json")
-    template = LLAVA_TEMPLATE if "image" in tokens else PLAIN_TEMPLATE
-    media = UnexpandedMedia(tokens, template, max_frames)
-    processor = create_processor(directory, media, _MAX_LEN)
     rows = config.section("text_config").get("vocab_size") or config.get("vocab_size") or 0
-    return processor, max(processor.tokenizer.vocab_size, rows)
+    return max(processor.tokenizer.vocab_size, rows)
 
 
 def _create_dialect(
@@ -163,17 +152,12 @@ def _create_dialect(
 
 
 def _wait_until_ready(
-    client: UpstreamClient,
-    name: str,
-    health_path: str,
-    server: ServerProcess | None,
-    start_s: float,
-    progress: Progress | None,
+    client: UpstreamClient, server: ServerProcess | None, start_s: float, progress: Progress | None
 ) -> None:
     started = time.monotonic()
     while True:
         try:
-            status = client.request("GET", health_path).status_code
+            status = client.request("GET", client.health_path).status_code
             if status == httpx.codes.OK:
                 client.is_ready = True
                 return
@@ -184,9 +168,7 @@ def _wait_until_ready(
             server.check()
         waited_s = time.monotonic() - started
         if waited_s > start_s:
-            raise EngineLoadFailed(
-                f"{name} at {client.url} is not ready after {start_s:g} s: {reason}"
-            )
+            raise EngineLoadFailed(f"{client.url} is not ready after {start_s:g} s: {reason}")
         if progress is not None:
             progress("load", min(0.99, waited_s / start_s))
         time.sleep(POLL_S)

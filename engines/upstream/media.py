@@ -17,6 +17,7 @@ from PIL import Image
 from engines.base import InvalidImage, OpenAudio, OpenVideo, sample_evenly
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.packages.checkpoint_json import read_json
+from engines.text.chat_template import LLAVA_TEMPLATE, PLAIN_TEMPLATE
 from engines.text.processor import Item, MultimodalProcessor
 from shared.protocol import FRAMES_TYPE
 
@@ -46,14 +47,12 @@ class UnexpandedMedia(MultimodalProcessor):
 
     max_audio_s = math.inf
 
-    def __init__(
-        self, tokens: Mapping[str, tuple[int, str]], template: str, max_frames: float = math.inf
-    ) -> None:
+    def __init__(self, tokens: Mapping[str, tuple[int, str]], max_frames: float) -> None:
         """`tokens` are (id, text) of the template's token for each kind of media.
 
         `max_frames`: of a video; the server would ignore further ones.
         """
-        super().__init__(template)
+        super().__init__(LLAVA_TEMPLATE if "image" in tokens else PLAIN_TEMPLATE)
         self.slot_id = tokens["image"][0] if "image" in tokens else None
         self.video_placeholder = tokens["video"][1] if "video" in tokens else ""
         self.audio_placeholder = tokens["audio"][1] if "audio" in tokens else ""

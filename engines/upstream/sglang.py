@@ -86,10 +86,9 @@ class Sglang(Dialect):
         server = client.request("GET", "/server_info").raise_for_status().json()
         if not server.get("incremental_streaming_output"):
             raise ValueError("start SGLang with --incremental-streaming-output")
-        model = find_model(client)
-        return ServerInfo(model["id"], model["max_model_len"], server["version"])
+        return ServerInfo(find_model(client)["max_model_len"], server["version"])
 
-    def can_continue(self, task: Generate) -> bool:
+    def can_continue(self, task: Generate | UpstreamRequest) -> bool:
         return task.grammar is None and not has_output_penalty(task.sampling)
 
     def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:

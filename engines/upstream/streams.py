@@ -97,7 +97,6 @@ class StreamEngine(Engine[Request]):
         self._client.wake()
 
     def abort(self, request_id: str) -> None:
-        """Close the request's stream; the server aborts it. Idempotent."""
         if (request := self._open.pop(request_id, None)) is not None:
             self._client.cancel(request.stream_id, request.abort)
         self._finished_early = [

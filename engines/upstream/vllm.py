@@ -107,7 +107,7 @@ class Vllm(Dialect):
         self._model = found["id"]
         self.runs_grammar_source = self._probe_plugin(client)
         version = client.request("GET", "/version").raise_for_status().json()["version"]
-        return ServerInfo(self._model, found["max_model_len"], version)
+        return ServerInfo(found["max_model_len"], version)
 
     def _probe_plugin(self, client: UpstreamClient) -> bool:
         """Whether vLLM has our logits processor, which refuses parameters of another version."""
@@ -118,7 +118,7 @@ class Vllm(Dialect):
             raise ValueError("start vLLM with --enable-scale-out")
         return PLUGIN_VERSION in response.text
 
-    def can_continue(self, task: Generate) -> bool:
+    def can_continue(self, task: Generate | UpstreamRequest) -> bool:
         has_penalty = has_output_penalty(task.sampling)
         if self.runs_grammar_source:  # our processor cannot apply both kinds of penalties in order
             return not has_penalty or task.sampling.repetition_penalty == 1.0

@@ -213,7 +213,7 @@ def load(case: FamilyCase, directory: Path) -> tuple[FamilyModel, ChatProcessor]
     processor = family.processor(directory, config)
     return (
         load_model(directory, family, config, CPU, torch.float32),
-        create_processor(directory, processor, config.text.max_position_embeddings),
+        create_processor(directory, processor),
     )
 
 

@@ -127,6 +127,8 @@ def test_vllm_runs_models_on_a_gpu_if_its_version_is_tested(
         install(programs / "vllm")
         packages = programs.parent / "lib" / "python3.12" / "site-packages"
         (packages / f"vllm-{version}.dist-info").mkdir(parents=True)
+        file = packages / f"vllm-{version}.dist-info" / "METADATA"
+        file.write_text(f"Name: vllm\nVersion: {version}\n")
     assert kind_of({"kind": "auto", "model": "org/name"}) == kind
     for values, named in (
         ({}, "torch"),

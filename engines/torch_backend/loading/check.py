@@ -18,7 +18,7 @@ def check_model(
     """Check an undownloaded model, whose files have this size. Raises: UnsupportedCheckpoint, ModelTooLarge."""
     family, config = find_family(directory)
     multimodal = family.processor(directory, config)
-    create_processor(directory, multimodal, config.text.max_position_embeddings)
+    create_processor(directory, multimodal)
     check_memory(num_weight_bytes, device, quantization)
 
 

@@ -55,9 +55,8 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     with phases.measure("load"):
         family, config = find_family(directory)
         multimodal = family.processor(directory, config)
-        max_len = config.text.max_position_embeddings
         max_pixels = settings.max_image_pixels or (MAX_IMAGE_PIXELS_ON_CPU if is_cpu else 0)
-        processor = create_processor(directory, multimodal, max_len, settings.reasoning, max_pixels)
+        processor = create_processor(directory, multimodal, settings.reasoning, max_pixels)
         free = free_bytes(device)
         scheme = None if settings.quantization == "none" else METHODS[settings.quantization]
         told = partial(phases.progress, "load"), phases.seconds
@@ -76,7 +75,6 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         runner.model.verify(runner, settings.self_check, example)
         limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
-    processor.max_model_len = engine.max_model_len
     card = engine.card(
         settings.served_name or default_name(settings.model),
         supports_images=processor.image_tokens > 0,

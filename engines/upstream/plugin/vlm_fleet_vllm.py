@@ -111,7 +111,6 @@ class ContinueAnswer(LogitsProcessor, ProcessorV2):
                 answer.edit(logits[row], token_ids.tolist())
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Change the logits of all requests with parameters of this processor."""
         if ctx is None:
             for row, (answer, earlier, output_ids) in self._answers.items():
                 answer.edit(logits[row], [*earlier, *(i for i in output_ids if i >= 0)])

@@ -28,7 +28,6 @@ from engines.text.processor import (
     ChatProcessor,
     Item,
     MultimodalProcessor,
-    PromptBuilder,
     create_processor,
 )
 from engines.text.tokenizer import HfTokenizer
@@ -106,18 +105,18 @@ def user(*parts: str | int) -> ChatMessage:
 
 
 class Pair:
-    """Our prompt builder and transformers' processor over one checkpoint."""
+    """Our processor and transformers' processor over one checkpoint."""
 
     def __init__(self, directory: Path, template: str) -> None:
         (directory / "chat_template.jinja").write_text(template)
         self.image_token_id = image_token_id(directory)
         self.tokenizer = HfTokenizer(directory, self.image_token_id, template)
-        self.builder = make_builder(self.tokenizer, self.image_token_id, template)
+        self.chat = make_chat(self.tokenizer, self.image_token_id, template)
         self.processor: Any = AutoProcessor.from_pretrained(directory)
 
     def build(self, messages: Sequence[ChatMessage]) -> Prompt:
         items = [make_item(f"hash {i}", f"pixels {i}") for i in range(num_images(messages))]
-        return self.builder.build(messages, items)
+        return build(self.chat, messages, items)
 
     def reference(self, messages: Sequence[ChatMessage]) -> list[int]:
         pil_image = Image.new("RGB", (28, 28))
@@ -142,9 +141,22 @@ def make_item(name: str, pixels: str, num_tokens: int = TOKENS_PER_IMAGE) -> Ite
     return Item(name, num_tokens, pixels, "<image>" * num_tokens)
 
 
-def make_builder(tokenizer: HfTokenizer, image_id: int, template: str) -> PromptBuilder:
+class Ready(MultimodalProcessor):
+    """Images are processed already."""
+
+    def items(self, images: Sequence[tuple[str, Item]], slot: str) -> list[Item]:
+        return [item for _, item in images]
+
+
+def make_chat(tokenizer: HfTokenizer, image_id: int, template: str) -> ChatProcessor:
     chat_template = ChatTemplate(template, tokenizer.image_token, tokenizer.special_variables)
-    return PromptBuilder(tokenizer, chat_template, image_id)
+    multimodal = Ready(template)
+    multimodal.slot_id = image_id
+    return ChatProcessor(tokenizer, multimodal, chat_template)
+
+
+def build(chat: ChatProcessor, messages: Sequence[ChatMessage], items: Sequence[Item]) -> Prompt:
+    return chat.build_prompt(messages, [(item.hash, item) for item in items])
 
 
 # The Rust tokenizers overlook a normalized control token behind a word; slow ones, and we, find it. So these
@@ -206,7 +218,7 @@ def test_only_the_template_writes_control_tokens(pair: Pair, messages: list[Chat
 @pytest.mark.parametrize("join", ["{{ c.text }}", "{{ c.text | trim }}", "{{ c.text.strip() }}"])
 def test_an_image_token_typed_by_a_user_makes_no_slot(llava: Pair, join: str) -> None:
     template = IMAGES_AND_TEXTS.replace("{{ c.text }}", join)
-    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
+    chat = make_chat(llava.tokenizer, llava.image_token_id, template)
     for parts in (
         ("<image>",),
         ("<ima", "ge>"),
@@ -217,7 +229,7 @@ def test_an_image_token_typed_by_a_user_makes_no_slot(llava: Pair, join: str) ->
         ("<image" * 3 + ">" * 3,),
         (("<image></s>" * 4 + " words ") * 4_000,),  # in a time in proportion to its length
     ):
-        assert llava.image_token_id not in builder.build([user(*parts)], []).token_ids
+        assert llava.image_token_id not in build(chat, [user(*parts)], []).token_ids
 
 
 @pytest.mark.parametrize(
@@ -241,16 +253,16 @@ def test_an_image_token_typed_by_a_user_makes_no_slot(llava: Pair, join: str) ->
 def test_conversations_that_do_not_fit_the_template_are_refused(
     llava: Pair, template: str, messages: list[ChatMessage], reason: str
 ) -> None:
-    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
+    chat = make_chat(llava.tokenizer, llava.image_token_id, template)
     with pytest.raises(InvalidRequest, match=reason):
-        builder.build(messages, [Item("a", 3, "p", "<image>" * 2)])
+        build(chat, messages, [Item("a", 3, "p", "<image>" * 2)])
 
 
 def test_a_template_for_plain_strings_is_given_plain_strings(llava: Pair) -> None:
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
+    chat = make_chat(llava.tokenizer, llava.image_token_id, template)
 
-    prompt = builder.build([user(0, "Hi"), user("there")], [make_item("h", "p", 1)])
+    prompt = build(chat, [user(0, "Hi"), user("there")], [make_item("h", "p", 1)])
 
     assert decode(llava.tokenizer, prompt.token_ids) == "<s>user: <image>\nHi\nuser: there\n"
 
@@ -296,7 +308,7 @@ def test_an_images_text_is_in_its_place_before_the_prompt_is_tokenized(llava: Pa
         Item("b", 2, "pb", "<image>" * 2),
     ]
 
-    prompt = llava.builder.build([user("Look:", 0, 1, "and", 0)], items)
+    prompt = build(llava.chat, [user("Look:", 0, 1, "and", 0)], items)
 
     backend = llava.processor.tokenizer
     text = f"USER: {items[0].text}\n{items[1].text}\n{items[0].text}\nLook: and ASSISTANT:"
@@ -318,7 +330,7 @@ THINKING = (
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
     directory = make_byte_level(tmp_path_factory.mktemp("prompt") / "checkpoint")
     (directory / "chat_template.jinja").write_text(THINKING)
-    return create_processor(directory, MultimodalProcessor(THINKING), 512)
+    return create_processor(directory, MultimodalProcessor(THINKING))
 
 
 def test_a_request_lets_the_model_think_or_not(thinking: ChatProcessor) -> None:

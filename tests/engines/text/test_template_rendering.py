@@ -92,9 +92,10 @@ COMPILER_ATTACKS = {
 }
 
 
-def hello(num_messages: int = 1) -> tuple[list[ChatMessage], list[list[str]]]:
+def hello(template: ChatTemplate, num_messages: int = 1) -> str:
     messages = [ChatMessage("user", (ImagePart(0), TextPart("Hello")))] * num_messages
-    return messages, [["Hello"]] * num_messages
+    texts, calls = [["Hello"]] * num_messages, [[]] * num_messages
+    return template.render(messages, texts, ["image"], {}, [], calls, is_answered=True)
 
 
 def attacked_by(attack: str) -> ChatTemplate:
@@ -105,12 +106,12 @@ def attacked_by(attack: str) -> ChatTemplate:
 @pytest.mark.parametrize("attack", few(ATTACKS, EACH_KIND))
 def test_an_attack_ends_the_one_prompt_and_nothing_else(attack: str) -> None:
     template = attacked_by(attack)
-    expected = template.render(*hello())
+    expected = hello(template)
     tracemalloc.start()
     begun = time.thread_time()
 
     with pytest.raises(InvalidRequest, match="chat template") as refused:
-        template.render(*hello(2))
+        hello(template, 2)
 
     assert os.getcwd() not in str(refused.value)
     # Of this thread's own time, which other programs do not lengthen; tracing takes its share.
@@ -118,7 +119,7 @@ def test_an_attack_ends_the_one_prompt_and_nothing_else(attack: str) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 300 * 1024 * 1024
-    assert template.render(*hello()) == expected == "USER: <image>\nHello ASSISTANT:"
+    assert hello(template) == expected == "USER: <image>\nHello ASSISTANT:"
 
 
 @pytest.mark.parametrize("attack", COMPILER_ATTACKS.values(), ids=COMPILER_ATTACKS)
@@ -127,7 +128,7 @@ def test_an_attack_on_the_compiler_is_refused_when_it_is_loaded(attack: str) -> 
         ChatTemplate(LLAVA_TEMPLATE + attack, "<image>")
 
 
-def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template() -> None:
+def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template(monkeypatch) -> None:
     class Paused(str):
         def __str__(self) -> str:
             time.sleep(0.3)
@@ -135,7 +136,8 @@ def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template() -> None:
 
     source = "{% for m in messages %}{{ m.role }}{% endfor %}"
     messages = [{"role": Paused("user")}, {"role": "assistant"}]
-    assert CompiledTemplate(source, {}).render(messages, max_s=0.1) == "userassistant"
+    monkeypatch.setattr(chat_template, "MAX_S", 0.1)
+    assert CompiledTemplate(source, {}).render(messages) == "userassistant"
 
 
 @in_one_round
@@ -146,7 +148,7 @@ def test_a_slow_template_does_not_delay_other_conversations() -> None:
 
     def render(name: str, num_messages: int) -> None:
         with contextlib.suppress(InvalidRequest):
-            template.render(*hello(num_messages))
+            hello(template, num_messages)
         ended.append(name)
 
     threads = [threading.Thread(target=render, args=each) for each in (("slow", 2), ("quick", 1))]

@@ -186,6 +186,6 @@ def test_a_tekken_file_without_a_chat_template_is_refused(tekken: Path) -> None:
     assert tokenizer.vocab_size == 40 + 256 + 13
     plain = MultimodalProcessor(PLAIN_TEMPLATE)
     with pytest.raises(UnsupportedCheckpoint, match=r"save its chat_template\.jinja"):
-        create_processor(tekken, plain, 512)
+        create_processor(tekken, plain)
     (tekken / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    assert create_processor(tekken, plain, 512).tokenizer.encode("What") == [40 + 256 + 7]
+    assert create_processor(tekken, plain).tokenizer.encode("What") == [40 + 256 + 7]

@@ -296,6 +296,8 @@ def test_a_model_without_tools_is_told_in_text():
     assert '"name": "get_weather"' in text[0]
     assert f'{{"name": "get_weather", "arguments": {OSLO}}}' in text[2]
     assert text[3] == "<tool_response>\nrain@\n</tool_response>\nSo?"
+    empty = [ChatMessage("user", ()), messages[0]]  # an empty list of parts, as Responses allow
+    assert describe_in_text(empty, TOOLS)[1:] == empty
     moved = move_images(messages)
     assert [message.role for message in moved] == ["user", "assistant", "tool", "user", "user"]
     assert moved[3].parts == (image,)

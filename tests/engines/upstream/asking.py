@@ -83,7 +83,7 @@ def read_metric(url: str, name: str) -> float:
 class Tone:
     """Open audio of half a second."""
 
-    info = AudioInfo(0.5, 1, 44_100)
+    info = AudioInfo(0.5)
 
     def samples(self, rate: int) -> bytes:
         return array("f", (math.sin(i / 9) for i in range(rate // 2))).tobytes()

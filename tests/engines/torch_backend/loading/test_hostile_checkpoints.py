@@ -57,7 +57,7 @@ def look_at(directory: Path) -> None:
     """All that the loader does before it reads weights."""
     family, config = find_family(directory)
     multimodal = family.processor(directory, config)
-    create_processor(directory, multimodal, config.text.max_position_embeddings)
+    create_processor(directory, multimodal)
     detect(read_fields(directory))
     list_tensors(directory)
 

@@ -41,7 +41,7 @@ def test_the_card_says_what_is_served(tiny: Path, tmp_path: Path) -> None:
     changes = {"quantization": "int8", "served_name": "other", "max_model_len": 100}
     other = load(tiny, generation_config=str(tmp_path), **changes)
     assert (other.card.name, other.card.quantization) == ("other", "int8")
-    assert other.card.max_model_len == other.engine.processor.max_model_len == 100
+    assert other.card.max_model_len == other.engine.max_model_len == 100
     assert other.card.sampling == SamplingDefaults(0.5, top_k=3)
 
 

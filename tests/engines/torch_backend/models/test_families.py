@@ -109,7 +109,7 @@ def prompts() -> dict[str, list[int]]:
 def load_processor(directory: Path, family: ModelFamily = FAMILY) -> ChatProcessor:
     config = family.check(read_fields(directory))
     multimodal = family.processor(directory, config)
-    return create_processor(directory, multimodal, config.text.max_position_embeddings)
+    return create_processor(directory, multimodal)
 
 
 def load_only(
