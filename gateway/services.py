@@ -128,8 +128,7 @@ class Services:
             (self.gateway_id, lambda model: self.dispatcher.on_gap(model), self._is_awaited),
         )
         if len(redis.shards) > 1:
-            shards = Shards(redis)
-            shards.on_lost = lambda name: self.dispatcher.on_lost(name)
+            shards = Shards(redis, lambda name: self.dispatcher.on_lost(name))
             return (
                 ShardedGatewayQueue(shards),
                 ShardedMailbox(shards, redis, *of_mailbox),

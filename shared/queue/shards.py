@@ -57,10 +57,6 @@ _NOTE_AHEAD_S = 30.0
 Result = TypeVar("Result")
 
 
-class UnknownShard(QueueUnavailable):
-    """A call is on a shard that was removed."""
-
-
 class Shard:
     def __init__(self, name: str, settings: RedisSettings, on_lost: Callable[[str], None]) -> None:
         self.name = name
@@ -133,24 +129,22 @@ class Shard:
 class Shards:
     """All shards. `on_lost` is called repeatedly with the name of a lost shard, until it answers."""
 
-    def __init__(self, settings: RedisSettings) -> None:
-        self.all = [
-            Shard(name, each, lambda name: self.on_lost(name))
-            for name, each in settings.shards.items()
-        ]
+    def __init__(
+        self, settings: RedisSettings, on_lost: Callable[[str], None] = lambda name: None
+    ) -> None:
+        self.all = [Shard(name, each, on_lost) for name, each in settings.shards.items()]
         self._by_name = {shard.name: shard for shard in self.all}
-        self.on_lost: Callable[[str], None] = lambda name: None
 
     def __len__(self) -> int:
         return len(self.all)
 
     def find(self, call_id: str) -> Shard:
-        """The shard of a call. Raises: UnknownShard."""
+        """The shard of a call. Raises: QueueUnavailable if it was removed."""
         name = shard_of(call_id)
         if not name:
             return self.all[0]
         if name not in self._by_name:
-            raise UnknownShard(f"there is no shard {name!r}")
+            raise QueueUnavailable(f"there is no shard {name!r}")
         return self._by_name[name]
 
     def rank(self, name: str) -> list[Shard]:
@@ -167,7 +161,7 @@ class Shards:
         for call_id in call_ids:
             try:
                 shard = self.find(call_id)
-            except UnknownShard:
+            except QueueUnavailable:
                 continue
             found.setdefault(shard.name, (shard, []))[1].append(call_id)
         return list(found.values())
@@ -176,7 +170,7 @@ class Shards:
         await asyncio.gather(*(shard.close() for shard in self.all))
 
 
-class ShardedGatewayQueue:
+class ShardedGatewayQueue(GatewayQueue):
     """A `GatewayQueue` over shards."""
 
     def __init__(self, shards: Shards) -> None:
@@ -251,18 +245,12 @@ class ShardedGatewayQueue:
         self, model: str, request_ids: Sequence[str], *, is_lost: bool = False
     ) -> None:
         groups = self._shards.group(request_ids)
-        calls = [
-            shard.ask(shard.queue.cancel(model, ids, is_lost=is_lost)) for shard, ids in groups
-        ]
+        calls = (s.ask(s.queue.cancel(model, ids, is_lost=is_lost)) for s, ids in groups)
         await asyncio.gather(*calls)
 
     async def refund(self, reservation: Reservation) -> bool:
         shard = self._shards.find(reservation.request_ids[0])
         return await shard.ask(shard.queue.refund(self._share(reservation)))
-
-    async def state(self, model: str, request_id: str) -> RequestState | None:
-        [state] = await self.states(model, [request_id])
-        return state
 
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
         groups = self._shards.group(request_ids)
@@ -274,11 +262,7 @@ class ShardedGatewayQueue:
 
     async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
         """The open requests of the shards that are up."""
-        calls = [
-            shard.ask(shard.queue.open_requests(models, limit))
-            for shard in self._shards.all
-            if shard.is_up
-        ]
+        calls = [shard.ask(shard.queue.open_requests(models, limit)) for shard in self._shards.all]
         found = await asyncio.gather(*calls, return_exceptions=True)
         there = [each for of_shard in found if isinstance(of_shard, list) for each in of_shard]
         return sorted(there, key=lambda each: each.age_s)[:limit]
@@ -326,7 +310,7 @@ class ShardedGatewayQueue:
 
     async def stats(self, model: str) -> QueueStats:
         """The sum of the shards that are up."""
-        calls = [shard.ask(shard.queue.stats(model)) for shard in self._shards.all if shard.is_up]
+        calls = [shard.ask(shard.queue.stats(model)) for shard in self._shards.all]
         found = await asyncio.gather(*calls, return_exceptions=True)
         there = [stats for stats in found if isinstance(stats, QueueStats)]
         if not there:
@@ -398,14 +382,9 @@ class ShardedMailbox:
     async def open(self, models: Iterable[str]) -> None:
         models = list(models)
         self._models.update(models)
-        missing = [
-            (shard, box)
-            for shard, box in self._boxes
-            if shard.is_up and not box.models.issuperset(models)
-        ]
-        if missing:
-            calls = [shard.ask(box.open(models)) for shard, box in missing]
-            await asyncio.gather(*calls, return_exceptions=True)
+        missing = [each for each in self._boxes if not each[1].models.issuperset(models)]
+        calls = [shard.ask(box.open(models)) for shard, box in missing]
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def events(self) -> AsyncIterator[tuple[str, bytes]]:
         arrived: asyncio.Queue[tuple[str, bytes] | Exception] = asyncio.Queue(maxsize=1000)
