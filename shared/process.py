@@ -2,6 +2,7 @@
 collection, and move them into huge pages.
 """
 
+import asyncio
 import ctypes
 import gc
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,17 +73,23 @@ def _heaps() -> Iterator[tuple[int, int]]:
                 yield start, end - start
 
 
-def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """End this process with the signal `number` when the process `parent` ends. Call it in the child.
+def die_with_parent(parent: int) -> None:
+    """Kill this process when the process `parent` ends. Call it in the child.
 
     On Linux the kernel sends the signal; on other systems a thread checks the parent's id.
     """
     if _prctl is not None:
-        _prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        _prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:  # the parent has already ended
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGKILL)
     else:
-        threading.Thread(target=_watch, args=(parent, number), daemon=True).start()
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def on_stop_signal(act: Callable[[], None]) -> None:
+    """Call `act` in the running event loop at each SIGINT and SIGTERM, instead of ending."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, act)
 
 
 def request_parent_death_signal() -> None:
@@ -91,7 +98,7 @@ def request_parent_death_signal() -> None:
         _prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
-def _watch(parent: int, number: signal.Signals) -> None:
+def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGKILL)
