@@ -164,6 +164,10 @@ class Node:
         await self._stop(last)
         await asyncio.gather(*(self._stop(child) for child in others))
 
+    def kill(self) -> None:
+        for child in self.children:
+            child.signal(signal.SIGKILL)
+
     async def _stop(self, child: Child) -> None:
         if child.process is None:
             return
@@ -174,22 +178,3 @@ class Node:
             logger.warning("%s did not stop in time; killed", child.name)
             child.signal(signal.SIGKILL)
             await child.process.wait()
-
-
-async def stop_on_signals(
-    node: Node, on_first: Callable[[], None], on_second: Callable[[], None]
-) -> None:
-    """Stop the node on SIGINT and SIGTERM; a second signal kills it. Both call back."""
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        if node.stopping.is_set():
-            for child in node.children:
-                child.signal(signal.SIGKILL)
-            on_second()
-        else:
-            node.stopping.set()
-            on_first()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
