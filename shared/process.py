@@ -1,5 +1,5 @@
-"""Process setup: end a child when its parent dies, exclude objects that were created at startup from garbage
-collection, and move them into huge pages.
+"""Processes: backoff between their starts, the end of a child when its parent dies, and the memory of a process: objects
+that were created at startup are excluded from garbage collection and moved into huge pages.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -21,6 +22,7 @@ HUGE_PAGE = 2 << 20
 #: Maximum size of a mapping that is moved into huge pages; larger mappings are weights or caches.
 MAX_COLLAPSED = 64 << 20
 POLL_S = 0.5
+FIRST_PAUSE_S = 0.5
 #: Garbage collection threshold. A few requests create as many objects as Python's default of 700.
 COLLECT_EVERY = 10_000
 
@@ -84,6 +86,26 @@ def die_with_parent(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+@dataclass(slots=True)
+class Pauses:
+    """Backoff between the starts of a process, or before the probes of a server."""
+
+    longest_s: float = 30.0
+    stable_after_s: float = 60.0
+    started_at: float = field(default_factory=time.monotonic)
+    pause_s: float = FIRST_PAUSE_S
+
+    def next_s(self) -> float:
+        """The next pause: short after a long life, otherwise doubled."""
+        if time.monotonic() - self.started_at > self.stable_after_s:
+            self.pause_s = FIRST_PAUSE_S
+        pause_s, self.pause_s = self.pause_s, min(self.pause_s * 2, self.longest_s)
+        return pause_s
+
+    def started(self) -> None:
+        self.started_at = time.monotonic()
 
 
 def on_stop_signal(act: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from shared.process import Pauses
 from shared.protocol import ErrorCode
 from shared.queue.api import (
     Affinity,
@@ -50,8 +51,6 @@ LOST_AFTER_S = 4.0
 #: Limits of a tenant below this number per shard are not divided: all requests of the tenant go to one shard.
 SMALL = 16
 _PROBE_EVERY_S = 0.5
-_LONGEST_PAUSE_S = 8.0
-_STABLE_AFTER_S = 10.0
 _NOTE_AHEAD_S = 30.0
 
 Result = TypeVar("Result")
@@ -65,8 +64,7 @@ class Shard:
         self._on_lost = on_lost
         self._probing: asyncio.Task[None] | None = None
         self._down_since = 0.0
-        self._up_since = -_STABLE_AFTER_S
-        self._pause_s = _PROBE_EVERY_S
+        self._pauses = Pauses(longest_s=8.0, stable_after_s=10.0)
         self._is_closed = False
 
     @property
@@ -84,9 +82,6 @@ class Shard:
         """
         if self._probing is None and not self._is_closed:
             self._down_since = time.monotonic()
-            is_stable = self._down_since - self._up_since > _STABLE_AFTER_S
-            longer_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-            self._pause_s = _PROBE_EVERY_S if is_stable else longer_s
             self._probing = asyncio.create_task(self._probe(), name=f"probe shard {self.name}")
 
     async def ask(
@@ -106,7 +101,7 @@ class Shard:
             raise
 
     async def _probe(self) -> None:
-        await asyncio.sleep(self._pause_s)
+        await asyncio.sleep(self._pauses.next_s())
         while True:
             try:
                 await self.queue.open()
@@ -115,7 +110,8 @@ class Shard:
                 if self.is_lost:
                     self._on_lost(self.name)
                 await asyncio.sleep(_PROBE_EVERY_S)
-        self._up_since, self._probing = time.monotonic(), None
+        self._pauses.started()
+        self._probing = None
 
     async def close(self) -> None:
         self._is_closed = True

@@ -15,12 +15,12 @@ from contextlib import suppress
 from importlib import import_module  # noqa: TID251
 from typing import Any
 
-from shared.process import on_stop_signal
+from shared.process import Pauses, on_stop_signal
 from shared.settings import SettingsError
 from shared.settings.tree import Settings
 from worker.node.environment import WORKER_GROUPS, settings_environment
 from worker.node.serve import read_engine_settings
-from worker.node.supervisor import Pauses, describe_end
+from worker.node.supervisor import describe_end
 
 logger = logging.getLogger(__name__)
 

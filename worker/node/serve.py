@@ -24,7 +24,7 @@ from rich.panel import Panel
 from engines.base import EngineStartError
 from engines.registry import check_installed, check_settings, find_kind, kind_of
 from engines.settings import EngineSettings
-from shared.process import on_stop_signal
+from shared.process import Pauses, on_stop_signal
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
 from shared.settings import SettingsError
 from shared.settings.tree import EngineValues, Settings
@@ -38,7 +38,7 @@ from worker.node.environment import (
     child_environment,
 )
 from worker.node.resources import find_gpus, share_gpus
-from worker.node.supervisor import Child, Node, NodeError, Pauses, describe_end
+from worker.node.supervisor import Child, Node, NodeError, describe_end
 
 SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 TEXT_QUESTION = "Write a sentence about the sea."
@@ -144,15 +144,13 @@ def _key_by_port(settings: Settings, data_dir: Path | None) -> Iterator[None]:
     link = folder / "data-dir.key"
     link.unlink(missing_ok=True)  # of a killed process
     key = _data_dir(settings, data_dir).absolute() / "deploy.key"
-    is_needed = data_dir is not None and key.exists()
-    if is_needed:
+    if data_dir is not None and key.exists():
         folder.mkdir(parents=True, exist_ok=True)
         link.symlink_to(key)
     try:
         yield
     finally:
-        if is_needed:
-            link.unlink(missing_ok=True)
+        link.unlink(missing_ok=True)
 
 
 def _data_dir(settings: Settings, data_dir: Path | None) -> Path:

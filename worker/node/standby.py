@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from shared.process import Pauses
 from worker.node.environment import plain_environment
-from worker.node.supervisor import Pauses, start_process
+from worker.node.supervisor import start_process
 
 logger = logging.getLogger(__name__)
 

@@ -445,11 +445,7 @@ class FairThreads:
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
         """Run a tenant's work in a thread. Raises: what `work` raises."""
         await self._acquire(tenant)
-        try:
-            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        except BaseException:
-            self._release()
-            raise
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
         running.add_done_callback(self._ended)
         return await asyncio.shield(running)  # the thread continues after a cancellation
 
