@@ -120,8 +120,7 @@ class Services:
         redis = self.settings.redis
         of_mailbox = (self.gateway_id, lambda name: self.dispatcher.on_gap(name), self._is_awaited)
         if len(redis.shards) > 1:
-            shards = Shards(redis)
-            shards.on_lost = lambda name: self.dispatcher.on_lost(name)
+            shards = Shards(redis, lambda name: self.dispatcher.on_lost(name))
             return (
                 ShardedGatewayQueue(shards),
                 ShardedMailbox(shards, redis, *of_mailbox),

@@ -1,7 +1,8 @@
-"""Process setup: end a child when its parent dies, exclude objects that were created at startup from garbage
-collection, and move them into huge pages.
+"""Processes: backoff between their starts, the end of a child when its parent dies, and the memory of a process: objects
+that were created at startup are excluded from garbage collection and moved into huge pages.
 """
 
+import asyncio
 import ctypes
 import gc
 import os
@@ -9,8 +10,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -20,6 +22,7 @@ HUGE_PAGE = 2 << 20
 #: Maximum size of a mapping that is moved into huge pages; larger mappings are weights or caches.
 MAX_COLLAPSED = 64 << 20
 POLL_S = 0.5
+FIRST_PAUSE_S = 0.5
 #: Garbage collection threshold. A few requests create as many objects as Python's default of 700.
 COLLECT_EVERY = 10_000
 
@@ -72,17 +75,43 @@ def _heaps() -> Iterator[tuple[int, int]]:
                 yield start, end - start
 
 
-def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """End this process with the signal `number` when the process `parent` ends. Call it in the child.
+def die_with_parent(parent: int) -> None:
+    """Kill this process when the process `parent` ends. Call it in the child.
 
     On Linux the kernel sends the signal; on other systems a thread checks the parent's id.
     """
     if _prctl is not None:
-        _prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        _prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:  # the parent has already ended
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGKILL)
     else:
-        threading.Thread(target=_watch, args=(parent, number), daemon=True).start()
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+@dataclass(slots=True)
+class Pauses:
+    """Backoff between the starts of a process, or before the probes of a server."""
+
+    longest_s: float = 30.0
+    stable_after_s: float = 60.0
+    started_at: float = field(default_factory=time.monotonic)
+    pause_s: float = FIRST_PAUSE_S
+
+    def next_s(self) -> float:
+        """The next pause: short after a long life, otherwise doubled."""
+        if time.monotonic() - self.started_at > self.stable_after_s:
+            self.pause_s = FIRST_PAUSE_S
+        pause_s, self.pause_s = self.pause_s, min(self.pause_s * 2, self.longest_s)
+        return pause_s
+
+    def started(self) -> None:
+        self.started_at = time.monotonic()
+
+
+def on_stop_signal(act: Callable[[], None]) -> None:
+    """Call `act` in the running event loop at each SIGINT and SIGTERM, instead of ending."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, act)
 
 
 def request_parent_death_signal() -> None:
@@ -91,7 +120,7 @@ def request_parent_death_signal() -> None:
         _prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
-def _watch(parent: int, number: signal.Signals) -> None:
+def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGKILL)

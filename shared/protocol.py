@@ -447,12 +447,9 @@ _LOWEST_LOGPROB = -9999.0
 
 
 class TokenLogprob(Report, frozen=True, array_like=True):
-    """The natural log probability of a token. Encoded as an array, because an answer may have 21 per output token.
+    """The natural log probability of a token. Encoded as an array, because an answer may have 21 per output token."""
 
-    `spelled`: the token's text, or the token's bytes in hexadecimal if they are not valid UTF-8.
-    """
-
-    spelled: str
+    spelled: str  #: the token's text, or its bytes in hexadecimal if they are not valid UTF-8
     logprob: float
 
     @classmethod
@@ -760,12 +757,8 @@ class _AnyEvent(Report, frozen=True):
     attempt: int
 
 
-_version_decoder = msgspec.json.Decoder(_Versioned)
 _call_decoder = msgspec.json.Decoder(Call)
 _events_decoder = msgspec.json.Decoder(tuple[CallEvent, ...])
-_event_decoder = msgspec.json.Decoder(CallEvent)
-_any_events_decoder = msgspec.json.Decoder(tuple[msgspec.Raw, ...])
-_any_event_decoder = msgspec.json.Decoder(_AnyEvent)
 _any_card_decoder = msgspec.json.Decoder(_AnyCard)
 _card_decoder = msgspec.json.Decoder(ModelCard)
 _encoder = msgspec.json.Encoder()
@@ -783,7 +776,7 @@ def seal(call: Call) -> Envelope:
 def decode_call(data: bytes) -> Call:
     """Raises: UnsupportedVersion, msgspec.MsgspecError."""
     if not data.startswith(_CALL_HEAD):
-        version = _version_decoder.decode(data).version
+        version = msgspec.json.decode(data, type=_Versioned).version
         if version != PROTOCOL_VERSION:
             raise UnsupportedVersion(explain_versions(version, PROTOCOL_VERSION))
     return _call_decoder.decode(data)
@@ -804,16 +797,17 @@ def decode_events(data: bytes) -> tuple[CallEvent, ...]:
     try:
         return _events_decoder.decode(data)
     except msgspec.ValidationError:
-        events = [_decode_newer(raw) for raw in _any_events_decoder.decode(data)]
+        raws = msgspec.json.decode(data, type=tuple[msgspec.Raw, ...])
+        events = [_decode_newer(raw) for raw in raws]
         return tuple(event for event in events if event is not None)
 
 
 def _decode_newer(raw: msgspec.Raw) -> CallEvent | None:
     """Decode an event of a newer worker. Unknown events are None; unknown reasons and error codes are replaced."""
     try:
-        return _event_decoder.decode(raw)
+        return msgspec.json.decode(raw, type=CallEvent)
     except msgspec.ValidationError:
-        event = _any_event_decoder.decode(raw)
+        event = msgspec.json.decode(raw, type=_AnyEvent)
         fields = msgspec.json.decode(raw)
         if event.type == "failed" and _is_unknown(fields.get("code"), ErrorCode):
             return msgspec.convert({**fields, "code": ErrorCode.ENGINE_FAILURE}, Failed)

@@ -34,7 +34,7 @@ from tests.factories_settings import make_group
 from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineThread
 from worker.prepare.preparer import Preprocessor
-from worker.worker import RequestTracer, Worker
+from worker.worker import Worker
 
 
 class StoppableEngine(Engine):
@@ -154,7 +154,7 @@ class RunningWorker:
 @asynccontextmanager
 async def run_worker(
     ends: Ends, worker_id: str = "w", *, max_num_seqs: int = 8, mock: dict[str, Any] | None = None,
-    tracer: RequestTracer | None = None, load: Callable[[], LoadedEngine] | None = None, **settings: Any,
+    tracer: Any = None, load: Callable[[], LoadedEngine] | None = None, **settings: Any,
 ) -> AsyncIterator[RunningWorker]:  # fmt: skip
     """Run a worker until the block ends."""
     options: dict[str, Any] = {"heartbeat_s": 0.05, "lease_s": 10.0, "drain_s": 5.0, **settings}

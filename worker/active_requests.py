@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -293,10 +292,6 @@ class ActiveRequest(Struct, eq=False):
         num_new_tokens = self.num_tokens - self.num_published
         return self.claim.may_be_poison and num_new_tokens < CLEARED_AFTER_TOKENS
 
-    @property
-    def is_batch(self) -> bool:
-        return self.call.priority is Priority.BATCH
-
     def note_media(self, seconds: float) -> None:
         self.media_decode_s = seconds
 
@@ -340,7 +335,7 @@ class ActiveRequest(Struct, eq=False):
     def timings(self, engine: StageTimings) -> StageTimings:
         """The engine's stage times, plus wait and preparation."""
         parked_s = self.started_at - self.claimed_at
-        return msgspec.structs.replace(
+        return replace(
             engine,
             queue_s=self.claim.waited_s + parked_s + engine.queue_s,
             media_decode_s=self.media_decode_s,
@@ -361,7 +356,7 @@ class ActiveRequests:
     _outboxes: Outboxes
     _max_num_seqs: int
     _begin: Callable[[Claim], Awaitable[bool]]  #: marks a possible poison request as started
-    _trace: Trace | None = None
+    _trace: Trace
     _active_requests: dict[str, ActiveRequest] = field(default_factory=dict)  #: by request id
     _by_engine_id: dict[str, ActiveRequest] = field(default_factory=dict)
     #: Claimed requests that cannot start yet, because a possible poison request runs alone.
@@ -383,8 +378,8 @@ class ActiveRequests:
         stats = self._engine.stats
         if self.is_held_up() or stats.num_waiting > stats.num_waiting_batch:
             return 0
-        num_busy = sum([not active.is_batch for active in self._active_requests.values()])
-        return max(0, self._max_num_seqs - num_busy)
+        priorities = [active.call.priority for active in self._active_requests.values()]
+        return max(0, self._max_num_seqs - priorities.count(Priority.INTERACTIVE))
 
     def batch_room(self) -> int:
         """How many more requests the engine can start without preempting batch requests."""
@@ -495,7 +490,7 @@ class ActiveRequests:
         )
         timings = active.timings(StageTimings())
         outbox.post(active, Finished(*name, FinishReason.STOP, Usage(0), timings))
-        self._end_trace(active, "ok")
+        self._trace(active, None, "ok")
         self._by_engine_id.pop(active.engine_id, None)
 
     def on_events(self, events: list[EngineEvent]) -> None:
@@ -522,7 +517,7 @@ class ActiveRequests:
         for event in active.events(outputs):
             self._outboxes.of(active.claim).post(active, event)
         last = outputs[-1]
-        if self._trace is not None and last.timings is not None:
+        if last.timings is not None:
             outcome = "ok" if last.error is None else last.error_code.value
             self._trace(active, last.timings, outcome)
         if last.finish_reason is not None:  # the engine has removed it
@@ -550,19 +545,15 @@ class ActiveRequests:
     ) -> None:
         """End a request in an error; it is dropped when that is published."""
         self._outboxes.of(active.claim).post(active, active.failed(code, message, param))
-        self._end_trace(active, code.value)
+        self._trace(active, None, code.value)
         self._stop_work(active)
 
     def drop(self, active: ActiveRequest, why: str) -> None:
         """Stop a request that another worker owns, or that was cancelled."""
         log = logger.info if why == "cancelled" else logger.warning
         log("request %s is no longer ours: %s", active.request_id, why)
-        self._end_trace(active, why)
+        self._trace(active, None, why)
         self.forget(active)
-
-    def _end_trace(self, active: ActiveRequest, outcome: str) -> None:
-        if self._trace is not None:
-            self._trace(active, None, outcome)
 
     def forget(self, active: ActiveRequest) -> None:
         """Stop a request and drop its events."""

@@ -22,14 +22,6 @@ from shared.settings.tree import SettingsError, WorkerSettings
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """The adapter of a name. `source` is None for adapters of the settings."""
-
-    card: AdapterCard
-    source: AdapterSource | None = None
-
-
 @dataclass(eq=False)
 class WorkerAdapters:
     _engine: Engine
@@ -37,14 +29,14 @@ class WorkerAdapters:
     _registry: Registry
     _settings: WorkerSettings
     _limits: LimitSettings
-    _held: dict[str, _Held] = field(default_factory=dict)
+    _held: dict[str, AdapterCard] = field(default_factory=dict)  #: by name
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def card(self) -> ModelCard:
         if not self._held:
             return self._model_card
-        return replace(self._model_card, adapters=tuple(held.card for held in self._held.values()))
+        return replace(self._model_card, adapters=tuple(self._held.values()))
 
     async def load_own(self) -> None:
         """Load the adapters of the settings. Raises: SettingsError."""
@@ -56,28 +48,25 @@ class WorkerAdapters:
         for name, path in own.items():
             try:
                 directory = await asyncio.to_thread(_resolve, path)
-                self._held[name] = _Held(await self._load(name, directory))
+                self._held[name] = await self._load(name, directory)
             except (BadAdapter, EngineStartError) as error:
                 raise SettingsError(f"VLM_WORKER__LORA: {name}: {error}") from None
 
     async def sync(self, *, tries_again: bool = False) -> None:
-        """Load and unload adapters to match the list in Redis. Raises: RedisError.
-
-        Failed adapters are retried only with `tries_again`.
-        """
+        """Load and unload adapters to match Redis's list. `tries_again`: also load failed ones. Raises: RedisError."""
         async with self._lock:
             wanted = await self._registry.adapters(self._model_card.name)
             if not wanted and len(self._held) == len(self._settings.lora):
                 return
             await self._registry.keep_adapters(self._model_card.name)
             for name, held in list(self._held.items()):
-                if held.source is not None and name not in wanted:
+                if held.revision and name not in wanted:
                     del self._held[name]
-                    self._unload(name, held.card.digest)
+                    self._unload(name, held.digest)
             for name, source in wanted.items():
                 held = self._held.get(name)
-                is_as_wanted = held is not None and held.source in (None, source)
-                if not is_as_wanted or (tries_again and held is not None and held.card.error):
+                is_as_wanted = held is not None and held.revision in ("", source.revision)
+                if not is_as_wanted or (tries_again and held is not None and held.error):
                     await self._replace(name, source)
 
     async def hold(self, digest: str) -> None:
@@ -93,7 +82,7 @@ class WorkerAdapters:
             raise AdapterUnavailable(message, "model")
 
     def _holds(self, digest: str) -> bool:
-        return any(held.card.digest == digest for held in self._held.values())
+        return any(held.digest == digest for held in self._held.values())
 
     async def _replace(self, name: str, source: AdapterSource) -> None:
         """Load the new adapter of a name, or record the reason of the failure."""
@@ -112,9 +101,9 @@ class WorkerAdapters:
             error = "the adapter cannot be loaded; see the worker's log"
             card = AdapterCard(name, revision=source.revision, error=error)
         before = self._held.get(name)
-        self._held[name] = _Held(card, source)
+        self._held[name] = card
         if before is not None:
-            self._unload(name, before.card.digest)
+            self._unload(name, before.digest)
 
     async def _load(self, name: str, directory: Path, revision: str = "") -> AdapterCard:
         """Raises: BadAdapter."""

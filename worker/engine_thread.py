@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from msgspec import Struct
@@ -56,13 +55,10 @@ Command = EngineInput | str | None  #: add an input, abort a request by its id, 
 class EngineThread:
     """Creates the engine and runs it in one thread. Call its methods on the event loop."""
 
-    def __init__(
-        self,
-        create: Callable[[], LoadedEngine],
-        on_events: Callable[[list[EngineEvent]], None] = lambda events: None,
-    ) -> None:
+    def __init__(self, create: Callable[[], LoadedEngine]) -> None:
         self._create = create
-        self.on_events = on_events  #: called on the loop
+        #: Called on the loop.
+        self.on_events: Callable[[list[EngineEvent]], None] = lambda events: None
         self._loop = asyncio.get_running_loop()
         self._loaded: Future[LoadedEngine] = Future()
         self._broken: Future[None] = Future()
@@ -119,6 +115,11 @@ class EngineThread:
         for command in unsent:
             self._commands.put(command)
         self._wake()
+
+    def is_stuck(self, longest_s: float) -> bool:
+        """Whether the current step has taken longer than this."""
+        started_at = self.step_started_at
+        return started_at is not None and time.monotonic() - started_at > longest_s
 
     async def wait_until_broken(self) -> None:
         """Wait until a step raises. Raises: EngineBroken."""
@@ -189,17 +190,14 @@ class EngineThread:
             return
         if now - self._emitted_at > HOLD_S or not all(map(self._can_wait, events)):
             self._is_waking, self._emitted_at = True, now
-            self._call(self._deliver)
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._deliver)
 
     def _can_wait(self, event: EngineEvent) -> bool:
         """Whether an event may be delayed: one of a patient request, before its end."""
         if event.request_id not in self._patient or isinstance(event, Rejected):
             return False
         return isinstance(event, Added) or not (event.finish_reason or event.error)
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
 
     # On the loop
 
@@ -220,31 +218,19 @@ def _apply(engine: Engine, command: EngineInput | str) -> EngineEvent | None:
     return Added(command.request_id, at)
 
 
-@dataclass
-class Watchdog:
-    """A thread that ends the process when a step hangs, because only a new process recovers a hung device."""
+def start_watchdog(engine: EngineThread, longest_s: float) -> threading.Event:
+    """Start a thread that ends the process when a step hangs, because only a new process recovers a hung device.
 
-    _longest_s: float
-    _started_at: Callable[[], float | None]
+    Set the event to end the thread.
+    """
+    stopped = threading.Event()
 
-    def __post_init__(self) -> None:
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-
-    @property
-    def is_stuck(self) -> bool:
-        started_at = self._started_at()
-        return started_at is not None and time.monotonic() - started_at > self._longest_s
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(min(1.0, self._longest_s / 4)):
-            if self.is_stuck:
-                logger.critical("a step has taken longer than %.0f s; ending", self._longest_s)
+    def watch() -> None:
+        while not stopped.wait(min(1.0, longest_s / 4)):
+            if engine.is_stuck(longest_s):
+                logger.critical("a step has taken longer than %.0f s; ending", longest_s)
                 faulthandler.dump_traceback(file=sys.__stderr__ or 2)
                 os._exit(EXIT_WEDGED)
+
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
+    return stopped

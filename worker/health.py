@@ -6,6 +6,7 @@ requests.
 
 import asyncio
 import inspect
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,10 +42,7 @@ class HealthServer:
     port: int = 0  #: once started
 
     async def start(self, host: str, port: int, variable: str) -> None:
-        """Listen; port 0 selects a free port, and a host that is a path a unix socket.
-
-        Raises: SettingsError, which names the `variable` of the port.
-        """
+        """Listen. Port 0: a free port; a path as `host`: a unix socket. Raises: SettingsError that names `variable`."""
         serve, limit = self._serve, MAX_REQUEST_BYTES
         try:
             if host.startswith("/"):
@@ -117,11 +115,9 @@ class WorkerCollector(Collector):
 
     def _samples(self) -> dict[str, Samples]:
         stats = self._engine.stats
-        first, *others = self._queues
-        num_claims = {
-            kind: count + sum(queue.num_claims[kind] for queue in others)
-            for kind, count in first.num_claims.items()
-        }
+        num_claims: Counter[str] = Counter()
+        for queue in self._queues:
+            num_claims.update(queue.num_claims)
         plain: dict[str, float] = {
             "vlm_num_requests_running": stats.num_running,
             "vlm_num_requests_waiting": stats.num_waiting,

@@ -8,11 +8,11 @@ import asyncio
 import dataclasses
 import logging
 import os
-import signal
 import socket
 import sys
 from contextlib import AsyncExitStack
 from secrets import token_hex
+from typing import TYPE_CHECKING
 
 import uvloop
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ from engines.registry import create_engine, kind_of, prepare_process
 from shared.blobs.api import BlobStore
 from shared.blobs.object_store import UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore, ShardedBlobs
-from shared.process import end_startup
+from shared.process import end_startup, on_stop_signal
 from shared.queue.registry import Registry
 from shared.queue.shards import Shards, check_shards
 from shared.queue.worker import RedisWorkerQueue
@@ -34,12 +34,15 @@ from shared.redis.client import create_redis, wait_for_redis
 from shared.settings.tree import RedisSettings, Settings, SettingsError
 from shared.telemetry import create_tracer
 from worker.adapters import WorkerAdapters
-from worker.engine_thread import EngineBroken, EngineThread, Watchdog
+from worker.engine_thread import EngineBroken, EngineThread, start_watchdog
 from worker.health import HealthServer, WorkerCollector
 from worker.prepare.decoder_pool import DecoderPool
 from worker.prepare.preparer import Preprocessor
 from worker.prepare.video_pool import VideoPool
-from worker.worker import RequestTracer, Worker
+from worker.worker import Worker
+
+if TYPE_CHECKING:
+    from shared.telemetry.spans import Tracer
 
 EXIT_BROKEN = 71
 
@@ -90,12 +93,10 @@ class WorkerProcess:
         self._worker: Worker | None = None
         self._registry: CollectorRegistry | None = None
         self._engine: EngineThread | None = None
-        self._watchdog: Watchdog | None = None
 
     async def run(self) -> None:
         """Load the engine, serve, stop on a signal. Raises: EngineBroken, EngineStartError, SettingsError."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        on_stop_signal(self._on_signal)
         async with AsyncExitStack() as stack:
             port = await self._start_health(stack)
             reached = asyncio.create_task(wait_for_redis(self._settings.redis))
@@ -126,7 +127,7 @@ class WorkerProcess:
         return server.port
 
     def _is_alive(self) -> bool:
-        return self._watchdog is None or not self._watchdog.is_stuck
+        return self._engine is None or not self._engine.is_stuck(self._settings.worker.watchdog_s)
 
     def _is_ready(self) -> bool:
         return self._worker is not None and self._worker.is_ready
@@ -136,10 +137,7 @@ class WorkerProcess:
         engine = EngineThread(lambda: create_engine(values, progress))
         self._engine = engine
         stack.push_async_callback(engine.close)
-        watchdog = Watchdog(self._settings.worker.watchdog_s, lambda: engine.step_started_at)
-        self._watchdog = watchdog
-        watchdog.start()
-        stack.callback(watchdog.stop)
+        stack.callback(start_watchdog(engine, self._settings.worker.watchdog_s).set)
         return await engine.start()
 
     def _start_decoders(self, stack: AsyncExitStack, engine: Engine) -> Decode:
@@ -241,9 +239,8 @@ class WorkerProcess:
         stack.push_async_callback(shards.close)
         return ShardedBlobs(shards, settings.key_prefix)
 
-    def _create_tracer(self, stack: AsyncExitStack, worker_id: str) -> RequestTracer | None:
+    def _create_tracer(self, stack: AsyncExitStack, worker_id: str) -> "Tracer | None":
         tracer = create_tracer(self._settings.traces, "worker", worker_id)
-        if tracer is None:
-            return None
-        stack.push_async_callback(asyncio.to_thread, tracer.close)
-        return RequestTracer(tracer)
+        if tracer is not None:
+            stack.push_async_callback(asyncio.to_thread, tracer.close)
+        return tracer

@@ -1,7 +1,4 @@
-"""The worker: claims requests, publishes the events of its engine, renews leases.
-
-Each loop is a named coroutine that `run` starts.
-"""
+"""The worker: claims requests, publishes the events of its engine, renews leases."""
 
 import asyncio
 import logging
@@ -10,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from redis.exceptions import RedisError
@@ -44,42 +42,35 @@ FIRST_PAUSE_S = 0.05  #: before the first retry after a Redis failure
 LONGEST_PAUSE_S = 1.0
 
 
-class RequestTracer:
-    """Creates the spans of an attempt when it ends: queue, preprocess, vision, prefill and decode, without any text.
-
-    Their parent is the gateway's span, which the call names.
-    """
-
-    def __init__(self, tracer: "Tracer") -> None:
-        self._tracer = tracer
-
-    def trace(self, active: ActiveRequest, engine: StageTimings | None, outcome: str) -> None:
-        """A span from the time the request was queued until now. `outcome`: ok, cancelled or a code."""
-        request, waited_s = active.call, active.claim.waited_s
-        if active.is_traced or request.trace_parent is None:  # already exported, or not sampled
-            return
-        active.is_traced = True
-        now = time.monotonic()
-        duration_s = waited_s + now - active.claimed_at
-        span = self._tracer.begin(
-            f"{type(request.task).__struct_config__.tag} {request.model}",
-            "consumer",
-            request.trace_parent,
-            epoch_ns(duration_s),
-        )
-        if not span.is_recorded:
-            return
-        span.add(
-            {
-                "gen_ai.request.model": request.model,
-                "vlm.request.id": request.id,
-                "vlm.attempt": active.claim.attempt,
-                "vlm.image.count": len(request.task.images),
-                "vlm.outcome": outcome,
-            }
-        )
-        error = None if outcome in NOT_FAILURES else outcome
-        span.end(duration_s, lay_out(_durations(active, engine, now)), error)
+def trace(
+    tracer: "Tracer | None", active: ActiveRequest, engine: StageTimings | None, outcome: str
+) -> None:
+    """Create the spans of an attempt that ends, below the gateway's span: from the time it was queued until now."""
+    request, waited_s = active.call, active.claim.waited_s
+    if tracer is None or active.is_traced or request.trace_parent is None:
+        return  # disabled, already exported, or not sampled
+    active.is_traced = True
+    now = time.monotonic()
+    duration_s = waited_s + now - active.claimed_at
+    span = tracer.begin(
+        f"{type(request.task).__struct_config__.tag} {request.model}",
+        "consumer",
+        request.trace_parent,
+        epoch_ns(duration_s),
+    )
+    if not span.is_recorded:
+        return
+    span.add(
+        {
+            "gen_ai.request.model": request.model,
+            "vlm.request.id": request.id,
+            "vlm.attempt": active.claim.attempt,
+            "vlm.image.count": len(request.task.images),
+            "vlm.outcome": outcome,
+        }
+    )
+    error = None if outcome in NOT_FAILURES else outcome
+    span.end(duration_s, lay_out(_durations(active, engine, now)), error)
 
 
 def _durations(
@@ -113,7 +104,7 @@ class Worker:
     queues: Mapping[str, WorkerQueue]  #: by shard
     _registry: Registry
     _preprocessor: Preprocessor
-    _tracer: RequestTracer | None
+    _tracer: "Tracer | None"
     _adapters: WorkerAdapters
 
     def __post_init__(self) -> None:
@@ -126,7 +117,7 @@ class Worker:
             self._outboxes,
             self._max_num_seqs,
             self._begin,
-            self._tracer and self._tracer.trace,
+            partial(trace, self._tracer),
         )
         self._engine.on_events = self.active_requests.on_events
         self._stopping = asyncio.Event()
@@ -145,6 +136,7 @@ class Worker:
             for name in self.queues
         ]
         self._last_contact_at = 0.0
+        self._record_ttl_s = max(MIN_RECORD_TTL_S, 3 * self._settings.heartbeat_s)
 
     # Life
 
@@ -267,10 +259,6 @@ class Worker:
         await self._registry.announce(record, self._record_ttl_s)
         self._last_contact_at = time.monotonic()
 
-    @property
-    def _record_ttl_s(self) -> float:
-        return max(MIN_RECORD_TTL_S, 3 * self._settings.heartbeat_s)
-
 
 def _cancel(tasks: Iterable[asyncio.Task]) -> None:
     for task in tasks:
@@ -340,8 +328,7 @@ class QueueLoops:
 
     def _limit(self, room: int) -> int:
         """Limit a claim to a few requests, and to none during a long step: other workers may be faster."""
-        started_at = self._engine.step_started_at
-        if started_at is not None and time.monotonic() - started_at > self._settings.lease_s / 2:
+        if self._engine.is_stuck(self._settings.lease_s / 2):
             return 0
         return min(-(-room // (1 + len(self._others))), MAX_CLAIMS_PER_READ)
 
@@ -394,7 +381,7 @@ class QueueLoops:
     async def _renew_once(self) -> None:
         """Renew the leases unless the current step hangs; the reply names cancelled requests."""
         active_requests = self.active()
-        if not active_requests or self._is_wedged:
+        if not active_requests or self._engine.is_stuck(self._settings.watchdog_s):
             self._renewed_at = time.monotonic()
             return
         try:
@@ -418,12 +405,6 @@ class QueueLoops:
         for claim in deserted:
             if (active := self._active_requests.find(claim)) is not None:
                 self._active_requests.drop(active, "cancelled")
-
-    @property
-    def _is_wedged(self) -> bool:
-        """Whether the current step takes so long that other workers should take over."""
-        started_at = self._engine.step_started_at
-        return started_at is not None and time.monotonic() - started_at > self._settings.watchdog_s
 
 
 async def repeat(body: Callable[[], Awaitable[None]], name: str, every_s: float = 0.0) -> None:

@@ -446,7 +446,7 @@ class Lifecycle:
             raise self.key_limits.to_error(refused, card.queue, context.tenant) from None
         if reservation is not None and call.full_in_s is not None:
             context.rates = to_rates(reservation.limits, call.full_in_s)
-        if reservation is not None and reservation.is_refundable:
+        if reservation is not None and reservation.limits.max_tenant_tokens_per_minute:
             call.when_closed(lambda _: self.refunds.open.add(reservation))
         return call
 

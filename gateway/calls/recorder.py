@@ -172,7 +172,7 @@ class Recorder:
             self.outcome = error.code or self.outcome
         if error is not None and error.model is not None:
             self.model = error.model
-        self.metrics.record_outcome(self.model, self.outcome)
+        self.metrics.count("requests", self.model, self.outcome)
 
     def stop(self, status: int | None) -> None:
         """Stop the clock and close the span. `status` is the response status, if one was sent."""

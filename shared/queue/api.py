@@ -4,6 +4,7 @@ The queue does not decode calls and events. All methods are idempotent and may b
 number of a claim fences all earlier attempts. All methods raise QueueUnavailable.
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -24,11 +25,7 @@ def shard_of(call_id: str) -> str:
     return call_id.partition("@")[2]
 
 
-class QueueError(Exception):
-    """Base class of the queue's errors."""
-
-
-class QueueRefused(QueueError):
+class QueueRefused(Exception):
     """A call exceeds a limit. `reason`: one of `REASONS`. `wait_s`: time until a retry may succeed; 0 if unknown."""
 
     def __init__(self, reason: str, wait_s: float) -> None:
@@ -49,15 +46,15 @@ REASONS = (
 )
 
 
-class DuplicateRequest(QueueError):
+class DuplicateRequest(Exception):
     """A call with this id exists already."""
 
 
-class UnknownBudget(QueueError):
+class UnknownBudget(Exception):
     """Redis has no budget of the tenant. Call `set_spent`, then submit again."""
 
 
-class QueueUnavailable(QueueError):
+class QueueUnavailable(Exception):
     """The queue cannot be reached or is out of memory; the command may or may not have run."""
 
 
@@ -113,14 +110,11 @@ class Claim(Struct, frozen=True, eq=False):
 
 
 class Publication(Struct, frozen=True, eq=False):
-    """Events of one call. After a lost reply, the same publication is sent again unchanged.
-
-    `number`: ordinal within the claim, from 1. `num_tokens`: output tokens before these events.
-    """
+    """Events of one call. After a lost reply, the same publication is sent again unchanged."""
 
     claim: Claim
-    number: int
-    num_tokens: int
+    number: int  #: ordinal within the claim, from 1
+    num_tokens: int  #: output tokens before these events
     num_new_tokens: int  #: output tokens that these events add
     events: bytes  #: JSON objects, separated by commas
     ending: Ending | None = None  #: set if the last event ends the call
@@ -151,11 +145,6 @@ class Reservation(Struct, frozen=True):
     num_answer_tokens: int  #: of the answer alone; the unused part is refunded
     num_open_tokens: int  #: reserved while the call is open; may exceed `num_tokens` if the call needs more memory
     limits: Limits
-
-    @property
-    def is_refundable(self) -> bool:
-        """Whether tokens per minute were charged."""
-        return self.limits.max_tenant_tokens_per_minute > 0
 
 
 class Budget(Struct, frozen=True):
@@ -223,11 +212,11 @@ class GatewayQueue(Protocol):
         self, request_id: str, tenant: str, limits: Limits | None, affinity: Affinity | None
     ) -> str:
         """The suffix of a new request's call ids, which names the shard; empty with a single Redis server."""
-        ...
+        return ""
 
     def is_lost(self, request_id: str) -> bool:
         """Whether the shard of a call has been down for so long that the call must be submitted to another shard."""
-        ...
+        return False
 
     async def submit(self, calls: Submission) -> Submitted:
         """Queue the calls of one request, all or none. Raises: QueueRefused, DuplicateRequest."""
@@ -244,15 +233,13 @@ class GatewayQueue(Protocol):
         ...
 
     async def refund(self, reservation: Reservation) -> bool:
-        """Refund unused tokens of ended calls, or charge tokens beyond the reservation, once per call.
-
-        Returns False if a call has not ended yet; try again later.
-        """
+        """Settle ended calls once: refund unused tokens, or charge those beyond the reservation. False: a call is open."""
         ...
 
     async def state(self, model: str, request_id: str) -> RequestState | None:
         """The state of a call; None if it is unknown."""
-        ...
+        [state] = await self.states(model, [request_id])
+        return state
 
     async def usage(self, day: int, *, skips_down: bool) -> list[dict[str, int]]:
         """Usage of ended calls on a day (days since 1970, UTC), per server. `skips_down`: skip servers that are down.
@@ -326,10 +313,7 @@ class GatewayQueue(Protocol):
 class Mailbox(Protocol):
     """The stream of events for one gateway."""
 
-    @property
-    def gateway_id(self) -> str:
-        """The `reply_to` of this gateway's calls."""
-        ...
+    gateway_id: str  #: the `reply_to` of this gateway's calls
 
     async def open(self, models: Iterable[str]) -> None:
         """Start to receive events of `models`."""
@@ -347,14 +331,11 @@ class Mailbox(Protocol):
 class WorkerQueue(Protocol):
     """A worker's side of the queue of one model."""
 
+    num_claims: Counter[str]  #: total number by kind: new, reclaimed, reconciled
+
     @property
     def num_backlog(self) -> int:
         """Number of batch calls in the backlog, as last read."""
-        ...
-
-    @property
-    def num_claims(self) -> Mapping[str, int]:
-        """Total number of claims by kind: new, reclaimed, reconciled."""
         ...
 
     @property
@@ -392,10 +373,7 @@ class WorkerQueue(Protocol):
         ...
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
-        """Publish events. Returns the reasons by call id for refused calls, which this worker no longer owns.
-
-        Reasons: gone, cancelled, ended, fenced, gap.
-        """
+        """Publish events. Returns why calls are no longer this worker's, by id: gone, cancelled, ended, fenced or gap."""
         ...
 
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
@@ -405,10 +383,7 @@ class WorkerQueue(Protocol):
     async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]: ...
 
     async def release(self, claims: Iterable[Claim], *, is_crash: bool = False) -> int:
-        """Return calls to the queue. Returns the number of returned calls.
-
-        `is_crash`: add 1 to the crash counts of the requests.
-        """
+        """Return calls to the queue; the result is their number. `is_crash`: add 1 to the requests' crash counts."""
         ...
 
     async def leave(self, keep: Iterable[Claim] = ()) -> None:

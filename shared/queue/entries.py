@@ -7,8 +7,8 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from shared.queue.keys import GROUP, QUEUE_TTL_S, WAKEUPS_TTL_S, RedisKeys, to_ms
-from shared.queue.scripts import REAP, TAKE, named
-from shared.redis.client import Command, Part, RedisLink, RedisSender, with_ttl
+from shared.queue.scripts import REAP, TAKE
+from shared.redis.client import Command, Part, RedisLink, RedisSender, named, with_ttl
 
 Entry = tuple[bytes, list[bytes]]
 
@@ -78,10 +78,6 @@ class QueueEntries:
             await self._handle_missing_queue(error)
             return []
         return entries
-
-    async def age(self, age_s: float) -> None:
-        """Move the oldest batch call into the queue, if it has waited that long. Raises: RedisError."""
-        await self.take(0, age_s)
 
     async def count_backlog(self) -> None:
         self.num_backlog = await self._sender.execute_soon("XLEN", self._batch_keys[1])

@@ -16,11 +16,10 @@ from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import Envelope, ErrorCode, Priority, Tokens, encode_events
 from shared.queue.api import (
-    Affinity,
     Budget,
     Charge,
     DuplicateRequest,
-    Limits,
+    GatewayQueue,
     OpenRequest,
     QueueRefused,
     QueueStats,
@@ -56,12 +55,12 @@ from shared.queue.scripts import (
     SHARE,
     STATES,
     SUBMIT,
-    named,
 )
 from shared.redis.client import (
     BLOCK_S,
     RedisLink,
     RedisSender,
+    named,
     redis_errors_as,
     retry_idempotent,
     with_ttl,
@@ -79,16 +78,8 @@ _MARKS = {"request": "", "prompt": "*", "output": "+"}
 
 
 @redis_errors_as(QueueUnavailable)
-class RedisGatewayQueue(RedisStore):
-    """The queues of all models: a `GatewayQueue`."""
-
-    def place(
-        self, request_id: str, tenant: str, limits: Limits | None, affinity: Affinity | None
-    ) -> str:
-        return ""
-
-    def is_lost(self, request_id: str) -> bool:
-        return False
+class RedisGatewayQueue(RedisStore, GatewayQueue):
+    """The queues of all models."""
 
     async def submit(self, calls: Submission) -> Submitted:
         choices, affinity = calls.choices, calls.affinity
@@ -130,7 +121,12 @@ class RedisGatewayQueue(RedisStore):
             keys += _quota_keys(self._keys, reservation)
             quota = _quota_arguments(reservation)
         if calls.affinity is not None:
-            optional["affinity"] = self._affinity(first.model, calls.affinity)
+            optional["affinity"] = {
+                "key": self._keys.preferred_worker(first.model, calls.affinity.name),
+                "wakeups": self._keys.wakeups(first.model, ""),
+                "num_workers": calls.affinity.num_workers,
+                "num_seats": calls.affinity.num_seats,
+            }
         if calls.charge is not None:
             optional |= _charge_arguments(self._keys, choices, calls.charge)
         if calls.earlier:
@@ -152,14 +148,6 @@ class RedisGatewayQueue(RedisStore):
             **optional,
         )
         return keys, arguments
-
-    def _affinity(self, model: str, affinity: Affinity) -> dict[str, str | int]:
-        return {
-            "key": self._keys.preferred_worker(model, affinity.name),
-            "wakeups": self._keys.wakeups(model, ""),
-            "num_workers": affinity.num_workers,
-            "num_seats": affinity.num_seats,
-        }
 
     async def cancel(
         self, model: str, request_ids: Sequence[str], *, is_lost: bool = False
@@ -186,10 +174,8 @@ class RedisGatewayQueue(RedisStore):
     async def refund(self, reservation: Reservation) -> bool:
         keys = [self._keys.rates(reservation.model, reservation.tenant)]
         keys += [self._keys.request(reservation.model, name) for name in reservation.request_ids]
-        limit, num_tokens = (
-            reservation.limits.max_tenant_tokens_per_minute,
-            reservation.num_answer_tokens,
-        )
+        limit = reservation.limits.max_tenant_tokens_per_minute
+        num_tokens = reservation.num_answer_tokens
         return await self._run(REFUND, keys, tokens_per_minute=limit, num_tokens=num_tokens) == 1
 
     async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
@@ -219,10 +205,6 @@ class RedisGatewayQueue(RedisStore):
             left_ttl_ms=to_ms(LEFT_TTL_S),
         )
         return frozenset(name.decode() for name in names)
-
-    async def state(self, model: str, request_id: str) -> RequestState | None:
-        [found] = await self.states(model, [request_id])
-        return found
 
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
         found: list[RequestState | None] = []
@@ -446,10 +428,7 @@ class RedisMailbox:
         return await self._sender.execute(*command)
 
     async def events(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield the model and the encoded events of each entry, without end.
-
-        Continues after an outage, and reports a gap: Redis may have lost its last writes.
-        """
+        """See `Mailbox.events`. After an outage it reports a gap: Redis may have lost its last writes."""
         pause_s, was_lost = 0.0, False
         while True:
             await self._opened.wait()

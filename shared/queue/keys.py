@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
-from shared.redis.client import Command, RedisSender, Script, named, retry_idempotent
+from shared.redis.client import RedisSender, Script, named, retry_idempotent
 from shared.redis.confirm import Confirmer
 
 Member = TypeVar("Member")
@@ -211,6 +211,7 @@ class RedisStore:
         self._keys = RedisKeys(prefix)
         self._sender = RedisSender(redis)
         self._confirmer = Confirmer(redis, self._keys.confirmation)
+        self._confirm = self._confirmer.confirm
         #: Values that the last read could not decode, by key.
         self._unreadable: set[str] = set()
 
@@ -220,10 +221,6 @@ class RedisStore:
     async def _run(self, script: Script, keys: Sequence[str], *raw: bytes, **arguments: Any) -> Any:
         packed = named(*raw, **arguments)
         return await retry_idempotent(lambda: self._sender.run(script, keys, packed))
-
-    async def _confirm(self, *proofs: Command) -> None:
-        """Wait until a replica has the writes that `proofs` read, if there is a replica. Raises: RedisError."""
-        await self._confirmer.confirm(*proofs)
 
     async def _members(
         self, index: str, key_of: Callable[[str], str], decode: Callable[[bytes], Member]

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from shared.process import Pauses
 from shared.protocol import ErrorCode
 from shared.queue.api import (
     Affinity,
@@ -50,15 +51,9 @@ LOST_AFTER_S = 4.0
 #: Limits of a tenant below this number per shard are not divided: all requests of the tenant go to one shard.
 SMALL = 16
 _PROBE_EVERY_S = 0.5
-_LONGEST_PAUSE_S = 8.0
-_STABLE_AFTER_S = 10.0
 _NOTE_AHEAD_S = 30.0
 
 Result = TypeVar("Result")
-
-
-class UnknownShard(QueueUnavailable):
-    """A call is on a shard that was removed."""
 
 
 class Shard:
@@ -69,8 +64,7 @@ class Shard:
         self._on_lost = on_lost
         self._probing: asyncio.Task[None] | None = None
         self._down_since = 0.0
-        self._up_since = -_STABLE_AFTER_S
-        self._pause_s = _PROBE_EVERY_S
+        self._pauses = Pauses(longest_s=8.0, stable_after_s=10.0)
         self._is_closed = False
 
     @property
@@ -88,9 +82,6 @@ class Shard:
         """
         if self._probing is None and not self._is_closed:
             self._down_since = time.monotonic()
-            is_stable = self._down_since - self._up_since > _STABLE_AFTER_S
-            longer_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-            self._pause_s = _PROBE_EVERY_S if is_stable else longer_s
             self._probing = asyncio.create_task(self._probe(), name=f"probe shard {self.name}")
 
     async def ask(
@@ -110,7 +101,7 @@ class Shard:
             raise
 
     async def _probe(self) -> None:
-        await asyncio.sleep(self._pause_s)
+        await asyncio.sleep(self._pauses.next_s())
         while True:
             try:
                 await self.queue.open()
@@ -119,7 +110,8 @@ class Shard:
                 if self.is_lost:
                     self._on_lost(self.name)
                 await asyncio.sleep(_PROBE_EVERY_S)
-        self._up_since, self._probing = time.monotonic(), None
+        self._pauses.started()
+        self._probing = None
 
     async def close(self) -> None:
         self._is_closed = True
@@ -133,24 +125,22 @@ class Shard:
 class Shards:
     """All shards. `on_lost` is called repeatedly with the name of a lost shard, until it answers."""
 
-    def __init__(self, settings: RedisSettings) -> None:
-        self.all = [
-            Shard(name, each, lambda name: self.on_lost(name))
-            for name, each in settings.shards.items()
-        ]
+    def __init__(
+        self, settings: RedisSettings, on_lost: Callable[[str], None] = lambda name: None
+    ) -> None:
+        self.all = [Shard(name, each, on_lost) for name, each in settings.shards.items()]
         self._by_name = {shard.name: shard for shard in self.all}
-        self.on_lost: Callable[[str], None] = lambda name: None
 
     def __len__(self) -> int:
         return len(self.all)
 
     def find(self, call_id: str) -> Shard:
-        """The shard of a call. Raises: UnknownShard."""
+        """The shard of a call. Raises: QueueUnavailable if it was removed."""
         name = shard_of(call_id)
         if not name:
             return self.all[0]
         if name not in self._by_name:
-            raise UnknownShard(f"there is no shard {name!r}")
+            raise QueueUnavailable(f"there is no shard {name!r}")
         return self._by_name[name]
 
     def rank(self, name: str) -> list[Shard]:
@@ -167,7 +157,7 @@ class Shards:
         for call_id in call_ids:
             try:
                 shard = self.find(call_id)
-            except UnknownShard:
+            except QueueUnavailable:
                 continue
             found.setdefault(shard.name, (shard, []))[1].append(call_id)
         return list(found.values())
@@ -176,7 +166,7 @@ class Shards:
         await asyncio.gather(*(shard.close() for shard in self.all))
 
 
-class ShardedGatewayQueue:
+class ShardedGatewayQueue(GatewayQueue):
     """A `GatewayQueue` over shards."""
 
     def __init__(self, shards: Shards) -> None:
@@ -251,18 +241,12 @@ class ShardedGatewayQueue:
         self, model: str, request_ids: Sequence[str], *, is_lost: bool = False
     ) -> None:
         groups = self._shards.group(request_ids)
-        calls = [
-            shard.ask(shard.queue.cancel(model, ids, is_lost=is_lost)) for shard, ids in groups
-        ]
+        calls = (s.ask(s.queue.cancel(model, ids, is_lost=is_lost)) for s, ids in groups)
         await asyncio.gather(*calls)
 
     async def refund(self, reservation: Reservation) -> bool:
         shard = self._shards.find(reservation.request_ids[0])
         return await shard.ask(shard.queue.refund(self._share(reservation)))
-
-    async def state(self, model: str, request_id: str) -> RequestState | None:
-        [state] = await self.states(model, [request_id])
-        return state
 
     async def states(self, model: str, request_ids: Sequence[str]) -> list[RequestState | None]:
         groups = self._shards.group(request_ids)
@@ -274,11 +258,7 @@ class ShardedGatewayQueue:
 
     async def open_requests(self, models: Collection[str], limit: int) -> list[OpenRequest]:
         """The open requests of the shards that are up."""
-        calls = [
-            shard.ask(shard.queue.open_requests(models, limit))
-            for shard in self._shards.all
-            if shard.is_up
-        ]
+        calls = [shard.ask(shard.queue.open_requests(models, limit)) for shard in self._shards.all]
         found = await asyncio.gather(*calls, return_exceptions=True)
         there = [each for of_shard in found if isinstance(of_shard, list) for each in of_shard]
         return sorted(there, key=lambda each: each.age_s)[:limit]
@@ -326,7 +306,7 @@ class ShardedGatewayQueue:
 
     async def stats(self, model: str) -> QueueStats:
         """The sum of the shards that are up."""
-        calls = [shard.ask(shard.queue.stats(model)) for shard in self._shards.all if shard.is_up]
+        calls = [shard.ask(shard.queue.stats(model)) for shard in self._shards.all]
         found = await asyncio.gather(*calls, return_exceptions=True)
         there = [stats for stats in found if isinstance(stats, QueueStats)]
         if not there:
@@ -398,14 +378,9 @@ class ShardedMailbox:
     async def open(self, models: Iterable[str]) -> None:
         models = list(models)
         self._models.update(models)
-        missing = [
-            (shard, box)
-            for shard, box in self._boxes
-            if shard.is_up and not box.models.issuperset(models)
-        ]
-        if missing:
-            calls = [shard.ask(box.open(models)) for shard, box in missing]
-            await asyncio.gather(*calls, return_exceptions=True)
+        missing = [each for each in self._boxes if not each[1].models.issuperset(models)]
+        calls = [shard.ask(box.open(models)) for shard, box in missing]
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def events(self) -> AsyncIterator[tuple[str, bytes]]:
         arrived: asyncio.Queue[tuple[str, bytes] | Exception] = asyncio.Queue(maxsize=1000)

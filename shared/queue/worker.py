@@ -1,7 +1,4 @@
-"""The worker's side of the queue: claim requests, renew their leases, publish their events, release them.
-
-A claim is one attempt at a request. Its number fences all earlier attempts: their publications are refused.
-"""
+"""The worker's side of the queue: claim requests, renew their leases, publish their events, release them."""
 
 import asyncio
 import logging
@@ -11,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from random import randrange
 from secrets import token_hex
-from types import MappingProxyType
 from typing import Any
 
 from redis.asyncio import Redis
@@ -36,11 +32,17 @@ from shared.queue.keys import (
     keys_of_calls,
     to_ms,
 )
-from shared.queue.scripts import BEGIN, CANCEL, CLAIM, PUBLISH, RELEASE, RENEW, named
-from shared.redis.client import Command, RedisLink, RedisSender, redis_errors_as, retry_idempotent
+from shared.queue.scripts import BEGIN, CANCEL, CLAIM, PUBLISH, RELEASE, RENEW
+from shared.redis.client import (
+    Command,
+    RedisLink,
+    RedisSender,
+    named,
+    redis_errors_as,
+    retry_idempotent,
+)
 
 Replies = Mapping[bytes, list[Any]]  #: replies of the claim script, by entry
-NO_REPLIES: Replies = MappingProxyType({})
 
 #: Idle time after which an entry that Redis assigns to this worker, but that the worker does not hold, counts as lost in
 #: a reply. Above the age of any renewed lease, so that entries of a worker with the same name are not taken.
@@ -110,7 +112,7 @@ class RedisWorkerQueue(RedisStore):
         self._renew_at = 0.0  # next renewal of leases
         self._doubtful: set[bytes] = set()  # entries that this worker may have lost
         self._num_renewals = randrange(CHECK_EVERY)  # not all workers check at once
-        self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
+        self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})
 
     @property
     def num_fenced(self) -> int:
@@ -126,7 +128,7 @@ class RedisWorkerQueue(RedisStore):
         """See `WorkerQueue.read`. An old batch call joins the queue after `OVERTAKES_PER_AGED` claims."""
         if self._num_overtakes >= OVERTAKES_PER_AGED:
             self._num_overtakes = 0
-            await self.entries.age(self._batch_age_s)
+            await self.entries.take(0, self._batch_age_s)
         claims = await self._read(count, block_s)
         if self.num_backlog:
             self._num_overtakes += len(claims)
@@ -195,7 +197,7 @@ class RedisWorkerQueue(RedisStore):
         return unknown
 
     async def _claim_entries(
-        self, entries: Sequence[Entry], kind: str, free: int, replies: Replies = NO_REPLIES
+        self, entries: Sequence[Entry], kind: str, free: int, replies: Replies | None = None
     ) -> list[Claim]:
         named: list[tuple[bytes, str]] = []
         wakeups: list[bytes] = []  # and entries of an unknown kind
@@ -206,7 +208,7 @@ class RedisWorkerQueue(RedisStore):
                 is_released |= self._note_wakeup(fields[0])
             elif entry_id not in self._held:
                 named.append((entry_id, _request_id(fields)))
-        live = await self._claim_all(named, replies)
+        live = await self._claim_all(named, replies or {})
         self.num_claims[kind] += len(live)
         if wakeups:
             try:
@@ -244,7 +246,8 @@ class RedisWorkerQueue(RedisStore):
                 if verdict == b"ok":
                     self._held[entry_id] = claim.attempt
                     return claim
-                await retry_idempotent(lambda: self._publish([giving_up(claim, verdict)]))
+                failure = giving_up(claim, verdict)
+                await retry_idempotent(lambda: self.publisher.publish([failure]))
         except RedisError as error:
             logger.warning("could not claim %s: %s", request_id, error)
         self._held.pop(entry_id, None)
@@ -257,9 +260,6 @@ class RedisWorkerQueue(RedisStore):
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
         """See `WorkerQueue.publish`. Calls that end or are refused are no longer held."""
-        return await self._publish(publications)
-
-    async def _publish(self, publications: Sequence[Publication]) -> dict[str, str]:
         refused = await self.publisher.publish(publications)
         for publication in publications:
             claim = publication.claim
@@ -375,7 +375,7 @@ class RedisWorkerQueue(RedisStore):
         await self._release([request], [item], is_crash)
 
     async def create_group(self) -> None:
-        """Create the queue, unless it exists. Raises: RedisError."""
+        """Create the queue, unless it exists. Raises: QueueUnavailable."""
         await self.entries.create_group()
 
     async def close(self) -> None:
@@ -474,22 +474,6 @@ def giving_up(claim: Claim, verdict: bytes) -> Publication:
     return Publication(claim, 1, 0, 0, failed, "failed", reason)
 
 
-class GatewayLiveness:
-    """How long each gateway's mailbox has been missing. Units: readings of one monotonic clock.
-
-    A gateway renews its mailbox. Redis may lose a mailbox, or let it expire while it was frozen; a live gateway
-    creates it again within seconds.
-    """
-
-    def __init__(self) -> None:
-        self._missing_since: dict[str, float] = {}
-
-    def update(self, missing: Iterable[str], now: float) -> set[str]:
-        """Record the gateways without a mailbox. Returns the gateways that are gone."""
-        self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
-        return {g for g, since in self._missing_since.items() if now - since >= GONE_AFTER_S}
-
-
 class Publisher:
     """Appends the events of a worker's calls of one model to their logs and their gateways' mailboxes."""
 
@@ -508,7 +492,8 @@ class Publisher:
             "spent": keys.spent,
             "model": model,
         }
-        self._liveness = GatewayLiveness()
+        #: By gateway: since when its mailbox is missing. Units: readings of the monotonic clock.
+        self._missing_since: dict[str, float] = {}
         self.num_fenced = 0  #: publications refused because another worker owns the request
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
@@ -539,14 +524,19 @@ class Publisher:
         await self._sender.execute("SET", key, item.result, "PX", to_ms(AFTER_END_S))
 
     async def find_gone(self, gateways: Iterable[str]) -> set[str]:
-        """The gateways that are gone. Raises: RedisError."""
+        """The gateways that are gone. Raises: RedisError.
+
+        Redis may lose a mailbox, or let it expire while it was frozen; a live gateway creates it again within seconds.
+        """
         names = list(gateways)
         keys = [self._keys.mailbox(self._model, name) for name in names]
         missing: list[str] = []
         if keys and await self._sender.execute("EXISTS", *keys) < len(keys):
             found = [await self._sender.execute("EXISTS", key) for key in keys]
             missing = [name for name, count in zip(names, found, strict=True) if count == 0]
-        return self._liveness.update(missing, time.monotonic())
+        now = time.monotonic()
+        self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
+        return {g for g, since in self._missing_since.items() if now - since >= GONE_AFTER_S}
 
     async def _send(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
         if len(batch) > 1:

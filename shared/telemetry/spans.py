@@ -39,7 +39,6 @@ _METRICS = {
 }  # fmt: skip
 
 Kind = Literal["server", "consumer"]
-_KINDS = {"server": SpanKind.SERVER, "consumer": SpanKind.CONSUMER}
 _PARENTS = TraceContextTextMapPropagator()
 
 
@@ -78,7 +77,7 @@ class Tracer:
         """Begin the span of a request, as a child of the caller's if there is one."""
         carrier = {} if trace_parent is None else {"traceparent": trace_parent}
         context = _PARENTS.extract(carrier, Context())
-        span = self._tracer.start_span(name, context, _KINDS[kind], start_time=begin_ns)
+        span = self._tracer.start_span(name, context, SpanKind[kind.upper()], start_time=begin_ns)
         return RequestSpan(self._tracer, span, begin_ns)
 
     @property

@@ -54,7 +54,8 @@ def make_engine_request(request_id: str = "a", **sampling) -> EngineRequest:
 @pytest.fixture
 async def bridge():
     listener = Listener()
-    thread = EngineThread(load_mock, listener.on_events)
+    thread = EngineThread(load_mock)
+    thread.on_events = listener.on_events
     loaded = await thread.start()
     assert isinstance(loaded.engine, StoppableEngine)
     yield thread, listener, loaded.engine

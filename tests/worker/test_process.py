@@ -9,9 +9,10 @@ import pytest
 
 from shared.protocol import SamplingParams
 from tests.factories_queue import MODEL, make_request
+from tests.factories_worker import load_mock
 from tests.faults.processes import Process, Processes
 from tests.waiting import until
-from worker.engine_thread import Watchdog
+from worker.engine_thread import EngineThread
 from worker.health import HealthServer
 
 LONG = SamplingParams(max_tokens=100, temperature=0.7, seed=11, ignore_eos=True)
@@ -40,14 +41,13 @@ async def test_a_step_that_hangs_ends_the_process(ends, start):
 
 
 async def test_a_worker_whose_step_is_stuck_is_not_healthy():
-    step_started_at: float | None = None
-    watchdog = Watchdog(60.0, lambda: step_started_at)
-    server = HealthServer(lambda: not watchdog.is_stuck, lambda: True, lambda: None)
+    engine = EngineThread(load_mock)
+    server = HealthServer(lambda: not engine.is_stuck(60.0), lambda: True, lambda: None)
     await server.start("127.0.0.1", 0, "PORT")
     statuses = []
     async with httpx.AsyncClient(trust_env=False) as client:
         for age_s in (None, 0.0, 30.0, 60.0):
-            step_started_at = None if age_s is None else time.monotonic() - age_s
+            engine.step_started_at = None if age_s is None else time.monotonic() - age_s
             answer = await client.get(f"http://127.0.0.1:{server.port}/healthz")
             statuses.append(answer.status_code)
     await server.close()

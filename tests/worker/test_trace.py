@@ -14,7 +14,6 @@ from shared.telemetry.tracing import epoch_ns
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker
 from tests.otlp_collector import run_collector
-from worker.worker import RequestTracer
 
 CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
 CONSUMER = 5
@@ -43,7 +42,7 @@ def tree(spans):
 
 async def test_stages_lie_end_to_end_below_the_gateways_span(ends, answers, tracer, collector):
     mock = {"vision_s": 0.002, "prefill_s_per_token": 0.0001, "decode_s": 0.002}
-    async with run_worker(ends, mock=mock, tracer=RequestTracer(tracer)):
+    async with run_worker(ends, mock=mock, tracer=tracer):
         request = await ends.enqueue(make_request("secret prompt", trace_parent=CALLER))
         finished = (await answers.end(request))[-1]
     tracer.close()
@@ -75,7 +74,7 @@ async def test_what_the_gateway_traces_is_told_once_with_its_outcome_as_far_as_i
     untraced = [make_request(trace_parent=parent) for parent in (None, CALLER[:-2] + "00")]
     too_long = make_request("x" * 20_000, trace_parent=CALLER)
     endless = make_request(trace_parent=CALLER, sampling=SamplingParams(ignore_eos=True))
-    async with run_worker(ends, mock=mock, tracer=RequestTracer(tracer)) as running:
+    async with run_worker(ends, mock=mock, tracer=tracer) as running:
         for request in (*untraced, too_long):
             await answers.end(await ends.enqueue(request))
         await ends.enqueue(endless)

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import time
 from collections import deque
@@ -41,6 +40,7 @@ from shared.packages.deployments import (
 )
 from shared.packages.rollout import App, Load, LogLine, NodeRecord, Revision, Slot
 from shared.packages.store import PackageStore, StoreError, open_store
+from shared.process import on_stop_signal
 from shared.protocol import ErrorCode, ModelCard
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry, WorkerRecord
@@ -451,9 +451,7 @@ async def _run_until_signal(settings: Settings) -> None:
     host, port = settings.node.metrics_host, settings.node.metrics_port
     await server.start(host, port, "VLM_NODE__METRICS_PORT")
     logger.info("node %s: metrics on port %d", agent.id, server.port)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, agent.stop)
+    on_stop_signal(agent.stop)
     try:
         await agent.run()
     finally:

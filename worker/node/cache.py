@@ -54,10 +54,7 @@ class Cache:
         self._verified: dict[tuple[int, ...], str] = {}  # digests by what `_identity` gives
 
     def has_content(self, path: Path, digest: str) -> bool:
-        """Whether a regular file has this digest. Hashes it once, and again if it was changed or linked.
-
-        Raises: OSError.
-        """
+        """Whether a regular file has this digest. Hashes it again only if it was changed or linked. Raises: OSError."""
         try:
             identity = _identity(path)
             if identity is None:
@@ -154,10 +151,7 @@ def _delete(folder: Path) -> None:
 
 
 def _used_at(folder: Path) -> float:
-    try:
-        return _lock_of(folder).stat().st_mtime
-    except FileNotFoundError:  # of an earlier version
-        return folder.stat().st_mtime
+    return _lock_of(folder).stat().st_mtime
 
 
 def _lock_of(folder: Path) -> Path:

@@ -5,9 +5,10 @@ are passed only to the process of that deployment, through an unnamed file.
 """
 
 import os
-import tempfile
+import sys
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from urllib.parse import urlsplit
 
 import msgspec
@@ -137,21 +138,8 @@ class Secrets:
 
 def hand_over(variables: Variables) -> int:
     """Write variables to an unnamed file; returns its descriptor, for a child to read once. Raises: OSError."""
-    number = _open_nameless()
-    try:
-        with open(number, "wb", closefd=False) as file:
-            file.write(msgspec.json.encode(variables))
-        os.lseek(number, 0, os.SEEK_SET)
-    except OSError:
-        os.close(number)
-        raise
-    return number
-
-
-def _open_nameless() -> int:
-    """An unnamed file in memory; on systems without memfd (macOS), an unlinked file on disk."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("variables")
-    number, path = tempfile.mkstemp()
-    os.unlink(path)
-    return number
+    is_linux = sys.platform == "linux"
+    with os.fdopen(os.memfd_create("variables"), "w+b") if is_linux else TemporaryFile() as file:
+        file.write(msgspec.json.encode(variables))
+        file.seek(0)
+        return os.dup(file.fileno())

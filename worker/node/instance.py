@@ -161,9 +161,9 @@ class Instance:
         if self._runs_code:
             read = self.node.secrets.read
             variables = await asyncio.to_thread(read, self.revision.environment)
-            handed = [hand_over(variables)] if variables.all else []
-        if handed:
-            environment[VARIABLES_FD] = str(handed[0])
+            if variables.all:
+                handed = [hand_over(variables)]
+                environment[VARIABLES_FD] = str(handed[0])
         try:
             return await start_process(
                 "vlm", "worker", environment=environment, is_piped=True, pass_fds=handed

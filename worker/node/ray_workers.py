@@ -15,11 +15,12 @@ from contextlib import suppress
 from importlib import import_module  # noqa: TID251
 from typing import Any
 
+from shared.process import Pauses, on_stop_signal
 from shared.settings import SettingsError
 from shared.settings.tree import Settings
 from worker.node.environment import WORKER_GROUPS, settings_environment
 from worker.node.serve import read_engine_settings
-from worker.node.supervisor import Pauses, describe_end
+from worker.node.supervisor import describe_end
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,9 @@ class RayWorkers:
         self._actors: dict[int, Any] = {}
         self._stopping = asyncio.Event()
 
-    def stop(self) -> None:
-        """Drain all workers, then end."""
-        self._stopping.set()
-
     async def run(self) -> None:
+        """Keep the workers until a signal, then drain them."""
+        on_stop_signal(self._stopping.set)
         keeping = [asyncio.create_task(self._keep(n)) for n in range(1, self._num_workers + 1)]
         await self._stopping.wait()
         for actor in self._actors.values():
@@ -94,7 +93,7 @@ class RayWorkers:
         )
         actor = self._actors[number] = remote.remote(self._environment)
         try:
-            placed = asyncio.ensure_future(_result(actor.__ray_ready__.remote()))
+            placed = asyncio.ensure_future(actor.__ray_ready__.remote())
             while not (await asyncio.wait({placed}, timeout=PLACED_WITHIN_S))[0]:
                 needs = ", ".join(f"{n:g} {what[4:]}" for what, n in self._resources.items() if n)
                 logger.warning("worker %d waits for a node with %s", number, needs)
@@ -110,10 +109,6 @@ class RayWorkers:
             self._ray.kill(actor)
 
 
-async def _result(reference: Any) -> Any:
-    return await reference
-
-
 def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
     """Keep workers on the cluster at `address` until a signal. Returns the exit code. Raises: SettingsError."""
     try:
@@ -126,7 +121,7 @@ def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise SettingsError(f"--ray {address}: {reason}") from None
-    asyncio.run(_run_until_signal(RayWorkers(ray, settings, num_workers)))
+    asyncio.run(RayWorkers(ray, settings, num_workers).run())
     ray.shutdown()
     return 0
 
@@ -154,10 +149,3 @@ def num_gpus(settings: Settings, num_there: float) -> float:
     starts_server = hasattr(engine, "command")
     uses_gpu = starts_server or getattr(engine, "device", "cpu") in ("auto", "cuda")
     return 1.0 if uses_gpu and num_there else 0.0
-
-
-async def _run_until_signal(workers: RayWorkers) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, workers.stop)
-    await workers.run()

@@ -65,10 +65,7 @@ def find_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> l
 
 
 def share_gpus(gpus: Sequence[str], num_workers: int, num_per_worker: int) -> list[dict[str, str]]:
-    """The variables that assign GPUs to workers, round-robin if there are too few; none for a single GPU.
-
-    Raises: NodeError if a worker needs more GPUs than there are.
-    """
+    """Variables that assign GPUs to workers, round-robin if there are too few, none for one GPU. Raises: NodeError."""
     if len(gpus) < 2:
         return [{} for _ in range(num_workers)]
     if num_per_worker > len(gpus):

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from errno import EACCES, EADDRNOTAVAIL, EAFNOSUPPORT
 from functools import partial
 from pathlib import Path
 from secrets import token_urlsafe
@@ -25,6 +24,7 @@ from rich.panel import Panel
 from engines.base import EngineStartError
 from engines.registry import check_installed, check_settings, find_kind, kind_of
 from engines.settings import EngineSettings
+from shared.process import Pauses, on_stop_signal
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
 from shared.settings import SettingsError
 from shared.settings.tree import EngineValues, Settings
@@ -38,7 +38,7 @@ from worker.node.environment import (
     child_environment,
 )
 from worker.node.resources import find_gpus, share_gpus
-from worker.node.supervisor import Child, Node, NodeError, Pauses, describe_end, stop_on_signals
+from worker.node.supervisor import Child, Node, NodeError, describe_end
 
 SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 TEXT_QUESTION = "Write a sentence about the sea."
@@ -144,15 +144,13 @@ def _key_by_port(settings: Settings, data_dir: Path | None) -> Iterator[None]:
     link = folder / "data-dir.key"
     link.unlink(missing_ok=True)  # of a killed process
     key = _data_dir(settings, data_dir).absolute() / "deploy.key"
-    is_needed = data_dir is not None and key.exists()
-    if is_needed:
+    if data_dir is not None and key.exists():
         folder.mkdir(parents=True, exist_ok=True)
         link.symlink_to(key)
     try:
         yield
     finally:
-        if is_needed:
-            link.unlink(missing_ok=True)
+        link.unlink(missing_ok=True)
 
 
 def _data_dir(settings: Settings, data_dir: Path | None) -> Path:
@@ -164,7 +162,20 @@ async def _run(
     settings: Settings, node: Node, redis: EmbeddedRedis | None, show: Callable[[Any], None]
 ) -> None:
     agent = NodeAgent(settings) if settings.deploy.store else None
-    await stop_on_signals(node, partial(_say_stopping, node), agent.kill if agent else lambda: None)
+
+    def on_signal() -> None:
+        if node.stopping.is_set():
+            node.kill()
+            if agent is not None:
+                agent.kill()
+            return
+        node.stopping.set()
+        if node.was_ready:
+            console.print(
+                f"stopping: requests have {node.stop_within_s:g} s to finish; Ctrl-C again ends them at once"
+            )
+
+    on_stop_signal(on_signal)
     # Redis ends after the node, whose drain needs it.
     watcher = asyncio.create_task(keep_running(redis)) if redis else None
     deployed = asyncio.create_task(agent.run(), name="deployments") if agent else None
@@ -177,13 +188,6 @@ async def _run(
             await asyncio.wait({deployed})
         if watcher is not None:
             watcher.cancel()
-
-
-def _say_stopping(node: Node) -> None:
-    if node.was_ready:
-        console.print(
-            f"stopping: requests have {node.stop_within_s:g} s to finish; Ctrl-C again ends them at once"
-        )
 
 
 async def keep_running(redis: EmbeddedRedis) -> None:
@@ -333,17 +337,11 @@ def find_port(host: str, port: int) -> int:
         try:
             probe.bind((host, port))
         except OSError as error:
-            message = f"cannot listen on {host}:{port} ({error.strerror}); {_other_place(error)}"
-            raise NodeError(message, os.EX_CONFIG) from None
+            raise NodeError(
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port",
+                os.EX_CONFIG,
+            ) from None
         return probe.getsockname()[1]
-
-
-def _other_place(error: OSError) -> str:
-    if isinstance(error, socket.gaierror) or error.errno in (EADDRNOTAVAIL, EAFNOSUPPORT):
-        return "give an address of this machine with --host, such as 127.0.0.1, or 0.0.0.0 for all"
-    if error.errno == EACCES:
-        return "choose a port above 1023 with --port"
-    return "choose another with --port"
 
 
 def base_url(settings: Settings) -> str:
@@ -402,13 +400,11 @@ def sample_curl(url: str, model: dict[str, Any], needs_key: bool) -> str:
             f'  {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,{image}"}}}},\n'
             '  {"type": "text", "text": "Describe the image."}]'
         )
-    return (
-        f"curl -s {url}/v1/chat/completions{_key(needs_key)} -H 'content-type: application/json' "
-        "-d @- <<EOF\n"
+    body = (
         f'{{"model": "{model["id"]}", "temperature": 0, '
-        f'"messages": [{{"role": "user", "content": {content}}}]}}\n'
-        "EOF"
+        f'"messages": [{{"role": "user", "content": {content}}}]}}'
     )
+    return _curl(f"{url}/v1/chat/completions", needs_key, f"@- <<EOF\n{body}\nEOF")
 
 
 def numbers_curl(url: str, model: dict[str, Any], needs_key: bool) -> str:
@@ -418,14 +414,12 @@ def numbers_curl(url: str, model: dict[str, Any], needs_key: bool) -> str:
         path, more = "embeddings", {"input": ["a red star", "a blue circle"]}
     else:
         path, more = "rerank", {"query": "a red star", "documents": ["a star", "a circle"]}
-    return (
-        f"curl -s {url}/v1/{path}{_key(needs_key)} -H 'content-type: application/json' "
-        f"-d '{json.dumps(body | more)}'"
-    )
+    return _curl(f"{url}/v1/{path}", needs_key, f"'{json.dumps(body | more)}'")
 
 
-def _key(is_needed: bool) -> str:
-    return ' -H "authorization: Bearer $API_KEY"' if is_needed else ""
+def _curl(url: str, needs_key: bool, data: str) -> str:
+    key = ' -H "authorization: Bearer $API_KEY"' if needs_key else ""
+    return f"curl -s {url}{key} -H 'content-type: application/json' -d {data}"
 
 
 def _short(path: Path) -> Path:

@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from shared.process import Pauses
 from worker.node.environment import plain_environment
-from worker.node.supervisor import Pauses, start_process
+from worker.node.supervisor import start_process
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ class Standby:
         self._pauses = Pauses()
         self._not_before = 0.0
 
-    async def keep(self, kind: str | None) -> bool:
-        """Ensure a warm process for this engine, or none; returns whether one runs. Failures are retried after a pause."""
+    async def keep(self, kind: str | None) -> None:
+        """Ensure a warm process for this engine, or none. Failures are retried after a pause."""
         warm = self._warm
         if warm is not None and (warm.kind != kind or not warm.is_alive):
             self._warm = None
@@ -69,7 +70,6 @@ class Standby:
                 *("worker.node.standby", kind), environment=environment, is_piped=True
             )
             self._warm = WarmProcess(kind, process)
-        return self._warm is not None
 
     def take(self) -> WarmProcess | None:
         warm, self._warm = self._warm, None

@@ -9,17 +9,15 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.process import Pauses
+
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
-STABLE_AFTER_S = 60.0
 MAX_LINE_BYTES = 64 * 1024  #: of a child's stderr
 MAX_STARTS = 3  #: of a process, until all are ready
 
@@ -33,24 +31,6 @@ class NodeError(Exception):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-@dataclass(slots=True)
-class Pauses:
-    """Backoff between the starts of a process."""
-
-    started_at: float = field(default_factory=time.monotonic)
-    pause_s: float = FIRST_PAUSE_S
-
-    def next_s(self) -> float:
-        """The next pause: short after a long life, otherwise doubled."""
-        if time.monotonic() - self.started_at > STABLE_AFTER_S:
-            self.pause_s = FIRST_PAUSE_S
-        pause_s, self.pause_s = self.pause_s, min(self.pause_s * 2, LONGEST_PAUSE_S)
-        return pause_s
-
-    def started(self) -> None:
-        self.started_at = time.monotonic()
 
 
 def describe_end(code: int) -> str:
@@ -164,6 +144,10 @@ class Node:
         await self._stop(last)
         await asyncio.gather(*(self._stop(child) for child in others))
 
+    def kill(self) -> None:
+        for child in self.children:
+            child.signal(signal.SIGKILL)
+
     async def _stop(self, child: Child) -> None:
         if child.process is None:
             return
@@ -174,22 +158,3 @@ class Node:
             logger.warning("%s did not stop in time; killed", child.name)
             child.signal(signal.SIGKILL)
             await child.process.wait()
-
-
-async def stop_on_signals(
-    node: Node, on_first: Callable[[], None], on_second: Callable[[], None]
-) -> None:
-    """Stop the node on SIGINT and SIGTERM; a second signal kills it. Both call back."""
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        if node.stopping.is_set():
-            for child in node.children:
-                child.signal(signal.SIGKILL)
-            on_second()
-        else:
-            node.stopping.set()
-            on_first()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)

@@ -314,15 +314,10 @@ def _to_engine_call(request: Call, engine_id: str, output_token_ids: tuple[int, 
 
 def _identity(image: ImageRef) -> str:
     """A hash of an image and its target size, of a video and its options, or of audio."""
-    if image.kind == "audio":
-        part = f"{image.sha256} audio {image.start_s} {image.end_s}"
-        return hashlib.sha256(part.encode()).hexdigest()
-    if not (image.min_pixels or image.max_pixels or image.video):
+    options = (image.min_pixels, image.max_pixels, image.video, image.start_s, image.end_s)
+    if image.kind == "image" and not any(options):
         return image.sha256
-    scaled = f"{image.sha256} {image.min_pixels} {image.max_pixels}"
-    if image.video is not None:
-        scaled += f" {image.video}"
-    return hashlib.sha256(scaled.encode()).hexdigest()
+    return hashlib.sha256(f"{image.sha256} {image.kind} {options}".encode()).hexdigest()
 
 
 def salted_hash(sha256: str, tenant: str) -> str:
@@ -407,10 +402,7 @@ class PixelCache:
         self._being_made: dict[str, asyncio.Task[Any]] = {}
 
     async def get(self, image_hash: str, make: Callable[[], Awaitable[tuple[Any, int]]]) -> Any:
-        """The pixels of a hash; `make` returns them and their size if they are not cached.
-
-        Raises: what `make` raises, to all that wait for this image.
-        """
+        """The pixels of a hash; `make` returns them and their size if they are not cached. Raises: what `make` raises."""
         if image_hash in self._kept:
             self._kept.move_to_end(image_hash)
             return self._kept[image_hash][0]
@@ -453,11 +445,7 @@ class FairThreads:
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
         """Run a tenant's work in a thread. Raises: what `work` raises."""
         await self._acquire(tenant)
-        try:
-            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        except BaseException:
-            self._release()
-            raise
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
         running.add_done_callback(self._ended)
         return await asyncio.shield(running)  # the thread continues after a cancellation
 

@@ -6,9 +6,7 @@ each file has its keys, named arguments (one MessagePack map), raw bytes and rep
 
 from pathlib import Path
 
-from shared.redis.client import Script, load_script, named
-
-__all__ = ["Script", "named"]
+from shared.redis.client import Script, load_script
 
 
 def _load(*names: str) -> Script:

@@ -345,7 +345,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def let_the_oldest_batch_work_in(self) -> None:
         if self._has_group():
-            self.run(self.workers["a"].entries.age(1e-3))
+            self.run(self.workers["a"].entries.take(0, 1e-3))
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3), repeats=st.integers(1, 2))
     def reclaim(self, name: str, count: int, repeats: int) -> None:

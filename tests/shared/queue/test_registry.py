@@ -1,11 +1,15 @@
 """Workers and gateways that announce themselves are found; those that stop doing so are gone."""
 
+from types import SimpleNamespace
+
 import pytest
 
+import shared.queue.worker
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import Registry, WorkerRecord
-from shared.queue.worker import GONE_AFTER_S, GatewayLiveness
+from shared.queue.worker import GONE_AFTER_S, Publisher
+from shared.redis.client import RedisSender
 
 
 @pytest.fixture
@@ -52,16 +56,23 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     assert all("odd" in message for message in told)
 
 
-def test_a_gateway_is_gone_when_its_mailbox_stays_away():
-    gateway_liveness = GatewayLiveness()
+async def test_a_gateway_is_gone_when_its_mailbox_stays_away(redis, redis_prefix, monkeypatch):
+    sender, keys = RedisSender(redis), RedisKeys(redis_prefix)
+    publisher = Publisher(sender, keys, "m", "w1")
     for missing, at, gone in (
-        (["a"], 0.0, set()),
-        (["a"], GONE_AFTER_S - 0.1, set()),
-        (["a", "b"], GONE_AFTER_S, {"a"}),
-        (["a"], GONE_AFTER_S + 1, {"a"}),  # "b" has made its mailbox again
-        (["b"], 2 * GONE_AFTER_S, set()),
+        ("a", 0.0, set()),
+        ("a", GONE_AFTER_S - 0.1, set()),
+        ("ab", GONE_AFTER_S, {"a"}),
+        ("a", GONE_AFTER_S + 1, {"a"}),  # "b" has made its mailbox again
+        ("b", 2 * GONE_AFTER_S, set()),
     ):
-        assert gateway_liveness.update(missing, at) == gone
+        for name in "ab":
+            await redis.set(keys.mailbox("m", name), 1, px=60_000)
+        await redis.delete(*(keys.mailbox("m", name) for name in missing))
+        clock = SimpleNamespace(monotonic=lambda at=at: at)
+        monkeypatch.setattr(shared.queue.worker, "time", clock)
+        assert await publisher.find_gone("ab") == gone
+    await sender.close()
 
 
 async def test_what_newer_workers_add_to_their_records_is_ignored(registry, redis, redis_prefix):

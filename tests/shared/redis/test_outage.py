@@ -12,7 +12,7 @@ def messages(caplog) -> list[str]:
 
 
 def test_an_outage_and_its_end_are_told_once_with_the_address_the_cause_and_what_to_do(caplog):
-    log = OutageLog("redis://127.0.0.1:1/0", remind_after_s=3600)
+    log = OutageLog("redis://127.0.0.1:1/0")
     log.succeeded()
     for _ in range(5):
         log.failed(ConnectionError("connection refused."))
