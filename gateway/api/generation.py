@@ -69,7 +69,6 @@ _LEASTS = ("minLength", "minItems", "minProperties")
 _REPEATED = re.compile(r"\\[uUx]\{[0-9A-Fa-f]+\}|\\.|\{(\d{1,9})", re.DOTALL)
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}", re.ASCII)
 _NO_PARAMETERS = '{"type":"object","properties":{}}'
-_NULL = b"null"
 _invalid_schema = partial(invalid, code="invalid_grammar")
 
 
@@ -177,19 +176,15 @@ def switch_thinking(
 # Structured outputs: JSON, schemas, choices, patterns.
 
 
-class TextFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
+class TextFormat(RequestStruct, frozen=True, tag_field="type", tag="text"):
     """Any text."""
 
 
-class JsonObjectFormat(
-    RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_object"
-):
+class JsonObjectFormat(RequestStruct, frozen=True, tag_field="type", tag="json_object"):
     """Any JSON object."""
 
 
 class JsonSchema(RequestStruct, frozen=True, kw_only=True):
-    """A schema that an answer conforms to."""
-
     schema: Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)] | None = None
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
@@ -198,9 +193,7 @@ class JsonSchema(RequestStruct, frozen=True, kw_only=True):
     ] = None
 
 
-class JsonSchemaFormat(
-    RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"
-):
+class JsonSchemaFormat(RequestStruct, frozen=True, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
 
@@ -225,8 +218,6 @@ def find_grammar(
     fields: StructuredFields, card: ModelCard, limits: LimitSettings
 ) -> Grammar | None:
     """The grammar of the answer. None: free text. Raises: InvalidRequest."""
-    if fields.response_format is None and fields.structured_outputs is None:
-        return None
     if not (found := list(_grammars(fields, limits))):
         return None
     if len(found) > 1:
@@ -388,8 +379,7 @@ def _check_pattern(pattern: str, param: str, limits: LimitSettings) -> None:
     if len(pattern) > limits.max_pattern_chars:
         raise _invalid_schema(param, f"send at most {limits.max_pattern_chars} characters")
     repeated = math.prod(max(1, int(count or 1)) for count in _REPEATED.findall(pattern))
-    if repeated > limits.max_schema_text:
-        most = limits.max_schema_text
+    if repeated > (most := limits.max_schema_text):
         raise _invalid_schema(param, f"send repetitions whose product is at most {most}")
 
 
@@ -425,22 +415,16 @@ class NamedFunction(EchoedStruct, frozen=True):
 
 
 class NamedTool(EchoedStruct, frozen=True):
-    """A tool by its function's name."""
-
     function: NamedFunction | None = None
     type: str = "function"
 
 
 class AllowedTools(EchoedStruct, frozen=True):
-    """A subset of the tools."""
-
     tools: list[NamedTool]
     mode: Literal["auto", "required"] = "auto"
 
 
 class ChoiceField(EchoedStruct, frozen=True):
-    """`tool_choice` as an object."""
-
     type: Literal["function", "allowed_tools"]
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
@@ -458,8 +442,6 @@ class CalledFunction(EchoedStruct, frozen=True):
 
 
 class CallField(EchoedStruct, frozen=True):
-    """One call in the history."""
-
     function: CalledFunction
     id: Annotated[str, Meta(max_length=256)] | None = None
     type: str = "function"
@@ -494,9 +476,9 @@ def find_tools(offer: Offer, card: ModelCard, limits: LimitSettings) -> Tools | 
         if not offer.names <= known:
             raise invalid("tool_choice", "send only names of functions in tools")
         functions = [function for function in functions if function.name in offer.names]
+    if offer.must_call and not functions:
+        raise invalid("tool_choice", "there are no functions to call; send tools")
     if not functions:
-        if offer.must_call:
-            raise invalid("tool_choice", "there are no functions to call; send tools")
         return None
     return Tools(tuple(functions), offer.must_call, offer.is_parallel)
 
@@ -550,11 +532,8 @@ def _read_functions(offer: Offer, limits: LimitSettings) -> list[Function]:
             raise invalid(f"{param}.name", "an earlier function has this name")
         functions[function.name] = function
         num_bytes += len(function.parameters)
-    if num_bytes > limits.max_schema_bytes:
-        most = limits.max_schema_bytes
-        raise invalid(
-            "tools", f"send at most {most} bytes of {offer.schema_field} in all functions"
-        )
+    unit = f"bytes of {offer.schema_field} in all functions"
+    check_most("tools", num_bytes, limits.max_schema_bytes, unit)
     return list(functions.values())
 
 
@@ -564,9 +543,9 @@ def _read_function(
     if not _NAME.fullmatch(given.name):
         problem = f"send 1 to {MAX_TOOL_NAME_CHARS} letters, digits, _, -, ., : and /"
         raise invalid(f"{param}.name", problem)
-    schema = b"" if given.parameters is UNSET else bytes(given.parameters)
+    schema = b"{}" if given.parameters is UNSET else bytes(given.parameters)
     parameters = _NO_PARAMETERS
-    if schema not in (b"", _NULL, b"{}"):
+    if schema not in (b"null", b"{}"):
         strict = bool(given.strict)  # false ignores unsupported keywords
         parameters = schema_grammar(schema, f"{param}.{schema_field}", limits, strict=strict).source
     return Function(given.name, parameters, given.description or "", bool(given.strict))

@@ -49,6 +49,7 @@ from gateway.api.fields import (
     VideoFields,
     check_most,
     doc,
+    find_num_logprobs,
     find_priority,
     find_service_tier,
     invalid,
@@ -115,8 +116,6 @@ class InputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class PlainText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A text of any role."""
-
     text: str
 
 
@@ -124,9 +123,7 @@ class OutputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag=
     text: str
 
 
-class ReasoningText(
-    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"
-):
+class ReasoningText(EchoedStruct, frozen=True, tag_field="type", tag="reasoning_text"):
     text: str
 
 
@@ -146,8 +143,6 @@ class InputVideo(VideoFields, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class InputAudio(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_audio"):
-    """Audio in base64."""
-
     input_audio: AudioData
 
 
@@ -353,8 +348,6 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class ResponseUsage(msgspec.Struct):
-    """Token counts in the names of this API."""
-
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -391,8 +384,6 @@ class ShownTool(msgspec.Struct, frozen=True):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A complete or partial response."""
-
     id: str = ""
     object: str = "response"
     created_at: int = 0
@@ -524,17 +515,16 @@ def _echo(
     request: ResponseRequest, sampling: SamplingParams, service_tier: str | msgspec.UnsetType
 ) -> ResponseObject:
     """Fields of the response that repeat the request."""
-    effort = None if request.reasoning is None else request.reasoning.effort
-    form = None if request.text is None else request.text.format
+    form = request.text and request.text.format
     return ResponseObject(
         **{name: getattr(sampling, name) for name in _SAMPLED},
         **{name: getattr(request, name) for name in _REPEATED},
         top_logprobs=request.top_logprobs or 0,
-        reasoning=ShownReasoning(effort),
+        reasoning=ShownReasoning(request.reasoning and request.reasoning.effort),
         store=request.store is not False,
         service_tier=service_tier or "default",
         metadata=request.metadata or {},
-        text=ShownText() if form is None else ShownText(form),
+        text=ShownText(form or TextFormat()),
         tools=[_show_tool(tool) for tool in request.tools or () if tool.type == "function"],
         tool_choice=_word_of(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -543,7 +533,7 @@ def _echo(
 
 def _grammar(request: ResponseRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
     """The grammar of the answer; None: any text. Raises: InvalidRequest."""
-    wanted = None if request.text is None else request.text.format
+    wanted = request.text and request.text.format
     if isinstance(wanted, JsonObjectFormat):
         return check_grammar(any_object("text.format"), card)
     if not isinstance(wanted, ResponseFormat):
@@ -556,10 +546,7 @@ def _sampling(
     request: ResponseRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
 ) -> SamplingParams:
     """Raises: InvalidRequest."""
-    num_logprobs = None
-    if request.top_logprobs or WITH_LOGPROBS in (request.include or ()):
-        num_logprobs = request.top_logprobs or 0
-        check_most("top_logprobs", num_logprobs, limits.max_top_logprobs)
+    wants_logprobs = bool(request.top_logprobs) or WITH_LOGPROBS in (request.include or ())
     return translate_sampling(
         request,
         limits,
@@ -567,14 +554,14 @@ def _sampling(
         card.sampling,
         request.max_output_tokens,
         "max_output_tokens",
-        num_logprobs=num_logprobs,
+        num_logprobs=find_num_logprobs(wants_logprobs, request.top_logprobs, limits),
     )
 
 
 def template_options(
     request: ResponseFields, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    effort = None if request.reasoning is None else request.reasoning.effort
+    effort = request.reasoning and request.reasoning.effort
     return find_effort(card, effort, "reasoning.effort", context)
 
 
@@ -594,8 +581,6 @@ def _word_of(choice: ResponseToolChoice | None) -> ResponseToolChoice:
 
 def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
     """The functions that the model may or must call. None: no functions. Raises: InvalidRequest."""
-    if not request.tools and request.tool_choice is None:
-        return None
     functions: list[tuple[str, FunctionField]] = []
     for index, tool in enumerate(request.tools or ()):
         if tool.type != "function":
@@ -638,10 +623,8 @@ def translate_input(
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
     _Items(conversation, limits).add(items)
-    if len(conversation.messages) > limits.max_messages:
-        raise invalid(
-            "input", f"send at most {limits.max_messages} messages, earlier ones included"
-        )
+    unit = "messages, earlier ones included"
+    check_most("input", len(conversation.messages), limits.max_messages, unit)
     conversation.check("input", limits, "input")
     return conversation
 
