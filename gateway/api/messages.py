@@ -99,8 +99,6 @@ class TextBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class ImageBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="image"):
-    """An image of a user message or a tool result."""
-
     source: Base64Source | UrlSource | FileSource
 
 
@@ -146,17 +144,13 @@ class DocumentBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", t
     context: str | None = None
 
 
-class SearchResultBlock(
-    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="search_result"
-):
+class SearchResultBlock(EchoedStruct, frozen=True, tag_field="type", tag="search_result"):
     source: str
     title: str
     content: list[TextBlock]
 
 
-class ToolReference(
-    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_reference"
-):
+class ToolReference(EchoedStruct, frozen=True, tag_field="type", tag="tool_reference"):
     tool_name: str
 
 
@@ -226,8 +220,6 @@ class MessageTool(EchoedStruct, frozen=True, kw_only=True):
 
 
 class MessageToolChoice(EchoedStruct, frozen=True, kw_only=True):
-    """Whether the model may or must call functions, and which."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -380,8 +372,6 @@ class AnthropicErrorFields(msgspec.Struct):
 
 
 class AnthropicError(msgspec.Struct):
-    """Anthropic's error envelope."""
-
     error: AnthropicErrorFields
     type: str = "error"
     request_id: str | None = None
@@ -476,9 +466,8 @@ class CountTokens(_Anthropic):
     unsupported = UNSUPPORTED["/v1/messages/count_tokens"]
 
     def plan(self, request: CountTokensRequest, context: RequestContext, card: ModelCard) -> Plan:
-        conversation = _translate(request, self.limits)
         options, tools = _thinking(request, card, context), _tools(request, card, self.limits)
-        return conversation.count(options, tools)
+        return _translate(request, self.limits).count(options, tools)
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
         return WholeAnswer(lambda events, _: TokenCount(find_tokenized(events).num_tokens))
@@ -531,19 +520,15 @@ def _add_blocks(
             case ToolUseBlock():
                 raise invalid(f"{place}.type", "only assistants send tool_use; send tool_result")
             case ToolResultBlock() if role == "user":
-                _add_result(conversation, block, place)
+                shown = _blocks(block.content or "")
+                results = _all_parts(conversation, shown, "tool", f"{place}.content")
+                conversation.add("tool", [*results], call_id=block.tool_use_id)
             case ToolResultBlock():
                 raise invalid(f"{place}.type", "only the user sends tool_result; send tool_use")
             case _:
                 pass
     if parts or calls or not any(isinstance(block, ToolResultBlock) for block in blocks):
         conversation.add(role, parts or [conversation.text("")], thought, calls)
-
-
-def _add_result(conversation: Conversation, result: ToolResultBlock, place: str) -> None:
-    blocks = _blocks(result.content or "")
-    parts = _all_parts(conversation, blocks, "tool", f"{place}.content")
-    conversation.add("tool", [*parts], call_id=result.tool_use_id)
 
 
 def _all_parts(

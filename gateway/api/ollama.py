@@ -74,8 +74,6 @@ from shared.version import package_version
 _LATEST = ":latest"
 _NS = 1_000_000_000
 _NOT_KEPT = (b"0", b'"0"', b'"0s"', b'"0m"')
-#: All others are `stop`, also function calls.
-_DONE_REASONS = {FinishReason.LENGTH: "length"}
 _LINES: Headers = [
     (b"content-type", b"application/x-ndjson"),
     (b"cache-control", b"no-cache"),
@@ -97,15 +95,11 @@ class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
 
 
 class OllamaFunction(EchoedStruct, frozen=True, kw_only=True):
-    """A called function. `arguments` is an object."""
-
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
     arguments: msgspec.Raw | UnsetType = UNSET
 
 
 class OllamaCall(EchoedStruct, frozen=True, kw_only=True):
-    """A call in the history."""
-
     function: OllamaFunction
     id: CallName | None = None
 
@@ -317,18 +311,14 @@ class _Ollama(Surface):
         return render_error(error)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
-        return encode_error(error) + b"\n"
+        return render_error(error)[1] + b"\n"
 
     def numbered(self, frame: bytes, position: int) -> bytes:
         return frame
 
 
-def encode_error(error: ApiError) -> bytes:
-    return encode(OllamaError(error.message, error.code, error.param))
-
-
 def render_error(error: ApiError) -> tuple[int, bytes]:
-    return error.status, encode_error(error)
+    return error.status, encode(OllamaError(error.message, error.code, error.param))
 
 
 def _without_tag(request: Any) -> Any:
@@ -416,8 +406,7 @@ class OllamaChat(_Ollama):
             calls = _read_calls(message)
             called = calls or called
             conversation.add(message.role, parts, message.thinking or "", calls)
-        offer = read_offer(request.tools, None, None)
-        tools = find_tools(offer, card, self.limits)
+        tools = find_tools(read_offer(request.tools, None, None), card, self.limits)
         return self._plan(request, conversation, context, card, tools=tools)
 
 
@@ -480,7 +469,7 @@ class OllamaEmbed(Embeddings):
     def error(self, error: ApiError) -> tuple[int, bytes]:
         if (error.param or "").startswith("input"):
             error.param = self.input_field
-        return error.status, encode_error(error)
+        return render_error(error)
 
     def describe_fields(self, properties: dict[str, Any]) -> None:
         pass
@@ -539,7 +528,7 @@ class OllamaAnswer:
             for kind in ("text", "thought")
         )
         calls = self._blocks.calls
-        complete = calls[self._num_sent : len(calls) - 1 if totals is None else len(calls)]
+        complete = calls[self._num_sent : -1 if totals is None else None]
         self._num_sent += len(complete)
         logprobs = self._logprobs(pieces)
         if text or thought or complete or logprobs:
@@ -573,7 +562,8 @@ class OllamaAnswer:
         line = self._line(text, thought, calls)
         timings = totals.timings or {}
         line.done = True
-        line.done_reason = _DONE_REASONS.get(totals.finished[0].finish_reason, "stop")
+        is_cut = totals.finished[0].finish_reason is FinishReason.LENGTH
+        line.done_reason = "length" if is_cut else "stop"
         line.total_duration = _ns(timings.get("e2e_s", 0.0))
         line.load_duration = 0
         line.prompt_eval_count = totals.prompt.num_prompt_tokens

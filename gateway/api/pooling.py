@@ -192,11 +192,6 @@ class Embeddings(Surface):
         "input_type": f"Supported types are {', '.join(_PROMPTS_OF_TYPE)}.",
     }
 
-    def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
-        request: EmbeddingRequest = super().read(body, context)
-        _check_kinds(request)
-        return request
-
     def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
         inputs = Inputs(request, card, self.limits)
         check_dimensions(request.dimensions, card)
@@ -237,6 +232,7 @@ class Inputs:
     """The inputs of tasks, and their images. Raises: InvalidRequest."""
 
     def __init__(self, request: EmbeddingRequest, card: ModelCard, limits: LimitSettings) -> None:
+        _check_kinds(request)
         items = request.input
         self.images: list[ImageSource] = []
         self._card = card
@@ -245,7 +241,7 @@ class Inputs:
             self.is_list = False
             self.parts.append(self._turn(request.messages[0].content))
         else:
-            assert items is not UNSET  # `_check_kinds` has checked it
+            assert items is not UNSET
             self.is_list = not isinstance(items, str) and not isinstance(items[0], int)
             for index, item in enumerate(items if self.is_list else [items]):
                 param = f"input.[{index}]" if self.is_list else "input"
@@ -606,18 +602,12 @@ class Scoring(_Pairs):
     request_type = ScoreRequest
     answer_type = ScoreAnswer
 
-    def read(self, body: bytes, context: RequestContext) -> ScoreRequest:
-        request: ScoreRequest = super().read(body, context)
-        if isinstance(request.text_1, list) and (
-            not isinstance(request.text_2, list) or len(request.text_1) != len(request.text_2)
-        ):
-            raise invalid("text_1", "send one text, or as many as in text_2")
-        return request
-
     def plan(self, request: ScoreRequest, context: RequestContext, card: ModelCard) -> Plan:
         is_list = isinstance(request.text_2, list)
         documents = request.text_2 if isinstance(request.text_2, list) else [request.text_2]
         queries = request.text_1 if isinstance(request.text_1, list) else [request.text_1]
+        if isinstance(request.text_1, list) and not (is_list and len(queries) == len(documents)):
+            raise invalid("text_1", "send one text, or as many as in text_2")
         task = Rerank(
             tuple(queries),
             (),

@@ -468,43 +468,6 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[ChatMessage, ...] = ()
 
 
-def translate(
-    asked: ResponseRequest | Continued,
-    context: RequestContext,
-    card: ModelCard,
-    limits: LimitSettings,
-) -> Plan:
-    """The task of a request. Raises: InvalidRequest."""
-    request, kept = (asked.request, asked) if isinstance(asked, Continued) else (asked, None)
-    priority = find_priority(request.service_tier, context)
-    conversation = translate_input(request, limits, kept)
-    if request.truncation == "auto":
-        context.ignore("truncation")
-    sampling = _sampling(request, context, card, limits)
-    # the instructions of a request do not apply to the next one
-    kept_messages = conversation.messages[1 if request.instructions else 0 :]
-    task = Generate(
-        tuple(conversation.messages),
-        sampling,
-        template_options=template_options(request, card, context),
-        ending=conversation.ending,
-        grammar=_grammar(request, card, limits),
-        tools=tools_of(request, card, limits),
-    )
-    return Plan(
-        [task],
-        ResponseOptions(
-            response=_echo(request, sampling, find_service_tier(request.service_tier, priority)),
-            with_logprobs=sampling.num_logprobs is not None,
-            messages=() if request.store is False else tuple(kept_messages),
-        ),
-        conversation.sources,
-        is_streamed=bool(request.stream),
-        shows_timings=wants_timings(request.timings, context.headers),
-        priority=priority,
-    )
-
-
 _SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 #: Fields of a response that are those of its request.
 _REPEATED = ("previous_response_id", "instructions", "max_output_tokens", "safety_identifier",
@@ -761,6 +724,11 @@ _SERVER_ERROR = "server_error"
 _KINDS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
+def _unpack(request: Any) -> tuple[Any, Continued | None]:
+    """A request, and the conversation that it continues, if any."""
+    return (request.request, request) if isinstance(request, Continued) else (request, None)
+
+
 class _Input(Surface):
     tag = "responses"
     keeps_answers = True
@@ -805,10 +773,37 @@ class Responses(_Input):
         assert isinstance(answer, ResponseAnswer)
         return answer.record()
 
-    def plan(
-        self, request: ResponseRequest | Continued, context: RequestContext, card: ModelCard
-    ) -> Plan:
-        return translate(request, context, card, self.limits)
+    def plan(self, request: Any, context: RequestContext, card: ModelCard) -> Plan:
+        request, kept = _unpack(request)
+        priority = find_priority(request.service_tier, context)
+        conversation = translate_input(request, self.limits, kept)
+        if request.truncation == "auto":
+            context.ignore("truncation")
+        sampling = _sampling(request, context, card, self.limits)
+        # the instructions of a request do not apply to the next one
+        kept_messages = conversation.messages[1 if request.instructions else 0 :]
+        task = Generate(
+            tuple(conversation.messages),
+            sampling,
+            template_options=template_options(request, card, context),
+            ending=conversation.ending,
+            grammar=_grammar(request, card, self.limits),
+            tools=tools_of(request, card, self.limits),
+        )
+        return Plan(
+            [task],
+            ResponseOptions(
+                response=_echo(
+                    request, sampling, find_service_tier(request.service_tier, priority)
+                ),
+                with_logprobs=sampling.num_logprobs is not None,
+                messages=() if request.store is False else tuple(kept_messages),
+            ),
+            conversation.sources,
+            is_streamed=bool(request.stream),
+            shows_timings=wants_timings(request.timings, context.headers),
+            priority=priority,
+        )
 
     def answer(self, options: ResponseOptions, head: AnswerHead) -> Answer:
         return ResponseAnswer(options, head)
@@ -940,14 +935,11 @@ class ResponseInputTokens(_Input):
     answer_type = InputTokens
     unsupported = UNSUPPORTED["/v1/responses/input_tokens"]
 
-    def plan(
-        self, request: CountRequest | Continued, context: RequestContext, card: ModelCard
-    ) -> Plan:
-        kept = request if isinstance(request, Continued) else None
-        asked = request.request if isinstance(request, Continued) else request
-        conversation = translate_input(asked, self.limits, kept)
-        options = template_options(asked, card, context)
-        return conversation.count(options, tools_of(asked, card, self.limits))
+    def plan(self, request: Any, context: RequestContext, card: ModelCard) -> Plan:
+        request, kept = _unpack(request)
+        conversation = translate_input(request, self.limits, kept)
+        options = template_options(request, card, context)
+        return conversation.count(options, tools_of(request, card, self.limits))
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
         return WholeAnswer(lambda events, _: InputTokens(find_tokenized(events).num_tokens))

@@ -95,8 +95,7 @@ class Tokenization(Surface):
     answer_type = TokenList
     unsupported = UNSUPPORTED["/tokenize"]
 
-    def read(self, body: bytes, context: RequestContext) -> TokenizeRequest:
-        request: TokenizeRequest = super().read(body, context)
+    def plan(self, request: TokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
         if request.prompt is None and request.messages is None:
             message = "Missing required field: prompt, or messages."
             raise InvalidRequest(message, param="prompt", code="missing_field")
@@ -104,9 +103,6 @@ class Tokenization(Surface):
             raise invalid("messages", "send prompt or messages, not both")
         if request.messages is not None and request.add_special_tokens:
             raise invalid("add_special_tokens", "the chat template adds them; leave it out")
-        return request
-
-    def plan(self, request: TokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
         images = ()
         if request.prompt is not None:
             num_chars, most = len(request.prompt), self.limits.max_text_chars
