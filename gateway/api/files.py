@@ -121,7 +121,6 @@ class BatchResource(Resource):
     _limits: LimitSettings
     _endpoints: Sequence[str]  #: paths that lines may call
     _find_guest: Callable[[str], str]  #: see `KeyDirectory.guest`
-    #: Guards the number of open batches.
     _taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -134,37 +133,30 @@ class BatchResource(Resource):
     async def create_batch(self, caller: Caller, body: CreateBatch) -> BatchObject:
         """Create a batch."""
         batches, most = self._all, self._limits.max_open_batches
-        many = f"This key has {most} open batches: wait until one has ended, or cancel it."
-        too_many = RateLimited("open_batches", many, retry_after_s=30)
         if body.endpoint not in self._endpoints:
             raise invalid("endpoint", f"send one of {', '.join(self._endpoints)}")
 
-        def check() -> None:
-            file = batches.files.get(caller.tenant, body.input_file_id)
-            if file is None:
-                raise invalid(
-                    "input_file_id", "no such file; upload it with purpose batch", "not_found"
-                )
-            if file.purpose != PURPOSE:
-                raise invalid(
-                    "input_file_id",
-                    f"the file has another purpose; upload it again with the purpose {PURPOSE}",
-                )
-            if len(batches.open_ids(caller.tenant)) >= most:
-                raise too_many
-
         def create() -> BatchView | None:
             tenant, file_id = caller.context.tenant, body.input_file_id
+            file = batches.files.get(caller.tenant, file_id)
+            if file is None:
+                problem = "no such file; upload it with purpose batch"
+                raise invalid("input_file_id", problem, "not_found")
+            if file.purpose != PURPOSE:
+                problem = (
+                    f"the file has another purpose; upload it again with the purpose {PURPOSE}"
+                )
+                raise invalid("input_file_id", problem)
             record = batches.create(
                 caller.tenant, tenant, body.endpoint, file_id, body.metadata, most,
                 self._find_guest(tenant),
             )  # fmt: skip
             if record is None:
-                raise too_many
+                many = f"This key has {most} open batches: wait until one has ended, or cancel it."
+                raise RateLimited("open_batches", many, retry_after_s=30)
             return batches.get(caller.tenant, record.id)
 
-        await blocking(check)
-        async with self._taking:  # concurrent requests must not exceed the limit together
+        async with self._taking:  # of concurrent requests, as many succeed as the limit allows
             view = await blocking(create)
         self._look()
         return BatchObject.of(_found(view))
