@@ -49,7 +49,6 @@ from gateway.api.fields import (
     find_priority,
     invalid,
     missing,
-    num_choices,
     split_choices,
     timings_of,
     translate_sampling,
@@ -508,7 +507,8 @@ def translate(
     """The tasks of a request, one per choice. Raises: InvalidRequest."""
     check_stream(request)
     priority = find_priority(request.service_tier, context)
-    count = num_choices(request, limits)
+    count = request.n or 1
+    check_most("n", count, limits.max_choices)
     sampling = translate_sampling(
         request,
         limits,
@@ -830,8 +830,6 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One choice, or its part in a chunk."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -879,7 +877,7 @@ class Completions(Surface):
 
     def plan(self, request: CompletionRequest, context: RequestContext, card: ModelCard) -> Plan:
         prompts = _prompts(request)
-        count = num_choices(request, self.limits)
+        count = request.n or 1
         self._check(request, prompts, count)
         most = context.max_output_tokens or DEFAULT_MAX_TOKENS
         default = min(DEFAULT_MAX_TOKENS, most, self.limits.max_output_tokens)
@@ -931,6 +929,7 @@ class Completions(Surface):
         check_stream(request)
         if request.max_tokens == 0 and request.prompt_logprobs is None and not request.echo:
             raise invalid("max_tokens", "send at least 1; 0 needs echo or prompt_logprobs")
+        check_most("n", count, limits.max_choices)
         check_most("prompt", len(prompts) * count, limits.max_prompts, "prompts, times n")
         num_chars = sum(len(prompt.text) for prompt in prompts if isinstance(prompt, TextPart))
         check_chars(num_chars, limits.max_text_chars, "prompt", "context_length_exceeded")

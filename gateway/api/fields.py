@@ -460,13 +460,6 @@ def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, floa
     return {int(key): value for key, value in bias.items()}
 
 
-def num_choices(fields: OpenAiSampling, limits: LimitSettings) -> int:
-    """Number of choices. Raises: InvalidRequest."""
-    count = fields.n or 1
-    check_most("n", count, limits.max_choices)
-    return count
-
-
 def check_model(sampling: SamplingParams, card: ModelCard) -> None:
     """Refuse parameters that the model does not support. Raises: InvalidRequest."""
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):

@@ -112,12 +112,10 @@ class BatchList(Listing[BatchObject]):
 
 @dataclass
 class BatchResource(Resource):
-    """The endpoints of batches. `_look` is called when the runner has work."""
-
     tag = "batches"
 
     _batches: Batches | None
-    _look: Callable[[], None]
+    _look: Callable[[], None]  #: called when the runner has work
     _limits: LimitSettings
     _endpoints: Sequence[str]  #: paths that lines may call
     _find_guest: Callable[[str], str]  #: see `KeyDirectory.guest`
@@ -254,9 +252,7 @@ class FileList(Listing[FileObject]):
 
 
 class FilesQuery(ListQuery, frozen=True, kw_only=True):
-    """Range of a list. `purpose`: only files of this purpose; empty: all."""
-
-    purpose: str = ""
+    purpose: str = ""  #: empty: files of all purposes
 
 
 @dataclass

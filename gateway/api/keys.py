@@ -227,8 +227,6 @@ class Audit(Resource):
 
 @dataclass
 class Keys(Resource):
-    """API keys."""
-
     tag = "keys"
     access = "admin"
 

@@ -644,8 +644,6 @@ def _details(card: ModelCard) -> OllamaDetails:
 
 @dataclass
 class OllamaModelList(Resource):
-    """Operations that need no worker."""
-
     tag = "ollama"
 
     _models: ModelDirectory
@@ -653,13 +651,15 @@ class OllamaModelList(Resource):
     @operation("GET", "/api/tags")
     async def ollama_tags(self, caller: Caller) -> OllamaModels:
         """List models (Ollama's API)."""
-        return OllamaModels([OllamaModel.of(card) for card in self._cards(caller.context.tenant)])
+        return OllamaModels(
+            [OllamaModel.of(card) for card in self._models.usable(caller.context.tenant)]
+        )
 
     @operation("GET", "/api/ps")
     async def ollama_ps(self, caller: Caller) -> OllamaModels:
         """List models that have workers (Ollama's API)."""
         found = []
-        for card in self._cards(caller.context.tenant):
+        for card in self._models.usable(caller.context.tenant):
             if self._models.num_workers[card.queue]:
                 found.append(model := OllamaModel.of(card))
                 model.expires_at, model.size_vram = _time(2**32), 0  # it does not expire
@@ -695,8 +695,3 @@ class OllamaModelList(Resource):
     async def ollama_version(self, caller: Caller) -> OllamaVersion:
         """Show the version (Ollama's API)."""
         return OllamaVersion(package_version())
-
-    def _cards(self, tenant: str) -> list[ModelCard]:
-        deployed = {name: route.card for name, route in self._models.routes.items()}
-        found = {**self._models.cards, **self._models.adapters, **deployed}
-        return [card for name, card in sorted(found.items()) if self._models.may_use(tenant, name)]

@@ -93,8 +93,6 @@ class InputFields(RequestStruct, frozen=True, kw_only=True):
 
 
 class InputUsage(msgspec.Struct):
-    """Token counts with OpenAI's names, without output tokens."""
-
     prompt_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]

@@ -347,8 +347,6 @@ class SearchHit(msgspec.Struct):
 
 
 class SearchPage(msgspec.Struct):
-    """All hits, as one page."""
-
     search_query: list[str]
     data: list[SearchHit]
     has_more: bool = False
