@@ -31,10 +31,13 @@ from gateway.api.answers import (
 from gateway.api.fields import (
     UNSUPPORTED,
     AudioData,
+    CallName,
+    Count,
     EchoedStruct,
     Ignored,
     IgnoredStreamFields,
     ModelName,
+    Positive,
     RequestStruct,
     SamplingOfFrames,
     Timings,
@@ -101,7 +104,6 @@ from shared.settings.limits import (
     MAX_METADATA_ENTRIES,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_VALUE_CHARS,
-    MAX_NAME_CHARS,
     LimitSettings,
 )
 
@@ -149,10 +151,7 @@ class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag="image_url"
     """An image; many clients send the URL as a string."""
 
     image_url: ImageUrl | str
-    min_pixels: Annotated[
-        PixelCount | None,
-        doc("Minimum pixels to scale the image to; overrides `mm_processor_kwargs`."),
-    ] = None
+    min_pixels: Annotated[PixelCount | None, doc("Overrides `mm_processor_kwargs`.")] = None
     max_pixels: PixelCount | None = None
 
 
@@ -233,7 +232,7 @@ ContentPart = (
 
 
 class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
-    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    name: CallName | None = None
     annotations: Ignored = UNSET
     refusal: str | None = None
 
@@ -250,10 +249,7 @@ class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
     tool_calls: Annotated[list[CallField] | None, doc("Calls of the assistant.")] = None
     #: OpenAI's older format of a call. The message with its result has the role `function` and the function's name.
     function_call: CalledFunction | None = None
-    tool_call_id: Annotated[
-        Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None,
-        doc("In a tool message: id of the call that it answers."),
-    ] = None
+    tool_call_id: Annotated[CallName | None, doc("Of the call that a tool message answers.")] = None
 
 
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
@@ -298,30 +294,18 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     tools: list[ToolField] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: Count | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: Annotated[bool | None, doc("false leaves out the model's reasoning.")] = None
-    enable_thinking: Annotated[
-        bool | None, doc("Whether the model reasons; sets the chat template's variable.")
-    ] = None
+    enable_thinking: Annotated[bool | None, doc("Whether the model reasons.")] = None
     thinking: Annotated[bool | ThinkingType | None, doc("The same as `enable_thinking`.")] = None
-    chat_template_kwargs: Annotated[
-        dict[str, TemplateOption] | None, doc("Variables of the chat template.")
-    ] = None
-    add_generation_prompt: Annotated[
-        bool | None, doc("Whether the prompt ends with the start of an assistant message.")
-    ] = None
-    continue_final_message: Annotated[
-        bool | None, doc("Continue the last message, which must be the assistant's.")
-    ] = None
-    mm_processor_kwargs: Annotated[
-        PixelFields | None, doc("Bounds on the pixels of all images, and of each frame of a video.")
-    ] = None
-    media_io_kwargs: Annotated[
-        MediaFields | None, doc("Frame sampling of videos that have neither fps nor num_frames.")
-    ] = None
+    chat_template_kwargs: dict[str, TemplateOption] | None = None
+    add_generation_prompt: Annotated[bool | None, doc("Begin an assistant message.")] = None
+    continue_final_message: Annotated[bool | None, doc("Continue the assistant's message.")] = None
+    mm_processor_kwargs: PixelFields | None = None
+    media_io_kwargs: Annotated[MediaFields | None, doc("Default sampling of frames.")] = None
 
 
 class TopLogprob(msgspec.Struct):
@@ -330,10 +314,7 @@ class TopLogprob(msgspec.Struct):
     bytes: tuple[int, ...]
 
 
-class ChatLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: tuple[int, ...]
+class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
@@ -807,17 +788,10 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
     model: ModelName
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     #: 0 for logprobs of the prompt only.
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    echo: Annotated[
-        bool | None, doc("Return the prompt before the text, with logprobs of its tokens.")
-    ] = None
-    logprobs: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        doc("Number of most likely tokens to return logprobs of, for each token."),
-    ] = None
-    add_special_tokens: Annotated[
-        bool | None, doc("false adds no special tokens, such as BOS, to a prompt.")
-    ] = None
+    max_tokens: Count | None = None
+    echo: Annotated[bool | None, doc("Return the prompt before the text.")] = None
+    logprobs: Annotated[Count | None, doc("Alternatives to return for each token.")] = None
+    add_special_tokens: Annotated[bool | None, doc("false: without tokens such as BOS.")] = None
 
 
 class CompletionLogprobs(msgspec.Struct):

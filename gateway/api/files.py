@@ -31,7 +31,7 @@ from gateway.http.multipart import FormPart, FormReader
 from gateway.search import SearchClient
 from shared.packages.store import StoreError
 from shared.records.store import Record
-from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile
+from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile, Request
 from shared.settings.limits import (
     MAX_BATCH_FILES,
     MAX_FILENAME_CHARS,
@@ -417,9 +417,7 @@ class Files(Resource):
         if name.startswith(IMAGE_ID):
             record = await self._find_image(caller.context.tenant, name)
             return msgspec.json.decode(record.data, type=FileObject)
-        asked = ReadFile(tenant=caller.tenant, file=name)
-        self._check_searched()
-        return FileObject.of(await self._search.ask(asked))
+        return FileObject.of(await self._ask(ReadFile(tenant=caller.tenant, file=name)))
 
     @operation("GET", "/v1/files/{file_id}/content")
     async def download_file(self, caller: Caller) -> Response:
@@ -442,9 +440,7 @@ class Files(Resource):
                 raise no_such("file", "file_id")
             length = {"content-length": str(image.num_bytes)}
             return StreamingResponse(_read(stored), media_type=image.media_type, headers=length)
-        asked = ReadFile(tenant=caller.tenant, file=name, with_data=True)
-        self._check_searched()
-        record = await self._search.ask(asked)
+        record = await self._ask(ReadFile(tenant=caller.tenant, file=name, with_data=True))
         return Response(record.data, media_type=media_type)
 
     @operation("DELETE", "/v1/files/{file_id}")
@@ -461,14 +457,14 @@ class Files(Resource):
             if not await self._lifecycle.kept.delete(caller.context.tenant, name):
                 raise no_such("file", "file_id")
         else:
-            self._check_searched()
-            await self._search.ask(DropFile(tenant=caller.tenant, file=name))
+            await self._ask(DropFile(tenant=caller.tenant, file=name))
         return Deleted(name, "file")
 
-    def _check_searched(self) -> None:
-        """Without a search process, only files of batches and images exist. Raises: NotFound."""
+    async def _ask(self, request: Request[T]) -> T:
+        """Ask the search process. Without one, only files of batches and images exist. Raises: ApiError."""
         if self._batch_files is not None and not self._search.is_on:
             raise no_such("file", "file_id")
+        return await self._search.ask(request)
 
     @property
     def _files(self) -> BatchFiles:

@@ -17,6 +17,7 @@ from gateway.api.fields import (
     EchoedStruct,
     Ignored,
     ModelName,
+    Positive,
     SamplingFields,
     UserName,
     check_most,
@@ -58,13 +59,6 @@ from shared.protocol import (
 )
 from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 
-#: First base64 characters of images by media type, as Anthropic's API also refuses a wrong `media_type`.
-_BEGINNINGS = {
-    "image/png": "iVBORw0KGgo",
-    "image/jpeg": "/9j/",
-    "image/webp": "UklGR",
-    "image/gif": "R0lGOD",
-}
 _BILLING_HEADER = "x-anthropic-billing-header:"
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
 #: Status and type of errors by OpenAI's status.
@@ -234,9 +228,7 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[
-        MessageFormat | None, doc("An older name of `output_config.format`.")
-    ] = None
+    output_format: Annotated[MessageFormat | None, doc("As `output_config.format`.")] = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     metadata: MessageMetadata | None = None
@@ -254,7 +246,7 @@ class CountTokensRequest(PromptFields, frozen=True, kw_only=True):
 
 
 class MessageRequest(PromptFields, frozen=True, kw_only=True):
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Positive
     stream: bool | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: Ignored = UNSET
@@ -554,23 +546,16 @@ def _parts(conversation: Conversation, block: ShownBlock, role: Role, place: str
             blocks = _blocks(source.data if isinstance(source, TextSource) else source.content)
             yield from _all_parts(conversation, blocks, role, f"{place}.source.content")
         case ImageBlock():
-            url, name = _url(block, place)
+            url, name = _url(block.source)
             yield conversation.medium(ImageSource(url, f"{place}.source.{name}"), role)
 
 
-def _url(block: ImageBlock, place: str) -> tuple[str, str]:
-    """The image's URL, and its field's name. Raises: InvalidRequest."""
-    source = block.source
+def _url(source: Base64Source | UrlSource | FileSource) -> tuple[str, str]:
+    """The URL of an image, and the name of its field."""
     if isinstance(source, UrlSource):
         return source.url, "url"
     if isinstance(source, FileSource):
         return source.file_id, "file_id"
-    types = [type_ for type_, begins in _BEGINNINGS.items() if source.data.startswith(begins)]
-    if not types:
-        problem = "the data is not an image; send PNG, JPEG, WebP or GIF in base64"
-        raise invalid(f"{place}.source.data", problem, "unsupported_image")
-    if types != [source.media_type]:
-        raise invalid(f"{place}.source.media_type", f"send {types[0]}, the image's type")
     return f"data:{source.media_type};base64,{source.data}", "data"
 
 

@@ -19,9 +19,11 @@ from gateway.api.completions import ChatLogprob, to_logprobs
 from gateway.api.fields import (
     UNSUPPORTED,
     CallName,
+    Count,
     EchoedStruct,
     Ignored,
     ModelName,
+    Positive,
     RepetitionPenalty,
     RequestStruct,
     SamplingFields,
@@ -88,10 +90,7 @@ class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = msgspec.field(
         default=None, name="repeat_penalty"
     )
-    num_predict: Annotated[
-        Annotated[int, Meta(ge=-2)] | None,
-        doc("Maximum tokens; below 1: up to the end of the context."),
-    ] = None
+    num_predict: Annotated[Annotated[int, Meta(ge=-2)] | None, doc("Below 1: no limit.")] = None
 
 
 class OllamaFunction(EchoedStruct, frozen=True, kw_only=True):
@@ -121,14 +120,12 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
     stream: bool | None = None
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
-    keep_alive: Annotated[
-        Ignored, doc("Models stay loaded; 0 without a prompt is answered as an unload.")
-    ] = UNSET
+    keep_alive: Annotated[Ignored, doc("0 without a prompt is answered as an unload.")] = UNSET
     truncate: Ignored = UNSET
     shift: Ignored = UNSET
     format: Annotated[msgspec.Raw | UnsetType, doc("`json`, or a JSON Schema.")] = UNSET
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: Count | None = None
     user: User = None
 
 
@@ -148,7 +145,7 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
 class OllamaEmbedRequest(RequestStruct, frozen=True, kw_only=True):
     model: ModelName
     input: str | list[str]
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Positive | None = None
     truncate: Annotated[bool | None, doc("false refuses inputs that are too long.")] = None
     options: OllamaOptions | None = None
     keep_alive: Ignored = UNSET

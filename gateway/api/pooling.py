@@ -22,6 +22,7 @@ from gateway.api.answers import WholeAnswer
 from gateway.api.completions import ImageContent, TextContent
 from gateway.api.fields import (
     ModelName,
+    Positive,
     RequestStruct,
     ServiceTier,
     ShowsTimings,
@@ -84,9 +85,7 @@ MAX_CALL_INPUTS = 256
 
 class InputFields(RequestStruct, frozen=True, kw_only=True):
     model: ModelName
-    truncate: Annotated[
-        Truncation | None, doc("The end at which inputs that are too long are cut.")
-    ] = None
+    truncate: Annotated[Truncation | None, doc("The end at which long inputs are cut.")] = None
     user: User = None
     service_tier: ServiceTier | None = None
     timings: ShowsTimings = None
@@ -128,13 +127,11 @@ class EmbeddingRequest(InputFields, frozen=True, kw_only=True):
     input: str | list[str | TokenId | TokenIds | TextInput] | UnsetType = UNSET
     messages: Annotated[list[EmbeddingTurn], Meta(min_length=1, max_length=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Positive | None = None
     normalized: Annotated[bool | None, doc("false returns vectors that are not normalized.")] = None
     #: vLLM's field: truncate inputs to this number of tokens; -1: to the model's maximum
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    prompt_name: Annotated[str | None, doc("The model's prompt that is put before each text.")] = (
-        None
-    )
+    prompt_name: Annotated[str | None, doc("The model's prompt before each text.")] = None
     input_type: (
         Literal[
             "search_query",
@@ -477,11 +474,9 @@ Documents = Annotated[list[Document], Meta(min_length=1)]
 class RerankRequest(InputFields, frozen=True, kw_only=True):
     query: str
     documents: Documents
-    top_n: Annotated[int, Meta(ge=1)] | None = None
+    top_n: Positive | None = None
     return_documents: bool | None = None
-    max_tokens_per_doc: Annotated[
-        Annotated[int, Meta(ge=1)] | None, doc("Documents are truncated to this number of tokens.")
-    ] = None
+    max_tokens_per_doc: Annotated[Positive | None, doc("Longer documents are cut.")] = None
     raw_scores: Annotated[bool | None, doc("Return the model's scores as they are.")] = None
 
 

@@ -35,11 +35,13 @@ from gateway.api.fields import (
     UNSUPPORTED,
     AudioData,
     CallName,
+    Count,
     EchoedStruct,
     Ignored,
     IgnoredStreamFields,
     Listing,
     ModelName,
+    Positive,
     RequestStruct,
     SamplingFields,
     ServiceTier,
@@ -242,9 +244,7 @@ class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type",
     schema: msgspec.Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)]
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
-    strict: Annotated[
-        bool | None, doc("false ignores keywords of the schema that are not supported.")
-    ] = None
+    strict: Annotated[bool | None, doc("false ignores unsupported keywords.")] = None
 
 
 class TextConfig(RequestStruct, frozen=True, kw_only=True):
@@ -280,14 +280,12 @@ class CountRequest(ResponseFields, frozen=True, kw_only=True):
 
 
 class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    max_output_tokens: Positive | None = None
+    top_logprobs: Count | None = None
     include: list[str] | None = None
     stream: bool | None = None
     stream_options: IgnoredStreamFields | None = None
-    store: Annotated[
-        bool | None, doc("false: the answer is not stored, so no request can continue it.")
-    ] = None
+    store: Annotated[bool | None, doc("false: no request can continue the answer.")] = None
     metadata: RequestMetadata | None = None
     service_tier: ServiceTier | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None

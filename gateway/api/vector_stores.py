@@ -19,8 +19,10 @@ from msgspec import UNSET, Meta, UnsetType
 import shared.search as wire
 from gateway.api.fields import (
     UNSUPPORTED,
+    Count,
     Listing,
     ModelName,
+    Positive,
     RequestStruct,
     check_chars,
     check_most,
@@ -100,7 +102,7 @@ class StaticChunks(RequestStruct, frozen=True, kw_only=True):
     """Sizes in tokens, of four characters each."""
 
     max_chunk_size_tokens: Annotated[int, Meta(ge=100, le=4096)]
-    chunk_overlap_tokens: Annotated[int, Meta(ge=0)]
+    chunk_overlap_tokens: Count
 
 
 class ChunkingStrategy(RequestStruct, frozen=True, kw_only=True):
@@ -116,7 +118,7 @@ class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
     chunking_strategy: ChunkingStrategy | None = None  #: for `file_ids`
     #: extension: the embedding model; required unless exactly one is served
     embedding_model: ModelName | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None  #: extension: as in an embedding request
+    dimensions: Positive | None = None  #: extension: as in an embedding request
     prompt: str | None = None  #: extension: the model's prompt before stored texts
     query_prompt: str | None = None  #: extension: the model's prompt before queries
 
