@@ -194,10 +194,7 @@ Addition = tuple[Block, str, tuple[OutputLogprob, ...]]
 
 
 class Blocks:
-    """The blocks of one choice: reasoning, text, calls.
-
-    `with_thought`: whether the client gets the reasoning.
-    """
+    """The blocks of one choice: reasoning if the client gets it, text, calls."""
 
     def __init__(self, answer_id: str, choice: int = 0, *, with_thought: bool = True) -> None:
         self.all: list[Block] = []

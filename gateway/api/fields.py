@@ -334,9 +334,7 @@ def translate_sampling(
 ) -> SamplingParams:
     """The sampling parameters. `defaults` and the key's output limit apply to fields that the request omits.
 
-    `name`: of the field of `max_tokens`. The engine limits it to the model's context.
-
-    Raises: InvalidRequest.
+    `name`: of the field of `max_tokens`. The engine limits it to the model's context. Raises: InvalidRequest.
     """
     most = min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
     if max_tokens is not None and max_tokens > most:

@@ -141,9 +141,7 @@ class BatchResource(Resource):
                 problem = "no such file; upload it with purpose batch"
                 raise invalid("input_file_id", problem, "not_found")
             if file.purpose != PURPOSE:
-                problem = (
-                    f"the file has another purpose; upload it again with the purpose {PURPOSE}"
-                )
+                problem = f"the file has another purpose; upload it with the purpose {PURPOSE}"
                 raise invalid("input_file_id", problem)
             record = batches.create(
                 caller.tenant, tenant, body.endpoint, file_id, body.metadata, most,

@@ -236,11 +236,9 @@ def check_grammar(grammar: Grammar, card: ModelCard) -> Grammar:
 
 def check_with_grammar(sampling: SamplingParams) -> None:
     """Raises: InvalidRequest for parameters that may prevent a constrained answer from ending."""
-    for name in ("ignore_eos", "min_tokens"):
+    for name in ("ignore_eos", "min_tokens", "allowed_token_ids"):
         if getattr(sampling, name):
-            raise invalid(name, "a constrained answer ends when complete; leave it out")
-    if sampling.allowed_token_ids:
-        raise invalid("allowed_token_ids", "unsupported for constrained answers; leave it out")
+            raise invalid(name, "unsupported for constrained answers; leave it out")
 
 
 def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Grammar]:
@@ -261,30 +259,23 @@ def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Gramm
         _check_pattern(asked.regex, prefix + "regex", limits)
         yield Grammar("regex", asked.regex, prefix + "regex")
     if asked.choice is not None:
-        yield _choice_grammar(asked.choice, prefix + "choice", limits)
+        param, source = prefix + "choice", msgspec.json.encode(asked.choice)
+        if not 1 <= len(asked.choice) <= limits.max_choice_texts:
+            raise invalid(param, f"send 1 to {limits.max_choice_texts} texts")
+        check_most(param, len(source), limits.max_schema_bytes, "bytes")
+        yield Grammar("choice", source.decode(), param)
     if asked.grammar is not None:
-        yield _lark_grammar(asked.grammar, prefix + "grammar", limits)
+        param = prefix + "grammar"
+        if not limits.max_grammar_bytes:
+            problem = "grammars are disabled here; send a schema, a regex or choices"
+            raise invalid(param, problem, code="unsupported_parameter")
+        check_most(param, len(asked.grammar.encode()), limits.max_grammar_bytes, "bytes")
+        yield Grammar("lark", asked.grammar, param)
 
 
 def unquoted(data: bytes) -> bytes:
     """The JSON of `data`, which some clients send in a string."""
     return msgspec.json.decode(data, type=str).encode() if data[:1] == b'"' else data
-
-
-def _choice_grammar(texts: list[str], param: str, limits: LimitSettings) -> Grammar:
-    if not 1 <= len(texts) <= limits.max_choice_texts:
-        raise invalid(param, f"send 1 to {limits.max_choice_texts} texts")
-    source = msgspec.json.encode(texts)
-    check_most(param, len(source), limits.max_schema_bytes, "bytes")
-    return Grammar("choice", source.decode(), param)
-
-
-def _lark_grammar(source: str, param: str, limits: LimitSettings) -> Grammar:
-    if not limits.max_grammar_bytes:
-        problem = "grammars are disabled here; send a schema, a regex or choices"
-        raise invalid(param, problem, code="unsupported_parameter")
-    check_most(param, len(source.encode()), limits.max_grammar_bytes, "bytes")
-    return Grammar("lark", source, param)
 
 
 def any_object(param: str) -> Grammar:

@@ -389,20 +389,16 @@ class _Anthropic(Surface):
         return render_error(error)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
-        return sse_event(_encode_error(error), b"error")
+        return sse_event(render_error(error)[1], b"error")
 
 
 def render_error(error: ApiError) -> tuple[int, bytes]:
-    return _ERRORS.get(error.status, (error.status, ""))[0], _encode_error(error)
-
-
-def _encode_error(error: ApiError) -> bytes:
     kind = "invalid_request_error" if error.status < 500 else "api_error"
-    _, type_ = _ERRORS.get(error.status, (0, kind))
+    status, type_ = _ERRORS.get(error.status, (error.status, kind))
     fields = AnthropicErrorFields(type_, error.message, error.code, error.param)
     if error.param == "thread":
         fields.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    return encode(AnthropicError(fields, request_id=error.request_id))
+    return status, encode(AnthropicError(fields, request_id=error.request_id))
 
 
 class Messages(_Anthropic):

@@ -334,12 +334,9 @@ def _check_kinds(request: EmbeddingRequest) -> None:
         raise invalid("input", "send text, token ids or messages; the input is empty")
     if isinstance(items, str):
         return
-    kinds = {kind for item in items for kind in (int, list) if isinstance(item, kind)}
-    has_others = any(not isinstance(item, int | list) for item in items)
-    if len(kinds) + has_others > 1:
-        raise invalid(
-            "input", "send token ids, lists of token ids, or texts and images, and do not mix them"
-        )
+    if len({type(item) if isinstance(item, int | list) else str for item in items}) > 1:
+        problem = "send token ids, lists of token ids, or texts and images, and do not mix them"
+        raise invalid("input", problem)
 
 
 def check_dimensions(dimensions: int | None, card: ModelCard) -> None:
@@ -446,11 +443,8 @@ def split_documents(
 def _split(
     items: Sequence[Item], num_tokens: Callable[[Item], int], headers: Mapping[bytes, bytes]
 ) -> Iterator[tuple[int, Sequence[Item]]]:
-    """The items of each call, with the index of the first one.
-
-    A request with an idempotency key is not split, as the key identifies one call.
-    """
-    if KEY_HEADER in headers:
+    """The items of each call, with the index of the first one."""
+    if KEY_HEADER in headers:  # it identifies one call
         yield 0, items
         return
     begin, total = 0, 0

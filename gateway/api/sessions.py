@@ -134,10 +134,7 @@ class TasksQuery(PageQuery):
 
 
 class SessionObject(msgspec.Struct):
-    """A session and the number of its tasks by state. `resources` are those of an instance, if known.
-
-    `max_instances` 0: as deployed.
-    """
+    """A session and the number of its tasks by state. `resources` are those of an instance, if known."""
 
     id: str
     application: str
@@ -152,7 +149,7 @@ class SessionObject(msgspec.Struct):
     idle_s: float
     timeout_s: float
     min_instances: int
-    max_instances: int
+    max_instances: int  #: 0: as deployed
     resources: dict[str, Any] | None
     object: str = "session"
 
@@ -164,17 +161,14 @@ class SessionList(Data[SessionObject]):
 
 
 class TaskObject(msgspec.Struct):
-    """A task, with `output` or `error` after its end. `package` runs it.
-
-    `input` is the beginning of its JSON.
-    """
+    """A task, with `output` or `error` after its end. `package` runs it."""
 
     id: str
     session: str
     state: TaskState
     package: str
     created: int
-    input: str
+    input: str  #: the beginning of its JSON
     output: Raw | UnsetType = UNSET
     error: ErrorFields | UnsetType = UNSET
     object: str = "task"

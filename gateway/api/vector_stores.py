@@ -73,11 +73,8 @@ Text = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
 Metadata = Annotated[dict[Key, Text], Meta(max_length=MAX_METADATA_ENTRIES)]
 ItemAttributes = Annotated[dict[Key, Text | bool | float], Meta(max_length=MAX_METADATA_ENTRIES)]
 StoreName = Annotated[str, Meta(max_length=MAX_STORE_NAME_CHARS)]
-FileIds = Annotated[
-    list[Annotated[str, Meta(min_length=1, max_length=MAX_ITEM_ID_CHARS)]],
-    Meta(max_length=MAX_BATCH_STORE_FILES),
-]
 ItemId = Annotated[str, Meta(min_length=1, max_length=MAX_ITEM_ID_CHARS)]
+FileIds = Annotated[list[ItemId], Meta(max_length=MAX_BATCH_STORE_FILES)]
 Vector = list[float] | str
 T = TypeVar("T")
 
@@ -1070,10 +1067,7 @@ class VectorStores(Resource):
         caller: Caller,
         truncate: Truncate = "none",
     ) -> list[bytes]:
-        """Embed texts and images with the store's model. `names`: field names of the inputs, for errors.
-
-        Raises: ApiError.
-        """
+        """Embed texts and images with the store's model. `names`: of the inputs' fields. Raises: ApiError."""
         if not parts:
             return []
         if truncate == "none":
