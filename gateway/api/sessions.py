@@ -363,12 +363,12 @@ class Sessions(Resource):
         try:
             task, state = await self._store.add(session, wanted, self._limits.max_session_tasks)
         except TaskRefused as refused:
-            message, code = "The session is closed: open a new one.", "session_closed"
-            if refused.reason == "full":
-                most = self._limits.max_session_tasks
-                message = f"The session has the maximum of {most} tasks: open a new session."
-                code = "session_full"
-            raise conflict(message, code=code) from None
+            if refused.reason != "full":
+                message = "The session is closed: open a new one."
+                raise conflict(message, code="session_closed") from None
+            most = self._limits.max_session_tasks
+            message = f"The session has the maximum of {most} tasks: open a new session."
+            raise conflict(message, code="session_full") from None
         if task.fingerprint != wanted.fingerprint:
             raise conflict(
                 f"The task {task_id} has another input: send another id.", code="task_id_reused"
