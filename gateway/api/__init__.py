@@ -6,6 +6,7 @@ listed below.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -62,6 +63,7 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
 )
 
 
+@dataclass
 class Streams(Endpoint):
     """Resume a stream, in the format of the API that began it."""
 
@@ -74,9 +76,8 @@ class Streams(Endpoint):
         "last-event-id": "The last event that was received. Without it, all events are sent."
     }
 
-    def __init__(self, lifecycle: Lifecycle, surfaces: Mapping[str, Surface]) -> None:
-        self._lifecycle = lifecycle
-        self._surfaces = surfaces
+    _lifecycle: Lifecycle
+    _surfaces: Mapping[str, Surface]
 
     async def serve(self, exchange: Exchange) -> None:
         await self._lifecycle.serve_stream(self._surfaces, exchange)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -46,8 +46,6 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class CompletionUsage(msgspec.Struct):
-    """Token counts with OpenAI's names."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -196,10 +194,7 @@ Addition = tuple[Block, str, tuple[OutputLogprob, ...]]
 
 
 class Blocks:
-    """The blocks of one choice: reasoning, text, calls.
-
-    `with_thought`: whether the client gets the reasoning.
-    """
+    """The blocks of one choice: reasoning if the client gets it, text, calls."""
 
     def __init__(self, answer_id: str, choice: int = 0, *, with_thought: bool = True) -> None:
         self.all: list[Block] = []
@@ -295,7 +290,23 @@ class ChunkOptions(msgspec.Struct, frozen=True):
         )
 
 
-class ChunkStream:
+Options = TypeVar("Options", bound=ChunkOptions)
+
+
+def by_choice(events: Sequence[ChoiceEvent], totals: Totals) -> Iterator[tuple[int, Tokens, str]]:
+    """The joined tokens of each choice of a whole answer, and why it ended."""
+    pieces = [[Tokens("", 0, 0, ())] for _ in totals.finished]
+    reasons = [""] * len(pieces)
+    for index, event in events:
+        if isinstance(event, Tokens):
+            pieces[index].append(event)
+        elif isinstance(event, Finished):
+            reasons[index] = event.finish_reason.value
+    for index, reason in enumerate(reasons):
+        yield index, join_tokens("", 0, pieces[index]), reason
+
+
+class ChunkStream(Generic[Options]):
     """An answer of the chat or completions API, whole or in chunks.
 
     Each choice has a first chunk, content, and a chunk with `finish_reason`; then follow the usage, if it is
@@ -305,9 +316,9 @@ class ChunkStream:
     chunk_type: type[msgspec.Struct]
     num_choices = 2**31  #: of each prompt
 
-    def __init__(self, options: ChunkOptions, head: AnswerHead) -> None:
+    def __init__(self, options: Options, head: AnswerHead) -> None:
         self.head = head
-        self._stream = options
+        self.options = options
         self._begun: set[int] = set()
         self._num_tokens = 0
         self._counts: dict[int, int] = {}  # output tokens by choice
@@ -332,7 +343,7 @@ class ChunkStream:
         frames: list[Frame] = []
         timings = UNSET if totals is None else timings_of(totals)
         last = events[-1][1] if events else None
-        for index, event, end in with_ends(events, joins=self._stream.continuous_usage):
+        for index, event, end in with_ends(events, joins=self.options.continuous_usage):
             self._count(index, event)
             if index not in self._begun and self.can_begin(event):
                 self._begun.add(index)
@@ -343,13 +354,13 @@ class ChunkStream:
                 self._num_tokens = end.usage.num_output_tokens
                 choice = choice or self.empty(index)
                 choice.finish_reason = end.finish_reason.value
-                is_end = end is last and not self._stream.include_usage
+                is_end = end is last and not self.options.include_usage
                 chunk = self.chunk(choice, timings=timings if is_end else UNSET)
                 frames.append((self._num_tokens + 1, chunk))
             elif choice is not None and isinstance(event, Tokens):
                 frames.append((event.index + event.num_tokens, self.chunk(choice)))
         if totals is not None:
-            if self._stream.include_usage:
+            if self.options.include_usage:
                 usage = to_usage(totals)
                 data = self.encode(self.chunk_type, [], usage=usage, timings=timings)
                 frames.append((self._num_tokens + 2, sse_event(data)))
@@ -357,8 +368,8 @@ class ChunkStream:
         return frames
 
     def chunk(self, choice: Any, **fields: Any) -> bytes:
-        usage = None if self._stream.include_usage else UNSET
-        if self._stream.continuous_usage:
+        usage = None if self.options.include_usage else UNSET
+        if self.options.continuous_usage:
             prompt = sum(self._prompt_usages.values(), Usage(0))
             usage = usage_of(prompt, sum(self._counts.values()))
         return sse_event(self.encode(self.chunk_type, [choice], usage=usage, **fields))
@@ -370,7 +381,7 @@ class ChunkStream:
             model=self.head.model,
             system_fingerprint=self.head.package or SYSTEM_FINGERPRINT,
             choices=choices,
-            service_tier=self._stream.service_tier,
+            service_tier=self.options.service_tier,
             **fields,
         )
         return encode(answer)

@@ -314,17 +314,15 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest  #: digest of the package's manifest; the store must have its blobs
     spec: SpecBody = SpecBody()
     environment: Environment = Environment()  #: not for models
-    if_generation: Annotated[int, Meta(ge=0)] | None = (
-        None  #: refuse if it is not the latest generation
-    )
+    #: Refuse if it is not the latest generation.
+    if_generation: Annotated[int, Meta(ge=0)] | None = None
     #: Signature of the digest, by `ssh-keygen -Y sign -n vlm-fleet`; stored with the package.
     signature: Annotated[str, Meta(max_length=MAX_SIGNATURE_CHARS)] | None = None
 
 
 class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    generation: Annotated[int, Meta(ge=1)] | None = (
-        None  #: generation to restore; null: the previous one that served
-    )
+    #: Generation to restore; null: the previous one that served.
+    generation: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -376,8 +374,6 @@ class RevisionObject(msgspec.Struct):
 
 
 class GenerationObject(msgspec.Struct):
-    """A requested change and its outcome."""
-
     generation: int
     digest: str  #: digest of the package
     version: str
@@ -388,10 +384,8 @@ class GenerationObject(msgspec.Struct):
 
 
 class LogQuery(msgspec.Struct):
-    """`limit`: how many of the latest lines. `slot`: only lines of this instance."""
-
-    limit: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)] = 100
-    slot: int | None = None
+    limit: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)] = 100  #: the latest lines
+    slot: int | None = None  #: only lines of this instance
 
 
 class Log(Data[LogLine]):
@@ -429,8 +423,6 @@ class NodeInstance(msgspec.Struct):
 
 
 class NodeObject(msgspec.Struct):
-    """A node, its resources and its instances."""
-
     id: str
     cpu: float
     memory_bytes: int
@@ -511,10 +503,8 @@ class Applications(DeployResource):
             raise invalid("environment", f"{error}") from None
         async with self._held(body.digest, body.signature) as manifest:
             if manifest.config.kind == "model" and body.environment != Environment():
-                raise invalid(
-                    "environment",
-                    "a model has no variables; its engine's settings are in its package (vlm deploy --set)",
-                )
+                problem = "a model has no variables; its engine's settings are in its package (vlm deploy --set)"
+                raise invalid("environment", problem)
             status, found = await self._deploy(name, body, manifest.least_memory_bytes)
         return Response(msgspec.json.encode(found), status, media_type="application/json")
 
@@ -522,37 +512,30 @@ class Applications(DeployResource):
         self, name: str, wanted: Deploy, least_memory_bytes: int
     ) -> tuple[int, Application]:
         history = await self._history(name)
-        last = history.last if history else None
-        number = last.number if last else 0
+        active = history.active if history else None
+        number = history.last.number if history else 0
         if wanted.if_generation is not None and wanted.if_generation != number:
             raise conflict(f"The latest generation is {number}, not {wanted.if_generation}.")
         generation = Generation(
             name, number + 1, wanted.digest, Spec(**asdict(wanted.spec)),
             environment=wanted.environment, least_memory_bytes=least_memory_bytes,
         )  # fmt: skip
-        if (
-            last is not None
-            and history is not None
-            and (last.version, last.spec) == (generation.version, generation.spec)
-        ):
+        new = (generation.version, generation.spec)
+        if history is not None and (history.last.version, history.last.spec) == new:
             outcome = history.outcomes.get(number)
             if outcome is None or outcome.verdict == "active":
                 return 200, await self._get(name)
-        active = history.active if history else None
-        if (
-            active is not None
-            and active.version == generation.version
-            and active.spec.resources != generation.spec.resources
-        ):
-            await self._check_room(generation)
+        if active is not None and active.version == generation.version:
+            await self._check_room(active, generation)
         await self._add(generation, history)
         return 202, await self._get(name)
 
-    async def _check_room(self, generation: Generation) -> None:
+    async def _check_room(self, active: Generation, wanted: Generation) -> None:
         """Check that nodes have the changed resources of the active version. Raises: ApiError, RedisError."""
+        if active.spec.resources == wanted.spec.resources:
+            return
         nodes = await self._deployments.nodes()
-        revision = rollout.to_revision(generation, 0.0)
-        obstacle = rollout.find_obstacle(revision, nodes)
+        obstacle = rollout.find_obstacle(rollout.to_revision(wanted, 0.0), nodes)
         if obstacle and nodes:
             raise conflict(f"The resources were not changed: {obstacle}.")
 

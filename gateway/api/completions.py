@@ -10,7 +10,7 @@ Source: OpenAI API reference, "Create chat completion", "Streaming events", "The
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
@@ -24,17 +24,20 @@ from gateway.api.answers import (
     CompletionUsage,
     PromptLogprobs,
     PromptTokens,
+    by_choice,
     call_id,
-    merge_tokens,
     to_usage,
 )
 from gateway.api.fields import (
     UNSUPPORTED,
     AudioData,
+    CallName,
+    Count,
     EchoedStruct,
     Ignored,
     IgnoredStreamFields,
     ModelName,
+    Positive,
     RequestStruct,
     SamplingOfFrames,
     Timings,
@@ -49,7 +52,6 @@ from gateway.api.fields import (
     find_priority,
     invalid,
     missing,
-    num_choices,
     split_choices,
     timings_of,
     translate_sampling,
@@ -102,7 +104,6 @@ from shared.settings.limits import (
     MAX_METADATA_ENTRIES,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_VALUE_CHARS,
-    MAX_NAME_CHARS,
     LimitSettings,
 )
 
@@ -143,8 +144,6 @@ class PixelFields(RequestStruct, frozen=True, kw_only=True):
 
 
 class MediaFields(RequestStruct, frozen=True, kw_only=True):
-    """Options for all media of a kind."""
-
     video: SamplingOfFrames | None = None
 
 
@@ -152,10 +151,7 @@ class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag="image_url"
     """An image; many clients send the URL as a string."""
 
     image_url: ImageUrl | str
-    min_pixels: Annotated[
-        PixelCount | None,
-        doc("Minimum pixels to scale the image to; overrides `mm_processor_kwargs`."),
-    ] = None
+    min_pixels: Annotated[PixelCount | None, doc("Overrides `mm_processor_kwargs`.")] = None
     max_pixels: PixelCount | None = None
 
 
@@ -166,8 +162,6 @@ class VideoUrl(VideoFields, frozen=True, kw_only=True):
 
 
 class VideoContent(IgnoredPartFields, frozen=True, kw_only=True, tag="video_url"):
-    """A video."""
-
     video_url: VideoUrl | str
 
 
@@ -210,8 +204,6 @@ class FileField(EchoedStruct, frozen=True, kw_only=True):
 
 
 class FileContent(IgnoredPartFields, frozen=True, kw_only=True, tag="file"):
-    """A text file, an image, a video or audio."""
-
     file: FileField
 
 
@@ -240,9 +232,7 @@ ContentPart = (
 
 
 class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
-    """Fields of a message without effect."""
-
-    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    name: CallName | None = None
     annotations: Ignored = UNSET
     refusal: str | None = None
 
@@ -259,10 +249,7 @@ class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
     tool_calls: Annotated[list[CallField] | None, doc("Calls of the assistant.")] = None
     #: OpenAI's older format of a call. The message with its result has the role `function` and the function's name.
     function_call: CalledFunction | None = None
-    tool_call_id: Annotated[
-        Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None,
-        doc("In a tool message: id of the call that it answers."),
-    ] = None
+    tool_call_id: Annotated[CallName | None, doc("Of the call that a tool message answers.")] = None
 
 
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
@@ -307,30 +294,18 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     tools: list[ToolField] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: Count | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: Annotated[bool | None, doc("false leaves out the model's reasoning.")] = None
-    enable_thinking: Annotated[
-        bool | None, doc("Whether the model reasons; sets the chat template's variable.")
-    ] = None
+    enable_thinking: Annotated[bool | None, doc("Whether the model reasons.")] = None
     thinking: Annotated[bool | ThinkingType | None, doc("The same as `enable_thinking`.")] = None
-    chat_template_kwargs: Annotated[
-        dict[str, TemplateOption] | None, doc("Variables of the chat template.")
-    ] = None
-    add_generation_prompt: Annotated[
-        bool | None, doc("Whether the prompt ends with the start of an assistant message.")
-    ] = None
-    continue_final_message: Annotated[
-        bool | None, doc("Continue the last message, which must be the assistant's.")
-    ] = None
-    mm_processor_kwargs: Annotated[
-        PixelFields | None, doc("Bounds on the pixels of all images, and of each frame of a video.")
-    ] = None
-    media_io_kwargs: Annotated[
-        MediaFields | None, doc("Frame sampling of videos that have neither fps nor num_frames.")
-    ] = None
+    chat_template_kwargs: dict[str, TemplateOption] | None = None
+    add_generation_prompt: Annotated[bool | None, doc("Begin an assistant message.")] = None
+    continue_final_message: Annotated[bool | None, doc("Continue the assistant's message.")] = None
+    mm_processor_kwargs: PixelFields | None = None
+    media_io_kwargs: Annotated[MediaFields | None, doc("Default sampling of frames.")] = None
 
 
 class TopLogprob(msgspec.Struct):
@@ -339,10 +314,7 @@ class TopLogprob(msgspec.Struct):
     bytes: tuple[int, ...]
 
 
-class ChatLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: tuple[int, ...]
+class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
@@ -382,7 +354,7 @@ class Choice(msgspec.Struct):
     message: AnswerMessage
     finish_reason: str
     logprobs: ChoiceLogprobs | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -409,8 +381,6 @@ class ChoiceDelta(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """The delta of one choice in a chunk."""
-
     index: int
     delta: ChoiceDelta
     logprobs: ChoiceLogprobs | None = None
@@ -476,11 +446,6 @@ class ChatCompletions(Surface):
         "function_call": "Send tools and tool_choice instead.",
     }
 
-    def read(self, body: bytes, context: RequestContext) -> ChatCompletionRequest:
-        request: ChatCompletionRequest = super().read(body, context)
-        check_stream(request)
-        return request
-
     def plan(
         self, request: ChatCompletionRequest, context: RequestContext, card: ModelCard
     ) -> Plan:
@@ -521,8 +486,10 @@ def translate(
     request: ChatCompletionRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
 ) -> Plan:
     """The tasks of a request, one per choice. Raises: InvalidRequest."""
+    check_stream(request)
     priority = find_priority(request.service_tier, context)
-    count = num_choices(request, limits)
+    count = request.n or 1
+    check_most("n", count, limits.max_choices)
     sampling = translate_sampling(
         request,
         limits,
@@ -531,14 +498,12 @@ def translate(
         *_max_tokens(request),
         num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, limits),
     )
-    conversation = translate_messages(request, limits)
+    conversation = _Messages(request, limits).translate()
     check_model(sampling, card)
     options = _template_options(request, card, context)
     grammar = find_grammar(request, card, limits)
-    tools = None
-    if request.tools or request.tool_choice is not None:
-        asked = read_offer(request.tools, request.tool_choice, request.parallel_tool_calls)
-        tools = find_tools(asked, card, limits)
+    offer = read_offer(request.tools, request.tool_choice, request.parallel_tool_calls)
+    tools = find_tools(offer, card, limits)
     if grammar is not None or tools is not None:
         check_with_grammar(sampling)
     task = Generate(
@@ -564,26 +529,23 @@ def translate(
     )
 
 
-def translate_messages(request: ChatCompletionRequest, limits: LimitSettings) -> Conversation:
-    """The conversation, with its media in `sources`. Raises: InvalidRequest."""
-    messages, conversation = request.messages, Conversation()
-    check_most("messages", len(messages), limits.max_messages, "messages")
-    translated = _Messages(request, limits, conversation)
-    for index, message in enumerate(messages):
-        translated.add(message, f"messages.[{index}]")
-    conversation.check("messages", limits, f"messages.[{len(messages) - 1}].role")
-    return conversation
-
-
 @dataclass(frozen=True, slots=True)
 class _Messages:
-    """Adds the messages of a request to a conversation. Raises: InvalidRequest."""
+    """The messages of a request as a conversation. Raises: InvalidRequest."""
 
     _request: ChatCompletionRequest
     _limits: LimitSettings
-    _conversation: Conversation
+    _conversation: Conversation = field(default_factory=Conversation)
 
-    def add(self, message: ChatMessageParam, param: str) -> None:
+    def translate(self) -> Conversation:
+        messages, limits = self._request.messages, self._limits
+        check_most("messages", len(messages), limits.max_messages, "messages")
+        for index, message in enumerate(messages):
+            self._add(message, f"messages.[{index}]")
+        self._conversation.check("messages", limits, f"messages.[{len(messages) - 1}].role")
+        return self._conversation
+
+    def _add(self, message: ChatMessageParam, param: str) -> None:
         conversation, role, content = self._conversation, _ROLES[message.role], message.content
         if content is msgspec.UNSET and role != "assistant":
             raise missing(f"{param}.content")
@@ -613,13 +575,10 @@ class _Messages:
         if isinstance(part, RefusalContent):
             return conversation.text(part.refusal)
         if isinstance(part, InputAudioContent):
-            where = f"{param}.input_audio"
-            return conversation.medium(
-                ImageSource(part.input_audio.url, where, is_audio=True), role
-            )
+            audio = ImageSource(part.input_audio.url, f"{param}.input_audio", is_audio=True)
+            return conversation.medium(audio, role)
         if isinstance(part, AudioContent):
-            audio = part.audio_url
-            url = audio if isinstance(audio, str) else audio.url
+            url = part.audio_url if isinstance(part.audio_url, str) else part.audio_url.url
             return conversation.medium(ImageSource(url, f"{param}.audio_url", is_audio=True), role)
         if isinstance(part, VideoContent):
             return self._video(part.video_url, role, f"{param}.video_url")
@@ -703,9 +662,7 @@ def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Endin
         raise invalid("continue_final_message", "send it or add_generation_prompt, not both")
     if continues and conversation.ending != "message":
         raise invalid("continue_final_message", "the last message must be the assistant's")
-    if conversation.ending == "message" and continues is not False and adds is None:
-        return "message"
-    if continues:
+    if continues or (conversation.ending == "message" and continues is None and adds is None):
         return "message"
     return "none" if adds is False else "answer"
 
@@ -733,32 +690,42 @@ def _max_tokens(request: ChatCompletionRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-class ChatAnswer(ChunkStream):
+class ChatAnswer(ChunkStream[ChatOptions]):
     chunk_type = ChatCompletionChunk
 
-    def __init__(self, options: ChatOptions, head: AnswerHead) -> None:
-        super().__init__(options, head)
-        self.options = options
-
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        choices = [
-            _GatheredChoice(self.head.id, index, self.options)
-            for index in range(len(totals.finished))
-        ]
-        prompt = PromptTokens()
+        options, prompt = self.options, PromptTokens()
         for index, event in events:
-            choices[index].add(event)
             if index == 0:
                 prompt.add(event)
-        options = self.options
         return self.encode(
             ChatCompletion,
-            [choice.to_choice(index) for index, choice in enumerate(choices)],
+            [self._choice(*each) for each in by_choice(events, totals)],
             usage=to_usage(totals),
             timings=timings_of(totals),
             prompt_logprobs=prompt.to_prompt_logprobs() if options.with_prompt_logprobs else UNSET,
             prompt_token_ids=prompt.token_ids if options.with_token_ids else UNSET,
         )
+
+    def _choice(self, index: int, tokens: Tokens, reason: str) -> Choice:
+        options = self.options
+        blocks = Blocks(self.head.id, index, with_thought=options.with_reasoning)
+        blocks.add(tokens)
+        message = AnswerMessage(blocks.text)
+        if thought := blocks.thought:
+            message.reasoning_content = thought
+        if calls := blocks.calls:
+            message.content = message.content or None
+            message.tool_calls = [
+                AnswerCall(AnswerFunction(call.name, call.text), call.call_id, "function")
+                for call in calls
+            ]
+        choice = Choice(index, message, reason)
+        if options.with_logprobs:
+            choice.logprobs = ChoiceLogprobs(to_logprobs(tokens.logprobs))
+        if options.with_token_ids:
+            choice.token_ids = tokens.token_ids
+        return choice
 
     def first_chunk(self, index: int, event: CallEvent) -> bytes:
         token_ids = UNSET
@@ -801,39 +768,6 @@ class ChatAnswer(ChunkStream):
         return call
 
 
-class _GatheredChoice:
-    def __init__(self, answer_id: str, index: int, options: ChatOptions) -> None:
-        self._options = options
-        self._blocks = Blocks(answer_id, index, with_thought=options.with_reasoning)
-        self._logprobs: list[OutputLogprob] = []
-        self._token_ids: list[int] = []
-        self._finish_reason = ""
-
-    def add(self, event: object) -> None:
-        if isinstance(event, Tokens):
-            self._blocks.add(event)
-            self._logprobs.extend(event.logprobs)
-            self._token_ids.extend(event.token_ids)
-        elif isinstance(event, Finished):
-            self._finish_reason = event.finish_reason.value
-
-    def to_choice(self, index: int) -> Choice:
-        logprobs = None
-        if self._options.with_logprobs:
-            logprobs = ChoiceLogprobs(to_logprobs(self._logprobs))
-        message = AnswerMessage(self._blocks.text)
-        if thought := self._blocks.thought:
-            message.reasoning_content = thought
-        if calls := self._blocks.calls:
-            message.content = message.content or None
-            message.tool_calls = [
-                AnswerCall(AnswerFunction(call.name, call.text), call.call_id, "function")
-                for call in calls
-            ]
-        token_ids = self._token_ids if self._options.with_token_ids else UNSET
-        return Choice(index, message, self._finish_reason, logprobs, token_ids)
-
-
 def to_logprobs(logprobs: Sequence[OutputLogprob]) -> list[ChatLogprob]:
     return [
         ChatLogprob(
@@ -854,17 +788,10 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
     model: ModelName
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     #: 0 for logprobs of the prompt only.
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    echo: Annotated[
-        bool | None, doc("Return the prompt before the text, with logprobs of its tokens.")
-    ] = None
-    logprobs: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        doc("Number of most likely tokens to return logprobs of, for each token."),
-    ] = None
-    add_special_tokens: Annotated[
-        bool | None, doc("false adds no special tokens, such as BOS, to a prompt.")
-    ] = None
+    max_tokens: Count | None = None
+    echo: Annotated[bool | None, doc("Return the prompt before the text.")] = None
+    logprobs: Annotated[Count | None, doc("Alternatives to return for each token.")] = None
+    add_special_tokens: Annotated[bool | None, doc("false: without tokens such as BOS.")] = None
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -877,8 +804,6 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One choice, or its part in a chunk."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -924,17 +849,10 @@ class Completions(Surface):
     unsupported = UNSUPPORTED["/v1/completions"]
     commas = "max_input_commas"  # of lists of token ids
 
-    def read(self, body: bytes, context: RequestContext) -> CompletionRequest:
-        request: CompletionRequest = super().read(body, context)
-        check_stream(request)
-        if request.max_tokens == 0 and request.prompt_logprobs is None and not request.echo:
-            raise invalid("max_tokens", "send at least 1; 0 needs echo or prompt_logprobs")
-        return request
-
     def plan(self, request: CompletionRequest, context: RequestContext, card: ModelCard) -> Plan:
         prompts = _prompts(request)
-        count = num_choices(request, self.limits)
-        self._check(prompts, count, request)
+        count = request.n or 1
+        self._check(request, prompts, count)
         most = context.max_output_tokens or DEFAULT_MAX_TOKENS
         default = min(DEFAULT_MAX_TOKENS, most, self.limits.max_output_tokens)
         sampling = translate_sampling(
@@ -979,9 +897,13 @@ class Completions(Surface):
         )
 
     def _check(
-        self, prompts: Sequence[TextPart | TokensPart], count: int, request: CompletionRequest
+        self, request: CompletionRequest, prompts: Sequence[TextPart | TokensPart], count: int
     ) -> None:
         limits = self.limits
+        check_stream(request)
+        if request.max_tokens == 0 and request.prompt_logprobs is None and not request.echo:
+            raise invalid("max_tokens", "send at least 1; 0 needs echo or prompt_logprobs")
+        check_most("n", count, limits.max_choices)
         check_most("prompt", len(prompts) * count, limits.max_prompts, "prompts, times n")
         num_chars = sum(len(prompt.text) for prompt in prompts if isinstance(prompt, TextPart))
         check_chars(num_chars, limits.max_text_chars, "prompt", "context_length_exceeded")
@@ -1024,42 +946,31 @@ def _prompts(request: CompletionRequest) -> list[TextPart | TokensPart]:
     raise invalid("prompt", "send a text, token ids, a list of texts, or a list of lists of ids")
 
 
-class CompletionAnswer(ChunkStream):
-    """A `Completion`, whole or in chunks."""
-
+class CompletionAnswer(ChunkStream[CompletionOptions]):
     chunk_type = Completion
 
     def __init__(self, options: CompletionOptions, head: AnswerHead) -> None:
         super().__init__(options, head)
-        self.options = options
         self.num_choices = options.num_choices
         self._num_chars: dict[int, int] = {}  # by choice
         self._tokens_of_prompt: defaultdict[int, PromptTokens] = defaultdict(PromptTokens)
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        pieces: list[list[ChoiceEvent]] = [[] for _ in totals.finished]
-        reasons = [""] * len(pieces)
         for index, event in events:
             self._tokens_of_prompt[index].add(event)
-            if isinstance(event, Tokens):
-                pieces[index].append((index, event))
-            elif isinstance(event, Finished):
-                reasons[index] = event.finish_reason.value
-        choices = [self._choice(index, each, reasons[index]) for index, each in enumerate(pieces)]
+        choices = [self._choice(*each) for each in by_choice(events, totals)]
         return self.encode(Completion, choices, usage=to_usage(totals), timings=timings_of(totals))
 
-    def _choice(self, index: int, events: Sequence[ChoiceEvent], reason: str) -> CompletionChoice:
+    def _choice(self, index: int, tokens: Tokens, reason: str) -> CompletionChoice:
         choice = self._begin(index)
         choice.finish_reason = reason
-        for _, event in merge_tokens(events):
-            assert isinstance(event, Tokens)
-            choice.text += event.text
-            if choice.token_ids is not UNSET:
-                choice.token_ids += event.token_ids
-            logprobs = self._logprobs(index, event)
-            if choice.logprobs is not None and logprobs is not None:
-                for name in CompletionLogprobs.__struct_fields__:
-                    getattr(choice.logprobs, name).extend(getattr(logprobs, name))
+        choice.text += tokens.text
+        if self.options.with_token_ids:
+            choice.token_ids = tokens.token_ids
+        logprobs = self._logprobs(index, tokens)
+        if choice.logprobs is not None and logprobs is not None:
+            for name in CompletionLogprobs.__struct_fields__:
+                getattr(choice.logprobs, name).extend(getattr(logprobs, name))
         if self.options.with_prompt_logprobs:
             choice.prompt_logprobs = self._tokens_of_prompt[index].to_prompt_logprobs()
         return choice

@@ -26,16 +26,14 @@ from shared.settings.limits import MAX_MODEL_CHARS, MAX_NAME_CHARS, MAX_USER_CHA
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
-User = Annotated[
-    UserName | None, Meta(description="The end user, of whom the log has only a short hash.")
-]
-ShowsTimings = Annotated[
-    bool | None, Meta(description="Return the durations of the answer's stages.")
-]
+User = Annotated[UserName | None, Meta(description="The end user, of whom the log has a hash.")]
+ShowsTimings = Annotated[bool | None, Meta(description="Return the durations of stages.")]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Ignored = Raw | UnsetType  #: validated as JSON, otherwise ignored
 CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
 Timings = dict[str, float] | UnsetType
 #: For clients that cannot send `service_tier`. The header takes precedence.
 PRIORITY_HEADER = b"x-vlm-priority"
@@ -120,7 +118,7 @@ class SamplingOfFrames(RequestStruct, frozen=True, kw_only=True):
     """Selects frames of a video. Send at most one field; by default the model decides."""
 
     fps: Annotated[float, Meta(gt=0, le=1000)] | None = None
-    num_frames: Annotated[int, Meta(ge=1)] | None = None
+    num_frames: Positive | None = None
 
 
 class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
@@ -162,9 +160,7 @@ class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
 
 class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
     include_usage: bool = False
-    continuous_usage_stats: Annotated[bool, doc("Send the token counts so far in every chunk.")] = (
-        False
-    )
+    continuous_usage_stats: Annotated[bool, doc("Send token counts in every chunk.")] = False
 
 
 class NewestQuery(msgspec.Struct):
@@ -290,24 +286,14 @@ class SamplingFields(RequestStruct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | StopForm | None = None
     stop_token_ids: Annotated[list[TokenId] | None, doc("Token ids that end the answer.")] = None
-    include_stop_str_in_output: Annotated[
-        bool | None, doc("Whether the answer keeps the stop string that ended it.")
-    ] = None
-    allowed_token_ids: Annotated[
-        list[TokenId] | None, doc("The only token ids that may be sampled.")
-    ] = None
+    include_stop_str_in_output: Annotated[bool | None, doc("Keep the stop string.")] = None
+    allowed_token_ids: Annotated[list[TokenId] | None, doc("The only ids to sample.")] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: Annotated[
-        dict[str, Bias] | None, doc("Added to the logits of token ids, given in decimal digits.")
-    ] = None
-    min_tokens: Annotated[
-        Annotated[int, Meta(ge=0)] | None, doc("Number of tokens before the answer may end.")
-    ] = None
-    skip_special_tokens: Annotated[bool | None, doc("false keeps special tokens in the text.")] = (
-        None
-    )
+    logit_bias: Annotated[dict[str, Bias] | None, doc("Added to logits, by token id.")] = None
+    min_tokens: Annotated[Count | None, doc("Tokens before the answer may end.")] = None
+    skip_special_tokens: Annotated[bool | None, doc("false keeps special tokens.")] = None
     ignore_eos: Annotated[bool | None, doc("Generate until `max_tokens`, for load tests.")] = None
 
 
@@ -316,26 +302,15 @@ class OpenAiSampling(SamplingFields, frozen=True, kw_only=True):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    service_tier: Annotated[
-        ServiceTier | None, doc("`flex` is batch work; the others are interactive.")
-    ] = None
+    service_tier: Annotated[ServiceTier | None, doc("`flex`: batch; else: interactive.")] = None
     user: User = None
     timings: ShowsTimings = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    n: Annotated[int, Meta(ge=1)] | None = None
-    repeat_penalty: Annotated[
-        RepetitionPenalty | None, doc("llama.cpp's name of `repetition_penalty`.")
-    ] = None
-    penalty: Annotated[
-        RepetitionPenalty | None, doc("candle-vllm's name of `repetition_penalty`.")
-    ] = None
-    prompt_logprobs: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        doc("Number of best tokens whose logprobs are returned for each token of the prompt."),
-    ] = None
-    return_token_ids: Annotated[bool | None, doc("Return the token ids of prompt and output.")] = (
-        None
-    )
+    max_tokens: Positive | None = None
+    n: Positive | None = None
+    repeat_penalty: Annotated[RepetitionPenalty | None, doc("As `repetition_penalty`.")] = None
+    penalty: Annotated[RepetitionPenalty | None, doc("As `repetition_penalty`.")] = None
+    prompt_logprobs: Annotated[Count | None, doc("Alternatives of each prompt token.")] = None
+    return_token_ids: Annotated[bool | None, doc("Return ids of prompt and output.")] = None
 
 
 def translate_sampling(
@@ -350,9 +325,7 @@ def translate_sampling(
 ) -> SamplingParams:
     """The sampling parameters. `defaults` and the key's output limit apply to fields that the request omits.
 
-    `name`: of the field of `max_tokens`. The engine limits it to the model's context.
-
-    Raises: InvalidRequest.
+    `name`: of the field of `max_tokens`. The engine limits it to the model's context. Raises: InvalidRequest.
     """
     most = min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
     if max_tokens is not None and max_tokens > most:
@@ -449,13 +422,6 @@ def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, floa
     if not all(map(_TOKEN_ID.fullmatch, bias)):
         raise invalid("logit_bias", "send token ids in decimal digits as keys")
     return {int(key): value for key, value in bias.items()}
-
-
-def num_choices(fields: OpenAiSampling, limits: LimitSettings) -> int:
-    """Number of choices. Raises: InvalidRequest."""
-    count = fields.n or 1
-    check_most("n", count, limits.max_choices)
-    return count
 
 
 def check_model(sampling: SamplingParams, card: ModelCard) -> None:

@@ -31,7 +31,7 @@ from gateway.http.multipart import FormPart, FormReader
 from gateway.search import SearchClient
 from shared.packages.store import StoreError
 from shared.records.store import Record
-from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile
+from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile, Request
 from shared.settings.limits import (
     MAX_BATCH_FILES,
     MAX_FILENAME_CHARS,
@@ -112,16 +112,13 @@ class BatchList(Listing[BatchObject]):
 
 @dataclass
 class BatchResource(Resource):
-    """The endpoints of batches. `_look` is called when the runner has work."""
-
     tag = "batches"
 
     _batches: Batches | None
-    _look: Callable[[], None]
+    _look: Callable[[], None]  #: called when the runner has work
     _limits: LimitSettings
     _endpoints: Sequence[str]  #: paths that lines may call
     _find_guest: Callable[[str], str]  #: see `KeyDirectory.guest`
-    #: Guards the number of open batches.
     _taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -134,37 +131,28 @@ class BatchResource(Resource):
     async def create_batch(self, caller: Caller, body: CreateBatch) -> BatchObject:
         """Create a batch."""
         batches, most = self._all, self._limits.max_open_batches
-        many = f"This key has {most} open batches: wait until one has ended, or cancel it."
-        too_many = RateLimited("open_batches", many, retry_after_s=30)
         if body.endpoint not in self._endpoints:
             raise invalid("endpoint", f"send one of {', '.join(self._endpoints)}")
 
-        def check() -> None:
-            file = batches.files.get(caller.tenant, body.input_file_id)
-            if file is None:
-                raise invalid(
-                    "input_file_id", "no such file; upload it with purpose batch", "not_found"
-                )
-            if file.purpose != PURPOSE:
-                raise invalid(
-                    "input_file_id",
-                    f"the file has another purpose; upload it again with the purpose {PURPOSE}",
-                )
-            if len(batches.open_ids(caller.tenant)) >= most:
-                raise too_many
-
         def create() -> BatchView | None:
             tenant, file_id = caller.context.tenant, body.input_file_id
+            file = batches.files.get(caller.tenant, file_id)
+            if file is None:
+                problem = "no such file; upload it with purpose batch"
+                raise invalid("input_file_id", problem, "not_found")
+            if file.purpose != PURPOSE:
+                problem = f"the file has another purpose; upload it with the purpose {PURPOSE}"
+                raise invalid("input_file_id", problem)
             record = batches.create(
                 caller.tenant, tenant, body.endpoint, file_id, body.metadata, most,
                 self._find_guest(tenant),
             )  # fmt: skip
             if record is None:
-                raise too_many
+                many = f"This key has {most} open batches: wait until one has ended, or cancel it."
+                raise RateLimited("open_batches", many, retry_after_s=30)
             return batches.get(caller.tenant, record.id)
 
-        await blocking(check)
-        async with self._taking:  # concurrent requests must not exceed the limit together
+        async with self._taking:  # of concurrent requests, as many succeed as the limit allows
             view = await blocking(create)
         self._look()
         return BatchObject.of(_found(view))
@@ -263,9 +251,7 @@ class FileList(Listing[FileObject]):
 
 
 class FilesQuery(ListQuery, frozen=True, kw_only=True):
-    """Range of a list. `purpose`: only files of this purpose; empty: all."""
-
-    purpose: str = ""
+    purpose: str = ""  #: empty: files of all purposes
 
 
 @dataclass
@@ -430,9 +416,7 @@ class Files(Resource):
         if name.startswith(IMAGE_ID):
             record = await self._find_image(caller.context.tenant, name)
             return msgspec.json.decode(record.data, type=FileObject)
-        asked = ReadFile(tenant=caller.tenant, file=name)
-        self._check_searched()
-        return FileObject.of(await self._search.ask(asked))
+        return FileObject.of(await self._ask(ReadFile(tenant=caller.tenant, file=name)))
 
     @operation("GET", "/v1/files/{file_id}/content")
     async def download_file(self, caller: Caller) -> Response:
@@ -455,9 +439,7 @@ class Files(Resource):
                 raise no_such("file", "file_id")
             length = {"content-length": str(image.num_bytes)}
             return StreamingResponse(_read(stored), media_type=image.media_type, headers=length)
-        asked = ReadFile(tenant=caller.tenant, file=name, with_data=True)
-        self._check_searched()
-        record = await self._search.ask(asked)
+        record = await self._ask(ReadFile(tenant=caller.tenant, file=name, with_data=True))
         return Response(record.data, media_type=media_type)
 
     @operation("DELETE", "/v1/files/{file_id}")
@@ -474,14 +456,14 @@ class Files(Resource):
             if not await self._lifecycle.kept.delete(caller.context.tenant, name):
                 raise no_such("file", "file_id")
         else:
-            self._check_searched()
-            await self._search.ask(DropFile(tenant=caller.tenant, file=name))
+            await self._ask(DropFile(tenant=caller.tenant, file=name))
         return Deleted(name, "file")
 
-    def _check_searched(self) -> None:
-        """Without a search process, only files of batches and images exist. Raises: NotFound."""
+    async def _ask(self, request: Request[T]) -> T:
+        """Ask the search process. Without one, only files of batches and images exist. Raises: ApiError."""
         if self._batch_files is not None and not self._search.is_on:
             raise no_such("file", "file_id")
+        return await self._search.ask(request)
 
     @property
     def _files(self) -> BatchFiles:

@@ -69,7 +69,6 @@ _LEASTS = ("minLength", "minItems", "minProperties")
 _REPEATED = re.compile(r"\\[uUx]\{[0-9A-Fa-f]+\}|\\.|\{(\d{1,9})", re.DOTALL)
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}", re.ASCII)
 _NO_PARAMETERS = '{"type":"object","properties":{}}'
-_NULL = b"null"
 _invalid_schema = partial(invalid, code="invalid_grammar")
 
 
@@ -177,30 +176,22 @@ def switch_thinking(
 # Structured outputs: JSON, schemas, choices, patterns.
 
 
-class TextFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
+class TextFormat(RequestStruct, frozen=True, tag_field="type", tag="text"):
     """Any text."""
 
 
-class JsonObjectFormat(
-    RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_object"
-):
+class JsonObjectFormat(RequestStruct, frozen=True, tag_field="type", tag="json_object"):
     """Any JSON object."""
 
 
 class JsonSchema(RequestStruct, frozen=True, kw_only=True):
-    """A schema that an answer conforms to."""
-
     schema: Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)] | None = None
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
-    strict: Annotated[
-        bool | None, doc("false ignores keywords of the schema that are not supported.")
-    ] = None
+    strict: Annotated[bool | None, doc("false ignores unsupported keywords.")] = None
 
 
-class JsonSchemaFormat(
-    RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"
-):
+class JsonSchemaFormat(RequestStruct, frozen=True, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
 
@@ -225,8 +216,6 @@ def find_grammar(
     fields: StructuredFields, card: ModelCard, limits: LimitSettings
 ) -> Grammar | None:
     """The grammar of the answer. None: free text. Raises: InvalidRequest."""
-    if fields.response_format is None and fields.structured_outputs is None:
-        return None
     if not (found := list(_grammars(fields, limits))):
         return None
     if len(found) > 1:
@@ -247,11 +236,9 @@ def check_grammar(grammar: Grammar, card: ModelCard) -> Grammar:
 
 def check_with_grammar(sampling: SamplingParams) -> None:
     """Raises: InvalidRequest for parameters that may prevent a constrained answer from ending."""
-    for name in ("ignore_eos", "min_tokens"):
+    for name in ("ignore_eos", "min_tokens", "allowed_token_ids"):
         if getattr(sampling, name):
-            raise invalid(name, "a constrained answer ends when complete; leave it out")
-    if sampling.allowed_token_ids:
-        raise invalid("allowed_token_ids", "unsupported for constrained answers; leave it out")
+            raise invalid(name, "unsupported for constrained answers; leave it out")
 
 
 def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Grammar]:
@@ -272,30 +259,23 @@ def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Gramm
         _check_pattern(asked.regex, prefix + "regex", limits)
         yield Grammar("regex", asked.regex, prefix + "regex")
     if asked.choice is not None:
-        yield _choice_grammar(asked.choice, prefix + "choice", limits)
+        param, source = prefix + "choice", msgspec.json.encode(asked.choice)
+        if not 1 <= len(asked.choice) <= limits.max_choice_texts:
+            raise invalid(param, f"send 1 to {limits.max_choice_texts} texts")
+        check_most(param, len(source), limits.max_schema_bytes, "bytes")
+        yield Grammar("choice", source.decode(), param)
     if asked.grammar is not None:
-        yield _lark_grammar(asked.grammar, prefix + "grammar", limits)
+        param = prefix + "grammar"
+        if not limits.max_grammar_bytes:
+            problem = "grammars are disabled here; send a schema, a regex or choices"
+            raise invalid(param, problem, code="unsupported_parameter")
+        check_most(param, len(asked.grammar.encode()), limits.max_grammar_bytes, "bytes")
+        yield Grammar("lark", asked.grammar, param)
 
 
 def unquoted(data: bytes) -> bytes:
     """The JSON of `data`, which some clients send in a string."""
     return msgspec.json.decode(data, type=str).encode() if data[:1] == b'"' else data
-
-
-def _choice_grammar(texts: list[str], param: str, limits: LimitSettings) -> Grammar:
-    if not 1 <= len(texts) <= limits.max_choice_texts:
-        raise invalid(param, f"send 1 to {limits.max_choice_texts} texts")
-    source = msgspec.json.encode(texts)
-    check_most(param, len(source), limits.max_schema_bytes, "bytes")
-    return Grammar("choice", source.decode(), param)
-
-
-def _lark_grammar(source: str, param: str, limits: LimitSettings) -> Grammar:
-    if not limits.max_grammar_bytes:
-        problem = "grammars are disabled here; send a schema, a regex or choices"
-        raise invalid(param, problem, code="unsupported_parameter")
-    check_most(param, len(source.encode()), limits.max_grammar_bytes, "bytes")
-    return Grammar("lark", source, param)
 
 
 def any_object(param: str) -> Grammar:
@@ -388,8 +368,7 @@ def _check_pattern(pattern: str, param: str, limits: LimitSettings) -> None:
     if len(pattern) > limits.max_pattern_chars:
         raise _invalid_schema(param, f"send at most {limits.max_pattern_chars} characters")
     repeated = math.prod(max(1, int(count or 1)) for count in _REPEATED.findall(pattern))
-    if repeated > limits.max_schema_text:
-        most = limits.max_schema_text
+    if repeated > (most := limits.max_schema_text):
         raise _invalid_schema(param, f"send repetitions whose product is at most {most}")
 
 
@@ -425,22 +404,16 @@ class NamedFunction(EchoedStruct, frozen=True):
 
 
 class NamedTool(EchoedStruct, frozen=True):
-    """A tool by its function's name."""
-
     function: NamedFunction | None = None
     type: str = "function"
 
 
 class AllowedTools(EchoedStruct, frozen=True):
-    """A subset of the tools."""
-
     tools: list[NamedTool]
     mode: Literal["auto", "required"] = "auto"
 
 
 class ChoiceField(EchoedStruct, frozen=True):
-    """`tool_choice` as an object."""
-
     type: Literal["function", "allowed_tools"]
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
@@ -458,8 +431,6 @@ class CalledFunction(EchoedStruct, frozen=True):
 
 
 class CallField(EchoedStruct, frozen=True):
-    """One call in the history."""
-
     function: CalledFunction
     id: Annotated[str, Meta(max_length=256)] | None = None
     type: str = "function"
@@ -494,9 +465,9 @@ def find_tools(offer: Offer, card: ModelCard, limits: LimitSettings) -> Tools | 
         if not offer.names <= known:
             raise invalid("tool_choice", "send only names of functions in tools")
         functions = [function for function in functions if function.name in offer.names]
+    if offer.must_call and not functions:
+        raise invalid("tool_choice", "there are no functions to call; send tools")
     if not functions:
-        if offer.must_call:
-            raise invalid("tool_choice", "there are no functions to call; send tools")
         return None
     return Tools(tuple(functions), offer.must_call, offer.is_parallel)
 
@@ -550,11 +521,8 @@ def _read_functions(offer: Offer, limits: LimitSettings) -> list[Function]:
             raise invalid(f"{param}.name", "an earlier function has this name")
         functions[function.name] = function
         num_bytes += len(function.parameters)
-    if num_bytes > limits.max_schema_bytes:
-        most = limits.max_schema_bytes
-        raise invalid(
-            "tools", f"send at most {most} bytes of {offer.schema_field} in all functions"
-        )
+    unit = f"bytes of {offer.schema_field} in all functions"
+    check_most("tools", num_bytes, limits.max_schema_bytes, unit)
     return list(functions.values())
 
 
@@ -564,9 +532,9 @@ def _read_function(
     if not _NAME.fullmatch(given.name):
         problem = f"send 1 to {MAX_TOOL_NAME_CHARS} letters, digits, _, -, ., : and /"
         raise invalid(f"{param}.name", problem)
-    schema = b"" if given.parameters is UNSET else bytes(given.parameters)
+    schema = b"{}" if given.parameters is UNSET else bytes(given.parameters)
     parameters = _NO_PARAMETERS
-    if schema not in (b"", _NULL, b"{}"):
+    if schema not in (b"null", b"{}"):
         strict = bool(given.strict)  # false ignores unsupported keywords
         parameters = schema_grammar(schema, f"{param}.{schema_field}", limits, strict=strict).source
     return Function(given.name, parameters, given.description or "", bool(given.strict))

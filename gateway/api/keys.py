@@ -54,6 +54,7 @@ _DEFAULTS = {each.name: each.default for each in msgspec.structs.fields(KeyRecor
 
 Limit = Annotated[int, Meta(ge=1, le=_MAX)] | UnsetType | None
 Pattern = Annotated[str, Meta(min_length=1, max_length=256)]
+Patterns = Annotated[tuple[Pattern, ...], Meta(min_length=1, max_length=64)]
 MAX_DAYS = 366
 _GROUPS = ("day", "key", "tag", "model")
 _COUNTS = ("requests", "input_tokens", "cached_input_tokens", "output_tokens", "images", "cost")
@@ -63,9 +64,7 @@ class UpdateKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The body of `PATCH /v1/admin/keys/{name}`. Omitted fields stay unchanged; null removes a limit."""
 
     #: Patterns of model names, such as `qwen*`; null: all models.
-    models: Annotated[tuple[Pattern, ...], Meta(min_length=1, max_length=64)] | UnsetType | None = (
-        UNSET
-    )
+    models: Patterns | UnsetType | None = UNSET
     requests_per_minute: Limit = UNSET  #: per model; null: the default of the settings
     tokens_per_minute: Limit = UNSET
     open_requests: Limit = UNSET
@@ -227,8 +226,6 @@ class Audit(Resource):
 
 @dataclass
 class Keys(Resource):
-    """API keys."""
-
     tag = "keys"
     access = "admin"
 

@@ -17,6 +17,7 @@ from gateway.api.fields import (
     EchoedStruct,
     Ignored,
     ModelName,
+    Positive,
     SamplingFields,
     UserName,
     check_most,
@@ -58,13 +59,6 @@ from shared.protocol import (
 )
 from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 
-#: First base64 characters of images by media type, as Anthropic's API also refuses a wrong `media_type`.
-_BEGINNINGS = {
-    "image/png": "iVBORw0KGgo",
-    "image/jpeg": "/9j/",
-    "image/webp": "UklGR",
-    "image/gif": "R0lGOD",
-}
 _BILLING_HEADER = "x-anthropic-billing-header:"
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
 #: Status and type of errors by OpenAI's status.
@@ -99,8 +93,6 @@ class TextBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class ImageBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="image"):
-    """An image of a user message or a tool result."""
-
     source: Base64Source | UrlSource | FileSource
 
 
@@ -146,17 +138,13 @@ class DocumentBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", t
     context: str | None = None
 
 
-class SearchResultBlock(
-    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="search_result"
-):
+class SearchResultBlock(EchoedStruct, frozen=True, tag_field="type", tag="search_result"):
     source: str
     title: str
     content: list[TextBlock]
 
 
-class ToolReference(
-    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_reference"
-):
+class ToolReference(EchoedStruct, frozen=True, tag_field="type", tag="tool_reference"):
     tool_name: str
 
 
@@ -226,8 +214,6 @@ class MessageTool(EchoedStruct, frozen=True, kw_only=True):
 
 
 class MessageToolChoice(EchoedStruct, frozen=True, kw_only=True):
-    """Whether the model may or must call functions, and which."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -242,9 +228,7 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[
-        MessageFormat | None, doc("An older name of `output_config.format`.")
-    ] = None
+    output_format: Annotated[MessageFormat | None, doc("As `output_config.format`.")] = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     metadata: MessageMetadata | None = None
@@ -262,7 +246,7 @@ class CountTokensRequest(PromptFields, frozen=True, kw_only=True):
 
 
 class MessageRequest(PromptFields, frozen=True, kw_only=True):
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Positive
     stream: bool | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: Ignored = UNSET
@@ -380,8 +364,6 @@ class AnthropicErrorFields(msgspec.Struct):
 
 
 class AnthropicError(msgspec.Struct):
-    """Anthropic's error envelope."""
-
     error: AnthropicErrorFields
     type: str = "error"
     request_id: str | None = None
@@ -407,20 +389,16 @@ class _Anthropic(Surface):
         return render_error(error)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
-        return sse_event(_encode_error(error), b"error")
+        return sse_event(render_error(error)[1], b"error")
 
 
 def render_error(error: ApiError) -> tuple[int, bytes]:
-    return _ERRORS.get(error.status, (error.status, ""))[0], _encode_error(error)
-
-
-def _encode_error(error: ApiError) -> bytes:
     kind = "invalid_request_error" if error.status < 500 else "api_error"
-    _, type_ = _ERRORS.get(error.status, (0, kind))
+    status, type_ = _ERRORS.get(error.status, (error.status, kind))
     fields = AnthropicErrorFields(type_, error.message, error.code, error.param)
     if error.param == "thread":
         fields.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    return encode(AnthropicError(fields, request_id=error.request_id))
+    return status, encode(AnthropicError(fields, request_id=error.request_id))
 
 
 class Messages(_Anthropic):
@@ -476,9 +454,8 @@ class CountTokens(_Anthropic):
     unsupported = UNSUPPORTED["/v1/messages/count_tokens"]
 
     def plan(self, request: CountTokensRequest, context: RequestContext, card: ModelCard) -> Plan:
-        conversation = _translate(request, self.limits)
         options, tools = _thinking(request, card, context), _tools(request, card, self.limits)
-        return conversation.count(options, tools)
+        return _translate(request, self.limits).count(options, tools)
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
         return WholeAnswer(lambda events, _: TokenCount(find_tokenized(events).num_tokens))
@@ -531,19 +508,15 @@ def _add_blocks(
             case ToolUseBlock():
                 raise invalid(f"{place}.type", "only assistants send tool_use; send tool_result")
             case ToolResultBlock() if role == "user":
-                _add_result(conversation, block, place)
+                shown = _blocks(block.content or "")
+                results = _all_parts(conversation, shown, "tool", f"{place}.content")
+                conversation.add("tool", [*results], call_id=block.tool_use_id)
             case ToolResultBlock():
                 raise invalid(f"{place}.type", "only the user sends tool_result; send tool_use")
             case _:
                 pass
     if parts or calls or not any(isinstance(block, ToolResultBlock) for block in blocks):
         conversation.add(role, parts or [conversation.text("")], thought, calls)
-
-
-def _add_result(conversation: Conversation, result: ToolResultBlock, place: str) -> None:
-    blocks = _blocks(result.content or "")
-    parts = _all_parts(conversation, blocks, "tool", f"{place}.content")
-    conversation.add("tool", [*parts], call_id=result.tool_use_id)
 
 
 def _all_parts(
@@ -569,23 +542,16 @@ def _parts(conversation: Conversation, block: ShownBlock, role: Role, place: str
             blocks = _blocks(source.data if isinstance(source, TextSource) else source.content)
             yield from _all_parts(conversation, blocks, role, f"{place}.source.content")
         case ImageBlock():
-            url, name = _url(block, place)
+            url, name = _url(block.source)
             yield conversation.medium(ImageSource(url, f"{place}.source.{name}"), role)
 
 
-def _url(block: ImageBlock, place: str) -> tuple[str, str]:
-    """The image's URL, and its field's name. Raises: InvalidRequest."""
-    source = block.source
+def _url(source: Base64Source | UrlSource | FileSource) -> tuple[str, str]:
+    """The URL of an image, and the name of its field."""
     if isinstance(source, UrlSource):
         return source.url, "url"
     if isinstance(source, FileSource):
         return source.file_id, "file_id"
-    types = [type_ for type_, begins in _BEGINNINGS.items() if source.data.startswith(begins)]
-    if not types:
-        problem = "the data is not an image; send PNG, JPEG, WebP or GIF in base64"
-        raise invalid(f"{place}.source.data", problem, "unsupported_image")
-    if types != [source.media_type]:
-        raise invalid(f"{place}.source.media_type", f"send {types[0]}, the image's type")
     return f"data:{source.media_type};base64,{source.data}", "data"
 
 

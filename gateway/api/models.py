@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
 from secrets import token_hex
 from typing import Annotated, Any
@@ -48,7 +48,6 @@ class ModelLimits(msgspec.Struct):
     max_image_pixels: int | msgspec.UnsetType = msgspec.UNSET
     #: Larger images are scaled down to this number of pixels.
     scaled_image_pixels: int | msgspec.UnsetType = msgspec.UNSET
-    #: Maximum tokens of one image.
     max_image_tokens: int | msgspec.UnsetType = msgspec.UNSET
     max_videos: int | msgspec.UnsetType = msgspec.UNSET
     max_video_bytes: int | msgspec.UnsetType = msgspec.UNSET
@@ -121,8 +120,6 @@ class AnthropicModel(msgspec.Struct):
 
 
 class AnthropicModelList(msgspec.Struct):
-    """All models on one page."""
-
     data: list[AnthropicModel]
     first_id: str | None
     last_id: str | None
@@ -143,13 +140,8 @@ class Models(Resource):
     @operation("GET", "/v1/models", answer_type=ModelList, is_suggested=True)
     async def list_models(self, caller: Caller) -> Struct:
         """List the served models."""
-        models = self._models
-        deployed = {name: route.card for name, route in models.routes.items()}
-        known = {**models.cards, **models.adapters, **deployed}
-        tenant = caller.context.tenant
-        found = [card for name, card in known.items() if models.may_use(tenant, name)]
-        found.sort(key=self._order)
-        objects = [self._to_object(card) for card in found]
+        cards = sorted(self._models.usable(caller.context.tenant), key=self._order)
+        objects = [self._to_object(card) for card in cards]
         if _is_anthropic(caller):
             names = [each.id for each in objects] or [None]
             return AnthropicModelList(
@@ -160,13 +152,11 @@ class Models(Resource):
     @operation("GET", "/v1/models/{name:path}", answer_type=ModelObject)
     async def retrieve_model(self, caller: Caller) -> Struct:
         """Show a model."""
-        models, name = self._models, caller.path["name"]
-        models.check_use(caller.context.tenant, name)
-        card = models.cards.get(name) or models.adapters.get(name)
-        if card is None and name in models.routes:
-            card = models.routes[name].card
+        models, name, tenant = self._models, caller.path["name"], caller.context.tenant
+        models.check_use(tenant, name)
+        card = next((card for card in models.usable(tenant) if card.name == name), None)
         if card is None:
-            raise models.missing(name, tenant=caller.context.tenant)
+            raise models.missing(name, tenant=tenant)
         found = self._to_object(card)
         return _to_anthropic(found) if _is_anthropic(caller) else found
 
@@ -243,17 +233,16 @@ class LoadAdapter(UnloadAdapter, frozen=True, forbid_unknown_fields=True, kw_onl
     load_inplace: bool = False  #: whether to replace an adapter with this name
 
 
+@dataclass
 class Adapters(Resource):
     """Changes of the adapters of a model's workers."""
 
     tag = "models"
     access = "adapters"
 
-    def __init__(self, models: ModelDirectory, max_loras: int) -> None:
-        self._models = models
-        self._registry = models.registry
-        self._max_loras = max_loras
-        self._lock = asyncio.Lock()
+    _models: ModelDirectory
+    _max_loras: int
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @operation("POST", "/v1/load_lora_adapter")
     async def load_lora_adapter(self, caller: Caller, body: LoadAdapter) -> Response:
@@ -268,14 +257,14 @@ class Adapters(Resource):
             if before is None and len(listed) >= self._max_loras:
                 raise invalid("lora_name", f"at most {self._max_loras} adapters; unload one")
             source = AdapterSource(body.lora_path, token_hex(8))
-            await self._registry.put_adapter(model, name, source)
+            await self._models.registry.put_adapter(model, name, source)
             try:
                 await self._wait(model, lambda held: _is_loaded(held.get(name), source))
             except BaseException:
                 if before is None:
-                    await self._registry.remove_adapter(model, name)
+                    await self._models.registry.remove_adapter(model, name)
                 else:
-                    await self._registry.put_adapter(model, name, before)
+                    await self._models.registry.put_adapter(model, name, before)
                 raise
         logger.info("the adapter %s:%s is loaded", model, name)
         return _confirm(name, "added")
@@ -289,7 +278,7 @@ class Adapters(Resource):
             if name not in await self._listed(model, name):
                 message = "No adapter of this name is loaded: GET /v1/models lists adapters."
                 raise NotFound(message, param="lora_name", code="model_not_found")
-            await self._registry.remove_adapter(model, name)
+            await self._models.registry.remove_adapter(model, name)
             await self._wait(model, lambda held: name not in held)
         logger.info("the adapter %s:%s is unloaded", model, name)
         return _confirm(name, "removed")
@@ -311,11 +300,11 @@ class Adapters(Resource):
         for card in await self._workers(model):
             if any(each.name == name and not each.revision for each in card.adapters):
                 raise invalid("lora_name", "the workers' settings define this adapter; change them")
-        return await self._registry.adapters(model)
+        return await self._models.registry.adapters(model)
 
     async def _workers(self, model: str) -> list[ModelCard]:
         """The cards of live workers. Raises: Overloaded if there are none."""
-        workers = await self._registry.workers()
+        workers = await self._models.registry.workers()
         cards = [w.card for w in workers if w.card.name == model and w.state == "ready"]
         cards = [card for card in cards if card.version == PROTOCOL_VERSION]
         if not cards:

@@ -19,9 +19,11 @@ from gateway.api.completions import ChatLogprob, to_logprobs
 from gateway.api.fields import (
     UNSUPPORTED,
     CallName,
+    Count,
     EchoedStruct,
     Ignored,
     ModelName,
+    Positive,
     RepetitionPenalty,
     RequestStruct,
     SamplingFields,
@@ -74,8 +76,6 @@ from shared.version import package_version
 _LATEST = ":latest"
 _NS = 1_000_000_000
 _NOT_KEPT = (b"0", b'"0"', b'"0s"', b'"0m"')
-#: All others are `stop`, also function calls.
-_DONE_REASONS = {FinishReason.LENGTH: "length"}
 _LINES: Headers = [
     (b"content-type", b"application/x-ndjson"),
     (b"cache-control", b"no-cache"),
@@ -90,22 +90,15 @@ class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = msgspec.field(
         default=None, name="repeat_penalty"
     )
-    num_predict: Annotated[
-        Annotated[int, Meta(ge=-2)] | None,
-        doc("Maximum tokens; below 1: up to the end of the context."),
-    ] = None
+    num_predict: Annotated[Annotated[int, Meta(ge=-2)] | None, doc("Below 1: no limit.")] = None
 
 
 class OllamaFunction(EchoedStruct, frozen=True, kw_only=True):
-    """A called function. `arguments` is an object."""
-
     name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
     arguments: msgspec.Raw | UnsetType = UNSET
 
 
 class OllamaCall(EchoedStruct, frozen=True, kw_only=True):
-    """A call in the history."""
-
     function: OllamaFunction
     id: CallName | None = None
 
@@ -127,14 +120,12 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
     stream: bool | None = None
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
-    keep_alive: Annotated[
-        Ignored, doc("Models stay loaded; 0 without a prompt is answered as an unload.")
-    ] = UNSET
+    keep_alive: Annotated[Ignored, doc("0 without a prompt is answered as an unload.")] = UNSET
     truncate: Ignored = UNSET
     shift: Ignored = UNSET
     format: Annotated[msgspec.Raw | UnsetType, doc("`json`, or a JSON Schema.")] = UNSET
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: Count | None = None
     user: User = None
 
 
@@ -154,7 +145,7 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
 class OllamaEmbedRequest(RequestStruct, frozen=True, kw_only=True):
     model: ModelName
     input: str | list[str]
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Positive | None = None
     truncate: Annotated[bool | None, doc("false refuses inputs that are too long.")] = None
     options: OllamaOptions | None = None
     keep_alive: Ignored = UNSET
@@ -317,18 +308,14 @@ class _Ollama(Surface):
         return render_error(error)
 
     def error_frame(self, error: ApiError, answer: Answer) -> bytes:
-        return encode_error(error) + b"\n"
+        return render_error(error)[1] + b"\n"
 
     def numbered(self, frame: bytes, position: int) -> bytes:
         return frame
 
 
-def encode_error(error: ApiError) -> bytes:
-    return encode(OllamaError(error.message, error.code, error.param))
-
-
 def render_error(error: ApiError) -> tuple[int, bytes]:
-    return error.status, encode_error(error)
+    return error.status, encode(OllamaError(error.message, error.code, error.param))
 
 
 def _without_tag(request: Any) -> Any:
@@ -416,8 +403,7 @@ class OllamaChat(_Ollama):
             calls = _read_calls(message)
             called = calls or called
             conversation.add(message.role, parts, message.thinking or "", calls)
-        offer = read_offer(request.tools, None, None)
-        tools = find_tools(offer, card, self.limits)
+        tools = find_tools(read_offer(request.tools, None, None), card, self.limits)
         return self._plan(request, conversation, context, card, tools=tools)
 
 
@@ -480,7 +466,7 @@ class OllamaEmbed(Embeddings):
     def error(self, error: ApiError) -> tuple[int, bytes]:
         if (error.param or "").startswith("input"):
             error.param = self.input_field
-        return error.status, encode_error(error)
+        return render_error(error)
 
     def describe_fields(self, properties: dict[str, Any]) -> None:
         pass
@@ -539,7 +525,7 @@ class OllamaAnswer:
             for kind in ("text", "thought")
         )
         calls = self._blocks.calls
-        complete = calls[self._num_sent : len(calls) - 1 if totals is None else len(calls)]
+        complete = calls[self._num_sent : -1 if totals is None else None]
         self._num_sent += len(complete)
         logprobs = self._logprobs(pieces)
         if text or thought or complete or logprobs:
@@ -573,7 +559,8 @@ class OllamaAnswer:
         line = self._line(text, thought, calls)
         timings = totals.timings or {}
         line.done = True
-        line.done_reason = _DONE_REASONS.get(totals.finished[0].finish_reason, "stop")
+        is_cut = totals.finished[0].finish_reason is FinishReason.LENGTH
+        line.done_reason = "length" if is_cut else "stop"
         line.total_duration = _ns(timings.get("e2e_s", 0.0))
         line.load_duration = 0
         line.prompt_eval_count = totals.prompt.num_prompt_tokens
@@ -654,8 +641,6 @@ def _details(card: ModelCard) -> OllamaDetails:
 
 @dataclass
 class OllamaModelList(Resource):
-    """Operations that need no worker."""
-
     tag = "ollama"
 
     _models: ModelDirectory
@@ -663,13 +648,15 @@ class OllamaModelList(Resource):
     @operation("GET", "/api/tags")
     async def ollama_tags(self, caller: Caller) -> OllamaModels:
         """List models (Ollama's API)."""
-        return OllamaModels([OllamaModel.of(card) for card in self._cards(caller.context.tenant)])
+        return OllamaModels(
+            [OllamaModel.of(card) for card in self._models.usable(caller.context.tenant)]
+        )
 
     @operation("GET", "/api/ps")
     async def ollama_ps(self, caller: Caller) -> OllamaModels:
         """List models that have workers (Ollama's API)."""
         found = []
-        for card in self._cards(caller.context.tenant):
+        for card in self._models.usable(caller.context.tenant):
             if self._models.num_workers[card.queue]:
                 found.append(model := OllamaModel.of(card))
                 model.expires_at, model.size_vram = _time(2**32), 0  # it does not expire
@@ -705,8 +692,3 @@ class OllamaModelList(Resource):
     async def ollama_version(self, caller: Caller) -> OllamaVersion:
         """Show the version (Ollama's API)."""
         return OllamaVersion(package_version())
-
-    def _cards(self, tenant: str) -> list[ModelCard]:
-        deployed = {name: route.card for name, route in self._models.routes.items()}
-        found = {**self._models.cards, **self._models.adapters, **deployed}
-        return [card for name, card in sorted(found.items()) if self._models.may_use(tenant, name)]

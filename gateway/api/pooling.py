@@ -22,6 +22,7 @@ from gateway.api.answers import WholeAnswer
 from gateway.api.completions import ImageContent, TextContent
 from gateway.api.fields import (
     ModelName,
+    Positive,
     RequestStruct,
     ServiceTier,
     ShowsTimings,
@@ -84,17 +85,13 @@ MAX_CALL_INPUTS = 256
 
 class InputFields(RequestStruct, frozen=True, kw_only=True):
     model: ModelName
-    truncate: Annotated[
-        Truncation | None, doc("The end at which inputs that are too long are cut.")
-    ] = None
+    truncate: Annotated[Truncation | None, doc("The end at which long inputs are cut.")] = None
     user: User = None
     service_tier: ServiceTier | None = None
     timings: ShowsTimings = None
 
 
 class InputUsage(msgspec.Struct):
-    """Token counts with OpenAI's names, without output tokens."""
-
     prompt_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
@@ -130,13 +127,11 @@ class EmbeddingRequest(InputFields, frozen=True, kw_only=True):
     input: str | list[str | TokenId | TokenIds | TextInput] | UnsetType = UNSET
     messages: Annotated[list[EmbeddingTurn], Meta(min_length=1, max_length=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Positive | None = None
     normalized: Annotated[bool | None, doc("false returns vectors that are not normalized.")] = None
     #: vLLM's field: truncate inputs to this number of tokens; -1: to the model's maximum
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    prompt_name: Annotated[str | None, doc("The model's prompt that is put before each text.")] = (
-        None
-    )
+    prompt_name: Annotated[str | None, doc("The model's prompt before each text.")] = None
     input_type: (
         Literal[
             "search_query",
@@ -192,11 +187,6 @@ class Embeddings(Surface):
         "input_type": f"Supported types are {', '.join(_PROMPTS_OF_TYPE)}.",
     }
 
-    def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
-        request: EmbeddingRequest = super().read(body, context)
-        _check_kinds(request)
-        return request
-
     def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
         inputs = Inputs(request, card, self.limits)
         check_dimensions(request.dimensions, card)
@@ -237,6 +227,7 @@ class Inputs:
     """The inputs of tasks, and their images. Raises: InvalidRequest."""
 
     def __init__(self, request: EmbeddingRequest, card: ModelCard, limits: LimitSettings) -> None:
+        _check_kinds(request)
         items = request.input
         self.images: list[ImageSource] = []
         self._card = card
@@ -245,7 +236,7 @@ class Inputs:
             self.is_list = False
             self.parts.append(self._turn(request.messages[0].content))
         else:
-            assert items is not UNSET  # `_check_kinds` has checked it
+            assert items is not UNSET
             self.is_list = not isinstance(items, str) and not isinstance(items[0], int)
             for index, item in enumerate(items if self.is_list else [items]):
                 param = f"input.[{index}]" if self.is_list else "input"
@@ -343,12 +334,9 @@ def _check_kinds(request: EmbeddingRequest) -> None:
         raise invalid("input", "send text, token ids or messages; the input is empty")
     if isinstance(items, str):
         return
-    kinds = {kind for item in items for kind in (int, list) if isinstance(item, kind)}
-    has_others = any(not isinstance(item, int | list) for item in items)
-    if len(kinds) + has_others > 1:
-        raise invalid(
-            "input", "send token ids, lists of token ids, or texts and images, and do not mix them"
-        )
+    if len({type(item) if isinstance(item, int | list) else str for item in items}) > 1:
+        problem = "send token ids, lists of token ids, or texts and images, and do not mix them"
+        raise invalid("input", problem)
 
 
 def check_dimensions(dimensions: int | None, card: ModelCard) -> None:
@@ -455,11 +443,8 @@ def split_documents(
 def _split(
     items: Sequence[Item], num_tokens: Callable[[Item], int], headers: Mapping[bytes, bytes]
 ) -> Iterator[tuple[int, Sequence[Item]]]:
-    """The items of each call, with the index of the first one.
-
-    A request with an idempotency key is not split, as the key identifies one call.
-    """
-    if KEY_HEADER in headers:
+    """The items of each call, with the index of the first one."""
+    if KEY_HEADER in headers:  # it identifies one call
         yield 0, items
         return
     begin, total = 0, 0
@@ -483,11 +468,9 @@ Documents = Annotated[list[Document], Meta(min_length=1)]
 class RerankRequest(InputFields, frozen=True, kw_only=True):
     query: str
     documents: Documents
-    top_n: Annotated[int, Meta(ge=1)] | None = None
+    top_n: Positive | None = None
     return_documents: bool | None = None
-    max_tokens_per_doc: Annotated[
-        Annotated[int, Meta(ge=1)] | None, doc("Documents are truncated to this number of tokens.")
-    ] = None
+    max_tokens_per_doc: Annotated[Positive | None, doc("Longer documents are cut.")] = None
     raw_scores: Annotated[bool | None, doc("Return the model's scores as they are.")] = None
 
 
@@ -606,18 +589,12 @@ class Scoring(_Pairs):
     request_type = ScoreRequest
     answer_type = ScoreAnswer
 
-    def read(self, body: bytes, context: RequestContext) -> ScoreRequest:
-        request: ScoreRequest = super().read(body, context)
-        if isinstance(request.text_1, list) and (
-            not isinstance(request.text_2, list) or len(request.text_1) != len(request.text_2)
-        ):
-            raise invalid("text_1", "send one text, or as many as in text_2")
-        return request
-
     def plan(self, request: ScoreRequest, context: RequestContext, card: ModelCard) -> Plan:
         is_list = isinstance(request.text_2, list)
         documents = request.text_2 if isinstance(request.text_2, list) else [request.text_2]
         queries = request.text_1 if isinstance(request.text_1, list) else [request.text_1]
+        if isinstance(request.text_1, list) and not (is_list and len(queries) == len(documents)):
+            raise invalid("text_1", "send one text, or as many as in text_2")
         task = Rerank(
             tuple(queries),
             (),

@@ -63,8 +63,6 @@ class LiveRequests(Data[OpenRequest]):
 
 @dataclass
 class Probes(Resource):
-    """Operations for orchestrators and Prometheus."""
-
     tag = "operation"
 
     _lifecycle: Lifecycle

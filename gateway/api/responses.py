@@ -35,11 +35,13 @@ from gateway.api.fields import (
     UNSUPPORTED,
     AudioData,
     CallName,
+    Count,
     EchoedStruct,
     Ignored,
     IgnoredStreamFields,
     Listing,
     ModelName,
+    Positive,
     RequestStruct,
     SamplingFields,
     ServiceTier,
@@ -49,6 +51,7 @@ from gateway.api.fields import (
     VideoFields,
     check_most,
     doc,
+    find_num_logprobs,
     find_priority,
     find_service_tier,
     invalid,
@@ -115,8 +118,6 @@ class InputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class PlainText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A text of any role."""
-
     text: str
 
 
@@ -124,9 +125,7 @@ class OutputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag=
     text: str
 
 
-class ReasoningText(
-    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"
-):
+class ReasoningText(EchoedStruct, frozen=True, tag_field="type", tag="reasoning_text"):
     text: str
 
 
@@ -146,8 +145,6 @@ class InputVideo(VideoFields, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class InputAudio(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_audio"):
-    """Audio in base64."""
-
     input_audio: AudioData
 
 
@@ -247,9 +244,7 @@ class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type",
     schema: msgspec.Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)]
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
-    strict: Annotated[
-        bool | None, doc("false ignores keywords of the schema that are not supported.")
-    ] = None
+    strict: Annotated[bool | None, doc("false ignores unsupported keywords.")] = None
 
 
 class TextConfig(RequestStruct, frozen=True, kw_only=True):
@@ -285,14 +280,12 @@ class CountRequest(ResponseFields, frozen=True, kw_only=True):
 
 
 class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    max_output_tokens: Positive | None = None
+    top_logprobs: Count | None = None
     include: list[str] | None = None
     stream: bool | None = None
     stream_options: IgnoredStreamFields | None = None
-    store: Annotated[
-        bool | None, doc("false: the answer is not stored, so no request can continue it.")
-    ] = None
+    store: Annotated[bool | None, doc("false: no request can continue the answer.")] = None
     metadata: RequestMetadata | None = None
     service_tier: ServiceTier | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
@@ -353,8 +346,6 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class ResponseUsage(msgspec.Struct):
-    """Token counts in the names of this API."""
-
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -391,8 +382,6 @@ class ShownTool(msgspec.Struct, frozen=True):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A complete or partial response."""
-
     id: str = ""
     object: str = "response"
     created_at: int = 0
@@ -477,43 +466,6 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[ChatMessage, ...] = ()
 
 
-def translate(
-    asked: ResponseRequest | Continued,
-    context: RequestContext,
-    card: ModelCard,
-    limits: LimitSettings,
-) -> Plan:
-    """The task of a request. Raises: InvalidRequest."""
-    request, kept = (asked.request, asked) if isinstance(asked, Continued) else (asked, None)
-    priority = find_priority(request.service_tier, context)
-    conversation = translate_input(request, limits, kept)
-    if request.truncation == "auto":
-        context.ignore("truncation")
-    sampling = _sampling(request, context, card, limits)
-    # the instructions of a request do not apply to the next one
-    kept_messages = conversation.messages[1 if request.instructions else 0 :]
-    task = Generate(
-        tuple(conversation.messages),
-        sampling,
-        template_options=template_options(request, card, context),
-        ending=conversation.ending,
-        grammar=_grammar(request, card, limits),
-        tools=tools_of(request, card, limits),
-    )
-    return Plan(
-        [task],
-        ResponseOptions(
-            response=_echo(request, sampling, find_service_tier(request.service_tier, priority)),
-            with_logprobs=sampling.num_logprobs is not None,
-            messages=() if request.store is False else tuple(kept_messages),
-        ),
-        conversation.sources,
-        is_streamed=bool(request.stream),
-        shows_timings=wants_timings(request.timings, context.headers),
-        priority=priority,
-    )
-
-
 _SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 #: Fields of a response that are those of its request.
 _REPEATED = ("previous_response_id", "instructions", "max_output_tokens", "safety_identifier",
@@ -524,17 +476,16 @@ def _echo(
     request: ResponseRequest, sampling: SamplingParams, service_tier: str | msgspec.UnsetType
 ) -> ResponseObject:
     """Fields of the response that repeat the request."""
-    effort = None if request.reasoning is None else request.reasoning.effort
-    form = None if request.text is None else request.text.format
+    form = request.text and request.text.format
     return ResponseObject(
         **{name: getattr(sampling, name) for name in _SAMPLED},
         **{name: getattr(request, name) for name in _REPEATED},
         top_logprobs=request.top_logprobs or 0,
-        reasoning=ShownReasoning(effort),
+        reasoning=ShownReasoning(request.reasoning and request.reasoning.effort),
         store=request.store is not False,
         service_tier=service_tier or "default",
         metadata=request.metadata or {},
-        text=ShownText() if form is None else ShownText(form),
+        text=ShownText(form or TextFormat()),
         tools=[_show_tool(tool) for tool in request.tools or () if tool.type == "function"],
         tool_choice=_word_of(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -543,7 +494,7 @@ def _echo(
 
 def _grammar(request: ResponseRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
     """The grammar of the answer; None: any text. Raises: InvalidRequest."""
-    wanted = None if request.text is None else request.text.format
+    wanted = request.text and request.text.format
     if isinstance(wanted, JsonObjectFormat):
         return check_grammar(any_object("text.format"), card)
     if not isinstance(wanted, ResponseFormat):
@@ -556,10 +507,7 @@ def _sampling(
     request: ResponseRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
 ) -> SamplingParams:
     """Raises: InvalidRequest."""
-    num_logprobs = None
-    if request.top_logprobs or WITH_LOGPROBS in (request.include or ()):
-        num_logprobs = request.top_logprobs or 0
-        check_most("top_logprobs", num_logprobs, limits.max_top_logprobs)
+    wants_logprobs = bool(request.top_logprobs) or WITH_LOGPROBS in (request.include or ())
     return translate_sampling(
         request,
         limits,
@@ -567,14 +515,14 @@ def _sampling(
         card.sampling,
         request.max_output_tokens,
         "max_output_tokens",
-        num_logprobs=num_logprobs,
+        num_logprobs=find_num_logprobs(wants_logprobs, request.top_logprobs, limits),
     )
 
 
 def template_options(
     request: ResponseFields, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    effort = None if request.reasoning is None else request.reasoning.effort
+    effort = request.reasoning and request.reasoning.effort
     return find_effort(card, effort, "reasoning.effort", context)
 
 
@@ -594,8 +542,6 @@ def _word_of(choice: ResponseToolChoice | None) -> ResponseToolChoice:
 
 def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
     """The functions that the model may or must call. None: no functions. Raises: InvalidRequest."""
-    if not request.tools and request.tool_choice is None:
-        return None
     functions: list[tuple[str, FunctionField]] = []
     for index, tool in enumerate(request.tools or ()):
         if tool.type != "function":
@@ -638,10 +584,8 @@ def translate_input(
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
     _Items(conversation, limits).add(items)
-    if len(conversation.messages) > limits.max_messages:
-        raise invalid(
-            "input", f"send at most {limits.max_messages} messages, earlier ones included"
-        )
+    unit = "messages, earlier ones included"
+    check_most("input", len(conversation.messages), limits.max_messages, unit)
     conversation.check("input", limits, "input")
     return conversation
 
@@ -778,6 +722,11 @@ _SERVER_ERROR = "server_error"
 _KINDS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
+def _unpack(request: Any) -> tuple[Any, Continued | None]:
+    """A request, and the conversation that it continues, if any."""
+    return (request.request, request) if isinstance(request, Continued) else (request, None)
+
+
 class _Input(Surface):
     tag = "responses"
     keeps_answers = True
@@ -822,10 +771,37 @@ class Responses(_Input):
         assert isinstance(answer, ResponseAnswer)
         return answer.record()
 
-    def plan(
-        self, request: ResponseRequest | Continued, context: RequestContext, card: ModelCard
-    ) -> Plan:
-        return translate(request, context, card, self.limits)
+    def plan(self, request: Any, context: RequestContext, card: ModelCard) -> Plan:
+        request, kept = _unpack(request)
+        priority = find_priority(request.service_tier, context)
+        conversation = translate_input(request, self.limits, kept)
+        if request.truncation == "auto":
+            context.ignore("truncation")
+        sampling = _sampling(request, context, card, self.limits)
+        # the instructions of a request do not apply to the next one
+        kept_messages = conversation.messages[1 if request.instructions else 0 :]
+        task = Generate(
+            tuple(conversation.messages),
+            sampling,
+            template_options=template_options(request, card, context),
+            ending=conversation.ending,
+            grammar=_grammar(request, card, self.limits),
+            tools=tools_of(request, card, self.limits),
+        )
+        return Plan(
+            [task],
+            ResponseOptions(
+                response=_echo(
+                    request, sampling, find_service_tier(request.service_tier, priority)
+                ),
+                with_logprobs=sampling.num_logprobs is not None,
+                messages=() if request.store is False else tuple(kept_messages),
+            ),
+            conversation.sources,
+            is_streamed=bool(request.stream),
+            shows_timings=wants_timings(request.timings, context.headers),
+            priority=priority,
+        )
 
     def answer(self, options: ResponseOptions, head: AnswerHead) -> Answer:
         return ResponseAnswer(options, head)
@@ -957,14 +933,11 @@ class ResponseInputTokens(_Input):
     answer_type = InputTokens
     unsupported = UNSUPPORTED["/v1/responses/input_tokens"]
 
-    def plan(
-        self, request: CountRequest | Continued, context: RequestContext, card: ModelCard
-    ) -> Plan:
-        kept = request if isinstance(request, Continued) else None
-        asked = request.request if isinstance(request, Continued) else request
-        conversation = translate_input(asked, self.limits, kept)
-        options = template_options(asked, card, context)
-        return conversation.count(options, tools_of(asked, card, self.limits))
+    def plan(self, request: Any, context: RequestContext, card: ModelCard) -> Plan:
+        request, kept = _unpack(request)
+        conversation = translate_input(request, self.limits, kept)
+        options = template_options(request, card, context)
+        return conversation.count(options, tools_of(request, card, self.limits))
 
     def answer(self, options: NoOptions, head: AnswerHead) -> Answer:
         return WholeAnswer(lambda events, _: InputTokens(find_tokenized(events).num_tokens))

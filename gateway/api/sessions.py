@@ -121,9 +121,7 @@ class Empty(RequestStruct, frozen=True, kw_only=True):
 
 
 class TaskQuery(msgspec.Struct):
-    """How long to wait for the end of a task."""
-
-    wait: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0
+    wait: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0  #: for the end of the task
 
 
 class PageQuery(msgspec.Struct):
@@ -132,16 +130,11 @@ class PageQuery(msgspec.Struct):
 
 
 class TasksQuery(PageQuery):
-    """Range of tasks; `include=results` adds their results."""
-
     include: Literal["", "results"] = ""
 
 
 class SessionObject(msgspec.Struct):
-    """A session and the number of its tasks by state. `resources` are those of an instance, if known.
-
-    `max_instances` 0: as deployed.
-    """
+    """A session and the number of its tasks by state. `resources` are those of an instance, if known."""
 
     id: str
     application: str
@@ -156,7 +149,7 @@ class SessionObject(msgspec.Struct):
     idle_s: float
     timeout_s: float
     min_instances: int
-    max_instances: int
+    max_instances: int  #: 0: as deployed
     resources: dict[str, Any] | None
     object: str = "session"
 
@@ -168,17 +161,14 @@ class SessionList(Data[SessionObject]):
 
 
 class TaskObject(msgspec.Struct):
-    """A task, with `output` or `error` after its end. `package` runs it.
-
-    `input` is the beginning of its JSON.
-    """
+    """A task, with `output` or `error` after its end. `package` runs it."""
 
     id: str
     session: str
     state: TaskState
     package: str
     created: int
-    input: str
+    input: str  #: the beginning of its JSON
     output: Raw | UnsetType = UNSET
     error: ErrorFields | UnsetType = UNSET
     object: str = "task"
@@ -373,7 +363,12 @@ class Sessions(Resource):
         try:
             task, state = await self._store.add(session, wanted, self._limits.max_session_tasks)
         except TaskRefused as refused:
-            raise _refused(refused.reason, self._limits) from None
+            if refused.reason != "full":
+                message = "The session is closed: open a new one."
+                raise conflict(message, code="session_closed") from None
+            most = self._limits.max_session_tasks
+            message = f"The session has the maximum of {most} tasks: open a new session."
+            raise conflict(message, code="session_full") from None
         if task.fingerprint != wanted.fingerprint:
             raise conflict(
                 f"The task {task_id} has another input: send another id.", code="task_id_reused"
@@ -444,8 +439,7 @@ class Sessions(Resource):
     @operation("GET", _TASK)
     async def retrieve_task(self, caller: Caller, query: TaskQuery) -> TaskObject:
         """Show a task, once it has ended or `wait` is over."""
-        session, task, noted = await self._find_task(caller)
-        [state] = await self._stand(session, [(task, noted)])
+        session, task, state = await self._find_task(caller)
         if query.wait and state not in ENDED:
             await self._wait(task, query.wait)
             [state] = await self._stand(session, [(task, "open")])
@@ -459,8 +453,7 @@ class Sessions(Resource):
     @operation("POST", _TASK + ":cancel")
     async def cancel_task(self, caller: Caller, body: Empty) -> TaskObject:
         """Cancel a task."""
-        session, task, noted = await self._find_task(caller)
-        [state] = await self._stand(session, [(task, noted)])
+        session, task, state = await self._find_task(caller)
         if state not in ENDED:
             await self._cancel(session.id, [task])
             [state] = await self._stand(session, [(task, "open")])
@@ -497,13 +490,14 @@ class Sessions(Resource):
 
     # How tasks stand
 
-    async def _find_task(self, caller: Caller) -> tuple[Session, TaskRecord, str]:
-        """Raises: NotFound, QueueUnavailable."""
+    async def _find_task(self, caller: Caller) -> tuple[Session, TaskRecord, TaskState]:
+        """The task of the path, and its state. Raises: NotFound, QueueUnavailable."""
         session = (await self._find(caller)).session
         found = await self._store.task(session.id, caller.path["task_id"])
         if found is None:
             raise NotFound("The session has no such task.", param="task", code="task_not_found")
-        return session, *found
+        [state] = await self._stand(session, [found])
+        return session, found[0], state
 
     async def _stand(
         self, session: Session, noted: Sequence[tuple[TaskRecord, str]]
@@ -626,12 +620,3 @@ def _owner(caller: Caller) -> str:
 
 def _show_task(session: Session, task: TaskRecord, state: TaskState) -> TaskObject:
     return TaskObject(task.id, session.id, state, task.package, int(task.created_at), task.input)
-
-
-def _refused(reason: str, limits: LimitSettings) -> InvalidRequest:
-    if reason == "full":
-        most = limits.max_session_tasks
-        return conflict(
-            f"The session has the maximum of {most} tasks: open a new session.", code="session_full"
-        )
-    return conflict("The session is closed: open a new one.", code="session_closed")

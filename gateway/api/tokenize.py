@@ -41,9 +41,7 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1)] | None = None
     #: Whether the tokenizer adds special tokens, such as BOS, to a prompt.
     add_special_tokens: bool | None = None
-    return_token_strs: Annotated[
-        bool | None, doc("Return also the vocabulary's string of each token.")
-    ] = None
+    return_token_strs: Annotated[bool | None, doc("Return the string of each token.")] = None
     chat_template_kwargs: dict[str, TemplateOption] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -95,8 +93,7 @@ class Tokenization(Surface):
     answer_type = TokenList
     unsupported = UNSUPPORTED["/tokenize"]
 
-    def read(self, body: bytes, context: RequestContext) -> TokenizeRequest:
-        request: TokenizeRequest = super().read(body, context)
+    def plan(self, request: TokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
         if request.prompt is None and request.messages is None:
             message = "Missing required field: prompt, or messages."
             raise InvalidRequest(message, param="prompt", code="missing_field")
@@ -104,9 +101,6 @@ class Tokenization(Surface):
             raise invalid("messages", "send prompt or messages, not both")
         if request.messages is not None and request.add_special_tokens:
             raise invalid("add_special_tokens", "the chat template adds them; leave it out")
-        return request
-
-    def plan(self, request: TokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
         images = ()
         if request.prompt is not None:
             num_chars, most = len(request.prompt), self.limits.max_text_chars

@@ -45,6 +45,7 @@ from shared.settings.limits import MAX_NAME_CHARS
 FORM = b"multipart/form-data"
 _TEXT_HEADERS: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 _TRANSCRIBE = "Transcribe this audio word by word. Answer with the transcript only."
+_TRANSLATE = "Translate the speech in this audio into English. Answer with the translation only."
 _MAX_PROMPT_CHARS = 4096
 _NUMBERS = ("temperature", "stream")  #: fields that are no texts
 
@@ -57,10 +58,8 @@ Format = Literal["json", "text", "verbose_json", "srt", "vtt"]
 class TranslationRequest(RequestStruct, frozen=True, kw_only=True):
     file: Annotated[str, doc("An audio file; in JSON, its URL or id.")]
     model: ModelName
-    prompt: Annotated[
-        Annotated[str, Meta(max_length=_MAX_PROMPT_CHARS)] | None,
-        doc("Text that helps the model, such as names or the sentence before."),
-    ] = None
+    #: Text that helps the model, such as names or the sentence before.
+    prompt: Annotated[str, Meta(max_length=_MAX_PROMPT_CHARS)] | None = None
     response_format: Format | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     user: User = None
@@ -71,23 +70,18 @@ class TranslationRequest(RequestStruct, frozen=True, kw_only=True):
         return None
 
     def instruction(self, card: ModelCard) -> str:
-        text = "Translate the speech in this audio into English. Answer with the translation only."
-        return f"{text}\n{self.prompt}" if self.prompt else text
+        return _TRANSLATE
 
 
 class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
-    language: Annotated[
-        Annotated[str, Meta(min_length=2, max_length=MAX_NAME_CHARS)] | None,
-        doc("The language of the speech, such as `en`."),
-    ] = None
+    #: The language of the speech, such as `en`.
+    language: Annotated[str, Meta(min_length=2, max_length=MAX_NAME_CHARS)] | None = None
     stream: bool | None = None  # type: ignore[assignment]
     timestamp_granularities: list[Literal["segment", "word"]] | None = None
 
     def instruction(self, card: ModelCard) -> str:
         text = card.transcription_prompt or _TRANSCRIBE
-        if self.language:
-            text += f" The language is {self.language}."
-        return f"{text}\n{self.prompt}" if self.prompt else text
+        return f"{text} The language is {self.language}." if self.language else text
 
 
 class InputTokenDetails(msgspec.Struct):
@@ -171,7 +165,8 @@ class Translations(Surface):
     def plan(self, request: TranslationRequest, context: RequestContext, card: ModelCard) -> Plan:
         conversation = Conversation()
         audio = conversation.medium(ImageSource(request.file, "file", is_audio=True), "user")
-        conversation.add("user", [audio, conversation.text(request.instruction(card))])
+        text = "\n".join(filter(None, (request.instruction(card), request.prompt)))
+        conversation.add("user", [audio, conversation.text(text)])
         asked = OpenAiSampling(temperature=request.temperature or 0.0)
         sampling = translate_sampling(asked, self.limits, context, card.sampling)
         return Plan(
@@ -187,8 +182,7 @@ class Translations(Surface):
 
     def cut(self, plan: Plan, segment_ends: Sequence[float]) -> Plan:
         num_segments = len(segment_ends)
-        if num_segments > self.limits.max_audio_segments:
-            most = self.limits.max_audio_segments
+        if num_segments > (most := self.limits.max_audio_segments):
             raise invalid("file", f"it is too long: {num_segments} segments, at most {most}")
         assert isinstance(plan.options, TranscriptOptions)
         options = replace(plan.options, segment_ends=tuple(segment_ends))

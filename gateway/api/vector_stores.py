@@ -7,7 +7,6 @@ Source: OpenAI API reference, "Vector stores", "Vector store files".
 """
 
 import base64
-import binascii
 import math
 import time
 from array import array
@@ -20,8 +19,10 @@ from msgspec import UNSET, Meta, UnsetType
 import shared.search as wire
 from gateway.api.fields import (
     UNSUPPORTED,
+    Count,
     Listing,
     ModelName,
+    Positive,
     RequestStruct,
     check_chars,
     check_most,
@@ -72,11 +73,8 @@ Text = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
 Metadata = Annotated[dict[Key, Text], Meta(max_length=MAX_METADATA_ENTRIES)]
 ItemAttributes = Annotated[dict[Key, Text | bool | float], Meta(max_length=MAX_METADATA_ENTRIES)]
 StoreName = Annotated[str, Meta(max_length=MAX_STORE_NAME_CHARS)]
-FileIds = Annotated[
-    list[Annotated[str, Meta(min_length=1, max_length=MAX_ITEM_ID_CHARS)]],
-    Meta(max_length=MAX_BATCH_STORE_FILES),
-]
 ItemId = Annotated[str, Meta(min_length=1, max_length=MAX_ITEM_ID_CHARS)]
+FileIds = Annotated[list[ItemId], Meta(max_length=MAX_BATCH_STORE_FILES)]
 Vector = list[float] | str
 T = TypeVar("T")
 
@@ -101,12 +99,10 @@ class StaticChunks(RequestStruct, frozen=True, kw_only=True):
     """Sizes in tokens, of four characters each."""
 
     max_chunk_size_tokens: Annotated[int, Meta(ge=100, le=4096)]
-    chunk_overlap_tokens: Annotated[int, Meta(ge=0)]
+    chunk_overlap_tokens: Count
 
 
 class ChunkingStrategy(RequestStruct, frozen=True, kw_only=True):
-    """`auto`, or `static` with its sizes."""
-
     type: Literal["auto", "static"]
     static: StaticChunks | None = None
 
@@ -119,7 +115,7 @@ class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
     chunking_strategy: ChunkingStrategy | None = None  #: for `file_ids`
     #: extension: the embedding model; required unless exactly one is served
     embedding_model: ModelName | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None  #: extension: as in an embedding request
+    dimensions: Positive | None = None  #: extension: as in an embedding request
     prompt: str | None = None  #: extension: the model's prompt before stored texts
     query_prompt: str | None = None  #: extension: the model's prompt before queries
 
@@ -139,8 +135,6 @@ class QueryInput(RequestStruct, frozen=True, kw_only=True):
 
 
 class ItemInput(QueryInput, frozen=True, kw_only=True):
-    """An item: its content, or its vector."""
-
     id: ItemId
     attributes: ItemAttributes | None = None
 
@@ -150,8 +144,6 @@ class PutItemsRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class DeleteItemsRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `DELETE /v1/vector_stores/{id}/items`: ids, or a filter."""
-
     ids: Annotated[list[ItemId], Meta(min_length=1)] | None = None
     filters: wire.Filter | None = None
 
@@ -239,20 +231,14 @@ class ListQuery(PageQuery, frozen=True, kw_only=True):
 
 
 class FilesQuery(ListQuery, frozen=True, kw_only=True):
-    """Page of a list of files, optionally of one status."""
-
     filter: Literal["", "in_progress", "completed", "failed", "cancelled"] = ""
 
 
 class ItemsQuery(PageQuery, frozen=True, kw_only=True):
-    """Page of the items, by id. `include`: `embedding`."""
-
     include: Literal["", "embedding"] = ""
 
 
 class ItemQuery(RequestStruct, frozen=True, kw_only=True):
-    """`include`: `embedding`."""
-
     include: Literal["", "embedding"] = ""
 
 
@@ -360,8 +346,6 @@ class SearchHit(msgspec.Struct):
 
 
 class SearchPage(msgspec.Struct):
-    """All hits, as one page."""
-
     search_query: list[str]
     data: list[SearchHit]
     has_more: bool = False
@@ -398,8 +382,6 @@ class StoreFileObject(msgspec.Struct):
 
 
 class FileBatchObject(msgspec.Struct):
-    """Files that one request has attached."""
-
     id: str
     created_at: int
     vector_store_id: str
@@ -420,8 +402,6 @@ class StoreFileList(Listing[StoreFileObject]):
 
 
 class FileContent(msgspec.Struct):
-    """The chunks of a file in a store."""
-
     data: list[Content]
     has_more: bool = False
     next_page: None = None
@@ -460,17 +440,16 @@ def find_prompt(param: str, asked: str | None, card: ModelCard, usual: Sequence[
 
 def pack_vector(vector: Vector, param: str) -> bytes:
     """Little-endian float32. Raises: InvalidRequest."""
-    if isinstance(vector, str):
+    if not isinstance(vector, str):
+        data = array("f", vector).tobytes()
+    else:
         try:
             data = base64.b64decode(vector, validate=True)
-        except (binascii.Error, ValueError):
+        except ValueError:
             data = b"?"
-        if not data or len(data) % 4:
-            raise invalid(param, "send numbers, or float32 in base64")
-        return data
-    if not vector:
-        raise invalid(param, "send at least one number")
-    return array("f", vector).tobytes()
+    if not data or len(data) % 4:
+        raise invalid(param, "send at least one number, or float32 in base64")
+    return data
 
 
 def name_of_image(url: str | None, param: str) -> str:
@@ -521,16 +500,7 @@ def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
     check_chars(sum(len(item.text or "") for item in items), limits.max_input_chars, "items")
 
 
-def check_search(request: SearchRequest, limits: LimitSettings) -> None:
-    if request.rewrite_query:
-        raise unsupported("rewrite_query")
-    if request.filters is not None:
-        check_filter(request.filters, limits)
-    num = len(request.query) if isinstance(request.query, list) else 1
-    check_num("queries", num, limits.max_search_queries, "query")
-
-
-def check_filter(where: wire.Filter, limits: LimitSettings) -> None:
+def check_filter(where: wire.Filter | None, limits: LimitSettings) -> None:
     """Raises: InvalidRequest that names the part."""
     num_left = limits.max_filters
 
@@ -549,7 +519,8 @@ def check_filter(where: wire.Filter, limits: LimitSettings) -> None:
         else:
             _check_comparison(part, param)
 
-    check(where, "filters", 1)
+    if where is not None:
+        check(where, "filters", 1)
 
 
 def _check_comparison(part: wire.Filter, param: str) -> None:
@@ -796,17 +767,17 @@ class VectorStores(Resource):
         store = await self._find(caller)
         vectors: dict[int, bytes] = {}
         parts: dict[int, str | ImageSource] = {}
+        names: list[str] = []
         for index, item in enumerate(items):
+            name = f"items.[{index}]"
             if item.embedding is not None:
-                vectors[index] = pack_vector(item.embedding, f"items.[{index}].embedding")
+                vectors[index] = pack_vector(item.embedding, f"{name}.embedding")
             elif item.image is not None:
-                parts[index] = to_image(item.image, f"items.[{index}].image")
+                parts[index] = to_image(item.image, f"{name}.image")
+                names.append(name)
             else:
                 parts[index] = item.text or ""
-        names = [
-            f"items.[{index}]" + ("" if isinstance(part, ImageSource) else ".text")
-            for index, part in parts.items()
-        ]
+                names.append(f"{name}.text")
         made = await self._embed(list(parts.values()), names, store, store.prompt, caller)
         vectors |= dict(zip(parts, made, strict=True))
         stored = [
@@ -860,8 +831,7 @@ class VectorStores(Resource):
         if (body.ids is None) == (body.filters is None):
             raise invalid("ids", "send either ids or filters")
         check_num("ids", len(body.ids or ()), self._limits.max_inputs, "ids")
-        if body.filters is not None:
-            check_filter(body.filters, self._limits)
+        check_filter(body.filters, self._limits)
         await self._find(caller)
         ids = None if body.ids is None else list(dict.fromkeys(body.ids))
         return ItemsDeleted(await self._ask(caller, wire.DropItems, ids=ids, where=body.filters))
@@ -871,11 +841,14 @@ class VectorStores(Resource):
     @operation("POST", _STORE + "/search", hints=_HINTS)
     async def search_vector_store(self, caller: Caller, body: SearchRequest) -> SearchPage:
         """Search a vector store."""
-        check_search(body, self._limits)
-        store = await self._find(caller)
+        if body.rewrite_query:
+            raise unsupported("rewrite_query")
+        check_filter(body.filters, self._limits)
         texts, parts, vectors = read_query(body.query)
+        check_num("queries", len(texts), self._limits.max_search_queries, "query")
         many = isinstance(body.query, list)
         names = [f"query.[{index}]" if many else "query" for index in range(len(parts))]
+        store = await self._find(caller)
         made = await self._embed(parts, names, store, store.query_prompt, caller)
         options = body.ranking_options or RankingOptions()
         wanted = body.max_num_results or 10
@@ -1094,10 +1067,7 @@ class VectorStores(Resource):
         caller: Caller,
         truncate: Truncate = "none",
     ) -> list[bytes]:
-        """Embed texts and images with the store's model. `names`: field names of the inputs, for errors.
-
-        Raises: ApiError.
-        """
+        """Embed texts and images with the store's model. `names`: of the inputs' fields. Raises: ApiError."""
         if not parts:
             return []
         if truncate == "none":

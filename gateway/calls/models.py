@@ -187,6 +187,12 @@ class ModelDirectory:
         ]
         return [*deployed, *own]
 
+    def usable(self, tenant: str) -> list[ModelCard]:
+        """All that a tenant may use, by name: models, adapters, deployments and aliases."""
+        deployed = {name: route.card for name, route in self.routes.items()}
+        known = sorted((self.cards | self.adapters | deployed).items())
+        return [card for name, card in known if self.may_use(tenant, name)]
+
     def resources(self, name: str) -> dict[str, Any] | None:
         """Resources of an instance of a deployment. None if unknown."""
         app = self._apps.get(self.aliases.get(name, name))
