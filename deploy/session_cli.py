@@ -161,6 +161,7 @@ def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> 
     from rich.table import Table
 
     from deploy import commands
+    from shared.packages.deployments import Resources
 
     found = list(connect(url, api_key).pages("/v1/sessions"))
     if output is not None:
@@ -180,8 +181,8 @@ def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> 
         counts = [str(each[state]) for state in _COUNTS]
         table.add_row(
             each["id"], each["state"].capitalize(), each["application"],
-            _resources(each.get("resources") or {}), each["priority"], *counts,
-            _ago(each["created"]),
+            str(Resources(**each["resources"])) if each["resources"] else "", each["priority"],
+            *counts, _ago(each["created"]),
         )  # fmt: skip
     commands.screen.print(table)
 
@@ -265,12 +266,6 @@ def _results(client: "Client", path: str, names: Sequence[str]) -> Iterator[dict
         while shown["state"] not in _ENDED:
             shown = client.ask("GET", f"{path}/{name}?wait={_WAIT_S}")
         yield shown
-
-
-def _resources(found: dict[str, Any]) -> str:
-    """Resources in the format of `--resources`."""
-    names = {"memory_bytes": "memory"}
-    return ",".join(f"{names.get(name, name)}={value:g}" for name, value in found.items() if value)
 
 
 def _ago(at: float) -> str:

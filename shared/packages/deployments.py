@@ -164,6 +164,11 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     memory_bytes: Annotated[int, Meta(ge=0)] = 0
     gpu: Annotated[int, Meta(ge=0, le=64)] = 0
 
+    def __str__(self) -> str:
+        """As in `vlm deploy --resources`."""
+        given = (("cpu", f"{self.cpu:g}"), ("memory", self.memory_bytes), ("gpu", self.gpu))
+        return ",".join(f"{name}={value}" for name, value in given if value not in (0, "0"))
+
 
 class Unreadable(StoreError):
     """A record is damaged or was written by a newer release; the message names the record."""
