@@ -115,16 +115,11 @@ def read_settings(
     """
     from shared.settings.load import load_settings
 
-    overrides: dict[str, Any] = {"_env_file": None} if is_child else {}
-    typed: dict[str, str] = {}
-    for path, value in map(_parse, assignments or ()):
-        _put(overrides, path, value)
-        typed[path] = f"--set {path}"
-    for path, value in options.items():
-        if value is not None:
-            _put(overrides, path, value)
-            typed[path] = spelled.get(path, path)
-    return load_settings(typed, **overrides)
+    assigned = dict(map(_parse, assignments or ()))
+    given = {path: value for path, value in options.items() if value is not None}
+    typed = {path: f"--set {path}" for path in assigned} | {p: spelled.get(p, p) for p in given}
+    overrides = {"_env_file": None} if is_child else {}
+    return load_settings(typed, **overrides, **to_tree(assigned | given, "."))
 
 
 def _parse(assignment: str) -> tuple[str, str]:
@@ -134,13 +129,18 @@ def _parse(assignment: str) -> tuple[str, str]:
     return path.strip().lower(), value
 
 
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    *groups, name = path.split(".")
-    for group in groups:
-        tree = tree.setdefault(group, {})
-        if not isinstance(tree, dict):
-            raise SettingsError(f"--set {path}: {group} is set to a value; set only one")
-    tree[name] = value
+def to_tree(values: Mapping[str, Any], separator: str) -> dict[str, Any]:
+    """Settings by group: `worker.id` is `id` in `worker`. Raises: SettingsError."""
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        *groups, name = path.split(separator)
+        tree = root
+        for group in groups:
+            tree = tree.setdefault(group, {})
+            if not isinstance(tree, dict):
+                raise SettingsError(f"--set {path}: {group} is set to a value; set only one")
+        tree[name] = value
+    return root
 
 
 def _begin_process(name: str, settings: Settings, parent: int | None) -> None:
