@@ -2,6 +2,8 @@
 
 import os
 import sys
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,10 +11,9 @@ import typer
 
 from shared.gateway_url import URL, ApiKey, AskUrl, read_url
 from shared.options import SettingOptions, option, takes_settings
-from shared.settings import URL_VARIABLE
+from shared.settings import URL_VARIABLE, SettingsError
 
 if TYPE_CHECKING:
-    from search.commands import Embedder
     from shared.settings.tree import Settings
 
 SEARCH: SettingOptions = {
@@ -33,10 +34,11 @@ def search_node(settings: "Settings") -> None:
 
 def _require(use: str = "this command") -> None:
     """Raises: SettingsError if the extra is not installed."""
-    from search.index import require
-
-    require("numpy", use)
-    require("safetensors", use)
+    for package in ("numpy", "safetensors"):
+        if find_spec(package) is None:
+            raise SettingsError(
+                f"{use} needs the package {package!r}: pip install 'vlm-fleet[search]'"
+            )
 
 
 Engine = Annotated[str, typer.Option(help="Engine to embed with, without --url.")]
@@ -82,9 +84,7 @@ def embed(
     _require()
     from search.commands import open_embedder, run_embed
 
-    def open_() -> "Embedder":
-        return open_embedder(engine, model, url, api_key, prompt)
-
+    open_ = partial(open_embedder, engine, model, url, api_key, prompt)
     run_embed(inputs, output, text_field, dtype, part_items, open_)
 
 

@@ -241,11 +241,7 @@ class OrderedIds:
         window = _Window(after)
         with self._lock:
             self._windows = [*self._windows[1 - _MAX_WINDOWS :], window]
-        try:
-            ids = self._read_ids(after, WINDOW)
-        except BaseException:
-            self.forget()
-            raise
+        ids = self._read_ids(after, WINDOW)  # if it fails, the window is never used
         with self._lock:
             window.end = ids[-1] if len(ids) == WINDOW else None
             window.is_loaded = True
@@ -268,14 +264,14 @@ class OrderedIds:
             self._windows = []
 
 
+@dataclass(eq=False)
 class _Window:
     """The ids after `start` up to `end` if it is set. Before the window is loaded: only added ids."""
 
-    def __init__(self, start: str) -> None:
-        self.start = start
-        self.end: str | None = None
-        self.ids: list[str] = []
-        self.is_loaded = False
+    start: str
+    end: str | None = None
+    ids: list[str] = field(default_factory=list)
+    is_loaded: bool = False
 
     def covers(self, after: str) -> bool:
         return self.is_loaded and self.start <= after and (self.end is None or after < self.end)
@@ -307,19 +303,11 @@ def open_indexes(url: str) -> IndexKind:
     """The indexes behind a URL: `lance:///DIRECTORY`, `postgresql://HOST/NAME`. Raises: SearchUnavailable."""
     scheme = url.partition(":")[0]
     if scheme not in INDEXES:
-        known = ", ".join(f"{name}://" for name in INDEXES)
-        raise SearchUnavailable(f"VLM_SEARCH__INDEX: unknown scheme {scheme!r}; use {known}")
+        known = "://, ".join(INDEXES)
+        raise SearchUnavailable(f"VLM_SEARCH__INDEX: unknown scheme {scheme!r}; use {known}://")
     try:
         return resolve_name(INDEXES[scheme])(url)
     except ModuleNotFoundError as error:
         raise SearchUnavailable(
             f"VLM_SEARCH__INDEX: {scheme} needs the package {error.name!r}: {INSTALL}"
         ) from None
-
-
-def require(package: str, use: str) -> None:
-    """Raises: SearchUnavailable if a package of the extra is missing."""
-    try:
-        resolve_name(package)
-    except ModuleNotFoundError as error:
-        raise SearchUnavailable(f"{use} needs the package {error.name!r}: {INSTALL}") from None
