@@ -1,7 +1,6 @@
 """The commands of search: `vlm search-node`, `embed`, `store`, `search`."""
 
 import os
-import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +28,7 @@ def search_node(settings: "Settings") -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # requests run in parallel instead
     from search.server import run_search
 
-    sys.exit(run_search(settings))
+    run_search(settings)
 
 
 def _require(use: str = "this command") -> None:
