@@ -253,7 +253,6 @@ class GatewayStore:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self.url = client.url
         self._there: dict[str, int] = {}
         self._starts: dict[str, int] = {}
 

@@ -11,7 +11,7 @@ import stat
 import tarfile
 import tomllib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,6 +32,7 @@ from shared.packages.manifest import (
     digest_of_file,
     make_manifest,
 )
+from shared.packages.store import Report
 from shared.settings import SettingsError
 
 #: Folders and files of tools, which are not packed.
@@ -44,8 +45,6 @@ _ARCHIVES = (".tar.gz", ".tgz")
 _MAX_RATIO = 200
 _FREE_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
-
-Report = Callable[[int], None]  #: called with the number of bytes hashed since the last call
 
 
 @dataclass(frozen=True, slots=True)

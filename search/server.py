@@ -9,12 +9,12 @@ import fcntl
 import hmac
 import logging
 import os
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import IO
 from urllib.parse import urlsplit
 
@@ -179,17 +179,9 @@ def _lock(directory: Path) -> IO[bytes]:
 class _Server(uvicorn.Server):
     """A server that exits normally on a signal; uvicorn raises it again."""
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        handlers = {
-            number: signal.signal(number, self.handle_exit)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 def create_server(app: SearchApp) -> uvicorn.Server:
