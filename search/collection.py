@@ -9,7 +9,6 @@ Files are written under a temporary name, synced and renamed. Nothing is pickled
 
 import hashlib
 import json
-import math
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -275,5 +274,4 @@ def _best(scores: np.ndarray, k: int) -> np.ndarray:
     """The rows of the k best scores, and rows that tie with the last of them."""
     if len(scores) <= k:
         return np.arange(len(scores))
-    least = -math.inf if k < 1 else np.partition(scores, -k)[-k]
-    return np.flatnonzero(scores >= least)
+    return np.flatnonzero(scores >= np.partition(scores, -k)[-k])

@@ -590,9 +590,8 @@ class Stores:
         if store is None:
             return
         try:
-            store.index.compact()
-        except SearchError:  # deleted meanwhile
-            return
+            with suppress(SearchError):  # deleted meanwhile
+                store.index.compact()
         except Exception:
             logger.exception("store %s cannot be compacted", record.id)
 
