@@ -158,8 +158,6 @@ def run_in(
 @session.command("list", cls=Command)
 def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> None:
     """List the sessions and the states of their tasks."""
-    from rich.table import Table
-
     from deploy import commands
     from shared.packages.deployments import Resources
 
@@ -167,16 +165,9 @@ def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> 
     if output is not None:
         commands.show(found, output)
         return
-    names = (
-        "ID",
-        "State",
-        "App",
-        "Resources",
-        "Priority",
-        *map(str.capitalize, _COUNTS),
-        "Created",
+    table = commands.new_table(
+        "ID", "State", "App", "Resources", "Priority", *map(str.capitalize, _COUNTS), "Created"
     )
-    table = Table(*names, box=None, header_style="bold")
     for each in found:
         counts = [str(each[state]) for state in _COUNTS]
         table.add_row(
@@ -192,8 +183,6 @@ def view(
     session_id: Session, url: AskUrl = URL, api_key: ApiKey = None, output: Form = None
 ) -> None:
     """Show a session and its tasks."""
-    from rich.table import Table
-
     from deploy import commands
 
     client, path = connect(url, api_key), f"/v1/sessions/{session_id}"
@@ -204,7 +193,7 @@ def view(
         return
     counts = ", ".join(f"{found[state]} {state}" for state in _COUNTS)
     print(f"{found['id']} of {found['application']}: {found['state']}; {counts}")
-    table = Table("Task", "State", "Input", "Result", box=None, header_style="bold")
+    table = commands.new_table("Task", "State", "Input", "Result")
     for task in found["tasks"]:
         result = json.dumps(task["output"]) if "output" in task else ""
         said = task.get("error", {}).get("message", result)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from search.index import IndexStats, matches
+from shared.packages.store import place
 from shared.search import Attributes, Filter, Hit, Item, refuse
 
 MANIFEST = "manifest.json"
@@ -94,12 +95,7 @@ def write_whole(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    place(os.replace, partial, path)
 
 
 def read_manifest(directory: Path) -> Manifest:
