@@ -11,6 +11,7 @@ import hashlib
 import json
 import mmap
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -247,9 +248,13 @@ class FlatIndex:
         found = [self._places[key] for key in ids if key in self._places]
         return [part.item(row, with_vector=True) for part, row in found]
 
+    @cached_property
+    def _ids(self) -> list[str]:
+        return sorted(self._places)
+
     def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
-        wanted = sorted(key for key in self._places if key > after)[:limit]
-        places = [self._places[key] for key in wanted]
+        at = bisect_right(self._ids, after)
+        places = [self._places[key] for key in self._ids[at : at + limit]]
         return [part.item(row, with_vector=with_vectors) for part, row in places]
 
     def items(self) -> Iterator[Item]:
