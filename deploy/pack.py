@@ -95,9 +95,7 @@ def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
     # The hub's client is slow to import, and not part of a gateway's image.
     from engines.packages.resolve import BUILT_IN, parse_hub_id, resolve_model  # noqa: PLC0415
 
-    if application in BUILT_IN:
-        return BUILT_IN[application], BUILT_IN[application].resolve()
-    if parse_hub_id(application) is None:
+    if application not in BUILT_IN and parse_hub_id(application) is None:
         raise BadPackage(
             "there is no such file or directory; give a model directory, a hub id as "
             "org/name[@revision], a Python application, an executable, or a .tar.gz of one"
