@@ -366,9 +366,7 @@ def _image_ref(path: Path, data: bytes) -> Any:
     return ImageRef(hashlib.sha256(data).hexdigest(), len(data), f"image/{kind}", width, height)
 
 
-def find_prompt(
-    asked: str | None, prompts: Sequence[str], usual: Sequence[str] = DOCUMENT_PROMPTS
-) -> str:
+def find_prompt(asked: str | None, prompts: Sequence[str], usual: Sequence[str]) -> str:
     """The given prompt, else the model's prompt for this use. Raises: EmbedError."""
     if asked is None:
         return next((name for name in usual if name in prompts), "")
@@ -387,8 +385,8 @@ class RemoteEmbedder:
         url: str,
         model: str,
         api_key: str | None,
-        prompt: str | None = None,
-        usual: Sequence[str] = DOCUMENT_PROMPTS,
+        prompt: str | None,
+        usual: Sequence[str],
     ) -> None:
         """Raises: ApiFailed, EmbedError."""
         self._client = Client(url, api_key, TIMEOUT_S)

@@ -89,12 +89,12 @@ _SQL: dict[str, Callable[[Any], str]] = {
 # Lance
 
 
-def to_sql(where: Filter, column: str = "filterable") -> str:
-    """The filter as SQL of Lance, over a JSON column of `to_json`."""
+def to_sql(where: Filter) -> str:
+    """The filter as SQL of Lance, over `filterable`, a JSON column of `to_json`."""
 
     def compare(sign: str, key: str, value: Any) -> str:
         getter = {"s": "string", "n": "float", "b": "bool"}[_kind(value)]
-        found = f"json_get_{getter}({column}, '{_name(key, value)}')"
+        found = f"json_get_{getter}(filterable, '{_name(key, value)}')"
         return f"coalesce({found} {_SIGNS[sign]} {_literal(value)}, false)"
 
     return _translate(where, compare, **_SQL)
@@ -125,15 +125,15 @@ def hexadecimal(text: str) -> str:
     return text.encode().hex()
 
 
-def to_postgres(where: Filter, values: list[Any], column: str = "filterable") -> str:
-    """The filter as SQL over a JSONB column of `to_json` with `hexadecimal`; appends to `values`."""
+def to_postgres(where: Filter, values: list[Any]) -> str:
+    """The filter as SQL over `filterable`, a JSONB column of `to_json` with `hexadecimal`; appends to `values`."""
 
     def compare(sign: str, key: str, value: Any) -> str:
         kind = _kind(value)
         type_ = {"s": 'text COLLATE "C"', "n": "float8", "b": "boolean"}[kind]
         write = {"s": hexadecimal, "n": float, "b": bool}[kind]
         values.extend((_name(key, value), write(value)))
-        return f"coalesce(({column} ->> ?)::{type_} {_SIGNS[sign]} ?, false)"
+        return f"coalesce((filterable ->> ?)::{type_} {_SIGNS[sign]} ?, false)"
 
     return _translate(where, compare, **_SQL)
 

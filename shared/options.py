@@ -96,9 +96,9 @@ def takes_settings(
     return decorate
 
 
-def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
+def _option(name: str, annotation: Any) -> inspect.Parameter:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
 def read_settings(
