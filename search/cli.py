@@ -33,11 +33,11 @@ def search_node(settings: "Settings") -> None:
 
 def _require(use: str = "this command") -> None:
     """Raises: SettingsError if the extra is not installed."""
+    from search.index import INSTALL
+
     for package in ("numpy", "safetensors"):
         if find_spec(package) is None:
-            raise SettingsError(
-                f"{use} needs the package {package!r}: pip install 'vlm-fleet[search]'"
-            )
+            raise SettingsError(f"{use} needs the package {package!r}: {INSTALL}")
 
 
 Engine = Annotated[str, typer.Option(help="Engine to embed with, without --url.")]

@@ -290,24 +290,20 @@ class _Window:
                 del self.ids[at]
 
 
-class SearchUnavailable(SettingsError):
-    """The index cannot be used; the message names the setting or package."""
-
-
 #: Functions that open the indexes of a URL, by its scheme.
 INDEXES = {"lance": "search.lance:open_lance", "postgresql": "search.postgres:open_postgres"}
 INSTALL = "pip install 'vlm-fleet[search]'"
 
 
 def open_indexes(url: str) -> IndexKind:
-    """The indexes behind a URL: `lance:///DIRECTORY`, `postgresql://HOST/NAME`. Raises: SearchUnavailable."""
+    """The indexes behind a URL: `lance:///DIRECTORY`, `postgresql://HOST/NAME`. Raises: SettingsError."""
     scheme = url.partition(":")[0]
     if scheme not in INDEXES:
         known = "://, ".join(INDEXES)
-        raise SearchUnavailable(f"VLM_SEARCH__INDEX: unknown scheme {scheme!r}; use {known}://")
+        raise SettingsError(f"VLM_SEARCH__INDEX: unknown scheme {scheme!r}; use {known}://")
     try:
         return resolve_name(INDEXES[scheme])(url)
     except ModuleNotFoundError as error:
-        raise SearchUnavailable(
+        raise SettingsError(
             f"VLM_SEARCH__INDEX: {scheme} needs the package {error.name!r}: {INSTALL}"
         ) from None

@@ -22,8 +22,9 @@ import numpy as np
 import pyarrow as pa
 from lancedb.index import BTree, IvfSq
 
-from search.index import IndexStats, OrderedIds, SearchUnavailable, sql_text, to_json, to_sql
+from search.index import IndexStats, OrderedIds, sql_text, to_json, to_sql
 from shared.search import Filter, Hit, Item
+from shared.settings import SettingsError
 from shared.settings.limits import MIB
 
 #: Up to this many rows, an exact scan takes no longer than the index.
@@ -45,12 +46,12 @@ _INDEX_CACHE_BYTES, _METADATA_CACHE_BYTES = 256 * MIB, 8 * MIB
 
 
 def open_lance(url: str) -> "LanceIndexes":
-    """The tables of `lance:///DIRECTORY`. Raises: SearchUnavailable."""
+    """The tables of `lance:///DIRECTORY`. Raises: SettingsError."""
     directory = Path(unquote(urlsplit(url).path))
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise SearchUnavailable(
+        raise SettingsError(
             f"{directory}: vector stores cannot be written there ({error.strerror}): set a writable directory"
         ) from None
     return LanceIndexes(directory)
