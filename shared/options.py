@@ -114,7 +114,7 @@ def _read_settings(
     assigned = dict(map(_parse, assignments))
     given = {path: value for path, value in options.items() if value is not None}
     typed = {path: f"--set {path}" for path in assigned} | {path: spelled[path] for path in given}
-    overrides = {"_env_file": None} if is_child else {}
+    overrides: dict[str, Any] = {"_env_file": None} if is_child else {}
     return load_settings(typed, **overrides, **to_tree(assigned | given, "."))
 
 
