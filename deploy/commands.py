@@ -178,13 +178,13 @@ def run_deploy(
         if signing_key is not None:
             body["signature"] = sign(signing_key, digest)
         with _uploaded(packed, client, store_url):
-            found = _ask(lambda: client.call("PUT", f"/{name}", body))
+            found = client.call("PUT", f"/{name}", body)
     except BadSignature as error:
         raise CommandFailed(str(error), PACKAGING) from None
     except CannotRender as error:
         raise CommandFailed(str(error), ARGUMENTS) from None
     finally:
-        packed.close()
+        packed.unpacked.close()
     console.print(f"{name}: generation {found['generation']}, {digest}", soft_wrap=True)
     if wait_s:
         wait(client, name, found["generation"], wait_s)
@@ -238,19 +238,14 @@ def _plan(
     }
 
 
-class _Whole(yaml.SafeDumper):
-    """Writes repeated objects in full, as expected in a manifest, instead of YAML aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
 def show(content: Any, form: str) -> None:
+    text = json.dumps(content, indent=2)
     if form == "json":
-        print(json.dumps(content, indent=2))
+        print(text)
     else:
-        documents = content if isinstance(content, list) else [content]
-        print(yaml.dump_all(documents, Dumper=_Whole, sort_keys=False), end="")
+        found = json.loads(text)  # without repeated objects, for which YAML has aliases
+        documents = found if isinstance(found, list) else [found]
+        print(yaml.safe_dump_all(documents, sort_keys=False), end="")
 
 
 class GatewayStore:
@@ -258,7 +253,6 @@ class GatewayStore:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self.url = client.url
         self._there: dict[str, int] = {}
         self._starts: dict[str, int] = {}
 
@@ -272,7 +266,7 @@ class GatewayStore:
         self._there = {d: size for d, size in sizes.items() if d not in self._starts}
 
     def size(self, digest: str) -> int | None:
-        """See `FileStore.size`. Raises: ApiFailed."""
+        """See `FileStore.size`."""
         return self._there.get(digest)
 
     def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
@@ -325,15 +319,18 @@ def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator
     try:
         if store_url is None and not _is_reachable(url, client):
             target = GatewayStore(client)
-            _ask(lambda: target.begin(packed.manifest))
-            upload(packed, target)
+            target.begin(packed.manifest)
+            try:
+                upload(packed, target)
+            except ApiFailed as error:
+                raise StoreError(str(error)) from None
             yield
             return
         store = open_store(url)
         with hold(store, blobs_of(packed.manifest)):
             upload(packed, store)
             yield
-    except (StoreError, ApiFailed) as error:
+    except StoreError as error:
         raise CommandFailed(f"{url}: {error}", UPLOAD) from None
 
 
@@ -611,10 +608,3 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
 def _short(revision: dict[str, Any] | None) -> str:
     """Twelve digits, as in docker: a row fits a terminal of 80 columns."""
     return revision["digest"].removeprefix("sha256:")[:12] if revision else "-"
-
-
-def _ask(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except ApiFailed as error:
-        raise CommandFailed(str(error), API) from None

@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 from datetime import UTC, datetime  # noqa: TID251 (people see it)
 from typing import Annotated, Any, Literal
+from urllib.parse import quote, urlencode
 
 import typer
 
@@ -108,10 +109,8 @@ def update(
     url: Url = URL, api_key: Key = None,
 ) -> None:  # fmt: skip
     """Change the limits of a key, within two seconds. Options that are left out change nothing."""
-    body = _limits(context) | {
-        _REMOVABLE[each]: None for each in (remove.split(",") if remove else ())
-    }
-
+    removed = {_REMOVABLE[each]: None for each in (remove.split(",") if remove else ())}
+    body = _limits(context) | removed
     _change("PATCH", name, "changed", url, api_key, body)
 
 
@@ -131,9 +130,7 @@ def list_keys(url: Url = URL, api_key: Key = None) -> None:
         "name", "state", "roles", "models", "rpm", "tpm", "open", "budget", "tag", "expires"
     )
     for key in connect(url, api_key).ask("GET", _PATH)["data"]:
-        limits = (
-            key[field] for field in ("requests_per_minute", "tokens_per_minute", "open_requests")
-        )
+        limits = (key["requests_per_minute"], key["tokens_per_minute"], key["open_requests"])
         table.add_row(
             key["name"], key["state"], ", ".join(key["roles"]), ", ".join(key["models"] or ["all"]),
             *("-" if limit is None else str(limit) for limit in limits),
@@ -148,13 +145,13 @@ def show(name: Name, url: Url = URL, api_key: Key = None) -> None:
     """Show a key as JSON."""
     from deploy import commands
 
-    commands.show(connect(url, api_key).ask("GET", f"{_PATH}/{_quoted(name)}"), "json")
+    commands.show(connect(url, api_key).ask("GET", f"{_PATH}/{quote(name, safe='')}"), "json")
 
 
 @app.command(cls=GatewayCommand)
 def rotate(name: Name, url: Url = URL, api_key: Key = None) -> None:
     """Replace a key by another one with the same name, data and limits; the old one ends within two seconds."""
-    _show_new(connect(url, api_key).ask("POST", f"{_PATH}/{_quoted(name)}:rotate"))
+    _show_new(connect(url, api_key).ask("POST", f"{_PATH}/{quote(name, safe='')}:rotate"))
 
 
 @app.command(cls=GatewayCommand)
@@ -168,7 +165,7 @@ def _change(
 ) -> None:
     from deploy import commands
 
-    connect(url, api_key).ask(method, f"{_PATH}/{_quoted(name)}", body)
+    connect(url, api_key).ask(method, f"{_PATH}/{quote(name, safe='')}", body)
     commands.console.print(f"{name}: {told}")
 
 
@@ -178,7 +175,7 @@ def forget(
     """Delete the stored data of a key: answers, sessions, batches, files, vector stores."""
     from deploy import commands
 
-    found = connect(url, api_key).ask("POST", f"{_PATH}/{_quoted(key)}:forget")
+    found = connect(url, api_key).ask("POST", f"{_PATH}/{quote(key, safe='')}:forget")
     counts = ", ".join(
         f"{count} {name.replace('_', ' ')}" for name, count in found.items() if name != "object"
     )
@@ -211,8 +208,6 @@ def usage(
     api_key: Key = None,
 ) -> None:
     """Show what keys used: all with VLM_GATEWAY__ROOT_KEY or a key with the role admin, else your own."""
-    from urllib.parse import urlencode
-
     from deploy import commands
 
     asked = {"from": begin, "to": end, "by": by, "format": "csv" if csv else None}
@@ -238,15 +233,7 @@ def _show_new(found: dict[str, Any]) -> None:
     sys.stdout.write(found["key"] + "\n")
 
 
-def _quoted(name: str) -> str:
-    from urllib.parse import quote
-
-    return quote(name, safe="")
-
-
 def _date(seconds: int | None) -> str:
-    return (
-        "never"
-        if seconds is None
-        else datetime.fromtimestamp(seconds, UTC).isoformat(" ", "minutes")
-    )
+    if seconds is None:
+        return "never"
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "minutes")

@@ -6,24 +6,21 @@ of one of these. The same files give the same package.
 
 import ast
 import gzip
-import json
 import os
-import shutil
 import stat
 import tarfile
-import time
 import tomllib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import token_hex
-from tempfile import mkdtemp
-from typing import Any
+from tempfile import TemporaryDirectory
 
 from engines.base import EngineStartError
 from engines.registry import check_package, find_kind, kind_of, read_settings
+from shared.options import to_tree
 from shared.packages.manifest import (
     MAX_PACKAGE_BYTES,
     BadPackage,
@@ -35,64 +32,8 @@ from shared.packages.manifest import (
     digest_of_file,
     make_manifest,
 )
-
-MIN_BYTES = 16 * 1024 * 1024
-QUIET_S = 2.0
-_MAX_FILES = 10_000
-
-
-class HashCache:
-    """Caches digests of large files by path, size and times, as git's index does.
-
-    A file that was modified just before it was hashed is not cached, because its times may not change with the next
-    write. Thread-safe. If two commands run at once, the cache of the later one is kept.
-    """
-
-    def __init__(self, file: Path | None = None) -> None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self._file = file or cache / "vlm-fleet" / "digests.json"
-        self._known: dict[str, list[int | str]] = {}
-        try:
-            read = json.loads(self._file.read_text())
-            if isinstance(read, dict):
-                self._known = read
-        except (OSError, ValueError):
-            pass
-        self._has_changed = False
-
-    def digest(self, path: Path) -> str:
-        """The digest of a file. Raises: OSError."""
-        found = path.stat()
-        if found.st_size < MIN_BYTES:
-            return digest_of_file(path)
-        place = str(path.resolve())
-        state = [
-            found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns,
-        ]  # fmt: skip
-        known = self._known.get(place)
-        if known and known[:-1] == state:
-            return str(known[-1])
-        digest = digest_of_file(path)
-        is_quiet = time.time() - found.st_ctime > QUIET_S  # noqa: TID251
-        if is_quiet:
-            self._known[place] = [*state, digest]
-            self._has_changed = True
-        return digest
-
-    def save(self) -> None:
-        """Save the cache for the next command; errors are ignored."""
-        if not self._has_changed:
-            return
-        latest = dict(list(self._known.items())[-_MAX_FILES:])
-        part = self._file.with_name(f"{self._file.name}.{token_hex(4)}")
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(latest))
-            part.chmod(0o600)
-            os.replace(part, self._file)
-        except OSError:
-            part.unlink(missing_ok=True)
-
+from shared.packages.store import Report
+from shared.settings import SettingsError
 
 #: Folders and files of tools, which are not packed.
 _SKIPPED = frozenset(
@@ -105,20 +46,14 @@ _MAX_RATIO = 200
 _FREE_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
 
-Report = Callable[[int], None]  #: called with the number of bytes hashed since the last call
-
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A package, and the files of its layers. The caller removes `folder`."""
+    """A package, and the files of its layers, until the caller closes `unpacked`."""
 
     manifest: Manifest
     files: Mapping[str, Path]  #: by digest
-    folder: Path | None = None
-
-    def close(self) -> None:
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    unpacked: ExitStack = field(default_factory=ExitStack)  #: the folder of an archive's files
 
 
 def pack(
@@ -131,10 +66,9 @@ def pack(
 ) -> Packed:
     """Read a package. Raises: BadPackage."""
     path = Path(application).expanduser()
-    folder = None
-    try:
+    with ExitStack() as stack:
         if path.is_file() and application.endswith(_ARCHIVES):
-            folder = Path(mkdtemp(prefix="vlm-package-"))
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="vlm-package-")))
             unpack(path, folder)
             files = dict(_walk(folder, folder))
         elif path.is_file():
@@ -143,18 +77,15 @@ def pack(
             directory, root = _find_directory(application, path)
             files = dict(_walk(directory, root))
         config = find_config(files, dict(engine or {}), entry, tuple(command))
-        return _hash(config, files, folder, report)
-    except BaseException:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+        manifest, by_digest = _hash(config, files, report)
+        return Packed(manifest, by_digest, stack.pop_all())
 
 
 def pack_installed(command: Sequence[str]) -> Packed:
     """A package without files, for a command that is installed on the nodes. Raises: BadPackage."""
     if not command or not command[0].startswith("/"):
         raise BadPackage("--installed: give --command with the path of a program, as /usr/bin/x")
-    return _hash(PackageConfig("executable", command=tuple(command)), {}, None, None)
+    return Packed(make_manifest(PackageConfig("executable", command=tuple(command)), []), {})
 
 
 def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
@@ -164,9 +95,7 @@ def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
     # The hub's client is slow to import, and not part of a gateway's image.
     from engines.packages.resolve import BUILT_IN, parse_hub_id, resolve_model  # noqa: PLC0415
 
-    if application in BUILT_IN:
-        return BUILT_IN[application], BUILT_IN[application].resolve()
-    if parse_hub_id(application) is None:
+    if application not in BUILT_IN and parse_hub_id(application) is None:
         raise BadPackage(
             "there is no such file or directory; give a model directory, a hub id as "
             "org/name[@revision], a Python application, an executable, or a .tar.gz of one"
@@ -268,8 +197,8 @@ def find_config(
         try:
             check_package(engine, files)
             if find_kind(kind_of(engine)) is not None:  # the nodes may know other engines
-                read_settings(_in_groups(engine), lambda name: f"--set {name}")
-        except EngineStartError as error:
+                read_settings(to_tree(engine, "__"), lambda name: f"--set {name}")
+        except (EngineStartError, SettingsError) as error:
             raise BadPackage(str(error)) from None
         return PackageConfig("model", engine=engine)
     if engine:
@@ -285,22 +214,6 @@ def find_config(
         "neither a model (config.json and *.safetensors), nor a Python application (app.py with one class "
         "of Application, or --entry module:Class), nor a program (one executable in bin/, or --command)"
     )
-
-
-def _in_groups(engine: Mapping[str, str]) -> dict[str, object]:
-    """Settings as a tree: `mock__seed` is in the group `mock`. Raises: BadPackage."""
-    tree: dict[str, Any] = {}
-    for name, value in engine.items():
-        *groups, last = name.split("__")
-        group = tree
-        for each in groups:
-            group = group.setdefault(each, {})
-            if not isinstance(group, dict):
-                raise BadPackage(
-                    f"--set {name}: {each} is set to a value, so it cannot be a group too"
-                )
-        group[last] = value
-    return tree
 
 
 def _read_tool(files: Mapping[str, Path]) -> Mapping[str, object]:
@@ -338,20 +251,18 @@ def _find_application(files: Mapping[str, Path]) -> str:
 
 
 def _hash(
-    config: PackageConfig, files: Mapping[str, Path], folder: Path | None, report: Report | None
-) -> Packed:
-    """Hash the files, with a thread per processor. Raises: BadPackage."""
+    config: PackageConfig, files: Mapping[str, Path], report: Report | None
+) -> tuple[Manifest, dict[str, Path]]:
+    """The manifest, and the files by digest. Hashes with a thread per processor. Raises: BadPackage."""
     for name in files:
         check_path(name)  # before gigabytes are read
-
-    hashes = HashCache()
 
     def read(name: str) -> Layer:
         path = files[name]
         with path.open("rb") as file:
             check_content(name, file)
         before = path.stat()
-        digest = hashes.digest(path)
+        digest = digest_of_file(path)
         if path.stat().st_mtime_ns != before.st_mtime_ns or path.stat().st_size != before.st_size:
             raise BadPackage(f"{name}: changed while it was read; try again")
         if report is not None:
@@ -364,6 +275,4 @@ def _hash(
             layers = list(threads.map(read, files))
         except OSError as error:
             raise BadPackage(f"{error.filename}: cannot be read: {error.strerror}") from None
-    hashes.save()
-    manifest = make_manifest(config, layers)
-    return Packed(manifest, {layer.digest: files[layer.path] for layer in layers}, folder)
+    return make_manifest(config, layers), {layer.digest: files[layer.path] for layer in layers}

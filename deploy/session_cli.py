@@ -158,30 +158,22 @@ def run_in(
 @session.command("list", cls=Command)
 def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> None:
     """List the sessions and the states of their tasks."""
-    from rich.table import Table
-
     from deploy import commands
+    from shared.packages.deployments import Resources
 
     found = list(connect(url, api_key).pages("/v1/sessions"))
     if output is not None:
         commands.show(found, output)
         return
-    names = (
-        "ID",
-        "State",
-        "App",
-        "Resources",
-        "Priority",
-        *map(str.capitalize, _COUNTS),
-        "Created",
+    table = commands.new_table(
+        "ID", "State", "App", "Resources", "Priority", *map(str.capitalize, _COUNTS), "Created"
     )
-    table = Table(*names, box=None, header_style="bold")
     for each in found:
         counts = [str(each[state]) for state in _COUNTS]
         table.add_row(
             each["id"], each["state"].capitalize(), each["application"],
-            _resources(each.get("resources") or {}), each["priority"], *counts,
-            _ago(each["created"]),
+            str(Resources(**each["resources"])) if each["resources"] else "", each["priority"],
+            *counts, _ago(each["created"]),
         )  # fmt: skip
     commands.screen.print(table)
 
@@ -191,8 +183,6 @@ def view(
     session_id: Session, url: AskUrl = URL, api_key: ApiKey = None, output: Form = None
 ) -> None:
     """Show a session and its tasks."""
-    from rich.table import Table
-
     from deploy import commands
 
     client, path = connect(url, api_key), f"/v1/sessions/{session_id}"
@@ -203,7 +193,7 @@ def view(
         return
     counts = ", ".join(f"{found[state]} {state}" for state in _COUNTS)
     print(f"{found['id']} of {found['application']}: {found['state']}; {counts}")
-    table = Table("Task", "State", "Input", "Result", box=None, header_style="bold")
+    table = commands.new_table("Task", "State", "Input", "Result")
     for task in found["tasks"]:
         result = json.dumps(task["output"]) if "output" in task else ""
         said = task.get("error", {}).get("message", result)
@@ -265,12 +255,6 @@ def _results(client: "Client", path: str, names: Sequence[str]) -> Iterator[dict
         while shown["state"] not in _ENDED:
             shown = client.ask("GET", f"{path}/{name}?wait={_WAIT_S}")
         yield shown
-
-
-def _resources(found: dict[str, Any]) -> str:
-    """Resources in the format of `--resources`."""
-    names = {"memory_bytes": "memory"}
-    return ",".join(f"{names.get(name, name)}={value:g}" for name, value in found.items() if value)
 
 
 def _ago(at: float) -> str:

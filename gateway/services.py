@@ -33,7 +33,7 @@ from shared.blobs.object_store import ObjectBlobStore, UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore, ShardedBlobs
 from shared.packages.deployment_state import DeploymentState
 from shared.packages.store import PackageStore, StoreError, open_store
-from shared.queue.api import GatewayQueue, Mailbox
+from shared.queue.api import GatewayQueue, Mailbox, QueueUnavailable
 from shared.queue.gateway import RedisGatewayQueue, RedisMailbox
 from shared.queue.registry import Registry
 from shared.queue.resume import Leases, ResumableCalls
@@ -231,7 +231,8 @@ class Services:
 
     async def start(self) -> None:
         """Start the background tasks. Without Redis, they keep trying to connect."""
-        await asyncio.gather(self.queue.open(), self.blobs.open(), return_exceptions=True)
+        with suppress(QueueUnavailable, OSError):
+            await self.queue.open()
         self.dispatcher.start()
         spawn = self.dispatcher.spawn
         spawn(self.refunds.keep_refunding())

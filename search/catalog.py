@@ -69,14 +69,9 @@ class Sqlite:
     @contextmanager
     def change(self, owner: str = "") -> Iterator[None]:
         """One transaction of this thread; one at a time for an owner (a store or tenant)."""
-        with self._writing:
+        with self._writing, self._connection:  # which commits, or rolls back
             self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._connection.execute("ROLLBACK")
-                raise
-            self._connection.execute("COMMIT")
+            yield
 
     def close(self) -> None:
         with self._writing:
@@ -143,8 +138,7 @@ class Catalog:
         return _decode(rows[0][0], StoreRecord) if rows else None
 
     def stores(self, tenant: str) -> list[StoreRecord]:
-        sql = "SELECT record FROM stores WHERE tenant = ? ORDER BY number"
-        rows = self._rows(sql, tenant)
+        rows = self._rows("SELECT record FROM stores WHERE tenant = ? ORDER BY number", tenant)
         return [_decode(row[0], StoreRecord) for row in rows]
 
     def all_stores(self) -> list[tuple[str, StoreRecord]]:
@@ -223,9 +217,8 @@ class Catalog:
 
     def unfinished(self) -> list[StoreFile]:
         """Files whose chunks were being written or deleted when the process ended."""
-        records = [
-            _decode(row[0], StoreFile) for row in self._rows("SELECT record FROM store_files")
-        ]
+        rows = self._rows("SELECT record FROM store_files")
+        records = [_decode(row[0], StoreFile) for row in rows]
         return [record for record in records if record.status == "in_progress"]
 
     def drop_store_file(self, store: str, name: str) -> None:

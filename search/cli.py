@@ -1,7 +1,8 @@
 """The commands of search: `vlm search-node`, `embed`, `store`, `search`."""
 
 import os
-import sys
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,10 +10,9 @@ import typer
 
 from shared.gateway_url import URL, ApiKey, AskUrl, read_url
 from shared.options import SettingOptions, option, takes_settings
-from shared.settings import URL_VARIABLE
+from shared.settings import URL_VARIABLE, SettingsError
 
 if TYPE_CHECKING:
-    from search.commands import Embedder
     from shared.settings.tree import Settings
 
 SEARCH: SettingOptions = {
@@ -28,15 +28,16 @@ def search_node(settings: "Settings") -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # requests run in parallel instead
     from search.server import run_search
 
-    sys.exit(run_search(settings))
+    run_search(settings)
 
 
 def _require(use: str = "this command") -> None:
     """Raises: SettingsError if the extra is not installed."""
-    from search.index import require
+    from search.index import INSTALL
 
-    require("numpy", use)
-    require("safetensors", use)
+    for package in ("numpy", "safetensors"):
+        if find_spec(package) is None:
+            raise SettingsError(f"{use} needs the package {package!r}: {INSTALL}")
 
 
 Engine = Annotated[str, typer.Option(help="Engine to embed with, without --url.")]
@@ -82,9 +83,7 @@ def embed(
     _require()
     from search.commands import open_embedder, run_embed
 
-    def open_() -> "Embedder":
-        return open_embedder(engine, model, url, api_key, prompt)
-
+    open_ = partial(open_embedder, engine, model, url, api_key, prompt)
     run_embed(inputs, output, text_field, dtype, part_items, open_)
 
 

@@ -9,9 +9,9 @@ Files are written under a temporary name, synced and renamed. Nothing is pickled
 
 import hashlib
 import json
-import math
 import mmap
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from search.index import IndexStats, matches
+from shared.packages.store import place
 from shared.search import Attributes, Filter, Hit, Item, refuse
 
 MANIFEST = "manifest.json"
@@ -95,12 +96,7 @@ def write_whole(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    place(os.replace, partial, path)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -252,9 +248,13 @@ class FlatIndex:
         found = [self._places[key] for key in ids if key in self._places]
         return [part.item(row, with_vector=True) for part, row in found]
 
+    @cached_property
+    def _ids(self) -> list[str]:
+        return sorted(self._places)
+
     def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
-        wanted = sorted(key for key in self._places if key > after)[:limit]
-        places = [self._places[key] for key in wanted]
+        at = bisect_right(self._ids, after)
+        places = [self._places[key] for key in self._ids[at : at + limit]]
         return [part.item(row, with_vector=with_vectors) for part, row in places]
 
     def items(self) -> Iterator[Item]:
@@ -275,5 +275,4 @@ def _best(scores: np.ndarray, k: int) -> np.ndarray:
     """The rows of the k best scores, and rows that tie with the last of them."""
     if len(scores) <= k:
         return np.arange(len(scores))
-    least = -math.inf if k < 1 else np.partition(scores, -k)[-k]
-    return np.flatnonzero(scores >= least)
+    return np.flatnonzero(scores >= np.partition(scores, -k)[-k])

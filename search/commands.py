@@ -45,7 +45,7 @@ from shared.gateway_url import URL
 from shared.protocol import Embed, ImagePart, ImageRef, TextPart
 from shared.search import STORE_ID, Attributes, Hit, Item
 from shared.settings import SettingsError
-from shared.settings.limits import LimitSettings
+from shared.settings.limits import MAX_METADATA_ENTRIES, MAX_METADATA_VALUE_CHARS, LimitSettings
 
 DOCUMENT_PROMPTS = ("document", "passage", "search_document")
 QUERY_PROMPTS = ("query", "search_query")
@@ -54,8 +54,6 @@ TRIES = 5  #: of a request to the gateway
 #: The plan of an incomplete collection.
 PLAN = "embedding.json"
 IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".avif"})
-_MAX_ATTRIBUTES = 16
-_MAX_ATTRIBUTE_CHARS = 512
 
 
 class EmbedError(Exception):
@@ -152,11 +150,11 @@ def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path)
         if key not in (text_field, "id", "image")
         and isinstance(key, str)
         and isinstance(value, str | bool | int | float)
-        and len(str(value)) <= _MAX_ATTRIBUTE_CHARS
+        and len(str(value)) <= MAX_METADATA_VALUE_CHARS
         and (not isinstance(value, float) or math.isfinite(value))
     }
-    if len(attributes) > _MAX_ATTRIBUTES:
-        raise EmbedError(f"{place} has more than {_MAX_ATTRIBUTES} attributes: leave some out")
+    if len(attributes) > MAX_METADATA_ENTRIES:
+        raise EmbedError(f"{place} has more than {MAX_METADATA_ENTRIES} attributes: leave some out")
     return Source(
         id=str(row.get("id") or ""),
         text=text if isinstance(text, str) else "",
@@ -181,11 +179,7 @@ def fingerprint(sources: Iterator[Source]) -> tuple[str, int]:
 
 def hash_file(path: Path) -> str:
     """SHA-256. Raises: EmbedError."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise EmbedError(f"{path} cannot be read ({error.strerror})") from None
+    return hashlib.sha256(_read(path)).hexdigest()
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -372,9 +366,7 @@ def _image_ref(path: Path, data: bytes) -> Any:
     return ImageRef(hashlib.sha256(data).hexdigest(), len(data), f"image/{kind}", width, height)
 
 
-def find_prompt(
-    asked: str | None, prompts: Sequence[str], usual: Sequence[str] = DOCUMENT_PROMPTS
-) -> str:
+def find_prompt(asked: str | None, prompts: Sequence[str], usual: Sequence[str]) -> str:
     """The given prompt, else the model's prompt for this use. Raises: EmbedError."""
     if asked is None:
         return next((name for name in usual if name in prompts), "")
@@ -393,8 +385,8 @@ class RemoteEmbedder:
         url: str,
         model: str,
         api_key: str | None,
-        prompt: str | None = None,
-        usual: Sequence[str] = DOCUMENT_PROMPTS,
+        prompt: str | None,
+        usual: Sequence[str],
     ) -> None:
         """Raises: ApiFailed, EmbedError."""
         self._client = Client(url, api_key, TIMEOUT_S)
@@ -736,7 +728,7 @@ def search_store(client: Client, name: str, query: Source, k: int) -> list[Hit]:
         raise EmbedError(f"there is no vector store {name!r}, nor a directory of that name")
     body = {"query": asked, "max_num_results": k}
     page = client.ask("POST", f"{_STORES}/{store['id']}/search", body, TRIES)
-    found = [
-        (hit["score"], Item(id=hit["id"], text="".join(_content(hit)))) for hit in page["data"]
+    return [
+        Hit(item=Item(id=hit["id"], text="".join(_content(hit))), score=hit["score"])
+        for hit in page["data"]
     ]
-    return [Hit(item=item, score=score) for score, item in found]

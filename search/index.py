@@ -89,12 +89,12 @@ _SQL: dict[str, Callable[[Any], str]] = {
 # Lance
 
 
-def to_sql(where: Filter, column: str = "filterable") -> str:
-    """The filter as SQL of Lance, over a JSON column of `to_json`."""
+def to_sql(where: Filter) -> str:
+    """The filter as SQL of Lance, over `filterable`, a JSON column of `to_json`."""
 
     def compare(sign: str, key: str, value: Any) -> str:
         getter = {"s": "string", "n": "float", "b": "bool"}[_kind(value)]
-        found = f"json_get_{getter}({column}, '{_name(key, value)}')"
+        found = f"json_get_{getter}(filterable, '{_name(key, value)}')"
         return f"coalesce({found} {_SIGNS[sign]} {_literal(value)}, false)"
 
     return _translate(where, compare, **_SQL)
@@ -125,15 +125,15 @@ def hexadecimal(text: str) -> str:
     return text.encode().hex()
 
 
-def to_postgres(where: Filter, values: list[Any], column: str = "filterable") -> str:
-    """The filter as SQL over a JSONB column of `to_json` with `hexadecimal`; appends to `values`."""
+def to_postgres(where: Filter, values: list[Any]) -> str:
+    """The filter as SQL over `filterable`, a JSONB column of `to_json` with `hexadecimal`; appends to `values`."""
 
     def compare(sign: str, key: str, value: Any) -> str:
         kind = _kind(value)
         type_ = {"s": 'text COLLATE "C"', "n": "float8", "b": "boolean"}[kind]
         write = {"s": hexadecimal, "n": float, "b": bool}[kind]
         values.extend((_name(key, value), write(value)))
-        return f"coalesce(({column} ->> ?)::{type_} {_SIGNS[sign]} ?, false)"
+        return f"coalesce((filterable ->> ?)::{type_} {_SIGNS[sign]} ?, false)"
 
     return _translate(where, compare, **_SQL)
 
@@ -241,11 +241,7 @@ class OrderedIds:
         window = _Window(after)
         with self._lock:
             self._windows = [*self._windows[1 - _MAX_WINDOWS :], window]
-        try:
-            ids = self._read_ids(after, WINDOW)
-        except BaseException:
-            self.forget()
-            raise
+        ids = self._read_ids(after, WINDOW)  # if it fails, the window is never used
         with self._lock:
             window.end = ids[-1] if len(ids) == WINDOW else None
             window.is_loaded = True
@@ -268,14 +264,14 @@ class OrderedIds:
             self._windows = []
 
 
+@dataclass(eq=False)
 class _Window:
     """The ids after `start` up to `end` if it is set. Before the window is loaded: only added ids."""
 
-    def __init__(self, start: str) -> None:
-        self.start = start
-        self.end: str | None = None
-        self.ids: list[str] = []
-        self.is_loaded = False
+    start: str
+    end: str | None = None
+    ids: list[str] = field(default_factory=list)
+    is_loaded: bool = False
 
     def covers(self, after: str) -> bool:
         return self.is_loaded and self.start <= after and (self.end is None or after < self.end)
@@ -294,32 +290,20 @@ class _Window:
                 del self.ids[at]
 
 
-class SearchUnavailable(SettingsError):
-    """The index cannot be used; the message names the setting or package."""
-
-
 #: Functions that open the indexes of a URL, by its scheme.
 INDEXES = {"lance": "search.lance:open_lance", "postgresql": "search.postgres:open_postgres"}
 INSTALL = "pip install 'vlm-fleet[search]'"
 
 
 def open_indexes(url: str) -> IndexKind:
-    """The indexes behind a URL: `lance:///DIRECTORY`, `postgresql://HOST/NAME`. Raises: SearchUnavailable."""
+    """The indexes behind a URL: `lance:///DIRECTORY`, `postgresql://HOST/NAME`. Raises: SettingsError."""
     scheme = url.partition(":")[0]
     if scheme not in INDEXES:
-        known = ", ".join(f"{name}://" for name in INDEXES)
-        raise SearchUnavailable(f"VLM_SEARCH__INDEX: unknown scheme {scheme!r}; use {known}")
+        known = "://, ".join(INDEXES)
+        raise SettingsError(f"VLM_SEARCH__INDEX: unknown scheme {scheme!r}; use {known}://")
     try:
         return resolve_name(INDEXES[scheme])(url)
     except ModuleNotFoundError as error:
-        raise SearchUnavailable(
+        raise SettingsError(
             f"VLM_SEARCH__INDEX: {scheme} needs the package {error.name!r}: {INSTALL}"
         ) from None
-
-
-def require(package: str, use: str) -> None:
-    """Raises: SearchUnavailable if a package of the extra is missing."""
-    try:
-        resolve_name(package)
-    except ModuleNotFoundError as error:
-        raise SearchUnavailable(f"{use} needs the package {error.name!r}: {INSTALL}") from None

@@ -10,7 +10,6 @@ import json
 import os
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta  # noqa: TID251 (a span, no clock)
@@ -23,8 +22,9 @@ import numpy as np
 import pyarrow as pa
 from lancedb.index import BTree, IvfSq
 
-from search.index import IndexStats, OrderedIds, SearchUnavailable, sql_text, to_json, to_sql
+from search.index import IndexStats, OrderedIds, sql_text, to_json, to_sql
 from shared.search import Filter, Hit, Item
+from shared.settings import SettingsError
 from shared.settings.limits import MIB
 
 #: Up to this many rows, an exact scan takes no longer than the index.
@@ -46,12 +46,12 @@ _INDEX_CACHE_BYTES, _METADATA_CACHE_BYTES = 256 * MIB, 8 * MIB
 
 
 def open_lance(url: str) -> "LanceIndexes":
-    """The tables of `lance:///DIRECTORY`. Raises: SearchUnavailable."""
+    """The tables of `lance:///DIRECTORY`. Raises: SettingsError."""
     directory = Path(unquote(urlsplit(url).path))
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise SearchUnavailable(
+        raise SettingsError(
             f"{directory}: vector stores cannot be written there ({error.strerror}): set a writable directory"
         ) from None
     return LanceIndexes(directory)
@@ -85,36 +85,29 @@ class LanceIndexes:
 
 
 class Readers:
-    """Counts readers, so that a writer can wait for those that began earlier."""
+    """Knows its readers, so that a writer can wait for those that began earlier."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._round = 0
-        self._open: Counter[int] = Counter()
+        self._open: set[object] = set()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
+        reader = object()
         with self._changed:
-            mine = self._round
-            self._open[mine] += 1
+            self._open.add(reader)
         try:
             yield
         finally:
             with self._changed:
-                self._open[mine] -= 1
+                self._open.remove(reader)
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the current readers; returns whether they ended in time."""
         with self._changed:
-            last = self._round
-            self._round += 1
-            ended = self._changed.wait_for(
-                lambda: not any(self._open[each] for each in self._open if each <= last), timeout_s
-            )
-            if ended:
-                self._open = Counter({each: n for each, n in self._open.items() if each > last})
-            return ended
+            current = set(self._open)
+            return self._changed.wait_for(lambda: current.isdisjoint(self._open), timeout_s)
 
 
 class LanceIndex:

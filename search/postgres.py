@@ -17,8 +17,9 @@ from msgspec.structs import replace
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 
-from search.index import IndexStats, SearchUnavailable, hexadecimal, to_json, to_postgres
+from search.index import IndexStats, hexadecimal, to_json, to_postgres
 from shared.search import Filter, Hit, Item, refuse
+from shared.settings import SettingsError
 
 #: Up to this many items a scan takes no longer than the index.
 SCAN_ROWS = 10_000
@@ -35,11 +36,11 @@ CREATE TABLE IF NOT EXISTS indexes (
 
 
 def open_postgres(url: str) -> "PostgresIndexes":
-    """The stores in the database of a `postgresql://` URL. Raises: SearchUnavailable."""
+    """The stores in the database of a `postgresql://` URL. Raises: SettingsError."""
     try:
         conninfo_to_dict(url)
     except psycopg.ProgrammingError:  # its text may have the password
-        raise SearchUnavailable(
+        raise SettingsError(
             "VLM_SEARCH__INDEX: the URL is invalid: write postgresql://USER@HOST:PORT/DATABASE, and other "
             "characters as %XX"
         ) from None
@@ -49,20 +50,20 @@ def open_postgres(url: str) -> "PostgresIndexes":
 
 @contextmanager
 def _unavailable() -> Iterator[None]:
-    """Raises: SearchUnavailable for errors at the start."""
+    """Raises: SettingsError for errors at the start."""
     try:
         yield
     except (errors.FeatureNotSupported, errors.UndefinedFile):
-        raise SearchUnavailable(
+        raise SettingsError(
             "VLM_SEARCH__INDEX: this PostgreSQL has no pgvector; install it, such as Debian's postgresql-17-pgvector"
         ) from None
     except errors.InsufficientPrivilege as error:
-        raise SearchUnavailable(
+        raise SettingsError(
             f"VLM_SEARCH__INDEX: {_first_line(error)}; have an administrator run CREATE EXTENSION vector, and let the "
             "user own the tables"
         ) from None
     except psycopg.Error as error:
-        raise SearchUnavailable(
+        raise SettingsError(
             f"VLM_SEARCH__INDEX: PostgreSQL cannot be used ({_first_line(error)}); start it, or correct the URL"
         ) from None
 

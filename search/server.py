@@ -9,12 +9,12 @@ import fcntl
 import hmac
 import logging
 import os
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import IO
 from urllib.parse import urlsplit
 
@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 import shared.search as wire
 from search.catalog import Catalog, Sqlite
 from search.collection import BadCollection
-from search.index import IndexKind, SearchUnavailable, open_indexes
+from search.index import open_indexes
 from search.stores import Stores
 from shared.search import SearchError, refuse
 from shared.settings import SettingsError
@@ -58,8 +58,6 @@ class SearchApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 200 with the result, 422 with a fault, or another status without a body."""
-        if scope["type"] != "http":
-            return
         request = Request(scope, receive)
         shown = request.headers.get("authorization", "").encode("latin-1")
         if scope["path"] == "/healthz":
@@ -119,8 +117,8 @@ def data_directory(settings: SearchSettings) -> Path:
     return state / "vlm-fleet" / "search"
 
 
-def run_search(settings: Settings) -> int:
-    """Serve until a signal. Returns the exit code. Raises: SettingsError."""
+def run_search(settings: Settings) -> None:
+    """Serve until a signal. Raises: SettingsError."""
     search = settings.search
     if not search.url:
         raise SettingsError(
@@ -136,16 +134,14 @@ def run_search(settings: Settings) -> int:
     is_shared = urlsplit(search.index).scheme == "postgresql"
     with nullcontext() if is_shared else _lock(directory):
         _serve(settings, directory)
-    return 0
 
 
 def _serve(settings: Settings, directory: Path) -> None:
     search = settings.search
-    indexes = _open_indexes(search, directory)
-    database = indexes.database if indexes is not None else None
+    indexes = open_indexes(search.index or f"lance://{directory / 'stores'}")
     try:
         stores = Stores(
-            Catalog(database or Sqlite(directory / _CATALOG)),
+            Catalog(indexes.database or Sqlite(directory / _CATALOG)),
             indexes,
             settings.limits,
             [Path(path).expanduser() for path in search.collections],
@@ -155,24 +151,11 @@ def _serve(settings: Settings, directory: Path) -> None:
     app = SearchApp(
         stores.answer, search.token.get_secret_value(), 4 * settings.limits.max_body_bytes
     )
-    for name in ("uvicorn.error", "uvicorn.access"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         create_server(app).run(sockets=[listen(search.url)])
     finally:
         app.close()
         stores.close()
-
-
-def _open_indexes(search: SearchSettings, directory: Path) -> IndexKind | None:
-    """None: only collections are served. Raises: SearchUnavailable."""
-    try:
-        return open_indexes(search.index or f"lance://{directory / 'stores'}")
-    except SearchUnavailable as error:
-        if not search.collections or search.index:
-            raise
-        logger.warning("only collections are served: %s", error)
-        return None
 
 
 def _lock(directory: Path) -> IO[bytes]:
@@ -196,23 +179,15 @@ def _lock(directory: Path) -> IO[bytes]:
 class _Server(uvicorn.Server):
     """A server that exits normally on a signal; uvicorn raises it again."""
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        handlers = {
-            number: signal.signal(number, self.handle_exit)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 def create_server(app: SearchApp) -> uvicorn.Server:
     """The server, to be run on the socket of `listen`."""
     config = uvicorn.Config(
-        app, lifespan="off", log_config=None, access_log=False,
+        app, lifespan="off", ws="none", log_config=None, log_level="warning", access_log=False,
         timeout_graceful_shutdown=DRAIN_S, timeout_keep_alive=60,
     )  # fmt: skip
     return _Server(config)

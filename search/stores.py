@@ -82,15 +82,13 @@ class Stores:
     def __init__(
         self,
         catalog: Catalog,
-        indexes: IndexKind | None,
+        indexes: IndexKind,
         limits: LimitSettings,
         collections: Sequence[Path] = (),
     ) -> None:
-        """`indexes`: None if only collections are served. Raises: BadCollection."""
+        """Raises: BadCollection."""
         self._catalog = catalog
         self._indexes = indexes
-        #: Whether no other process writes. Unfinished work at the start is then from a killed process.
-        self._owns_all = indexes is not None and not catalog.is_shared
         self._limits = limits
         self._open: OrderedDict[str, OpenStore] = OrderedDict()
         self._lock = threading.Lock()
@@ -99,7 +97,7 @@ class Stores:
         self._due: set[str] = set()
         self._being_written: Counter[str] = Counter()  #: bytes, by tenant
         self._searched_at: dict[str, int] = {}  #: by store, until it is written
-        self._orphans = set(catalog.orphans()) if self._owns_all else set()
+        self._orphans = set[str]()
         self._is_closing = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_on, name="sweep", daemon=True)
         self._answers: Mapping[type[wire.Request], Callable[[Any], Any]] = {
@@ -126,8 +124,10 @@ class Stores:
             wire.PutFileBatch: self._put_file_batch,
             wire.ReadFileBatch: self._read_file_batch,
         }
-        for record in catalog.unfinished() if self._owns_all else ():
-            self._forget_chunks(record)
+        if not catalog.is_shared:  # then unfinished work is from a killed process
+            self._orphans.update(catalog.orphans())
+            for record in catalog.unfinished():
+                self._forget_chunks(record)
         self._sweeper.start()
 
     def answer(self, request: wire.Request) -> Any:
@@ -142,8 +142,7 @@ class Stores:
         for store in self._open.values():
             with store.writing:
                 store.close()
-        if self._indexes is not None:
-            self._indexes.close()
+        self._indexes.close()
         self._catalog.close()
 
     def _sweep_on(self) -> None:
@@ -177,7 +176,7 @@ class Stores:
     def _drop_index(self, name: str) -> None:
         """Delete the index of a deleted store, now or in a later sweep."""
         try:
-            self._kind().drop(name)
+            self._indexes.drop(name)
         except Exception:
             logger.exception("the index of the deleted store %s cannot be deleted yet", name)
             self._leave_index(name)
@@ -193,7 +192,7 @@ class Stores:
     # Stores
 
     def _create_store(self, asked: wire.CreateStore) -> wire.StoreRecord:
-        kind, most = self._kind(), self._limits.max_stores
+        most = self._limits.max_stores
         full = refuse("full", f"This key has {most} vector stores: delete one.")
         if len(self._catalog.stores(asked.tenant)) >= most:
             raise full
@@ -206,7 +205,7 @@ class Stores:
             self._catalog.add_orphan(name)
         try:
             with self._catalog.change_all(name):
-                kind.open(name, record.dimensions)
+                self._indexes.open(name, record.dimensions)
                 if not self._catalog.add_store(asked.tenant, record, most):
                     raise full
         except BaseException:
@@ -276,7 +275,7 @@ class Stores:
             with self._lock:
                 del self._open[record.id]
             if self._catalog.is_shared:  # in the same transaction
-                self._kind().drop(record.id)
+                self._indexes.drop(record.id)
                 self._catalog.drop_orphan(record.id)
         if not self._catalog.is_shared:
             self._drop_index(record.id)
@@ -491,13 +490,6 @@ class Stores:
 
     # Open stores, quotas, compaction
 
-    def _kind(self) -> IndexKind:
-        if self._indexes is None:
-            raise refuse(
-                "read_only", "This search process serves collections only and cannot store."
-            )
-        return self._indexes
-
     def _store(self, record: wire.StoreRecord) -> OpenStore:
         """The store. Its index opens at its first use; the least recently used index is closed."""
         if record.id in self._collections:
@@ -516,7 +508,7 @@ class Stores:
             with self._lock:
                 self._open.pop(record.id, None)
             raise _no_store()
-        return self._kind().open(record.id, record.dimensions)
+        return self._indexes.open(record.id, record.dimensions)
 
     def _close_one(self) -> None:
         for name, store in self._open.items():
@@ -598,9 +590,8 @@ class Stores:
         if store is None:
             return
         try:
-            store.index.compact()
-        except SearchError:  # deleted meanwhile
-            return
+            with suppress(SearchError):  # deleted meanwhile
+                store.index.compact()
         except Exception:
             logger.exception("store %s cannot be compacted", record.id)
 

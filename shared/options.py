@@ -71,7 +71,6 @@ def takes_settings(
         for group in (*groups, _COMMON)
         for path, option in group.items()
     }
-
     spelled = {path: option.__metadata__[0].default for path, option in by_name.values()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -79,7 +78,8 @@ def takes_settings(
             assignments: list[str] | None = None, die_with_parent: int | None = None, **given: Any
         ) -> None:
             options = {path: given.pop(name) for name, (path, _) in by_name.items()}
-            settings = read_settings(options, assignments, die_with_parent is not None, spelled)
+            is_child = die_with_parent is not None
+            settings = _read_settings(options, spelled, assignments or [], is_child)
             if process is not None:
                 _begin_process(process, settings, die_with_parent)
             command(settings, **given)
@@ -96,35 +96,26 @@ def takes_settings(
     return decorate
 
 
-def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
+def _option(name: str, annotation: Any) -> inspect.Parameter:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
-def read_settings(
-    options: dict[str, Any],
-    assignments: list[str] | None,
-    is_child: bool = False,
-    spelled: Mapping[str, str] = {},
+def _read_settings(
+    options: Mapping[str, Any], spelled: Mapping[str, str], assignments: list[str], is_child: bool
 ) -> Settings:
-    """The settings of a command. Options that are not None override all other sources.
+    """The settings of a command. Options that are not None override all other sources. Raises: SettingsError.
 
     `options`: values by path (`gateway.port`). `spelled`: the same options as typed on the command line. A child
     process of `vlm serve` reads only its environment: the parent has read `.env` and passes the child's settings on.
-    Raises: SettingsError.
     """
     from shared.settings.load import load_settings
 
+    assigned = dict(map(_parse, assignments))
+    given = {path: value for path, value in options.items() if value is not None}
+    typed = {path: f"--set {path}" for path in assigned} | {path: spelled[path] for path in given}
     overrides: dict[str, Any] = {"_env_file": None} if is_child else {}
-    typed: dict[str, str] = {}
-    for path, value in map(_parse, assignments or ()):
-        _put(overrides, path, value)
-        typed[path] = f"--set {path}"
-    for path, value in options.items():
-        if value is not None:
-            _put(overrides, path, value)
-            typed[path] = spelled.get(path, path)
-    return load_settings(typed, **overrides)
+    return load_settings(typed, **overrides, **to_tree(assigned | given, "."))
 
 
 def _parse(assignment: str) -> tuple[str, str]:
@@ -134,13 +125,18 @@ def _parse(assignment: str) -> tuple[str, str]:
     return path.strip().lower(), value
 
 
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    *groups, name = path.split(".")
-    for group in groups:
-        tree = tree.setdefault(group, {})
-        if not isinstance(tree, dict):
-            raise SettingsError(f"--set {path}: {group} is set to a value; set only one")
-    tree[name] = value
+def to_tree(values: Mapping[str, Any], separator: str) -> dict[str, Any]:
+    """Settings by group: `worker.id` is `id` in `worker`. Raises: SettingsError."""
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        *groups, name = path.split(separator)
+        tree = root
+        for group in groups:
+            tree = tree.setdefault(group, {})
+            if not isinstance(tree, dict):
+                raise SettingsError(f"--set {path}: {group} is set to a value; set only one")
+        tree[name] = value
+    return root
 
 
 def _begin_process(name: str, settings: Settings, parent: int | None) -> None:

@@ -53,10 +53,6 @@ class BlobStore(Protocol):
         """
         ...
 
-    async def open(self) -> None:
-        """Connect before the first blob."""
-        ...
-
     async def close(self) -> None:
         """Wait for pending releases, and disconnect."""
         ...

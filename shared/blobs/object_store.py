@@ -58,9 +58,6 @@ class ObjectBlobStore:
             raise _wrong(f"{url}: {_first_line(error)}") from None
         self._written: dict[str, float] = {}  # by hash: when this process wrote the object
 
-    async def open(self) -> None:
-        await self._small.open()
-
     async def put(
         self, data: bytes | IO[bytes], holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:

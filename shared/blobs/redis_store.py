@@ -104,9 +104,6 @@ class RedisBlobStore(RedisStore):
         data = await self._ask("GET", self._keys.blob(ref.sha256))
         return data if data is not None and await hash_of(data) == ref.sha256 else None
 
-    async def open(self) -> None:
-        await self._sender.execute("TIME")
-
     async def close(self) -> None:
         if self._releasing:
             await asyncio.wait(self._releasing)
@@ -181,9 +178,6 @@ class ShardedBlobs:
 
     def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[Any]:
         return asyncio.gather(*(s.release(holder, refs) for s in self._stores.values()))
-
-    async def open(self) -> None:
-        await asyncio.gather(*(s.open() for s in self._stores.values()), return_exceptions=True)
 
     async def close(self) -> None:
         await asyncio.gather(*(store.close() for store in self._stores.values()))

@@ -45,12 +45,10 @@ class DeploymentState(RedisStore):
     async def apps(self) -> dict[str, App]:
         """All deployments by name. Records that this release cannot decode are left out."""
         found = await self._ask("HGETALL", self._keys.apps)
-        records = {
-            k.decode(errors="replace"): v for k, v in zip(found[::2], found[1::2], strict=True)
-        }
-        apps = {
-            name: self._decode(f"deployment {name!r}", v, _to_app) for name, v in records.items()
-        }
+        apps: dict[str, App | None] = {}
+        for key, record in zip(found[::2], found[1::2], strict=True):
+            name = key.decode(errors="replace")
+            apps[name] = self._decode(f"deployment {name!r}", record, _to_app)
         self.unreadable = frozenset(name for name, app in apps.items() if app is None)
         return {name: app for name, app in apps.items() if app is not None}
 

@@ -164,6 +164,11 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     memory_bytes: Annotated[int, Meta(ge=0)] = 0
     gpu: Annotated[int, Meta(ge=0, le=64)] = 0
 
+    def __str__(self) -> str:
+        """As in `vlm deploy --resources`."""
+        given = (("cpu", f"{self.cpu:g}"), ("memory", self.memory_bytes), ("gpu", self.gpu))
+        return ",".join(f"{name}={value}" for name, value in given if value not in (0, "0"))
+
 
 class Unreadable(StoreError):
     """A record is damaged or was written by a newer release; the message names the record."""
@@ -323,12 +328,7 @@ def read_history(store: PackageStore, name: str) -> History | None:
 
 def last_numbers(store: PackageStore) -> dict[str, int]:
     """The latest generation number of every deployment. Raises: StoreError."""
-    numbers: dict[str, int] = {}
-    for key in store.list("deployments"):
-        match = _KEY.fullmatch(key)
-        if match is not None and not match[3]:
-            numbers[match[1]] = max(int(match[2]), numbers.get(match[1], 0))
-    return numbers
+    return {name: found[-1] for name, found in _numbers(store, "deployments", _KEY).items()}
 
 
 def _key(name: str, number: int, kind: str = "") -> str:
@@ -384,7 +384,7 @@ def read_routes(
     `known`: routes that were read before, and are not read again.
     """
     found: dict[str, RouteRecord] = {}
-    for name, numbers in _numbers(store).items():
+    for name, numbers in _numbers(store, "routes", _ROUTE).items():
         try:
             last, route = numbers[-1], known.get(name)
             found[name] = route if route and route.number == last else _read(store, name, last)
@@ -397,16 +397,16 @@ def read_packages(store: PackageStore, num_kept: int) -> set[str]:
     """The packages of the last `num_kept` routes of each name. Raises: StoreError, such as Unreadable."""
     routes = (
         _read(store, name, number)
-        for name, numbers in _numbers(store).items()
+        for name, numbers in _numbers(store, "routes", _ROUTE).items()
         for number in numbers[-num_kept:]
     )
     return {each.package for route in routes for each in route.versions.values()} - {""}
 
 
-def _numbers(store: PackageStore) -> dict[str, list[int]]:
-    """The numbers of each name's routes, in ascending order."""
+def _numbers(store: PackageStore, folder: str, key: re.Pattern[str]) -> dict[str, list[int]]:
+    """The numbers of each name's records in a folder, in ascending order."""
     numbers: dict[str, list[int]] = {}
-    for match in filter(None, map(_ROUTE.fullmatch, store.list("routes"))):
+    for match in filter(None, map(key.fullmatch, store.list(folder))):
         numbers.setdefault(match[1], []).append(int(match[2]))
     return numbers
 

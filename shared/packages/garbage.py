@@ -19,8 +19,9 @@ from shared.packages.manifest import (
     BadPackage,
     Digest,
     Manifest,
-    config_digest,
+    config_bytes,
     decode_manifest,
+    digest_of,
     is_digest,
 )
 from shared.packages.store import Entry, PackageStore, StoreError, blob_key
@@ -55,7 +56,7 @@ class Garbage:
 def blobs_of(manifest: Manifest) -> set[str]:
     """The digests of all blobs of a package: manifest, config and files."""
     layers = {layer.digest for layer in manifest.layers}
-    return layers | {manifest.digest, config_digest(manifest)}
+    return layers | {manifest.digest, digest_of(config_bytes(manifest))}
 
 
 @contextmanager

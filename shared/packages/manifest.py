@@ -122,10 +122,6 @@ def config_bytes(manifest: Manifest) -> bytes:
     return _canonical(msgspec.to_builtins(manifest.config))
 
 
-def config_digest(manifest: Manifest) -> str:
-    return digest_of(config_bytes(manifest))
-
-
 def make_manifest(config: PackageConfig, layers: list[Layer]) -> Manifest:
     """A checked manifest of files in any order. Raises: BadPackage."""
     manifest = Manifest(config, tuple(sorted(layers)))
@@ -280,12 +276,9 @@ def _describe(layer: Layer) -> dict[str, Any]:
 
 
 def _read_layer(raw: Mapping[str, Any]) -> Layer:
-    notes = raw["annotations"]
-    path, digest, size = notes[TITLE], raw["digest"], raw["size"]
-    is_int = isinstance(size, int) and not isinstance(size, bool)
-    if not (isinstance(path, str) and isinstance(digest, str) and is_int):
-        raise ValueError("a layer's title and digest must be strings, and its size an integer")
-    return Layer(path, digest, size, notes[MODE] == "0755")
+    notes, fields = raw["annotations"], {"digest": raw["digest"], "size": raw["size"]}
+    fields |= {"path": notes[TITLE], "is_executable": notes[MODE] == "0755"}
+    return msgspec.convert(fields, Layer)
 
 
 def _canonical(value: Any) -> bytes:

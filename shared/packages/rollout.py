@@ -616,23 +616,16 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         revision = app.revision(slot.digest)
         if slot.state != "wanted" or revision is None:
             continue
-        needed = revision.needs
         text = find_obstacle(revision, nodes)
         is_late = slot.since and now - slot.since > SETTLE_S
         if not text and revision is app.candidate and is_late:
             text = (
-                f"all resources are in use, and an instance needs {_write(needed)}: idle instances stop "
+                f"all resources are in use, and an instance needs {revision.needs}: idle instances stop "
                 "after their idle_s; or undeploy one, deploy with less --resources, or add a node"
             )
         if text:
             return app if app.message == text else replace(app, message=text)
     return app
-
-
-def _write(needed: Resources) -> str:
-    """Format resources as for `vlm deploy --resources`."""
-    given = (("cpu", needed.cpu), ("memory", needed.memory_bytes), ("gpu", needed.gpu))
-    return ",".join(f"{n}={v:g}" if n == "cpu" else f"{n}={v}" for n, v in given if v)
 
 
 def find_obstacle(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
@@ -642,9 +635,9 @@ def find_obstacle(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
     rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
     if any(fits(revision.needs, room) for room in rooms):
         return ""
-    nodes_have = "; ".join(sorted({_write(room) for room in rooms}))
+    nodes_have = "; ".join(sorted({str(room) for room in rooms}))
     return (
-        f"no node has room for an instance of {_write(revision.needs)}, even if it is idle (nodes: "
+        f"no node has room for an instance of {revision.needs}, even if it is idle (nodes: "
         f"{nodes_have or 'none'}): add a larger node, or deploy with less --resources"
     )
 

@@ -26,8 +26,16 @@ Report = Callable[[int], None]  #: called with the number of bytes done
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 
 
-class WrongDigest(Exception):
-    """The bytes do not match the expected digest; the message has both digests."""
+class StoreError(Exception):
+    """The store failed; the message says why and what to do."""
+
+
+class WrongStart(StoreError):
+    """The start of a resumed upload is not the end of the stored part; another upload may have changed the part."""
+
+
+class BadBlob(StoreError):
+    """The bytes do not match the digest; the message has both digests."""
 
 
 class ResumableFile:
@@ -66,7 +74,7 @@ class ResumableFile:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Keep the file if another writer can resume it."""
-        is_refused = isinstance(error, WrongDigest) or self._is_right
+        is_refused = isinstance(error, BadBlob) or self._is_right
         # once it is moved, the old name may be another writer's
         if not self._is_moved and (is_refused or not (self._stays and self.size)):
             self.path.unlink(missing_ok=True)
@@ -75,7 +83,7 @@ class ResumableFile:
     def fill(self, read: Read, report: Report | None = None) -> None:
         """Append the bytes of `read(size)`. If the digest is wrong after a resume, write the whole file again.
 
-        Raises: WrongDigest, OSError, and what `read` raises.
+        Raises: BadBlob, OSError, and what `read` raises.
         """
         was_there = self.size
         self._write(read, report)
@@ -86,9 +94,7 @@ class ResumableFile:
             os.lseek(self._file, 0, os.SEEK_SET)
             self.size, self._found = 0, hashlib.sha256()
             self._write(read, report)
-        if not self._is_right:
-            found = self._found.hexdigest()
-            raise WrongDigest(f"the content has the digest sha256:{found}, not {self._digest}")
+        _compare(self._digest, self._found)
 
     @property
     def _is_right(self) -> bool:
@@ -155,18 +161,6 @@ def remove_old_parts(folder: Path, before: float) -> int:
             finally:
                 os.close(file)
     return num_bytes
-
-
-class StoreError(Exception):
-    """The store failed; the message says why and what to do."""
-
-
-class WrongStart(StoreError):
-    """The start of a resumed upload is not the end of the stored part; another upload may have changed the part."""
-
-
-class BadBlob(StoreError):
-    """The bytes do not match the digest."""
 
 
 class Entry(NamedTuple):
@@ -237,8 +231,6 @@ class FileStore:
             with ResumableFile(self._uploads, digest) as part:
                 part.fill(read, report)
                 part.move(target)
-        except WrongDigest as error:
-            raise BadBlob(str(error)) from None
         except OSError as error:
             raise StoreError(f"{self._uploads} cannot be written: {error.strerror}") from error
 

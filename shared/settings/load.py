@@ -75,21 +75,10 @@ def _as_typed(path: str, typed: Mapping[str, str]) -> str | None:
 
 def _unknown(variable: str) -> str:
     """The message for an unknown variable."""
-    if variable.upper() in _constants(Settings, PREFIX):
-        return "this setting was removed, as its value is fixed now: unset it"
     known = [row.variable for row in rows(())]
     close = get_close_matches(variable.upper(), known, 1, 0.75)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"there is no such setting; {hint}`vlm settings` lists them"
-
-
-def _constants(group: type[BaseModel], prefix: str) -> set[str]:
-    """Constants of the groups, under their former names as settings."""
-    names = {prefix + name.upper() for name in group.__class_vars__}
-    for name, field in group.model_fields.items():
-        if isinstance(field.default, BaseModel):
-            names |= _constants(type(field.default), f"{prefix}{name.upper()}__")
-    return names
 
 
 def to_environment(settings: BaseModel | Mapping[str, Any], prefix: str = PREFIX) -> dict[str, str]:

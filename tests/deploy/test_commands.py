@@ -1,11 +1,15 @@
 """What commands of deployments print."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+import vlm
 from deploy import commands
+from shared.packages.deployments import Resources
 
 DIGEST = "sha256:" + 64 * "a"
 MESSAGE = "an instance of a rather long message that has to be read to its end"
@@ -46,3 +50,16 @@ def test_tables_lose_no_text_on_a_terminal_and_in_a_pipe(width, capsys, monkeypa
     assert (MESSAGE + "\n" in printed) == (width is None)
     if width:
         assert max(map(len, printed.splitlines())) <= width
+
+
+def test_sessions_show_resources_as_commands_take_them(monkeypatch):
+    session = {
+        "id": "s", "state": "open", "application": "echo", "priority": "batch", "created": 0,
+        "resources": {"cpu": 0.5, "memory_bytes": 4 * 10**9, "gpu": 0},
+        **dict.fromkeys(("pending", "running", "succeed", "failed", "cancelled"), 0),
+    }  # fmt: skip
+    gateway = SimpleNamespace(pages=lambda path: [session])
+    monkeypatch.setattr("deploy.session_cli.connect", lambda url, key: gateway)
+    shown = CliRunner().invoke(vlm.app, ["session", "list"]).stdout
+    [given] = [word for word in shown.split() if word.startswith("cpu=")]
+    assert commands.parse_resources(given) == Resources(0.5, 4 * 10**9)

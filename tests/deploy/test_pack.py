@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.pack import HashCache, pack, unpack
+from deploy.pack import pack, unpack
 from engines.mock.engine import load_mock_engine
 from engines.registry import EngineKind, engine_kinds, register
 from engines.settings import EngineSettings
@@ -19,10 +19,8 @@ from shared.packages.manifest import (
     Layer,
     PackageConfig,
     decode_manifest,
-    digest_of_file,
     make_manifest,
 )
-from shared.packages.manifest import digest_of as digest_of_bytes
 from tests.contract.toys.engine import TOY
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"weights", "sub/tokenizer.json": b"[]"}
@@ -51,7 +49,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, to: str = "") -> tarfile.Ta
 
 def digest_of(path: Path | str, **options) -> str:
     packed = pack(str(path), **options)
-    packed.close()
+    packed.unpacked.close()
     return packed.manifest.digest
 
 
@@ -254,29 +252,3 @@ def test_a_models_least_memory_is_that_of_its_weights_as_they_are_loaded(tmp_pat
         for engine in ({}, {"quantization": "int8"}, {"quantization": "int4"})
     ]
     assert found == [1000, 400, 200]
-
-
-def test_a_file_is_hashed_again_when_it_has_changed(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("deploy.pack.MIN_BYTES", 1)
-    monkeypatch.setattr("deploy.pack.QUIET_S", -1.0)
-    num_hashed = 0
-
-    def counted(path: Path) -> str:
-        nonlocal num_hashed
-        num_hashed += 1
-        return digest_of_file(path)
-
-    monkeypatch.setattr("deploy.pack.digest_of_file", counted)
-    file, memory = tmp_path / "weights", tmp_path / "cache" / "digests.json"
-    file.write_bytes(b"old")
-    for expected in (1, 1):
-        cache = HashCache(memory)
-        assert cache.digest(file) == digest_of_bytes(b"old")
-        cache.save()
-        assert num_hashed == expected
-    before = file.stat()
-    file.write_bytes(b"new")
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # times of before: not its ctime
-    assert HashCache(memory).digest(file) == digest_of_bytes(b"new")
-    memory.write_text("[broken")
-    assert HashCache(memory).digest(file) == digest_of_bytes(b"new")

@@ -15,6 +15,7 @@ from engines.settings import EngineSettings
 from search.collection import (
     BadCollection,
     FlatIndex,
+    Manifest,
     read_manifest,
     write_manifest,
     write_part,
@@ -238,6 +239,20 @@ async def test_a_collection_goes_into_a_store_and_comes_out_again(
     first = {item.id: item for item in FlatIndex(tmp_path / "made").items()}
     second = {item.id: item for item in FlatIndex(tmp_path / "exported").items()}
     assert first == second
+
+
+def test_a_walk_in_pages_sorts_the_ids_of_a_collection_once(tmp_path, monkeypatch):
+    items, sorts, found = make_items(100), list[int](), list[str]()
+    part = write_part(tmp_path, 0, items)
+    fields = {"model": "m", "digest": "d", "dimensions": 8, "dtype": "f32", "num_items": 100}
+    write_manifest(tmp_path, Manifest(parts=(part,), **fields))
+    count = lambda ids: sorts.append(1) or sorted(ids)  # noqa: E731
+    monkeypatch.setattr("search.collection.sorted", count, raising=False)
+    index = FlatIndex(tmp_path)
+    while page := index.page(found[-1] if found else "", 7):
+        found += [item.id for item in page]
+    assert found == sorted(item.id for item in items)
+    assert len(sorts) == 1
 
 
 async def test_a_collection_is_a_store_that_every_key_may_search(

@@ -13,9 +13,10 @@ import pytest
 import shared.search as wire
 from benchmarks.search.run import make_items, make_vectors
 from search.catalog import Catalog
-from search.index import SearchUnavailable, open_indexes
+from search.index import open_indexes
 from search.postgres import PostgresIndex, PostgresIndexes, open_postgres
 from search.stores import Stores
+from shared.settings import SettingsError
 from shared.settings.limits import LimitSettings
 from tests.factories_search import SearchProcess, run_search
 from tests.factories_search import make_items as make_few
@@ -207,7 +208,7 @@ def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url):
     ],
 )
 def test_a_database_that_cannot_be_used_is_one_sentence(url, change, says):
-    with pytest.raises(SearchUnavailable, match=says) as refused:
+    with pytest.raises(SettingsError, match=says) as refused:
         open_indexes(url.replace(*change))
     assert "\n" not in str(refused.value)
     assert "cret" not in str(refused.value)

@@ -6,7 +6,6 @@ folders are removed. Nodes may share a cache.
 """
 
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
@@ -16,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
+from shared.packages.manifest import digest_of_file
 from shared.packages.store import SUFFIX
 from shared.settings.tree import DeploySettings
 
@@ -60,9 +60,7 @@ class Cache:
             if identity is None:
                 return False
             if identity not in self._verified:
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-                self._verified[identity] = f"sha256:{found}"
+                self._verified[identity] = digest_of_file(path)
         except FileNotFoundError:
             return False
         return self._verified[identity] == digest

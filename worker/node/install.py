@@ -50,7 +50,6 @@ from shared.packages.store import (
     PackageStore,
     ResumableFile,
     StoreError,
-    WrongDigest,
     blob_key,
     open_store,
     read_manifest,
@@ -166,7 +165,7 @@ def _fetch(store: PackageStore, layer: Layer, blobs: Path) -> None:
         for piece in store.stream(blob_key(layer.digest), start) if start < layer.size else ():
             size += len(piece)
             if size > layer.size:
-                raise WrongDigest("it has more bytes than in the manifest")
+                raise BadBlob("it has more bytes than in the manifest")
             yield piece
 
     try:
@@ -176,7 +175,7 @@ def _fetch(store: PackageStore, layer: Layer, blobs: Path) -> None:
                 check_content(layer.path, file)
             mode = 0o555 if layer.is_executable else 0o444
             part.move(blobs / layer.digest.removeprefix("sha256:"), mode)
-    except WrongDigest as error:
+    except BadBlob as error:
         raise BadBlob(f"{layer.path}: digest_mismatch: {error}") from None
 
 

@@ -56,7 +56,7 @@ REFUSED = [
     ("GATEWAY__PRT", "80", r"VLM_GATEWAY__PRT: .* did you mean VLM_GATEWAY__PORT\? .*`vlm settings`"),
     ("GATEWY__PORT", "80", r"VLM_GATEWY__PORT: .* did you mean VLM_GATEWAY__PORT\?"),
     ("REDIS_ULR", "x", r"VLM_REDIS_ULR: .* did you mean VLM_REDIS_URL\?"),
-    ("GATEWAY__KEEP_ALIVE_S", "3", "VLM_GATEWAY__KEEP_ALIVE_S: this setting was removed"),
+    ("GATEWAY__KEEP_ALIVE_S", "3", "VLM_GATEWAY__KEEP_ALIVE_S: there is no such setting"),
     *((f"GATEWAY__{name}", value, f"VLM_GATEWAY__{name}: write a JSON object")
       for name in ("PRICES", "ALIASES", "FALLBACKS", "MODEL_DEFAULTS") for value in ("[]", "{", "5")),
     *(("GATEWAY__ALIASES", value, "GATEWAY__ALIASES: name for each alias a model") for value in (
