@@ -1,19 +1,19 @@
-"""Endless lessons for `finetune`: processes that draw pictures and pack sequences about them.
+"""Endless lessons for `finetune`: pictures, and packed sequences about them.
 
-A process keeps an album of pictures, of which it replaces some with every message. A message holds the new
-pictures and sequences that show any of the album, so that a picture is sent once and shown many times.
+To draw a picture takes longer than to ask about it, so a process keeps an album of pictures that it shows many times.
 """
 
-import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from random import Random
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
 from training.shapes.answers import OUTSIDE
 from training.shapes.architecture import IMAGE_SIZE
@@ -28,7 +28,6 @@ from training.shapes.conversations import (
 from training.shapes.foreign_pictures import draw_foreign
 from training.shapes.gallery import (
     CODE_LENGTH,
-    GROUP_SIZE,
     decode,
     encode,
     mirror_codes,
@@ -43,66 +42,49 @@ from training.shapes.structured import ask_with_tools, list_tools, sample_json, 
 from training.shapes.world import Scene, sample_scene
 
 LENGTH = 320  # tokens of every sequence
-NUM_GROUPS, NUM_FOREIGN, NUM_CLIPS = 1500, 1500, 500  # of an album
-NUM_SLOTS = GROUP_SIZE * NUM_GROUPS + NUM_FOREIGN + 4 * NUM_CLIPS
+MOST_GROUPS, MOST_FOREIGN, MOST_CLIPS = 1500, 1500, 500  # of an album
 FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS = 200, 200, 60  # that an album begins with
-NEW_GROUPS, NEW_FOREIGN, NEW_CLIPS = 1, 1, 1  # of a message
+SEQUENCES_PER_DRAWING = 32  # until the album gets a new group, foreign picture and clip
 # Pairs of one group: the very same image, the same scene drawn otherwise, scenes alike
 ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1), (2, 3))
 
 
 @dataclass(slots=True)
 class Picture:
-    """Where a picture is in the album, and what it shows; None is a picture of something else.
+    """An image as the model sees it, and what it shows; None is a picture of something else.
 
     `is_clear`: all shapes stand at their places.
     """
 
-    slot: int
+    pixels: np.ndarray
     scene: Scene | None
     is_clear: bool = True
-    is_mirrored: bool = False
 
     def mirror(self) -> "Picture":
         scene = self.scene and decode(mirror_codes(encode(self.scene)))
-        return Picture(self.slot, scene, self.is_clear, not self.is_mirrored)
+        return Picture(self.pixels[:, ::-1], scene, self.is_clear)
 
 
 class Album:
-    """Pictures by their slots, counted from `first_slot`; `new` are drawn since the last message."""
+    """The pictures of a process; new ones replace the oldest when it is full."""
 
-    def __init__(self, rng: Random, first_slot: int) -> None:
+    def __init__(self, rng: Random) -> None:
         self.rng = rng
-        self.groups: deque[list[Picture]] = deque(maxlen=NUM_GROUPS)
-        self.foreign: deque[Picture] = deque(maxlen=NUM_FOREIGN)
-        self.clips: deque[tuple[list[Picture], Clip]] = deque(maxlen=NUM_CLIPS)
-        self.new: dict[int, np.ndarray] = {}
-        first_foreign = first_slot + GROUP_SIZE * NUM_GROUPS
-        first_clip = first_foreign + NUM_FOREIGN
-        self._group_slots = cycle(range(first_slot, first_foreign, GROUP_SIZE))
-        self._foreign_slots = cycle(range(first_foreign, first_clip))
-        self._clip_slots = cycle(range(first_clip, first_slot + NUM_SLOTS, 4))
+        self.groups: deque[list[Picture]] = deque(maxlen=MOST_GROUPS)
+        self.foreign: deque[Picture] = deque(maxlen=MOST_FOREIGN)
+        self.clips: deque[tuple[list[Picture], Clip]] = deque(maxlen=MOST_CLIPS)
 
     def draw(self, num_groups: int, num_foreign: int, num_clips: int) -> None:
-        """Draw new pictures; they take the places of the oldest ones when the album is full."""
         for _ in range(num_groups):
-            drawn = enumerate(render_group(self.rng), next(self._group_slots))
-            self.groups.append([self._add(image, slot, scene) for slot, (scene, image) in drawn])
+            drawn = render_group(self.rng)
+            self.groups.append([Picture(_pixels(image), scene) for scene, image in drawn])
         for _ in range(num_foreign):
-            slot = next(self._foreign_slots)
-            self.foreign.append(self._add(draw_foreign(self.rng), slot, None))
+            self.foreign.append(Picture(_pixels(draw_foreign(self.rng)), None))
         for _ in range(num_clips):
             clip = sample_clip(self.rng, self.rng.choice((2, 3, 4, 4, 4, 4, 4, 4)))
             images = render_clip(clip, self.rng, sample_style(self.rng))
-            shown = zip(images, clip.frames, clip.is_clear, strict=True)
-            drawn = enumerate(shown, next(self._clip_slots))
-            pictures = [self._add(image, slot, *frame) for slot, (image, *frame) in drawn]
-            self.clips.append((pictures, clip))
-
-    def _add(self, image: Image.Image, *where: Any) -> Picture:
-        picture = Picture(*where)
-        self.new[picture.slot] = to_input(image, IMAGE_SIZE)
-        return picture
+            shown = zip(map(_pixels, images), clip.frames, clip.is_clear, strict=True)
+            self.clips.append(([Picture(*each) for each in shown], clip))
 
     def any(self, alike: float = 0.0, foreign: float = 0.0) -> list[Picture]:
         """Two pictures, sometimes of one group, sometimes not of the image world."""
@@ -114,6 +96,10 @@ class Album:
         if rng.random() < foreign:
             pictures[rng.randrange(2)] = rng.choice(self.foreign)
         return [picture.mirror() for picture in pictures] if rng.random() < 0.5 else pictures
+
+
+def _pixels(image: Image.Image) -> np.ndarray:
+    return to_input(image, IMAGE_SIZE)
 
 
 #: The pictures of a sequence, in their order.
@@ -264,41 +250,57 @@ LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
 )
 
 
-def make_message(album: Album, encoder: Encoder, num_sequences: int) -> dict[str, Any]:
-    """New pictures and sequences, as arrays; `shown` are slots doubled, odd if mirrored, in the order of the sequences.
+class Batch(NamedTuple):
+    """What a step learns from.
 
-    `codes` are those of the pictures that are `known`.
+    Shapes: `images` (I, size, size, 3) in the order of the sequences; `known` (K,), those of which `codes`
+    (K, CODE_LENGTH) are known; `token_ids`, `positions`, `branches` (B, T); `where` (N,), places in (B, T - 1)
+    that count, with `weights` (N,).
     """
+
+    images: Tensor
+    known: Tensor
+    codes: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    branches: Tensor
+    where: Tensor
+    weights: Tensor
+
+
+def make_batch(album: Album, encoder: Encoder, num_sequences: int) -> Batch:
+    """Sequences about pictures of an album."""
     makers, shares = zip(*LESSONS, strict=True)
     packers = [Packer(encoder, LENGTH) for _ in range(num_sequences)]
     chosen = zip(album.rng.choices(makers, shares, k=num_sequences), packers, strict=True)
     pictures = [picture for make, packer in chosen for picture in make(album, packer)]
-    arrays = [packer.arrays() for packer in packers]
     known = [picture.scene if picture.is_clear else None for picture in pictures]
     codes = [encode(scene) for scene in known if scene]
-    images, size = list(album.new.values()), (IMAGE_SIZE, IMAGE_SIZE, 3)
-    message = {name: np.stack([each[name] for each in arrays]) for name in arrays[0]} | {
-        "shown": np.array([2 * each.slot + each.is_mirrored for each in pictures], np.int64),
-        "known": np.array([scene is not None for scene in known], bool),
-        "codes": np.array(codes, np.uint8).reshape(-1, CODE_LENGTH),
-        "new": np.array(list(album.new), np.int64),
-        "images": np.array(images, np.uint8).reshape(-1, *size),
-    }
-    album.new = {}
-    return {**message, "answers": [tuple(packer.answers) for packer in packers]}
+    images = [picture.pixels for picture in pictures]
+    packed = [torch.tensor(part) for part in zip(*map(Packer.padded, packers), strict=True)]
+    weights = packed.pop()[:, 1:].flatten()
+    where = weights.nonzero().flatten()
+    return Batch(
+        torch.from_numpy(np.array(images, np.uint8).reshape(-1, IMAGE_SIZE, IMAGE_SIZE, 3)),
+        torch.tensor([index for index, scene in enumerate(known) if scene], dtype=torch.long),
+        torch.from_numpy(np.array(codes, np.uint8).reshape(-1, CODE_LENGTH)),
+        *packed,
+        where,
+        weights[where],
+    )
 
 
-def teach(
-    queue: Any, encoder: Encoder, num_sequences: int, index: int, seed: int, is_hungry: Any
-) -> None:
-    """The life of a process: messages without end. While the learner waits, fewer pictures are drawn."""
-    album = Album(Random(f"{seed}/{index}"), index * NUM_SLOTS)
-    album.draw(FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS)
-    while True:
-        try:
-            queue.put(make_message(album, encoder, num_sequences))
-        except Exception:
-            traceback.print_exc()  # one lesson less; the run is worth more than it
-        if album.rng.random() < (0.85 if is_hungry.value else 0.5):
-            continue
-        album.draw(NEW_GROUPS, NEW_FOREIGN, NEW_CLIPS)
+class Lessons(IterableDataset[Batch]):
+    """Batches without end, of each process of a `DataLoader` others."""
+
+    def __init__(self, encoder: Encoder, num_sequences: int, seed: int) -> None:
+        self.encoder, self.num_sequences, self.seed = encoder, num_sequences, seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        process = get_worker_info()
+        album = Album(Random(f"{self.seed}/{process.id if process else 0}"))
+        album.draw(FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS)
+        num_new = max(1, self.num_sequences // SEQUENCES_PER_DRAWING)
+        while True:
+            yield make_batch(album, self.encoder, self.num_sequences)
+            album.draw(num_new, num_new, num_new)

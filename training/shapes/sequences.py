@@ -6,9 +6,7 @@ none sees another, so that images are read once and every conversation still loo
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from training.shapes.conversations import Turn
@@ -69,7 +67,6 @@ class Packer:
 
     `branches` says which conversation a token belongs to (0: to all), `positions` where it stands in its
     own conversation, and `weights` how much it counts in the loss when it is predicted (0 for prompts).
-    `answers` are (topic, start, end) of each answer's tokens.
     """
 
     def __init__(self, encoder: Encoder, length: int) -> None:
@@ -79,7 +76,6 @@ class Packer:
         self.positions: list[int] = []
         self.branches: list[int] = []
         self.weights: list[float] = []
-        self.answers: list[tuple[str, int, int]] = []
 
     def add(
         self, token_ids: list[int], branch: int, position: int, weights: list[float] | None = None
@@ -101,20 +97,14 @@ class Packer:
             self.add(prompt, branch, position)
             self.add(answer, branch, position + len(prompt), weights)
             position += len(prompt) + len(answer)
-            end = len(self.token_ids)
-            self.answers.append((turn.question.topic, end - len(answer), end))
         return len(turns)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The sequence, padded to its length. Shapes: all (T,)."""
+    def padded(self) -> tuple[list[int], list[int], list[int], list[float]]:
+        """Token ids, positions, branches and weights, padded to the length."""
         missing = self.length - len(self.token_ids)
-
-        def padded(values: list[Any], padding: float, dtype: Any) -> np.ndarray:
-            return np.array(values + [padding] * missing, dtype=dtype)
-
-        return {
-            "token_ids": padded(self.token_ids, PAD_ID, np.int16),
-            "positions": padded(self.positions, 0, np.int16),
-            "branches": padded(self.branches, PADDING, np.int8),
-            "weights": padded(self.weights, 0.0, np.float16),
-        }
+        return (
+            self.token_ids + [PAD_ID] * missing,
+            self.positions + [0] * missing,
+            self.branches + [PADDING] * missing,
+            self.weights + [0.0] * missing,
+        )
