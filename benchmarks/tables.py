@@ -2,7 +2,7 @@
 
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -52,6 +52,13 @@ def show(*parts: Table | str, min_width: int = 0) -> None:
     console.width = max(console.width, min_width)
     for part in parts:
         console.print(part)
+
+
+def in_turn(rounds: int, targets: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
+    """The round and each target, in every other round from last to first: a drift of the machine favours none."""
+    for number in range(rounds):
+        for target in targets if number % 2 == 0 else targets[::-1]:
+            yield number, target
 
 
 def measuring(turns: Iterable[Turn]) -> Iterable[Turn]:

@@ -1,10 +1,7 @@
-"""Runs of a benchmark to medians and spreads, and these to JSON and a table.
-
-Used by the benchmark.
-"""
+"""Runs of a benchmark to medians and spreads, and these to a table."""
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.engine.machine import Machine
@@ -72,11 +69,6 @@ def to_row(
     )
 
 
-def to_json(machine: Machine, model: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
-    """Everything that was measured."""
-    return {"machine": asdict(machine), "model": model, "rows": [asdict(row) for row in rows]}
-
-
 def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
     """The costs that `vlm plan` reads, of the largest batch. Raises: ValueError without decode and prefill."""
     batch_size = max(row.batch_size for row in rows)
@@ -85,11 +77,9 @@ def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
         raise ValueError("--figures: --scenarios must contain decode and prefill")
     output_token_s = 1 / of["decode"]["output_tokens_per_s"].median
     image_s = None
-    if "image" in of:
-        rates = of["image"]
-        image_s = (1 - rates["output_tokens_per_s"].median * output_token_s) / rates[
-            "images_per_s"
-        ].median
+    if rates := of.get("image"):
+        images_s = 1 - rates["output_tokens_per_s"].median * output_token_s
+        image_s = images_s / rates["images_per_s"].median
     return EngineFigures(
         f"{machine.device}, {machine.num_threads} threads", model, batch_size, output_token_s,
         1 / of["prefill"]["total_tokens_per_s"].median, image_s and max(image_s, 1e-9),

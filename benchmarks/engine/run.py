@@ -4,15 +4,14 @@ Called by `vlm bench engine`. All cells share one engine and take turns, so that
 all of them alike. The model is loaded and warmed up, and each cell run once, before anything is measured.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.engine.cost import ModelCost
 from benchmarks.engine.machine import Machine, measure_machine, peak_bytes
 from benchmarks.engine.measure import Run, WorkCounter, run_requests
-from benchmarks.engine.report import Row, show_report, to_figures, to_json, to_row
+from benchmarks.engine.report import Row, show_report, to_figures, to_row
 from benchmarks.engine.scenario import SCENARIOS, RequestMaker, Scenario
 from benchmarks.tables import measuring
 from deploy.capacity import write_figures
@@ -32,7 +31,6 @@ class BenchOptions:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "none"
-    cpu_kernels: Literal["fast", "exact"] = "fast"
     scenarios: tuple[str, ...] = tuple(SCENARIOS)
     batch_sizes: tuple[int, ...] = (1, 4, 16)
     num_tokens: int = 64
@@ -58,7 +56,6 @@ class Bench:
             "device": options.device,
             "dtype": options.dtype,
             "quantization": options.quantization,
-            "cpu_kernels": options.cpu_kernels,
             "max_num_seqs": num_seqs,
         }
         engine = create_engine(settings).engine
@@ -120,7 +117,7 @@ class Bench:
         ]
 
 
-def run(options: BenchOptions, as_json: bool, figures: Path | None = None) -> None:
+def run(options: BenchOptions, figures: Path | None = None) -> None:
     """The command. Raises: SystemExit with the reason."""
     try:
         bench = Bench(options)
@@ -129,7 +126,4 @@ def run(options: BenchOptions, as_json: bool, figures: Path | None = None) -> No
             write_figures(figures, to_figures(bench.machine, options.model, rows))
     except (EngineStartError, RequestError, ValueError) as error:
         raise SystemExit(f"bench engine: {error}") from None
-    if as_json:
-        print(json.dumps(to_json(bench.machine, bench.describe(), rows), indent=2))
-    else:
-        show_report(bench.machine, bench.describe(), rows)
+    show_report(bench.machine, bench.describe(), rows)

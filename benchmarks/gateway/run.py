@@ -32,7 +32,7 @@ from benchmarks.gateway.tables import (
     to_cpu_table,
     to_tables,
 )
-from benchmarks.tables import measuring, show
+from benchmarks.tables import in_turn, measuring, show
 from loadtest.albums import NumberedUrls, noise_jpeg
 from loadtest.fleet import HOST, free_port, run_fleet, run_server
 
@@ -86,14 +86,8 @@ def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
     ]
     measured: Measured = {}
     with run_bare() as bare, run_vlm_fleet() as fleet:
-        # The order within a pair alternates, so that a drift of the machine favours neither.
-        turns = [
-            (cell, target)
-            for number in range(rounds)
-            for cell in cells
-            for target in ((bare, fleet) if number % 2 == 0 else (fleet, bare))
-        ]
-        for cell, target in measuring(turns):
+        turns = [(cell, target) for cell in cells for target in (bare, fleet)]
+        for _, (cell, target) in measuring(list(in_turn(rounds, turns))):
             samples = measured.setdefault((cell, target.name), Samples())
             measure_cell(cell, target, seconds, samples)
     return measured

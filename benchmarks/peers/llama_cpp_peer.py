@@ -15,7 +15,6 @@ from llama_cpp import mtmd_cpp  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers.gguf_files import write_decoder, write_tower
 from benchmarks.peers.peer import NUM_TEXT_TOKENS
-from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.models.registry import find_family
 
 _MAX_STEPS = 128
@@ -32,15 +31,16 @@ class LlamaCpp:
         precision: str,
         num_threads: int,
         max_batch_size: int,
-        files: Path,
         num_context: int,
+        folder: str,
     ) -> None:
-        """Load, after writing the files if they are not there; a tower of LLaVA alone. Raises: RuntimeError."""
+        """Load, after writing the files if they are not there. Raises: RuntimeError."""
         self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._log, None)
         mtmd_cpp.mtmd_helper_log_set(self._log, None)
         llama_cpp.llama_backend_init()
         config = find_family(checkpoint)[1]
+        files = Path(folder) / "gguf" / checkpoint.name
         self._vocab_size: int = config.text.vocab_size
         self._num_context = num_context
         self._random = random.Random(0)
@@ -56,9 +56,7 @@ class LlamaCpp:
         if not model or not self._context:
             raise RuntimeError("llama.cpp did not load the decoder")
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._tower: _Tower | None = None
-        if isinstance(config, VLMConfig):
-            self._tower = _Tower(tower_file(checkpoint, files), model, num_threads, config)
+        self._tower = _Tower(tower_file(checkpoint, files), model, num_threads, config)
 
     def decode(self, batch_size: int, num_steps: int) -> float:
         """One token of every sequence a call."""
@@ -81,12 +79,10 @@ class LlamaCpp:
 
     def image(self) -> float:
         """Preprocessing is not in it."""
-        assert self._tower is not None
         return self._tower.encode(self._random)[0]
 
     def first_token(self) -> float:
         """The image, its features through the decoder, then the text."""
-        assert self._tower is not None
         elapsed, features = self._tower.encode(self._random)
         text = self._text(NUM_TEXT_TOKENS)
         llama_cpp.llama_memory_clear(self._memory, True)

@@ -27,12 +27,7 @@ class Ours:
     """The engine in one precision."""
 
     def __init__(
-        self,
-        checkpoint: Path,
-        precision: str,
-        num_threads: int,
-        max_batch_size: int,
-        device: str = "cpu",
+        self, checkpoint: Path, precision: str, num_threads: int, max_batch_size: int
     ) -> None:
         """Load and warm up. Raises: what loading raises."""
         is_dtype = precision in ("float32", "bfloat16")
@@ -41,7 +36,7 @@ class Ours:
         num_blocks = -(-(self._num_context + _MAX_STEPS) // _BLOCK_SIZE)
         settings = {
             "model": str(checkpoint),
-            "device": device,
+            "device": "cpu",
             "dtype": precision if is_dtype else "auto",
             "quantization": "none" if is_dtype else precision,
             "num_threads": num_threads,
@@ -55,7 +50,6 @@ class Ours:
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
         self.engine, self.runner = engine, engine.runner
-        self._device = torch.device(device)
         self._num_requests = 0
         self._last: EngineRequest | None = None
         self._skipping = _SkippingRunner(engine.runner)
@@ -86,9 +80,7 @@ class Ours:
         images = self._prompts.make().images
         started = time.perf_counter()
         with torch.inference_mode():
-            self.runner.model.encode(images, self._device, self.runner._dtype)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            self.runner.model.encode(images, torch.device("cpu"), self.runner._dtype)
         return time.perf_counter() - started
 
     def first_token(self) -> float:

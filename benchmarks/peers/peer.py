@@ -53,13 +53,6 @@ WORKLOADS = {
     )
 }
 
-#: Those without a tower.
-TEXT_WORKLOADS = tuple(name for name, x in WORKLOADS.items() if x.task in ("decode", "prefill"))
-
-#: llama.cpp's name of a decoder, by transformers' type of it.
-DECODERS = {"llama": "llama", "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl"}
-
-
 _PRECISIONS = {
     "ours": ("float32", "bfloat16", "int8", "int4"),
     "transformers": ("float32", "bfloat16"),

@@ -253,8 +253,8 @@ LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
 class Batch(NamedTuple):
     """What a step learns from.
 
-    Shapes: `images` (I, size, size, 3) in the order of the sequences; `known` (K,), those of which `codes`
-    (K, CODE_LENGTH) are known; `token_ids`, `positions`, `branches` (B, T); `where` (N,), places in (B, T - 1)
+    Shapes: `images` (I, size, size, 3) in the order of the sequences; `known` (I,), whether `codes`
+    (K, CODE_LENGTH) has an image's; `token_ids`, `positions`, `branches` (B, T); `where` (N,), places in (B, T - 1)
     that count, with `weights` (N,).
     """
 
@@ -277,16 +277,20 @@ def make_batch(album: Album, encoder: Encoder, num_sequences: int) -> Batch:
     known = [picture.scene if picture.is_clear else None for picture in pictures]
     codes = [encode(scene) for scene in known if scene]
     images = [picture.pixels for picture in pictures]
-    packed = [torch.tensor(part) for part in zip(*map(Packer.padded, packers), strict=True)]
-    weights = packed.pop()[:, 1:].flatten()
+    token_ids, positions, branches, weights = (
+        torch.tensor(part) for part in zip(*map(Packer.padded, packers), strict=True)
+    )
+    weights = weights[:, 1:].flatten()
     where = weights.nonzero().flatten()
     return Batch(
-        torch.from_numpy(np.array(images, np.uint8).reshape(-1, IMAGE_SIZE, IMAGE_SIZE, 3)),
-        torch.tensor([index for index, scene in enumerate(known) if scene], dtype=torch.long),
-        torch.from_numpy(np.array(codes, np.uint8).reshape(-1, CODE_LENGTH)),
-        *packed,
-        where,
-        weights[where],
+        images=torch.from_numpy(np.array(images, np.uint8).reshape(-1, IMAGE_SIZE, IMAGE_SIZE, 3)),
+        known=torch.tensor([bool(scene) for scene in known], dtype=torch.bool),
+        codes=torch.from_numpy(np.array(codes, np.uint8).reshape(-1, CODE_LENGTH)),
+        token_ids=token_ids,
+        positions=positions,
+        branches=branches,
+        where=where,
+        weights=weights[where],
     )
 
 
