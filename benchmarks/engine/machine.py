@@ -23,7 +23,6 @@ class Machine:
     """Rates of the best of a few tries, and what else ran: `load_average` is the system's own of a minute."""
 
     device: str
-    cpu: str
     num_threads: int
     torch_version: str
     load_average: float
@@ -33,10 +32,8 @@ class Machine:
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """A second of reading and multiplying."""
-    cpu = cpu_name()
     return Machine(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        cpu=cpu,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         num_threads=torch.get_num_threads(),
         torch_version=torch.__version__,
         load_average=os.getloadavg()[0],

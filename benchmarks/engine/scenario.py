@@ -4,7 +4,7 @@ Every request is new, so that no cache helps, but in `repeat`, which asks again 
 one length, and ignore the end token. Images come as pixels: decoding them is not the engine's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -39,18 +39,13 @@ SCENARIOS = {
 
 
 class RequestMaker:
-    """Requests for one model, from a seed."""
+    """Requests for one model."""
 
-    def __init__(
-        self,
-        config: VLMConfig,
-        max_model_len: int,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, config: VLMConfig, max_model_len: int) -> None:
         self._config = config
         self._max_model_len = max_model_len
-        self._random = Random(seed)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._random = Random(0)
+        self._generator = torch.Generator().manual_seed(0)
         self._num_made = 0
 
     def make(self, scenario: Scenario, count: int, num_tokens: int) -> list[EngineRequest]:
@@ -59,9 +54,7 @@ class RequestMaker:
 
     def again(self, request: EngineRequest) -> EngineRequest:
         """The same question under another id."""
-        return EngineRequest(
-            self._next_id(), request.prompt_token_ids, request.sampling, request.images
-        )
+        return replace(request, request_id=self._next_id())
 
     def _make_one(self, scenario: Scenario, num_tokens: int) -> EngineRequest:
         num_slots = self._config.tokens_per_image if scenario.has_image else 0

@@ -78,22 +78,11 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
 
 
 def load_finetuned(folder: Path) -> tuple[LlavaForConditionalGeneration, PreTrainedTokenizerFast]:
-    """What `finetune` wrote, whatever version of `transformers` it ran on."""
+    """What `finetune` wrote."""
     tokenizer = to_fast(Tokenizer.from_file(str(folder / "tokenizer.json")))
     model = LlavaForConditionalGeneration._from_config(make_config(), dtype=torch.float32)
-    known = {
-        _short(name): tensor for name, tensor in load_file(folder / "weights.safetensors").items()
-    }
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(known.pop(_short(name)))
-    if known:
-        raise ValueError(f"unknown weights: {', '.join(known)}")
+    model.load_state_dict(load_file(folder / "weights.safetensors"))
     return model, tokenizer
-
-
-def _short(name: str) -> str:
-    return name.replace("vision_tower.vision_model.", "vision_tower.")
 
 
 def export(

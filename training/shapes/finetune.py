@@ -24,7 +24,7 @@ from training.shapes.lessons import Batch, Lessons
 from training.shapes.llava import LlavaForConditionalGeneration
 from training.shapes.sequences import Encoder
 from training.shapes.tokenizer import IMAGE_ID
-from training.shapes.trainer import Plan, Trainer
+from training.shapes.trainer import Trainer
 
 EYE_WEIGHT = 0.1  # in the loss: what the eye says in the code book stays right
 EYE_RATE = 0.5  # of the learning rate
@@ -87,7 +87,10 @@ def make_trainer(model: nn.Module, learning_rate: float, autocast: bool) -> Trai
     def rate_of(name: str) -> float:
         return EYE_RATE if "vision_tower" in name or "projector" in name else 1.0
 
-    return Trainer(model, Plan(learning_rate, WARMUP, 0.03, AVERAGE_DECAY), autocast, rate_of)
+    return Trainer(
+        model, learning_rate, warmup=WARMUP, weight_decay=0.03, average_decay=AVERAGE_DECAY, autocast=autocast,
+        rate_of=rate_of,
+    )  # fmt: skip
 
 
 def save(weights: dict[str, Tensor], folder: Path) -> None:

@@ -28,7 +28,7 @@ from training.shapes.architecture import IMAGE_SIZE, PATCH_SIZE
 from training.shapes.code_book import place_of_patches
 from training.shapes.gallery import decode, encode, render_group, to_input
 from training.shapes.llava import LlavaForConditionalGeneration
-from training.shapes.trainer import Plan, Trainer
+from training.shapes.trainer import Trainer
 from training.shapes.world import PLACES, sample_scene
 from training.shapes_clip.architecture import (
     DIMENSIONS,
@@ -52,7 +52,8 @@ NUM_HELD_OUT = 1024  # images at the end of the gallery, which training never se
 NUM_TEXTS = 20_000  # that the tokenizer learns from
 NUM_FOR_NEURONS = 256  # images that say which neurons matter
 TEXTS_OF_A_CHUNK = 32
-TEXTS_TO_POLISH = 320  # a step
+IMAGES_OF_A_STEP, TEXTS_OF_A_STEP = 256, 128
+TEXTS_TO_POLISH = 320  # of a step in which only texts learn
 
 
 def make_tokenizer(num_texts: int = NUM_TEXTS) -> PreTrainedTokenizerFast:
@@ -153,33 +154,28 @@ def polish_texts(student: Student, num_steps: int, report: Callable[[], str]) ->
         queries = [sample_query(sample_scene(rng), rng) for _ in range(TEXTS_TO_POLISH)]
         return (student.loss_of_texts(queries),)
 
-    Trainer(student, Plan()).run(losses_of, report, num_steps=num_steps)
+    Trainer(student).run(losses_of, report, num_steps=num_steps)
 
 
 def main(
     output: Annotated[Path, typer.Option(help="where the model goes")] = CHECKPOINT,
-    chat_model: Annotated[Path, typer.Option(help="whose eye is taken over")] = EYE,
     num_steps: int = 1000,
     minutes: Annotated[float, typer.Option(help="end after this time, if not before")] = math.inf,
-    batch_size: int = 256,
-    num_texts: int = 128,
     num_text_steps: Annotated[
         int, typer.Option(help="in which only texts learn, at the end")
     ] = 300,
-    learning_rate: float = 1.5e-3,
     num_shards: Annotated[int, typer.Option(help="of 2048 images each")] = 14,
     start: Annotated[
         Path | None,
         typer.Option(help="a checkpoint that learns on; else only the eye is taken over"),
     ] = None,
-    num_threads: int = 1,
     autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
 ) -> None:
     """Train, report precision on held-out images, and write the checkpoint, now and then too."""
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     images, codes = render_gallery(num_shards)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else make_tokenizer()
-    eye = LlavaForConditionalGeneration.from_pretrained(chat_model, dtype=torch.float32).eval()
+    eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
     sample = torch.from_numpy(images[:NUM_FOR_NEURONS])
     model = make_model(tokenizer, eye.model.vision_tower, sample)
     if start:
@@ -189,8 +185,8 @@ def main(
     generator, rng = np.random.default_rng(0), Random(0)
 
     def losses_of() -> tuple[Tensor, Tensor]:
-        drawn = generator.integers(0, len(looked) - NUM_HELD_OUT, batch_size)
-        queries = [sample_query(sample_scene(rng), rng) for _ in range(num_texts)]
+        drawn = generator.integers(0, len(looked) - NUM_HELD_OUT, IMAGES_OF_A_STEP)
+        queries = [sample_query(sample_scene(rng), rng) for _ in range(TEXTS_OF_A_STEP)]
         patches = draw_patches(looked[drawn], generator)
         return student.losses(patches, codes[drawn], queries, PATCHES_OF_A_PLACE)
 
@@ -202,21 +198,11 @@ def main(
         export(student.model, tokenizer, output)
         tail = torch.tensor(looked[-NUM_HELD_OUT:]).float()
         images = torch.cat([student.images(chunk) for chunk in tail.split(128)])
-        asked = [query for _, query in questions]
-        texts, meanings = student.texts(asked), student.meaning.of_queries(asked)
-        scenes = student.meaning.of_scenes(held_out)
-        told = [
-            f"cosine of texts {(texts * meanings).sum(1).mean():.4f}, "
-            f"of images {(images * scenes).sum(1).mean():.4f}"
-        ]
-        for name, scores in (("all", texts @ images.T), ("meanings", meanings @ scenes.T)):
-            rows = evaluate(questions, scores.numpy(), held_out)
-            told.append(
-                f"{name}: {', '.join(f'{k} {r.precision_at_1:.2f}' for k, r in rows.items())}"
-            )
-        return "; ".join(told)
+        scores = student.texts([query for _, query in questions]) @ images.T
+        rows = evaluate(questions, scores.numpy(), held_out)
+        return ", ".join(f"{kind} {row.precision_at_1:.2f}" for kind, row in rows.items())
 
-    trainer = Trainer(student, Plan(learning_rate), autocast)
+    trainer = Trainer(student, 1.5e-3, autocast=autocast)
     trainer.run(losses_of, report, num_steps=num_steps, seconds=60 * minutes)
     with trainer.averaged():
         polish_texts(student, num_text_steps, report)

@@ -19,7 +19,7 @@ from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from shared.protocol import SamplingParams
 from tests.factories_torch import make_model_pair, make_pixels, make_runner, make_vlm_config
 
-MACHINE = Machine("a device", "a processor", 2, "2", 0.5, bytes_per_s=100.0, flops_per_s=1000.0)
+MACHINE = Machine("a device", 2, "2", 0.5, bytes_per_s=100.0, flops_per_s=1000.0)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 from training.shapes.architecture import IMAGE_SIZE
 from training.shapes.gallery import encode, render_group, to_input
 from training.shapes.llava import LlavaForConditionalGeneration
-from training.shapes.trainer import Plan, Trainer
+from training.shapes.trainer import Trainer
 from training.shapes_clip.architecture import DIMENSIONS, look, make_model, see
 from training.shapes_clip.export import export
 from training.shapes_clip.meaning import learn_meaning
@@ -50,7 +50,7 @@ def test_a_few_steps_lower_the_loss_and_the_rest_stays_as_it_was(student, drawn,
         return student.losses(looked, codes, queries)
 
     before = sum(losses()).item()
-    Trainer(student, Plan(warmup=0.1)).run(losses, lambda: "", num_steps=16)
+    Trainer(student, warmup=0.1).run(losses, lambda: "", num_steps=16)
     assert sum(losses()).item() < 0.8 * before
     assert torch.equal(look(student.model, images), looked)
 
