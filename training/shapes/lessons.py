@@ -4,8 +4,9 @@ To draw a picture takes longer than to ask about it, so a process keeps an album
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
@@ -137,9 +138,7 @@ def about_pictures(album: Album, packer: Packer, pictures: list[Picture]) -> Les
 
 def in_json(album: Album, packer: Packer) -> Lesson:
     """Answers as JSON, and a few in words, so that only who is asked for JSON gives it."""
-    rng, picture = album.rng, album.any()[0]
-    if rng.random() < 0.12:
-        picture = rng.choice(album.foreign)
+    rng, picture = album.rng, album.any(foreign=0.24)[0]
 
     def make() -> list[Question]:
         if rng.random() < 0.12:
@@ -151,14 +150,9 @@ def in_json(album: Album, packer: Packer) -> Lesson:
 
 def with_tools(album: Album, packer: Packer) -> Lesson:
     """Questions with functions at hand."""
-    rng, picture = album.rng, album.any()[0]
-    if rng.random() < 0.1:
-        picture = rng.choice(album.foreign)
+    rng, picture = album.rng, album.any(foreign=0.2)[0]
     tools = sample_tools(rng)
-
-    def make() -> list[Question]:
-        return ask_with_tools(picture.scene, tools, rng)
-
+    make = partial(ask_with_tools, picture.scene, tools, rng)
     return _fill(packer, [picture], make, rng, list_tools(tools))
 
 
@@ -185,7 +179,7 @@ def in_text(album: Album, packer: Packer) -> Lesson:
         turns = [Turn(0, _ask_without_picture(rng)) for _ in range(number)]
         tools = list_tools(sample_tools(rng)) if rng.random() < 0.1 else ""
         opening = packer.encoder.opening(sample_system(rng), tools)
-        misses += not _add_apart(packer, turns, opening, branch)
+        misses += not packer.add_branch(turns, branch, 0, opening)
     return []
 
 
@@ -199,15 +193,6 @@ def _ask_without_picture(rng: Random) -> Question:
     return Question("outside", text, OUTSIDE)
 
 
-def _add_apart(packer: Packer, turns: Sequence[Turn], opening: list[int], branch: int) -> int:
-    """Add a conversation that shares nothing, unless not even its first turn fits. Returns how many turns."""
-    prompt, answer, _ = packer.encoder.turn(turns[0], skip_images=False)
-    if len(packer.token_ids) + len(opening) + len(prompt) + len(answer) > packer.length:
-        return 0
-    packer.add(opening, branch, 0)
-    return packer.add_branch(turns, branch, len(opening))
-
-
 def in_pairs(album: Album, packer: Packer) -> Lesson:
     """Pairs of pictures, each for itself. Whether two are the same is one bit a pair: it takes many."""
     rng, shown = album.rng, []
@@ -217,7 +202,7 @@ def in_pairs(album: Album, packer: Packer) -> Lesson:
         assert first is not None
         assert second is not None
         turns = [Turn(2, ask_about_pair("same", first, second, rng))]
-        if _add_apart(packer, turns, packer.encoder.opening(None), branch):
+        if packer.add_branch(turns, branch, 0, packer.encoder.opening(None)):
             shown += pictures
     return shown
 
@@ -232,8 +217,7 @@ def as_conversation(album: Album, packer: Packer) -> Lesson:
     turns = list(conversation.turns)
     if rng.random() < 0.3:
         turns.insert(0, Turn(0, Question("outside", sample_small_talk(rng), OUTSIDE)))
-    packer.add(packer.encoder.opening(conversation.system), 0, 0)
-    added = packer.add_branch(turns, 0, len(packer.token_ids))
+    added = packer.add_branch(turns, 0, 0, packer.encoder.opening(conversation.system))
     return pictures[: sum(turn.num_images for turn in turns[:added])]
 
 

@@ -87,11 +87,17 @@ class Packer:
         self.weights += [0.0] * len(token_ids) if weights is None else weights
 
     def add_branch(
-        self, turns: Sequence[Turn], branch: int, position: int, skip_images: bool = False
+        self,
+        turns: Sequence[Turn],
+        branch: int,
+        position: int,
+        opening: Sequence[int] = (),
+        skip_images: bool = False,
     ) -> int:
-        """Add as many turns as fit; return how many. `skip_images` leaves out the first images."""
+        """Add as many turns as fit, after an opening; return how many. `skip_images` leaves out the first images."""
         for index, turn in enumerate(turns):
             prompt, answer, weights = self.encoder.turn(turn, skip_images and index == 0)
+            prompt = prompt if index else [*opening, *prompt]
             if len(self.token_ids) + len(prompt) + len(answer) > self.length:
                 return index
             self.add(prompt, branch, position)
