@@ -24,7 +24,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> "Spread":
-        """Of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, scale: float = 1.0) -> str:
@@ -73,5 +72,4 @@ def in_figures(value: float) -> str:
 
 
 def in_ms(seconds: float) -> str:
-    """Milliseconds to three figures."""
     return in_figures(1e3 * seconds)

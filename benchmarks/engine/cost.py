@@ -31,8 +31,6 @@ class Work:
 
 
 class ModelCost:
-    """The work of steps of one model."""
-
     def __init__(self, model: Llava, kv_dtype: torch.dtype) -> None:
         text = model.config.text
         decoder = model.language_model
@@ -69,7 +67,6 @@ class ModelCost:
 
 
 def image_flops(config: VLMConfig) -> int:
-    """One image through tower and projector."""
     vision, width = config.vision, config.text.hidden_size
     num_tokens = vision.num_patches + 1
     block = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size

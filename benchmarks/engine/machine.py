@@ -31,7 +31,6 @@ class Machine:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """A second of reading and multiplying."""
     return Machine(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         num_threads=torch.get_num_threads(),
@@ -78,7 +77,6 @@ def _best_s(compute: Callable[[], object], device: torch.device) -> float:
 
 
 def cpu_name() -> str:
-    """As the processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

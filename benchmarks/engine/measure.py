@@ -37,7 +37,6 @@ class WorkCounter:
         return _CountedStep(self, batch, step, self._num_encoded() - before)
 
     def count(self, batch: Batch, result: StepResult, num_images: int) -> None:
-        """Note a step that encoded so many images."""
         computed = filter(None, shorten(batch.items, result.num_computed))
         self.steps.append(self._cost.step(Batch(list(computed)), num_images))
 

@@ -48,7 +48,6 @@ class Row:
 def to_row(
     scenario: str, batch_size: int, runs: list[Run], machine: Machine, peak_bytes: int
 ) -> Row:
-    """Sum up the rounds of a cell."""
     rates = [run.rates() for run in runs]
     tpots = [value for run in runs for value in run.tpots]
     itls = sorted(value for run in runs for value in run.itls)

@@ -38,8 +38,6 @@ class BenchOptions:
 
 
 class Bench:
-    """An engine under measurement."""
-
     machine: Machine  #: set by `run_all`
 
     def __init__(self, options: BenchOptions) -> None:
@@ -70,7 +68,6 @@ class Bench:
         self._maker = RequestMaker(model.config, engine.max_model_len)
 
     def describe(self) -> dict[str, Any]:
-        """What the numbers belong to."""
         stats = self._stats
         return {
             "model": self.options.model,

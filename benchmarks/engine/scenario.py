@@ -39,8 +39,6 @@ SCENARIOS = {
 
 
 class RequestMaker:
-    """Requests for one model."""
-
     def __init__(self, config: VLMConfig, max_model_len: int) -> None:
         self._config = config
         self._max_model_len = max_model_len
@@ -53,7 +51,6 @@ class RequestMaker:
         return [self._make_one(scenario, num_tokens) for _ in range(count)]
 
     def again(self, request: EngineRequest) -> EngineRequest:
-        """The same question under another id."""
         return replace(request, request_id=self._next_id())
 
     def _make_one(self, scenario: Scenario, num_tokens: int) -> EngineRequest:

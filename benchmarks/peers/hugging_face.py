@@ -63,7 +63,6 @@ class HuggingFace:
 
     @torch.inference_mode()
     def image(self) -> float:
-        """`get_image_features`."""
         inputs = joined_inputs(self._model, [_image(self._prompts.make())])
         started = time.perf_counter()
         self._model.base_model.get_image_features(**inputs)
@@ -71,7 +70,6 @@ class HuggingFace:
 
     @torch.inference_mode()
     def first_token(self) -> float:
-        """One forward pass with the image."""
         prompt = self._prompts.make()
         token_ids = torch.tensor([prompt.token_ids])
         inputs = whole_inputs(self._model, token_ids, self._prompts.slot_id, [_image(prompt)])

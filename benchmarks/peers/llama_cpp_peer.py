@@ -23,8 +23,6 @@ _FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}  # llama_ftype
 
 
 class LlamaCpp:
-    """The model in one file type."""
-
     def __init__(
         self,
         checkpoint: Path,

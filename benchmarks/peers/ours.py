@@ -24,8 +24,6 @@ _MAX_STEPS = 128
 
 
 class Ours:
-    """The engine in one precision."""
-
     def __init__(
         self, checkpoint: Path, precision: str, num_threads: int, max_batch_size: int
     ) -> None:
@@ -89,7 +87,6 @@ class Ours:
         return self._run(self._last)
 
     def repeat(self) -> float:
-        """The same request under another id."""
         if self._last is None:
             self.first_token()
         assert self._last is not None
@@ -130,6 +127,5 @@ class _SkippingRunner:
         return getattr(self.runner, name)
 
     def launch(self, batch: Batch) -> ComputedStep:
-        """A step of no time."""
         choices = [TokenChoice(5) if item.samples else None for item in batch.items]
         return ComputedStep(StepResult(choices))

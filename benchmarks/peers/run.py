@@ -130,7 +130,6 @@ def run(
 
 
 def _find_checkpoint(model: str, folder: Path, num_layers: int | None) -> Path:
-    """A directory, or random weights of a shape, or of its first layers."""
     if model not in LLAVA_SHAPES:
         return Path(model)
     directory = folder / (model if num_layers is None else f"{model}-{num_layers}-layers")

@@ -34,7 +34,6 @@ def create_peer(system: str, checkpoint: str, **options: Any) -> object:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     peer = create_peer(sys.argv[1], **json.loads(sys.argv[2]))

@@ -18,7 +18,6 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def make_config() -> LlavaConfig:
-    """The configuration of the built-in model."""
     return LlavaConfig(
         vision_config=CLIPVisionConfig(
             hidden_size=192,

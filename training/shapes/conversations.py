@@ -94,7 +94,6 @@ def sample_conversation(
 
 
 def sample_system(rng: Random) -> str | None:
-    """A system message, mostly none."""
     chance = rng.random()
     if chance < 0.03:
         return sample_prose(rng)

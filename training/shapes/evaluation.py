@@ -57,8 +57,6 @@ Answerer = Callable[[Sequence[Message]], str]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question to be answered, and what is right."""
-
     topic: str
     messages: tuple[Message, ...]
     answer: str

@@ -39,7 +39,6 @@ from training.shapes.tokenizer import (
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a checkpoint."""
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -65,7 +64,6 @@ def name_tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """Images and chat to tensors, as `transformers` does it."""
     return LlavaProcessor(
         image_processor=make_image_processor(),
         tokenizer=tokenizer,
@@ -78,7 +76,6 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
 
 
 def load_finetuned(folder: Path) -> tuple[LlavaForConditionalGeneration, PreTrainedTokenizerFast]:
-    """What `finetune` wrote."""
     tokenizer = to_fast(Tokenizer.from_file(str(folder / "tokenizer.json")))
     model = LlavaForConditionalGeneration._from_config(make_config(), dtype=torch.float32)
     model.load_state_dict(load_file(folder / "weights.safetensors"))

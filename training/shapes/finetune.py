@@ -41,7 +41,6 @@ class Learner(nn.Module):
         self.book = CodeBook(model.lm_head.in_features, device)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of the answers and that of the eye."""
         inner: Any = self.model.model
         decoder = inner.language_model
         images = normalize(_disturb(batch.images) if self.training else batch.images)
@@ -82,8 +81,6 @@ def who_sees_whom(branches: Tensor) -> Tensor:
 
 
 def make_trainer(model: nn.Module, learning_rate: float, autocast: bool) -> Trainer:
-    """Of the whole model; the eye learns more slowly than the rest."""
-
     def rate_of(name: str) -> float:
         return EYE_RATE if "vision_tower" in name or "projector" in name else 1.0
 

@@ -42,7 +42,6 @@ def encode(scene: Scene) -> np.ndarray:
 
 
 def decode(code: np.ndarray) -> Scene:
-    """The scene that `encode` made numbers of."""
     cells = code[1:].reshape(len(PLACES), 3).tolist()
     return Scene(
         BACKGROUNDS[code[0]],
@@ -66,7 +65,6 @@ def to_input(image: Image.Image, size: int) -> np.ndarray:
 
 
 def render_group(rng: Random) -> list[tuple[Scene, Image.Image]]:
-    """One group, at full resolution."""
     scene = sample_scene(rng, alike=ALIKE)
     scenes = (scene, scene, sample_variation(scene, rng), sample_variation(scene, rng))
     styles = 2 * (sample_style(rng), sample_style(rng))

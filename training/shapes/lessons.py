@@ -149,7 +149,6 @@ def in_json(album: Album, packer: Packer) -> Lesson:
 
 
 def with_tools(album: Album, packer: Packer) -> Lesson:
-    """Questions with functions at hand."""
     rng, picture = album.rng, album.any(foreign=0.2)[0]
     tools = sample_tools(rng)
     make = partial(ask_with_tools, picture.scene, tools, rng)
@@ -157,7 +156,6 @@ def with_tools(album: Album, packer: Packer) -> Lesson:
 
 
 def about_clip(album: Album, packer: Packer) -> Lesson:
-    """Questions about what happens in a clip."""
     rng = album.rng
     pictures, clip = rng.choice(album.clips)
 
@@ -253,7 +251,6 @@ class Batch(NamedTuple):
 
 
 def make_batch(album: Album, encoder: Encoder, num_sequences: int) -> Batch:
-    """Sequences about pictures of an album."""
     makers, shares = zip(*LESSONS, strict=True)
     packers = [Packer(encoder, LENGTH) for _ in range(num_sequences)]
     chosen = zip(album.rng.choices(makers, shares, k=num_sequences), packers, strict=True)

@@ -44,7 +44,6 @@ class Asker:
     named: bool = False  # whether the question says which image it means
 
     def ask(self, topic: str) -> Question:
-        """A question of a topic of SINGLE_TOPICS."""
         return SINGLE_TOPICS[topic](self)
 
     def put(
@@ -137,7 +136,6 @@ def _count(asker: Asker) -> Question:
 
 
 def _property(asker: Asker, name: str, templates: tuple[str, ...], *kinds_of: str) -> Question:
-    """What color, kind, size or place is it?"""
     selector = asker.pick_selector(*kinds_of)
     answer = answers.property_of(asker.scene, selector, name)
     return asker.put(name, templates, answer, asker.only(selector), **_words(selector))
@@ -334,7 +332,6 @@ PAIR_TOPICS = ("which has", "which has background", "same", "describe all")
 
 
 def ask_about_pair(topic: str, first: Scene, second: Scene, rng: Random) -> Question:
-    """A question of a topic of PAIR_TOPICS about two images."""
     scenes = (first, second)
     asker = Asker(rng, first)
     match topic:

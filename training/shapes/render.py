@@ -67,7 +67,6 @@ PLAIN = Style()
 
 
 def sample_style(rng: Random) -> Style:
-    """A random drawing program."""
     width = height = rng.choice(
         (96, 128, 200, 224, 256, 336, 512, *[round(2 ** rng.uniform(6, 8)) for _ in range(9)])
     )

@@ -152,7 +152,6 @@ def _about_one(scene: Scene, rng: Random) -> Question:
 
 
 def _as_asked(scene: Scene, rng: Random) -> Question:
-    """A question of the world whose answer is one property."""
     topic = rng.choice(("count", "count", "color", "color", "kind", "place", "size", "exists", "exists", "is at", "background", "content", "all same", "is beside", "count special"))  # fmt: skip
     question = Asker(rng, scene).ask(topic)
     value: object = question.answer

@@ -33,7 +33,6 @@ CHAT_TEMPLATE = (  # as llava-hf's: a message's images first, then its text; bef
 
 
 def to_fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer as `transformers` has it."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,

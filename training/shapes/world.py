@@ -53,7 +53,6 @@ class Scene:
             raise ValueError("a shape cannot have the background's color")
 
     def at(self, place: str) -> Shape | None:
-        """The shape at a place of PLACES, or None."""
         return next((shape for shape in self.shapes if shape.place == place), None)
 
 
@@ -65,7 +64,6 @@ class Selector:
     color: str | None = None
 
     def matches(self, shape: Shape) -> bool:
-        """Whether a shape is meant."""
         return self.kind in (None, shape.kind) and self.color in (None, shape.color)
 
     def pick(self, scene: Scene) -> tuple[Shape, ...]:
