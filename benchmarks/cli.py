@@ -166,7 +166,7 @@ def bench_peers(
         "ours:float32,ours:int8,ours:int4,transformers:float32,llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0"
     ),
     workloads: Annotated[str, typer.Option(help="Comma-separated.")] = (
-        "decode-1,decode-4,decode-16,prefill,image,first-token,repeat"
+        "decode-1,decode-4,decode-16,prefill,image,first-token"
     ),
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each system.")] = 2,

@@ -1,6 +1,6 @@
 """What a step must read and multiply at the least: the numerator of every roofline share.
 
-Used by the benchmark. Counts come from the model's shape and the step's tokens; norms, rotations, sampling and the
+Counts come from the model's shape and the step's tokens; norms, rotations, sampling and the
 copies that this engine makes are not counted, for a better engine could do without.
 
 Shape letters: C decoder width, F its inner width, T tokens of an image in the tower.

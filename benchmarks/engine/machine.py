@@ -1,7 +1,4 @@
-"""What a machine can do at its best: bytes read and operations done in a second. Measured, not looked up.
-
-Used by the benchmark, on the device and with the threads of the engine.
-"""
+"""What a machine can do at its best: bytes read and operations done in a second. Measured, not looked up."""
 
 import os
 import platform

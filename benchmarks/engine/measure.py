@@ -1,6 +1,6 @@
 """One run of one scenario on an engine: when each token came, and what the steps had to read and multiply.
 
-Used by the benchmark. TTFT, TPOT, ITL and the rates are those of `docs/performance.md`.
+TTFT, TPOT, ITL and the rates are those of `docs/performance.md`.
 """
 
 import math

@@ -77,10 +77,6 @@ class HuggingFace:
         self._next_tokens(input_ids=token_ids, **inputs, logits_to_keep=1)
         return time.perf_counter() - started
 
-    def repeat(self) -> float:
-        """Nothing is remembered between calls of `generate`: the same as a new image."""
-        return self.first_token()
-
     def _next_tokens(self, **inputs: Any) -> Tensor:
         logits = self._model(**inputs).logits
         next_ids = logits[:, -1].argmax(dim=-1, keepdim=True)

@@ -89,10 +89,6 @@ class LlamaCpp:
         self._compute(_Batch([(t, len(features) + i, 0) for i, t in enumerate(text)], False))
         return elapsed + time.perf_counter() - started
 
-    def repeat(self) -> float:
-        """Its library keeps no prefixes; its server does."""
-        return self.first_token()
-
     def _prefill(self, token_ids: list[int]) -> float:
         llama_cpp.llama_memory_clear(self._memory, True)
         started = time.perf_counter()

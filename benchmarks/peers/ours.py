@@ -5,7 +5,6 @@ own: reading them takes as long as reading true ones, and computing sixteen prom
 """
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ class Ours:
         assert isinstance(engine.runner, TorchRunner)
         self.engine, self.runner = engine, engine.runner
         self._num_requests = 0
-        self._last: EngineRequest | None = None
         self._skipping = _SkippingRunner(engine.runner)
         for pool in engine.runner.kv_pools:
             pool.data.normal_()  # untouched memory is one page of zeros, read from the cache
@@ -83,14 +81,7 @@ class Ours:
 
     def first_token(self) -> float:
         """One request of one token."""
-        self._last = self._request(self._prompts.make(), 1)
-        return self._run(self._last)
-
-    def repeat(self) -> float:
-        if self._last is None:
-            self.first_token()
-        assert self._last is not None
-        return self._run(replace(self._last, request_id=self._next_id()))
+        return self._run(self._request(self._prompts.make(), 1))
 
     def _run(self, request: EngineRequest) -> float:
         started = time.perf_counter()
@@ -101,8 +92,9 @@ class Ours:
         return time.perf_counter() - started
 
     def _request(self, prompt: Prompt, max_tokens: int) -> EngineRequest:
+        self._num_requests += 1
         return EngineRequest(
-            self._next_id(),
+            f"peer-{self._num_requests}",
             prompt.token_ids,
             SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
             prompt.images,
@@ -111,10 +103,6 @@ class Ours:
 
     def _text(self, count: int) -> Prompt:
         return Prompt(self._prompts.text(count))
-
-    def _next_id(self) -> str:
-        self._num_requests += 1
-        return f"peer-{self._num_requests}"
 
 
 class _SkippingRunner:
