@@ -7,6 +7,8 @@ multimodal library. Batches decode behind copies of one computed context, each s
 import ctypes
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import llama_cpp  # pyright: ignore[reportMissingImports]
@@ -54,7 +56,8 @@ class LlamaCpp:
         if not model or not self._context:
             raise RuntimeError("llama.cpp did not load the decoder")
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._tower = _Tower(tower_file(checkpoint, files), model, num_threads, config)
+        tower = _made(files / "tower.gguf", partial(write_tower, checkpoint, kind=_TOWER_KIND))
+        self._tower = _Tower(tower, model, num_threads, config)
 
     def decode(self, batch_size: int, num_steps: int) -> float:
         """One token of every sequence a call."""
@@ -191,27 +194,23 @@ class _Tower:
 
 def decoder_file(checkpoint: Path, files: Path, kind: str, num_threads: int) -> Path:
     """The decoder's file of a type, made if it is not there. Raises: RuntimeError, OSError."""
-    target = files / f"decoder-{kind}.gguf"
-    if target.exists():
-        return target
-    files.mkdir(parents=True, exist_ok=True)
-    part = target.with_suffix(".tmp")
-    if kind in _FILE_TYPES:
+
+    def write(target: Path) -> None:
+        if kind not in _FILE_TYPES:
+            return write_decoder(checkpoint, target, kind)
         source = decoder_file(checkpoint, files, "BF16", num_threads)
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.nthread = _FILE_TYPES[kind], num_threads
-        if llama_cpp.llama_model_quantize(bytes(source), bytes(part), ctypes.byref(params)) != 0:
+        if llama_cpp.llama_model_quantize(bytes(source), bytes(target), ctypes.byref(params)) != 0:
             raise RuntimeError(f"llama.cpp did not quantize to {kind}")
-    else:
-        write_decoder(checkpoint, part, kind)
+
+    return _made(files / f"decoder-{kind}.gguf", write)
+
+
+def _made(target: Path, write: Callable[[Path], None]) -> Path:
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_suffix(".tmp")
+    write(part)
     return part.rename(target)
-
-
-def tower_file(checkpoint: Path, files: Path) -> Path:
-    """The tower's file, made if it is not there. Raises: OSError."""
-    target = files / f"tower-{_TOWER_KIND}.gguf"
-    if not target.exists():
-        part = target.with_suffix(".tmp")
-        write_tower(checkpoint, part, _TOWER_KIND)
-        part.rename(target)
-    return target

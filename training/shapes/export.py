@@ -38,10 +38,6 @@ from training.shapes.tokenizer import (
 )
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
 def make_image_processor() -> CLIPImageProcessor:
     """Of both models: images are squashed to a square, never cropped."""
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}

@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader
 from training import PACKAGES
 from training.shapes.architecture import NUM_IMAGE_TOKENS, normalize, project
 from training.shapes.code_book import CodeBook
-from training.shapes.export import load_tokenizer
 from training.shapes.lessons import Batch, Lessons
-from training.shapes.llava import LlavaForConditionalGeneration
+from training.shapes.llava import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 from training.shapes.sequences import Encoder
 from training.shapes.tokenizer import IMAGE_ID
 from training.shapes.trainer import Trainer
@@ -111,7 +110,7 @@ def main(
     deadline = time.monotonic() + seconds - 10
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = load_tokenizer(start)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
     tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"))
     target = torch.device(device)
     is_cuda = target.type == "cuda"

@@ -311,21 +311,6 @@ def _pie(rng: Random, pen: ImageDraw.ImageDraw, width: int, base: int) -> None:
         start = end
 
 
-def _table(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(rng, WHITE)
-    dx, dy, line = rng.randint(14, 50), rng.randint(8, 20), rng.choice(((180, 180, 180), (0, 0, 0)))
-    pen.rectangle((0, 0, width, dy), fill=_color(rng))
-    for y in range(dy, height, dy):
-        pen.line((0, y, width, y), fill=line)
-        for x in range(0, width, dx):
-            if rng.random() < 0.7:
-                box = (x + 3, y + 3, x + rng.randint(5, dx), y + dy // 2)
-                pen.rectangle(box, fill=(90, 90, 90))
-    for x in range(0, width, dx):
-        pen.line((x, 0, x, height), fill=line)
-    return image
-
-
 def _object(rng: Random) -> Image.Image:
     """One big thing in soft light on a table."""
     image = _sky(rng, (150, 150))
@@ -379,5 +364,5 @@ def _specks(rng: Random) -> Image.Image:
 PICTURES: tuple[Callable[[Random], Image.Image], ...] = (
     _clouds, _colored_noise, _grain, _gradient, _gradient, _stripes, _dead_leaves, _dead_leaves, _dead_leaves, _landscape,
     _landscape, _portrait, _document, _document, _screenshot, _screenshot, _screenshot, *[_chart] * 6,
-    _table, _object, _object, *[_specks] * 18,
+    _object, _object, *[_specks] * 18,
 )  # fmt: skip

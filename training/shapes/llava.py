@@ -5,7 +5,6 @@ has declared what it misses. Import them from here.
 """
 
 import engines.torch_backend  # noqa: F401  isort: skip
-from transformers import AutoProcessor as AutoProcessor
 from transformers import CLIPImageProcessor as CLIPImageProcessor
 from transformers import CLIPVisionConfig as CLIPVisionConfig
 from transformers import GenerationConfig as GenerationConfig

@@ -81,19 +81,6 @@ class Selector:
         return self.noun + ("es" if self.kind == "cross" else "s")
 
 
-def make_scene(background: str, *shapes: tuple[str, str, str] | tuple[str, str, str, str]) -> Scene:
-    """A scene from words, with its shapes in any order.
-
-    A shape is (color, kind, place) or (color, kind, place, size), "large" where the size is left out:
-    `make_scene("white", ("red", "star", "top left"))`.
-    """
-    made = [
-        Shape(kind, color, size[0] if size else "large", place)
-        for color, kind, place, *size in shapes
-    ]
-    return Scene(background, in_reading_order(made))
-
-
 def in_reading_order(shapes: list[Shape]) -> tuple[Shape, ...]:
     """The shapes from top left to bottom right."""
     return tuple(sorted(shapes, key=lambda shape: PLACES.index(shape.place)))

@@ -18,7 +18,7 @@ from tests.training.shapes.strangers import draw_framed, draw_plainly, draw_smoo
 from training.shapes.architecture import IMAGE_SIZE
 from training.shapes.evaluation import Message, evaluate, make_cases
 from training.shapes.gallery import to_input
-from training.shapes.world import make_scene
+from training.shapes.world import Scene, Shape
 
 CHECKPOINT = Path("engines/packages/shapes/checkpoint")
 FLOOR = 0.85
@@ -56,7 +56,7 @@ def test_it_has_the_files_of_a_llava_checkpoint():
 
 
 def test_images_are_prepared_as_in_training(answerer):
-    image = draw_smoothly(make_scene("white", ("red", "star", "center")), rng=Random(0))
+    image = draw_smoothly(Scene("white", (Shape("star", "red", "large", "center"),)), rng=Random(0))
     pixels = answerer.processor.image_processor(image, return_tensors="pt")["pixel_values"][0]
     mean, std = (
         torch.tensor(getattr(answerer.processor.image_processor, name))

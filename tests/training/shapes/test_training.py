@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from training.shapes.architecture import NUM_IMAGE_TOKENS, make_config
-from training.shapes.export import load_finetuned, load_tokenizer
+from training.shapes.export import load_finetuned
 from training.shapes.finetune import Learner, make_trainer, save, who_sees_whom
 from training.shapes.lessons import Album, Batch, make_batch
-from training.shapes.llava import LlavaForConditionalGeneration
+from training.shapes.llava import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 from training.shapes.sequences import Encoder
 
 CHECKPOINT = Path("engines/packages/shapes/checkpoint")
@@ -32,7 +32,9 @@ def batch() -> Batch:
     """The lessons of a small album."""
     album = Album(Random(0))
     album.draw(4, 4, 2)
-    return make_batch(album, Encoder(load_tokenizer(CHECKPOINT), NUM_IMAGE_TOKENS), 5)
+    return make_batch(
+        album, Encoder(PreTrainedTokenizerFast.from_pretrained(CHECKPOINT), NUM_IMAGE_TOKENS), 5
+    )
 
 
 def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch):
@@ -45,7 +47,7 @@ def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch):
 
 
 def test_what_is_saved_can_be_exported(tmp_path: Path):
-    tokenizer = load_tokenizer(CHECKPOINT)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     model = LlavaForConditionalGeneration._from_config(make_config(), dtype=torch.float32)
     weights = {name: each.detach() for name, each in model.named_parameters()}

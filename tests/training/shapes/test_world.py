@@ -12,7 +12,8 @@ from training.shapes.questions import (
 )
 from training.shapes.world import (
     MAX_SHAPES,
-    make_scene,
+    Scene,
+    Shape,
     sample_scene,
 )
 
@@ -45,8 +46,8 @@ def test_every_image_of_a_conversation_is_shown_once():
 
 
 def test_images_are_the_same_only_if_every_word_is():
-    smaller = make_scene("white", ("red", "star", "top left", "small"))
-    larger = make_scene("white", ("red", "star", "top left", "large"))
+    smaller = Scene("white", (Shape("star", "red", "small", "top left"),))
+    larger = Scene("white", (Shape("star", "red", "large", "top left"),))
     for seed in range(40):  # some questions are for differences
         same, other = (
             ask_about_pair("same", smaller, each, Random(seed)) for each in (smaller, larger)
