@@ -346,10 +346,8 @@ def ask_about_pair(topic: str, first: Scene, second: Scene, rng: Random) -> Ques
             return asker.put(topic, phrasings.WHICH_HAS_BACKGROUND, answer, None, **slots)
         case "same":
             return asker.put(topic, phrasings.SAME, answers.yes_no(first == second))
-        case "describe all":
-            return asker.put(topic, phrasings.DESCRIBE_ALL, answers.describe_all(scenes))
         case _:
-            raise ValueError(f"no pair topic {topic!r}")
+            return asker.put(topic, phrasings.DESCRIBE_ALL, answers.describe_all(scenes))
 
 
 def follow_up(subject: Shape, rng: Random) -> Question:
