@@ -5,7 +5,6 @@ same client, which is this process; every number is the median of the rounds. Al
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -172,12 +171,8 @@ def run_bare() -> Iterator[Target]:
 def run_vlm_fleet(
     settings: Mapping[str, str] = INSTANT, folder: Path | None = None
 ) -> Iterator[Target]:
-    """The fleet with its defaults, of the checkout in `folder`, on an engine that takes no time unless the environment
-    sets one.
-    """
-    kind = settings.get("VLM_ENGINE__KIND", "mock")
-    given = {name: os.environ[name] for name in INSTANT if name in os.environ}
-    with run_fleet(kind, {**settings, **given}, folder) as server:
+    """The fleet with its defaults, of the checkout in `folder`, on an engine that takes no time."""
+    with run_fleet(settings.get("VLM_ENGINE__KIND", "mock"), settings, folder) as server:
         model = ask(server.port, "/v1/models")["data"][0]["id"]
         family = psutil.Process(server.process.pid).children(recursive=True)
         yield Target(FLEET, server.port, model, {role: _find(family, role) for role in ROLES})

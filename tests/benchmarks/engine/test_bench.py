@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.engine.cost import ModelCost, Work, image_flops
 from benchmarks.engine.machine import Machine
-from benchmarks.engine.measure import Late, Run
+from benchmarks.engine.measure import Run
 from benchmarks.engine.report import show_report, to_row
 from benchmarks.engine.run import Bench, BenchOptions, run
 from deploy.capacity import read_figures
@@ -118,7 +118,7 @@ def test_figures_of_the_largest_batch_are_written_for_a_plan(tiny, tmp_path):
 
 
 def test_streams_are_slowed_by_what_their_gaps_grow_beside_a_late_prompt():
-    times = {"a": [1.0, 2.0, 3.0, 4.5, 6.5, 7.0], "late": [6.5]}
-    run = Run(7.0, times, 20, 1, [], Late("late", added_s=3.0, first_token_s=6.5))
+    times = {"a": [1.0, 2.0, 3.0, 4.5, 6.5]}
+    run = Run(6.5, times, 20, 1, [], late_at=3.0)
     assert run.slowdown == 2.0
     assert run.ttfts == [3.5]
