@@ -70,6 +70,9 @@ def make_checkpoint(
     if any(directory.iterdir()):
         raise FileExistsError(f"{directory} is not empty")
     write_files(directory)
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    (directory / "chat_template.jinja").write_text(LLAVA_TEMPLATE, encoding="utf-8")
     parameters = list_parameters(config)
     generator = torch.Generator().manual_seed(seed)
     # LLaMA's 0.02; narrow models need larger weights, or they repeat one token for ever.
@@ -257,9 +260,6 @@ def _write_smolvlm_files(directory: Path, config: PreTrainedConfig) -> None:
     package for videos.
     """
     config.save_pretrained(directory)
-    ends = {"bos_token_id": 1, "eos_token_id": 2}
-    (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
-    (directory / "chat_template.jinja").write_text(LLAVA_TEMPLATE, encoding="utf-8")
     backend = make_tokenizer(_NUM_BASE_TOKENS)
     backend.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in _ROWS])
     tokenizer: Any = PreTrainedTokenizerFast(

@@ -26,8 +26,6 @@ GROUP_SIZE = 4
 ALIKE = 0.16  # share of scenes whose shapes have one kind or one color
 CODE_LENGTH = 1 + 3 * len(PLACES)
 
-_MIRRORED_CELLS = [3 * row + column for row in range(3) for column in (2, 1, 0)]
-
 
 def encode(scene: Scene) -> np.ndarray:
     """A scene as numbers: background, then (kind, color, size) of each place; 0 is "no shape here"."""
@@ -51,12 +49,6 @@ def decode(code: np.ndarray) -> Scene:
             if kind
         ),
     )
-
-
-def mirror_codes(codes: np.ndarray) -> np.ndarray:
-    """The codes of the same images seen in a mirror (left and right exchanged)."""
-    cells = codes[..., 1:].reshape(*codes.shape[:-1], len(PLACES), 3)[..., _MIRRORED_CELLS, :]
-    return np.concatenate([codes[..., :1], cells.reshape(*codes.shape[:-1], -1)], axis=-1)
 
 
 def to_input(image: Image.Image, size: int) -> np.ndarray:

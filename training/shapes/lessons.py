@@ -29,9 +29,7 @@ from training.shapes.conversations import (
 from training.shapes.foreign_pictures import draw_foreign
 from training.shapes.gallery import (
     CODE_LENGTH,
-    decode,
     encode,
-    mirror_codes,
     render_group,
     to_input,
 )
@@ -40,7 +38,7 @@ from training.shapes.render import sample_style
 from training.shapes.sequences import MAX_GAP, Encoder, Packer
 from training.shapes.small_talk import sample_small_talk
 from training.shapes.structured import ask_with_tools, list_tools, sample_json, sample_tools
-from training.shapes.world import Scene, sample_scene
+from training.shapes.world import Scene, mirror, sample_scene
 
 LENGTH = 320  # tokens of every sequence
 MOST_GROUPS, MOST_FOREIGN, MOST_CLIPS = 1500, 1500, 500  # of an album
@@ -62,8 +60,7 @@ class Picture:
     is_clear: bool = True
 
     def mirror(self) -> "Picture":
-        scene = self.scene and decode(mirror_codes(encode(self.scene)))
-        return Picture(self.pixels[:, ::-1], scene, self.is_clear)
+        return Picture(self.pixels[:, ::-1], self.scene and mirror(self.scene), self.is_clear)
 
 
 class Album:

@@ -86,6 +86,15 @@ def in_reading_order(shapes: list[Shape]) -> tuple[Shape, ...]:
     return tuple(sorted(shapes, key=lambda shape: PLACES.index(shape.place)))
 
 
+def mirror(scene: Scene) -> Scene:
+    """The scene with left and right exchanged."""
+    shapes = []
+    for shape in scene.shapes:
+        row, column = divmod(PLACES.index(shape.place), 3)
+        shapes.append(replace(shape, place=PLACES[3 * row + 2 - column]))
+    return Scene(scene.background, in_reading_order(shapes))
+
+
 def sample_scene(rng: Random, num_shapes: int | None = None, alike: float = 0.0) -> Scene:
     """A random scene; `num_shapes` (0 to MAX_SHAPES) is drawn too unless given.
 
