@@ -128,8 +128,8 @@ def bench_engine(
     quantization: Annotated[str, typer.Option(help="none, int8 or int4.")] = "none",
     scenarios: Annotated[
         str,
-        typer.Option(help="Comma-separated: decode, prefill, image, repeat, mixed."),
-    ] = "decode,prefill,image,repeat,mixed",
+        typer.Option(help="Comma-separated: decode, prefill, image, mixed."),
+    ] = "decode,prefill,image,mixed",
     batch_sizes: Annotated[
         str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
     ] = "1,4,16",

@@ -154,17 +154,17 @@ def padded(folder: Path, dtype: torch.dtype) -> Compute:
     """Transformers over padded batches of texts of like lengths, the mean over what is real."""
     model = AutoModel.from_pretrained(folder, dtype=dtype, add_pooling_layer=False).eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding()
 
     @torch.inference_mode()
     def compute(texts: Sequence[str]) -> torch.Tensor:
-        ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
-        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-        out = torch.empty(len(ids), model.config.hidden_size)
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i].split()))
+        out = torch.empty(len(texts), model.config.hidden_size)
         for begin in range(0, len(order), BATCH_SIZE):
             batch = order[begin : begin + BATCH_SIZE]
-            longest = len(ids[batch[0]])
-            rows = torch.tensor([ids[i] + [0] * (longest - len(ids[i])) for i in batch])
-            mask = torch.tensor([[1] * len(ids[i]) + [0] * (longest - len(ids[i])) for i in batch])
+            encoded = tokenizer.encode_batch([texts[i] for i in batch])
+            rows = torch.tensor([each.ids for each in encoded])
+            mask = torch.tensor([each.attention_mask for each in encoded])
             hidden = model(input_ids=rows, attention_mask=mask).last_hidden_state.float()
             weights = mask[..., None].float()
             out[torch.tensor(batch)] = (hidden * weights).sum(1) / weights.sum(1)

@@ -83,9 +83,6 @@ class Bench:
         if scenario.is_late:
             return self._run_late(scenario, batch_size)
         requests = self._maker.make(scenario, batch_size, self.options.num_tokens)
-        if scenario.is_repeated:
-            run_requests(self.engine, self._counter, requests)
-            requests = [self._maker.again(request) for request in requests]
         return run_requests(self.engine, self._counter, requests)
 
     def _run_late(self, scenario: Scenario, num_streams: int) -> Run:

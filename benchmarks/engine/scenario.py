@@ -1,10 +1,9 @@
 """What the benchmark asks of an engine: requests of random tokens and random images, all added at once.
 
-Every request is new, so that no cache helps, but in `repeat`, which asks again what `image` would. Answers are greedy, of
-one length, and ignore the end token. Images come as pixels: decoding them is not the engine's.
+Every request is new, so that no cache helps. Answers are greedy, of one length, and ignore the end token. Images come as pixels: decoding them is not the engine's.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -22,7 +21,6 @@ class Scenario:
     num_text_tokens: int
     num_output_tokens: int | None = None
     has_image: bool = False
-    is_repeated: bool = False
     is_late: bool = False  #: one comes while as many as the batch size stream
 
 
@@ -32,7 +30,6 @@ SCENARIOS = {
         Scenario("decode", 16),
         Scenario("prefill", 512, num_output_tokens=1),
         Scenario("image", 32, has_image=True),
-        Scenario("repeat", 32, has_image=True, is_repeated=True),
         Scenario("mixed", 32, num_output_tokens=1, has_image=True, is_late=True),
     )
 }
@@ -49,9 +46,6 @@ class RequestMaker:
     def make(self, scenario: Scenario, count: int, num_tokens: int) -> list[EngineRequest]:
         """`num_tokens` of output each, unless the scenario says; shortened to the model's context."""
         return [self._make_one(scenario, num_tokens) for _ in range(count)]
-
-    def again(self, request: EngineRequest) -> EngineRequest:
-        return replace(request, request_id=self._next_id())
 
     def _make_one(self, scenario: Scenario, num_tokens: int) -> EngineRequest:
         num_slots = self._config.tokens_per_image if scenario.has_image else 0

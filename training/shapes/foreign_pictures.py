@@ -90,11 +90,9 @@ def _sky(rng: Random, size: tuple[int, int]) -> Image.Image:
 
 
 def _clouds(rng: Random) -> Image.Image:
+    if rng.random() < 0.5:
+        return _to_image(255 * np.stack([_noise(rng) for _ in range(3)], axis=-1))
     return _blend(_color(rng), _color(rng), _noise(rng))
-
-
-def _colored_noise(rng: Random) -> Image.Image:
-    return _to_image(255 * np.stack([_noise(rng) for _ in range(3)], axis=-1))
 
 
 def _grain(rng: Random) -> Image.Image:
@@ -362,7 +360,7 @@ def _specks(rng: Random) -> Image.Image:
 
 
 PICTURES: tuple[Callable[[Random], Image.Image], ...] = (
-    _clouds, _colored_noise, _grain, _gradient, _gradient, _stripes, _dead_leaves, _dead_leaves, _dead_leaves, _landscape,
+    _clouds, _clouds, _grain, _gradient, _gradient, _stripes, _dead_leaves, _dead_leaves, _dead_leaves, _landscape,
     _landscape, _portrait, _document, _document, _screenshot, _screenshot, _screenshot, *[_chart] * 6,
     _object, _object, *[_specks] * 18,
 )  # fmt: skip

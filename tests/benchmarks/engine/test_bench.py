@@ -84,7 +84,7 @@ def test_every_cell_is_measured_and_printed(tiny, capsys):
     options = BenchOptions(str(tiny), batch_sizes=(1, 3), num_tokens=4, rounds=2, device="cpu")
     bench = Bench(options)
     rows = bench.run_all()
-    names = ("decode", "prefill", "image", "repeat", "mixed")
+    names = ("decode", "prefill", "image", "mixed")
     cells = [(row.scenario, row.batch_size) for row in rows]
     assert cells == [(name, size) for name in names for size in (1, 3)]
     assert bench.machine.bytes_per_s > 0
