@@ -51,7 +51,8 @@ class RequestMaker:
         num_slots = self._config.tokens_per_image if scenario.has_image else 0
         num_tokens = min(scenario.num_output_tokens or num_tokens, max(2, self._max_model_len // 2))
         num_text = min(scenario.num_text_tokens, self._max_model_len - num_tokens - num_slots)
-        request_id = self._next_id()
+        self._num_made += 1
+        request_id = f"bench-{self._num_made}"
         images = ()
         if scenario.has_image:
             images = (ImageInput(0, num_slots, request_id, self._pixels()),)
@@ -66,7 +67,3 @@ class RequestMaker:
     def _pixels(self) -> torch.Tensor:
         size = self._config.vision.image_size
         return torch.randn(3, size, size, generator=self._generator)
-
-    def _next_id(self) -> str:
-        self._num_made += 1
-        return f"bench-{self._num_made}"
