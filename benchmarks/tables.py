@@ -45,10 +45,10 @@ def new_table(title: str, *columns: str) -> Table:
     return table
 
 
-def show(*parts: Table | str, min_width: int = 0) -> None:
-    """Print to standard output; a terminal of fewer characters than `min_width` breaks the lines, but no number."""
+def show(*parts: Table | str) -> None:
+    """Print to standard output; a terminal of fewer characters than a table needs breaks the lines, but no number."""
     console = Console(width=None if sys.stdout.isatty() else 200)
-    console.width = max(console.width, min_width)
+    console.width = max(console.width, 140)
     for part in parts:
         console.print(part)
 

@@ -24,8 +24,6 @@ _COLUMNS = (
     "of\nroofline",
     "peak\nMiB",
 )
-#: characters that the table needs; a narrower terminal breaks its lines, but no number
-TABLE_WIDTH = 140
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,6 @@ def show_report(machine: Machine, model: dict[str, Any], rows: list[Row]) -> Non
         f" {machine.load_average:.1f}; measured {machine.bytes_per_s / 1e9:.1f} GB/s,"
         f" {machine.flops_per_s / 1e9:,.0f} GFLOP/s",
         table,
-        min_width=TABLE_WIDTH,
     )
 
 

@@ -5,8 +5,6 @@ from statistics import median
 from benchmarks.peers.peer import WORKLOADS
 from benchmarks.tables import Spread, new_table, show
 
-#: characters that the tables need
-_TABLE_WIDTH = 140
 #: ours, and the file type of llama.cpp with as many bits of the checkpoint's bfloat16, which ours reads as it is stored
 _PAIRS = {"float32": "BF16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 
@@ -26,7 +24,7 @@ def show_results(about: dict[str, str | int], results: Results) -> None:
     for label, row in compare(results, names):
         ratios.add_row(label, *(f"{ratio:.2f}" if ratio else "" for ratio in row))
     title = ", ".join(f"{name} {value}" for name, value in about.items())
-    show(title, table, ratios, min_width=_TABLE_WIDTH)
+    show(title, table, ratios)
 
 
 def compare(results: Results, names: list[str]) -> list[tuple[str, list[float | None]]]:

@@ -107,7 +107,7 @@ def run(sizes: Sequence[int], dimensions: int, kinds: Sequence[str], num_queries
                     f"{index.stats().num_bytes / 1e6:.0f}",
                 )  # fmt: skip
                 index.close()
-    show(table, min_width=120)
+    show(table)
 
 
 def _measure(

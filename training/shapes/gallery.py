@@ -22,7 +22,6 @@ from training.shapes.world import (
     sample_variation,
 )
 
-GROUP_SIZE = 4
 ALIKE = 0.16  # share of scenes whose shapes have one kind or one color
 CODE_LENGTH = 1 + 3 * len(PLACES)
 
