@@ -1,7 +1,6 @@
 """The shape of the network: a LLaVA of about five million parameters, in the classes of `transformers`."""
 
 import torch
-from torch import nn
 
 from training.shapes.llava import (
     CLIPVisionConfig,
@@ -61,8 +60,3 @@ def normalize(images: torch.Tensor) -> torch.Tensor:
     """CLIP's normalization. Shapes: uint8 (N, H, W, 3) in, float (N, 3, H, W) out."""
     mean, std = (torch.tensor(each, device=images.device) for each in (IMAGE_MEAN, IMAGE_STD))
     return ((images / 255.0 - mean) / std).permute(0, 3, 1, 2).contiguous()
-
-
-def project(vision_tower: nn.Module, projector: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
-    """What the language model gets to see. Shapes: (N, 3, H, W) in, (N, P, text width) out."""
-    return projector(vision_tower(pixels).last_hidden_state[:, 1:])

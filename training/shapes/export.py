@@ -59,18 +59,6 @@ def name_tokenizer(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    return LlavaProcessor(
-        image_processor=make_image_processor(),
-        tokenizer=tokenizer,
-        patch_size=PATCH_SIZE,
-        vision_feature_select_strategy="default",
-        chat_template=CHAT_TEMPLATE,
-        image_token=IMAGE,
-        num_additional_image_tokens=1,
-    )
-
-
 def load_finetuned(folder: Path) -> tuple[LlavaForConditionalGeneration, PreTrainedTokenizerFast]:
     tokenizer = to_fast(Tokenizer.from_file(str(folder / "tokenizer.json")))
     model = LlavaForConditionalGeneration._from_config(make_config(), dtype=torch.float32)
@@ -91,7 +79,15 @@ def export(
         max_new_tokens=128,
     )
     model.save_pretrained(folder)
-    processor = make_processor(tokenizer)
+    processor = LlavaProcessor(
+        image_processor=make_image_processor(),
+        tokenizer=tokenizer,
+        patch_size=PATCH_SIZE,
+        vision_feature_select_strategy="default",
+        chat_template=CHAT_TEMPLATE,
+        image_token=IMAGE,
+        num_additional_image_tokens=1,
+    )
     processor.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from training import PACKAGES
-from training.shapes.architecture import NUM_IMAGE_TOKENS, normalize, project
+from training.shapes.architecture import normalize
 from training.shapes.code_book import CodeBook
 from training.shapes.lessons import Batch, Lessons
 from training.shapes.llava import LlavaForConditionalGeneration, PreTrainedTokenizerFast
@@ -43,7 +43,8 @@ class Learner(nn.Module):
         inner: Any = self.model.model
         decoder = inner.language_model
         images = normalize(_disturb(batch.images) if self.training else batch.images)
-        seen = project(inner.vision_tower, inner.multi_modal_projector, images)
+        seen = inner.vision_tower(images).last_hidden_state[:, 1:]
+        seen = inner.multi_modal_projector(seen)
         embeddings = decoder.embed_tokens(batch.token_ids)
         is_image = (batch.token_ids == IMAGE_ID).unsqueeze(-1).expand_as(embeddings)
         embeddings = embeddings.masked_scatter(is_image, seen.to(embeddings.dtype))
@@ -116,7 +117,7 @@ def main(
     is_cuda = target.type == "cuda"
     lessons = iter(
         DataLoader(
-            Lessons(Encoder(tokenizer, NUM_IMAGE_TOKENS), batch, seed),
+            Lessons(Encoder(tokenizer), batch, seed),
             batch_size=None,
             num_workers=workers,
             prefetch_factor=4,

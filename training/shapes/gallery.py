@@ -9,6 +9,7 @@ from random import Random
 import numpy as np
 from PIL import Image
 
+from training.shapes.architecture import IMAGE_SIZE
 from training.shapes.render import render, sample_style
 from training.shapes.world import (
     BACKGROUNDS,
@@ -50,9 +51,10 @@ def decode(code: np.ndarray) -> Scene:
     )
 
 
-def to_input(image: Image.Image, size: int) -> np.ndarray:
-    """An image as the model sees it: RGB, squashed to a square. Shapes: uint8 (size, size, 3)."""
-    return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC))
+def to_input(image: Image.Image) -> np.ndarray:
+    """An image as the models see it: RGB, squashed to a square. Shapes: uint8 (size, size, 3)."""
+    size = (IMAGE_SIZE, IMAGE_SIZE)
+    return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))
 
 
 def render_group(rng: Random) -> list[tuple[Scene, Image.Image]]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -75,13 +74,13 @@ class Album:
     def draw(self, num_groups: int, num_foreign: int, num_clips: int) -> None:
         for _ in range(num_groups):
             drawn = render_group(self.rng)
-            self.groups.append([Picture(_pixels(image), scene) for scene, image in drawn])
+            self.groups.append([Picture(to_input(image), scene) for scene, image in drawn])
         for _ in range(num_foreign):
-            self.foreign.append(Picture(_pixels(draw_foreign(self.rng)), None))
+            self.foreign.append(Picture(to_input(draw_foreign(self.rng)), None))
         for _ in range(num_clips):
             clip = sample_clip(self.rng, self.rng.choice((2, 3, 4, 4, 4, 4, 4, 4)))
             images = render_clip(clip, self.rng, sample_style(self.rng))
-            shown = zip(map(_pixels, images), clip.frames, clip.is_clear, strict=True)
+            shown = zip(map(to_input, images), clip.frames, clip.is_clear, strict=True)
             self.clips.append(([Picture(*each) for each in shown], clip))
 
     def any(self, alike: float = 0.0, foreign: float = 0.0) -> list[Picture]:
@@ -94,10 +93,6 @@ class Album:
         if rng.random() < foreign:
             pictures[rng.randrange(2)] = rng.choice(self.foreign)
         return [picture.mirror() for picture in pictures] if rng.random() < 0.5 else pictures
-
-
-def _pixels(image: Image.Image) -> np.ndarray:
-    return to_input(image, IMAGE_SIZE)
 
 
 #: The pictures of a sequence, in their order.

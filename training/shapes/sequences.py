@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerFast
 
+from training.shapes.architecture import NUM_IMAGE_TOKENS
 from training.shapes.conversations import Turn
 from training.shapes.questions import Question
 from training.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID
@@ -20,8 +21,7 @@ MAX_GAP = 700  # positions by which a branch may stand apart from its images, as
 class Encoder:
     """Text to token ids, piece by piece; the same ids as the chat template as a whole gives."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, num_image_tokens: int) -> None:
-        self.num_image_tokens = num_image_tokens
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.encode = lru_cache(100_000)(
             lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
         )
@@ -32,7 +32,7 @@ class Encoder:
 
     def images(self, num_images: int) -> list[int]:
         """A user's turn up to and including its images."""
-        image = [IMAGE_ID] * self.num_image_tokens + list(self.encode("\n"))
+        image = [IMAGE_ID] * NUM_IMAGE_TOKENS + list(self.encode("\n"))
         return [*self.encode("USER: "), *(num_images * image)]
 
     def question(self, text: str) -> list[int]:

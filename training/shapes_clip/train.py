@@ -108,7 +108,7 @@ def render_shard(index: int) -> tuple[np.ndarray, np.ndarray]:
     """Images and codes of some groups; the same index always gives the same."""
     rng = Random(index)
     drawn = [pair for _ in range(GROUPS_OF_A_SHARD) for pair in render_group(rng)]
-    images = np.stack([to_input(image, IMAGE_SIZE) for _, image in drawn])
+    images = np.stack([to_input(image) for _, image in drawn])
     return images, np.stack([encode(scene) for scene, _ in drawn])
 
 

@@ -18,7 +18,7 @@ def tokenizer():
 
 
 def test_a_packed_conversation_reads_as_the_chat_template_writes_it(tokenizer):
-    encoder = Encoder(tokenizer, num_image_tokens=NUM_IMAGE_TOKENS)
+    encoder = Encoder(tokenizer)
     packed = [
         *encoder.opening("Be brief."),
         *encoder.images(2),

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 import torch
 
-from training.shapes.architecture import NUM_IMAGE_TOKENS, make_config
+from training.shapes.architecture import make_config
 from training.shapes.export import load_finetuned
 from training.shapes.finetune import Learner, make_trainer, save, who_sees_whom
 from training.shapes.lessons import Album, Batch, make_batch
@@ -32,9 +32,7 @@ def batch() -> Batch:
     """The lessons of a small album."""
     album = Album(Random(0))
     album.draw(4, 4, 2)
-    return make_batch(
-        album, Encoder(PreTrainedTokenizerFast.from_pretrained(CHECKPOINT), NUM_IMAGE_TOKENS), 5
-    )
+    return make_batch(album, Encoder(PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)), 5)
 
 
 def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
-from training.shapes.architecture import IMAGE_SIZE
 from training.shapes.gallery import encode, render_group, to_input
 from training.shapes.llava import LlavaForConditionalGeneration
 from training.shapes.trainer import Trainer
@@ -28,7 +27,7 @@ def drawn():
 
 @pytest.fixture(scope="module")
 def images(drawn):
-    return torch.from_numpy(np.stack([to_input(image, IMAGE_SIZE) for _, image in drawn]))
+    return torch.from_numpy(np.stack([to_input(image) for _, image in drawn]))
 
 
 @pytest.fixture(scope="module")
