@@ -42,19 +42,17 @@ class Bench:
 
     def __init__(self, options: BenchOptions) -> None:
         """Load the model. Raises: what loading raises; ValueError for an unknown scenario."""
-        unknown = set(options.scenarios) - SCENARIOS.keys()
-        if unknown or min(options.batch_sizes) < 1:
-            raise ValueError(f"scenarios are {', '.join(SCENARIOS)}; batch sizes are at least 1")
+        if set(options.scenarios) - SCENARIOS.keys():
+            raise ValueError(f"scenarios are {', '.join(SCENARIOS)}")
         self.options = options
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, self.device)
-        num_seqs = max(options.batch_sizes) + 1  # and a late one
         settings = {
             "model": options.model,
             "device": options.device,
             "dtype": options.dtype,
             "quantization": options.quantization,
-            "max_num_seqs": num_seqs,
+            "max_num_seqs": max(options.batch_sizes) + 1,  # and a late one
         }
         engine = create_engine(settings).engine
         assert isinstance(engine, BatchingEngine)
@@ -79,16 +77,12 @@ class Bench:
         }
 
     def run(self, scenario: Scenario, batch_size: int) -> Run:
-        """One round of one cell. Raises: RequestError."""
-        if scenario.is_late:
-            return self._run_late(scenario, batch_size)
-        requests = self._maker.make(scenario, batch_size, self.options.num_tokens)
-        return run_requests(self.engine, self._counter, requests)
-
-    def _run_late(self, scenario: Scenario, num_streams: int) -> Run:
-        """Streams of `decode`, long enough for the late one's prompt."""
+        """One round of one cell; a late request comes to streams that are long enough for it. Raises: RequestError."""
+        if not scenario.is_late:
+            requests = self._maker.make(scenario, batch_size, self.options.num_tokens)
+            return run_requests(self.engine, self._counter, requests)
         length = self.engine.max_model_len
-        streams = self._maker.make(SCENARIOS["decode"], num_streams, length)
+        streams = self._maker.make(SCENARIOS["decode"], batch_size, length)
         [late] = self._maker.make(scenario, 1, length)
         return run_requests(self.engine, self._counter, streams, late)
 
