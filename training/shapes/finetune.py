@@ -4,14 +4,16 @@ python -m training.shapes.finetune --device cuda --workers 15 --seconds 340 --ou
 python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoint
 """
 
+import copy
 import os
+import shutil
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader
 from training import PACKAGES
 from training.shapes.architecture import normalize
 from training.shapes.code_book import CodeBook
+from training.shapes.export import WEIGHTS
 from training.shapes.lessons import Batch, Lessons
 from training.shapes.llava import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 from training.shapes.sequences import Encoder
@@ -90,15 +93,15 @@ def make_trainer(model: nn.Module, learning_rate: float, autocast: bool) -> Trai
     )  # fmt: skip
 
 
-def save(weights: dict[str, Tensor], folder: Path) -> None:
-    """Write weights in bfloat16; a run that is cut leaves the last ones whole."""
-    state = {name: each.to("cpu", torch.bfloat16).contiguous() for name, each in weights.items()}
-    save_file(state, folder / "weights.new")
-    (folder / "weights.new").rename(folder / "weights.safetensors")
+def save(model: LlavaForConditionalGeneration, checkpoint: Path) -> None:
+    """Replace the weights of a checkpoint, in bfloat16; a run that is cut leaves the last ones whole."""
+    with TemporaryDirectory(dir=checkpoint) as folder:
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
+        (Path(folder) / WEIGHTS).rename(checkpoint / WEIGHTS)
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="where the weights go")],
+    out: Annotated[Path, typer.Option(help="where the checkpoint goes")],
     start: Path = PACKAGES / "shapes" / "checkpoint",
     device: str = "cpu",
     seconds: Annotated[float, typer.Option(help="of the whole command")] = 340.0,
@@ -110,9 +113,8 @@ def main(
     """Learn until the time is up."""
     deadline = time.monotonic() + seconds - 10
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    out.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(start, out, dirs_exist_ok=True)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
-    tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"))
     target = torch.device(device)
     is_cuda = target.type == "cuda"
     lessons = iter(
@@ -138,7 +140,7 @@ def main(
         return learner(Batch(*drawn))
 
     def report() -> str:
-        save(trainer.average, out)
+        save(model, out)
         return f"{deadline - time.monotonic():.0f} s left"
 
     trainer.run(losses_of, report, seconds=deadline - time.monotonic())

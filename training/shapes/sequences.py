@@ -7,10 +7,9 @@ none sees another, so that images are read once and every conversation still loo
 from collections.abc import Sequence
 from functools import lru_cache
 
-from transformers import PreTrainedTokenizerFast
-
 from training.shapes.architecture import NUM_IMAGE_TOKENS
 from training.shapes.conversations import Turn
+from training.shapes.llava import PreTrainedTokenizerFast
 from training.shapes.questions import Question
 from training.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID
 

@@ -38,12 +38,11 @@ from training.shapes_clip.architecture import (
     take_over,
 )
 from training.shapes_clip.evaluation import evaluate, make_queries
-from training.shapes_clip.export import export
+from training.shapes_clip.export import EYE, export
 from training.shapes_clip.meaning import Meaning, learn_meaning
 from training.shapes_clip.queries import Query, sample_query
 from training.shapes_clip.tokenizer import train_tokenizer
 
-EYE = PACKAGES / "shapes" / "checkpoint"
 CHECKPOINT = PACKAGES / "shapes_clip" / "checkpoint"
 PLACE_OF_PATCHES = place_of_patches(IMAGE_SIZE // PATCH_SIZE)
 PATCHES_OF_A_PLACE = len(PLACE_OF_PATCHES) // len(PLACES)

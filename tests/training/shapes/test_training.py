@@ -1,16 +1,20 @@
 """Fine-tuning learns from lessons, and writes what `export` reads."""
 
+import shutil
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
-from training.shapes.architecture import make_config
-from training.shapes.export import load_finetuned
+from training.shapes.export import main as export
 from training.shapes.finetune import Learner, make_trainer, save, who_sees_whom
 from training.shapes.lessons import Album, Batch, make_batch
-from training.shapes.llava import LlavaForConditionalGeneration, PreTrainedTokenizerFast
+from training.shapes.llava import (
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 from training.shapes.sequences import Encoder
 
 CHECKPOINT = Path("engines/packages/shapes/checkpoint")
@@ -18,7 +22,7 @@ CHECKPOINT = Path("engines/packages/shapes/checkpoint")
 
 def make_learner() -> Learner:
     """Of a model with one narrow layer of each sort, as wide as the code book is long."""
-    config = make_config()
+    config = LlavaConfig.from_pretrained(CHECKPOINT)
     for part, width in ((config.vision_config, 48), (config.text_config, 80)):
         part.hidden_size = part.intermediate_size = width
         part.num_hidden_layers = 1
@@ -44,16 +48,20 @@ def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch):
         assert learner.eval()(batch)[0] < 0.9 * losses[0]
 
 
-def test_what_is_saved_can_be_exported(tmp_path: Path):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
-    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model = LlavaForConditionalGeneration._from_config(make_config(), dtype=torch.float32)
-    weights = {name: each.detach() for name, each in model.named_parameters()}
-    save(weights, tmp_path)
-    loaded, same = load_finetuned(tmp_path)
-    assert len(same) == len(tokenizer)
+def test_what_is_saved_is_averaged_and_loads(tmp_path: Path):
+    finetuned, mixed = tmp_path / "finetuned", tmp_path / "mixed"
+    shutil.copytree(CHECKPOINT, finetuned)
+    model = LlavaForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    save(model, finetuned)
+    export(finetuned, mixed, other=CHECKPOINT, share=0.5)
+    assert {path.name for path in mixed.iterdir()} == {path.name for path in CHECKPOINT.iterdir()}
+    loaded = LlavaForConditionalGeneration.from_pretrained(mixed, dtype=torch.float32)
     for name, weight in loaded.named_parameters():
-        torch.testing.assert_close(weight, weights[name], atol=1e-2, rtol=1e-2)
+        expected = 0.75 * model.get_parameter(name)
+        torch.testing.assert_close(weight, expected, atol=1e-2, rtol=1e-2)
 
 
 def test_branches_see_what_is_shared_and_themselves_only():
