@@ -7,10 +7,8 @@ from pathlib import Path
 import torch
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
-from training import PACKAGES
 from training.shapes.llava import CLIPImageProcessor
-
-EYE = PACKAGES / "shapes" / "checkpoint"  # of the chat model, which prepares images alike
+from training.shapes_clip.architecture import EYE
 
 
 def export(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -22,4 +20,4 @@ def export(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -
     settings = json.loads(file.read_text())
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # which any release of transformers has
     file.write_text(json.dumps(settings, indent=2) + "\n")
-    CLIPImageProcessor.from_pretrained(EYE).save_pretrained(folder)
+    CLIPImageProcessor.from_pretrained(EYE).save_pretrained(folder)  # images are prepared alike

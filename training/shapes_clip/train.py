@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
-from training import PACKAGES
 from training.shapes.architecture import IMAGE_SIZE, PATCH_SIZE
 from training.shapes.code_book import place_of_patches
 from training.shapes.gallery import decode, encode, render_group, to_input
@@ -31,34 +30,27 @@ from training.shapes.llava import LlavaForConditionalGeneration
 from training.shapes.trainer import Trainer
 from training.shapes.world import PLACES, sample_scene
 from training.shapes_clip.architecture import (
+    CHECKPOINT,
     DIMENSIONS,
+    EYE,
     look,
     make_model,
     see,
     take_over,
 )
 from training.shapes_clip.evaluation import evaluate, make_queries
-from training.shapes_clip.export import EYE, export
+from training.shapes_clip.export import export
 from training.shapes_clip.meaning import Meaning, learn_meaning
 from training.shapes_clip.queries import Query, sample_query
-from training.shapes_clip.tokenizer import train_tokenizer
 
-CHECKPOINT = PACKAGES / "shapes_clip" / "checkpoint"
 PLACE_OF_PATCHES = place_of_patches(IMAGE_SIZE // PATCH_SIZE)
 PATCHES_OF_A_PLACE = len(PLACE_OF_PATCHES) // len(PLACES)
 GROUPS_OF_A_SHARD = 512
 NUM_HELD_OUT = 1024  # images at the end of the gallery, which training never sees
-NUM_TEXTS = 20_000  # that the tokenizer learns from
 NUM_FOR_NEURONS = 256  # images that say which neurons matter
 TEXTS_OF_A_CHUNK = 32
 IMAGES_OF_A_STEP, TEXTS_OF_A_STEP = 256, 128
 TEXTS_TO_POLISH = 320  # of a step in which only texts learn
-
-
-def make_tokenizer(num_texts: int = NUM_TEXTS) -> PreTrainedTokenizerFast:
-    """The tokenizer; always the same."""
-    rng = Random(0)
-    return train_tokenizer(sample_query(sample_scene(rng), rng).text for _ in range(num_texts))
 
 
 class Student(nn.Module):
@@ -173,10 +165,10 @@ def main(
     """Train, report precision on held-out images, and write the checkpoint, now and then too."""
     torch.set_num_threads(1)
     images, codes = render_gallery(num_shards)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else make_tokenizer()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
     eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
     sample = torch.from_numpy(images[:NUM_FOR_NEURONS])
-    model = make_model(tokenizer, eye.model.vision_tower, sample)
+    model = make_model(eye.model.vision_tower, sample)
     if start:
         take_over(model, CLIPModel.from_pretrained(start, dtype=torch.float32))
     student = Student(model, tokenizer, learn_meaning(DIMENSIONS))

@@ -16,7 +16,7 @@ from training.shapes_clip.architecture import DIMENSIONS, look, make_model, see
 from training.shapes_clip.export import export
 from training.shapes_clip.meaning import learn_meaning
 from training.shapes_clip.queries import sample_query
-from training.shapes_clip.train import CHECKPOINT, EYE, Student, make_tokenizer
+from training.shapes_clip.train import CHECKPOINT, EYE, Student
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def images(drawn):
 @pytest.fixture(scope="module")
 def student(images):
     eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
-    tokenizer = make_tokenizer(400)
-    model = make_model(tokenizer, eye.model.vision_tower, images)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    model = make_model(eye.model.vision_tower, images)
     return Student(model, tokenizer, learn_meaning(DIMENSIONS, num_steps=2))
 
 
