@@ -59,9 +59,7 @@ def run_peers(
     with ExitStack() as stack:
         peers: dict[str, Peer] = {}
         for system in systems:
-            report(
-                f"loading {system}; the first time, what is missing is installed, which takes minutes"
-            )
+            report(f"loading {system}")
             python = peer_python(folder, system.partition(":")[0])
             peers[system] = Peer(system, python, options)
             stack.callback(peers[system].close)

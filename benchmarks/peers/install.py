@@ -30,6 +30,7 @@ def peer_python(folder: Path, maker: str) -> Path:
     environment = folder / maker
     python = environment / "bin" / "python"
     if not is_installed(folder, maker):
+        print(f"installing {maker}, once: minutes", file=sys.stderr, flush=True)
         venv.create(environment, with_pip=True)
         subprocess.run(
             [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", *_PACKAGES[maker]],

@@ -35,23 +35,21 @@ def make_model(eye: Any, images: Tensor) -> CLIPModel:
     vision.pre_layrnorm.load_state_dict(eye.pre_layrnorm.state_dict())
     for layer, taken in zip(vision.encoder.layers, _fewer_neurons(eye, images), strict=False):
         layer.load_state_dict(taken)
+    return freeze(model)
+
+
+def freeze(model: CLIPModel) -> CLIPModel:
+    """Let all learn but the layers of the chat model, of which only the end of the last does."""
+    vision: Any = model.vision_model
     vision.requires_grad_(False)
-    learning = (
+    for module in (
         vision.encoder.layers[-2].mlp,
         vision.encoder.layers[-2].layer_norm2,
         vision.encoder.layers[-1],
         vision.post_layernorm,
-    )
-    for module in learning:
+    ):
         module.requires_grad_(True)
     return model
-
-
-def take_over(model: CLIPModel, other: CLIPModel) -> None:
-    """Take over from another what learns."""
-    weights = other.state_dict()
-    learning = {name for name, each in model.named_parameters() if each.requires_grad}
-    model.load_state_dict({name: weights[name] for name in learning}, strict=False)
 
 
 @torch.no_grad()

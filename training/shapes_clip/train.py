@@ -33,10 +33,10 @@ from training.shapes_clip.architecture import (
     CHECKPOINT,
     DIMENSIONS,
     EYE,
+    freeze,
     look,
     make_model,
     see,
-    take_over,
 )
 from training.shapes_clip.evaluation import evaluate, make_queries
 from training.shapes_clip.export import export
@@ -166,11 +166,11 @@ def main(
     torch.set_num_threads(1)
     images, codes = render_gallery(num_shards)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
-    eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
-    sample = torch.from_numpy(images[:NUM_FOR_NEURONS])
-    model = make_model(eye.model.vision_tower, sample)
     if start:
-        take_over(model, CLIPModel.from_pretrained(start, dtype=torch.float32))
+        model = freeze(CLIPModel.from_pretrained(start, dtype=torch.float32))
+    else:
+        eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
+        model = make_model(eye.model.vision_tower, torch.from_numpy(images[:NUM_FOR_NEURONS]))
     student = Student(model, tokenizer, learn_meaning(DIMENSIONS))
     looked = look_at_all(student.model, images)
     generator, rng = np.random.default_rng(0), Random(0)
