@@ -115,10 +115,10 @@ def measure_cell(cell: Cell, target: Target, seconds: float, samples: Samples) -
 
 def run_checked(job: Job) -> Result:
     """Do one job. Raises: BenchError when an answer was wrong."""
-    result = uvloop.run(run_job(job))
-    if result.error:
-        raise BenchError(result.error)
-    return result
+    try:
+        return uvloop.run(run_job(job))
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{type(error).__name__}: {error}") from None
 
 
 def create_job(cell: Cell, target: Target, seconds: float, first_number: int) -> Job:
