@@ -10,8 +10,6 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from engines.text.chat_template import LLAVA_TEMPLATE
-
 UNK, BOS, EOS, IMAGE, PAD = "<unk>", "<s>", "</s>", "<image>", "<pad>"
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -58,7 +56,6 @@ def write_text_files(directory: Path, config: dict[str, Any]) -> None:
     side = {"height": vision["image_size"], "width": vision["image_size"]}
     files = {
         "config.json": config,
-        "generation_config.json": {"bos_token_id": 1, "eos_token_id": 2},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "processor_class": "LlavaProcessor",
@@ -95,5 +92,4 @@ def write_text_files(directory: Path, config: dict[str, Any]) -> None:
     }
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (directory / "chat_template.jinja").write_text(LLAVA_TEMPLATE, encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))

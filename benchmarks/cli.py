@@ -126,19 +126,15 @@ def bench_engine(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="none, int8 or int4.")] = "none",
-    cpu_kernels: Annotated[
-        Literal["fast", "exact"], typer.Option(help="As VLM_ENGINE__CPU_KERNELS.")
-    ] = "fast",
     scenarios: Annotated[
         str,
-        typer.Option(help="Comma-separated: decode, prefill, image, repeat, mixed."),
-    ] = "decode,prefill,image,repeat,mixed",
+        typer.Option(help="Comma-separated: decode, prefill, image, mixed."),
+    ] = "decode,prefill,image,mixed",
     batch_sizes: Annotated[
         str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
     ] = "1,4,16",
     num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
     figures: Annotated[
         Path | None,
         typer.Option(help="Also write what `vlm plan` reads; needs decode and prefill."),
@@ -152,13 +148,12 @@ def bench_engine(
         device=device,
         dtype=dtype,
         quantization=quantization,
-        cpu_kernels=cpu_kernels,
         scenarios=tuple(scenarios.split(",")),
         batch_sizes=tuple(_to_ints(batch_sizes)),
         num_tokens=num_tokens,
         rounds=rounds,
     )
-    run(options, as_json, figures)
+    run(options, figures)
 
 
 @app.command("peers")
@@ -171,34 +166,19 @@ def bench_peers(
         "ours:float32,ours:int8,ours:int4,transformers:float32,llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0"
     ),
     workloads: Annotated[str, typer.Option(help="Comma-separated.")] = (
-        "decode-1,decode-4,decode-16,prefill,image,first-token,repeat"
+        "decode-1,decode-4,decode-16,prefill,image,first-token"
     ),
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each system.")] = 2,
-    device: Annotated[str, typer.Option(help="cpu, or cuda without llama.cpp.")] = "cpu",
-    one_by_one: Annotated[
-        bool,
-        typer.Option("--one-by-one", help="Hold one system in memory at a time: for large models."),
-    ] = False,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Five minutes: 6 layers, decode-1 and prefill, 2 rounds."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """Measure the engine beside transformers and llama.cpp, which is built at first use, in turn."""
-    from benchmarks.peers.run import PeerOptions, run
+    from benchmarks.peers.run import run
 
-    options = PeerOptions(
-        model=model,
-        systems=tuple(systems.split(",")),
-        workloads=tuple(workloads.split(",")),
-        rounds=rounds,
-        num_threads=threads,
-        device=device,
-        one_by_one=one_by_one,
-    )
-    run(options.quick if quick else options, as_json)
+    run(model, systems.split(","), workloads.split(","), rounds, threads, quick)
 
 
 @app.command("burst")
@@ -276,14 +256,7 @@ def bench_media(
     run(seconds, frames, rounds)
 
 
-Shape = Literal[
-    "tiny",
-    "llava-1b",
-    "llava-1.5-7b",
-    "llama-125m",
-    "smolvlm2-500m",
-    "qwen2.5-vl-3b",
-]
+Shape = Literal["tiny", "llava-1b", "llava-1.5-7b", "smolvlm2-500m"]
 
 
 @app.command("checkpoint")

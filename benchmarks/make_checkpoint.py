@@ -1,16 +1,14 @@
-"""Checkpoints of real shapes with random weights, for tests and benchmarks: LLaVA as `llava-hf` publishes it, others as
-transformers saves them.
+"""Checkpoints of real shapes with random weights, for tests and benchmarks: LLaVA as `llava-hf` publishes it, SmolVLM2 as
+transformers saves it.
 
-Called by the command line and by tests. Memory is bounded by one shard: weights are generated and written one by
-one. The tokenizer is made up, so ids of control tokens are others than in the published models.
-Sources: `config.json` and the processors' files of HuggingFaceTB/SmolVLM2-500M-Video-Instruct and
-Qwen/Qwen2.5-VL-3B-Instruct.
+Memory is bounded by one shard: weights are generated and written one by one. The tokenizer is made up, so ids of
+control tokens are others than in the published models.
+Sources: `config.json` and the processors' files of HuggingFaceTB/SmolVLM2-500M-Video-Instruct.
 """
 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ MAX_SHARD_BYTES = 2 * 1024**3
 _NUM_SPARE_TOKENS = 64
 _NUM_BASE_TOKENS = 32000
 IMAGE_ID = _NUM_BASE_TOKENS  #: of `<image>`; `<pad>` follows, then the special tokens of a family
+SMOLVLM = "smolvlm2-500m"
 
 Parameter = tuple[str, tuple[int, ...]]
 
@@ -61,16 +60,19 @@ def make_checkpoint(
         content["dtype"] = str(dtype).removeprefix("torch.")
         content["image_seq_length"] = FAMILY.check(Fields("config.json", content)).tokens_per_image
         config, write_files = LlavaConfig(**content), partial(write_text_files, config=content)
-    elif shape in SHAPES:
-        config = SHAPES[shape].config(num_layers, dtype)
-        write_files = partial(SHAPES[shape].write_files, config=config)
+    elif shape == SMOLVLM:
+        config = smolvlm_config(num_layers, dtype)
+        write_files = partial(_write_smolvlm_files, config=config)
     else:
-        known = ", ".join((*LLAVA_SHAPES, *SHAPES))
+        known = ", ".join((*LLAVA_SHAPES, SMOLVLM))
         raise ValueError(f"shape {shape!r} is unknown; there are {known}")
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise FileExistsError(f"{directory} is not empty")
     write_files(directory)
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    (directory / "chat_template.jinja").write_text(LLAVA_TEMPLATE, encoding="utf-8")
     parameters = list_parameters(config)
     generator = torch.Generator().manual_seed(seed)
     # LLaMA's 0.02; narrow models need larger weights, or they repeat one token for ever.
@@ -134,7 +136,7 @@ def _lay_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _random_weight(
     name: str, shape: tuple[int, ...], std: float, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    is_gain = ("norm" in name or "layrnorm" in name or "ln_q" in name) and name.endswith("weight")
+    is_gain = "norm" in name and name.endswith("weight")
     weight = torch.empty(shape, dtype=dtype).normal_(0.0, std, generator=generator)
     return weight.add_(1.0) if is_gain else weight
 
@@ -225,137 +227,45 @@ LLAVA_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-# -- shapes of transformers
-@dataclass(frozen=True)
-class Shape:
-    """A model's class and configuration, and with images its processor and what a prompt has for one."""
-
-    architecture: str
-    create: Callable[[], PreTrainedConfig]
-    special: tuple[str, ...] = ()
-    create_processor: Callable[[Any], Any] | None = None
-    placeholder: str = "<image>"
-
-    def config(self, num_layers: int | None, dtype: torch.dtype) -> PreTrainedConfig:
-        """With so many layers at the most, in the decoder and in the tower."""
-        config = self.create()
-        config.architectures = [self.architecture]
-        config.dtype = dtype
-        if num_layers is not None:
-            _cut_layers(config, num_layers)
-        return config
-
-    def write_files(self, directory: Path, config: PreTrainedConfig) -> None:
-        """Everything but the weights. Raises: OSError."""
-        tokenizer = _create_tokenizer(self.special)
-        config.save_pretrained(directory)
-        ends = {"bos_token_id": 1, "eos_token_id": 2}
-        (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
-        (directory / "chat_template.jinja").write_text(
-            LLAVA_TEMPLATE.replace("<image>", self.placeholder), encoding="utf-8"
-        )
-        made = self.create_processor(tokenizer) if self.create_processor else tokenizer
-        made.save_pretrained(directory)
-
-
-def _cut_layers(config: PreTrainedConfig, num_layers: int) -> None:
-    text, vision = config.get_text_config(decoder=True), getattr(config, "vision_config", None)
-    for part, name in (
-        (text, "num_hidden_layers"),
-        (vision, "num_hidden_layers"),
-        (vision, "depth"),
-    ):
-        if part is not None and getattr(part, name, 0):
-            setattr(part, name, min(num_layers, getattr(part, name)))
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:num_layers]
-
-
-def _create_tokenizer(special: tuple[str, ...]) -> Any:
-    backend = make_tokenizer(_NUM_BASE_TOKENS)
-    backend.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in special])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
-    )  # fmt: skip
-
-
 # -- SmolVLM2
 _ROWS = ("<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)))
 
 
-def _smolvlm() -> PreTrainedConfig:
-    pad = IMAGE_ID + 1
-    return transformers.SmolVLMConfig(
+def smolvlm_config(num_layers: int | None, dtype: torch.dtype) -> PreTrainedConfig:
+    """With so many layers at the most, in the decoder and in the tower."""
+    most, pad = num_layers or 32, IMAGE_ID + 1
+    config = transformers.SmolVLMConfig(
         image_token_id=IMAGE_ID,
         scale_factor=4,
         pad_token_id=pad,  # pyright: ignore
         tie_word_embeddings=False,
         text_config={
             "model_type": "llama", "vocab_size": 49280, "hidden_size": 960, "intermediate_size": 2560,
-            "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64,
+            "num_hidden_layers": min(most, 32), "num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64,
             "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "bos_token_id": 1,
             "eos_token_id": 2, "pad_token_id": pad,
         },
         vision_config={
-            "model_type": "smolvlm_vision", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
-            "num_attention_heads": 12, "image_size": 512, "patch_size": 16,
+            "model_type": "smolvlm_vision", "hidden_size": 768, "intermediate_size": 3072,
+            "num_hidden_layers": min(most, 12), "num_attention_heads": 12, "image_size": 512, "patch_size": 16,
         },
     )  # fmt: skip
+    config.architectures = ["SmolVLMForConditionalGeneration"]
+    config.dtype = dtype
+    return config
 
 
-def _smolvlm_processor(tokenizer: Any) -> Any:
-    """That of Idefics3, which is the same for images; SmolVLM's own wants a package for videos."""
+def _write_smolvlm_files(directory: Path, config: PreTrainedConfig) -> None:
+    """Everything but the weights. The processor is that of Idefics3, which is the same for images; SmolVLM's own wants a
+    package for videos.
+    """
+    config.save_pretrained(directory)
+    backend = make_tokenizer(_NUM_BASE_TOKENS)
+    backend.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in _ROWS])
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )  # fmt: skip
     images = transformers.Idefics3ImageProcessor(
         size={"longest_edge": 2048}, max_image_size={"longest_edge": 512}
     )
-    return transformers.Idefics3Processor(images, tokenizer, image_seq_len=64)
-
-
-# -- Qwen2.5-VL
-_QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-
-
-def _qwen2_5_vl() -> PreTrainedConfig:
-    first = IMAGE_ID + 2
-    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return transformers.Qwen2_5_VLConfig(
-        **{name: first + number for number, name in enumerate(ids)},  # pyright: ignore
-        tie_word_embeddings=True,
-        text_config={
-            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-            "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 128000,
-            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-        },
-        vision_config={
-            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
-            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-        },
-    )  # fmt: skip
-
-
-def _qwen_processor(tokenizer: Any) -> Any:
-    return transformers.Qwen2_5_VLProcessor(
-        transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=3136, max_pixels=12845056),
-        tokenizer,
-        transformers.Qwen2VLVideoProcessor(),
-    )
-
-
-#: By name.
-SHAPES: dict[str, Shape] = {
-    "llama-125m": Shape(
-        "LlamaForCausalLM",
-        lambda: transformers.LlamaConfig(
-            vocab_size=32064, hidden_size=768, intermediate_size=1792, num_hidden_layers=12, num_attention_heads=12,
-            num_key_value_heads=12, max_position_embeddings=2048,
-        )
-    ),
-    "smolvlm2-500m": Shape(
-        "SmolVLMForConditionalGeneration", _smolvlm, _ROWS, _smolvlm_processor
-    ),
-    "qwen2.5-vl-3b": Shape(
-        "Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, _QWEN_SPECIAL, _qwen_processor, "<|vision_start|><|image_pad|><|vision_end|>"
-    ),
-}  # fmt: skip
+    transformers.Idefics3Processor(images, tokenizer, image_seq_len=64).save_pretrained(directory)

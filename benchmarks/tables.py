@@ -2,7 +2,7 @@
 
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,7 +24,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> "Spread":
-        """Of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, scale: float = 1.0) -> str:
@@ -46,12 +45,19 @@ def new_table(title: str, *columns: str) -> Table:
     return table
 
 
-def show(*parts: Table | str, min_width: int = 0) -> None:
-    """Print to standard output; a terminal of fewer characters than `min_width` breaks the lines, but no number."""
+def show(*parts: Table | str) -> None:
+    """Print to standard output; a terminal of fewer characters than a table needs breaks the lines, but no number."""
     console = Console(width=None if sys.stdout.isatty() else 200)
-    console.width = max(console.width, min_width)
+    console.width = max(console.width, 140)
     for part in parts:
         console.print(part)
+
+
+def in_turn(rounds: int, targets: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
+    """The round and each target, in every other round from last to first: a drift of the machine favours none."""
+    for number in range(rounds):
+        for target in targets if number % 2 == 0 else targets[::-1]:
+            yield number, target
 
 
 def measuring(turns: Iterable[Turn]) -> Iterable[Turn]:
@@ -66,5 +72,4 @@ def in_figures(value: float) -> str:
 
 
 def in_ms(seconds: float) -> str:
-    """Milliseconds to three figures."""
     return in_figures(1e3 * seconds)

@@ -82,7 +82,6 @@ def record() -> tuple[list[Piece], float, int]:
 
 
 def draw(pieces: list[Piece], killed_s: float, pid: int) -> str:
-    """The take as an animated SVG."""
     events = [(0.0, f'$ vlm chat --image shapes.png "{QUESTION}"\n')]
     events += [(1.0 + at_s, text) for at_s, text in pieces]
     end_s = events[-1][0]

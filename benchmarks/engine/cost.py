@@ -1,6 +1,6 @@
 """What a step must read and multiply at the least: the numerator of every roofline share.
 
-Used by the benchmark. Counts come from the model's shape and the step's tokens; norms, rotations, sampling and the
+Counts come from the model's shape and the step's tokens; norms, rotations, sampling and the
 copies that this engine makes are not counted, for a better engine could do without.
 
 Shape letters: C decoder width, F its inner width, T tokens of an image in the tower.
@@ -31,8 +31,6 @@ class Work:
 
 
 class ModelCost:
-    """The work of steps of one model."""
-
     def __init__(self, model: Llava, kv_dtype: torch.dtype) -> None:
         text = model.config.text
         decoder = model.language_model
@@ -69,7 +67,6 @@ class ModelCost:
 
 
 def image_flops(config: VLMConfig) -> int:
-    """One image through tower and projector."""
     vision, width = config.vision, config.text.hidden_size
     num_tokens = vision.num_patches + 1
     block = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size

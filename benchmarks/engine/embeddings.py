@@ -12,6 +12,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from random import Random
@@ -22,9 +23,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, BertConfig, BertModel, CLIPConfig, CLIPModel
 
-from benchmarks.peers.fleet import PeerProcess
-from benchmarks.peers.install import embedder_python
-from benchmarks.tables import new_table, show
+from benchmarks.peers.fleet import Peer, run_peers
+from benchmarks.tables import in_turn, new_table, show
 from engines.base import EngineCall
 from engines.pooling.batch import Row
 from engines.pooling.clip import ClipEncoder
@@ -48,9 +48,11 @@ CLIP = "clip-vit-b-32"
 NUM_IMAGES = 8
 BATCH_SIZE = 32  # of the others
 NUM_WORDS = 30_000
-#: What a peer is asked for, by its environment.
-PEERS = {"sentence-transformers": ("default", "bfloat16"), "infinity": ("float32", "bfloat16")}
-
+PEERS = tuple(
+    f"{maker}:{dtype}"
+    for maker in ("sentence-transformers", "infinity")
+    for dtype in ("float32", "bfloat16")
+)
 
 #: Seconds of CPU, and vectors.
 Compute = Callable[[Sequence[Any]], tuple[float, torch.Tensor]]
@@ -68,27 +70,27 @@ def run(shapes: Sequence[str], rounds: int, peers: Path | None) -> None:
 
 def measure(shape: str, rounds: int, peers: Path | None) -> list[Sequence[str]]:
     """Rows of all systems on all kinds of texts, one after another in every round."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = make_checkpoint(Path(name), shape)
-        processes = _start_peers(peers, name) if peers is not None else {}
-        systems: dict[str, Compute] = {
-            **{name: _answers_of(process) for name, process in processes.items()},
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_checkpoint(folder, shape)
+        systems: dict[str, Compute] = {}
+        if peers is not None:
+            options = {"checkpoint": str(folder)}
+            found = stack.enter_context(run_peers(PEERS, peers, options, print))
+            systems |= {name: _answers_of(peer) for name, peer in found.items()}
+        systems |= {
             "transformers float32, sorted": padded(folder, torch.float32),
             "transformers bfloat16, sorted": padded(folder, torch.bfloat16),
             "ours float32": ours(folder, torch.float32),
             "ours bfloat16": ours(folder, torch.bfloat16),
             "ours int8": ours(folder, torch.float32, is_int8=True),
         }
-        try:
-            rows: list[Sequence[str]] = []
-            for inputs, (least, most, count) in LENGTHS.items():
-                chance = Random(inputs)
-                texts = [_text(chance, chance.randint(least, most)) for _ in range(count)]
-                num_tokens = sum(len(text.split()) + 2 for text in texts)
-                rows += _measure(inputs, texts, num_tokens, rounds, systems)
-        finally:
-            for process in processes.values():
-                process.close()
+        rows: list[Sequence[str]] = []
+        for inputs, (least, most, count) in LENGTHS.items():
+            chance = Random(inputs)
+            texts = [_text(chance, chance.randint(least, most)) for _ in range(count)]
+            num_tokens = sum(len(text.split()) + 2 for text in texts)
+            rows += _measure(inputs, texts, num_tokens, rounds, systems)
     return rows
 
 
@@ -99,23 +101,22 @@ def measure_images(rounds: int) -> list[Sequence[str]]:
     pixels = list(torch.rand(NUM_IMAGES, 3, 224, 224))
     systems: dict[str, Compute] = {}
     theirs = open_clip.create_model("ViT-B-32-quickgelu").eval()
-    for dtype in (torch.float32, torch.bfloat16):
-        systems[f"open_clip {_name(dtype)}"] = _timed(_open_clip(theirs, dtype))
     with tempfile.TemporaryDirectory() as folder:
         CLIPModel(CLIPConfig()).save_pretrained(folder)
-        for dtype, is_int8 in (
-            (torch.float32, False),
-            (torch.bfloat16, False),
-            (torch.float32, True),
+        for name, dtype in (
+            ("float32", torch.float32),
+            ("bfloat16", torch.bfloat16),
+            ("int8", torch.float32),
         ):
+            if name != "int8":
+                systems[f"open_clip {name}"] = _timed(_open_clip(theirs, dtype))
             model = CLIPModel.from_pretrained(folder, dtype=dtype).eval()
-            prepare_linears(model, torch.device("cpu"), is_int8)
-            name = f"ours {'int8' if is_int8 else _name(dtype)}"
-            systems[name] = _timed(_our_images(ClipEncoder(model, None, None)))  # type: ignore[arg-type]
+            prepare_linears(model, torch.device("cpu"), name == "int8")
+            systems[f"ours {name}"] = _timed(_our_images(ClipEncoder(model, None, None)))  # type: ignore[arg-type]
     return _measure("images", pixels, 50 * NUM_IMAGES, rounds, systems)
 
 
-def make_checkpoint(folder: Path, shape: str) -> Path:
+def make_checkpoint(folder: Path, shape: str) -> None:
     """A BERT of a shape with random weights, and the files of sentence-transformers."""
     torch.manual_seed(0)
     config = BertConfig(**SHAPES[shape])
@@ -147,24 +148,23 @@ def make_checkpoint(folder: Path, shape: str) -> Path:
     }  # fmt: skip
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    return folder
 
 
 def padded(folder: Path, dtype: torch.dtype) -> Compute:
     """Transformers over padded batches of texts of like lengths, the mean over what is real."""
     model = AutoModel.from_pretrained(folder, dtype=dtype, add_pooling_layer=False).eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding()
 
     @torch.inference_mode()
     def compute(texts: Sequence[str]) -> torch.Tensor:
-        ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
-        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-        out = torch.empty(len(ids), model.config.hidden_size)
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i].split()))
+        out = torch.empty(len(texts), model.config.hidden_size)
         for begin in range(0, len(order), BATCH_SIZE):
             batch = order[begin : begin + BATCH_SIZE]
-            longest = len(ids[batch[0]])
-            rows = torch.tensor([ids[i] + [0] * (longest - len(ids[i])) for i in batch])
-            mask = torch.tensor([[1] * len(ids[i]) + [0] * (longest - len(ids[i])) for i in batch])
+            encoded = tokenizer.encode_batch([texts[i] for i in batch])
+            rows = torch.tensor([each.ids for each in encoded])
+            mask = torch.tensor([each.attention_mask for each in encoded])
             hidden = model(input_ids=rows, attention_mask=mask).last_hidden_state.float()
             weights = mask[..., None].float()
             out[torch.tensor(batch)] = (hidden * weights).sum(1) / weights.sum(1)
@@ -197,10 +197,9 @@ def _measure(
     """Medians of inputs and tokens a CPU second; speed and the least cosine are relative to the first system."""
     seconds: dict[str, list[float]] = {system: [] for system in systems}
     vectors: dict[str, torch.Tensor] = {}
-    for _ in range(rounds + 1):  # the first is not counted
-        for system, compute in systems.items():
-            took_s, vectors[system] = compute(inputs)
-            seconds[system].append(took_s)
+    for _, system in in_turn(rounds + 1, list(systems)):  # the first round is not counted
+        took_s, vectors[system] = systems[system](inputs)
+        seconds[system].append(took_s)
     base, *_ = systems
     rows = []
     for system, times in seconds.items():
@@ -212,22 +211,11 @@ def _measure(
     return rows
 
 
-def _start_peers(folder: Path, directory: str) -> dict[str, PeerProcess]:
-    child = str(Path(__file__).parents[1] / "peers" / "embedding_peer.py")
-    return {
-        f"{peer} {dtype}": PeerProcess(
-            peer, [str(embedder_python(folder, peer)), child, peer, directory, dtype]
-        )
-        for peer, dtypes in PEERS.items()
-        for dtype in dtypes
-    }
-
-
-def _answers_of(process: PeerProcess) -> Compute:
+def _answers_of(peer: Peer) -> Compute:
     def compute(texts: Sequence[str]) -> tuple[float, torch.Tensor]:
-        answer = process.ask(list(texts))
-        data = bytearray(base64.b64decode(answer["vectors"]))
-        return answer["seconds"], torch.frombuffer(data, dtype=torch.float32).view(len(texts), -1)
+        took_s, vectors = peer.ask("embed", texts=list(texts))
+        data = bytearray(base64.b64decode(vectors))
+        return took_s, torch.frombuffer(data, dtype=torch.float32).view(len(texts), -1)
 
     return compute
 
@@ -263,7 +251,3 @@ def _our_images(encoder: ClipEncoder) -> Callable[[Sequence[Any]], torch.Tensor]
 def _text(chance: Random, num_tokens: int) -> str:
     """Of so many tokens, two of which are put around it."""
     return " ".join(f"w{chance.randrange(NUM_WORDS)}" for _ in range(num_tokens))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,4 @@
-"""What a machine can do at its best: bytes read and operations done in a second. Measured, not looked up.
-
-Used by the benchmark, on the device and with the threads of the engine.
-"""
+"""What a machine can do at its best: bytes read and operations done in a second. Measured, not looked up."""
 
 import os
 import platform
@@ -23,7 +20,6 @@ class Machine:
     """Rates of the best of a few tries, and what else ran: `load_average` is the system's own of a minute."""
 
     device: str
-    cpu: str
     num_threads: int
     torch_version: str
     load_average: float
@@ -32,11 +28,8 @@ class Machine:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """A second of reading and multiplying."""
-    cpu = cpu_name()
     return Machine(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        cpu=cpu,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         num_threads=torch.get_num_threads(),
         torch_version=torch.__version__,
         load_average=os.getloadavg()[0],
@@ -81,7 +74,6 @@ def _best_s(compute: Callable[[], object], device: torch.device) -> float:
 
 
 def cpu_name() -> str:
-    """As the processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

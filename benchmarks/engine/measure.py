@@ -1,6 +1,6 @@
 """One run of one scenario on an engine: when each token came, and what the steps had to read and multiply.
 
-Used by the benchmark. TTFT, TPOT, ITL and the rates are those of `docs/performance.md`.
+TTFT, TPOT, ITL and the rates are those of `docs/performance.md`.
 """
 
 import math
@@ -37,7 +37,6 @@ class WorkCounter:
         return _CountedStep(self, batch, step, self._num_encoded() - before)
 
     def count(self, batch: Batch, result: StepResult, num_images: int) -> None:
-        """Note a step that encoded so many images."""
         computed = filter(None, shorten(batch.items, result.num_computed))
         self.steps.append(self._cost.step(Batch(list(computed)), num_images))
 
@@ -65,14 +64,17 @@ class _CountedStep:
 
 @dataclass(slots=True)
 class Run:
-    """What one run gave. Units: seconds since all requests were added; tokens."""
+    """What one run gave. Units: seconds since all requests were added; tokens.
+
+    `late_at`: when a request came beside these, whose first token ended the run.
+    """
 
     elapsed_s: float
     token_times: dict[str, list[float]]
     num_prompt_tokens: int
     num_images: int
     steps: list[Work] = field(default_factory=list)
-    late: "Late | None" = None
+    late_at: float | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -81,8 +83,8 @@ class Run:
     @property
     def ttfts(self) -> list[float]:
         """Time to first token of each request, or of the late one alone."""
-        if self.late is not None:
-            return [self.late.first_token_s - self.late.added_s]
+        if self.late_at is not None:
+            return [self.elapsed_s - self.late_at]
         return [times[0] for times in self.token_times.values()]
 
     @property
@@ -100,12 +102,11 @@ class Run:
     @property
     def slowdown(self) -> float | None:
         """The 99th percentile of the streams' gaps while the late prompt is computed, over their median before."""
-        if self.late is None:
+        if self.late_at is None:
             return None
-        streams = [times for name, times in self.token_times.items() if name != self.late.name]
-        gaps = [(a, b) for times in streams for a, b in pairwise(times)]
-        alone = [b - a for a, b in gaps if b <= self.late.added_s]
-        beside = sorted(b - a for a, b in gaps if self.late.added_s < b <= self.late.first_token_s)
+        gaps = [(a, b) for times in self.token_times.values() for a, b in pairwise(times)]
+        alone = [b - a for a, b in gaps if b <= self.late_at]
+        beside = sorted(b - a for a, b in gaps if b > self.late_at)
         return beside[math.ceil(0.99 * len(beside)) - 1] / statistics.median(alone)
 
     def rates(self) -> dict[str, float]:
@@ -124,15 +125,6 @@ class Run:
         """The least time that the machine needs for these steps, over the time they took."""
         least_s = sum(work.least_s(bytes_per_s, flops_per_s) for work in self.steps)
         return least_s / self.elapsed_s
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """A request that came while others ran, and when its first token did."""
-
-    name: str
-    added_s: float
-    first_token_s: float
 
 
 def run_requests(
@@ -165,11 +157,12 @@ def run_requests(
     if late:
         for name in times:
             engine.abort(name)
+        del times[late.request_id]
     return Run(
         elapsed_s=now,
         token_times=times,
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in every),
         num_images=sum(len(request.images) for request in every),
         steps=counter.steps,
-        late=Late(late.request_id, added_s, now) if late else None,
+        late_at=added_s if late else None,
     )

@@ -1,10 +1,7 @@
-"""Runs of a benchmark to medians and spreads, and these to JSON and a table.
-
-Used by the benchmark.
-"""
+"""Runs of a benchmark to medians and spreads, and these to a table."""
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.engine.machine import Machine
@@ -27,8 +24,6 @@ _COLUMNS = (
     "of\nroofline",
     "peak\nMiB",
 )
-#: characters that the table needs; a narrower terminal breaks its lines, but no number
-TABLE_WIDTH = 140
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,6 @@ class Row:
 def to_row(
     scenario: str, batch_size: int, runs: list[Run], machine: Machine, peak_bytes: int
 ) -> Row:
-    """Sum up the rounds of a cell."""
     rates = [run.rates() for run in runs]
     tpots = [value for run in runs for value in run.tpots]
     itls = sorted(value for run in runs for value in run.itls)
@@ -72,11 +66,6 @@ def to_row(
     )
 
 
-def to_json(machine: Machine, model: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
-    """Everything that was measured."""
-    return {"machine": asdict(machine), "model": model, "rows": [asdict(row) for row in rows]}
-
-
 def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
     """The costs that `vlm plan` reads, of the largest batch. Raises: ValueError without decode and prefill."""
     batch_size = max(row.batch_size for row in rows)
@@ -85,11 +74,9 @@ def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
         raise ValueError("--figures: --scenarios must contain decode and prefill")
     output_token_s = 1 / of["decode"]["output_tokens_per_s"].median
     image_s = None
-    if "image" in of:
-        rates = of["image"]
-        image_s = (1 - rates["output_tokens_per_s"].median * output_token_s) / rates[
-            "images_per_s"
-        ].median
+    if rates := of.get("image"):
+        images_s = 1 - rates["output_tokens_per_s"].median * output_token_s
+        image_s = images_s / rates["images_per_s"].median
     return EngineFigures(
         f"{machine.device}, {machine.num_threads} threads", model, batch_size, output_token_s,
         1 / of["prefill"]["total_tokens_per_s"].median, image_s and max(image_s, 1e-9),
@@ -107,7 +94,6 @@ def show_report(machine: Machine, model: dict[str, Any], rows: list[Row]) -> Non
         f" {machine.load_average:.1f}; measured {machine.bytes_per_s / 1e9:.1f} GB/s,"
         f" {machine.flops_per_s / 1e9:,.0f} GFLOP/s",
         table,
-        min_width=TABLE_WIDTH,
     )
 
 

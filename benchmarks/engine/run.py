@@ -4,15 +4,14 @@ Called by `vlm bench engine`. All cells share one engine and take turns, so that
 all of them alike. The model is loaded and warmed up, and each cell run once, before anything is measured.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.engine.cost import ModelCost
 from benchmarks.engine.machine import Machine, measure_machine, peak_bytes
 from benchmarks.engine.measure import Run, WorkCounter, run_requests
-from benchmarks.engine.report import Row, show_report, to_figures, to_json, to_row
+from benchmarks.engine.report import Row, show_report, to_figures, to_row
 from benchmarks.engine.scenario import SCENARIOS, RequestMaker, Scenario
 from benchmarks.tables import measuring
 from deploy.capacity import write_figures
@@ -32,7 +31,6 @@ class BenchOptions:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "none"
-    cpu_kernels: Literal["fast", "exact"] = "fast"
     scenarios: tuple[str, ...] = tuple(SCENARIOS)
     batch_sizes: tuple[int, ...] = (1, 4, 16)
     num_tokens: int = 64
@@ -40,26 +38,21 @@ class BenchOptions:
 
 
 class Bench:
-    """An engine under measurement."""
-
     machine: Machine  #: set by `run_all`
 
     def __init__(self, options: BenchOptions) -> None:
         """Load the model. Raises: what loading raises; ValueError for an unknown scenario."""
-        unknown = set(options.scenarios) - SCENARIOS.keys()
-        if unknown or min(options.batch_sizes) < 1:
-            raise ValueError(f"scenarios are {', '.join(SCENARIOS)}; batch sizes are at least 1")
+        if set(options.scenarios) - SCENARIOS.keys():
+            raise ValueError(f"scenarios are {', '.join(SCENARIOS)}")
         self.options = options
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, self.device)
-        num_seqs = max(options.batch_sizes) + 1  # and a late one
         settings = {
             "model": options.model,
             "device": options.device,
             "dtype": options.dtype,
             "quantization": options.quantization,
-            "cpu_kernels": options.cpu_kernels,
-            "max_num_seqs": num_seqs,
+            "max_num_seqs": max(options.batch_sizes) + 1,  # and a late one
         }
         engine = create_engine(settings).engine
         assert isinstance(engine, BatchingEngine)
@@ -73,7 +66,6 @@ class Bench:
         self._maker = RequestMaker(model.config, engine.max_model_len)
 
     def describe(self) -> dict[str, Any]:
-        """What the numbers belong to."""
         stats = self._stats
         return {
             "model": self.options.model,
@@ -85,19 +77,12 @@ class Bench:
         }
 
     def run(self, scenario: Scenario, batch_size: int) -> Run:
-        """One round of one cell. Raises: RequestError."""
-        if scenario.is_late:
-            return self._run_late(scenario, batch_size)
-        requests = self._maker.make(scenario, batch_size, self.options.num_tokens)
-        if scenario.is_repeated:
-            run_requests(self.engine, self._counter, requests)
-            requests = [self._maker.again(request) for request in requests]
-        return run_requests(self.engine, self._counter, requests)
-
-    def _run_late(self, scenario: Scenario, num_streams: int) -> Run:
-        """Streams of `decode`, long enough for the late one's prompt."""
+        """One round of one cell; a late request comes to streams that are long enough for it. Raises: RequestError."""
+        if not scenario.is_late:
+            requests = self._maker.make(scenario, batch_size, self.options.num_tokens)
+            return run_requests(self.engine, self._counter, requests)
         length = self.engine.max_model_len
-        streams = self._maker.make(SCENARIOS["decode"], num_streams, length)
+        streams = self._maker.make(SCENARIOS["decode"], batch_size, length)
         [late] = self._maker.make(scenario, 1, length)
         return run_requests(self.engine, self._counter, streams, late)
 
@@ -120,7 +105,7 @@ class Bench:
         ]
 
 
-def run(options: BenchOptions, as_json: bool, figures: Path | None = None) -> None:
+def run(options: BenchOptions, figures: Path | None = None) -> None:
     """The command. Raises: SystemExit with the reason."""
     try:
         bench = Bench(options)
@@ -129,7 +114,4 @@ def run(options: BenchOptions, as_json: bool, figures: Path | None = None) -> No
             write_figures(figures, to_figures(bench.machine, options.model, rows))
     except (EngineStartError, RequestError, ValueError) as error:
         raise SystemExit(f"bench engine: {error}") from None
-    if as_json:
-        print(json.dumps(to_json(bench.machine, bench.describe(), rows), indent=2))
-    else:
-        show_report(bench.machine, bench.describe(), rows)
+    show_report(bench.machine, bench.describe(), rows)

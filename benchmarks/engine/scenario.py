@@ -1,7 +1,6 @@
 """What the benchmark asks of an engine: requests of random tokens and random images, all added at once.
 
-Every request is new, so that no cache helps, but in `repeat`, which asks again what `image` would. Answers are greedy, of
-one length, and ignore the end token. Images come as pixels: decoding them is not the engine's.
+Every request is new, so that no cache helps. Answers are greedy, of one length, and ignore the end token. Images come as pixels: decoding them is not the engine's.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ class Scenario:
     num_text_tokens: int
     num_output_tokens: int | None = None
     has_image: bool = False
-    is_repeated: bool = False
     is_late: bool = False  #: one comes while as many as the batch size stream
 
 
@@ -32,42 +30,29 @@ SCENARIOS = {
         Scenario("decode", 16),
         Scenario("prefill", 512, num_output_tokens=1),
         Scenario("image", 32, has_image=True),
-        Scenario("repeat", 32, has_image=True, is_repeated=True),
         Scenario("mixed", 32, num_output_tokens=1, has_image=True, is_late=True),
     )
 }
 
 
 class RequestMaker:
-    """Requests for one model, from a seed."""
-
-    def __init__(
-        self,
-        config: VLMConfig,
-        max_model_len: int,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, config: VLMConfig, max_model_len: int) -> None:
         self._config = config
         self._max_model_len = max_model_len
-        self._random = Random(seed)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._random = Random(0)
+        self._generator = torch.Generator().manual_seed(0)
         self._num_made = 0
 
     def make(self, scenario: Scenario, count: int, num_tokens: int) -> list[EngineRequest]:
         """`num_tokens` of output each, unless the scenario says; shortened to the model's context."""
         return [self._make_one(scenario, num_tokens) for _ in range(count)]
 
-    def again(self, request: EngineRequest) -> EngineRequest:
-        """The same question under another id."""
-        return EngineRequest(
-            self._next_id(), request.prompt_token_ids, request.sampling, request.images
-        )
-
     def _make_one(self, scenario: Scenario, num_tokens: int) -> EngineRequest:
         num_slots = self._config.tokens_per_image if scenario.has_image else 0
         num_tokens = min(scenario.num_output_tokens or num_tokens, max(2, self._max_model_len // 2))
         num_text = min(scenario.num_text_tokens, self._max_model_len - num_tokens - num_slots)
-        request_id = self._next_id()
+        self._num_made += 1
+        request_id = f"bench-{self._num_made}"
         images = ()
         if scenario.has_image:
             images = (ImageInput(0, num_slots, request_id, self._pixels()),)
@@ -82,7 +67,3 @@ class RequestMaker:
     def _pixels(self) -> torch.Tensor:
         size = self._config.vision.image_size
         return torch.randn(3, size, size, generator=self._generator)
-
-    def _next_id(self) -> str:
-        self._num_made += 1
-        return f"bench-{self._num_made}"

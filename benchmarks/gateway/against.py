@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.gateway.run import BenchError, create_bodies, measure_cell, run_vlm_fleet
 from benchmarks.gateway.tables import ROLES, Cell, Samples
-from benchmarks.tables import in_ms, measuring, new_table
+from benchmarks.tables import in_ms, in_turn, measuring, new_table
 
 NUM_TURNS = 20  #: measurements of each cell and checkout per round
 
@@ -30,8 +30,7 @@ def run_against(
         with run_vlm_fleet() as ours, run_vlm_fleet(folder=folder) as theirs:
             for cell in cells:
                 pair = Samples(), Samples()
-                for number in range(2 * num_turns):
-                    side = (number + number // 2) % 2  # the order within a pair alternates
+                for _, side in in_turn(num_turns, (0, 1)):
                     measure_cell(cell, (ours, theirs)[side], seconds, pair[side])
                 found[cell].append(pair)
     return [to_table(found)]

@@ -5,7 +5,6 @@ same client, which is this process; every number is the median of the rounds. Al
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from benchmarks.gateway.tables import (
     to_cpu_table,
     to_tables,
 )
-from benchmarks.tables import measuring, show
+from benchmarks.tables import in_turn, measuring, show
 from loadtest.albums import NumberedUrls, noise_jpeg
 from loadtest.fleet import HOST, free_port, run_fleet, run_server
 
@@ -86,14 +85,8 @@ def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
     ]
     measured: Measured = {}
     with run_bare() as bare, run_vlm_fleet() as fleet:
-        # The order within a pair alternates, so that a drift of the machine favours neither.
-        turns = [
-            (cell, target)
-            for number in range(rounds)
-            for cell in cells
-            for target in ((bare, fleet) if number % 2 == 0 else (fleet, bare))
-        ]
-        for cell, target in measuring(turns):
+        turns = [(cell, target) for cell in cells for target in (bare, fleet)]
+        for _, (cell, target) in measuring(list(in_turn(rounds, turns))):
             samples = measured.setdefault((cell, target.name), Samples())
             measure_cell(cell, target, seconds, samples)
     return measured
@@ -122,10 +115,10 @@ def measure_cell(cell: Cell, target: Target, seconds: float, samples: Samples) -
 
 def run_checked(job: Job) -> Result:
     """Do one job. Raises: BenchError when an answer was wrong."""
-    result = uvloop.run(run_job(job))
-    if result.error:
-        raise BenchError(result.error)
-    return result
+    try:
+        return uvloop.run(run_job(job))
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{type(error).__name__}: {error}") from None
 
 
 def create_job(cell: Cell, target: Target, seconds: float, first_number: int) -> Job:
@@ -178,12 +171,8 @@ def run_bare() -> Iterator[Target]:
 def run_vlm_fleet(
     settings: Mapping[str, str] = INSTANT, folder: Path | None = None
 ) -> Iterator[Target]:
-    """The fleet with its defaults, of the checkout in `folder`, on an engine that takes no time unless the environment
-    sets one.
-    """
-    kind = settings.get("VLM_ENGINE__KIND", "mock")
-    given = {name: os.environ[name] for name in INSTANT if name in os.environ}
-    with run_fleet(kind, {**settings, **given}, folder) as server:
+    """The fleet with its defaults, of the checkout in `folder`, on an engine that takes no time."""
+    with run_fleet(settings.get("VLM_ENGINE__KIND", "mock"), settings, folder) as server:
         model = ask(server.port, "/v1/models")["data"][0]["id"]
         family = psutil.Process(server.process.pid).children(recursive=True)
         yield Target(FLEET, server.port, model, {role: _find(family, role) for role in ROLES})

@@ -7,8 +7,7 @@ listens on its port; the processes that compute are not counted.
 import json
 import platform
 from contextlib import ExitStack
-from dataclasses import replace
-from operator import truediv
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from urllib.parse import urlsplit
@@ -28,13 +27,21 @@ from benchmarks.gateway.run import (
     run_vlm_fleet,
 )
 from benchmarks.gateway.tables import FLEET, ROLES, pairs
-from benchmarks.tables import new_table, show
+from benchmarks.tables import in_turn, new_table, show
 from deploy.capacity import FleetFigures, write_figures
 from loadtest.albums import noise_jpeg
 
 FRONT = "server's front"
 NUM_TOKENS = 100  #: per stream of the mock engine
 PROMPT = "Tell me about a lighthouse."
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU seconds of each process per token, and tokens per second of all streams."""
+
+    cpu_s: dict[str, float]
+    rate: float
 
 
 def run(
@@ -45,28 +52,22 @@ def run(
         "VLM_ENGINE__KIND": kind, "VLM_ENGINE__MODEL": model, "VLM_ENGINE__URL": url,
         "VLM_ENGINE__MAX_NUM_SEQS": str(streams),
     }  # fmt: skip
-    costs: dict[str, list[dict[str, float]]] = {}
-    rates: dict[str, list[float]] = {}
     with ExitStack() as stack:
         targets = [_find_front(url)]
         if model:
             targets.append(stack.enter_context(run_vlm_fleet(settings)))
-        for number in range(rounds):
-            for target in targets if number % 2 == 0 else targets[::-1]:
-                found, rate = _measure(target, streams, tokens, seconds)
-                costs.setdefault(target.name, []).append(found)
-                rates.setdefault(target.name, []).append(rate)
+        costs = _measure_in_turn(targets, streams, tokens, seconds, rounds)
     cpu = new_table(f"CPU per streamed token, {streams} streams", "process", "us")
     speed = new_table(f"Tokens per second, {streams} streams", "target", "tokens/s")
     for name, rounds_of in costs.items():
-        for role in rounds_of[0]:
-            cpu.add_row(role, f"{median(each[role] for each in rounds_of) * 1e6:.1f}")
-        speed.add_row(name, f"{median(rates[name]):,.0f}")
+        for role in rounds_of[0].cpu_s:
+            cpu.add_row(role, f"{median(each.cpu_s[role] for each in rounds_of) * 1e6:.1f}")
+        speed.add_row(name, f"{median(each.rate for each in rounds_of):,.0f}")
     if model:
-        front, fleet = ([sum(each.values()) for each in costs[name]] for name in (FRONT, FLEET))
-        cpu.add_row("fleet : front", f"{median(map(truediv, fleet, front)):.2f}")
-        ratio = median(map(truediv, rates[FLEET], rates[FRONT]))
-        speed.add_row("fleet : front", f"{ratio:.3f}")
+        pairs_of = list(zip(costs[FLEET], costs[FRONT], strict=True))
+        ratio = median(sum(a.cpu_s.values()) / sum(b.cpu_s.values()) for a, b in pairs_of)
+        cpu.add_row("fleet : front", f"{ratio:.2f}")
+        speed.add_row("fleet : front", f"{median(a.rate / b.rate for a, b in pairs_of):.3f}")
     show(cpu, speed)
 
 
@@ -90,17 +91,14 @@ def _token_costs(
     if against is not None:
         check_checkout(against)
     folders = {"fleet": None} | ({} if against is None else {str(against): against})
-    costs: dict[str, list[dict[str, float]]] = {name: [] for name in folders}
     with ExitStack() as stack:
         fleets = [
             replace(stack.enter_context(run_vlm_fleet(settings, folder)), name=name)
             for name, folder in folders.items()
         ]
-        for number in range(rounds):
-            for fleet in fleets if number % 2 == 0 else fleets[::-1]:
-                costs[fleet.name].append(_measure(fleet, streams, NUM_TOKENS, seconds)[0])
+        costs = _measure_in_turn(fleets, streams, NUM_TOKENS, seconds, rounds)
     return {
-        name: {role: median(each[role] for each in found) for role in ROLES}
+        name: {role: median(each.cpu_s[role] for each in found) for role in ROLES}
         for name, found in costs.items()
     }
 
@@ -139,16 +137,20 @@ def _find_front(url: str) -> Target:
     return Target(FRONT, port, model, {FRONT: psutil.Process(pids.pop())})
 
 
-def _measure(
-    target: Target, streams: int, tokens: int, seconds: float
-) -> tuple[dict[str, float], float]:
-    """CPU seconds per token of each process, and tokens per second of all streams. Raises: BenchError."""
-    body = {
-        "model": target.model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens,
-        "temperature": 0, "ignore_eos": True, "stream": True,
-    }  # fmt: skip
-    before = target.cpu_s()
-    result = run_checked(Job(target.port, json.dumps(body), streams, seconds, stream=True))
-    after = target.cpu_s()
-    costs = {role: (after[role] - before[role]) / (result.num_all * tokens) for role in after}
-    return costs, result.num_requests * tokens / result.seconds
+def _measure_in_turn(
+    targets: list[Target], streams: int, tokens: int, seconds: float, rounds: int
+) -> dict[str, list[Cost]]:
+    """The rounds of each target. Raises: BenchError."""
+    costs: dict[str, list[Cost]] = {target.name: [] for target in targets}
+    for _, target in in_turn(rounds, targets):
+        body = {
+            "model": target.model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens,
+            "temperature": 0, "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        before = target.cpu_s()
+        result = run_checked(Job(target.port, json.dumps(body), streams, seconds, stream=True))
+        after = target.cpu_s()
+        num_tokens = result.num_all * tokens
+        cpu_s = {role: (after[role] - before[role]) / num_tokens for role in after}
+        costs[target.name].append(Cost(cpu_s, result.num_requests * tokens / result.seconds))
+    return costs

@@ -15,7 +15,7 @@ import httpx
 from PIL import Image
 
 from benchmarks.peers.prompts import IMAGE_SIZE
-from benchmarks.tables import Spread, new_table, show
+from benchmarks.tables import Spread, in_turn, new_table, show
 
 _TIMEOUT_S = 1800.0
 
@@ -77,13 +77,12 @@ def run(servers: list[Server], num_requests: int, num_tokens: int, rounds: int) 
             listed = httpx.get(f"{server.url}/v1/models", timeout=10).raise_for_status().json()
             server.model = listed["data"][0]["id"]
             asyncio.run(_burst(server, [_image(source)], num_tokens))  # loads and compiles
-        for number in range(rounds):
-            for server in servers:
-                images = [_image(source) for _ in range(num_requests)]
-                rate, latency_s = asyncio.run(_burst(server, images, num_tokens))
-                server.rates.append(rate)
-                server.latencies_s.append(latency_s)
-                print(f"round {number + 1}: {server.name} {rate:.3f} requests/s", flush=True)
+        for number, server in in_turn(rounds, servers):
+            images = [_image(source) for _ in range(num_requests)]
+            rate, latency_s = asyncio.run(_burst(server, images, num_tokens))
+            server.rates.append(rate)
+            server.latencies_s.append(latency_s)
+            print(f"round {number + 1}: {server.name} {rate:.3f} requests/s", flush=True)
     except httpx.HTTPError as error:
         raise SystemExit(f"bench burst: {error!r}") from None
     table = new_table(

@@ -4,36 +4,37 @@ Each has the same number of threads; loading is one after another.
 """
 
 import json
+import os
 import subprocess
-import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.install import is_installed, peers_python
-from benchmarks.peers.peer import Workload
+from benchmarks.peers.install import peer_python
+from loadtest.fleet import ROOT
 
 
 class PeerFailure(Exception):
     """A system's process ended; what it said is above, on stderr."""
 
 
-class PeerProcess:
+class Peer:
     """A system in a process of its own: it answers every line of JSON by one, and says first that it is loaded."""
 
-    def __init__(self, name: str, command: list[str]) -> None:
+    def __init__(self, system: str, python: Path, options: dict[str, Any]) -> None:
         """Raises: PeerFailure."""
-        self._name = name
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self._system = system
+        command = [str(python), "-m", "benchmarks.peers.worker", system, json.dumps(options)]
+        pipe, env = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
         self._read()
 
-    def ask(self, question: object) -> Any:
+    def ask(self, task: str, **arguments: Any) -> Any:
         """The answer. Raises: PeerFailure."""
         stdin = self._process.stdin
         assert stdin is not None
-        stdin.write(json.dumps(question) + "\n")
+        stdin.write(json.dumps([task, arguments]) + "\n")
         stdin.flush()
         return self._read()
 
@@ -42,7 +43,7 @@ class PeerProcess:
         assert stdout is not None
         line = stdout.readline()
         if not line:
-            raise PeerFailure(f"{self._name} ended")
+            raise PeerFailure(f"{self._system} ended")
         return json.loads(line)
 
     def close(self) -> None:
@@ -50,29 +51,16 @@ class PeerProcess:
         self._process.communicate()
 
 
-class Fleet(ExitStack):
-    """Systems that are loaded. Use as a context manager: leaving it ends the processes."""
-
-    def __init__(
-        self,
-        systems: Iterable[str],
-        folder: Path,
-        options: dict[str, Any],
-        report: Callable[[str], None],
-    ) -> None:
-        """Load all, reporting each. Raises: PeerFailure, and what installing raises."""
-        super().__init__()
-        self._processes: dict[str, PeerProcess] = {}
+@contextmanager
+def run_peers(
+    systems: Iterable[str], folder: Path, options: dict[str, Any], report: Callable[[str], None]
+) -> Iterator[dict[str, Peer]]:
+    """Systems that are loaded, by name. `folder`: of their environments. Raises: PeerFailure, and as `peer_python`."""
+    with ExitStack() as stack:
+        peers: dict[str, Peer] = {}
         for system in systems:
-            is_foreign = system.startswith("llama.cpp:")
-            if is_foreign and not is_installed(folder):
-                report("building llama.cpp, once: minutes")
             report(f"loading {system}")
-            python = str(peers_python(folder)) if is_foreign else sys.executable
-            command = [python, "-m", "benchmarks.peers.worker", system, json.dumps(options)]
-            self._processes[system] = PeerProcess(system, command)
-            self.callback(self._processes[system].close)
-
-    def ask(self, system: str, workload: Workload) -> float:
-        """Seconds. Raises: PeerFailure."""
-        return self._processes[system].ask([workload.task, workload.arguments])
+            python = peer_python(folder, system.partition(":")[0])
+            peers[system] = Peer(system, python, options)
+            stack.callback(peers[system].close)
+        yield peers

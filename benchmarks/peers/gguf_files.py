@@ -1,4 +1,4 @@
-"""A checkpoint as llama.cpp's files: the decoder of several families and, of LLaVA alone, the tower with its projector.
+"""A checkpoint of LLaVA as llama.cpp's files: the decoder, and the tower with its projector.
 
 Run where `gguf` is installed, which is not our own environment. Quantized decoders are made from the BF16 file by
 llama.cpp itself. Source: the formats are those that llama.cpp's `src/llama-arch.cpp` and `tools/mtmd/clip.cpp` read.
@@ -14,43 +14,31 @@ import gguf  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from transformers import AutoConfig
 
-from benchmarks.peers.peer import DECODERS
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import VisionConfig
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.models.vision import block_numbers
 
-#: What is before the part of a decoder's name that all families share.
-_PREFIX = re.compile(r"^.*?(?=layers\.|embed_tokens\.|norm\.)")
-_TOWERS = ("vision", "visual")
 _SUFFIXES = (".weight", ".bias")
 
 
 def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
     """The decoder, its matrices as `kind` (F32, F16, BF16). Raises: OSError, ValueError."""
     text: Any = AutoConfig.from_pretrained(checkpoint).get_text_config(decoder=True)
-    kind_of_decoder = DECODERS[text.model_type]
-    writer = gguf.GGUFWriter(target, kind_of_decoder)
+    writer = gguf.GGUFWriter(target, "llama")
     _describe_decoder(writer, text)
     _describe_tokenizer(writer, checkpoint, text.vocab_size)
-    turns_neighbours = kind_of_decoder == "llama"
     heads = {"attn_q": text.num_attention_heads, "attn_k": text.num_key_value_heads}
 
     def arrange(name: str, tensor: Tensor) -> Tensor:
         count = heads.get(name.split(".")[-2])
-        if count is None or not turns_neighbours:
-            return tensor
-        return _interleave_halves(tensor, count)
+        return tensor if count is None else _interleave_halves(tensor, count)
 
-    arch = next(x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == kind_of_decoder)
-    names = gguf.get_tensor_name_map(arch, text.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, text.num_hidden_layers)
 
     def rename(name: str) -> str | None:
-        if any(tower in name for tower in _TOWERS):
-            return None
-        if not name.endswith("lm_head.weight"):
-            return names.get_name(_PREFIX.sub("model.", name), _SUFFIXES)
-        return "output.weight"
+        own = name.removeprefix("language_model.")
+        return None if own == name else names.get_name(own, _SUFFIXES)
 
     _write_tensors(writer, checkpoint, kind, rename, arrange)
 
@@ -84,8 +72,6 @@ def _describe_decoder(writer: "gguf.GGUFWriter", text: Any) -> None:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if "mrope_section" in rope:
-        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     writer.add_layer_norm_rms_eps(text.rms_norm_eps)
     writer.add_vocab_size(text.vocab_size)
 

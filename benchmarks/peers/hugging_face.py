@@ -24,18 +24,15 @@ _MAX_STEPS = 128
 class HuggingFace:
     """The model in one precision, with one kind of cache."""
 
-    def __init__(
-        self, checkpoint: Path, precision: str, num_threads: int, device: str = "cpu"
-    ) -> None:
+    def __init__(self, checkpoint: Path, precision: str, num_threads: int) -> None:
         """Load. Raises: what transformers raises."""
         torch.set_num_threads(num_threads)
-        self._device = torch.device(device)
         self._dtype = getattr(torch, precision)
         self._prompts = ExamplePrompts(checkpoint)
         self._num_context = self._prompts.num_tokens
         disable_progress_bar()
         model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=self._dtype)
-        self._model: Any = model.eval().to(self._device)
+        self._model: Any = model.eval()
         self._is_static: dict[int, bool] = {}  # by batch size, where it is known
         self._generator = torch.Generator().manual_seed(0)
 
@@ -49,7 +46,7 @@ class HuggingFace:
 
     def _decode(self, batch_size: int, num_steps: int, is_static: bool) -> float:
         cache = self._filled_cache(batch_size, is_static)
-        token_ids = torch.full((batch_size, 1), 5, device=self._device)
+        token_ids = torch.full((batch_size, 1), 5)
         token_ids = self._next_tokens(input_ids=token_ids, past_key_values=cache)  # unmeasured
         started = time.perf_counter()
         for _ in range(num_steps):
@@ -59,34 +56,26 @@ class HuggingFace:
     @torch.inference_mode()
     def prefill(self) -> float:
         """One forward pass with logits of the last token only."""
-        token_ids = torch.tensor([self._prompts.text(self._num_context)], device=self._device)
+        token_ids = torch.tensor([self._prompts.text(self._num_context)])
         started = time.perf_counter()
         self._next_tokens(input_ids=token_ids, logits_to_keep=1)
         return time.perf_counter() - started
 
     @torch.inference_mode()
     def image(self) -> float:
-        """`get_image_features`."""
         inputs = joined_inputs(self._model, [_image(self._prompts.make())])
         started = time.perf_counter()
         self._model.base_model.get_image_features(**inputs)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
 
     @torch.inference_mode()
     def first_token(self) -> float:
-        """One forward pass with the image."""
         prompt = self._prompts.make()
-        token_ids = torch.tensor([prompt.token_ids], device=self._device)
+        token_ids = torch.tensor([prompt.token_ids])
         inputs = whole_inputs(self._model, token_ids, self._prompts.slot_id, [_image(prompt)])
         started = time.perf_counter()
         self._next_tokens(input_ids=token_ids, **inputs, logits_to_keep=1)
         return time.perf_counter() - started
-
-    def repeat(self) -> float:
-        """Nothing is remembered between calls of `generate`: the same as a new image."""
-        return self.first_token()
 
     def _next_tokens(self, **inputs: Any) -> Tensor:
         logits = self._model(**inputs).logits
@@ -101,7 +90,7 @@ class HuggingFace:
             cache = StaticCache(config=config, max_cache_len=self._num_context + _MAX_STEPS)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         shape = (batch_size, text.num_key_value_heads, self._num_context - 1, width)
-        noise = torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
+        noise = torch.randn(shape, generator=self._generator).to(self._dtype)
         for layer in range(text.num_hidden_layers):
             cache.update(noise.clone(), noise.clone(), layer)
         if hasattr(self._model.base_model, "rope_deltas"):

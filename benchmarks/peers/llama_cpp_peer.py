@@ -7,6 +7,8 @@ multimodal library. Batches decode behind copies of one computed context, each s
 import ctypes
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import llama_cpp  # pyright: ignore[reportMissingImports]
@@ -15,7 +17,6 @@ from llama_cpp import mtmd_cpp  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers.gguf_files import write_decoder, write_tower
 from benchmarks.peers.peer import NUM_TEXT_TOKENS
-from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.models.registry import find_family
 
 _MAX_STEPS = 128
@@ -24,23 +25,22 @@ _FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}  # llama_ftype
 
 
 class LlamaCpp:
-    """The model in one file type."""
-
     def __init__(
         self,
         checkpoint: Path,
         precision: str,
         num_threads: int,
         max_batch_size: int,
-        files: Path,
         num_context: int,
+        folder: str,
     ) -> None:
-        """Load, after writing the files if they are not there; a tower of LLaVA alone. Raises: RuntimeError."""
+        """Load, after writing the files if they are not there. Raises: RuntimeError."""
         self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._log, None)
         mtmd_cpp.mtmd_helper_log_set(self._log, None)
         llama_cpp.llama_backend_init()
         config = find_family(checkpoint)[1]
+        files = Path(folder) / "gguf" / checkpoint.name
         self._vocab_size: int = config.text.vocab_size
         self._num_context = num_context
         self._random = random.Random(0)
@@ -56,9 +56,8 @@ class LlamaCpp:
         if not model or not self._context:
             raise RuntimeError("llama.cpp did not load the decoder")
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._tower: _Tower | None = None
-        if isinstance(config, VLMConfig):
-            self._tower = _Tower(tower_file(checkpoint, files), model, num_threads, config)
+        tower = _made(files / "tower.gguf", partial(write_tower, checkpoint, kind=_TOWER_KIND))
+        self._tower = _Tower(tower, model, num_threads, config)
 
     def decode(self, batch_size: int, num_steps: int) -> float:
         """One token of every sequence a call."""
@@ -81,12 +80,10 @@ class LlamaCpp:
 
     def image(self) -> float:
         """Preprocessing is not in it."""
-        assert self._tower is not None
         return self._tower.encode(self._random)[0]
 
     def first_token(self) -> float:
         """The image, its features through the decoder, then the text."""
-        assert self._tower is not None
         elapsed, features = self._tower.encode(self._random)
         text = self._text(NUM_TEXT_TOKENS)
         llama_cpp.llama_memory_clear(self._memory, True)
@@ -94,10 +91,6 @@ class LlamaCpp:
         self._compute(_Batch.of_features(features))
         self._compute(_Batch([(t, len(features) + i, 0) for i, t in enumerate(text)], False))
         return elapsed + time.perf_counter() - started
-
-    def repeat(self) -> float:
-        """Its library keeps no prefixes; its server does."""
-        return self.first_token()
 
     def _prefill(self, token_ids: list[int]) -> float:
         llama_cpp.llama_memory_clear(self._memory, True)
@@ -201,27 +194,23 @@ class _Tower:
 
 def decoder_file(checkpoint: Path, files: Path, kind: str, num_threads: int) -> Path:
     """The decoder's file of a type, made if it is not there. Raises: RuntimeError, OSError."""
-    target = files / f"decoder-{kind}.gguf"
-    if target.exists():
-        return target
-    files.mkdir(parents=True, exist_ok=True)
-    part = target.with_suffix(".tmp")
-    if kind in _FILE_TYPES:
+
+    def write(target: Path) -> None:
+        if kind not in _FILE_TYPES:
+            return write_decoder(checkpoint, target, kind)
         source = decoder_file(checkpoint, files, "BF16", num_threads)
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.nthread = _FILE_TYPES[kind], num_threads
-        if llama_cpp.llama_model_quantize(bytes(source), bytes(part), ctypes.byref(params)) != 0:
+        if llama_cpp.llama_model_quantize(bytes(source), bytes(target), ctypes.byref(params)) != 0:
             raise RuntimeError(f"llama.cpp did not quantize to {kind}")
-    else:
-        write_decoder(checkpoint, part, kind)
+
+    return _made(files / f"decoder-{kind}.gguf", write)
+
+
+def _made(target: Path, write: Callable[[Path], None]) -> Path:
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_suffix(".tmp")
+    write(part)
     return part.rename(target)
-
-
-def tower_file(checkpoint: Path, files: Path) -> Path:
-    """The tower's file, made if it is not there. Raises: OSError."""
-    target = files / f"tower-{_TOWER_KIND}.gguf"
-    if not target.exists():
-        part = target.with_suffix(".tmp")
-        write_tower(checkpoint, part, _TOWER_KIND)
-        part.rename(target)
-    return target

@@ -5,7 +5,6 @@ own: reading them takes as long as reading true ones, and computing sixteen prom
 """
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,8 @@ _MAX_STEPS = 128
 
 
 class Ours:
-    """The engine in one precision."""
-
     def __init__(
-        self,
-        checkpoint: Path,
-        precision: str,
-        num_threads: int,
-        max_batch_size: int,
-        device: str = "cpu",
+        self, checkpoint: Path, precision: str, num_threads: int, max_batch_size: int
     ) -> None:
         """Load and warm up. Raises: what loading raises."""
         is_dtype = precision in ("float32", "bfloat16")
@@ -41,7 +33,7 @@ class Ours:
         num_blocks = -(-(self._num_context + _MAX_STEPS) // _BLOCK_SIZE)
         settings = {
             "model": str(checkpoint),
-            "device": device,
+            "device": "cpu",
             "dtype": precision if is_dtype else "auto",
             "quantization": "none" if is_dtype else precision,
             "num_threads": num_threads,
@@ -55,9 +47,7 @@ class Ours:
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
         self.engine, self.runner = engine, engine.runner
-        self._device = torch.device(device)
         self._num_requests = 0
-        self._last: EngineRequest | None = None
         self._skipping = _SkippingRunner(engine.runner)
         for pool in engine.runner.kv_pools:
             pool.data.normal_()  # untouched memory is one page of zeros, read from the cache
@@ -86,22 +76,12 @@ class Ours:
         images = self._prompts.make().images
         started = time.perf_counter()
         with torch.inference_mode():
-            self.runner.model.encode(images, self._device, self.runner._dtype)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            self.runner.model.encode(images, torch.device("cpu"), self.runner._dtype)
         return time.perf_counter() - started
 
     def first_token(self) -> float:
         """One request of one token."""
-        self._last = self._request(self._prompts.make(), 1)
-        return self._run(self._last)
-
-    def repeat(self) -> float:
-        """The same request under another id."""
-        if self._last is None:
-            self.first_token()
-        assert self._last is not None
-        return self._run(replace(self._last, request_id=self._next_id()))
+        return self._run(self._request(self._prompts.make(), 1))
 
     def _run(self, request: EngineRequest) -> float:
         started = time.perf_counter()
@@ -112,8 +92,9 @@ class Ours:
         return time.perf_counter() - started
 
     def _request(self, prompt: Prompt, max_tokens: int) -> EngineRequest:
+        self._num_requests += 1
         return EngineRequest(
-            self._next_id(),
+            f"peer-{self._num_requests}",
             prompt.token_ids,
             SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
             prompt.images,
@@ -122,10 +103,6 @@ class Ours:
 
     def _text(self, count: int) -> Prompt:
         return Prompt(self._prompts.text(count))
-
-    def _next_id(self) -> str:
-        self._num_requests += 1
-        return f"peer-{self._num_requests}"
 
 
 class _SkippingRunner:
@@ -138,6 +115,5 @@ class _SkippingRunner:
         return getattr(self.runner, name)
 
     def launch(self, batch: Batch) -> ComputedStep:
-        """A step of no time."""
         choices = [TokenChoice(5) if item.samples else None for item in batch.items]
         return ComputedStep(StepResult(choices))

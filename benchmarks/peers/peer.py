@@ -1,6 +1,6 @@
 """What a system under comparison can be asked, and the questions.
 
-Used by all of this package. Every answer is the seconds that something took; loading, warming up and preparing are
+Every answer is the seconds that something took; loading, warming up and preparing are
 not counted.
 """
 
@@ -12,8 +12,8 @@ NUM_TEXT_TOKENS = 32
 
 #: `decode`: steps of one token for each sequence, behind contexts of an image prompt's length. `prefill`: a new prompt of
 #: that length, of text, until its next token is known. `image`: tower and projector of one new image, pixels to features.
-#: `first_token`: a new image and text, until the first token is known. `repeat`: the last of these again.
-Task = Literal["decode", "prefill", "image", "first_token", "repeat"]
+#: `first_token`: a new image and text, until the first token is known.
+Task = Literal["decode", "prefill", "image", "first_token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,8 @@ WORKLOADS = {
         Workload("prefill", "prefill", "tok/s"),
         Workload("image", "image"),
         Workload("first-token", "first_token"),
-        Workload("repeat", "repeat"),
     )
 }
-
-#: Those without a tower.
-TEXT_WORKLOADS = tuple(name for name, x in WORKLOADS.items() if x.task in ("decode", "prefill"))
-
-#: llama.cpp's name of a decoder, by transformers' type of it.
-DECODERS = {"llama": "llama", "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl"}
-
 
 _PRECISIONS = {
     "ours": ("float32", "bfloat16", "int8", "int4"),

@@ -34,7 +34,6 @@ def make_vectors(count: int, dimensions: int, seed: int) -> np.ndarray:
 
 
 def make_items(vectors: np.ndarray) -> list[Item]:
-    """With a text and an attribute each."""
     return [
         Item(
             id=str(number),
@@ -47,7 +46,6 @@ def make_items(vectors: np.ndarray) -> list[Item]:
 
 
 def build(kind: str, items: Sequence[Item], folder: Path) -> VectorIndex:
-    """An index of them."""
     dimensions = len(items[0].vector) // 4
     if kind == "flat":
         parts = [write_part(folder, n, some) for n, some in enumerate(_batches(items, 50_000))]
@@ -81,7 +79,6 @@ def _cpu_ms(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def run(sizes: Sequence[int], dimensions: int, kinds: Sequence[str], num_queries: int) -> None:
-    """Print a table."""
     table = new_table("", "vectors", "index", "build CPU s", "query CPU ms", "p50 ms", "recall@10",
                   "1 % filter: CPU ms", "recall", "MB")  # fmt: skip
     for size in sizes:
@@ -110,7 +107,7 @@ def run(sizes: Sequence[int], dimensions: int, kinds: Sequence[str], num_queries
                     f"{index.stats().num_bytes / 1e6:.0f}",
                 )  # fmt: skip
                 index.close()
-    show(table, min_width=120)
+    show(table)
 
 
 def _measure(

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import (
-    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
 
 from benchmarks.make_checkpoint import (
     LLAVA_SHAPES,
-    SHAPES,
     list_parameters,
     make_checkpoint,
+    smolvlm_config,
 )
 
 
@@ -65,25 +65,25 @@ def test_a_large_checkpoint_is_sharded_and_indexed(tmp_path: Path) -> None:
     [
         ("llava-1b", 1.41),
         ("llava-1.5-7b", 7.06),
-        ("llama-125m", 0.127),
         ("smolvlm2-500m", 0.507),
-        ("qwen2.5-vl-3b", 3.75),
     ],
 )
 def test_shapes_have_the_parameters_of_their_models(shape: str, billions: float) -> None:
     if shape in LLAVA_SHAPES:
         config = LlavaConfig(**LLAVA_SHAPES[shape])
     else:
-        config = SHAPES[shape].config(None, torch.bfloat16)
+        config = smolvlm_config(None, torch.bfloat16)
 
     count = sum(math.prod(size) for _, size in list_parameters(config))
     assert count / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_a_shape_of_transformers_may_be_cut_to_fewer_layers(tmp_path: Path) -> None:
-    make_checkpoint("llama-125m", tmp_path / "t", num_layers=1)
+    make_checkpoint("smolvlm2-500m", tmp_path / "t", num_layers=1)
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "t", output_loading_info=True)
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "t", output_loading_info=True
+    )
     model, info = loaded
     assert not any(info.values())
-    assert len(model.model.layers) == 1
+    assert len(model.model.text_model.layers) == len(model.model.vision_model.encoder.layers) == 1

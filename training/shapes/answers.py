@@ -98,14 +98,12 @@ def what_is_beside(scene: Scene, other: Selector, side: str) -> str:
 
 
 def which(first: bool, second: bool) -> str:
-    """The word for what holds of two images."""
     return {(True, True): "both", (True, False): "first", (False, True): "second"}.get(
         (first, second), "neither"
     )
 
 
 def yes_no(truth: bool) -> str:
-    """The word for a truth."""
     return "yes" if truth else "no"
 
 
@@ -130,5 +128,4 @@ def a(shape: Shape) -> str:
 
 
 def missing(selector: Selector) -> str:
-    """What is said of what is not there."""
     return f"There is no {selector.noun}."

@@ -89,40 +89,37 @@ class Clip:
 def sample_clip(rng: Random, num_frames: int = 4) -> Clip:
     """A random clip: mostly one event, some with two or none."""
     while True:
-        scene = sample_scene(rng, rng.choice((1, 1, 2, 2, 3, 4)))
-        kinds = rng.choices(
-            ("move", "glide", "appear", "vanish", "change", "background", "none"),
-            (30, 30, 9, 9, 12, 3, 7),
-            k=2 if rng.random() < 0.18 else 1,
-        )
-        clip = _play(scene, kinds, num_frames, rng)
+        clip = _play(sample_scene(rng, rng.choice((1, 1, 2, 2, 3, 4))), num_frames, rng)
         if clip is not None:
             return clip
 
 
-def _play(scene: Scene, kinds: Sequence[str], num_frames: int, rng: Random) -> Clip | None:
-    """The clip in which this happens, each event to another shape; None if shapes would meet."""
-    actors = list(scene.shapes)
-    rng.shuffle(actors)
+def _play(scene: Scene, num_frames: int, rng: Random) -> Clip | None:
+    """A clip that begins with a scene, each event to another shape; None if shapes would meet."""
+    still = rng.sample(scene.shapes, len(scene.shapes))
     paths: list[Path] = []
     background = scene.background
-    for kind in kinds:
+    for kind in rng.choices(
+        ("move", "glide", "appear", "vanish", "change", "background", "none"),
+        (30, 30, 9, 9, 12, 3, 7),
+        k=2 if rng.random() < 0.18 else 1,
+    ):
+        when = rng.randrange(1, num_frames)
         if kind == "background":
             taken = {shape.color for shape in scene.shapes}
             background = rng.choice([word for word in BACKGROUNDS if word not in taken])
         elif kind == "appear":
-            shape = sample_scene(rng, 1).shapes[0]
-            paths.append((None, shape, rng.randrange(1, num_frames)))
-        elif kind != "none":
-            if not actors:
-                return None
-            paths.append(_path(actors.pop(), kind, rng.randrange(1, num_frames), rng))
+            paths.append((None, sample_scene(rng, 1).shapes[0], when))
+        elif kind != "none" and still:
+            before = still.pop()
+            after = None if kind == "vanish" else _changed(before, kind, rng)
+            paths.append((before, after, -1 if kind == "glide" else when))
     if any(before == after for before, after, _ in paths):
         return None
     when = rng.randrange(1, num_frames)
     frames, shifts = [], []
     for index in range(num_frames):
-        placed = _place(actors, paths, index, num_frames)
+        placed = _place(still, paths, index, num_frames)
         color = scene.background if index < when else background
         if placed is None or len(placed) > MAX_SHAPES + 1:
             return None
@@ -135,39 +132,30 @@ def _play(scene: Scene, kinds: Sequence[str], num_frames: int, rng: Random) -> C
     return Clip(tuple(frames), tuple(shifts), tuple(events))
 
 
+def _changed(shape: Shape, kind: str, rng: Random) -> Shape:
+    if kind != "change":
+        return replace(shape, place=rng.choice(PLACES))
+    what = rng.choice(("color", "color", "kind", "size"))
+    return replace(
+        shape, **{what: rng.choice({"color": COLORS, "kind": KINDS, "size": SIZES}[what])}
+    )
+
+
 def _place(
     still: list[Shape], paths: list[Path], index: int, num_frames: int
 ) -> dict[str, tuple[Shape, Point]] | None:
     """The shapes of a frame by their places, with how far they are from them; None if two meet."""
     placed: dict[str, tuple[Shape, Point]] = {shape.place: (shape, (0.0, 0.0)) for shape in still}
     for before, after, start in paths:
-        if start < 0:
-            assert before is not None
-            assert after is not None
+        shape, shift = (before if index < start else after), (0.0, 0.0)
+        if start < 0 and before and after:
             shape, shift = _between(before, after, index / (num_frames - 1))
-        else:
-            shape, shift = (before if index < start else after), (0.0, 0.0)
         if shape is None:
             continue
         if shape.place in placed:
             return None
         placed[shape.place] = shape, shift
     return placed
-
-
-def _path(actor: Shape, kind: str, when: int, rng: Random) -> Path:
-    """What becomes of a shape that is there."""
-    match kind:
-        case "move":
-            return actor, replace(actor, place=rng.choice(PLACES)), when
-        case "glide":
-            return actor, replace(actor, place=rng.choice(PLACES)), -1
-        case "vanish":
-            return actor, None, when
-        case _:
-            what = rng.choice(("color", "color", "kind", "size"))
-            value = rng.choice({"color": COLORS, "kind": KINDS, "size": SIZES}[what])
-            return actor, replace(actor, **{what: value}), when
 
 
 def _between(before: Shape, after: Shape, share: float) -> tuple[Shape, Point]:

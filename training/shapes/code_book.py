@@ -29,7 +29,6 @@ class CodeBook:
     """Orthonormal vectors. Shapes: `vectors[property]` (classes, width), `patch` (1, width), which is in every patch."""
 
     def __init__(self, width: int, device: torch.device) -> None:
-        """The code book for features of a width; the same one every time."""
         generator = torch.Generator().manual_seed(0)
         square = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q.to(device)
         sizes = [len(classes) for classes in CLASSES.values()]

@@ -44,47 +44,34 @@ class Conversation:
     system: str | None = None
 
 
-def sample_question(
-    scenes: Scenes, rng: Random, before: Question | None = None, plain: bool = False
-) -> Question:
+def sample_question(scenes: Scenes, rng: Random, before: Question | None = None) -> Question:
     """A question about the images seen so far; one that names no image means the latest."""
-    if not plain and rng.random() < OUTSIDE_SHARE:
+    if rng.random() < OUTSIDE_SHARE:
         return Question("outside", sample_small_talk(rng), OUTSIDE)
     if before and before.subject and rng.random() < 0.4:
-        return follow_up(before.subject, rng, plain)
-    if None in scenes:
-        index = rng.randrange(len(scenes)) if rng.random() < 0.5 else len(scenes) - 1
-        named = len(scenes) > 1 and (index < len(scenes) - 1 or rng.random() < 0.5)
-        if scenes[index] is None or len(scenes) == 1:
-            known = tuple(scene or sample_scene(rng) for scene in scenes)
-            if len(scenes) != 2 or named or rng.random() < 0.6:
-                question = _ask_about_one(known, index, named, rng, plain)
-            else:
-                question = _ask_about_pair(known, rng, plain)
-            return Question("outside", question.text, OUTSIDE)
-        return _ask_about_one(scenes, index, named, rng, plain)
-    known = tuple(scene for scene in scenes if scene is not None)
+        return follow_up(before.subject, rng)
+    known = tuple(scene or sample_scene(rng) for scene in scenes)
     if len(known) == 2 and rng.random() < 0.5:
-        return _ask_about_pair(known, rng, plain)
-    named = len(known) > 1 and rng.random() < 0.75
-    index = rng.randrange(len(known)) if named else len(known) - 1
-    return _ask_about_one(known, index, named, rng, plain)
+        question, meant = _ask_about_pair(known, rng), scenes
+    else:
+        named = len(known) > 1 and rng.random() < 0.75
+        index = rng.randrange(len(known)) if named else len(known) - 1
+        question, meant = _ask_about_one(known[index], index, named, rng), scenes[index : index + 1]
+    return Question("outside", question.text, OUTSIDE) if None in meant else question
 
 
-def _ask_about_one(scenes: Scenes, index: int, named: bool, rng: Random, plain: bool) -> Question:
-    scene = scenes[index]
-    assert scene is not None
+def _ask_about_one(scene: Scene, index: int, named: bool, rng: Random) -> Question:
     topics = tuple(SINGLE_TOPICS)
     topic = rng.choices(topics, [_SINGLE_WEIGHTS[name] for name in topics])[0]
-    return Asker(rng, scene, index, named, plain).ask(topic)
+    return Asker(rng, scene, index, named).ask(topic)
 
 
-def _ask_about_pair(scenes: tuple[Scene, ...], rng: Random, plain: bool) -> Question:
+def _ask_about_pair(scenes: tuple[Scene, ...], rng: Random) -> Question:
     first, second = scenes
-    if not plain and (clip := find_event(first, second)) and rng.random() < 0.35:
+    if (clip := find_event(first, second)) and rng.random() < 0.35:
         return ask_about_clip(clip, rng)
     topic = rng.choices(PAIR_TOPICS, [_PAIR_WEIGHTS[name] for name in PAIR_TOPICS])[0]
-    return ask_about_pair(topic, first, second, rng, plain)
+    return ask_about_pair(topic, first, second, rng)
 
 
 def sample_conversation(
@@ -107,7 +94,6 @@ def sample_conversation(
 
 
 def sample_system(rng: Random) -> str | None:
-    """A system message, mostly none."""
     chance = rng.random()
     if chance < 0.03:
         return sample_prose(rng)

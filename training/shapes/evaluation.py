@@ -1,6 +1,6 @@
 """Exact-match accuracy by topic, for anything that answers questions about images.
 
-The answerer is a function, so that the same questions go to a checkpoint (see `evaluate`) or over HTTP.
+The answerer is a function, so that the same questions go to a checkpoint or over HTTP.
 """
 
 from collections import Counter
@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from random import Random
 
 from PIL import Image
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from training.shapes.conversations import Conversation, sample_conversation
 from training.shapes.questions import (
@@ -20,7 +17,6 @@ from training.shapes.questions import (
     Asker,
     ask_about_pair,
 )
-from training.shapes.render import render, sample_style
 from training.shapes.world import Scene, sample_scene, sample_variation
 
 #: The topics that are reported together.
@@ -60,8 +56,6 @@ Answerer = Callable[[Sequence[Message]], str]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question to be answered, and what is right."""
-
     topic: str
     messages: tuple[Message, ...]
     answer: str
@@ -83,14 +77,7 @@ class Score:
         )
 
 
-def draw_by_any_program(scene: Scene, rng: Random) -> Image.Image:
-    """The renderer of training: a new drawing program for every image."""
-    return render(scene, rng, sample_style(rng))
-
-
-def make_cases(
-    num_scenes: int, seed: int = 1_000_000, draw: Renderer = draw_by_any_program
-) -> Iterator[Case]:
+def make_cases(num_scenes: int, draw: Renderer, seed: int = 1_000_000) -> Iterator[Case]:
     """For each of `num_scenes` fresh scenes a question of every single topic, of every topic about two
     images (with a second scene), and a conversation of three turns.
     """
@@ -125,24 +112,10 @@ def last_of(conversation: Conversation, images: Sequence[Image.Image]) -> Case:
 def evaluate(answer: Answerer, cases: Sequence[Case]) -> Score:
     """Ask everything, compare exactly (but for space around the answer)."""
     score = Score()
-    for case in track(cases, description="asking"):
+    for case in cases:
         said = answer(case.messages).strip()
         score.asked[case.topic] += 1
         score.right[case.topic] += said == case.answer
         if said != case.answer:
             score.mistakes.append((case, said))
     return score
-
-
-def report(score: Score, console: Console) -> None:
-    """A table by topic and by group."""
-    table = Table("topic", "asked", "right", "accuracy")
-    for topic in score.asked:
-        table.add_row(
-            topic, str(score.asked[topic]), str(score.right[topic]), f"{score.accuracy(topic):.1%}"
-        )
-    table.add_section()
-    for name, topics in GROUPS.items():
-        counts = (sum(counter[topic] for topic in topics) for counter in (score.asked, score.right))
-        table.add_row(name, *map(str, counts), f"{score.accuracy(*topics):.1%}")
-    console.print(table)

@@ -52,9 +52,11 @@ def _ground(rng: Random) -> Rgb:
     return rng.choice((_color(rng), pale, pale))
 
 
-def _canvas(rng: Random, *colors: Rgb) -> tuple[Image.Image, ImageDraw.ImageDraw, int, int]:
+def _canvas(
+    rng: Random, *colors: Rgb, scale: int = 1
+) -> tuple[Image.Image, ImageDraw.ImageDraw, int, int]:
     """Of one of the colors, or of any."""
-    width = rng.randint(110, 220)
+    width = scale * rng.randint(110, 220)
     height = round(width * rng.choice((1, 1, 0.75, 0.62, 1.4)))
     image = Image.new("RGB", (width, height), rng.choice(colors) if colors else _color(rng))
     return image, ImageDraw.Draw(image), width, height
@@ -88,11 +90,9 @@ def _sky(rng: Random, size: tuple[int, int]) -> Image.Image:
 
 
 def _clouds(rng: Random) -> Image.Image:
+    if rng.random() < 0.5:
+        return _to_image(255 * np.stack([_noise(rng) for _ in range(3)], axis=-1))
     return _blend(_color(rng), _color(rng), _noise(rng))
-
-
-def _colored_noise(rng: Random) -> Image.Image:
-    return _to_image(255 * np.stack([_noise(rng) for _ in range(3)], axis=-1))
 
 
 def _grain(rng: Random) -> Image.Image:
@@ -254,113 +254,59 @@ def _screenshot(rng: Random) -> Image.Image:
     return image
 
 
-def _bars(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(rng, WHITE, (250, 250, 250), (30, 30, 40))
-    number, color, base = rng.randint(3, 12), _color(rng), height - rng.randint(8, 24)
-    axis = (120, 120, 120)
-    pen.line((16, 6, 16, base, width - 4, base), fill=axis)
-    for line in range(rng.choice((0, 4, 6))):
-        pen.line((16, base - line * 20, width - 4, base - line * 20), fill=(200, 200, 200))
-    step = (width - 24) / number
-    for index in range(number):
-        x, top = 20 + index * step, base - rng.uniform(0.05, 0.9) * (base - 10)
-        fill = color if number % 2 else _color(rng)
-        pen.rectangle((x, top, x + step * rng.uniform(0.5, 0.9), base), fill=fill)
+def _chart(rng: Random) -> Image.Image:
+    """Bars, curves, points or a pie."""
+    image, pen, width, height = _canvas(rng, WHITE, (248, 248, 250), (30, 30, 40), (20, 22, 30))
+    base, axis = height - rng.randint(8, 24), (120, 120, 120)
+    draw = rng.choice((_bars, _bars, _curves, _curves, _points, _pie))
+    if draw is not _pie:
+        pen.line((16, 6, 16, base, width - 4, base), fill=axis)
+        for line in range(rng.choice((0, 4, 6))):
+            pen.line((16, base - line * 20, width - 4, base - line * 20), fill=(200, 200, 200))
+    draw(rng, pen, width, base)
+    for x in range(20, width, rng.randint(12, 40)):
         if rng.random() < 0.5:
             pen.text((x, base + 2), rng.choice("ABCDE12345"), fill=axis)
     return image if rng.random() < 0.75 else image.transpose(Image.Transpose.ROTATE_270)
 
 
-def _curves(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(rng, WHITE, (245, 245, 250), (20, 22, 30))
-    pen.line((14, 5, 14, height - 12, width - 4, height - 12), fill=(130, 130, 130))
+def _bars(rng: Random, pen: ImageDraw.ImageDraw, width: int, base: int) -> None:
+    number, color = rng.randint(3, 12), _color(rng)
+    step = (width - 24) / number
+    for index in range(number):
+        x, top = 20 + index * step, base - rng.uniform(0.05, 0.9) * (base - 10)
+        fill = color if number % 2 else _color(rng)
+        pen.rectangle((x, top, x + step * rng.uniform(0.5, 0.9), base), fill=fill)
+
+
+def _curves(rng: Random, pen: ImageDraw.ImageDraw, width: int, base: int) -> None:
     for _ in range(rng.randint(1, 4)):
-        y, color, points = rng.uniform(0.2, 0.8) * height, _color(rng), []
-        for x in range(14, width, rng.randint(3, 14)):
-            y = min(height - 14, max(5, y + rng.gauss(0, 9)))
+        y, color, points = rng.uniform(0.2, 0.8) * base, _color(rng), []
+        for x in range(16, width, rng.randint(3, 14)):
+            y = min(base, max(5, y + rng.gauss(0, 9)))
             points.append((x, y))
         pen.line(points, fill=color, width=rng.randint(1, 3))
-        if rng.random() < 0.3:
-            for x, y in points:
-                pen.ellipse((x - 2, y - 2, x + 2, y + 2), fill=color)
-    return image
+        for point in points if rng.random() < 0.3 else ():
+            pen.circle(point, 2, fill=color)
 
 
-def _pie(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(rng, WHITE, (240, 240, 240), (40, 40, 50))
-    r, start = rng.uniform(0.25, 0.45) * min(width, height), 0.0
-    x, y = width * rng.uniform(0.4, 0.6), height * rng.uniform(0.45, 0.55)
-    box = (x - r, y - r, x + r, y + r)
-    while start < 360:
-        end = start + rng.uniform(20, 150)
-        pen.pieslice(box, start, min(360, end), fill=_color(rng), outline=WHITE)
-        start = end
-    return image
-
-
-def _scatter(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(rng, WHITE, (248, 248, 248), (10, 10, 20))
+def _points(rng: Random, pen: ImageDraw.ImageDraw, width: int, base: int) -> None:
     for _ in range(rng.randint(1, 4)):
-        x, y = rng.uniform(0.2, 0.8) * width, rng.uniform(0.2, 0.8) * height
+        x, y = rng.uniform(0.2, 0.8) * width, rng.uniform(0.2, 0.8) * base
         spread, color = rng.uniform(5, 40), _color(rng)
         for _ in range(rng.randint(8, 50)):
-            px, py, r = rng.gauss(x, spread), rng.gauss(y, spread), rng.choice((1, 2, 2, 3))
-            pen.ellipse((px - r, py - r, px + r, py + r), fill=color)
-    return image
+            point = rng.gauss(x, spread), rng.gauss(y, spread)
+            pen.circle(point, rng.choice((1, 2, 2, 3)), fill=color)
 
 
-def _table(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(rng, WHITE)
-    dx, dy, line = rng.randint(14, 50), rng.randint(8, 20), rng.choice(((180, 180, 180), (0, 0, 0)))
-    pen.rectangle((0, 0, width, dy), fill=_color(rng))
-    for y in range(dy, height, dy):
-        pen.line((0, y, width, y), fill=line)
-        for x in range(0, width, dx):
-            if rng.random() < 0.7:
-                box = (x + 3, y + 3, x + rng.randint(5, dx), y + dy // 2)
-                pen.rectangle(box, fill=(90, 90, 90))
-    for x in range(0, width, dx):
-        pen.line((x, 0, x, height), fill=line)
-    return image
-
-
-def _city_map(rng: Random) -> Image.Image:
-    image, pen, width, height = _canvas(rng, (240, 236, 228), (225, 235, 225), (50, 55, 65))
-    for _ in range(rng.randint(0, 4)):
-        points = [(rng.uniform(0, width), rng.uniform(0, height)) for _ in range(4)]
-        pen.polygon(points, fill=rng.choice(((180, 210, 240), (200, 225, 180), _color(rng))))
-    for _ in range(rng.randint(4, 24)):
-        ends = [(rng.uniform(-20, width + 20), rng.uniform(-20, height + 20)) for _ in range(2)]
-        color = rng.choice((WHITE, (250, 210, 120), (170, 170, 170), _color(rng)))
-        pen.line(ends, fill=color, width=rng.randint(1, 5))
-    return image
-
-
-def _drawing(rng: Random) -> Image.Image:
-    """A house, a car or a flower, as children draw them."""
-    image, pen, width, height = _canvas(rng, WHITE, (190, 225, 255), (255, 250, 220))
-    for _ in range(rng.randint(1, 3)):
-        x, y = rng.uniform(0.1, 0.7) * width, rng.uniform(0.35, 0.7) * height
-        s, black = rng.uniform(20, 50), (0, 0, 0)
-        match rng.randrange(3):
-            case 0:
-                pen.rectangle((x, y, x + s, y + s), fill=_color(rng), outline=black)
-                roof = ((x - 4, y), (x + s / 2, y - s * 0.6), (x + s + 4, y))
-                pen.polygon(roof, fill=_color(rng), outline=black)
-                pen.rectangle((x + s * 0.4, y + s * 0.5, x + s * 0.65, y + s), fill=_color(rng))
-            case 1:
-                pen.rounded_rectangle((x, y, x + 1.6 * s, y + s * 0.5), radius=6, fill=_color(rng))
-                pen.rectangle((x + 0.4 * s, y - 0.3 * s, x + 1.1 * s, y), fill=_color(rng))
-                for px, py in ((x + 0.3 * s, y + s * 0.5), (x + 1.2 * s, y + s * 0.5)):
-                    pen.ellipse((px - 7, py - 7, px + 7, py + 7), fill=(20, 20, 20))
-            case _:
-                color = _color(rng)
-                pen.line((x, y, x, y + s), fill=(30, 120, 40), width=3)
-                for petal in range(6):
-                    px, py = x + s / 3 * math.cos(petal), y + s / 3 * math.sin(petal)
-                    pen.ellipse((px - s / 5, py - s / 5, px + s / 5, py + s / 5), fill=color)
-    pen.rectangle((0, height * 0.9, width, height), fill=_color(rng))
-    return image
+def _pie(rng: Random, pen: ImageDraw.ImageDraw, width: int, base: int) -> None:
+    r, start = rng.uniform(0.25, 0.45) * min(width, base), 0.0
+    x, y = width * rng.uniform(0.4, 0.6), base * rng.uniform(0.45, 0.55)
+    while start < 360:
+        end = start + rng.uniform(20, 150)
+        box = (x - r, y - r, x + r, y + r)
+        pen.pieslice(box, start, min(360, end), fill=_color(rng), outline=WHITE)
+        start = end
 
 
 def _object(rng: Random) -> Image.Image:
@@ -381,31 +327,27 @@ def _object(rng: Random) -> Image.Image:
     return image.filter(ImageFilter.GaussianBlur(rng.uniform(0.3, 1.5)))
 
 
-def _flakes(rng: Random) -> Image.Image:
-    """Snow, rain, dust, confetti or bubbles, maybe before a hill or with something round behind them."""
+def _specks(rng: Random) -> Image.Image:
+    """Snow, rain, dust, confetti, bubbles or stars, maybe before a hill or with something round behind them."""
     ground, color = _ground(rng), _color(rng)
     while sum(abs(a - b) for a, b in zip(ground, color, strict=True)) < 320:
         ground, color = _ground(rng), _color(rng)
-    image, pen, width, height = _canvas(rng, ground)
-    if (scale := rng.choice((1, 2))) > 1:
-        width, height = scale * width, scale * height
-        image = image.resize((width, height))
-        pen = ImageDraw.Draw(image)
-    if rng.random() < 0.65:
-        x, y, r = rng.uniform(0, width), rng.uniform(0, height), scale * rng.uniform(5, 30)
-        pale = tuple(round(0.7 * WHITE[i] + 0.3 * level) for i, level in enumerate(_color(rng)))
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=rng.choice((_color(rng), color, pale)))
+    image, pen, width, height = _canvas(rng, ground, scale=rng.choice((1, 2)))
+    if rng.random() < 0.6:
+        center, r = (rng.uniform(0, width), rng.uniform(0, height)), rng.uniform(0.03, 0.15) * width
+        pale = tuple(round(0.7 * 255 + 0.3 * level) for level in _color(rng))
+        pen.circle(center, r, fill=rng.choice((_color(rng), color, pale)))
     if rng.random() < 0.5:
-        top = rng.uniform(0.5, 0.9) * height
-        ridge = [(x, top + rng.uniform(-12, 12)) for x in range(0, width + 20, 20)]
+        top = rng.uniform(0.5, 0.95) * height
+        ridge = [(x, top + rng.uniform(-0.1, 0.1) * height) for x in range(0, width + 20, 20)]
         shade = tuple(round(level * rng.uniform(0, 1)) for level in ground)
         fill = rng.choice((_color(rng), shade))
         pen.polygon([(0, height), *ridge, (width, height)], fill=fill)
-    is_colored = rng.random() < 0.3
-    size, length = rng.choice((0.3, 0.5, 1, 2, 4)), rng.choice((0, 0, 0, 4, 12))
-    for _ in range(rng.randint(90, 250)):
-        x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.5, 1.2) * size
-        light = rng.uniform(0.4, 1)
+    is_colored, faintest = rng.random() < 0.2, rng.uniform(0.3, 0.9)
+    size, length = rng.choice((0.6, 0.6, 1, 2, 4)), rng.choice((0, 0, 0, 0, 4, 12))
+    for _ in range(max(60, int(rng.uniform(0.002, 0.006) * width * height))):
+        x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.8, 1.4) * size
+        light = rng.uniform(faintest, 1)
         faint = tuple(
             round(light * a + (1 - light) * b) for a, b in zip(color, ground, strict=True)
         )
@@ -413,38 +355,12 @@ def _flakes(rng: Random) -> Image.Image:
         if length:
             pen.line((x, y, x + length / 3, y + length), fill=fill, width=max(1, round(r)))
         else:
-            pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
-    return image
-
-
-def _stars(rng: Random) -> Image.Image:
-    """Faint specks on a dark ground, maybe with something small and round, and a hill."""
-    width = rng.randint(200, 420)
-    height = round(width * rng.choice((1, 0.75, 0.67, 0.62, 1.4)))
-    ground = tuple(rng.randrange(rng.choice((12, 40))) for _ in range(3))
-    image = Image.new("RGB", (width, height), ground)
-    pen = ImageDraw.Draw(image)
-    tint = [rng.randrange(-40, 41) for _ in range(3)]
-    sizes = rng.choice(((0, 0, 0, 1), (0, 1), (0,), (1,), (1, 1, 2)))
-    lowest = rng.randint(80, 200)
-    for _ in range(max(60, int(rng.uniform(0.0008, 0.006) * width * height))):
-        x, y, r = rng.randrange(width), rng.randrange(height), rng.choice(sizes)
-        level = rng.randint(lowest, 255)
-        color = tuple(max(0, min(255, level + each)) for each in tint)
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=color)
-    if rng.random() < 0.6:
-        x, y, r = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.03, 0.15) * width
-        pale = rng.randint(220, 255), rng.randint(215, 255), rng.randint(150, 255)
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=rng.choice((_color(rng), pale)))
-    if rng.random() < 0.5:
-        top = rng.uniform(0.6, 0.95) * height
-        ridge = [(x, top + rng.uniform(-0.1, 0.1) * height) for x in range(0, width + 20, 20)]
-        pen.polygon([(0, height), *ridge, (width, height)], fill=(rng.randrange(14),) * 3)
+            pen.circle((x, y), r, fill=fill)
     return image
 
 
 PICTURES: tuple[Callable[[Random], Image.Image], ...] = (
-    _clouds, _colored_noise, _grain, _gradient, _gradient, _stripes, _dead_leaves, _dead_leaves, _dead_leaves, _landscape,
-    _landscape, _portrait, _document, _document, _screenshot, _screenshot, _screenshot, _bars, _bars, _curves, _curves, _pie,
-    _scatter, _table, _city_map, _drawing, _object, _object, *[_flakes] * 6, *[_stars] * 12,
+    _clouds, _clouds, _grain, _gradient, _gradient, _stripes, _dead_leaves, _dead_leaves, _dead_leaves, _landscape,
+    _landscape, _portrait, _document, _document, _screenshot, _screenshot, _screenshot, *[_chart] * 6,
+    _object, _object, *[_specks] * 18,
 )  # fmt: skip

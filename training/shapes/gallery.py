@@ -9,6 +9,7 @@ from random import Random
 import numpy as np
 from PIL import Image
 
+from training.shapes.architecture import IMAGE_SIZE
 from training.shapes.render import render, sample_style
 from training.shapes.world import (
     BACKGROUNDS,
@@ -22,11 +23,8 @@ from training.shapes.world import (
     sample_variation,
 )
 
-GROUP_SIZE = 4
 ALIKE = 0.16  # share of scenes whose shapes have one kind or one color
 CODE_LENGTH = 1 + 3 * len(PLACES)
-
-_MIRRORED_CELLS = [3 * row + column for row in range(3) for column in (2, 1, 0)]
 
 
 def encode(scene: Scene) -> np.ndarray:
@@ -42,7 +40,6 @@ def encode(scene: Scene) -> np.ndarray:
 
 
 def decode(code: np.ndarray) -> Scene:
-    """The scene that `encode` made numbers of."""
     cells = code[1:].reshape(len(PLACES), 3).tolist()
     return Scene(
         BACKGROUNDS[code[0]],
@@ -54,19 +51,13 @@ def decode(code: np.ndarray) -> Scene:
     )
 
 
-def mirror_codes(codes: np.ndarray) -> np.ndarray:
-    """The codes of the same images seen in a mirror (left and right exchanged)."""
-    cells = codes[..., 1:].reshape(*codes.shape[:-1], len(PLACES), 3)[..., _MIRRORED_CELLS, :]
-    return np.concatenate([codes[..., :1], cells.reshape(*codes.shape[:-1], -1)], axis=-1)
-
-
-def to_input(image: Image.Image, size: int) -> np.ndarray:
-    """An image as the model sees it: RGB, squashed to a square. Shapes: uint8 (size, size, 3)."""
-    return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC))
+def to_input(image: Image.Image) -> np.ndarray:
+    """An image as the models see it: RGB, squashed to a square. Shapes: uint8 (size, size, 3)."""
+    size = (IMAGE_SIZE, IMAGE_SIZE)
+    return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))
 
 
 def render_group(rng: Random) -> list[tuple[Scene, Image.Image]]:
-    """One group, at full resolution."""
     scene = sample_scene(rng, alike=ALIKE)
     scenes = (scene, scene, sample_variation(scene, rng), sample_variation(scene, rng))
     styles = 2 * (sample_style(rng), sample_style(rng))

@@ -1,19 +1,19 @@
-"""Endless lessons for `finetune`: processes that draw pictures and pack sequences about them.
+"""Endless lessons for `finetune`: pictures, and packed sequences about them.
 
-A process keeps an album of pictures, of which it replaces some with every message. A message holds the new
-pictures and sequences that show any of the album, so that a picture is sent once and shown many times.
+To draw a picture takes longer than to ask about it, so a process keeps an album of pictures that it shows many times.
 """
 
-import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle
+from functools import partial
 from random import Random
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
 from training.shapes.answers import OUTSIDE
 from training.shapes.architecture import IMAGE_SIZE
@@ -28,10 +28,7 @@ from training.shapes.conversations import (
 from training.shapes.foreign_pictures import draw_foreign
 from training.shapes.gallery import (
     CODE_LENGTH,
-    GROUP_SIZE,
-    decode,
     encode,
-    mirror_codes,
     render_group,
     to_input,
 )
@@ -40,69 +37,51 @@ from training.shapes.render import sample_style
 from training.shapes.sequences import MAX_GAP, Encoder, Packer
 from training.shapes.small_talk import sample_small_talk
 from training.shapes.structured import ask_with_tools, list_tools, sample_json, sample_tools
-from training.shapes.world import Scene, sample_scene
+from training.shapes.world import Scene, mirror, sample_scene
 
 LENGTH = 320  # tokens of every sequence
-NUM_GROUPS, NUM_FOREIGN, NUM_CLIPS = 1500, 1500, 500  # of an album
-NUM_SLOTS = GROUP_SIZE * NUM_GROUPS + NUM_FOREIGN + 4 * NUM_CLIPS
+MOST_GROUPS, MOST_FOREIGN, MOST_CLIPS = 1500, 1500, 500  # of an album
 FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS = 200, 200, 60  # that an album begins with
-NEW_GROUPS, NEW_FOREIGN, NEW_CLIPS = 1, 1, 1  # of a message
+SEQUENCES_PER_DRAWING = 32  # until the album gets a new group, foreign picture and clip
 # Pairs of one group: the very same image, the same scene drawn otherwise, scenes alike
 ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1), (2, 3))
 
 
 @dataclass(slots=True)
 class Picture:
-    """Where a picture is in the album, and what it shows; None is a picture of something else.
+    """An image as the model sees it, and what it shows; None is a picture of something else.
 
     `is_clear`: all shapes stand at their places.
     """
 
-    slot: int
+    pixels: np.ndarray
     scene: Scene | None
     is_clear: bool = True
-    is_mirrored: bool = False
 
     def mirror(self) -> "Picture":
-        scene = self.scene and decode(mirror_codes(encode(self.scene)))
-        return Picture(self.slot, scene, self.is_clear, not self.is_mirrored)
+        return Picture(self.pixels[:, ::-1], self.scene and mirror(self.scene), self.is_clear)
 
 
 class Album:
-    """Pictures by their slots, counted from `first_slot`; `new` are drawn since the last message."""
+    """The pictures of a process; new ones replace the oldest when it is full."""
 
-    def __init__(self, rng: Random, first_slot: int) -> None:
+    def __init__(self, rng: Random) -> None:
         self.rng = rng
-        self.groups: deque[list[Picture]] = deque(maxlen=NUM_GROUPS)
-        self.foreign: deque[Picture] = deque(maxlen=NUM_FOREIGN)
-        self.clips: deque[tuple[list[Picture], Clip]] = deque(maxlen=NUM_CLIPS)
-        self.new: dict[int, np.ndarray] = {}
-        first_foreign = first_slot + GROUP_SIZE * NUM_GROUPS
-        first_clip = first_foreign + NUM_FOREIGN
-        self._group_slots = cycle(range(first_slot, first_foreign, GROUP_SIZE))
-        self._foreign_slots = cycle(range(first_foreign, first_clip))
-        self._clip_slots = cycle(range(first_clip, first_slot + NUM_SLOTS, 4))
+        self.groups: deque[list[Picture]] = deque(maxlen=MOST_GROUPS)
+        self.foreign: deque[Picture] = deque(maxlen=MOST_FOREIGN)
+        self.clips: deque[tuple[list[Picture], Clip]] = deque(maxlen=MOST_CLIPS)
 
     def draw(self, num_groups: int, num_foreign: int, num_clips: int) -> None:
-        """Draw new pictures; they take the places of the oldest ones when the album is full."""
         for _ in range(num_groups):
-            drawn = enumerate(render_group(self.rng), next(self._group_slots))
-            self.groups.append([self._add(image, slot, scene) for slot, (scene, image) in drawn])
+            drawn = render_group(self.rng)
+            self.groups.append([Picture(to_input(image), scene) for scene, image in drawn])
         for _ in range(num_foreign):
-            slot = next(self._foreign_slots)
-            self.foreign.append(self._add(draw_foreign(self.rng), slot, None))
+            self.foreign.append(Picture(to_input(draw_foreign(self.rng)), None))
         for _ in range(num_clips):
             clip = sample_clip(self.rng, self.rng.choice((2, 3, 4, 4, 4, 4, 4, 4)))
             images = render_clip(clip, self.rng, sample_style(self.rng))
-            shown = zip(images, clip.frames, clip.is_clear, strict=True)
-            drawn = enumerate(shown, next(self._clip_slots))
-            pictures = [self._add(image, slot, *frame) for slot, (image, *frame) in drawn]
-            self.clips.append((pictures, clip))
-
-    def _add(self, image: Image.Image, *where: Any) -> Picture:
-        picture = Picture(*where)
-        self.new[picture.slot] = to_input(image, IMAGE_SIZE)
-        return picture
+            shown = zip(map(to_input, images), clip.frames, clip.is_clear, strict=True)
+            self.clips.append(([Picture(*each) for each in shown], clip))
 
     def any(self, alike: float = 0.0, foreign: float = 0.0) -> list[Picture]:
         """Two pictures, sometimes of one group, sometimes not of the image world."""
@@ -151,9 +130,7 @@ def about_pictures(album: Album, packer: Packer, pictures: list[Picture]) -> Les
 
 def in_json(album: Album, packer: Packer) -> Lesson:
     """Answers as JSON, and a few in words, so that only who is asked for JSON gives it."""
-    rng, picture = album.rng, album.any()[0]
-    if rng.random() < 0.12:
-        picture = rng.choice(album.foreign)
+    rng, picture = album.rng, album.any(foreign=0.24)[0]
 
     def make() -> list[Question]:
         if rng.random() < 0.12:
@@ -164,20 +141,13 @@ def in_json(album: Album, packer: Packer) -> Lesson:
 
 
 def with_tools(album: Album, packer: Packer) -> Lesson:
-    """Questions with functions at hand."""
-    rng, picture = album.rng, album.any()[0]
-    if rng.random() < 0.1:
-        picture = rng.choice(album.foreign)
+    rng, picture = album.rng, album.any(foreign=0.2)[0]
     tools = sample_tools(rng)
-
-    def make() -> list[Question]:
-        return ask_with_tools(picture.scene, tools, rng)
-
+    make = partial(ask_with_tools, picture.scene, tools, rng)
     return _fill(packer, [picture], make, rng, list_tools(tools))
 
 
 def about_clip(album: Album, packer: Packer) -> Lesson:
-    """Questions about what happens in a clip."""
     rng = album.rng
     pictures, clip = rng.choice(album.clips)
 
@@ -199,7 +169,7 @@ def in_text(album: Album, packer: Packer) -> Lesson:
         turns = [Turn(0, _ask_without_picture(rng)) for _ in range(number)]
         tools = list_tools(sample_tools(rng)) if rng.random() < 0.1 else ""
         opening = packer.encoder.opening(sample_system(rng), tools)
-        misses += not _add_apart(packer, turns, opening, branch)
+        misses += not packer.add_branch(turns, branch, 0, opening)
     return []
 
 
@@ -213,15 +183,6 @@ def _ask_without_picture(rng: Random) -> Question:
     return Question("outside", text, OUTSIDE)
 
 
-def _add_apart(packer: Packer, turns: Sequence[Turn], opening: list[int], branch: int) -> int:
-    """Add a conversation that shares nothing, unless not even its first turn fits. Returns how many turns."""
-    prompt, answer, _ = packer.encoder.turn(turns[0], skip_images=False)
-    if len(packer.token_ids) + len(opening) + len(prompt) + len(answer) > packer.length:
-        return 0
-    packer.add(opening, branch, 0)
-    return packer.add_branch(turns, branch, len(opening))
-
-
 def in_pairs(album: Album, packer: Packer) -> Lesson:
     """Pairs of pictures, each for itself. Whether two are the same is one bit a pair: it takes many."""
     rng, shown = album.rng, []
@@ -231,7 +192,7 @@ def in_pairs(album: Album, packer: Packer) -> Lesson:
         assert first is not None
         assert second is not None
         turns = [Turn(2, ask_about_pair("same", first, second, rng))]
-        if _add_apart(packer, turns, packer.encoder.opening(None), branch):
+        if packer.add_branch(turns, branch, 0, packer.encoder.opening(None)):
             shown += pictures
     return shown
 
@@ -246,8 +207,7 @@ def as_conversation(album: Album, packer: Packer) -> Lesson:
     turns = list(conversation.turns)
     if rng.random() < 0.3:
         turns.insert(0, Turn(0, Question("outside", sample_small_talk(rng), OUTSIDE)))
-    packer.add(packer.encoder.opening(conversation.system), 0, 0)
-    added = packer.add_branch(turns, 0, len(packer.token_ids))
+    added = packer.add_branch(turns, 0, 0, packer.encoder.opening(conversation.system))
     return pictures[: sum(turn.num_images for turn in turns[:added])]
 
 
@@ -264,41 +224,60 @@ LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
 )
 
 
-def make_message(album: Album, encoder: Encoder, num_sequences: int) -> dict[str, Any]:
-    """New pictures and sequences, as arrays; `shown` are slots doubled, odd if mirrored, in the order of the sequences.
+class Batch(NamedTuple):
+    """What a step learns from.
 
-    `codes` are those of the pictures that are `known`.
+    Shapes: `images` (I, size, size, 3) in the order of the sequences; `known` (I,), whether `codes`
+    (K, CODE_LENGTH) has an image's; `token_ids`, `positions`, `branches` (B, T); `where` (N,), places in (B, T - 1)
+    that count, with `weights` (N,).
     """
+
+    images: Tensor
+    known: Tensor
+    codes: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    branches: Tensor
+    where: Tensor
+    weights: Tensor
+
+
+def make_batch(album: Album, encoder: Encoder, num_sequences: int) -> Batch:
     makers, shares = zip(*LESSONS, strict=True)
     packers = [Packer(encoder, LENGTH) for _ in range(num_sequences)]
     chosen = zip(album.rng.choices(makers, shares, k=num_sequences), packers, strict=True)
     pictures = [picture for make, packer in chosen for picture in make(album, packer)]
-    arrays = [packer.arrays() for packer in packers]
     known = [picture.scene if picture.is_clear else None for picture in pictures]
     codes = [encode(scene) for scene in known if scene]
-    images, size = list(album.new.values()), (IMAGE_SIZE, IMAGE_SIZE, 3)
-    message = {name: np.stack([each[name] for each in arrays]) for name in arrays[0]} | {
-        "shown": np.array([2 * each.slot + each.is_mirrored for each in pictures], np.int64),
-        "known": np.array([scene is not None for scene in known], bool),
-        "codes": np.array(codes, np.uint8).reshape(-1, CODE_LENGTH),
-        "new": np.array(list(album.new), np.int64),
-        "images": np.array(images, np.uint8).reshape(-1, *size),
-    }
-    album.new = {}
-    return {**message, "answers": [tuple(packer.answers) for packer in packers]}
+    images = [picture.pixels for picture in pictures]
+    token_ids, positions, branches, weights = (
+        torch.tensor(part) for part in zip(*map(Packer.padded, packers), strict=True)
+    )
+    weights = weights[:, 1:].flatten()
+    where = weights.nonzero().flatten()
+    return Batch(
+        images=torch.from_numpy(np.array(images, np.uint8).reshape(-1, IMAGE_SIZE, IMAGE_SIZE, 3)),
+        known=torch.tensor([bool(scene) for scene in known], dtype=torch.bool),
+        codes=torch.from_numpy(np.array(codes, np.uint8).reshape(-1, CODE_LENGTH)),
+        token_ids=token_ids,
+        positions=positions,
+        branches=branches,
+        where=where,
+        weights=weights[where],
+    )
 
 
-def teach(
-    queue: Any, encoder: Encoder, num_sequences: int, index: int, seed: int, is_hungry: Any
-) -> None:
-    """The life of a process: messages without end. While the learner waits, fewer pictures are drawn."""
-    album = Album(Random(f"{seed}/{index}"), index * NUM_SLOTS)
-    album.draw(FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS)
-    while True:
-        try:
-            queue.put(make_message(album, encoder, num_sequences))
-        except Exception:
-            traceback.print_exc()  # one lesson less; the run is worth more than it
-        if album.rng.random() < (0.85 if is_hungry.value else 0.5):
-            continue
-        album.draw(NEW_GROUPS, NEW_FOREIGN, NEW_CLIPS)
+class Lessons(IterableDataset[Batch]):
+    """Batches without end, of each process of a `DataLoader` others."""
+
+    def __init__(self, encoder: Encoder, num_sequences: int, seed: int) -> None:
+        self.encoder, self.num_sequences, self.seed = encoder, num_sequences, seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        process = get_worker_info()
+        album = Album(Random(f"{self.seed}/{process.id if process else 0}"))
+        album.draw(FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS)
+        num_new = max(1, self.num_sequences // SEQUENCES_PER_DRAWING)
+        while True:
+            yield make_batch(album, self.encoder, self.num_sequences)
+            album.draw(num_new, num_new, num_new)

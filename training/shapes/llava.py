@@ -5,12 +5,7 @@ has declared what it misses. Import them from here.
 """
 
 import engines.torch_backend  # noqa: F401  isort: skip
-from transformers import AutoProcessor as AutoProcessor
 from transformers import CLIPImageProcessor as CLIPImageProcessor
-from transformers import CLIPVisionConfig as CLIPVisionConfig
-from transformers import GenerationConfig as GenerationConfig
-from transformers import LlamaConfig as LlamaConfig
 from transformers import LlavaConfig as LlavaConfig
 from transformers import LlavaForConditionalGeneration as LlavaForConditionalGeneration
-from transformers import LlavaProcessor as LlavaProcessor
 from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast

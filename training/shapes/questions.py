@@ -36,16 +36,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Makes questions about one of `num_scenes` images; `plain` keeps to each topic's first phrasing."""
+    """Makes questions about one of several images."""
 
     rng: Random
     scene: Scene
     index: int = 0
     named: bool = False  # whether the question says which image it means
-    plain: bool = False
 
     def ask(self, topic: str) -> Question:
-        """A question of a topic of SINGLE_TOPICS."""
         return SINGLE_TOPICS[topic](self)
 
     def put(
@@ -59,20 +57,20 @@ class Asker:
         """Fill one of the templates; a question that must name its image uses one that can."""
         if self.named:
             templates = tuple(each for each in templates if "{where}" in each or "{image}" in each)
-        is_usual = self.plain or self.rng.random() < 0.05  # the first is what most people say
+        is_usual = self.rng.random() < 0.05  # the first is what most people say
         template = templates[0] if is_usual else self.rng.choice(templates)
         if template.endswith("|"):  # it asks for the opposite
             template, answer = template[:-1], answers.yes_no(answer == "no")
-        noun = "image" if self.plain else self.rng.choice(phrasings.IMAGE_WORDS)
+        noun = self.rng.choice(phrasings.IMAGE_WORDS)
         named = f"{ORDINALS[self.index]} {noun}" if self.named else noun
-        says_where = self.named or (not self.plain and self.rng.random() < 0.06)
+        says_where = self.named or self.rng.random() < 0.06
         where = f" in the {named}" if says_where else ""
         if self.named:
             template = template.replace("this {image}", "the {image}")
-        elif not self.plain and self.rng.random() < 0.06:
+        elif self.rng.random() < 0.06:
             where = self.rng.choice(phrasings.HERE)
         text = template.format(image=named, where=where, **slots)
-        return Question(topic, text if self.plain else vary(text, self.rng), answer, subject)
+        return Question(topic, vary(text, self.rng), answer, subject)
 
     def pick_selector(self, *kinds_of: str) -> Selector:
         """What a question points at; mostly something that is there. `kinds_of`: "kind", "color", "both"."""
@@ -93,7 +91,7 @@ class Asker:
 
     def at(self, place: str) -> str:
         """A place with its preposition, in the words of many people."""
-        if self.plain or self.rng.random() < 0.4:
+        if self.rng.random() < 0.4:
             return answers.at(place)
         words = self.rng.choice(phrasings.PLACE_SYNONYMS[place])
         return f"{self.rng.choice(phrasings.PREPOSITIONS)} the {words}"
@@ -138,7 +136,6 @@ def _count(asker: Asker) -> Question:
 
 
 def _property(asker: Asker, name: str, templates: tuple[str, ...], *kinds_of: str) -> Question:
-    """What color, kind, size or place is it?"""
     selector = asker.pick_selector(*kinds_of)
     answer = answers.property_of(asker.scene, selector, name)
     return asker.put(name, templates, answer, asker.only(selector), **_words(selector))
@@ -334,12 +331,9 @@ SINGLE_TOPICS: dict[str, Callable[[Asker], Question]] = {
 PAIR_TOPICS = ("which has", "which has background", "same", "describe all")
 
 
-def ask_about_pair(
-    topic: str, first: Scene, second: Scene, rng: Random, plain: bool = False
-) -> Question:
-    """A question of a topic of PAIR_TOPICS about two images."""
+def ask_about_pair(topic: str, first: Scene, second: Scene, rng: Random) -> Question:
     scenes = (first, second)
-    asker = Asker(rng, first, plain=plain)
+    asker = Asker(rng, first)
     match topic:
         case "which has":
             selector = _fair_selector(rng, scenes)
@@ -352,16 +346,14 @@ def ask_about_pair(
             return asker.put(topic, phrasings.WHICH_HAS_BACKGROUND, answer, None, **slots)
         case "same":
             return asker.put(topic, phrasings.SAME, answers.yes_no(first == second))
-        case "describe all":
-            return asker.put(topic, phrasings.DESCRIBE_ALL, answers.describe_all(scenes))
         case _:
-            raise ValueError(f"no pair topic {topic!r}")
+            return asker.put(topic, phrasings.DESCRIBE_ALL, answers.describe_all(scenes))
 
 
-def follow_up(subject: Shape, rng: Random, plain: bool = False) -> Question:
+def follow_up(subject: Shape, rng: Random) -> Question:
     """A question that calls the shape of the question before it "it"."""
     attribute, templates = rng.choice(tuple(phrasings.PRONOUN.items()))
-    text = templates[0] if plain else vary(rng.choice(templates), rng)
+    text = vary(rng.choice(templates), rng)
     return Question("follow-up", text, getattr(subject, attribute), subject)
 
 

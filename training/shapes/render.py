@@ -67,7 +67,6 @@ PLAIN = Style()
 
 
 def sample_style(rng: Random) -> Style:
-    """A random drawing program."""
     width = height = rng.choice(
         (96, 128, 200, 224, 256, 336, 512, *[round(2 ** rng.uniform(6, 8)) for _ in range(9)])
     )
@@ -224,12 +223,10 @@ def outline_of(kind: str, rng: Random, max_rotation: float = 0.0) -> list[list[P
         case "star":
             inner = rng.choice((0.382, 0.4, 0.45, 0.5, rng.uniform(0.35, 0.52)))
             polygons = [_star(rng.choice((5, 5, 5, 5, 5, 5, 6)), inner)]
-        case "cross":
+        case _:  # a cross
             polygons = [_plus(rng.choice((0.25, 0.3, 0.33, 0.35, 0.4, rng.uniform(0.18, 0.4))))]
             if rng.random() < 0.25:  # an X; longer arms, since its corners point outwards
                 polygons = [_turned(polygons[0], 45, rng.choice((1.0, 1.2)))]
-        case _:
-            raise ValueError(f"no outline for {kind!r}")
     angle = rng.uniform(-max_rotation, max_rotation)
     if max_rotation and rng.random() < 0.08 and kind != "cross":
         angle = rng.uniform(-180, 180)

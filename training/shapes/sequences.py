@@ -6,12 +6,10 @@ none sees another, so that images are read once and every conversation still loo
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
-from transformers import PreTrainedTokenizerFast
-
+from training.shapes.architecture import NUM_IMAGE_TOKENS
 from training.shapes.conversations import Turn
+from training.shapes.llava import PreTrainedTokenizerFast
 from training.shapes.questions import Question
 from training.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID
 
@@ -22,8 +20,7 @@ MAX_GAP = 700  # positions by which a branch may stand apart from its images, as
 class Encoder:
     """Text to token ids, piece by piece; the same ids as the chat template as a whole gives."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, num_image_tokens: int) -> None:
-        self.num_image_tokens = num_image_tokens
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.encode = lru_cache(100_000)(
             lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
         )
@@ -34,7 +31,7 @@ class Encoder:
 
     def images(self, num_images: int) -> list[int]:
         """A user's turn up to and including its images."""
-        image = [IMAGE_ID] * self.num_image_tokens + list(self.encode("\n"))
+        image = [IMAGE_ID] * NUM_IMAGE_TOKENS + list(self.encode("\n"))
         return [*self.encode("USER: "), *(num_images * image)]
 
     def question(self, text: str) -> list[int]:
@@ -69,7 +66,6 @@ class Packer:
 
     `branches` says which conversation a token belongs to (0: to all), `positions` where it stands in its
     own conversation, and `weights` how much it counts in the loss when it is predicted (0 for prompts).
-    `answers` are (topic, start, end) of each answer's tokens.
     """
 
     def __init__(self, encoder: Encoder, length: int) -> None:
@@ -79,7 +75,6 @@ class Packer:
         self.positions: list[int] = []
         self.branches: list[int] = []
         self.weights: list[float] = []
-        self.answers: list[tuple[str, int, int]] = []
 
     def add(
         self, token_ids: list[int], branch: int, position: int, weights: list[float] | None = None
@@ -91,30 +86,30 @@ class Packer:
         self.weights += [0.0] * len(token_ids) if weights is None else weights
 
     def add_branch(
-        self, turns: Sequence[Turn], branch: int, position: int, skip_images: bool = False
+        self,
+        turns: Sequence[Turn],
+        branch: int,
+        position: int,
+        opening: Sequence[int] = (),
+        skip_images: bool = False,
     ) -> int:
-        """Add as many turns as fit; return how many. `skip_images` leaves out the first images."""
+        """Add as many turns as fit, after an opening; return how many. `skip_images` leaves out the first images."""
         for index, turn in enumerate(turns):
             prompt, answer, weights = self.encoder.turn(turn, skip_images and index == 0)
+            prompt = prompt if index else [*opening, *prompt]
             if len(self.token_ids) + len(prompt) + len(answer) > self.length:
                 return index
             self.add(prompt, branch, position)
             self.add(answer, branch, position + len(prompt), weights)
             position += len(prompt) + len(answer)
-            end = len(self.token_ids)
-            self.answers.append((turn.question.topic, end - len(answer), end))
         return len(turns)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The sequence, padded to its length. Shapes: all (T,)."""
+    def padded(self) -> tuple[list[int], list[int], list[int], list[float]]:
+        """Token ids, positions, branches and weights, padded to the length."""
         missing = self.length - len(self.token_ids)
-
-        def padded(values: list[Any], padding: float, dtype: Any) -> np.ndarray:
-            return np.array(values + [padding] * missing, dtype=dtype)
-
-        return {
-            "token_ids": padded(self.token_ids, PAD_ID, np.int16),
-            "positions": padded(self.positions, 0, np.int16),
-            "branches": padded(self.branches, PADDING, np.int8),
-            "weights": padded(self.weights, 0.0, np.float16),
-        }
+        return (
+            self.token_ids + [PAD_ID] * missing,
+            self.positions + [0] * missing,
+            self.branches + [PADDING] * missing,
+            self.weights + [0.0] * missing,
+        )

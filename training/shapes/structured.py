@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 from training.shapes import answers, phrasings
 from training.shapes.questions import Asker, Question, vary
 from training.shapes.small_talk import sample_prose, sample_small_talk
-from training.shapes.world import KINDS, PLACES, Scene, Selector, Shape
+from training.shapes.world import KINDS, Scene, Selector, Shape
 
 #: Names of properties, as schemas have them.
 NAMES = {
@@ -35,6 +36,13 @@ ASK_PLAINLY = (
     "List the shapes.", "Which shapes are in the {image}?", "Fill in the form.", "Give me the details.", "Inspect the {image}.",
     "Extract the information.", "Parse the {image}.", "Report what you see.", "Tell me about the {image}.",
 )  # fmt: skip
+ASK_AT = (
+    "What is {at}?",
+    "Describe the shape {at}.",
+    "Which shape is {at}?",
+    "Extract the shape {at}.",
+)
+ASK_OF_KIND = ("Describe the {noun}.", "Tell me about the {noun}.", "Find the {noun}.")
 WITH_NAMES = (
     " Use the keys {names}.",
     " The keys are {names}.",
@@ -68,22 +76,19 @@ def sample_json(scene: Scene | None, rng: Random) -> Question:
 
 def _about_all(scene: Scene, rng: Random) -> Question:
     """Some of what is known of the scene, in any order."""
+    if rng.random() < 0.12:  # what a model would write without a schema
+        shapes = [_object(shape, ("color", "kind", "position")) for shape in scene.shapes]
+        return _put(_ask(ASK, rng), {"count": len(shapes), "shapes": shapes}, 1.0)
     fields = list(_fields(scene, rng))
     rng.shuffle(fields)
     fields.sort(key=lambda field: rng.random() > field[2])
-    chosen = fields[: rng.choice((1, 1, 2, 2, 3, 4))]
-    names = [name for name, _, _ in chosen]
-    chosen = [field for index, field in enumerate(chosen) if field[0] not in names[:index]]
-    if rng.random() < 0.12:  # what a model would write without a schema
-        standard = {"count": len(scene.shapes), "shapes": [_object(s, ("color", "kind", "position")) for s in scene.shapes]}  # fmt: skip
-        return _put(rng.choice(ASK), list(standard.items()), rng, is_free=True)
-    text = rng.choice(ASK if rng.random() < 0.5 else ASK_PLAINLY)
-    named = ""
+    number = rng.choice((1, 1, 2, 2, 3, 4))
+    chosen = {name: value for name, value, _ in fields[:number]}
+    texts = ASK if rng.random() < 0.5 else ASK_PLAINLY
     if rng.random() < 0.3:
-        named = rng.choice(WITH_NAMES).format(names=answers.join([name for name, _, _ in chosen]))
-    return _put(
-        text + named, [(name, value) for name, value, _ in chosen], rng, is_named=bool(named)
-    )
+        named = rng.choice(WITH_NAMES).format(names=answers.join(list(chosen)))
+        return _put(_ask(texts, rng, named), chosen, 1.0)
+    return _put(_ask(texts, rng), chosen)
 
 
 def _object(shape: Shape, names: tuple[str, ...]) -> dict[str, str]:
@@ -135,24 +140,17 @@ def _about_one(scene: Scene, rng: Random) -> Question:
     """One shape: the only one, or the one that is named."""
     names = _object_names(rng)
     if len(scene.shapes) == 1 and rng.random() < 0.6:
-        text, shape = rng.choice(ASK + ASK_PLAINLY), scene.shapes[0]
-    else:
-        place = rng.choice(PLACES)
-        if scene.shapes and rng.random() < 0.9:
-            place = rng.choice(scene.shapes).place
-        shape = scene.at(place)
-        text = rng.choice(("What is {at}?", "Describe the shape {at}.", "Which shape is {at}?", "Extract the shape {at}."))  # fmt: skip
-        text = text.format(at=answers.at(place), image="image")
-        asker = Asker(rng, scene)
-        if shape and asker.only(Selector(shape.kind)) and rng.random() < 0.5:
-            text = rng.choice(("Describe the {noun}.", "Tell me about the {noun}.", "Find the {noun}.", "Which {noun} do you see?"))  # fmt: skip
-            text = text.format(noun=shape.kind)
-    value = _object(shape, names) if shape else dict.fromkeys(names, "none")
-    return _put(text, list(value.items()), rng)
+        return _put(_ask(ASK + ASK_PLAINLY, rng), dict(_object(scene.shapes[0], names)))
+    asker = Asker(rng, scene)
+    place = asker.pick_place(0.9)
+    shape = scene.at(place)
+    texts = tuple(text.format(at=answers.at(place)) for text in ASK_AT)
+    if shape and asker.only(Selector(shape.kind)) and rng.random() < 0.5:
+        texts = tuple(text.format(noun=shape.kind) for text in ASK_OF_KIND)
+    return _put(_ask(texts, rng), _object(shape, names) if shape else dict.fromkeys(names, "none"))
 
 
 def _as_asked(scene: Scene, rng: Random) -> Question:
-    """A question of the world whose answer is one property."""
     topic = rng.choice(("count", "count", "color", "color", "kind", "place", "size", "exists", "exists", "is at", "background", "content", "all same", "is beside", "count special"))  # fmt: skip
     question = Asker(rng, scene).ask(topic)
     value: object = question.answer
@@ -170,27 +168,26 @@ def _as_asked(scene: Scene, rng: Random) -> Question:
     text = question.text
     if rng.random() < 0.25:
         text += rng.choice((" Answer as JSON.", " Reply in JSON.", " Use JSON.", " JSON only."))
-    return _put(text, [(rng.choice(names), value)], rng, vary_text=False)
+    return _put(text, {rng.choice(names): value})
 
 
 def _about_anything(scene: Scene | None, rng: Random) -> Question:
     """Properties of which nothing is known; of no scene, those of the world too."""
-    number = rng.choice((1, 1, 2, 3, 4))
-    fields: list[tuple[str, object]] = []
-    for _ in range(number):
+    fields: dict[str, object] = {}
+    for _ in range(rng.choice((1, 1, 2, 3, 4))):
         name = rng.choice(OTHER_NAMES) if rng.random() < 0.7 else _any_name(rng)
-        fields.append(
-            (name, rng.choice((UNKNOWN, UNKNOWN, UNKNOWN, 0, 0, False, None, [], [UNKNOWN], {})))
-        )
+        values = (UNKNOWN, UNKNOWN, UNKNOWN, 0, 0, False, None, [], [UNKNOWN], {})
+        fields[name] = rng.choice(values)
     if scene is None and rng.random() < 0.5:
-        known: list[tuple[str, object]] = [("count", 0), ("shapes", []), ("background", UNKNOWN), ("color", UNKNOWN), ("kind", UNKNOWN), ("position", UNKNOWN), ("description", UNKNOWN), ("answer", UNKNOWN)]  # fmt: skip
-        fields = rng.sample(known, rng.choice((1, 2, 3)))
+        names = ("background", "color", "kind", "position", "description", "answer")
+        known = [("count", 0), ("shapes", []), *((name, UNKNOWN) for name in names)]
+        fields = dict(rng.sample(known, rng.choice((1, 2, 3))))
     elif scene is not None and rng.random() < 0.3:
-        fields.insert(rng.randrange(len(fields) + 1), ("count", len(scene.shapes)))
-    text = rng.choice(ASK + ASK_PLAINLY) if rng.random() < 0.4 else sample_small_talk(rng)
-    if rng.random() < 0.3 and scene is not None:
-        text = Asker(rng, scene).ask("describe").text
-    return _put(text, list(dict(fields).items()), rng)
+        fields["count"] = len(scene.shapes)
+    if scene is not None and rng.random() < 0.3:
+        return _put(Asker(rng, scene).ask("describe").text, fields)
+    texts = ASK + ASK_PLAINLY if rng.random() < 0.4 else (sample_small_talk(rng),)
+    return _put(_ask(texts, rng), fields)
 
 
 def _any_name(rng: Random) -> str:
@@ -198,16 +195,17 @@ def _any_name(rng: Random) -> str:
     return "_".join(words[: rng.choice((1, 1, 2))]).replace("'", "") or "x"
 
 
-def _put(
-    text: str, fields: list[tuple[str, object]], rng: Random, *, is_free: bool = False, is_named: bool = False,
-    vary_text: bool = True,
-) -> Question:  # fmt: skip
-    text = text.replace("{image}", rng.choice(phrasings.IMAGE_WORDS))
-    says_so = "json" in text.lower()
-    pieces = list(_write(dict(fields), 1.0 if is_free or is_named else FORCED))
-    pieces[0] = "{", 1.0 if says_so else 0.0
+def _ask(texts: tuple[str, ...], rng: Random, more: str = "") -> str:
+    text = rng.choice(texts).replace("{image}", rng.choice(phrasings.IMAGE_WORDS))
+    return vary(text + more, rng)
+
+
+def _put(text: str, fields: dict[str, Any], weight: float = FORCED) -> Question:
+    """`weight`: of the names of properties."""
+    pieces = list(_write(fields, weight))
+    pieces[0] = "{", 1.0 if "json" in text.lower() else 0.0
     answer = "".join(piece for piece, _ in pieces)
-    return Question("json", vary(text, rng) if vary_text else text, answer, pieces=tuple(pieces))
+    return Question("json", text, answer, pieces=tuple(pieces))
 
 
 def _write(value: object, weight: float) -> Iterator[Piece]:

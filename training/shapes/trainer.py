@@ -5,7 +5,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,34 +13,29 @@ from torch import Tensor, nn
 REPORT_EVERY_S = 55.0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How fast to learn. `warmup` is the share of the training in which the learning rate grows."""
-
-    learning_rate: float = 1e-3
-    warmup: float = 0.05
-    weight_decay: float = 0.05
-    average_decay: float = 0.99  # of the weights, per step
-
-
 class Trainer:
     """Trains those parameters of a module that want it, and keeps a running average of them.
 
-    `autocast`: matrices are multiplied in bfloat16; the weights stay as they are. `rate_of`: a parameter's
-    learning rate over that of the plan, by its name.
+    `warmup`: share of the training in which the learning rate grows. `average_decay`: per step. `autocast`:
+    matrices are multiplied in bfloat16; the weights stay as they are. `rate_of`: a parameter's share of the
+    learning rate, by its name.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        plan: Plan,
+        learning_rate: float = 1e-3,
+        *,
+        warmup: float = 0.05,
+        weight_decay: float = 0.05,
+        average_decay: float = 0.99,
         autocast: bool = False,
         rate_of: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
         named = module.named_parameters()
         self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.average = {name: each.detach().clone() for name, each in self.parameters.items()}
-        self.plan = plan
+        self.warmup, self.average_decay = warmup, average_decay
         self.step = 0
         groups: defaultdict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)
         for name, each in self.parameters.items():
@@ -50,8 +44,8 @@ class Trainer:
             [
                 {
                     "params": each,
-                    "weight_decay": plan.weight_decay * is_matrix,
-                    "peak": plan.learning_rate * rate,
+                    "weight_decay": weight_decay * is_matrix,
+                    "peak": learning_rate * rate,
                 }
                 for (rate, is_matrix), each in groups.items()
             ],
@@ -65,14 +59,14 @@ class Trainer:
         """One step down the sum of some losses, which it returns; `progress` of the training is 0 to 1."""
         cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * min(1.0, progress / self.plan.warmup) * cosine
+            group["lr"] = group["peak"] * min(1.0, progress / self.warmup) * cosine
         with self.autocast:
             losses = torch.stack(list(losses_of()))
         losses.sum().backward()
         nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        decay = min(self.plan.average_decay, (1 + self.step) / (10 + self.step))
+        decay = min(self.average_decay, (1 + self.step) / (10 + self.step))
         foreach_lerp: Any = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
         learned = [each.detach() for each in self.parameters.values()]
         foreach_lerp(list(self.average.values()), learned, 1 - decay)
@@ -98,7 +92,6 @@ class Trainer:
         self,
         losses_of: Callable[[], Sequence[Tensor]],
         report: Callable[[], str],
-        say: Callable[[str], object] = print,
         *,
         num_steps: float = math.inf,
         seconds: float = math.inf,
@@ -106,7 +99,7 @@ class Trainer:
         """Train until steps or seconds are over.
 
         Once in a while and at the end, `report` is called with the averaged weights in place, and its text
-        is said.
+        is printed.
         """
         began_at = time.monotonic()
         due_at = began_at + REPORT_EVERY_S
@@ -119,5 +112,5 @@ class Trainer:
                 means = torch.stack(losses).mean(0).tolist()
                 told = " + ".join(f"{mean:.4f}" for mean in means)
                 with self.averaged():
-                    say(f"step {self.step} loss {told} {report()}")
+                    print(f"step {self.step} loss {told} {report()}", flush=True)
                 losses, due_at = [], time.monotonic() + REPORT_EVERY_S

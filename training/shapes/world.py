@@ -53,7 +53,6 @@ class Scene:
             raise ValueError("a shape cannot have the background's color")
 
     def at(self, place: str) -> Shape | None:
-        """The shape at a place of PLACES, or None."""
         return next((shape for shape in self.shapes if shape.place == place), None)
 
 
@@ -65,7 +64,6 @@ class Selector:
     color: str | None = None
 
     def matches(self, shape: Shape) -> bool:
-        """Whether a shape is meant."""
         return self.kind in (None, shape.kind) and self.color in (None, shape.color)
 
     def pick(self, scene: Scene) -> tuple[Shape, ...]:
@@ -83,22 +81,18 @@ class Selector:
         return self.noun + ("es" if self.kind == "cross" else "s")
 
 
-def make_scene(background: str, *shapes: tuple[str, str, str] | tuple[str, str, str, str]) -> Scene:
-    """A scene from words, with its shapes in any order.
-
-    A shape is (color, kind, place) or (color, kind, place, size), "large" where the size is left out:
-    `make_scene("white", ("red", "star", "top left"))`.
-    """
-    made = [
-        Shape(kind, color, size[0] if size else "large", place)
-        for color, kind, place, *size in shapes
-    ]
-    return Scene(background, in_reading_order(made))
-
-
 def in_reading_order(shapes: list[Shape]) -> tuple[Shape, ...]:
     """The shapes from top left to bottom right."""
     return tuple(sorted(shapes, key=lambda shape: PLACES.index(shape.place)))
+
+
+def mirror(scene: Scene) -> Scene:
+    """The scene with left and right exchanged."""
+    shapes = []
+    for shape in scene.shapes:
+        row, column = divmod(PLACES.index(shape.place), 3)
+        shapes.append(replace(shape, place=PLACES[3 * row + 2 - column]))
+    return Scene(scene.background, in_reading_order(shapes))
 
 
 def sample_scene(rng: Random, num_shapes: int | None = None, alike: float = 0.0) -> Scene:

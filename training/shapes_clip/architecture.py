@@ -12,70 +12,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
+from transformers import CLIPConfig, CLIPModel
 
-from training.shapes.architecture import IMAGE_SIZE, PATCH_SIZE, normalize
-from training.shapes_clip.tokenizer import BOS_ID, EOS_ID, MAX_TOKENS, PAD_ID
+from training import PACKAGES
+from training.shapes.architecture import normalize
 
+EYE = PACKAGES / "shapes" / "checkpoint"
+CHECKPOINT = PACKAGES / "shapes_clip" / "checkpoint"
 DIMENSIONS = 192
 NUM_NEURONS = 576  # of the eye's 768 in each layer, those that change most
 
 
-def make_config(vocab_size: int) -> CLIPConfig:
-    """The configuration of the built-in model."""
-    vision = {
-        "hidden_size": 192,
-        "intermediate_size": NUM_NEURONS,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 6,
-        "image_size": IMAGE_SIZE,
-        "patch_size": PATCH_SIZE,
-        "hidden_act": "quick_gelu",
-    }
-    text = {
-        "vocab_size": vocab_size,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": MAX_TOKENS,
-        "hidden_act": "quick_gelu",
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
-    }
-    return CLIPConfig(text_config=text, vision_config=vision, projection_dim=DIMENSIONS)
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast, eye: Any, images: Tensor) -> CLIPModel:
-    """A model with the vision tower of the chat model, and fresh weights beyond it, in fp32.
+def make_model(eye: Any, images: Tensor) -> CLIPModel:
+    """A model of the checkpoint's shape with the vision tower of the chat model, and fresh weights beyond it, in fp32.
 
     `images` say which neurons matter. Shapes: uint8 (n, size, size, 3).
     """
     torch.manual_seed(0)
-    model = CLIPModel(make_config(len(tokenizer)))
+    model = CLIPModel(CLIPConfig.from_pretrained(CHECKPOINT))
     vision: Any = model.vision_model
     vision.embeddings.load_state_dict(eye.embeddings.state_dict())
     vision.pre_layrnorm.load_state_dict(eye.pre_layrnorm.state_dict())
     for layer, taken in zip(vision.encoder.layers, _fewer_neurons(eye, images), strict=False):
         layer.load_state_dict(taken)
+    return freeze(model)
+
+
+def freeze(model: CLIPModel) -> CLIPModel:
+    """Let all learn but the layers of the chat model, of which only the end of the last does."""
+    vision: Any = model.vision_model
     vision.requires_grad_(False)
-    learning = (
+    for module in (
         vision.encoder.layers[-2].mlp,
         vision.encoder.layers[-2].layer_norm2,
         vision.encoder.layers[-1],
         vision.post_layernorm,
-    )
-    for module in learning:
+    ):
         module.requires_grad_(True)
     return model
-
-
-def take_over(model: CLIPModel, other: CLIPModel) -> None:
-    """Take over from another what learns."""
-    weights = other.state_dict()
-    learning = {name for name, each in model.named_parameters() if each.requires_grad}
-    model.load_state_dict({name: weights[name] for name in learning}, strict=False)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training.shapes.gallery import decode, encode
-from training.shapes.trainer import Plan, Trainer
+from training.shapes.trainer import Trainer
 from training.shapes.world import (
     BACKGROUNDS,
     COLORS,
@@ -138,9 +138,7 @@ def _rank_loss(logits: Tensor, is_true: Tensor) -> Tensor:
     return (losses.sum(1)[rows] / is_true.sum(1)[rows]).mean()
 
 
-def learn_meaning(
-    dimensions: int, num_steps: int = 500, batch_size: int = 384, learning_rate: float = 1e-2
-) -> Meaning:
+def learn_meaning(dimensions: int, num_steps: int = 500, batch_size: int = 384) -> Meaning:
     """The tables, frozen; always the same."""
     meaning = Meaning(dimensions)
     generator = torch.Generator().manual_seed(0)
@@ -156,6 +154,6 @@ def learn_meaning(
         noise = NOISE * torch.randn(batch_size, dimensions, generator=generator)
         return (meaning.loss(codes, queries, noise),)
 
-    trainer = Trainer(meaning, Plan(learning_rate, weight_decay=0.0))
+    trainer = Trainer(meaning, 1e-2, weight_decay=0.0)
     trainer.run(losses_of, lambda: "of what queries mean", num_steps=num_steps)
     return meaning.requires_grad_(False)

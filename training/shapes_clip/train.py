@@ -23,42 +23,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
-from training import PACKAGES
 from training.shapes.architecture import IMAGE_SIZE, PATCH_SIZE
 from training.shapes.code_book import place_of_patches
 from training.shapes.gallery import decode, encode, render_group, to_input
 from training.shapes.llava import LlavaForConditionalGeneration
-from training.shapes.trainer import Plan, Trainer
+from training.shapes.trainer import Trainer
 from training.shapes.world import PLACES, sample_scene
 from training.shapes_clip.architecture import (
+    CHECKPOINT,
     DIMENSIONS,
+    EYE,
+    freeze,
     look,
     make_model,
     see,
-    take_over,
 )
 from training.shapes_clip.evaluation import evaluate, make_queries
 from training.shapes_clip.export import export
 from training.shapes_clip.meaning import Meaning, learn_meaning
 from training.shapes_clip.queries import Query, sample_query
-from training.shapes_clip.tokenizer import train_tokenizer
 
-EYE = PACKAGES / "shapes" / "checkpoint"
-CHECKPOINT = PACKAGES / "shapes_clip" / "checkpoint"
 PLACE_OF_PATCHES = place_of_patches(IMAGE_SIZE // PATCH_SIZE)
 PATCHES_OF_A_PLACE = len(PLACE_OF_PATCHES) // len(PLACES)
 GROUPS_OF_A_SHARD = 512
 NUM_HELD_OUT = 1024  # images at the end of the gallery, which training never sees
-NUM_TEXTS = 20_000  # that the tokenizer learns from
 NUM_FOR_NEURONS = 256  # images that say which neurons matter
 TEXTS_OF_A_CHUNK = 32
-TEXTS_TO_POLISH = 320  # a step
-
-
-def make_tokenizer(num_texts: int = NUM_TEXTS) -> PreTrainedTokenizerFast:
-    """The tokenizer; always the same."""
-    rng = Random(0)
-    return train_tokenizer(sample_query(sample_scene(rng), rng).text for _ in range(num_texts))
+IMAGES_OF_A_STEP, TEXTS_OF_A_STEP = 256, 128
+TEXTS_TO_POLISH = 320  # of a step in which only texts learn
 
 
 class Student(nn.Module):
@@ -107,7 +99,7 @@ def render_shard(index: int) -> tuple[np.ndarray, np.ndarray]:
     """Images and codes of some groups; the same index always gives the same."""
     rng = Random(index)
     drawn = [pair for _ in range(GROUPS_OF_A_SHARD) for pair in render_group(rng)]
-    images = np.stack([to_input(image, IMAGE_SIZE) for _, image in drawn])
+    images = np.stack([to_input(image) for _, image in drawn])
     return images, np.stack([encode(scene) for scene, _ in drawn])
 
 
@@ -153,44 +145,39 @@ def polish_texts(student: Student, num_steps: int, report: Callable[[], str]) ->
         queries = [sample_query(sample_scene(rng), rng) for _ in range(TEXTS_TO_POLISH)]
         return (student.loss_of_texts(queries),)
 
-    Trainer(student, Plan()).run(losses_of, report, num_steps=num_steps)
+    Trainer(student).run(losses_of, report, num_steps=num_steps)
 
 
 def main(
     output: Annotated[Path, typer.Option(help="where the model goes")] = CHECKPOINT,
-    chat_model: Annotated[Path, typer.Option(help="whose eye is taken over")] = EYE,
     num_steps: int = 1000,
     minutes: Annotated[float, typer.Option(help="end after this time, if not before")] = math.inf,
-    batch_size: int = 256,
-    num_texts: int = 128,
     num_text_steps: Annotated[
         int, typer.Option(help="in which only texts learn, at the end")
     ] = 300,
-    learning_rate: float = 1.5e-3,
     num_shards: Annotated[int, typer.Option(help="of 2048 images each")] = 14,
     start: Annotated[
         Path | None,
         typer.Option(help="a checkpoint that learns on; else only the eye is taken over"),
     ] = None,
-    num_threads: int = 1,
     autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
 ) -> None:
     """Train, report precision on held-out images, and write the checkpoint, now and then too."""
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     images, codes = render_gallery(num_shards)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else make_tokenizer()
-    eye = LlavaForConditionalGeneration.from_pretrained(chat_model, dtype=torch.float32).eval()
-    sample = torch.from_numpy(images[:NUM_FOR_NEURONS])
-    model = make_model(tokenizer, eye.model.vision_tower, sample)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
     if start:
-        take_over(model, CLIPModel.from_pretrained(start, dtype=torch.float32))
+        model = freeze(CLIPModel.from_pretrained(start, dtype=torch.float32))
+    else:
+        eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
+        model = make_model(eye.model.vision_tower, torch.from_numpy(images[:NUM_FOR_NEURONS]))
     student = Student(model, tokenizer, learn_meaning(DIMENSIONS))
     looked = look_at_all(student.model, images)
     generator, rng = np.random.default_rng(0), Random(0)
 
     def losses_of() -> tuple[Tensor, Tensor]:
-        drawn = generator.integers(0, len(looked) - NUM_HELD_OUT, batch_size)
-        queries = [sample_query(sample_scene(rng), rng) for _ in range(num_texts)]
+        drawn = generator.integers(0, len(looked) - NUM_HELD_OUT, IMAGES_OF_A_STEP)
+        queries = [sample_query(sample_scene(rng), rng) for _ in range(TEXTS_OF_A_STEP)]
         patches = draw_patches(looked[drawn], generator)
         return student.losses(patches, codes[drawn], queries, PATCHES_OF_A_PLACE)
 
@@ -202,21 +189,11 @@ def main(
         export(student.model, tokenizer, output)
         tail = torch.tensor(looked[-NUM_HELD_OUT:]).float()
         images = torch.cat([student.images(chunk) for chunk in tail.split(128)])
-        asked = [query for _, query in questions]
-        texts, meanings = student.texts(asked), student.meaning.of_queries(asked)
-        scenes = student.meaning.of_scenes(held_out)
-        told = [
-            f"cosine of texts {(texts * meanings).sum(1).mean():.4f}, "
-            f"of images {(images * scenes).sum(1).mean():.4f}"
-        ]
-        for name, scores in (("all", texts @ images.T), ("meanings", meanings @ scenes.T)):
-            rows = evaluate(questions, scores.numpy(), held_out)
-            told.append(
-                f"{name}: {', '.join(f'{k} {r.precision_at_1:.2f}' for k, r in rows.items())}"
-            )
-        return "; ".join(told)
+        scores = student.texts([query for _, query in questions]) @ images.T
+        rows = evaluate(questions, scores.numpy(), held_out)
+        return ", ".join(f"{kind} {row.precision_at_1:.2f}" for kind, row in rows.items())
 
-    trainer = Trainer(student, Plan(learning_rate), autocast)
+    trainer = Trainer(student, 1.5e-3, autocast=autocast)
     trainer.run(losses_of, report, num_steps=num_steps, seconds=60 * minutes)
     with trainer.averaged():
         polish_texts(student, num_text_steps, report)

@@ -29,7 +29,6 @@ def job(fake=None, stream=False, content=None, **changes) -> Job:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_every_connection_is_used_and_every_answer_counted(fake, streamed):
     result = await run_job(job(fake, stream=streamed))
-    assert result.error == ""
     assert result.num_events == result.num_all * (7 if streamed else 0)
     assert 0 < result.num_requests <= result.num_all == len(fake.bodies)
     assert len(fake.connections) == 2
@@ -60,7 +59,8 @@ async def test_each_request_shows_the_next_image(fake):
 async def test_wrong_whole_answer_ends_the_job(fake, change):
     for name, value in change.items():
         setattr(fake, name, value)
-    assert (await run_job(job(fake))).error
+    with pytest.raises(ValueError):
+        await run_job(job(fake))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,8 @@ async def test_wrong_whole_answer_ends_the_job(fake, change):
 )
 async def test_incomplete_stream_ends_the_job(fake, pieces):
     fake.pieces = pieces
-    assert (await run_job(job(fake, stream=True))).error
+    with pytest.raises((OSError, ValueError)):
+        await run_job(job(fake, stream=True))
 
 
 def test_a_burst_asks_about_a_new_image_each_time(fake, capsys):

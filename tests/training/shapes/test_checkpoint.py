@@ -1,19 +1,23 @@
 """The checkpoint that is shipped loads with plain transformers and answers rightly; the evaluation counts exactly."""
 
+import engines.torch_backend  # noqa: F401  isort: skip  before transformers imports torchvision
+
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from transformers import pipeline
 
 from tests.long import few
 from tests.training.shapes.strangers import draw_framed, draw_plainly, draw_smoothly
-from training.shapes.architecture import IMAGE_SIZE
-from training.shapes.evaluate import LocalAnswerer
-from training.shapes.evaluation import evaluate, make_cases
+from training.shapes.evaluation import Message, evaluate, make_cases
 from training.shapes.gallery import to_input
-from training.shapes.world import make_scene
+from training.shapes.world import Scene, Shape
 
 CHECKPOINT = Path("engines/packages/shapes/checkpoint")
 FLOOR = 0.85
@@ -25,8 +29,21 @@ FILES = (
 
 
 @pytest.fixture(scope="module")
-def answerer() -> LocalAnswerer:
-    return LocalAnswerer(CHECKPOINT, num_threads=1)  # of the process, also for the tests behind it
+def answerer() -> Any:
+    torch.set_num_threads(1)  # of the process, also for the tests behind it
+    return pipeline("image-text-to-text", model=str(CHECKPOINT), dtype="float32", device="cpu")
+
+
+def ask(answerer: Any, messages: Sequence[Message]) -> str:
+    chat = []
+    for message in messages:
+        images = [{"type": "image", "image": image} for image in message.images]
+        text = {"type": "text", "text": message.question}
+        answer = {"type": "text", "text": message.answer}
+        chat += [{"role": "user", "content": [*images, text]}]
+        chat += [{"role": "assistant", "content": [answer]}]
+    [reply] = answerer(text=chat[:-1], max_new_tokens=128, return_full_text=False)
+    return reply["generated_text"]
 
 
 def test_it_has_the_files_of_a_llava_checkpoint():
@@ -38,19 +55,19 @@ def test_it_has_the_files_of_a_llava_checkpoint():
 
 
 def test_images_are_prepared_as_in_training(answerer):
-    image = draw_smoothly(make_scene("white", ("red", "star", "center")), rng=Random(0))
+    image = draw_smoothly(Scene("white", (Shape("star", "red", "large", "center"),)), rng=Random(0))
     pixels = answerer.processor.image_processor(image, return_tensors="pt")["pixel_values"][0]
     mean, std = (
         torch.tensor(getattr(answerer.processor.image_processor, name))
         for name in ("image_mean", "image_std")
     )
     levels = (pixels.permute(1, 2, 0) * std + mean) * 255
-    expected = torch.from_numpy(to_input(image, IMAGE_SIZE).copy()).float()
+    expected = torch.from_numpy(to_input(image).copy()).float()
     assert (levels - expected).abs().max() < 1.01  # transformers may resize with torchvision
 
 
 @pytest.mark.parametrize("draw", few([draw_plainly, draw_smoothly, draw_framed], [draw_framed]))
 def test_it_answers_strangers(answerer, draw):
     """Drawn by other programs than those of training. The goals are in `tests/e2e/test_accuracy.py`."""
-    score = evaluate(answerer, list(make_cases(2, seed=7, draw=draw)))
+    score = evaluate(partial(ask, answerer), list(make_cases(2, draw, seed=7)))
     assert score.accuracy() > FLOOR

@@ -15,7 +15,7 @@ from training.shapes.render import DIAMETERS, render, sample_style
 from training.shapes.world import (
     PLACES,
     Scene,
-    make_scene,
+    Shape,
     sample_scene,
 )
 
@@ -49,8 +49,8 @@ def test_in_any_style_shapes_stay_in_their_places(seed):
 @pytest.mark.parametrize("size", DIAMETERS)
 def test_sizes_are_what_the_words_say(size):
     for seed in range(20):
-        image = render(make_scene("white", ("red", "circle", "center", size)), Random(seed))
-        width = foreground(image, make_scene("white")).any(0).sum() / image.width
+        image = render(Scene("white", (Shape("circle", "red", size, "center"),)), Random(seed))
+        width = foreground(image, Scene("white", ())).any(0).sum() / image.width
         low, high = DIAMETERS[size]
         assert low - 0.01 <= width <= high + 0.01
 

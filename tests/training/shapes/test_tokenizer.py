@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from training.shapes.architecture import NUM_IMAGE_TOKENS
-from training.shapes.export import load_tokenizer
+from training.shapes.llava import PreTrainedTokenizerFast
 from training.shapes.questions import Question
 from training.shapes.sequences import Encoder
 
@@ -14,11 +14,11 @@ CHECKPOINT = Path("engines/packages/shapes/checkpoint")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(CHECKPOINT)
+    return PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
 
 
 def test_a_packed_conversation_reads_as_the_chat_template_writes_it(tokenizer):
-    encoder = Encoder(tokenizer, num_image_tokens=NUM_IMAGE_TOKENS)
+    encoder = Encoder(tokenizer)
     packed = [
         *encoder.opening("Be brief."),
         *encoder.images(2),

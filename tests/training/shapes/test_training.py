@@ -1,79 +1,67 @@
 """Fine-tuning learns from lessons, and writes what `export` reads."""
 
+import shutil
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
-from training.shapes.architecture import NUM_IMAGE_TOKENS, make_config
-from training.shapes.export import load_finetuned, load_tokenizer
-from training.shapes.finetune import (
-    Batch,
-    Learner,
-    Reader,
-    make_trainer,
-    save,
-    who_sees_whom,
+from training.shapes.export import main as export
+from training.shapes.finetune import Learner, make_trainer, save, who_sees_whom
+from training.shapes.lessons import Album, Batch, make_batch
+from training.shapes.llava import (
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
 )
-from training.shapes.lessons import NUM_SLOTS, Album, make_message
-from training.shapes.llava import LlavaForConditionalGeneration
 from training.shapes.sequences import Encoder
 
 CHECKPOINT = Path("engines/packages/shapes/checkpoint")
-CPU = torch.device("cpu")
-
-
-class Messages:
-    """The queue of a process that teaches."""
-
-    def __init__(self, num_sequences: int) -> None:
-        self.encoder = Encoder(load_tokenizer(CHECKPOINT), NUM_IMAGE_TOKENS)
-        self.num_sequences = num_sequences
-        self.album = Album(Random(0), 0)
-        self.album.draw(4, 4, 2)
-
-    def get(self) -> dict:
-        return make_message(self.album, self.encoder, self.num_sequences)
 
 
 def make_learner() -> Learner:
     """Of a model with one narrow layer of each sort, as wide as the code book is long."""
-    config = make_config()
+    config = LlavaConfig.from_pretrained(CHECKPOINT)
     for part, width in ((config.vision_config, 48), (config.text_config, 80)):
         part.hidden_size = part.intermediate_size = width
         part.num_hidden_layers = 1
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration._from_config(config, dtype=torch.float32)
-    return Learner(model, NUM_SLOTS, CPU)
+    return Learner(model, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    """The lessons of one message, with the pictures that they show."""
-    reader = Reader(Messages(5), is_hungry=None, per_batch=1, pin=False)
-    return reader.make().to(CPU)
+    """The lessons of a small album."""
+    album = Album(Random(0))
+    album.draw(4, 4, 2)
+    return make_batch(album, Encoder(PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)), 5)
 
 
 def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch):
     learner = make_learner()
     trainer = make_trainer(learner.model, learning_rate=3e-3, autocast=False)
-    losses = [trainer.learn(lambda: learner(batch)[:2], step / 14)[0] for step in range(14)]
+    losses = [trainer.learn(lambda: learner(batch), step / 14)[0] for step in range(14)]
     assert losses[-1] < 0.8 * losses[0]
     with torch.no_grad(), trainer.averaged():
-        assert learner(batch, is_learning=False)[0] < 0.9 * losses[0]
+        assert learner.eval()(batch)[0] < 0.9 * losses[0]
 
 
-def test_what_is_saved_can_be_exported(tmp_path: Path):
-    tokenizer = load_tokenizer(CHECKPOINT)
-    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model = LlavaForConditionalGeneration._from_config(make_config(), dtype=torch.float32)
-    weights = {name: each.detach() for name, each in model.named_parameters()}
-    save(weights, tmp_path)
-    loaded, same = load_finetuned(tmp_path)
-    assert len(same) == len(tokenizer)
+def test_what_is_saved_is_averaged_and_loads(tmp_path: Path):
+    finetuned, mixed = tmp_path / "finetuned", tmp_path / "mixed"
+    shutil.copytree(CHECKPOINT, finetuned)
+    model = LlavaForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    save(model, finetuned)
+    export(finetuned, mixed, other=CHECKPOINT, share=0.5)
+    assert {path.name for path in mixed.iterdir()} == {path.name for path in CHECKPOINT.iterdir()}
+    loaded = LlavaForConditionalGeneration.from_pretrained(mixed, dtype=torch.float32)
     for name, weight in loaded.named_parameters():
-        torch.testing.assert_close(weight, weights[name], atol=1e-2, rtol=1e-2)
+        expected = 0.75 * model.get_parameter(name)
+        torch.testing.assert_close(weight, expected, atol=1e-2, rtol=1e-2)
 
 
 def test_branches_see_what_is_shared_and_themselves_only():

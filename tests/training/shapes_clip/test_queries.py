@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from training.shapes.gallery import encode
-from training.shapes.world import make_scene, sample_scene
+from training.shapes.world import Scene, Shape, sample_scene
 from training.shapes_clip.evaluation import evaluate, make_queries
 from training.shapes_clip.meaning import (
     learn_meaning,
@@ -20,7 +20,9 @@ from training.shapes_clip.queries import (
     sample_query,
 )
 
-TWO_STARS = make_scene("white", ("red", "star", "center"), ("blue", "star", "top left", "small"))
+TWO_STARS = Scene(
+    "white", (Shape("star", "blue", "small", "top left"), Shape("star", "red", "large", "center"))
+)
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_QUERIES)
@@ -50,7 +52,11 @@ def test_what_is_true(query, is_true):
 
 
 def test_precision_is_that_of_the_order():
-    scenes = [TWO_STARS, make_scene("black", ("red", "ring", "center")), make_scene("gray")]
+    scenes = [
+        TWO_STARS,
+        Scene("black", (Shape("ring", "red", "large", "center"),)),
+        Scene("gray", ()),
+    ]
     codes = np.stack([encode(scene) for scene in scenes])
     query = Query("something red", (Fact(color="red"),))
     [row] = evaluate([("one", query)], np.array([[0.1, 0.3, 0.2]]), codes).values()

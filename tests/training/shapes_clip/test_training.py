@@ -9,15 +9,14 @@ import pytest
 import torch
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
-from training.shapes.architecture import IMAGE_SIZE
 from training.shapes.gallery import encode, render_group, to_input
 from training.shapes.llava import LlavaForConditionalGeneration
-from training.shapes.trainer import Plan, Trainer
+from training.shapes.trainer import Trainer
 from training.shapes_clip.architecture import DIMENSIONS, look, make_model, see
 from training.shapes_clip.export import export
 from training.shapes_clip.meaning import learn_meaning
 from training.shapes_clip.queries import sample_query
-from training.shapes_clip.train import CHECKPOINT, EYE, Student, make_tokenizer
+from training.shapes_clip.train import CHECKPOINT, EYE, Student
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +27,14 @@ def drawn():
 
 @pytest.fixture(scope="module")
 def images(drawn):
-    return torch.from_numpy(np.stack([to_input(image, IMAGE_SIZE) for _, image in drawn]))
+    return torch.from_numpy(np.stack([to_input(image) for _, image in drawn]))
 
 
 @pytest.fixture(scope="module")
 def student(images):
     eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
-    tokenizer = make_tokenizer(400)
-    model = make_model(tokenizer, eye.model.vision_tower, images)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    model = make_model(eye.model.vision_tower, images)
     return Student(model, tokenizer, learn_meaning(DIMENSIONS, num_steps=2))
 
 
@@ -50,7 +49,7 @@ def test_a_few_steps_lower_the_loss_and_the_rest_stays_as_it_was(student, drawn,
         return student.losses(looked, codes, queries)
 
     before = sum(losses()).item()
-    Trainer(student, Plan(warmup=0.1)).run(losses, lambda: "", num_steps=16)
+    Trainer(student, warmup=0.1).run(losses, lambda: "", num_steps=16)
     assert sum(losses()).item() < 0.8 * before
     assert torch.equal(look(student.model, images), looked)
 
