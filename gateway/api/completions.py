@@ -301,11 +301,15 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     include_reasoning: Annotated[bool | None, doc("false leaves out the model's reasoning.")] = None
     enable_thinking: Annotated[bool | None, doc("Whether the model reasons.")] = None
     thinking: Annotated[bool | ThinkingType | None, doc("The same as `enable_thinking`.")] = None
-    chat_template_kwargs: dict[str, TemplateOption] | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, TemplateOption] | None, doc("Variables of the chat template.")
+    ] = None
     add_generation_prompt: Annotated[bool | None, doc("Begin an assistant message.")] = None
     continue_final_message: Annotated[bool | None, doc("Continue the assistant's message.")] = None
-    mm_processor_kwargs: PixelFields | None = None
-    media_io_kwargs: Annotated[MediaFields | None, doc("Default sampling of frames.")] = None
+    mm_processor_kwargs: Annotated[
+        PixelFields | None, doc("Bounds on the pixels of all images, and of each frame of a video.")
+    ] = None
+    media_io_kwargs: Annotated[MediaFields | None, doc("Sampling of videos' frames.")] = None
 
 
 class TopLogprob(msgspec.Struct):

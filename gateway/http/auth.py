@@ -82,11 +82,14 @@ class KeyRing:
         if role in ("any", "use") and self.is_open:
             return ""
         setting = _SETTINGS[role]
-        if self._stored is None and not self._roles[role]:
-            raise Forbidden(f"No key may do this: set {setting}.", code="insufficient_permissions")
-        salt, has_role = await self._identify(headers, role)
+        nobody_may = self._stored is None and not self._roles[role]
+        salt, has_role = "", False
+        if not (nobody_may and self.is_open):
+            salt, has_role = await self._identify(headers, role)
         if not has_role:
             message = f"This API key may not do this: send a key of {setting}, or one with the role {role}."
+            if nobody_may:
+                message = f"No key may do this: set {setting}."
             raise Forbidden(message, code="insufficient_permissions")
         return salt
 

@@ -251,7 +251,7 @@ CALLED = {
     "gateway": (
         *(RedisGatewayQueue, ResumableCalls, RedisMailbox, RecordStore, SessionStore, Leases),
         *(RedisBlobStore.put, RedisBlobStore._put, RedisBlobStore._release, RedisBlobStore.get),
-        *(RedisBlobStore.open, Confirmer, KeyStore, AuditLog),
+        *(Confirmer, KeyStore, AuditLog),
         *(Registry.workers, Registry.models, Registry.silence_s, Registry._members),
         *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),
         *(DeploymentState.apps, DeploymentState.put, DeploymentState._put, DeploymentState.now),

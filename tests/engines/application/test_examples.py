@@ -19,9 +19,7 @@ SAMPLE = ROOT / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 
 def start(name: str) -> Driver:
     folder = ROOT / "examples" / name
-    packed = pack(str(folder))
-    packed.close()
-    config = packed.manifest.config
+    config = pack(str(folder)).manifest.config
     settings = ApplicationSettings.model_validate(
         {"model": str(folder), "entry": config.entry, "command": _json(config.command)}
     )
