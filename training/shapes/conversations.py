@@ -36,14 +36,6 @@ class Turn:
     question: Question
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Turns in order, after an optional system message."""
-
-    turns: tuple[Turn, ...]
-    system: str | None = None
-
-
 def sample_question(scenes: Scenes, rng: Random, before: Question | None = None) -> Question:
     """A question about the images seen so far; one that names no image means the latest."""
     if rng.random() < OUTSIDE_SHARE:
@@ -74,12 +66,8 @@ def _ask_about_pair(scenes: tuple[Scene, ...], rng: Random) -> Question:
     return ask_about_pair(topic, first, second, rng)
 
 
-def sample_conversation(
-    scenes: Scenes, num_turns: int, rng: Random, at_once: bool | None = None
-) -> Conversation:
+def sample_conversation(scenes: Scenes, num_turns: int, rng: Random, at_once: bool) -> list[Turn]:
     """Turns about all the scenes; unless `at_once`, an image may come with a later turn."""
-    if at_once is None:
-        at_once = rng.random() < 0.5
     arrivals = [0] * num_turns
     for _ in scenes[1:]:
         arrivals[0 if at_once else rng.randrange(num_turns)] += 1
@@ -90,7 +78,7 @@ def sample_conversation(
         num_seen += num_new
         before = turns[-1].question if turns and not num_new else None
         turns.append(Turn(num_new, sample_question(scenes[:num_seen], rng, before)))
-    return Conversation(tuple(turns), sample_system(rng))
+    return turns
 
 
 def sample_system(rng: Random) -> str | None:

@@ -122,8 +122,7 @@ def about_pictures(album: Album, packer: Packer, pictures: list[Picture]) -> Les
 
     def make() -> list[Question]:
         number = rng.choice((1, 1, 1, 2, 3, 4))
-        conversation = sample_conversation(scenes, number, rng, at_once=True)
-        return [turn.question for turn in conversation.turns]
+        return [turn.question for turn in sample_conversation(scenes, number, rng, at_once=True)]
 
     return _fill(packer, pictures, make, rng)
 
@@ -203,11 +202,10 @@ def as_conversation(album: Album, packer: Packer) -> Lesson:
     number = rng.choice((1, 2, 2, 3, 4))
     pictures = [*album.any(0.4, 0.25), *album.any(0.4, 0.25)][:number]
     scenes: Scenes = tuple(picture.scene for picture in pictures)
-    conversation = sample_conversation(scenes, rng.randint(8, 24), rng)
-    turns = list(conversation.turns)
+    turns = sample_conversation(scenes, rng.randint(8, 24), rng, rng.random() < 0.5)
     if rng.random() < 0.3:
         turns.insert(0, Turn(0, Question("outside", sample_small_talk(rng), OUTSIDE)))
-    added = packer.add_branch(turns, 0, 0, packer.encoder.opening(conversation.system))
+    added = packer.add_branch(turns, 0, 0, packer.encoder.opening(sample_system(rng)))
     return pictures[: sum(turn.num_images for turn in turns[:added])]
 
 
