@@ -21,8 +21,7 @@ from training.shapes.architecture import normalize
 from training.shapes.code_book import CodeBook
 from training.shapes.lessons import Batch, Lessons
 from training.shapes.llava import LlavaForConditionalGeneration, PreTrainedTokenizerFast
-from training.shapes.sequences import Encoder
-from training.shapes.tokenizer import IMAGE_ID
+from training.shapes.sequences import IMAGE_ID, Encoder
 from training.shapes.trainer import Trainer, save
 
 EYE_WEIGHT = 0.1  # in the loss: what the eye says in the code book stays right
@@ -52,11 +51,12 @@ class Learner(nn.Module):
             attention_mask=who_sees_whom(batch.branches),
             use_cache=False,
         ).last_hidden_state
-        logits = self.model.lm_head(hidden[:, :-1].flatten(0, 1)[batch.where])
-        targets = batch.token_ids[:, 1:].flatten()[batch.where]
+        counts = batch.weights[:, 1:] > 0
+        logits = self.model.lm_head(hidden[:, :-1][counts])
+        targets, weights = batch.token_ids[:, 1:][counts], batch.weights[:, 1:][counts]
         with torch.autocast(images.device.type, enabled=False):
             losses = F.cross_entropy(logits.float(), targets, reduction="none")
-            answer_loss = (losses * batch.weights).sum() / batch.weights.sum()
+            answer_loss = (losses * weights).sum() / weights.sum()
             eye_loss = EYE_WEIGHT * self.book.loss(seen[batch.known].float(), batch.codes)
         return answer_loss, eye_loss
 
@@ -116,14 +116,14 @@ def main(
     model = LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
     learner = Learner(model, target).train()
     autocast = is_cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    trainer = Trainer(learner.model, learning_rate, autocast=autocast, rate_of=rate_of)
+    trainer = Trainer(learner, learning_rate, autocast=autocast, rate_of=rate_of)
 
     def losses_of() -> tuple[Tensor, Tensor]:
         drawn = (each.to(target, non_blocking=True) for each in next(lessons))
         return learner(Batch(*drawn))
 
-    def report() -> str:
-        save(model, out, torch.bfloat16)
+    def report(averaged: Learner) -> str:
+        save(averaged.model, out, torch.bfloat16)
         return f"{deadline - time.monotonic():.0f} s left"
 
     trainer.run(losses_of, report, seconds=deadline - time.monotonic())

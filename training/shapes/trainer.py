@@ -3,14 +3,14 @@
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 REPORT_EVERY_S = 55.0
 WARMUP = 0.03  # share of the training in which the learning rate grows
@@ -34,20 +34,19 @@ class Trainer:
         autocast: bool = False,
         rate_of: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        named = module.named_parameters()
-        self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self.average = {name: each.detach().clone() for name, each in self.parameters.items()}
-        self.step = 0
+        self.module = module
+        self.average = AveragedModel(module, avg_fn=_average)
+        learning = {name: each for name, each in module.named_parameters() if each.requires_grad}
         groups = [
             {
                 "params": [each],
                 "weight_decay": WEIGHT_DECAY if each.ndim > 1 else 0.0,
                 "peak": learning_rate * rate_of(name),
             }
-            for name, each in self.parameters.items()
+            for name, each in learning.items()
         ]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
-        device = next(iter(self.parameters.values())).device
+        device = next(module.parameters()).device
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
 
     def learn(self, losses_of: Callable[[], Sequence[Tensor]], progress: float) -> Tensor:
@@ -58,43 +57,23 @@ class Trainer:
         with self.autocast:
             losses = torch.stack(list(losses_of()))
         losses.sum().backward()
-        nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        decay = min(AVERAGE_DECAY, (1 + self.step) / (10 + self.step))
-        foreach_lerp: Any = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
-        learned = [each.detach() for each in self.parameters.values()]
-        foreach_lerp(list(self.average.values()), learned, 1 - decay)
-        self.step += 1
+        self.average.update_parameters(self.module)
         return losses.detach()
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within it, the module has the averaged weights."""
-        current = {name: each.detach().clone() for name, each in self.parameters.items()}
-        self._put(self.average)
-        try:
-            yield
-        finally:
-            self._put(current)
-
-    @torch.no_grad()
-    def _put(self, weights: dict[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(weights[name])
 
     def run(
         self,
         losses_of: Callable[[], Sequence[Tensor]],
-        report: Callable[[], str],
+        report: Callable[[Any], str],
         *,
         num_steps: float = math.inf,
         seconds: float = math.inf,
     ) -> None:
         """Train until steps or seconds are over.
 
-        Once in a while and at the end, `report` is called with the averaged weights in place, and its text
-        is printed.
+        Once in a while and at the end, `report` is called with the averaged module, and its text is printed.
         """
         began_at = time.monotonic()
         due_at = began_at + REPORT_EVERY_S
@@ -102,13 +81,18 @@ class Trainer:
         progress = 0.0
         while progress < 1:
             losses.append(self.learn(losses_of, progress))
-            progress = max((time.monotonic() - began_at) / seconds, self.step / num_steps)
+            num_done = int(self.average.n_averaged)
+            progress = max((time.monotonic() - began_at) / seconds, num_done / num_steps)
             if progress >= 1 or time.monotonic() > due_at:
                 means = torch.stack(losses).mean(0).tolist()
                 told = " + ".join(f"{mean:.4f}" for mean in means)
-                with self.averaged():
-                    print(f"step {self.step} loss {told} {report()}", flush=True)
+                print(f"step {num_done} loss {told} {report(self.average.module)}", flush=True)
                 losses, due_at = [], time.monotonic() + REPORT_EVERY_S
+
+
+def _average(average: Tensor, current: Tensor, num_averaged: Any) -> Tensor:
+    decay = ((1 + num_averaged) / (10 + num_averaged)).clamp(max=AVERAGE_DECAY)
+    return average.lerp(current, 1 - decay)
 
 
 def save(model: Any, checkpoint: Path, dtype: torch.dtype) -> None:

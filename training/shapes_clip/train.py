@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
@@ -34,10 +34,11 @@ TEXTS_OF_A_STEP = 128
 HELD_OUT_GROUPS = 200  # of the report
 
 
-class Student:
+class Student(nn.Module):
     """The model, in fp32, and its tokenizer. Of the vision tower, only the last two layers and what follows learn."""
 
     def __init__(self, checkpoint: Path) -> None:
+        super().__init__()
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
         self.model = CLIPModel.from_pretrained(checkpoint, dtype=torch.float32)
         vision: Any = self.model.vision_model
@@ -108,14 +109,14 @@ def main(
         return (student.loss(images, codes, queries),)
 
     @torch.no_grad()
-    def report() -> str:
-        save(student.model, out, torch.float16)
-        vectors = torch.cat([student.images(chunk) for chunk in images.split(128)])
-        scores = student.texts([query for _, query in questions]) @ vectors.T
+    def report(averaged: Student) -> str:
+        save(averaged.model, out, torch.float16)
+        vectors = torch.cat([averaged.images(chunk) for chunk in images.split(128)])
+        scores = averaged.texts([query for _, query in questions]) @ vectors.T
         rows = evaluate(questions, scores.numpy(), codes)
         return ", ".join(f"{kind} {row.precision_at_1:.2f}" for kind, row in rows.items())
 
-    trainer = Trainer(student.model, learning_rate, autocast=autocast)
+    trainer = Trainer(student, learning_rate, autocast=autocast)
     trainer.run(losses_of, report, num_steps=num_steps, seconds=60 * minutes)
 
 

@@ -42,11 +42,11 @@ def batch() -> Batch:
 
 def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch):
     learner = make_learner()
-    trainer = Trainer(learner.model, learning_rate=3e-3)
+    trainer = Trainer(learner, learning_rate=3e-3)
     losses = [trainer.learn(lambda: learner(batch), step / 14)[0] for step in range(14)]
     assert losses[-1] < 0.8 * losses[0]
-    with torch.no_grad(), trainer.averaged():
-        assert learner.eval()(batch)[0] < 0.9 * losses[0]
+    with torch.no_grad():
+        assert trainer.average.module.eval()(batch)[0] < 0.9 * losses[0]
 
 
 def test_what_is_saved_is_averaged_and_loads(tmp_path: Path):

@@ -36,7 +36,7 @@ def test_a_few_steps_lower_the_loss_and_the_frozen_layers_stay(student):
         return (student.loss(images, codes, queries),)
 
     before = losses()[0].item()
-    Trainer(student.model, 1e-3).run(losses, lambda: "", num_steps=16)
+    Trainer(student, 1e-3).run(losses, lambda averaged: "", num_steps=16)
     assert losses()[0].item() < 0.8 * before
     kept = [each for each in student.model.parameters() if not each.requires_grad]
     assert all(map(torch.equal, kept, frozen))
