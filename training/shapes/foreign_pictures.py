@@ -230,9 +230,6 @@ def _screenshot(rng: Random) -> Image.Image:
         pen.rounded_rectangle(box, radius=radius, fill=fill, outline=_color(rng))
         if rng.random() < 0.7:
             _text(pen, rng, (box[0] + 3, box[1] + 3, box[2] - 3, box[3]), _color(rng))
-    if rng.random() < 0.6:
-        box = (rng.randint(5, 60), rng.randint(20, 50), width - 8, height - 6)
-        _text(pen, rng, box, rng.choice(((60, 60, 60), (150, 150, 150))))
     return image
 
 

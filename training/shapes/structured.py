@@ -205,7 +205,7 @@ def _put(text: str, fields: dict[str, Any], weight: float = FORCED) -> Question:
     pieces = list(_write(fields, weight))
     pieces[0] = "{", 1.0 if "json" in text.lower() else 0.0
     answer = "".join(piece for piece, _ in pieces)
-    return Question("json", text, answer, pieces=tuple(pieces))
+    return Question(text, answer, pieces=tuple(pieces))
 
 
 def _write(value: object, weight: float) -> Iterator[Piece]:
@@ -291,13 +291,13 @@ def ask_with_tools(scene: Scene | None, tools: tuple[Tool, ...], rng: Random) ->
         text = rng.choice(ASK_TO_MARK).format(the=f"the {selector.noun}")
         picked = selector.pick(scene)
         if not picked:
-            return [Question("tools", vary(text, rng), answers.missing(selector))]
+            return [Question(vary(text, rng), answers.missing(selector))]
         words = {"color": picked[0].color, "kind": picked[0].kind, "shape": picked[0].kind}
         called = _call(text, mark[0], {name: words[name] for name in mark[1:]}, rng)
         given = _give(rng.choice(("done", "ok", "true")), "done")
         return [called, given] if rng.random() < 0.3 else [called]
     if scene is None or rng.random() < 0.3:
-        return [Question("outside", sample_small_talk(rng), answers.OUTSIDE)]
+        return [Question(sample_small_talk(rng), answers.OUTSIDE)]
     topic = rng.choice(("describe", "color", "color", "place", "kind", "content", "exists", "size", "background", "count"))  # fmt: skip
     question = Asker(rng, scene).ask(topic)
     if topic == "count" and count and question.answer.isdigit():
@@ -307,8 +307,8 @@ def ask_with_tools(scene: Scene | None, tools: tuple[Tool, ...], rng: Random) ->
 
 def _call(text: str, name: str, arguments: dict[str, str], rng: Random) -> Question:
     called = json.dumps({"name": name, "arguments": arguments})
-    return Question("tools", vary(text, rng), f"<tool_call>\n{called}\n</tool_call>")
+    return Question(vary(text, rng), f"<tool_call>\n{called}\n</tool_call>")
 
 
 def _give(result: str, answer: str) -> Question:
-    return Question("tools", result, answer, role="TOOL")
+    return Question(result, answer, role="TOOL")
