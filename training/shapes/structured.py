@@ -36,12 +36,6 @@ ASK_PLAINLY = (
     "List the shapes.", "Which shapes are in the {image}?", "Fill in the form.", "Give me the details.", "Inspect the {image}.",
     "Extract the information.", "Parse the {image}.", "Report what you see.", "Tell me about the {image}.",
 )  # fmt: skip
-ASK_AT = (
-    "What is {at}?",
-    "Describe the shape {at}.",
-    "Which shape is {at}?",
-    "Extract the shape {at}.",
-)
 ASK_OF_KIND = ("Describe the {noun}.", "Tell me about the {noun}.", "Find the {noun}.")
 WITH_NAMES = (
     " Use the keys {names}.",
@@ -144,10 +138,10 @@ def _about_one(scene: Scene, rng: Random) -> Question:
     asker = Asker(rng, scene)
     place = asker.pick_place(0.9)
     shape = scene.at(place)
-    texts = tuple(text.format(at=answers.at(place)) for text in ASK_AT)
+    text = asker.put(phrasings.CONTENT, "", at=asker.at(place)).text
     if shape and asker.only(Selector(shape.kind)) and rng.random() < 0.5:
-        texts = tuple(text.format(noun=shape.kind) for text in ASK_OF_KIND)
-    return _put(_ask(texts, rng), _object(shape, names) if shape else dict.fromkeys(names, "none"))
+        text = vary(rng.choice(ASK_OF_KIND).format(noun=shape.kind), rng)
+    return _put(text, _object(shape, names) if shape else dict.fromkeys(names, "none"))
 
 
 def _as_asked(scene: Scene, rng: Random) -> Question:
