@@ -7,6 +7,7 @@ training only: a vision transformer learns slowly from the answers of a language
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from training.shapes.world import BACKGROUNDS, COLORS, KINDS, PLACES, SIZES
 
@@ -20,6 +21,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "background": BACKGROUNDS,
     "count": tuple(map(str, range(1 + len(PLACES)))),
 }
+GAIN = 6.0  # scales dot products, which are 1 for properties that are present, to logits
+EMPTY_CELL_WEIGHT = 0.3  # most cells are empty; they must not drown the others
 
 
 class CodeBook:
@@ -33,14 +36,31 @@ class CodeBook:
         self.vectors = dict(zip(CLASSES, vectors, strict=True))
 
     def loss(self, features: Tensor, codes: Tensor) -> Tensor:
-        """How far features are from the vectors of what stands there. Shapes: (N, P, width), uint8 (N, CODE_LENGTH)."""
+        """The cross-entropy of the decoded properties, and the distance of the features from their targets.
+
+        Shapes: (N, P, width), uint8 (N, CODE_LENGTH).
+        """
         targets = scene_targets(codes, round(features.shape[1] ** 0.5))
-        is_filled = (targets["kind"] > 0)[..., None]
-        wanted = self.patch
+        filled = (targets["kind"] > 0).float()
+        wanted = self.patch.expand_as(features)
         for name, vectors in self.vectors.items():
             code = vectors[targets[name]]
-            wanted = wanted + (code * is_filled if name in ("color", "size") else code)
-        return (features - wanted).square().sum(-1).mean()
+            wanted = wanted + (code * filled[..., None] if name in ("color", "size") else code)
+        total = 0.3 * (features - wanted).square().sum(-1).mean()
+        weights = {
+            "kind": filled + EMPTY_CELL_WEIGHT * (1 - filled),
+            "color": filled,
+            "size": filled,
+        }
+        for name, vectors in self.vectors.items():
+            logits = GAIN * features @ vectors.T
+            weight = weights.get(name, 0.2 * torch.ones_like(filled))
+            losses = F.cross_entropy(
+                logits.flatten(0, 1), targets[name].flatten(), reduction="none"
+            )
+            normalizer = filled.sum() + 1 if name in weights else filled.numel()
+            total = total + (losses * weight.flatten()).sum() / normalizer
+        return total
 
 
 def scene_targets(codes: Tensor, patches_per_side: int) -> dict[str, Tensor]:
@@ -49,8 +69,7 @@ def scene_targets(codes: Tensor, patches_per_side: int) -> dict[str, Tensor]:
     Shapes: uint8 (N, CODE_LENGTH) as of `gallery.encode` in, int64 (N, P) each out.
     """
     codes = codes.long()
-    third = torch.arange(patches_per_side, device=codes.device) * 3 // patches_per_side
-    place = (3 * third[:, None] + third).flatten().expand(len(codes), -1)
+    place = place_of_patches(patches_per_side).to(codes.device).expand(len(codes), -1)
     cells = codes[:, 1:].view(-1, len(PLACES), 3).unbind(-1)
     kind, color, size = (each.gather(1, place) for each in cells)
     return {
@@ -63,3 +82,9 @@ def scene_targets(codes: Tensor, patches_per_side: int) -> dict[str, Tensor]:
         "background": codes[:, :1].expand_as(place),
         "count": (cells[0] > 0).sum(1, keepdim=True).expand_as(place),
     }
+
+
+def place_of_patches(patches_per_side: int) -> Tensor:
+    """The index in PLACES of the cell that holds each patch's center. Shapes: int64 (P,)."""
+    cell = ((torch.arange(patches_per_side) + 0.5) * 3 / patches_per_side).long()
+    return (3 * cell[:, None] + cell[None, :]).flatten()
