@@ -24,7 +24,6 @@ from training.shapes.world import (
 )
 
 NOTHING_CHANGES = "Nothing changes."
-_FAR = 0.15  # places by which a shape is off when the eye need not know its place
 
 #: before, after, the first frame with it; -1 if it glides
 Path = tuple[Shape | None, Shape | None, int]
@@ -68,14 +67,6 @@ class Clip:
     frames: tuple[Scene, ...]
     shifts: tuple[dict[str, Point], ...]
     events: tuple[Event, ...]
-
-    @property
-    def is_clear(self) -> tuple[bool, ...]:
-        """Whether all shapes of a frame stand at their places."""
-        return tuple(
-            all(abs(step) <= _FAR for shift in shifts.values() for step in shift)
-            for shifts in self.shifts
-        )
 
     def tell(self) -> str:
         """All that happens."""
@@ -168,8 +159,9 @@ def _between(before: Shape, after: Shape, share: float) -> tuple[Shape, Point]:
 
 def render_clip(clip: Clip, rng: Random, style: Style) -> list[Image.Image]:
     """The frames in one style, with the same shades."""
-    style = replace(style, shade=style.shade if style.shade is not None else 0, shade_jitter=0)
-    style = replace(style, place_jitter=0.0, equal_sizes=True)
+    style = replace(
+        style, shade=style.shade or 0, shade_jitter=0, place_jitter=0.0, equal_sizes=True
+    )
     seed = rng.random()
     return [
         render(frame, Random(seed), style, shifts, seed)
@@ -316,7 +308,7 @@ def _pick_actor(clip: Clip, rng: Random) -> tuple[str, Event | None]:
 
 
 def _put(templates: tuple[str, ...], answer: str, rng: Random, noun: str = "") -> Question:
-    return Question("clip", vary(rng.choice(templates).format(noun=noun), rng), answer)
+    return Question(vary(rng.choice(templates).format(noun=noun), rng), answer)
 
 
 def find_event(first: Scene, second: Scene) -> Clip | None:

@@ -69,7 +69,8 @@ def scene_targets(codes: Tensor, patches_per_side: int) -> dict[str, Tensor]:
     Shapes: uint8 (N, CODE_LENGTH) as of `gallery.encode` in, int64 (N, P) each out.
     """
     codes = codes.long()
-    place = place_of_patches(patches_per_side).to(codes.device).expand(len(codes), -1)
+    third = torch.arange(patches_per_side, device=codes.device) * 3 // patches_per_side
+    place = (3 * third[:, None] + third).flatten().expand(len(codes), -1)
     cells = codes[:, 1:].view(-1, len(PLACES), 3).unbind(-1)
     kind, color, size = (each.gather(1, place) for each in cells)
     return {
@@ -82,9 +83,3 @@ def scene_targets(codes: Tensor, patches_per_side: int) -> dict[str, Tensor]:
         "background": codes[:, :1].expand_as(place),
         "count": (cells[0] > 0).sum(1, keepdim=True).expand_as(place),
     }
-
-
-def place_of_patches(patches_per_side: int) -> Tensor:
-    """The index in PLACES of the cell that holds each patch's center. Shapes: int64 (P,)."""
-    cell = ((torch.arange(patches_per_side) + 0.5) * 3 / patches_per_side).long()
-    return (3 * cell[:, None] + cell[None, :]).flatten()

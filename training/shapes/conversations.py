@@ -6,14 +6,7 @@ from random import Random
 from training.shapes import phrasings
 from training.shapes.answers import OUTSIDE
 from training.shapes.clips import ask_about_clip, find_event
-from training.shapes.questions import (
-    PAIR_TOPICS,
-    SINGLE_TOPICS,
-    Asker,
-    Question,
-    ask_about_pair,
-    follow_up,
-)
+from training.shapes.questions import Asker, Question, ask_about_pair, follow_up
 from training.shapes.small_talk import sample_prose, sample_small_talk
 from training.shapes.world import Scene, sample_scene
 
@@ -36,18 +29,10 @@ class Turn:
     question: Question
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Turns in order, after an optional system message."""
-
-    turns: tuple[Turn, ...]
-    system: str | None = None
-
-
 def sample_question(scenes: Scenes, rng: Random, before: Question | None = None) -> Question:
     """A question about the images seen so far; one that names no image means the latest."""
     if rng.random() < OUTSIDE_SHARE:
-        return Question("outside", sample_small_talk(rng), OUTSIDE)
+        return Question(sample_small_talk(rng), OUTSIDE)
     if before and before.subject and rng.random() < 0.4:
         return follow_up(before.subject, rng)
     known = tuple(scene or sample_scene(rng) for scene in scenes)
@@ -57,12 +42,11 @@ def sample_question(scenes: Scenes, rng: Random, before: Question | None = None)
         named = len(known) > 1 and rng.random() < 0.75
         index = rng.randrange(len(known)) if named else len(known) - 1
         question, meant = _ask_about_one(known[index], index, named, rng), scenes[index : index + 1]
-    return Question("outside", question.text, OUTSIDE) if None in meant else question
+    return Question(question.text, OUTSIDE) if None in meant else question
 
 
 def _ask_about_one(scene: Scene, index: int, named: bool, rng: Random) -> Question:
-    topics = tuple(SINGLE_TOPICS)
-    topic = rng.choices(topics, [_SINGLE_WEIGHTS[name] for name in topics])[0]
+    topic = rng.choices([*_SINGLE_WEIGHTS], [*_SINGLE_WEIGHTS.values()])[0]
     return Asker(rng, scene, index, named).ask(topic)
 
 
@@ -70,16 +54,12 @@ def _ask_about_pair(scenes: tuple[Scene, ...], rng: Random) -> Question:
     first, second = scenes
     if (clip := find_event(first, second)) and rng.random() < 0.35:
         return ask_about_clip(clip, rng)
-    topic = rng.choices(PAIR_TOPICS, [_PAIR_WEIGHTS[name] for name in PAIR_TOPICS])[0]
+    topic = rng.choices([*_PAIR_WEIGHTS], [*_PAIR_WEIGHTS.values()])[0]
     return ask_about_pair(topic, first, second, rng)
 
 
-def sample_conversation(
-    scenes: Scenes, num_turns: int, rng: Random, at_once: bool | None = None
-) -> Conversation:
+def sample_conversation(scenes: Scenes, num_turns: int, rng: Random, at_once: bool) -> list[Turn]:
     """Turns about all the scenes; unless `at_once`, an image may come with a later turn."""
-    if at_once is None:
-        at_once = rng.random() < 0.5
     arrivals = [0] * num_turns
     for _ in scenes[1:]:
         arrivals[0 if at_once else rng.randrange(num_turns)] += 1
@@ -90,7 +70,7 @@ def sample_conversation(
         num_seen += num_new
         before = turns[-1].question if turns and not num_new else None
         turns.append(Turn(num_new, sample_question(scenes[:num_seen], rng, before)))
-    return Conversation(tuple(turns), sample_system(rng))
+    return turns
 
 
 def sample_system(rng: Random) -> str | None:

@@ -1,16 +1,12 @@
-"""Exact-match accuracy by topic, for anything that answers questions about images.
+"""Exact-match accuracy by topic, for anything that answers questions about images."""
 
-The answerer is a function, so that the same questions go to a checkpoint or over HTTP.
-"""
-
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from PIL import Image
 
-from training.shapes.conversations import Conversation, sample_conversation
+from training.shapes.conversations import Turn, sample_conversation
 from training.shapes.questions import (
     PAIR_TOPICS,
     SINGLE_TOPICS,
@@ -50,10 +46,6 @@ class Message:
     answer: str = ""
 
 
-#: Answers the last message of a conversation.
-Answerer = Callable[[Sequence[Message]], str]
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     topic: str
@@ -61,20 +53,20 @@ class Case:
     answer: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Score:
-    """How many answers of each topic were asked for and right, and the wrong ones."""
+    """Cases with what was answered; it is right if it is exactly the answer, but for space around it."""
 
-    asked: Counter[str] = field(default_factory=Counter)
-    right: Counter[str] = field(default_factory=Counter)
-    mistakes: list[tuple[Case, str]] = field(default_factory=list)
+    results: list[tuple[Case, str]]
 
     def accuracy(self, *topics: str) -> float:
         """Share of right answers; of all topics if none is named."""
-        topics = topics or tuple(self.asked)
-        return sum(self.right[topic] for topic in topics) / max(
-            1, sum(self.asked[topic] for topic in topics)
-        )
+        asked = [each for each in self.results if not topics or each[0].topic in topics]
+        return sum(said.strip() == case.answer for case, said in asked) / len(asked)
+
+    @property
+    def mistakes(self) -> list[tuple[Case, str]]:
+        return [(case, said) for case, said in self.results if said.strip() != case.answer]
 
 
 def make_cases(num_scenes: int, draw: Renderer, seed: int = 1_000_000) -> Iterator[Case]:
@@ -94,28 +86,17 @@ def make_cases(num_scenes: int, draw: Renderer, seed: int = 1_000_000) -> Iterat
         for topic in PAIR_TOPICS:
             question = ask_about_pair(topic, first, second, rng)
             yield Case(topic, (Message(images, question.text),), question.answer)
-        yield last_of(sample_conversation((first, second)[: rng.randint(1, 2)], 3, rng), images)
+        scenes = (first, second)[: rng.randint(1, 2)]
+        yield last_of(sample_conversation(scenes, 3, rng, rng.random() < 0.5), images)
 
 
-def last_of(conversation: Conversation, images: Sequence[Image.Image]) -> Case:
+def last_of(turns: Sequence[Turn], images: Sequence[Image.Image]) -> Case:
     """The last turn of a conversation as a case; the turns before are answered rightly."""
     messages: list[Message] = []
     waiting = list(images)
-    for turn in conversation.turns:
+    for turn in turns:
         new, waiting = waiting[: turn.num_images], waiting[turn.num_images :]
         messages.append(Message(tuple(new), turn.question.text, turn.question.answer))
     last = messages[-1]
     messages[-1] = Message(last.images, last.question)
-    return Case("conversation", tuple(messages), conversation.turns[-1].question.answer)
-
-
-def evaluate(answer: Answerer, cases: Sequence[Case]) -> Score:
-    """Ask everything, compare exactly (but for space around the answer)."""
-    score = Score()
-    for case in cases:
-        said = answer(case.messages).strip()
-        score.asked[case.topic] += 1
-        score.right[case.topic] += said == case.answer
-        if said != case.answer:
-            score.mistakes.append((case, said))
-    return score
+    return Case("conversation", tuple(messages), last.answer)

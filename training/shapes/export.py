@@ -10,7 +10,7 @@ import torch
 import typer
 from safetensors.torch import load_file, save_file
 
-WEIGHTS = "model.safetensors"
+from training.shapes.trainer import WEIGHTS
 
 
 def main(finetuned: Path, folder: Path, other: Path | None = None, share: float = 0.0) -> None:

@@ -4,12 +4,10 @@ python -m training.shapes.finetune --device cuda --workers 15 --seconds 340 --ou
 python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoint
 """
 
-import copy
 import os
 import shutil
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -21,17 +19,13 @@ from torch.utils.data import DataLoader
 from training import PACKAGES
 from training.shapes.architecture import normalize
 from training.shapes.code_book import CodeBook
-from training.shapes.export import WEIGHTS
 from training.shapes.lessons import Batch, Lessons
 from training.shapes.llava import LlavaForConditionalGeneration, PreTrainedTokenizerFast
-from training.shapes.sequences import Encoder
-from training.shapes.tokenizer import IMAGE_ID
-from training.shapes.trainer import Trainer
+from training.shapes.sequences import IMAGE_ID, Encoder
+from training.shapes.trainer import Trainer, save
 
 EYE_WEIGHT = 0.1  # in the loss: what the eye says in the code book stays right
 EYE_RATE = 0.5  # of the learning rate
-WARMUP = 0.03  # of the time
-AVERAGE_DECAY = 0.998
 
 
 class Learner(nn.Module):
@@ -57,11 +51,12 @@ class Learner(nn.Module):
             attention_mask=who_sees_whom(batch.branches),
             use_cache=False,
         ).last_hidden_state
-        logits = self.model.lm_head(hidden[:, :-1].flatten(0, 1)[batch.where])
-        targets = batch.token_ids[:, 1:].flatten()[batch.where]
+        counts = batch.weights[:, 1:] > 0
+        logits = self.model.lm_head(hidden[:, :-1][counts])
+        targets, weights = batch.token_ids[:, 1:][counts], batch.weights[:, 1:][counts]
         with torch.autocast(images.device.type, enabled=False):
             losses = F.cross_entropy(logits.float(), targets, reduction="none")
-            answer_loss = (losses * batch.weights).sum() / batch.weights.sum()
+            answer_loss = (losses * weights).sum() / weights.sum()
             eye_loss = EYE_WEIGHT * self.book.loss(seen[batch.known].float(), batch.codes)
         return answer_loss, eye_loss
 
@@ -83,21 +78,9 @@ def who_sees_whom(branches: Tensor) -> Tensor:
     ]
 
 
-def make_trainer(model: nn.Module, learning_rate: float, autocast: bool) -> Trainer:
-    def rate_of(name: str) -> float:
-        return EYE_RATE if "vision_tower" in name or "projector" in name else 1.0
-
-    return Trainer(
-        model, learning_rate, warmup=WARMUP, weight_decay=0.03, average_decay=AVERAGE_DECAY, autocast=autocast,
-        rate_of=rate_of,
-    )  # fmt: skip
-
-
-def save(model: LlavaForConditionalGeneration, checkpoint: Path) -> None:
-    """Replace the weights of a checkpoint, in bfloat16; a run that is cut leaves the last ones whole."""
-    with TemporaryDirectory(dir=checkpoint) as folder:
-        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
-        (Path(folder) / WEIGHTS).rename(checkpoint / WEIGHTS)
+def rate_of(name: str) -> float:
+    """A parameter's share of the learning rate: the eye learns more slowly."""
+    return EYE_RATE if "vision_tower" in name or "projector" in name else 1.0
 
 
 def main(
@@ -133,14 +116,14 @@ def main(
     model = LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
     learner = Learner(model, target).train()
     autocast = is_cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    trainer = make_trainer(learner.model, learning_rate, autocast)
+    trainer = Trainer(learner, learning_rate, autocast=autocast, rate_of=rate_of)
 
     def losses_of() -> tuple[Tensor, Tensor]:
         drawn = (each.to(target, non_blocking=True) for each in next(lessons))
         return learner(Batch(*drawn))
 
-    def report() -> str:
-        save(model, out)
+    def report(averaged: Learner) -> str:
+        save(averaged.model, out, torch.bfloat16)
         return f"{deadline - time.monotonic():.0f} s left"
 
     trainer.run(losses_of, report, seconds=deadline - time.monotonic())

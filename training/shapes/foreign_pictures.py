@@ -120,24 +120,21 @@ def _gradient(rng: Random) -> Image.Image:
 
 
 def _stripes(rng: Random) -> Image.Image:
+    """Upright, lying or leaning stripes, or bricks of two colors."""
     image, pen, width, height = _canvas(rng)
     step, color, other = rng.randint(3, 30), _color(rng), _color(rng)
+    lean, is_brick = rng.choice((0, 0, height)), step >= 5 and rng.random() < 0.25
     for start in range(-height, width + height, 2 * step):
-        match 0 if step < 5 else step % 4:
-            case 0:
-                pen.rectangle((start, 0, start + step, height), fill=color)
-            case 1:
-                pen.rectangle((0, start, width, start + step), fill=color)
-            case 2:
-                end = start + height
-                corners = ((start, 0), (start + step, 0), (end + step, height), (end, height))
-                pen.polygon(corners, fill=color)
-            case _:
-                for row in range(0, height, step):
-                    left = start + row // step % 2 * step
-                    fill = rng.choice((color, color, other))
-                    pen.rectangle((left, row, left + step, row + step), fill=fill)
-    return image
+        if not is_brick:
+            end = start + lean
+            corners = ((start, 0), (start + step, 0), (end + step, height), (end, height))
+            pen.polygon(corners, fill=color)
+            continue
+        for row in range(0, height, step):
+            left = start + row // step % 2 * step
+            fill = rng.choice((color, color, other))
+            pen.rectangle((left, row, left + step, row + step), fill=fill)
+    return image if rng.random() < 0.7 else image.transpose(Image.Transpose.ROTATE_90)
 
 
 def _dead_leaves(rng: Random) -> Image.Image:
@@ -181,21 +178,6 @@ def _landscape(rng: Random) -> Image.Image:
         green = (30, rng.randint(50, 160), 40)
         pen.ellipse((x - size // 2, y - size, x + size // 2, y), fill=green)
     return image.filter(ImageFilter.GaussianBlur(rng.uniform(0, 1.5)))
-
-
-def _portrait(rng: Random) -> Image.Image:
-    """A head and shoulders, roughly."""
-    image = _clouds(rng).resize((120, 140)).filter(ImageFilter.GaussianBlur(rng.uniform(0, 3)))
-    pen = ImageDraw.Draw(image)
-    x, y, r = rng.randint(45, 75), rng.randint(45, 65), rng.randint(20, 36)
-    skin = rng.choice(((240, 200, 170), (200, 150, 110), (120, 80, 55), (255, 220, 190)))
-    pen.ellipse((x - 2 * r, y + r, x + 2 * r, y + 5 * r), fill=_color(rng))
-    pen.ellipse((x - 1.15 * r, y - 1.5 * r, x + 1.15 * r, y + 0.8 * r), fill=_color(rng))
-    pen.ellipse((x - r, y - 1.2 * r, x + r, y + 1.3 * r), fill=skin)
-    for side in (-0.4, 0.4):
-        pen.ellipse((x + side * r - 3, y - 3, x + side * r + 3, y + 2), fill=(30, 30, 30))
-    pen.line((x - 0.3 * r, y + 0.6 * r, x + 0.3 * r, y + 0.6 * r), fill=(150, 50, 50), width=2)
-    return image.filter(ImageFilter.GaussianBlur(rng.uniform(0, 2)))
 
 
 def _text(
@@ -248,9 +230,6 @@ def _screenshot(rng: Random) -> Image.Image:
         pen.rounded_rectangle(box, radius=radius, fill=fill, outline=_color(rng))
         if rng.random() < 0.7:
             _text(pen, rng, (box[0] + 3, box[1] + 3, box[2] - 3, box[3]), _color(rng))
-    if rng.random() < 0.6:
-        box = (rng.randint(5, 60), rng.randint(20, 50), width - 8, height - 6)
-        _text(pen, rng, box, rng.choice(((60, 60, 60), (150, 150, 150))))
     return image
 
 
@@ -361,6 +340,6 @@ def _specks(rng: Random) -> Image.Image:
 
 PICTURES: tuple[Callable[[Random], Image.Image], ...] = (
     _clouds, _clouds, _grain, _gradient, _gradient, _stripes, _dead_leaves, _dead_leaves, _dead_leaves, _landscape,
-    _landscape, _portrait, _document, _document, _screenshot, _screenshot, _screenshot, *[_chart] * 6,
+    _landscape, _document, _document, _screenshot, _screenshot, _screenshot, *[_chart] * 6,
     _object, _object, *[_specks] * 18,
 )  # fmt: skip

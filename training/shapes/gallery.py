@@ -18,7 +18,6 @@ from training.shapes.world import (
     PLACES,
     SIZES,
     Scene,
-    Shape,
     sample_scene,
     sample_variation,
 )
@@ -37,18 +36,6 @@ def encode(scene: Scene) -> np.ndarray:
             1 + SIZES.index(shape.size),
         )
     return np.concatenate([[np.uint8(BACKGROUNDS.index(scene.background))], cells.ravel()])
-
-
-def decode(code: np.ndarray) -> Scene:
-    cells = code[1:].reshape(len(PLACES), 3).tolist()
-    return Scene(
-        BACKGROUNDS[code[0]],
-        tuple(
-            Shape(KINDS[kind - 1], COLORS[color - 1], SIZES[size - 1], place)
-            for place, (kind, color, size) in zip(PLACES, cells, strict=True)
-            if kind
-        ),
-    )
 
 
 def to_input(image: Image.Image) -> np.ndarray:

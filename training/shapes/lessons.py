@@ -49,17 +49,13 @@ ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1),
 
 @dataclass(slots=True)
 class Picture:
-    """An image as the model sees it, and what it shows; None is a picture of something else.
-
-    `is_clear`: all shapes stand at their places.
-    """
+    """An image as the model sees it, and what it shows; None is a frame of a clip, or a picture of something else."""
 
     pixels: np.ndarray
-    scene: Scene | None
-    is_clear: bool = True
+    scene: Scene | None = None
 
     def mirror(self) -> "Picture":
-        return Picture(self.pixels[:, ::-1], self.scene and mirror(self.scene), self.is_clear)
+        return Picture(self.pixels[:, ::-1], self.scene and mirror(self.scene))
 
 
 class Album:
@@ -76,12 +72,11 @@ class Album:
             drawn = render_group(self.rng)
             self.groups.append([Picture(to_input(image), scene) for scene, image in drawn])
         for _ in range(num_foreign):
-            self.foreign.append(Picture(to_input(draw_foreign(self.rng)), None))
+            self.foreign.append(Picture(to_input(draw_foreign(self.rng))))
         for _ in range(num_clips):
             clip = sample_clip(self.rng, self.rng.choice((2, 3, 4, 4, 4, 4, 4, 4)))
             images = render_clip(clip, self.rng, sample_style(self.rng))
-            shown = zip(map(to_input, images), clip.frames, clip.is_clear, strict=True)
-            self.clips.append(([Picture(*each) for each in shown], clip))
+            self.clips.append(([Picture(to_input(image)) for image in images], clip))
 
     def any(self, alike: float = 0.0, foreign: float = 0.0) -> list[Picture]:
         """Two pictures, sometimes of one group, sometimes not of the image world."""
@@ -106,7 +101,7 @@ def _fill(
     """Pictures, then as many conversations about them as fit, each alone with the pictures."""
     opening = packer.encoder.opening(sample_system(rng), tools)
     packer.add(opening + packer.encoder.images(len(pictures)), 0, 0)
-    start, branch, misses = len(packer.token_ids), 0, 0
+    start, branch, misses = len(packer.tokens), 0, 0
     while misses < 4:
         turns = [Turn(0, question) for question in make()]
         gap = rng.randrange(MAX_GAP) if rng.random() < 0.2 else 0
@@ -122,8 +117,7 @@ def about_pictures(album: Album, packer: Packer, pictures: list[Picture]) -> Les
 
     def make() -> list[Question]:
         number = rng.choice((1, 1, 1, 2, 3, 4))
-        conversation = sample_conversation(scenes, number, rng, at_once=True)
-        return [turn.question for turn in conversation.turns]
+        return [turn.question for turn in sample_conversation(scenes, number, rng, at_once=True)]
 
     return _fill(packer, pictures, make, rng)
 
@@ -180,7 +174,7 @@ def _ask_without_picture(rng: Random) -> Question:
     if rng.random() < 0.25:
         number = rng.choice((1, 1, 2))
         text = sample_question(tuple(sample_scene(rng) for _ in range(number)), rng).text
-    return Question("outside", text, OUTSIDE)
+    return Question(text, OUTSIDE)
 
 
 def in_pairs(album: Album, packer: Packer) -> Lesson:
@@ -203,11 +197,10 @@ def as_conversation(album: Album, packer: Packer) -> Lesson:
     number = rng.choice((1, 2, 2, 3, 4))
     pictures = [*album.any(0.4, 0.25), *album.any(0.4, 0.25)][:number]
     scenes: Scenes = tuple(picture.scene for picture in pictures)
-    conversation = sample_conversation(scenes, rng.randint(8, 24), rng)
-    turns = list(conversation.turns)
+    turns = sample_conversation(scenes, rng.randint(8, 24), rng, rng.random() < 0.5)
     if rng.random() < 0.3:
-        turns.insert(0, Turn(0, Question("outside", sample_small_talk(rng), OUTSIDE)))
-    added = packer.add_branch(turns, 0, 0, packer.encoder.opening(conversation.system))
+        turns.insert(0, Turn(0, Question(sample_small_talk(rng), OUTSIDE)))
+    added = packer.add_branch(turns, 0, 0, packer.encoder.opening(sample_system(rng)))
     return pictures[: sum(turn.num_images for turn in turns[:added])]
 
 
@@ -228,8 +221,7 @@ class Batch(NamedTuple):
     """What a step learns from.
 
     Shapes: `images` (I, size, size, 3) in the order of the sequences; `known` (I,), whether `codes`
-    (K, CODE_LENGTH) has an image's; `token_ids`, `positions`, `branches` (B, T); `where` (N,), places in (B, T - 1)
-    that count, with `weights` (N,).
+    (K, CODE_LENGTH) has an image's; `token_ids`, `positions`, `branches`, `weights` (B, T).
     """
 
     images: Tensor
@@ -238,7 +230,6 @@ class Batch(NamedTuple):
     token_ids: Tensor
     positions: Tensor
     branches: Tensor
-    where: Tensor
     weights: Tensor
 
 
@@ -247,23 +238,19 @@ def make_batch(album: Album, encoder: Encoder, num_sequences: int) -> Batch:
     packers = [Packer(encoder, LENGTH) for _ in range(num_sequences)]
     chosen = zip(album.rng.choices(makers, shares, k=num_sequences), packers, strict=True)
     pictures = [picture for make, packer in chosen for picture in make(album, packer)]
-    known = [picture.scene if picture.is_clear else None for picture in pictures]
-    codes = [encode(scene) for scene in known if scene]
+    codes = [encode(picture.scene) for picture in pictures if picture.scene]
     images = [picture.pixels for picture in pictures]
     token_ids, positions, branches, weights = (
         torch.tensor(part) for part in zip(*map(Packer.padded, packers), strict=True)
     )
-    weights = weights[:, 1:].flatten()
-    where = weights.nonzero().flatten()
     return Batch(
         images=torch.from_numpy(np.array(images, np.uint8).reshape(-1, IMAGE_SIZE, IMAGE_SIZE, 3)),
-        known=torch.tensor([bool(scene) for scene in known], dtype=torch.bool),
+        known=torch.tensor([bool(picture.scene) for picture in pictures], dtype=torch.bool),
         codes=torch.from_numpy(np.array(codes, np.uint8).reshape(-1, CODE_LENGTH)),
         token_ids=token_ids,
         positions=positions,
         branches=branches,
-        where=where,
-        weights=weights[where],
+        weights=weights,
     )
 
 

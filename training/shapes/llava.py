@@ -5,7 +5,6 @@ has declared what it misses. Import them from here.
 """
 
 import engines.torch_backend  # noqa: F401  isort: skip
-from transformers import CLIPImageProcessor as CLIPImageProcessor
 from transformers import LlavaConfig as LlavaConfig
 from transformers import LlavaForConditionalGeneration as LlavaForConditionalGeneration
 from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast

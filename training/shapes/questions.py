@@ -26,7 +26,6 @@ class Question:
     `pieces` are the parts of an answer that is not learned alike everywhere, each with its weight.
     """
 
-    topic: str
     text: str
     answer: str
     subject: Shape | None = None
@@ -48,7 +47,6 @@ class Asker:
 
     def put(
         self,
-        topic: str,
         templates: tuple[str, ...],
         answer: str,
         subject: Shape | None = None,
@@ -70,7 +68,7 @@ class Asker:
         elif self.rng.random() < 0.06:
             where = self.rng.choice(phrasings.HERE)
         text = template.format(image=named, where=where, **slots)
-        return Question(topic, vary(text, self.rng), answer, subject)
+        return Question(vary(text, self.rng), answer, subject)
 
     def pick_selector(self, *kinds_of: str) -> Selector:
         """What a question points at; mostly something that is there. `kinds_of`: "kind", "color", "both"."""
@@ -123,40 +121,36 @@ class Asker:
         return picked[0] if len(picked) == 1 else None
 
 
-def _describe(asker: Asker) -> Question:
-    return asker.put("describe", phrasings.DESCRIBE, answers.describe(asker.scene))
-
-
 def _count(asker: Asker) -> Question:
     selector = Selector()
     if asker.rng.random() < 0.5:
         selector = asker.pick_selector("kind", "kind", "color", "both")
     answer = answers.count(asker.scene, selector)
-    return asker.put("count", phrasings.COUNT, answer, None, **_words(selector))
+    return asker.put(phrasings.COUNT, answer, None, **_words(selector))
 
 
 def _property(asker: Asker, name: str, templates: tuple[str, ...], *kinds_of: str) -> Question:
     selector = asker.pick_selector(*kinds_of)
     answer = answers.property_of(asker.scene, selector, name)
-    return asker.put(name, templates, answer, asker.only(selector), **_words(selector))
+    return asker.put(templates, answer, asker.only(selector), **_words(selector))
 
 
 def _content(asker: Asker) -> Question:
     place = asker.pick_place(0.65)
     answer, shape = answers.content_at(asker.scene, place), asker.scene.at(place)
-    return asker.put("content", phrasings.CONTENT, answer, shape, at=asker.at(place))
+    return asker.put(phrasings.CONTENT, answer, shape, at=asker.at(place))
 
 
 def _exists(asker: Asker) -> Question:
     selector = _fair_selector(asker.rng, (asker.scene,))
     answer = answers.exists(asker.scene, selector)
-    return asker.put("exists", phrasings.EXISTS, answer, asker.only(selector), **_words(selector))
+    return asker.put(phrasings.EXISTS, answer, asker.only(selector), **_words(selector))
 
 
 def _is_at(asker: Asker) -> Question:
     selector, place = asker.pick_selector("kind", "both", "both"), asker.pick_place(0.75)
     answer, slots = answers.is_at(asker.scene, selector, place), _words(selector)
-    return asker.put("is at", phrasings.IS_AT, answer, None, at=asker.at(place), **slots)
+    return asker.put(phrasings.IS_AT, answer, None, at=asker.at(place), **slots)
 
 
 def _is_color(asker: Asker) -> Question:
@@ -165,11 +159,7 @@ def _is_color(asker: Asker) -> Question:
     color = picked[0].color if picked and asker.rng.random() < 0.5 else asker.rng.choice(COLORS)
     answer = answers.is_so(asker.scene, selector, "color", color)
     slots = _words(selector) | {"color": color}
-    return asker.put("is color", phrasings.IS_COLOR, answer, asker.only(selector), **slots)
-
-
-def _background(asker: Asker) -> Question:
-    return asker.put("background", phrasings.BACKGROUND, asker.scene.background)
+    return asker.put(phrasings.IS_COLOR, answer, asker.only(selector), **slots)
 
 
 def _count_special(asker: Asker) -> Question:
@@ -179,26 +169,26 @@ def _count_special(asker: Asker) -> Question:
         case "color":
             selector = asker.pick_selector("color")
             answer, slots = answers.count(asker.scene, selector), _words(selector)
-            return asker.put("count special", phrasings.COUNT_COLOR, answer, None, **slots)
+            return asker.put(phrasings.COUNT_COLOR, answer, None, **slots)
         case "size":
             size = rng.choice(SIZES)
             selector = Selector() if rng.random() < 0.7 else asker.pick_selector("kind")
             number = sum(shape.size == size for shape in selector.pick(asker.scene))
             slots = _words(selector) | {"size": _size_word(size, rng)}
-            return asker.put("count special", phrasings.COUNT_SIZE, str(number), None, **slots)
+            return asker.put(phrasings.COUNT_SIZE, str(number), None, **slots)
         case "different":
             what = rng.choice(("color", "kind"))
             things = "colors" if what == "color" else rng.choice(("kinds of shapes", "kinds"))
             answer = str(len({getattr(shape, what) for shape in shapes}))
-            return asker.put("count special", phrasings.COUNT_DIFFERENT, answer, things=things)
+            return asker.put(phrasings.COUNT_DIFFERENT, answer, things=things)
         case _:
             band, picked = _pick_band(asker)
-            return asker.put("count special", phrasings.COUNT_IN_BAND, str(len(picked)), band=band)
+            return asker.put(phrasings.COUNT_IN_BAND, str(len(picked)), band=band)
 
 
 def _in_band(asker: Asker) -> Question:
     band, picked = _pick_band(asker)
-    return asker.put("in band", phrasings.IN_BAND, answers.list_shapes(picked), band=band)
+    return asker.put(phrasings.IN_BAND, answers.list_shapes(picked), band=band)
 
 
 def _pick_band(asker: Asker) -> tuple[str, list[Shape]]:
@@ -215,7 +205,7 @@ def _is_beside(asker: Asker) -> Question:
     side = asker.rng.choice(tuple(phrasings.BESIDE))
     answer = answers.is_beside(asker.scene, first, second, side)
     slots = {"other": second.noun, "beside": asker.rng.choice(phrasings.BESIDE[side])}
-    return asker.put("is beside", phrasings.IS_BESIDE, answer, None, **slots, **_words(first))
+    return asker.put(phrasings.IS_BESIDE, answer, None, **slots, **_words(first))
 
 
 def _what_is_beside(asker: Asker) -> Question:
@@ -223,7 +213,7 @@ def _what_is_beside(asker: Asker) -> Question:
     side = asker.rng.choice(tuple(phrasings.BESIDE))
     answer = answers.what_is_beside(asker.scene, other, side)
     slots = {"other": other.noun, "beside": asker.rng.choice(phrasings.BESIDE[side])}
-    return asker.put("what is beside", phrasings.WHAT_IS_BESIDE, answer, None, **slots)
+    return asker.put(phrasings.WHAT_IS_BESIDE, answer, None, **slots)
 
 
 def _all_same(asker: Asker) -> Question:
@@ -231,16 +221,16 @@ def _all_same(asker: Asker) -> Question:
     if rng.random() < 0.35:
         color = shapes[0].color if shapes and rng.random() < 0.6 else rng.choice(COLORS)
         answer = answers.yes_no(bool(shapes) and all(shape.color == color for shape in shapes))
-        return asker.put("all same", phrasings.ALL_ARE, answer, color=color)
+        return asker.put(phrasings.ALL_ARE, answer, color=color)
     what = rng.choice(("color", "color", "kind", "size"))
     answer = answers.yes_no(len({getattr(shape, what) for shape in shapes}) <= 1)
     templates = phrasings.ALL_SAME_OF[what] if rng.random() < 0.3 else phrasings.ALL_SAME
-    return asker.put("all same", templates, answer, thing=what)
+    return asker.put(templates, answer, thing=what)
 
 
 def _colors(asker: Asker) -> Question:
     answer = answers.property_of(asker.scene, Selector(), "color")
-    return asker.put("colors", phrasings.COLORS_OF_ALL, answer)
+    return asker.put(phrasings.COLORS_OF_ALL, answer)
 
 
 def _more(asker: Asker) -> Question:
@@ -248,30 +238,30 @@ def _more(asker: Asker) -> Question:
     first, second = asker.pick_selector(like), asker.pick_selector(like)
     numbers = [len(each.pick(asker.scene)) for each in (first, second)]
     answer = answers.yes_no(numbers[0] > numbers[1])
-    return asker.put("more", phrasings.MORE, answer, nouns=first.nouns, others=second.nouns)
+    return asker.put(phrasings.MORE, answer, nouns=first.nouns, others=second.nouns)
 
 
 def _anything(asker: Asker) -> Question:
     if asker.rng.random() < 0.3:
         answer = answers.yes_no(bool(asker.scene.shapes))
-        return asker.put("anything", phrasings.ANYTHING, answer)
+        return asker.put(phrasings.ANYTHING, answer)
     place = asker.pick_place(0.5)
     answer = answers.yes_no(asker.scene.at(place) is not None)
-    return asker.put("anything", phrasings.ANYTHING_AT, answer, at=asker.at(place))
+    return asker.put(phrasings.ANYTHING_AT, answer, at=asker.at(place))
 
 
 def _of_size(asker: Asker) -> Question:
     size = asker.rng.choice(SIZES)
     picked = [shape for shape in asker.scene.shapes if shape.size == size]
     words = _size_word(size, asker.rng)
-    return asker.put("of size", phrasings.OF_SIZE, answers.list_shapes(picked), size=words)
+    return asker.put(phrasings.OF_SIZE, answers.list_shapes(picked), size=words)
 
 
 def _color_at(asker: Asker) -> Question:
     place = asker.pick_place(0.8)
     shape = asker.scene.at(place)
     answer = shape.color if shape else "nothing"
-    return asker.put("color at", phrasings.COLOR_AT, answer, at=asker.at(place))
+    return asker.put(phrasings.COLOR_AT, answer, at=asker.at(place))
 
 
 def _is_so(asker: Asker) -> Question:
@@ -284,17 +274,17 @@ def _is_so(asker: Asker) -> Question:
             kind = picked[0].kind if picked and rng.random() < 0.5 else rng.choice(KINDS)
             answer = answers.is_so(asker.scene, selector, "kind", kind)
             slots = _words(selector) | {"a_kind": f"{answers.article(kind)} {kind}"}
-            return asker.put("is so", phrasings.IS_KIND, answer, None, **slots)
+            return asker.put(phrasings.IS_KIND, answer, None, **slots)
         case "size":
             selector, size = asker.pick_selector("kind", "both"), rng.choice(SIZES)
             answer = answers.is_so(asker.scene, selector, "size", size)
             slots = _words(selector) | {"size": _size_word(size, rng)}
-            return asker.put("is so", phrasings.IS_SIZE, answer, None, **slots)
+            return asker.put(phrasings.IS_SIZE, answer, None, **slots)
         case _:
             color = rng.choice((asker.scene.background, rng.choice(BACKGROUNDS)))
             answer = answers.yes_no(color == asker.scene.background)
             a_color = f"{answers.article(color)} {color}"
-            return asker.put("is so", phrasings.IS_BACKGROUND, answer, color=color, a_color=a_color)
+            return asker.put(phrasings.IS_BACKGROUND, answer, color=color, a_color=a_color)
 
 
 def _size_word(size: str, rng: Random) -> str:
@@ -305,7 +295,7 @@ def _size_word(size: str, rng: Random) -> str:
 
 _OF_ANY = ("kind", "kind", "both", "color")
 SINGLE_TOPICS: dict[str, Callable[[Asker], Question]] = {
-    "describe": _describe,
+    "describe": lambda asker: asker.put(phrasings.DESCRIBE, answers.describe(asker.scene)),
     "count": _count,
     "color": lambda asker: _property(asker, "color", phrasings.COLOR, "kind"),
     "kind": lambda asker: _property(asker, "kind", phrasings.KIND, "color"),
@@ -315,7 +305,7 @@ SINGLE_TOPICS: dict[str, Callable[[Asker], Question]] = {
     "exists": _exists,
     "is at": _is_at,
     "is color": _is_color,
-    "background": _background,
+    "background": lambda asker: asker.put(phrasings.BACKGROUND, asker.scene.background),
     "count special": _count_special,
     "in band": _in_band,
     "is beside": _is_beside,
@@ -338,23 +328,26 @@ def ask_about_pair(topic: str, first: Scene, second: Scene, rng: Random) -> Ques
         case "which has":
             selector = _fair_selector(rng, scenes)
             answer = answers.which(*(bool(selector.pick(scene)) for scene in scenes))
-            return asker.put(topic, phrasings.WHICH_HAS, answer, None, **_words(selector))
+            return asker.put(phrasings.WHICH_HAS, answer, None, **_words(selector))
         case "which has background":
             color = rng.choice((first.background, second.background, rng.choice(BACKGROUNDS)))
             answer = answers.which(*(scene.background == color for scene in scenes))
             slots = {"a_color": f"{answers.article(color)} {color}", "bare_color": color}
-            return asker.put(topic, phrasings.WHICH_HAS_BACKGROUND, answer, None, **slots)
+            return asker.put(phrasings.WHICH_HAS_BACKGROUND, answer, None, **slots)
         case "same":
-            return asker.put(topic, phrasings.SAME, answers.yes_no(first == second))
+            return asker.put(phrasings.SAME, answers.yes_no(first == second))
         case _:
-            return asker.put(topic, phrasings.DESCRIBE_ALL, answers.describe_all(scenes))
+            return asker.put(phrasings.DESCRIBE_ALL, answers.describe_all(scenes))
 
 
 def follow_up(subject: Shape, rng: Random) -> Question:
     """A question that calls the shape of the question before it "it"."""
     attribute, templates = rng.choice(tuple(phrasings.PRONOUN.items()))
     text = vary(rng.choice(templates), rng)
-    return Question("follow-up", text, getattr(subject, attribute), subject)
+    return Question(text, getattr(subject, attribute), subject)
+
+
+_SPELLINGS = (("center", "centre", 0.15), ("gray", "grey", 0.3), ("background", "backdrop", 0.04))
 
 
 def vary(text: str, rng: Random) -> str:
@@ -363,12 +356,9 @@ def vary(text: str, rng: Random) -> str:
         text = re.sub(r"^(What|Where) is\b", r"\1's", text)
     if rng.random() < 0.2:
         text = text.replace("color", "colour")
-    if "center" in text and rng.random() < 0.15:
-        text = text.replace("center", "centre")
-    if "gray" in text and rng.random() < 0.3:
-        text = text.replace("gray", "grey")
-    if "background" in text and rng.random() < 0.04:
-        text = text.replace("background", "backdrop")
+    for word, other, share in _SPELLINGS:
+        if word in text and rng.random() < share:
+            text = text.replace(word, other)
     if "shape" in text and rng.random() < 0.12:
         text = text.replace("shape", rng.choice(phrasings.SHAPE_SYNONYMS))
     if rng.random() < 0.04:

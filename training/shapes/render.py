@@ -205,32 +205,32 @@ def _draw(
     elif shape.kind == "circle":
         pen.ellipse(box, fill=fill, outline=outline if line else None, width=line or 1)
     else:
-        for polygon in outline_of(shape.kind, rng, style.max_rotation):
-            corners = [(x + radius * px, y + radius * py) for px, py in polygon]
-            pen.polygon(corners, fill=fill, outline=outline if line else None, width=line or 1)
+        polygon = outline_of(shape.kind, rng, style.max_rotation)
+        corners = [(x + radius * px, y + radius * py) for px, py in polygon]
+        pen.polygon(corners, fill=fill, outline=outline if line else None, width=line or 1)
 
 
-def outline_of(kind: str, rng: Random, max_rotation: float = 0.0) -> list[list[Point]]:
-    """Polygons of a kind around the origin, at most 1 from it along an axis, in one program's proportions."""
+def outline_of(kind: str, rng: Random, max_rotation: float = 0.0) -> list[Point]:
+    """A polygon of a kind around the origin, at most 1 from it along an axis, in one program's proportions."""
     match kind:
         case "square":
             half = rng.choice((1.0, 1.0, 0.886))  # 0.886 has the area of the circle
-            polygons = [[(-half, -half), (half, -half), (half, half), (-half, half)]]
+            polygon = [(-half, -half), (half, -half), (half, half), (-half, half)]
         case "triangle":
-            polygons = [
-                rng.choice((_TRIANGLE_IN_BOX, _TRIANGLE_IN_BOX, _REGULAR_TRIANGLE, _LOW_TRIANGLE))
-            ]
+            polygon = rng.choice(
+                (_TRIANGLE_IN_BOX, _TRIANGLE_IN_BOX, _REGULAR_TRIANGLE, _LOW_TRIANGLE)
+            )
         case "star":
             inner = rng.choice((0.382, 0.4, 0.45, 0.5, rng.uniform(0.35, 0.52)))
-            polygons = [_star(rng.choice((5, 5, 5, 5, 5, 5, 6)), inner)]
+            polygon = _star(rng.choice((5, 5, 5, 5, 5, 5, 6)), inner)
         case _:  # a cross
-            polygons = [_plus(rng.choice((0.25, 0.3, 0.33, 0.35, 0.4, rng.uniform(0.18, 0.4))))]
+            polygon = _plus(rng.choice((0.25, 0.3, 0.33, 0.35, 0.4, rng.uniform(0.18, 0.4))))
             if rng.random() < 0.25:  # an X; longer arms, since its corners point outwards
-                polygons = [_turned(polygons[0], 45, rng.choice((1.0, 1.2)))]
+                polygon = _turned(polygon, 45, rng.choice((1.0, 1.2)))
     angle = rng.uniform(-max_rotation, max_rotation)
     if max_rotation and rng.random() < 0.08 and kind != "cross":
         angle = rng.uniform(-180, 180)
-    return [_turned(polygon, angle) for polygon in polygons]
+    return _turned(polygon, angle)
 
 
 _TRIANGLE_IN_BOX: list[Point] = [(0, -1), (1, 1), (-1, 1)]

@@ -4,15 +4,15 @@ Many independent conversations about the same images share one sequence: they al
 none sees another, so that images are read once and every conversation still looks as if it were alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from training.shapes.architecture import NUM_IMAGE_TOKENS
 from training.shapes.conversations import Turn
 from training.shapes.llava import PreTrainedTokenizerFast
 from training.shapes.questions import Question
-from training.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID
 
+BOS_ID, EOS_ID, _, PAD_ID, IMAGE_ID = range(5)
 PADDING = -1  # the branch of padding; 0 is what all branches share
 MAX_GAP = 700  # positions by which a branch may stand apart from its images, as after a long talk
 
@@ -64,26 +64,22 @@ class Encoder:
 class Packer:
     """Fills one sequence of `length` tokens with conversations.
 
-    `branches` says which conversation a token belongs to (0: to all), `positions` where it stands in its
-    own conversation, and `weights` how much it counts in the loss when it is predicted (0 for prompts).
+    Of each token: its id, where it stands in its own conversation, which conversation that is (0: all of them), and
+    how much it counts in the loss when it is predicted (0 for prompts).
     """
 
     def __init__(self, encoder: Encoder, length: int) -> None:
         self.encoder = encoder
         self.length = length
-        self.token_ids: list[int] = []
-        self.positions: list[int] = []
-        self.branches: list[int] = []
-        self.weights: list[float] = []
+        self.tokens: list[tuple[int, int, int, float]] = []
 
     def add(
         self, token_ids: list[int], branch: int, position: int, weights: list[float] | None = None
     ) -> None:
         """Add tokens of a branch, the first of them at a position."""
-        self.token_ids += token_ids
-        self.positions += range(position, position + len(token_ids))
-        self.branches += [branch] * len(token_ids)
-        self.weights += [0.0] * len(token_ids) if weights is None else weights
+        weights = weights or [0.0] * len(token_ids)
+        for index, (token_id, weight) in enumerate(zip(token_ids, weights, strict=True)):
+            self.tokens.append((token_id, position + index, branch, weight))
 
     def add_branch(
         self,
@@ -97,19 +93,14 @@ class Packer:
         for index, turn in enumerate(turns):
             prompt, answer, weights = self.encoder.turn(turn, skip_images and index == 0)
             prompt = prompt if index else [*opening, *prompt]
-            if len(self.token_ids) + len(prompt) + len(answer) > self.length:
+            if len(self.tokens) + len(prompt) + len(answer) > self.length:
                 return index
             self.add(prompt, branch, position)
             self.add(answer, branch, position + len(prompt), weights)
             position += len(prompt) + len(answer)
         return len(turns)
 
-    def padded(self) -> tuple[list[int], list[int], list[int], list[float]]:
+    def padded(self) -> Iterator[tuple[float, ...]]:
         """Token ids, positions, branches and weights, padded to the length."""
-        missing = self.length - len(self.token_ids)
-        return (
-            self.token_ids + [PAD_ID] * missing,
-            self.positions + [0] * missing,
-            self.branches + [PADDING] * missing,
-            self.weights + [0.0] * missing,
-        )
+        padding = [(PAD_ID, 0, PADDING, 0.0)] * (self.length - len(self.tokens))
+        return zip(*self.tokens, *padding, strict=True)

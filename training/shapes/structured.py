@@ -36,12 +36,6 @@ ASK_PLAINLY = (
     "List the shapes.", "Which shapes are in the {image}?", "Fill in the form.", "Give me the details.", "Inspect the {image}.",
     "Extract the information.", "Parse the {image}.", "Report what you see.", "Tell me about the {image}.",
 )  # fmt: skip
-ASK_AT = (
-    "What is {at}?",
-    "Describe the shape {at}.",
-    "Which shape is {at}?",
-    "Extract the shape {at}.",
-)
 ASK_OF_KIND = ("Describe the {noun}.", "Tell me about the {noun}.", "Find the {noun}.")
 WITH_NAMES = (
     " Use the keys {names}.",
@@ -144,10 +138,10 @@ def _about_one(scene: Scene, rng: Random) -> Question:
     asker = Asker(rng, scene)
     place = asker.pick_place(0.9)
     shape = scene.at(place)
-    texts = tuple(text.format(at=answers.at(place)) for text in ASK_AT)
+    text = asker.put(phrasings.CONTENT, "", at=asker.at(place)).text
     if shape and asker.only(Selector(shape.kind)) and rng.random() < 0.5:
-        texts = tuple(text.format(noun=shape.kind) for text in ASK_OF_KIND)
-    return _put(_ask(texts, rng), _object(shape, names) if shape else dict.fromkeys(names, "none"))
+        text = vary(rng.choice(ASK_OF_KIND).format(noun=shape.kind), rng)
+    return _put(text, _object(shape, names) if shape else dict.fromkeys(names, "none"))
 
 
 def _as_asked(scene: Scene, rng: Random) -> Question:
@@ -205,7 +199,7 @@ def _put(text: str, fields: dict[str, Any], weight: float = FORCED) -> Question:
     pieces = list(_write(fields, weight))
     pieces[0] = "{", 1.0 if "json" in text.lower() else 0.0
     answer = "".join(piece for piece, _ in pieces)
-    return Question("json", text, answer, pieces=tuple(pieces))
+    return Question(text, answer, pieces=tuple(pieces))
 
 
 def _write(value: object, weight: float) -> Iterator[Piece]:
@@ -291,13 +285,13 @@ def ask_with_tools(scene: Scene | None, tools: tuple[Tool, ...], rng: Random) ->
         text = rng.choice(ASK_TO_MARK).format(the=f"the {selector.noun}")
         picked = selector.pick(scene)
         if not picked:
-            return [Question("tools", vary(text, rng), answers.missing(selector))]
+            return [Question(vary(text, rng), answers.missing(selector))]
         words = {"color": picked[0].color, "kind": picked[0].kind, "shape": picked[0].kind}
         called = _call(text, mark[0], {name: words[name] for name in mark[1:]}, rng)
         given = _give(rng.choice(("done", "ok", "true")), "done")
         return [called, given] if rng.random() < 0.3 else [called]
     if scene is None or rng.random() < 0.3:
-        return [Question("outside", sample_small_talk(rng), answers.OUTSIDE)]
+        return [Question(sample_small_talk(rng), answers.OUTSIDE)]
     topic = rng.choice(("describe", "color", "color", "place", "kind", "content", "exists", "size", "background", "count"))  # fmt: skip
     question = Asker(rng, scene).ask(topic)
     if topic == "count" and count and question.answer.isdigit():
@@ -307,8 +301,8 @@ def ask_with_tools(scene: Scene | None, tools: tuple[Tool, ...], rng: Random) ->
 
 def _call(text: str, name: str, arguments: dict[str, str], rng: Random) -> Question:
     called = json.dumps({"name": name, "arguments": arguments})
-    return Question("tools", vary(text, rng), f"<tool_call>\n{called}\n</tool_call>")
+    return Question(vary(text, rng), f"<tool_call>\n{called}\n</tool_call>")
 
 
 def _give(result: str, answer: str) -> Question:
-    return Question("tools", result, answer, role="TOOL")
+    return Question(result, answer, role="TOOL")

@@ -1,10 +1,9 @@
-"""The checkpoint that is shipped loads with plain transformers and answers rightly; the evaluation counts exactly."""
+"""The checkpoint that is shipped loads with plain transformers and answers rightly."""
 
 import engines.torch_backend  # noqa: F401  isort: skip  before transformers imports torchvision
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import pipeline
 
 from tests.long import few
 from tests.training.shapes.strangers import draw_framed, draw_plainly, draw_smoothly
-from training.shapes.evaluation import Message, evaluate, make_cases
+from training.shapes.evaluation import Message, Score, make_cases
 from training.shapes.gallery import to_input
 from training.shapes.world import Scene, Shape
 
@@ -69,5 +68,6 @@ def test_images_are_prepared_as_in_training(answerer):
 @pytest.mark.parametrize("draw", few([draw_plainly, draw_smoothly, draw_framed], [draw_framed]))
 def test_it_answers_strangers(answerer, draw):
     """Drawn by other programs than those of training. The goals are in `tests/e2e/test_accuracy.py`."""
-    score = evaluate(partial(ask, answerer), list(make_cases(2, draw, seed=7)))
+    cases = make_cases(2, draw, seed=7)
+    score = Score([(case, ask(answerer, case.messages)) for case in cases])
     assert score.accuracy() > FLOOR

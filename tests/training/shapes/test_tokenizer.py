@@ -23,7 +23,7 @@ def test_a_packed_conversation_reads_as_the_chat_template_writes_it(tokenizer):
         *encoder.opening("Be brief."),
         *encoder.images(2),
         *encoder.question("Is there a star?"),
-        *encoder.answer(Question("", "", "yes"))[0],
+        *encoder.answer(Question("", "yes"))[0],
         *encoder.images(0),
         *encoder.question("Where is it?"),
     ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training.shapes.export import main as export
-from training.shapes.finetune import Learner, make_trainer, save, who_sees_whom
+from training.shapes.finetune import Learner, who_sees_whom
 from training.shapes.lessons import Album, Batch, make_batch
 from training.shapes.llava import (
     LlavaConfig,
@@ -16,6 +16,7 @@ from training.shapes.llava import (
     PreTrainedTokenizerFast,
 )
 from training.shapes.sequences import Encoder
+from training.shapes.trainer import Trainer, save
 
 CHECKPOINT = Path("engines/packages/shapes/checkpoint")
 
@@ -41,11 +42,11 @@ def batch() -> Batch:
 
 def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch):
     learner = make_learner()
-    trainer = make_trainer(learner.model, learning_rate=3e-3, autocast=False)
+    trainer = Trainer(learner, learning_rate=3e-3)
     losses = [trainer.learn(lambda: learner(batch), step / 14)[0] for step in range(14)]
     assert losses[-1] < 0.8 * losses[0]
-    with torch.no_grad(), trainer.averaged():
-        assert learner.eval()(batch)[0] < 0.9 * losses[0]
+    with torch.no_grad():
+        assert trainer.average.module.eval()(batch)[0] < 0.9 * losses[0]
 
 
 def test_what_is_saved_is_averaged_and_loads(tmp_path: Path):
@@ -55,7 +56,7 @@ def test_what_is_saved_is_averaged_and_loads(tmp_path: Path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
-    save(model, finetuned)
+    save(model, finetuned, torch.bfloat16)
     export(finetuned, mixed, other=CHECKPOINT, share=0.5)
     assert {path.name for path in mixed.iterdir()} == {path.name for path in CHECKPOINT.iterdir()}
     loaded = LlavaForConditionalGeneration.from_pretrained(mixed, dtype=torch.float32)
