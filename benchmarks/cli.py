@@ -219,7 +219,7 @@ def bench_embeddings(
         ),
     ] = None,
 ) -> None:
-    """Measure the embedding engine beside transformers, sentence-transformers, infinity and open_clip, one thread."""
+    """Measure the embedding engine beside sentence-transformers, infinity and open_clip, one thread."""
     from benchmarks.engine.embeddings import run
 
     run(shapes.split(","), rounds, peers)
