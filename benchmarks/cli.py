@@ -50,11 +50,21 @@ def _faults_end(command: str) -> Iterator[None]:
     from httpx import HTTPError
 
     from benchmarks.gateway.client import BenchError
+    from engines.base import EngineStartError, RequestError
     from loadtest.fleet import ServerError
 
+    errors = (
+        BenchError,
+        EngineStartError,
+        HTTPError,
+        OSError,
+        RequestError,
+        ServerError,
+        ValueError,
+    )
     try:
         yield
-    except (BenchError, HTTPError, OSError, ServerError) as error:
+    except errors as error:
         raise SystemExit(f"bench {command}: {type(error).__name__}: {error}") from None
 
 
@@ -156,7 +166,8 @@ def bench_engine(
         num_tokens=num_tokens,
         rounds=rounds,
     )
-    run(options, figures)
+    with _faults_end("engine"):
+        run(options, figures)
 
 
 @app.command("peers")
@@ -181,7 +192,8 @@ def bench_peers(
     """Measure the engine beside transformers and llama.cpp, which is built at first use, in turn."""
     from benchmarks.peers.run import run
 
-    run(model, systems.split(","), workloads.split(","), rounds, threads, quick)
+    with _faults_end("peers"):
+        run(model, systems.split(","), workloads.split(","), rounds, threads, quick)
 
 
 @app.command("burst")
@@ -199,7 +211,8 @@ def bench_burst(
     named = [Server(name, url.rstrip("/")) for name, _, url in (x.partition("=") for x in servers)]
     if not all(server.url.startswith("http") for server in named):
         raise typer.BadParameter("write servers as NAME=URL, such as ours=http://127.0.0.1:8000")
-    run(named, requests, num_tokens, rounds)
+    with _faults_end("burst"):
+        run(named, requests, num_tokens, rounds)
 
 
 @app.command("embeddings")
@@ -274,4 +287,5 @@ def bench_checkpoint(
     """Write a checkpoint with random weights, for tests and benchmarks."""
     from benchmarks.make_checkpoint import run
 
-    run(shape, directory, seed, layers)
+    with _faults_end("checkpoint"):
+        run(shape, directory, seed, layers)

@@ -101,12 +101,9 @@ def list_parameters(config: PreTrainedConfig) -> list[Parameter]:
 
 
 def run(shape: str, directory: Path, seed: int, num_layers: int | None = None) -> None:
-    """The command. Raises: SystemExit with the reason."""
+    """The command. Raises: as `make_checkpoint`."""
     print(f"writing {directory}", file=sys.stderr)
-    try:
-        parameters = make_checkpoint(shape, directory, seed, num_layers=num_layers)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"checkpoint: {error}") from None
+    parameters = make_checkpoint(shape, directory, seed, num_layers=num_layers)
     num_parameters = sum(math.prod(size) for _, size in parameters)
     print(f"{directory}: {shape}, {num_parameters / 1e6:,.1f} million random weights, seed {seed}")
 

@@ -17,7 +17,6 @@ from benchmarks.peers.peer import NUM_TEXT_TOKENS
 from benchmarks.peers.prompts import ExamplePrompts
 from benchmarks.tables import measuring
 from deploy.capacity import write_figures
-from engines.base import EngineStartError, RequestError
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import EngineRequest, Prompt
 from engines.packages.resolve import resolve_model
@@ -139,12 +138,9 @@ class Bench:
 
 
 def run(options: BenchOptions, figures: Path | None = None) -> None:
-    """The command. Raises: SystemExit with the reason."""
-    try:
-        bench = Bench(options)
-        rows = bench.run_all()
-        if figures is not None:
-            write_figures(figures, to_figures(bench.machine, options.model, rows))
-    except (EngineStartError, RequestError, ValueError) as error:
-        raise SystemExit(f"bench engine: {error}") from None
+    """The command. Raises: EngineStartError, RequestError, ValueError."""
+    bench = Bench(options)
+    rows = bench.run_all()
+    if figures is not None:
+        write_figures(figures, to_figures(bench.machine, options.model, rows))
     show_report(bench.machine, bench.describe(), rows)

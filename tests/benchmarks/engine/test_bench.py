@@ -109,7 +109,7 @@ def test_figures_of_the_largest_batch_are_written_for_a_plan(tiny, tmp_path):
     assert (found.model, found.batch_size) == (str(tiny), 2)
     assert 0 < found.prompt_token_s < 10 * found.output_token_s
     assert found.image_s is not None
-    with pytest.raises(SystemExit, match="must contain decode and prefill"):
+    with pytest.raises(ValueError, match="must contain decode and prefill"):
         run(replace(options, scenarios=("image",)), figures=path)
 
 

@@ -86,5 +86,5 @@ def test_a_burst_asks_about_a_new_image_each_time(fake, capsys):
 
 
 def test_a_burst_with_a_shorter_answer_is_refused(fake):
-    with pytest.raises(SystemExit, match="fake: 200"):
+    with pytest.raises(ValueError, match="fake: 200"):
         run_burst([Server("fake", fake.url)], 2, num_tokens=4, rounds=1)
