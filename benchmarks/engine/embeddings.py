@@ -73,7 +73,7 @@ def measure(shape: str, rounds: int, peers: Path | None) -> list[Sequence[str]]:
         systems: dict[str, Compute] = {}
         if peers is not None:
             options = {"checkpoint": str(folder)}
-            found = stack.enter_context(run_peers(PEERS, peers, options, print))
+            found = stack.enter_context(run_peers(PEERS, peers, options))
             systems |= {name: _answers_of(peer) for name, peer in found.items()}
         systems |= {
             "ours float32": ours(folder, torch.float32),

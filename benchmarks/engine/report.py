@@ -1,6 +1,7 @@
 """Runs of a benchmark to medians and spreads, and these to a table."""
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from statistics import median
 from typing import Any
 
@@ -63,9 +64,8 @@ def show_report(machine: Machine, model: dict[str, Any], rows: list[Row]) -> Non
         table.add_row(*_cells(row, machine))
     show(
         ", ".join(f"{name} {value}" for name, value in model.items()),
-        f"{machine.device}, {machine.num_threads} threads, torch {machine.torch_version}, load average"
-        f" {machine.load_average:.1f}; measured {machine.bytes_per_s / 1e9:.1f} GB/s,"
-        f" {machine.flops_per_s / 1e9:,.0f} GFLOP/s",
+        f"{machine.device}, {machine.num_threads} threads, torch {version('torch')}; measured"
+        f" {machine.bytes_per_s / 1e9:.1f} GB/s, {machine.flops_per_s / 1e9:,.0f} GFLOP/s",
         table,
     )
 

@@ -66,8 +66,7 @@ class Result:
 
     def latency_s(self, share: float) -> float:
         """The latency that this share of the requests did not exceed."""
-        found_s = sorted(self.latencies_s) or [math.nan]
-        return found_s[math.ceil(share * len(found_s)) - 1]
+        return sorted(self.latencies_s)[math.ceil(share * len(self.latencies_s)) - 1]
 
 
 async def run_job(job: Job) -> Result:
@@ -94,7 +93,7 @@ async def _converse(job: Job, recording_at: float, result: Result) -> None:
             check_answer(answer, job)
             result.num_all += 1
             result.num_events += answer.count(b"\ndata: ")
-            if sent_at >= recording_at:
+            if now >= recording_at:
                 result.latencies_s.append(now - sent_at)
     except EOFError:
         raise ConnectionError("the server closed the connection") from None

@@ -6,7 +6,8 @@ Each has the same number of threads; loading is one after another.
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,13 @@ class Peer:
 
 @contextmanager
 def run_peers(
-    systems: Iterable[str], folder: Path, options: dict[str, Any], report: Callable[[str], None]
+    systems: Iterable[str], folder: Path, options: dict[str, Any]
 ) -> Iterator[dict[str, Peer]]:
     """Systems that are loaded, by name. `folder`: of their environments. Raises: OSError, and as `peer_python`."""
     with ExitStack() as stack:
         peers: dict[str, Peer] = {}
         for system in systems:
-            report(f"loading {system}")
+            print(f"loading {system}", file=sys.stderr, flush=True)
             python = peer_python(folder, system.partition(":")[0])
             peers[system] = Peer(system, python, options)
             stack.callback(peers[system].close)

@@ -57,7 +57,7 @@ def run(
     }
     columns = [f"{name}\n{WORKLOADS[name].unit}" for name in workloads]
     table = new_table("median, and least-most", "system", *columns)
-    with run_peers(systems, FOLDER, options, _report) as peers:
+    with run_peers(systems, FOLDER, options) as peers:
         found = [_measure(name, peers, rounds, num_context, ends_at) for name in workloads]
     for system in systems:
         values = (of[system] for of in found)
