@@ -26,8 +26,6 @@ def make_tokenizer(num_base_tokens: int) -> Tokenizer:
     merges = list(islice(_merges(), num_base_tokens - len(vocab)))
     for left, right in merges:
         vocab[left + right] = len(vocab)
-    if len(vocab) != num_base_tokens:
-        raise ValueError(f"cannot make a vocabulary of {num_base_tokens} tokens")
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

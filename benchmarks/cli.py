@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,6 +44,30 @@ def _to_ints(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+@contextmanager
+def _faults_end(command: str) -> Iterator[None]:
+    """End with the reason when a server fails or a model cannot be used."""
+    from httpx import HTTPError
+
+    from benchmarks.gateway.client import BenchError
+    from engines.base import EngineStartError, RequestError
+    from loadtest.fleet import ServerError
+
+    errors = (
+        BenchError,
+        EngineStartError,
+        HTTPError,
+        OSError,
+        RequestError,
+        ServerError,
+        ValueError,
+    )
+    try:
+        yield
+    except errors as error:
+        raise SystemExit(f"bench {command}: {type(error).__name__}: {error}") from None
+
+
 @app.command("gateway")
 def bench_gateway(
     seconds: Annotated[float, typer.Option(min=0.5, help="Length of each measurement.")] = 1.0,
@@ -68,29 +93,20 @@ def bench_gateway(
     ] = None,
 ) -> None:
     """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
-    from benchmarks.gateway.against import run_against
     from benchmarks.gateway.growth import measure_growth
-    from benchmarks.gateway.run import BenchError, run
-    from benchmarks.gateway.server import run_tokens, write_fleet_figures
+    from benchmarks.gateway.run import run
+    from benchmarks.gateway.server import measure_tokens, write_fleet_figures
     from benchmarks.tables import show
-    from loadtest.fleet import ServerError
 
-    try:
+    with _faults_end("gateway"):
         if figures is not None:
             write_fleet_figures(figures, seconds, rounds)
-            return
-        if growth:
+        elif growth:
             show(asyncio.run(measure_growth(growth, rounds)))
-            return
-        if tokens:
-            show(run_tokens(tokens, seconds, rounds, against))
-            return
-        if against is not None:
-            show(*run_against(against, seconds, rounds, _to_ints(connections)))
+        elif tokens:
+            show(measure_tokens(tokens, seconds, rounds, against))
         else:
-            run(seconds, rounds, _to_ints(connections))
-    except (BenchError, ServerError) as error:
-        raise SystemExit(f"bench gateway: {error}") from None
+            run(seconds, rounds, _to_ints(connections), against)
 
 
 @app.command("server")
@@ -110,14 +126,11 @@ def bench_server(
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
 ) -> None:
     """Compare the fleet's CPU per streamed token with that of the HTTP front of a server behind it."""
-    from benchmarks.gateway.run import BenchError
-    from benchmarks.gateway.server import run
-    from loadtest.fleet import ServerError
+    from benchmarks.gateway.server import measure_server
+    from benchmarks.tables import show
 
-    try:
-        run(engine, model, url, streams, tokens, seconds, rounds)
-    except (BenchError, ServerError) as error:
-        raise SystemExit(f"bench server: {error}") from None
+    with _faults_end("server"):
+        show(measure_server(engine, model, url, streams, tokens, seconds, rounds))
 
 
 @app.command("engine")
@@ -153,7 +166,8 @@ def bench_engine(
         num_tokens=num_tokens,
         rounds=rounds,
     )
-    run(options, figures)
+    with _faults_end("engine"):
+        run(options, figures)
 
 
 @app.command("peers")
@@ -178,7 +192,8 @@ def bench_peers(
     """Measure the engine beside transformers and llama.cpp, which is built at first use, in turn."""
     from benchmarks.peers.run import run
 
-    run(model, systems.split(","), workloads.split(","), rounds, threads, quick)
+    with _faults_end("peers"):
+        run(model, systems.split(","), workloads.split(","), rounds, threads, quick)
 
 
 @app.command("burst")
@@ -196,7 +211,8 @@ def bench_burst(
     named = [Server(name, url.rstrip("/")) for name, _, url in (x.partition("=") for x in servers)]
     if not all(server.url.startswith("http") for server in named):
         raise typer.BadParameter("write servers as NAME=URL, such as ours=http://127.0.0.1:8000")
-    run(named, requests, num_tokens, rounds)
+    with _faults_end("burst"):
+        run(named, requests, num_tokens, rounds)
 
 
 @app.command("embeddings")
@@ -216,7 +232,7 @@ def bench_embeddings(
         ),
     ] = None,
 ) -> None:
-    """Measure the embedding engine beside transformers, sentence-transformers, infinity and open_clip, one thread."""
+    """Measure the embedding engine beside sentence-transformers, infinity and open_clip, one thread."""
     from benchmarks.engine.embeddings import run
 
     run(shapes.split(","), rounds, peers)
@@ -271,4 +287,5 @@ def bench_checkpoint(
     """Write a checkpoint with random weights, for tests and benchmarks."""
     from benchmarks.make_checkpoint import run
 
-    run(shape, directory, seed, layers)
+    with _faults_end("checkpoint"):
+        run(shape, directory, seed, layers)

@@ -8,7 +8,7 @@ Sources: `config.json` and the processors' files of HuggingFaceTB/SmolVLM2-500M-
 
 import json
 import math
-from collections.abc import Callable
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
-from rich.progress import Progress, TimeElapsedColumn
 from safetensors.torch import save_file
 from tokenizers import AddedToken
 from transformers import LlavaConfig, PreTrainedConfig, PreTrainedTokenizerFast
@@ -47,12 +46,11 @@ def make_checkpoint(
     changes: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[float], None] | None = None,
 ) -> list[Parameter]:
     """Write a checkpoint with at most `num_layers` layers; `changes` override the `config.json` of a LLaVA.
 
-    `progress` receives the completed ratio of bytes, 0..1. Returns names and shapes of the weights. Raises: ValueError
-    for an unknown shape, UnsupportedCheckpoint for invalid changes, FileExistsError, OSError.
+    Returns names and shapes of the weights. Raises: ValueError for an unknown shape, UnsupportedCheckpoint for invalid
+    changes, FileExistsError, OSError.
     """
     if shape in LLAVA_SHAPES:
         cut = {"text_config": {"num_hidden_layers": num_layers}} if num_layers else {}
@@ -79,14 +77,8 @@ def make_checkpoint(
     std = max(0.02, 6.4 / config.get_text_config(decoder=True).hidden_size)
     planned = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in parameters}
     split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
-    total, done = sum(tensor.numel() for tensor in planned.values()), 0
     for file, names in split.filename_to_tensors.items():
-        tensors: dict[str, torch.Tensor] = {}
-        for name in names:
-            tensors[name] = _random_weight(name, planned[name].shape, std, dtype, generator)
-            done += tensors[name].numel()
-            if progress is not None:
-                progress(done / total)
+        tensors = {name: _random_weight(name, planned[name], std, generator) for name in names}
         _save(tensors, directory / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -109,19 +101,9 @@ def list_parameters(config: PreTrainedConfig) -> list[Parameter]:
 
 
 def run(shape: str, directory: Path, seed: int, num_layers: int | None = None) -> None:
-    """The command: write a checkpoint with a progress bar. Raises: SystemExit with the reason."""
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
-        task = bar.add_task(f"writing {directory}", total=1.0)
-        try:
-            parameters = make_checkpoint(
-                shape,
-                directory,
-                seed,
-                num_layers=num_layers,
-                progress=lambda share: bar.update(task, completed=share),
-            )
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"checkpoint: {error}") from None
+    """The command. Raises: as `make_checkpoint`."""
+    print(f"writing {directory}", file=sys.stderr)
+    parameters = make_checkpoint(shape, directory, seed, num_layers=num_layers)
     num_parameters = sum(math.prod(size) for _, size in parameters)
     print(f"{directory}: {shape}, {num_parameters / 1e6:,.1f} million random weights, seed {seed}")
 
@@ -134,10 +116,10 @@ def _lay_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _random_weight(
-    name: str, shape: tuple[int, ...], std: float, dtype: torch.dtype, generator: torch.Generator
+    name: str, planned: torch.Tensor, std: float, generator: torch.Generator
 ) -> torch.Tensor:
     is_gain = "norm" in name and name.endswith("weight")
-    weight = torch.empty(shape, dtype=dtype).normal_(0.0, std, generator=generator)
+    weight = torch.empty_like(planned, device="cpu").normal_(0.0, std, generator=generator)
     return weight.add_(1.0) if is_gain else weight
 
 

@@ -7,7 +7,6 @@ of their own.
 import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
 
 import base64
-import json
 import tempfile
 import time
 from array import array
@@ -20,8 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModel, BertConfig, BertModel, CLIPConfig, CLIPModel
+from transformers import BertConfig, BertModel, BertTokenizer, CLIPConfig, CLIPModel
 
 from benchmarks.peers.fleet import Peer, run_peers
 from benchmarks.tables import in_turn, new_table, show
@@ -46,7 +44,6 @@ LENGTHS: dict[str, tuple[int, int, int]] = {
 }
 CLIP = "clip-vit-b-32"
 NUM_IMAGES = 8
-BATCH_SIZE = 32  # of the others
 NUM_WORDS = 30_000
 PEERS = tuple(
     f"{maker}:{dtype}"
@@ -76,11 +73,9 @@ def measure(shape: str, rounds: int, peers: Path | None) -> list[Sequence[str]]:
         systems: dict[str, Compute] = {}
         if peers is not None:
             options = {"checkpoint": str(folder)}
-            found = stack.enter_context(run_peers(PEERS, peers, options, print))
+            found = stack.enter_context(run_peers(PEERS, peers, options))
             systems |= {name: _answers_of(peer) for name, peer in found.items()}
         systems |= {
-            "transformers float32, sorted": padded(folder, torch.float32),
-            "transformers bfloat16, sorted": padded(folder, torch.bfloat16),
             "ours float32": ours(folder, torch.float32),
             "ours bfloat16": ours(folder, torch.bfloat16),
             "ours int8": ours(folder, torch.float32, is_int8=True),
@@ -117,60 +112,13 @@ def measure_images(rounds: int) -> list[Sequence[str]]:
 
 
 def make_checkpoint(folder: Path, shape: str) -> None:
-    """A BERT of a shape with random weights, and the files of sentence-transformers."""
+    """A BERT of a shape with random weights, whose vectors are the mean over the tokens."""
     torch.manual_seed(0)
     config = BertConfig(**SHAPES[shape])
     BertModel(config, add_pooling_layer=False).eval().save_pretrained(folder)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{n}" for n in range(NUM_WORDS))]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(NUM_WORDS))]
     vocab = {word: number for number, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "1_Pooling").mkdir()
-    (folder / "2_Normalize").mkdir()
-    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    files: dict[str, Any] = {
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "pad_token": "[PAD]",
-            "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
-        },
-        "modules.json": [
-            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for index, (path, kind) in enumerate(kinds.items())
-        ],
-        "sentence_bert_config.json": {"max_seq_length": 512, "do_lower_case": False},
-        "1_Pooling/config.json": {
-            "word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True,
-        },
-    }  # fmt: skip
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
-
-
-def padded(folder: Path, dtype: torch.dtype) -> Compute:
-    """Transformers over padded batches of texts of like lengths, the mean over what is real."""
-    model = AutoModel.from_pretrained(folder, dtype=dtype, add_pooling_layer=False).eval()
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.enable_padding()
-
-    @torch.inference_mode()
-    def compute(texts: Sequence[str]) -> torch.Tensor:
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i].split()))
-        out = torch.empty(len(texts), model.config.hidden_size)
-        for begin in range(0, len(order), BATCH_SIZE):
-            batch = order[begin : begin + BATCH_SIZE]
-            encoded = tokenizer.encode_batch([texts[i] for i in batch])
-            rows = torch.tensor([each.ids for each in encoded])
-            mask = torch.tensor([each.attention_mask for each in encoded])
-            hidden = model(input_ids=rows, attention_mask=mask).last_hidden_state.float()
-            weights = mask[..., None].float()
-            out[torch.tensor(batch)] = (hidden * weights).sum(1) / weights.sum(1)
-        return torch.nn.functional.normalize(out, dim=1)
-
-    return _timed(compute)
+    BertTokenizer(vocab, do_lower_case=False, model_max_length=512).save_pretrained(folder)
 
 
 def ours(folder: Path, dtype: torch.dtype, *, is_int8: bool = False) -> Compute:

@@ -1,6 +1,5 @@
 """What a machine can do at its best: bytes read and operations done in a second. Measured, not looked up."""
 
-import os
 import platform
 import resource
 import time
@@ -17,12 +16,10 @@ _TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates of the best of a few tries, and what else ran: `load_average` is the system's own of a minute."""
+    """Rates of the best of a few tries."""
 
     device: str
     num_threads: int
-    torch_version: str
-    load_average: float
     bytes_per_s: float
     flops_per_s: float  #: in the engine's precision
 
@@ -31,8 +28,6 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     return Machine(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         num_threads=torch.get_num_threads(),
-        torch_version=torch.__version__,
-        load_average=os.getloadavg()[0],
         bytes_per_s=_measure_bandwidth(device),
         flops_per_s=_measure_arithmetic(device, dtype),
     )
@@ -74,9 +69,7 @@ def _best_s(compute: Callable[[], object], device: torch.device) -> float:
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    """As Linux names it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return next(names, platform.machine())

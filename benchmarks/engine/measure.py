@@ -8,11 +8,12 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.engine.cost import ModelCost, Work
 from engines.core.engine import BatchingEngine
-from engines.core.runner import ModelRunner, RunningStep, StepResult
+from engines.core.runner import ModelRunner, StepResult
 from engines.core.sequence import Batch, EngineRequest, shorten
 
 #: tokens of each stream before a late request comes
@@ -30,36 +31,23 @@ class WorkCounter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def launch(self, batch: Batch) -> RunningStep:
-        """The runner's own, counted when it is waited for."""
+    def launch(self, batch: Batch) -> Any:
+        """The runner's own `RunningStep`, counted when it is waited for."""
         before = self._num_encoded()
         step = self._runner.launch(batch)
-        return _CountedStep(self, batch, step, self._num_encoded() - before)
+        num_images = self._num_encoded() - before
 
-    def count(self, batch: Batch, result: StepResult, num_images: int) -> None:
-        computed = filter(None, shorten(batch.items, result.num_computed))
-        self.steps.append(self._cost.step(Batch(list(computed)), num_images))
+        def wait() -> StepResult:
+            result = step.wait()
+            computed = filter(None, shorten(batch.items, result.num_computed))
+            self.steps.append(self._cost.step(Batch(list(computed)), num_images))
+            return result
+
+        return SimpleNamespace(can_be_followed=step.can_be_followed, wait=wait)
 
     def _num_encoded(self) -> int:
         num_queries, num_hits, _ = self._runner.encoder_cache_counts()
         return num_queries - num_hits
-
-
-@dataclass(slots=True)
-class _CountedStep:
-    counter: WorkCounter
-    batch: Batch
-    step: RunningStep
-    num_images: int
-
-    @property
-    def can_be_followed(self) -> bool:
-        return self.step.can_be_followed
-
-    def wait(self) -> StepResult:
-        result = self.step.wait()
-        self.counter.count(self.batch, result, self.num_images)
-        return result
 
 
 @dataclass(slots=True)
@@ -110,11 +98,10 @@ class Run:
         return beside[math.ceil(0.99 * len(beside)) - 1] / statistics.median(alone)
 
     def rates(self) -> dict[str, float]:
-        """Per second: output tokens, all tokens, requests, images, bytes, operations."""
+        """Per second: output tokens, all tokens, images, bytes, operations."""
         amounts = {
             "output_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
-            "requests": len(self.token_times),
             "images": self.num_images,
             "bytes": sum(work.num_bytes for work in self.steps),
             "flops": sum(work.num_flops for work in self.steps),

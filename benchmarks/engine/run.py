@@ -1,7 +1,8 @@
 """The benchmark of the engine alone: scenarios, batch sizes, rounds in turn, and the report.
 
 Called by `vlm bench engine`. All cells share one engine and take turns, so that what else the machine does falls on
-all of them alike. The model is loaded and warmed up, and each cell run once, before anything is measured.
+all of them alike. The model is loaded and warmed up, and each cell run once, before anything is measured. Every request is
+new, so that no cache helps.
 """
 
 from dataclasses import dataclass, replace
@@ -11,16 +12,40 @@ from typing import Any
 from benchmarks.engine.cost import ModelCost
 from benchmarks.engine.machine import Machine, measure_machine, peak_bytes
 from benchmarks.engine.measure import Run, WorkCounter, run_requests
-from benchmarks.engine.report import Row, show_report, to_figures, to_row
-from benchmarks.engine.scenario import SCENARIOS, RequestMaker, Scenario
+from benchmarks.engine.report import Row, show_report, to_figures
+from benchmarks.peers.peer import NUM_TEXT_TOKENS
+from benchmarks.peers.prompts import ExamplePrompts
 from benchmarks.tables import measuring
 from deploy.capacity import write_figures
-from engines.base import EngineStartError, RequestError
 from engines.core.engine import BatchingEngine
+from engines.core.sequence import EngineRequest, Prompt
+from engines.packages.resolve import resolve_model
 from engines.registry import create_engine
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.runner import TorchRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Numbers of prompt tokens (beside the image's) and of output tokens; None: as many as were asked for."""
+
+    name: str
+    num_text_tokens: int
+    num_output_tokens: int | None = None
+    has_image: bool = False
+    is_late: bool = False  #: one comes while as many as the batch size stream
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("decode", 16),
+        Scenario("prefill", 512, num_output_tokens=1),
+        Scenario("image", 32, has_image=True),
+        Scenario("mixed", 32, num_output_tokens=1, has_image=True, is_late=True),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +88,7 @@ class Bench:
         assert isinstance(model, Llava)
         self._counter = WorkCounter(engine.runner, ModelCost(model, self.dtype))
         engine.runner = self._counter  # pyright: ignore[reportAttributeAccessIssue]
-        self._maker = RequestMaker(model.config, engine.max_model_len)
+        self._prompts = ExamplePrompts(resolve_model(options.model))
 
     def describe(self) -> dict[str, Any]:
         stats = self._stats
@@ -78,13 +103,22 @@ class Bench:
 
     def run(self, scenario: Scenario, batch_size: int) -> Run:
         """One round of one cell; a late request comes to streams that are long enough for it. Raises: RequestError."""
-        if not scenario.is_late:
-            requests = self._maker.make(scenario, batch_size, self.options.num_tokens)
-            return run_requests(self.engine, self._counter, requests)
-        length = self.engine.max_model_len
-        streams = self._maker.make(SCENARIOS["decode"], batch_size, length)
-        [late] = self._maker.make(scenario, 1, length)
-        return run_requests(self.engine, self._counter, streams, late)
+        num_tokens = self.engine.max_model_len if scenario.is_late else self.options.num_tokens
+        streaming = SCENARIOS["decode"] if scenario.is_late else scenario
+        requests = [self._request(streaming, num_tokens) for _ in range(batch_size)]
+        late = self._request(scenario, num_tokens) if scenario.is_late else None
+        return run_requests(self.engine, self._counter, requests, late)
+
+    def _request(self, scenario: Scenario, num_tokens: int) -> EngineRequest:
+        """`num_tokens` of output, unless the scenario says; shortened to the model's context."""
+        length, num_slots = self.engine.max_model_len, 0
+        if scenario.has_image:
+            num_slots = self._prompts.num_tokens - NUM_TEXT_TOKENS
+        num_tokens = min(scenario.num_output_tokens or num_tokens, max(2, length // 2))
+        num_text = max(1, min(scenario.num_text_tokens, length - num_tokens - num_slots))
+        if scenario.has_image:
+            return self._prompts.request(self._prompts.make(num_text), num_tokens)
+        return self._prompts.request(Prompt(self._prompts.text(num_text)), num_tokens)
 
     def run_all(self) -> list[Row]:
         """All cells: once unmeasured, then in turn. Raises: RequestError."""
@@ -100,18 +134,13 @@ class Bench:
             runs[cell].append(self.run(*cell))
             peaks[cell] = peak_bytes(self.device)
         self.machine = measure_machine(self.device, self.dtype)  # its matrices are no cell's memory
-        return [
-            to_row(cell[0].name, cell[1], runs[cell], self.machine, peaks[cell]) for cell in cells
-        ]
+        return [Row(cell[0].name, cell[1], runs[cell], peaks[cell]) for cell in cells]
 
 
 def run(options: BenchOptions, figures: Path | None = None) -> None:
-    """The command. Raises: SystemExit with the reason."""
-    try:
-        bench = Bench(options)
-        rows = bench.run_all()
-        if figures is not None:
-            write_figures(figures, to_figures(bench.machine, options.model, rows))
-    except (EngineStartError, RequestError, ValueError) as error:
-        raise SystemExit(f"bench engine: {error}") from None
+    """The command. Raises: EngineStartError, RequestError, ValueError."""
+    bench = Bench(options)
+    rows = bench.run_all()
+    if figures is not None:
+        write_figures(figures, to_figures(bench.machine, options.model, rows))
     show_report(bench.machine, bench.describe(), rows)

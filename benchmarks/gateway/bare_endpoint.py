@@ -67,12 +67,4 @@ async def stream_events() -> AsyncIterator[str]:
 
 
 if __name__ == "__main__":
-    uvicorn.run(
-        app,
-        host="127.0.0.1",
-        port=int(sys.argv[1]),
-        loop="uvloop",
-        http="httptools",
-        log_level="warning",
-        access_log=False,
-    )
+    uvicorn.run(app, port=int(sys.argv[1]), log_level="warning", access_log=False)

@@ -40,11 +40,8 @@ async def measure_growth(num_workers: int, rounds: int) -> Table:
         tempfile.TemporaryDirectory(prefix="vlm-bench-") as folder,
         EmbeddedRedis(Path(folder)) as server,
     ):
-        redis = create_redis(RedisSettings(url=server.url))
-        try:
+        async with create_redis(RedisSettings(url=server.url)) as redis:
             costs = await measure_costs(redis, num_workers, rounds, WorkerSettings())
-        finally:
-            await redis.aclose()
     table = new_table(
         f"{num_workers} workers, {num_workers * NUM_SEATS} running requests",
         "at each heartbeat", "CPU of Redis in ms per second",
@@ -64,7 +61,13 @@ async def measure_costs(
     registry = Registry(redis, PREFIX)
     mailbox = RedisMailbox(redis, PREFIX, "gateway")
     await mailbox.open([MODEL])
-    workers = [_worker(redis, str(number), settings) for number in range(num_workers)]
+    workers = [
+        RedisWorkerQueue(
+            redis, redis, keys_prefix=PREFIX, model=MODEL, worker_id=str(number), lease_s=settings.lease_s,
+            max_attempts=settings.max_attempts, batch_age_s=settings.batch_age_s,
+        )
+        for number in range(num_workers)
+    ]  # fmt: skip
     await workers[0].create_group()
     queue = RedisGatewayQueue(redis, PREFIX)
     await _submit(queue, num_workers * NUM_SEATS)
@@ -114,13 +117,6 @@ async def _measure_round(redis: Redis, kinds: Kinds, heartbeat_s: float) -> dict
             costs[name] += 1000 * (await _cpu_s(redis) - before_s) / every_s / HEARTBEATS_PER_ROUND
         await asyncio.sleep(began_at + heartbeat_s - clock())
     return costs
-
-
-def _worker(redis: Redis, name: str, settings: WorkerSettings) -> RedisWorkerQueue:
-    return RedisWorkerQueue(
-        redis, redis, keys_prefix=PREFIX, model=MODEL, worker_id=name, lease_s=settings.lease_s,
-        max_attempts=settings.max_attempts, batch_age_s=settings.batch_age_s,
-    )  # fmt: skip
 
 
 async def _submit(queue: RedisGatewayQueue, count: int) -> None:

@@ -1,53 +1,40 @@
-"""The price of the way: HTTP, Redis, worker and an instant mock engine, beside a bare FastAPI endpoint.
+"""The price of the way: HTTP, Redis, worker and an instant mock engine, beside a bare FastAPI endpoint or another checkout.
 
-Both targets run at the same time on the same machine and take turns under the
-same client, which is this process; every number is the median of the rounds. All share the machine's cores.
+Both targets run at the same time on the same machine and take turns under the same client, which is this process; every
+number is a median of the turns, and ratios are of adjacent ones. All share the machine's cores.
 """
 
 import json
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from platform import machine, python_version
+from statistics import median
 from typing import Any
 
 import httpx
 import psutil
 import uvloop
+from rich.table import Table
 
 from benchmarks.gateway.bare_endpoint import NUM_TOKENS
-from benchmarks.gateway.client import CHAT, Job, Result, run_job
-from benchmarks.gateway.tables import (
-    BARE,
-    FLEET,
-    ROLES,
-    Body,
-    Cell,
-    Measured,
-    Samples,
-    to_cpu_table,
-    to_tables,
-)
-from benchmarks.tables import in_turn, measuring, show
+from benchmarks.gateway.client import CHAT, BenchError, Job, Result, run_job
+from benchmarks.tables import Spread, in_figures, in_ms, in_turn, measuring, new_table, show
 from loadtest.albums import NumberedUrls, noise_jpeg
 from loadtest.fleet import HOST, free_port, run_fleet, run_server
 
+BARE = "bare FastAPI"
+FLEET = "fleet"
+ROLES = ("gateway", "worker", "redis-server")
 INSTANT = {
     "VLM_ENGINE__MOCK__VISION_S": "0",
     "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0",
     "VLM_ENGINE__MOCK__DECODE_S": "0",
-    "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(2 * NUM_TOKENS),
 }
 MOST_WARMUP_S = 0.3
-#: Of new images: a million for each job.
-FIRST_NUMBERS = count(10**6, 10**6)
-
-
-class BenchError(Exception):
-    """An answer was wrong or missing: the numbers would mean nothing."""
+NUM_TURNS = 20  #: of each cell and checkout, until both fleets start anew
+TEXT = ({"type": "text", "text": "Tell me about a lighthouse."},)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,98 +52,113 @@ class Target:
         return {role: used.user + used.system for role, used in times.items()}
 
 
-def run(seconds: float, rounds: int, connections: list[int]) -> None:
-    """Measure and print the tables. Raises: BenchError."""
-    measured = measure(seconds, rounds, connections)
-    show(*to_tables(measured), to_cpu_table(measured))
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell:
+    """A kind of request to measure. `is_fixed`: its answer is always the same; `has_new_images`: in each request."""
+
+    name: str
+    content: Sequence[dict[str, Any]]
+    stream: bool
+    num_connections: int
+    num_tokens: int = NUM_TOKENS
+    is_fixed: bool = False
+    has_new_images: bool = False
+
+
+#: The results of two targets by name, in adjacent pairs.
+Measured = dict[Cell, dict[str, list[Result]]]
+
+
+def run(seconds: float, rounds: int, connections: list[int], folder: Path | None) -> None:
+    """Measure and print the tables. Raises: BenchError, ServerError, OSError, httpx.HTTPError."""
+    cells = create_cells(connections)
+    if folder is None:
+        measured = measure(cells, seconds, rounds)
+    else:
+        measured = measure(cells[: 2 * len(connections)], seconds, NUM_TURNS, folder, rounds)
+    show(*to_tables(measured))
     print(
         f"\n{rounds} rounds of {seconds:g} s, medians; {NUM_TOKENS} tokens; "
         f"{psutil.cpu_count()} cores, {machine()}, Python {python_version()}"
     )
 
 
-def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
-    """Measure every cell on both targets, in turns. Raises: BenchError."""
-    cells = [
-        Cell(body, stream, number)
-        for body in create_bodies()
-        for stream in (False, True)
-        for number in connections
-    ]
-    measured: Measured = {}
-    with run_bare() as bare, run_vlm_fleet() as fleet:
-        turns = [(cell, target) for cell in cells for target in (bare, fleet)]
-        for _, (cell, target) in measuring(list(in_turn(rounds, turns))):
-            samples = measured.setdefault((cell, target.name), Samples())
-            measure_cell(cell, target, seconds, samples)
+def measure(
+    cells: list[Cell],
+    seconds: float,
+    num_turns: int,
+    folder: Path | None = None,
+    num_starts: int = 1,
+) -> Measured:
+    """Measure the bare endpoint, or the fleet of the checkout in `folder`, and the fleet of this one.
+
+    The memory layout of a process makes it faster or slower for its life; `num_starts` counts the lives of the targets.
+    """
+    measured: Measured = {cell: {} for cell in cells}
+    for _ in range(num_starts):
+        other = run_bare() if folder is None else run_vlm_fleet(folder=folder)
+        with other as first, run_vlm_fleet() as fleet:
+            for cell in measuring(cells):
+                for _, target in in_turn(num_turns, (first, fleet)):
+                    results = measured[cell].setdefault(target.name, [])
+                    results.append(measure_once(cell, target, seconds))
     return measured
 
 
-def create_bodies() -> list[Body]:
-    """Text, a new image with every request, and the same image again and again."""
+def create_cells(connections: list[int]) -> list[Cell]:
+    """Text, a new image with every request, and the same image again and again; whole and streamed."""
     image = {"type": "image_url", "image_url": {"url": NumberedUrls(noise_jpeg()).url(0)}}
     question = {"type": "text", "text": "What is in this image?"}
     return [
-        Body("text", [{"type": "text", "text": "Tell me about a lighthouse."}]),
-        Body("new 60 kB image", [image, question], is_new=True),
-        Body("repeated 60 kB image", [image, question]),
+        Cell(
+            f"{name}, {'streamed' if stream else 'whole'}",
+            content,
+            stream,
+            number,
+            is_fixed=not is_new,
+            has_new_images=is_new,
+        )
+        for name, content, is_new in (
+            ("text", TEXT, False),
+            ("new 60 kB image", (image, question), True),
+            ("repeated 60 kB image", (image, question), False),
+        )
+        for stream in (False, True)
+        for number in connections
     ]
 
 
-def measure_cell(cell: Cell, target: Target, seconds: float, samples: Samples) -> None:
-    """One round of one cell on one target. Raises: BenchError."""
-    job = create_job(cell, target, seconds, next(FIRST_NUMBERS))
-    before = target.cpu_s() | {"client": time.process_time()}
-    result = run_checked(job)
-    after = target.cpu_s() | {"client": time.process_time()}
-    samples.results.append(result)
-    samples.cpu_s.append({role: after[role] - before[role] for role in after})
-
-
-def run_checked(job: Job) -> Result:
-    """Do one job. Raises: BenchError when an answer was wrong."""
-    try:
-        return uvloop.run(run_job(job))
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{type(error).__name__}: {error}") from None
-
-
-def create_job(cell: Cell, target: Target, seconds: float, first_number: int) -> Job:
-    """The client's orders. One request tells what the answer is, where it is always the same."""
-    warmup_s = min(MOST_WARMUP_S, seconds / 5)
+def measure_once(cell: Cell, target: Target, seconds: float) -> Result:
+    """One turn of one target."""
     body = {
-        "model": target.model,
-        "messages": [{"role": "user", "content": cell.body.content}],
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-    }
-    answer = ask(target.port, CHAT, body)
-    if answer["usage"]["completion_tokens"] != NUM_TOKENS:
-        raise BenchError(f"{target.name} answers with {answer['usage']}")
-    text = json.dumps(body | {"stream": cell.stream})
-    return Job(
-        port=target.port,
-        body=text,
-        num_connections=cell.num_connections,
-        seconds=seconds,
-        warmup_s=warmup_s,
-        stream=cell.stream,
-        image_at=text.index("base64,") + len("base64,") if cell.body.is_new else None,
-        first_number=first_number,
-        expected_text=None if cell.body.is_new else answer["choices"][0]["message"]["content"],
+        "model": target.model, "messages": [{"role": "user", "content": cell.content}], "max_tokens": cell.num_tokens,
+        "temperature": 0, "ignore_eos": True,
+    }  # fmt: skip
+    text = None
+    if cell.is_fixed:
+        text = ask(target.port, CHAT, json=body)["choices"][0]["message"]["content"]
+    job = Job(
+        target.port,
+        json.dumps(body | {"stream": cell.stream}),
+        cell.num_connections,
+        seconds,
+        min(MOST_WARMUP_S, seconds / 5),
+        cell.stream,
+        cell.has_new_images,
+        text,
     )
+    before = target.cpu_s()
+    result = uvloop.run(run_job(job))
+    result.cpu_s = {role: used_s - before[role] for role, used_s in target.cpu_s().items()}
+    return result
 
 
-def ask(port: int, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a server answers, as JSON. Raises: BenchError."""
-    method = "GET" if body is None else "POST"
-    try:
-        answer = httpx.request(
-            method, f"http://{HOST}:{port}{path}", json=body, timeout=60.0, trust_env=False
-        )
-        return answer.raise_for_status().json()
-    except httpx.HTTPError as error:
-        raise BenchError(str(error)) from None
+def ask(port: int, path: str, json: Any = None) -> dict[str, Any]:
+    """The JSON that a server answers. Raises: httpx.HTTPError."""
+    method = "GET" if json is None else "POST"
+    url = f"http://{HOST}:{port}{path}"
+    answer = httpx.request(method, url, json=json, timeout=60.0, trust_env=False)
+    return answer.raise_for_status().json()
 
 
 @contextmanager
@@ -164,7 +166,7 @@ def run_bare() -> Iterator[Target]:
     """The bare endpoint in a process of its own."""
     port = free_port()
     with run_server(["-m", "benchmarks.gateway.bare_endpoint", str(port)], port) as server:
-        yield Target(BARE, port, "bare", {"bare": psutil.Process(server.process.pid)})
+        yield Target(BARE, port, "bare", {"gateway": psutil.Process(server.process.pid)})
 
 
 @contextmanager
@@ -172,10 +174,13 @@ def run_vlm_fleet(
     settings: Mapping[str, str] = INSTANT, folder: Path | None = None
 ) -> Iterator[Target]:
     """The fleet with its defaults, of the checkout in `folder`, on an engine that takes no time."""
+    if folder is not None and not (folder / "vlm.py").is_file():
+        raise BenchError(f"--against {folder}: the folder is not a checkout of this project")
     with run_fleet(settings.get("VLM_ENGINE__KIND", "mock"), settings, folder) as server:
         model = ask(server.port, "/v1/models")["data"][0]["id"]
         family = psutil.Process(server.process.pid).children(recursive=True)
-        yield Target(FLEET, server.port, model, {role: _find(family, role) for role in ROLES})
+        processes = {role: _find(family, role) for role in ROLES}
+        yield Target(str(folder.resolve() if folder else FLEET), server.port, model, processes)
 
 
 def _find(family: list[psutil.Process], role: str) -> psutil.Process:
@@ -184,3 +189,38 @@ def _find(family: list[psutil.Process], role: str) -> psutil.Process:
     if len(found) != 1:
         raise BenchError(f"{len(found)} processes look like the {role}")
     return found[0]
+
+
+def cpu_per_request(results: list[Result]) -> dict[str, float]:
+    """CPU seconds of each process, the median of the turns."""
+    return {
+        role: median(result.cpu_s[role] / max(1, result.num_all) for result in results)
+        for role in results[0].cpu_s
+    }
+
+
+def to_tables(measured: Measured) -> list[Table]:
+    """One table per kind of request; for each number of connections a row of each target.
+
+    `times` compares the median latencies of adjacent turns; below 1 the second target is faster. A server that is behind
+    puts several tokens into one event.
+    """
+    columns = ["server", "clients", "req/s", "p50\nms", "p99\nms", "times", "events"]
+    columns += ["CPU ms:\ngateway", "worker", "Redis"]
+    tables: dict[str, Table] = {}
+    for cell, both in measured.items():
+        table = tables.setdefault(cell.name, new_table(cell.name, *columns))
+        pairs = zip(*both.values(), strict=True)
+        times = Spread.of([two.latency_s(0.5) / one.latency_s(0.5) for one, two in pairs])
+        ratios = ("", f"{times.median:.3f}\n{times.low:.2f}-{times.high:.2f}")
+        for (name, results), ratio in zip(both.items(), ratios, strict=True):
+            table.add_row(
+                name,
+                str(cell.num_connections),
+                in_figures(median(result.rate for result in results)),
+                *(in_ms(median(x.latency_s(share) for x in results)) for share in (0.5, 0.99)),
+                ratio,
+                f"{median(x.num_events / max(1, x.num_all) for x in results):.0f}",
+                *map(in_ms, cpu_per_request(results).values()),
+            )
+    return list(tables.values())

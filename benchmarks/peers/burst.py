@@ -41,7 +41,7 @@ def _image(source: random.Random) -> str:
 
 
 async def _ask(client: httpx.AsyncClient, server: Server, image: str, num_tokens: int) -> float:
-    """Seconds of one request. Raises: SystemExit for an error or an answer of another length."""
+    """Seconds of one request. Raises: httpx.HTTPError; ValueError for an error or an answer of another length."""
     content = [
         {"type": "image_url", "image_url": {"url": image}},
         {"type": "text", "text": "Describe the image in a few words."},
@@ -55,7 +55,7 @@ async def _ask(client: httpx.AsyncClient, server: Server, image: str, num_tokens
     elapsed = time.perf_counter() - began
     usage = response.json().get("usage", {}) if response.is_success else {}
     if usage.get("completion_tokens") != num_tokens:
-        raise SystemExit(f"{server.name}: {response.status_code} {response.text[:500]}")
+        raise ValueError(f"{server.name}: {response.status_code} {response.text[:500]}")
     server.num_prompt_tokens = usage["prompt_tokens"]
     return elapsed
 
@@ -70,21 +70,18 @@ async def _burst(server: Server, images: list[str], num_tokens: int) -> tuple[fl
 
 
 def run(servers: list[Server], num_requests: int, num_tokens: int, rounds: int) -> None:
-    """The command. Raises: SystemExit for a server that fails."""
+    """The command. Raises: httpx.HTTPError, ValueError for a server that fails."""
     source = random.Random(0)
-    try:
-        for server in servers:
-            listed = httpx.get(f"{server.url}/v1/models", timeout=10).raise_for_status().json()
-            server.model = listed["data"][0]["id"]
-            asyncio.run(_burst(server, [_image(source)], num_tokens))  # loads and compiles
-        for number, server in in_turn(rounds, servers):
-            images = [_image(source) for _ in range(num_requests)]
-            rate, latency_s = asyncio.run(_burst(server, images, num_tokens))
-            server.rates.append(rate)
-            server.latencies_s.append(latency_s)
-            print(f"round {number + 1}: {server.name} {rate:.3f} requests/s", flush=True)
-    except httpx.HTTPError as error:
-        raise SystemExit(f"bench burst: {error!r}") from None
+    for server in servers:
+        listed = httpx.get(f"{server.url}/v1/models", timeout=10).raise_for_status().json()
+        server.model = listed["data"][0]["id"]
+        asyncio.run(_burst(server, [_image(source)], num_tokens))  # loads and compiles
+    for number, server in in_turn(rounds, servers):
+        images = [_image(source) for _ in range(num_requests)]
+        rate, latency_s = asyncio.run(_burst(server, images, num_tokens))
+        server.rates.append(rate)
+        server.latencies_s.append(latency_s)
+        print(f"round {number + 1}: {server.name} {rate:.3f} requests/s", flush=True)
     table = new_table(
         f"{num_requests} requests at once, {num_tokens} tokens each: median, and least-most",
         "server", "prompt tokens", "requests/s", "median latency s", f"{servers[0].name}, times",

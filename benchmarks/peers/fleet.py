@@ -6,7 +6,8 @@ Each has the same number of threads; loading is one after another.
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,11 @@ from benchmarks.peers.install import peer_python
 from loadtest.fleet import ROOT
 
 
-class PeerFailure(Exception):
-    """A system's process ended; what it said is above, on stderr."""
-
-
 class Peer:
     """A system in a process of its own: it answers every line of JSON by one, and says first that it is loaded."""
 
     def __init__(self, system: str, python: Path, options: dict[str, Any]) -> None:
-        """Raises: PeerFailure."""
+        """Raises: ChildProcessError."""
         self._system = system
         command = [str(python), "-m", "benchmarks.peers.worker", system, json.dumps(options)]
         pipe, env = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -31,7 +28,7 @@ class Peer:
         self._read()
 
     def ask(self, task: str, **arguments: Any) -> Any:
-        """The answer. Raises: PeerFailure."""
+        """The answer. Raises: ChildProcessError."""
         stdin = self._process.stdin
         assert stdin is not None
         stdin.write(json.dumps([task, arguments]) + "\n")
@@ -43,7 +40,7 @@ class Peer:
         assert stdout is not None
         line = stdout.readline()
         if not line:
-            raise PeerFailure(f"{self._system} ended")
+            raise ChildProcessError(f"{self._system} ended; its last words are above")
         return json.loads(line)
 
     def close(self) -> None:
@@ -53,13 +50,13 @@ class Peer:
 
 @contextmanager
 def run_peers(
-    systems: Iterable[str], folder: Path, options: dict[str, Any], report: Callable[[str], None]
+    systems: Iterable[str], folder: Path, options: dict[str, Any]
 ) -> Iterator[dict[str, Peer]]:
-    """Systems that are loaded, by name. `folder`: of their environments. Raises: PeerFailure, and as `peer_python`."""
+    """Systems that are loaded, by name. `folder`: of their environments. Raises: OSError, and as `peer_python`."""
     with ExitStack() as stack:
         peers: dict[str, Peer] = {}
         for system in systems:
-            report(f"loading {system}")
+            print(f"loading {system}", file=sys.stderr, flush=True)
             python = peer_python(folder, system.partition(":")[0])
             peers[system] = Peer(system, python, options)
             stack.callback(peers[system].close)

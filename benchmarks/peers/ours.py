@@ -16,7 +16,6 @@ from engines.core.runner import ComputedStep, ModelRunner, StepResult, TokenChoi
 from engines.core.sequence import Batch, EngineRequest, Prompt
 from engines.registry import create_engine
 from engines.torch_backend.runner import TorchRunner
-from shared.protocol import SamplingParams
 
 _BLOCK_SIZE = 16
 _MAX_STEPS = 128
@@ -47,7 +46,6 @@ class Ours:
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
         self.engine, self.runner = engine, engine.runner
-        self._num_requests = 0
         self._skipping = _SkippingRunner(engine.runner)
         for pool in engine.runner.kv_pools:
             pool.data.normal_()  # untouched memory is one page of zeros, read from the cache
@@ -55,7 +53,7 @@ class Ours:
     def decode(self, batch_size: int, num_steps: int) -> float:
         """Time of whole engine steps."""
         for _ in range(batch_size):
-            self.engine.add(self._request(self._text(self._num_context - 1), num_steps + 2))
+            self.engine.add(self._request(self._num_context - 1, num_steps + 2))
         self.engine.runner = self._skipping  # pyright: ignore[reportAttributeAccessIssue]
         self.engine.step()
         self.engine.runner = self.runner
@@ -69,7 +67,7 @@ class Ours:
 
     def prefill(self) -> float:
         """One request of one token."""
-        return self._run(self._request(self._text(self._num_context), 1))
+        return self._run(self._request(self._num_context, 1))
 
     def image(self) -> float:
         """As the runner encodes it, cache aside."""
@@ -81,7 +79,7 @@ class Ours:
 
     def first_token(self) -> float:
         """One request of one token."""
-        return self._run(self._request(self._prompts.make(), 1))
+        return self._run(self._prompts.request(self._prompts.make(), 1))
 
     def _run(self, request: EngineRequest) -> float:
         started = time.perf_counter()
@@ -91,18 +89,8 @@ class Ours:
                 assert output.error is None, output.error
         return time.perf_counter() - started
 
-    def _request(self, prompt: Prompt, max_tokens: int) -> EngineRequest:
-        self._num_requests += 1
-        return EngineRequest(
-            f"peer-{self._num_requests}",
-            prompt.token_ids,
-            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-            prompt.images,
-            positions=prompt.positions,
-        )
-
-    def _text(self, count: int) -> Prompt:
-        return Prompt(self._prompts.text(count))
+    def _request(self, num_text: int, max_tokens: int) -> EngineRequest:
+        return self._prompts.request(Prompt(self._prompts.text(num_text)), max_tokens)
 
 
 class _SkippingRunner:

@@ -1,17 +1,18 @@
-"""Prompts of one image and text, as a checkpoint's own processor makes them; every system is asked the same kind."""
+"""Requests of random tokens and one random image, as a checkpoint's own processor makes them, new ones each time."""
 
 import random
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from PIL import Image
 
 from benchmarks.peers.peer import NUM_TEXT_TOKENS
-from engines.core.sequence import Prompt
+from engines.core.sequence import EngineRequest, Prompt
 from engines.text.processor import create_processor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import find_family
-from shared.protocol import ChatMessage, ImagePart
+from shared.protocol import ChatMessage, ImagePart, SamplingParams
 
 #: (width, height) of every image, before the model's processor resizes or tiles it.
 IMAGE_SIZE = (640, 480)
@@ -31,23 +32,29 @@ class ExamplePrompts:
         tokenizer = self._processor.tokenizer
         self._plain_ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i)]
         self._random = random.Random(0)
-        self._num_made = 0
+        self._numbers = count()
         self.num_tokens = len(self.make().token_ids)
 
-    def make(self) -> Prompt:
-        """The image's tokens, then `NUM_TEXT_TOKENS` of text."""
-        self._num_made += 1
+    def make(self, num_text: int = NUM_TEXT_TOKENS) -> Prompt:
+        """The image's tokens, then those of text."""
         width, height = IMAGE_SIZE
         noise = Image.frombytes("RGB", IMAGE_SIZE, self._random.randbytes(3 * width * height))
         pixels = self._processor.process_image(noise)
         messages = [ChatMessage("user", (ImagePart(0),))]
-        built = self._processor.build_prompt(messages, [(f"example-{self._num_made}", pixels)])
+        built = self._processor.build_prompt(messages, [(f"example-{next(self._numbers)}", pixels)])
         [image] = built.images
         ids = built.token_ids[image.offset : image.offset + image.num_tokens]
-        ids += self.text(NUM_TEXT_TOKENS)
+        ids += self.text(num_text)
         images = (replace(image, offset=0),)
         return Prompt(ids, images, self._multimodal.positions(Prompt(ids, images)))
 
     def text(self, count: int) -> list[int]:
         """Random tokens, none of which is the model's for control."""
         return self._random.choices(self._plain_ids, k=count)
+
+    def request(self, prompt: Prompt, max_tokens: int) -> EngineRequest:
+        """For a greedy answer of so many tokens, which the end token does not end."""
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        request_id = f"request-{next(self._numbers)}"
+        ids, images = prompt.token_ids, prompt.images
+        return EngineRequest(request_id, ids, sampling, images, positions=prompt.positions)

@@ -10,16 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.engine.cost import ModelCost, Work, image_flops
-from benchmarks.engine.machine import Machine
 from benchmarks.engine.measure import Run
-from benchmarks.engine.report import show_report, to_row
+from benchmarks.engine.report import show_report
 from benchmarks.engine.run import Bench, BenchOptions, run
 from deploy.capacity import read_figures
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from shared.protocol import SamplingParams
 from tests.factories_torch import make_model_pair, make_pixels, make_runner, make_vlm_config
-
-MACHINE = Machine("a device", 2, "2", 0.5, bytes_per_s=100.0, flops_per_s=1000.0)
 
 
 @contextmanager
@@ -70,14 +67,13 @@ def test_bytes_of_a_step_are_weights_once_and_the_context_of_each_sequence():
 def test_rates_and_latencies_follow_their_definitions():
     times = {"a": [0.5, 0.75, 1.5], "b": [1.0]}
     steps = [Work(50, 100), Work(10, 300)]  # 0.5 s for bytes, 0.3 s for operations
-    row = to_row("s", 2, [Run(2.0, times, 20, 1, steps)], MACHINE, peak_bytes=7)
-    assert row.ttft_s.median == 0.75
-    assert row.tpot_s is not None
-    assert row.tpot_s.median == 0.5
-    assert row.itl_p99_s == 0.25
-    assert row.rates["output_tokens_per_s"].median == 2.0
-    assert row.rates["total_tokens_per_s"].median == 12.0
-    assert row.roofline_ratio.median == pytest.approx(0.4)
+    run = Run(2.0, times, 20, 1, steps)
+    assert run.ttfts == [0.5, 1.0]
+    assert run.tpots == [0.5]
+    assert run.itls == [0.25, 0.75]
+    assert run.rates()["output_tokens_per_s"] == 2.0
+    assert run.rates()["total_tokens_per_s"] == 12.0
+    assert run.roofline_ratio(100.0, 1000.0) == pytest.approx(0.4)
 
 
 def test_every_cell_is_measured_and_printed(tiny, capsys):
@@ -87,12 +83,12 @@ def test_every_cell_is_measured_and_printed(tiny, capsys):
     names = ("decode", "prefill", "image", "mixed")
     cells = [(row.scenario, row.batch_size) for row in rows]
     assert cells == [(name, size) for name in names for size in (1, 3)]
-    assert bench.machine.bytes_per_s > 0
+    machine = bench.machine
     for row in rows:
-        assert row.rates["requests_per_s"].low > 0
-        assert 0 < row.roofline_ratio.median < 1
-        assert (row.tpot_s is None) == (row.scenario == "prefill")
-        assert (row.slowdown is None) == (row.scenario != "mixed")
+        for each in row.runs:
+            assert 0 < each.roofline_ratio(machine.bytes_per_s, machine.flops_per_s) < 1
+            assert bool(each.tpots) == (row.scenario != "prefill")
+            assert (each.slowdown is None) == (row.scenario != "mixed")
     show_report(bench.machine, bench.describe(), rows)
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)
@@ -113,7 +109,7 @@ def test_figures_of_the_largest_batch_are_written_for_a_plan(tiny, tmp_path):
     assert (found.model, found.batch_size) == (str(tiny), 2)
     assert 0 < found.prompt_token_s < 10 * found.output_token_s
     assert found.image_s is not None
-    with pytest.raises(SystemExit, match="must contain decode and prefill"):
+    with pytest.raises(ValueError, match="must contain decode and prefill"):
         run(replace(options, scenarios=("image",)), figures=path)
 
 

@@ -1,13 +1,11 @@
-"""The comparison with peers: what is timed is computed, and slices of it add up."""
+"""The comparison with peers: what is timed is computed."""
 
 import pytest
 
-from benchmarks.peers.fleet import Peer
 from benchmarks.peers.hugging_face import HuggingFace
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.peer import WORKLOADS
-from benchmarks.peers.results import Results, compare
-from benchmarks.peers.run import Comparison
+from benchmarks.peers.run import run
 from tests.engines.torch_backend.models.family_table import named, write_checkpoint
 
 
@@ -38,36 +36,6 @@ def test_a_new_image_is_not_found_in_a_cache(tiny):
     assert (stats.num_prefix_hit_tokens, stats.num_encoder_hits) == (0, 0)
 
 
-def test_a_run_that_is_cut_gives_what_is_known(tiny, monkeypatch):
-    ask, seen = Peer.ask, []
-
-    def cut(self, task, **arguments):
-        if task == "prefill" and len(seen) == 1:
-            raise KeyboardInterrupt
-        if task == "prefill":
-            seen.append(task)
-        return ask(self, task, **arguments)
-
-    monkeypatch.setattr(Peer, "ask", cut)
-    comparison = Comparison(str(tiny), ["ours:float32"], ["decode-1", "prefill"], rounds=2)
-    with pytest.raises(KeyboardInterrupt):
-        comparison.measure()
-    counts = {cell: len(values) for cell, values in comparison.results.items()}
-    assert counts == {("ours:float32", "decode-1"): 2, ("ours:float32", "prefill"): 1}
-
-
-def test_ratios_are_speeds_over_the_best_of_the_others():
-    results: Results = {
-        ("ours:bfloat16", "decode-1"): [20.0],
-        ("ours:bfloat16", "image"): [100.0],
-        ("transformers:float32", "decode-1"): [4.0],
-        ("transformers:bfloat16", "decode-1"): [5.0, 10.0, 15.0],
-        ("transformers:float32", "image"): [300.0],
-        ("transformers:bfloat16", "image"): [250.0],
-        ("llama.cpp:BF16", "image"): [50.0],
-        ("llama.cpp:Q8_0", "decode-1"): [1.0],
-    }
-    assert compare(results, ["decode-1", "image"]) == [
-        ("ours bfloat16 : transformers' best", [2.0, 2.5]),
-        ("ours bfloat16 : llama.cpp BF16", [None, 0.5]),
-    ]
+def test_systems_are_measured_and_printed(tiny, capsys):
+    run(str(tiny), ["ours:float32"], ["decode-1", "prefill"], 2, 1, is_quick=False)
+    assert "ours:float32" in capsys.readouterr().out

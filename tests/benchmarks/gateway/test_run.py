@@ -3,59 +3,72 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
-import pytest
 from rich.console import Console
 
 from benchmarks.gateway.client import Result
-from benchmarks.gateway.run import measure
-from benchmarks.gateway.tables import (
+from benchmarks.gateway.run import (
     BARE,
     FLEET,
-    Body,
+    ROLES,
     Cell,
-    Samples,
-    to_cpu_table,
+    cpu_per_request,
+    create_cells,
+    measure,
     to_tables,
-)  # fmt: skip
+)
+from benchmarks.gateway.server import write_fleet_figures
+from deploy.capacity import read_figures
 from tests.waiting import wait_for
 
 #: CPU time per request, fleet to bare endpoint: three times what it is on a quiet machine. Rates depend on other work.
 MAX_CPU_RATIO = 24
+ROOT = Path(__file__).parents[3]
 
 
-def samples(rate: float) -> Samples:
-    result = Result(num_requests=round(rate), num_all=round(rate), seconds=1.0, p50_s=0.001)
-    roles = ("bare", "gateway", "worker", "redis-server", "client")
-    return Samples([result], [dict.fromkeys(roles, 0.05)])
+def results(*p50s: float) -> list[Result]:
+    return [Result([p50_s], 0.001, 1, 0, dict.fromkeys(ROLES, 0.05)) for p50_s in p50s]
 
 
-@pytest.fixture(scope="module")
-def measured():
-    return measure(seconds=0.1, rounds=1, connections=[8])
-
-
-def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi(measured):
-    cells = {cell for cell, _ in measured}
-    assert len(cells) == 6
-    for cell in cells:
-        bare = measured[cell, BARE].cpu_of("bare")
-        fleet = sum(
-            measured[cell, FLEET].cpu_of(role) for role in ("gateway", "worker", "redis-server")
-        )
+def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi():
+    measured = measure(create_cells([8]), seconds=0.1, num_turns=1)
+    assert len(measured) == 6
+    for cell, found in measured.items():
+        bare, fleet = (sum(cpu_per_request(found[name]).values()) for name in (BARE, FLEET))
         assert fleet < MAX_CPU_RATIO * bare, cell
 
 
+def test_two_checkouts_are_measured_alternately():
+    measured = measure(create_cells([1])[:2], 0.1, num_turns=2, folder=ROOT)
+    assert len(measured) == 2
+    for found in measured.values():
+        one, two = (result[0].latency_s(0.5) for result in found.values())
+        assert 0.1 < two / one < 10  # of a checkout and itself
+
+
 def test_tables_fit_a_terminal_of_80_columns_and_a_pipe():
-    cell = Cell(Body("text", []), True, 32)
-    measured = {(cell, BARE): samples(1234), (cell, FLEET): samples(987.6)}
-    for table in (*to_tables(measured), to_cpu_table(measured)):
-        out = io.StringIO()
-        Console(file=out, width=80).print(table)
-        assert "\u2026" not in out.getvalue()
-        for column in table.columns[1:]:
-            assert all(str(cell) in out.getvalue() for cell in column.cells)
+    ours, theirs = results(0.002, 0.004, 0.009), results(0.001, 0.004, 0.006)
+    cell = Cell("text, streamed", [], True, 32)
+    [table] = to_tables({cell: {BARE: theirs, FLEET: ours}})
+    assert list(table.columns[5].cells) == ["", "1.500\n1.00-2.00"]  # adjacent: 2, 1 and 1.5
+    out = io.StringIO()
+    Console(file=out, width=80).print(table)
+    assert "\u2026" not in out.getvalue()
+    for column in table.columns[1:]:
+        assert all(line in out.getvalue() for cell in column.cells for line in str(cell).split())
+
+
+def test_figures_for_a_plan_have_the_cost_of_each_process(tmp_path: Path):
+    path = tmp_path / "figures.json"
+    write_fleet_figures(path, seconds=0.2, rounds=1)
+    found = read_figures(path).fleet
+    assert found is not None
+    for costs in (found.request_s, found.token_s, found.image_s):
+        assert costs.keys() == set(ROLES)
+    assert all(cost > 0 for cost in (*found.request_s.values(), *found.token_s.values()))
+    assert found.image_bytes > 50_000
 
 
 def test_a_benchmark_that_is_stopped_stops_its_servers():
