@@ -624,7 +624,8 @@ class BatchRunner:
             self._changed.clear()
             with suppress(TimeoutError):
                 pause_s = self.look_s * random.uniform(0.75, 1.25)
-                await asyncio.wait_for(self._changed.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._changed.wait()
 
     async def _look_once(self) -> None:
         if time.monotonic() > self._sweep_at:
@@ -803,7 +804,8 @@ class _Computing:
         while True:
             self.is_woken.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.is_woken.wait(), self._runner.flush_s)
+                async with asyncio.timeout(self._runner.flush_s):
+                    await self.is_woken.wait()
             try:
                 await self.flush()
                 if await self._runner.is_cancelled(self._record):

@@ -296,7 +296,8 @@ class KeyDirectory:
         """Copy records that are only in the package store to Redis. Keys work meanwhile."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._must_sync.wait(), _SYNC_S)
+                async with asyncio.timeout(_SYNC_S):
+                    await self._must_sync.wait()
             self._must_sync.clear()
             try:
                 await self.sync()

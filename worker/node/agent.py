@@ -144,7 +144,8 @@ class NodeAgent:
             while not self._stopping.is_set():
                 await self._try_tick()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), self._tick_s)
+                    async with asyncio.timeout(self._tick_s):
+                        await self._stopping.wait()
             await self._leave(beating)
         finally:
             beating.cancel()

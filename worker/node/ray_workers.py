@@ -84,7 +84,8 @@ class RayWorkers:
             pause_s = pauses.next_s()
             logger.warning("worker %d %s; again in %.1f s", number, end, pause_s)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
 
     async def _live(self, number: int) -> str:
         """Run one worker to its end. Returns how it ended."""

@@ -153,7 +153,8 @@ class Node:
             return
         child.signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(child.process.wait(), self.stop_within_s)
+            async with asyncio.timeout(self.stop_within_s):
+                await child.process.wait()
         except TimeoutError:
             logger.warning("%s did not stop in time; killed", child.name)
             child.signal(signal.SIGKILL)
