@@ -13,7 +13,9 @@ from pathlib import Path
 LLAMA_CPP_VERSION = "0.3.36"
 #: By maker. The engines of embeddings have one torch. Infinity's last release knows older transformers.
 _PACKAGES = {
-    "llama.cpp": ("gguf==0.19.0", f"llama-cpp-python=={LLAMA_CPP_VERSION}"),
+    "llama.cpp": (
+        "--no-binary=llama-cpp-python", "gguf==0.19.0", f"llama-cpp-python=={LLAMA_CPP_VERSION}",
+    ),
     "sentence-transformers": ("sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0"),
     "infinity": ("infinity-emb[torch]==0.0.78", "transformers==4.57.6", "torch==2.13.0"),
 }  # fmt: skip
