@@ -151,7 +151,10 @@ class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag="image_url"
     """An image; many clients send the URL as a string."""
 
     image_url: ImageUrl | str
-    min_pixels: Annotated[PixelCount | None, doc("Overrides `mm_processor_kwargs`.")] = None
+    min_pixels: Annotated[
+        PixelCount | None,
+        doc("Minimum pixels to scale the image to; overrides `mm_processor_kwargs`."),
+    ] = None
     max_pixels: PixelCount | None = None
 
 
@@ -249,7 +252,9 @@ class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
     tool_calls: Annotated[list[CallField] | None, doc("Calls of the assistant.")] = None
     #: OpenAI's older format of a call. The message with its result has the role `function` and the function's name.
     function_call: CalledFunction | None = None
-    tool_call_id: Annotated[CallName | None, doc("Of the call that a tool message answers.")] = None
+    tool_call_id: Annotated[
+        CallName | None, doc("In a tool message: id of the call that it answers.")
+    ] = None
 
 
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
@@ -299,17 +304,25 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     top_logprobs: Count | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: Annotated[bool | None, doc("false leaves out the model's reasoning.")] = None
-    enable_thinking: Annotated[bool | None, doc("Whether the model reasons.")] = None
+    enable_thinking: Annotated[
+        bool | None, doc("Whether the model reasons; sets the chat template's variable.")
+    ] = None
     thinking: Annotated[bool | ThinkingType | None, doc("The same as `enable_thinking`.")] = None
     chat_template_kwargs: Annotated[
         dict[str, TemplateOption] | None, doc("Variables of the chat template.")
     ] = None
-    add_generation_prompt: Annotated[bool | None, doc("Begin an assistant message.")] = None
-    continue_final_message: Annotated[bool | None, doc("Continue the assistant's message.")] = None
+    add_generation_prompt: Annotated[
+        bool | None, doc("Whether the prompt ends with the start of an assistant message.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, doc("Continue the last message, which must be the assistant's.")
+    ] = None
     mm_processor_kwargs: Annotated[
         PixelFields | None, doc("Bounds on the pixels of all images, and of each frame of a video.")
     ] = None
-    media_io_kwargs: Annotated[MediaFields | None, doc("Sampling of videos' frames.")] = None
+    media_io_kwargs: Annotated[
+        MediaFields | None, doc("Frame sampling of videos that have neither fps nor num_frames.")
+    ] = None
 
 
 class TopLogprob(msgspec.Struct):
@@ -793,9 +806,15 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     #: 0 for logprobs of the prompt only.
     max_tokens: Count | None = None
-    echo: Annotated[bool | None, doc("Return the prompt before the text.")] = None
-    logprobs: Annotated[Count | None, doc("Alternatives to return for each token.")] = None
-    add_special_tokens: Annotated[bool | None, doc("false: without tokens such as BOS.")] = None
+    echo: Annotated[
+        bool | None, doc("Return the prompt before the text, with logprobs of its tokens.")
+    ] = None
+    logprobs: Annotated[
+        Count | None, doc("Number of most likely tokens to return logprobs of, for each token.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, doc("false adds no special tokens, such as BOS, to a prompt.")
+    ] = None
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -160,7 +160,9 @@ class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
 
 class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
     include_usage: bool = False
-    continuous_usage_stats: Annotated[bool, doc("Send token counts in every chunk.")] = False
+    continuous_usage_stats: Annotated[bool, doc("Send the token counts so far in every chunk.")] = (
+        False
+    )
 
 
 class NewestQuery(msgspec.Struct):
@@ -286,14 +288,22 @@ class SamplingFields(RequestStruct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | StopForm | None = None
     stop_token_ids: Annotated[list[TokenId] | None, doc("Token ids that end the answer.")] = None
-    include_stop_str_in_output: Annotated[bool | None, doc("Keep the stop string.")] = None
-    allowed_token_ids: Annotated[list[TokenId] | None, doc("The only ids to sample.")] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, doc("Whether the answer keeps the stop string that ended it.")
+    ] = None
+    allowed_token_ids: Annotated[
+        list[TokenId] | None, doc("The only token ids that may be sampled.")
+    ] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: Annotated[dict[str, Bias] | None, doc("Added to logits, by token id.")] = None
-    min_tokens: Annotated[Count | None, doc("Tokens before the answer may end.")] = None
-    skip_special_tokens: Annotated[bool | None, doc("false keeps special tokens.")] = None
+    logit_bias: Annotated[
+        dict[str, Bias] | None, doc("Added to the logits of token ids, given in decimal digits.")
+    ] = None
+    min_tokens: Annotated[Count | None, doc("Number of tokens before the answer may end.")] = None
+    skip_special_tokens: Annotated[bool | None, doc("false keeps special tokens in the text.")] = (
+        None
+    )
     ignore_eos: Annotated[bool | None, doc("Generate until `max_tokens`, for load tests.")] = None
 
 
@@ -302,15 +312,26 @@ class OpenAiSampling(SamplingFields, frozen=True, kw_only=True):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    service_tier: Annotated[ServiceTier | None, doc("`flex`: batch; else: interactive.")] = None
+    service_tier: Annotated[
+        ServiceTier | None, doc("`flex` is batch work; the others are interactive.")
+    ] = None
     user: User = None
     timings: ShowsTimings = None
     max_tokens: Positive | None = None
     n: Positive | None = None
-    repeat_penalty: Annotated[RepetitionPenalty | None, doc("As `repetition_penalty`.")] = None
-    penalty: Annotated[RepetitionPenalty | None, doc("As `repetition_penalty`.")] = None
-    prompt_logprobs: Annotated[Count | None, doc("Alternatives of each prompt token.")] = None
-    return_token_ids: Annotated[bool | None, doc("Return ids of prompt and output.")] = None
+    repeat_penalty: Annotated[
+        RepetitionPenalty | None, doc("llama.cpp's name of `repetition_penalty`.")
+    ] = None
+    penalty: Annotated[
+        RepetitionPenalty | None, doc("candle-vllm's name of `repetition_penalty`.")
+    ] = None
+    prompt_logprobs: Annotated[
+        Count | None,
+        doc("Number of best tokens whose logprobs are returned for each token of the prompt."),
+    ] = None
+    return_token_ids: Annotated[bool | None, doc("Return the token ids of prompt and output.")] = (
+        None
+    )
 
 
 def translate_sampling(

@@ -188,7 +188,9 @@ class JsonSchema(RequestStruct, frozen=True, kw_only=True):
     schema: Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)] | None = None
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
-    strict: Annotated[bool | None, doc("false ignores unsupported keywords.")] = None
+    strict: Annotated[
+        bool | None, doc("false ignores keywords of the schema that are not supported.")
+    ] = None
 
 
 class JsonSchemaFormat(RequestStruct, frozen=True, tag_field="type", tag="json_schema"):

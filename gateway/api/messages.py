@@ -228,7 +228,9 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[MessageFormat | None, doc("As `output_config.format`.")] = None
+    output_format: Annotated[
+        MessageFormat | None, doc("An older name of `output_config.format`.")
+    ] = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     metadata: MessageMetadata | None = None

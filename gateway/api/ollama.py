@@ -90,7 +90,10 @@ class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = msgspec.field(
         default=None, name="repeat_penalty"
     )
-    num_predict: Annotated[Annotated[int, Meta(ge=-2)] | None, doc("Below 1: no limit.")] = None
+    num_predict: Annotated[
+        Annotated[int, Meta(ge=-2)] | None,
+        doc("Maximum tokens; below 1: up to the end of the context."),
+    ] = None
 
 
 class OllamaFunction(EchoedStruct, frozen=True, kw_only=True):
@@ -120,7 +123,9 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
     stream: bool | None = None
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
-    keep_alive: Annotated[Ignored, doc("0 without a prompt is answered as an unload.")] = UNSET
+    keep_alive: Annotated[
+        Ignored, doc("Models stay loaded; 0 without a prompt is answered as an unload.")
+    ] = UNSET
     truncate: Ignored = UNSET
     shift: Ignored = UNSET
     format: Annotated[msgspec.Raw | UnsetType, doc("`json`, or a JSON Schema.")] = UNSET

@@ -85,7 +85,9 @@ MAX_CALL_INPUTS = 256
 
 class InputFields(RequestStruct, frozen=True, kw_only=True):
     model: ModelName
-    truncate: Annotated[Truncation | None, doc("The end at which long inputs are cut.")] = None
+    truncate: Annotated[
+        Truncation | None, doc("The end at which inputs that are too long are cut.")
+    ] = None
     user: User = None
     service_tier: ServiceTier | None = None
     timings: ShowsTimings = None
@@ -131,7 +133,9 @@ class EmbeddingRequest(InputFields, frozen=True, kw_only=True):
     normalized: Annotated[bool | None, doc("false returns vectors that are not normalized.")] = None
     #: vLLM's field: truncate inputs to this number of tokens; -1: to the model's maximum
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    prompt_name: Annotated[str | None, doc("The model's prompt before each text.")] = None
+    prompt_name: Annotated[str | None, doc("The model's prompt that is put before each text.")] = (
+        None
+    )
     input_type: (
         Literal[
             "search_query",
@@ -470,7 +474,9 @@ class RerankRequest(InputFields, frozen=True, kw_only=True):
     documents: Documents
     top_n: Positive | None = None
     return_documents: bool | None = None
-    max_tokens_per_doc: Annotated[Positive | None, doc("Longer documents are cut.")] = None
+    max_tokens_per_doc: Annotated[
+        Positive | None, doc("Documents are truncated to this number of tokens.")
+    ] = None
     raw_scores: Annotated[bool | None, doc("Return the model's scores as they are.")] = None
 
 

@@ -244,7 +244,9 @@ class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type",
     schema: msgspec.Raw
     name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)]
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
-    strict: Annotated[bool | None, doc("false ignores unsupported keywords.")] = None
+    strict: Annotated[
+        bool | None, doc("false ignores keywords of the schema that are not supported.")
+    ] = None
 
 
 class TextConfig(RequestStruct, frozen=True, kw_only=True):
@@ -285,7 +287,9 @@ class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
     include: list[str] | None = None
     stream: bool | None = None
     stream_options: IgnoredStreamFields | None = None
-    store: Annotated[bool | None, doc("false: no request can continue the answer.")] = None
+    store: Annotated[
+        bool | None, doc("false: the answer is not stored, so no request can continue it.")
+    ] = None
     metadata: RequestMetadata | None = None
     service_tier: ServiceTier | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None

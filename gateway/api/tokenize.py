@@ -41,7 +41,9 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1)] | None = None
     #: Whether the tokenizer adds special tokens, such as BOS, to a prompt.
     add_special_tokens: bool | None = None
-    return_token_strs: Annotated[bool | None, doc("Return the string of each token.")] = None
+    return_token_strs: Annotated[
+        bool | None, doc("Return also the vocabulary's string of each token.")
+    ] = None
     chat_template_kwargs: dict[str, TemplateOption] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

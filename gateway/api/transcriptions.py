@@ -58,8 +58,10 @@ Format = Literal["json", "text", "verbose_json", "srt", "vtt"]
 class TranslationRequest(RequestStruct, frozen=True, kw_only=True):
     file: Annotated[str, doc("An audio file; in JSON, its URL or id.")]
     model: ModelName
-    #: Text that helps the model, such as names or the sentence before.
-    prompt: Annotated[str, Meta(max_length=_MAX_PROMPT_CHARS)] | None = None
+    prompt: Annotated[
+        Annotated[str, Meta(max_length=_MAX_PROMPT_CHARS)] | None,
+        doc("Text that helps the model, such as names or the sentence before."),
+    ] = None
     response_format: Format | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     user: User = None
@@ -74,8 +76,10 @@ class TranslationRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
-    #: The language of the speech, such as `en`.
-    language: Annotated[str, Meta(min_length=2, max_length=MAX_NAME_CHARS)] | None = None
+    language: Annotated[
+        Annotated[str, Meta(min_length=2, max_length=MAX_NAME_CHARS)] | None,
+        doc("The language of the speech, such as `en`."),
+    ] = None
     stream: bool | None = None  # type: ignore[assignment]
     timestamp_granularities: list[Literal["segment", "word"]] | None = None
 
