@@ -108,7 +108,9 @@ class KeyRing:
                 return salt, salt in self._roles[role]
             if self._stored is not None and (found := await self._stored.find(keys[0])) is not None:
                 return found.tenant, role == "any" or role in found.roles
-        raise WrongKey("Incorrect API key: send one of this server.", code="invalid_api_key")
+        raise WrongKey(
+            "Incorrect API key: send one that this server knows.", code="invalid_api_key"
+        )
 
     def _find(self, key: bytes) -> str | None:
         digest = _digest(key)
