@@ -214,7 +214,7 @@ _ROWS = ("<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in ra
 
 
 def smolvlm_config(num_layers: int | None, dtype: torch.dtype) -> PreTrainedConfig:
-    """With so many layers at the most, in the decoder and in the tower."""
+    """Limit the number of layers of decoder and tower."""
     most, pad = num_layers or 32, IMAGE_ID + 1
     config = transformers.SmolVLMConfig(
         image_token_id=IMAGE_ID,

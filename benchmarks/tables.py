@@ -46,7 +46,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def show(*parts: Table | str) -> None:
-    """Print to standard output; a terminal of fewer characters than a table needs breaks the lines, but no number."""
+    """Print tables to standard output. A narrow terminal wraps lines, but no numbers."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.width = max(console.width, 140)
     for part in parts:
@@ -54,7 +54,7 @@ def show(*parts: Table | str) -> None:
 
 
 def in_turn(rounds: int, targets: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
-    """The round and each target, in every other round from last to first: a drift of the machine favours none."""
+    """Yield each round with each target. Every second round is in reverse order, so that drift favours no target."""
     for number in range(rounds):
         for target in targets if number % 2 == 0 else targets[::-1]:
             yield number, target

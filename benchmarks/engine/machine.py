@@ -1,4 +1,4 @@
-"""What a machine can do at its best: bytes read and operations done in a second. Measured, not looked up."""
+"""The limits of a machine: bytes read and operations per second. Measured, not looked up."""
 
 import platform
 import resource
@@ -16,7 +16,7 @@ _TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates of the best of a few tries."""
+    """The highest rates of several tries."""
 
     device: str
     num_threads: int

@@ -1,4 +1,4 @@
-"""Runs of a benchmark to medians and spreads, and these to a table."""
+"""Summarize runs of a benchmark as medians and spreads, in a table."""
 
 from dataclasses import dataclass
 from importlib.metadata import version

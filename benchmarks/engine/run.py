@@ -102,7 +102,7 @@ class Bench:
         }
 
     def run(self, scenario: Scenario, batch_size: int) -> Run:
-        """One round of one cell; a late request comes to streams that are long enough for it. Raises: RequestError."""
+        """Run a scenario once. Streams that are long enough are joined by a late request. Raises: RequestError."""
         num_tokens = self.engine.max_model_len if scenario.is_late else self.options.num_tokens
         streaming = SCENARIOS["decode"] if scenario.is_late else scenario
         requests = [self._request(streaming, num_tokens) for _ in range(batch_size)]

@@ -70,7 +70,7 @@ class Result:
 
 
 async def run_job(job: Job) -> Result:
-    """Keep the target busy for the time that the job names. Raises: OSError, BenchError."""
+    """Send requests for the duration of the job. Raises: OSError, BenchError."""
     recording_at = time.perf_counter() + job.warmup_s
     result = Result()
     async with asyncio.timeout(job.warmup_s + job.seconds + GRACE_S):
@@ -81,7 +81,7 @@ async def run_job(job: Job) -> Result:
 
 
 async def _converse(job: Job, recording_at: float, result: Result) -> None:
-    """Ask on one connection, again and again."""
+    """Send requests over one connection, one after the other."""
     before, after = to_parts(job)
     reader, writer = await asyncio.open_connection(HOST, job.port, limit=MAX_PART_BYTES)
     try:

@@ -1,4 +1,5 @@
-"""The price of the way: HTTP, Redis, worker and an instant mock engine, beside a bare FastAPI endpoint or another checkout.
+"""Measure the overhead of gateway, Redis and worker, with an instant mock engine, compared with a bare FastAPI endpoint or
+another checkout.
 
 Both targets run at the same time on the same machine and take turns under the same client, which is this process; every
 number is a median of the turns, and ratios are of adjacent ones. All share the machine's cores.
@@ -33,7 +34,7 @@ INSTANT = {
     "VLM_ENGINE__MOCK__DECODE_S": "0",
 }
 MOST_WARMUP_S = 0.3
-NUM_TURNS = 20  #: of each cell and checkout, until both fleets start anew
+NUM_TURNS = 20  #: measurements of each cell and checkout before the fleets are restarted
 TEXT = ({"type": "text", "text": "Tell me about a lighthouse."},)
 
 

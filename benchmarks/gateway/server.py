@@ -61,7 +61,7 @@ def measure_tokens(streams: int, seconds: float, rounds: int, against: Path | No
 def _measure(
     targets: list[Target], streams: int, tokens: int, seconds: float, rounds: int
 ) -> Table:
-    """A row for each target; ratios of all its processes are to the first one."""
+    """One row per target. Ratios are of the CPU time of all processes, to the first target."""
     cell = Cell("", TEXT, True, streams, tokens)
     found: dict[str, list[Result]] = {target.name: [] for target in targets}
     for _, target in in_turn(rounds, targets):

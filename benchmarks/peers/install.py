@@ -26,7 +26,7 @@ def is_installed(folder: Path, maker: str) -> bool:
 
 
 def peer_python(folder: Path, maker: str) -> Path:
-    """The interpreter of a maker's systems; installs what is missing. Raises: subprocess.CalledProcessError, OSError."""
+    """The Python interpreter for a peer, whose packages are installed at first use. Raises: subprocess.CalledProcessError, OSError."""
     if maker not in _PACKAGES:
         return Path(sys.executable)
     environment = folder / maker

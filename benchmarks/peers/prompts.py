@@ -53,7 +53,7 @@ class ExamplePrompts:
         return self._random.choices(self._plain_ids, k=count)
 
     def request(self, prompt: Prompt, max_tokens: int) -> EngineRequest:
-        """For a greedy answer of so many tokens, which the end token does not end."""
+        """Sampling parameters of a greedy answer of exactly this many tokens."""
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         request_id = f"request-{next(self._numbers)}"
         ids, images = prompt.token_ids, prompt.images

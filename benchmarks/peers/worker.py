@@ -1,4 +1,4 @@
-"""The process of one system: questions as JSON lines on stdin, answers as JSON lines on stdout.
+"""Run one system in a process: it reads questions as JSON lines from stdin and writes answers to stdout.
 
 Started by `fleet`, also in environments that lack our packages. Libraries may print what they like: their stdout is our
 stderr.

@@ -1,4 +1,4 @@
-"""How the built-in model sees images; the rest of its shape is in the `config.json` of its checkpoint."""
+"""Image settings of the built-in model; the others are in the `config.json` of its checkpoint."""
 
 import torch
 

@@ -86,7 +86,7 @@ def sample_clip(rng: Random, num_frames: int = 4) -> Clip:
 
 
 def _play(scene: Scene, num_frames: int, rng: Random) -> Clip | None:
-    """A clip that begins with a scene, each event to another shape; None if shapes would meet."""
+    """A clip that starts with a scene. Each event changes another shape. None if shapes would overlap."""
     still = rng.sample(scene.shapes, len(scene.shapes))
     paths: list[Path] = []
     background = scene.background

@@ -1,6 +1,6 @@
-"""The vectors in which the eye tells the decoder what it sees: one for each thing to say about a patch.
+"""The vectors that the vision tower passes to the decoder: one for each property of a patch.
 
-The eye learns to give every patch the sum of the vectors of what stands in its cell: "star", "red", "small",
+The tower learns to give every patch the sum of the vectors of what is in its cell: "star", "red", "small",
 "top", "left" and so on. All are at right angles, so that a decoder reads any of them by a dot product. Used in
 training only: a vision transformer learns slowly from the answers of a language model alone.
 """

@@ -55,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Cases with what was answered; it is right if it is exactly the answer, but for space around it."""
+    """Answered cases. An answer is right if it equals the expected one, except for surrounding white space."""
 
     results: list[tuple[Case, str]]
 

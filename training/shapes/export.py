@@ -1,4 +1,4 @@
-"""Writes a checkpoint of what `finetune` wrote, averaged with another checkpoint or not.
+"""Write the checkpoint that ships from that of `finetune`, optionally averaged with another checkpoint.
 
 python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoint
 """

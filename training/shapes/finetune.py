@@ -1,4 +1,4 @@
-"""A checkpoint learns more, with its eye, in minutes on one GPU: `lessons` drawn by all processors meanwhile.
+"""Train a checkpoint further, vision tower included: minutes on one GPU, while the other processors draw `lessons`.
 
 python -m training.shapes.finetune --device cuda --workers 15 --seconds 340 --out .cache/shapes/finetuned
 python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoint
@@ -24,12 +24,12 @@ from training.shapes.llava import LlavaForConditionalGeneration, PreTrainedToken
 from training.shapes.sequences import IMAGE_ID, Encoder
 from training.shapes.trainer import Trainer, save
 
-EYE_WEIGHT = 0.1  # in the loss: what the eye says in the code book stays right
+TOWER_WEIGHT = 0.1  # of the vision tower's loss against the code book
 EYE_RATE = 0.5  # of the learning rate
 
 
 class Learner(nn.Module):
-    """The model, and how far its answers and its eye are from what is right."""
+    """The model with its loss: that of its answers, and that of its vision tower against the code book."""
 
     def __init__(self, model: LlavaForConditionalGeneration, device: torch.device) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class Learner(nn.Module):
         with torch.autocast(images.device.type, enabled=False):
             losses = F.cross_entropy(logits.float(), targets, reduction="none")
             answer_loss = (losses * weights).sum() / weights.sum()
-            eye_loss = EYE_WEIGHT * self.book.loss(seen[batch.known].float(), batch.codes)
-        return answer_loss, eye_loss
+            tower_loss = TOWER_WEIGHT * self.book.loss(seen[batch.known].float(), batch.codes)
+        return answer_loss, tower_loss
 
 
 def _disturb(images: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def who_sees_whom(branches: Tensor) -> Tensor:
 
 
 def rate_of(name: str) -> float:
-    """A parameter's share of the learning rate: the eye learns more slowly."""
+    """The factor of a parameter's learning rate: the vision tower learns more slowly."""
     return EYE_RATE if "vision_tower" in name or "projector" in name else 1.0
 
 

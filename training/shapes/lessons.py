@@ -255,7 +255,7 @@ def make_batch(album: Album, encoder: Encoder, num_sequences: int) -> Batch:
 
 
 class Lessons(IterableDataset[Batch]):
-    """Batches without end, of each process of a `DataLoader` others."""
+    """Yield batches without end; each worker of a `DataLoader` draws different ones."""
 
     def __init__(self, encoder: Encoder, num_sequences: int, seed: int) -> None:
         self.encoder, self.num_sequences, self.seed = encoder, num_sequences, seed

@@ -1,4 +1,4 @@
-"""`shapes-clip` learns on from a checkpoint: a text comes near the images of which it is true, and away from others.
+"""Train `shapes-clip` from a checkpoint: texts move closer to the images that they describe, and away from others.
 
 python -m training.shapes_clip.train --out .cache/shapes_clip --minutes 10 --autocast
 """
@@ -58,7 +58,7 @@ class Student(nn.Module):
         return F.normalize(features.pooler_output.float(), dim=1)
 
     def loss(self, images: Tensor, codes: np.ndarray, queries: Sequence[Query]) -> Tensor:
-        """How far queries are from the images of which they are true.
+        """The ranking loss of queries and the images that they describe.
 
         Shapes: uint8 (N, size, size, 3), uint8 (N, CODE_LENGTH), Q queries.
         """
@@ -68,7 +68,7 @@ class Student(nn.Module):
 
 
 def rank_loss(scores: Tensor, is_true: Tensor) -> Tensor:
-    """Each true pair stands against all false ones of its row. Shapes: (rows, columns) both."""
+    """Compare each matching pair with all other pairs of its row. Shapes: (rows, columns) both."""
     false = scores.masked_fill(is_true, -1e4).logsumexp(1, keepdim=True)
     losses = F.softplus(false - scores) * is_true
     rows = is_true.any(1)
@@ -93,7 +93,7 @@ def main(
     seed: int = 0,
     autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
 ) -> None:
-    """Learn; now and then and at the end, report precision on held-out images and write the checkpoint."""
+    """Train. At intervals and at the end, report precision on held-out images and write the checkpoint."""
     shutil.copytree(start, out, dirs_exist_ok=True)
     student, rng = Student(start), Random(seed)
     album, held_out = Album(rng), Album(Random("held out"))

@@ -1,4 +1,4 @@
-"""The comparison with peers: what is timed is computed."""
+"""The comparison with peers: the timed work is really computed."""
 
 import pytest
 
