@@ -514,8 +514,9 @@ class ActiveRequests:
 
     def _pass_on(self, active: ActiveRequest, outputs: list[EngineOutput]) -> None:
         """Post the outputs of a request in order."""
+        outbox = self._outboxes.of(active.claim)
         for event in active.events(outputs):
-            self._outboxes.of(active.claim).post(active, event)
+            outbox.post(active, event)
         last = outputs[-1]
         if last.timings is not None:
             outcome = "ok" if last.error is None else last.error_code.value

@@ -304,9 +304,12 @@ class Answer(Struct, eq=False):
         for choice in tokens:
             if choice.token_id not in self.hidden_token_ids:
                 text += detokenizer.append(choice.token_id)
-            self.undecided.append(choice)
-            if not detokenizer.is_undecided:
-                self._decide(token_ids, logprobs)
+            if self.undecided or detokenizer.is_undecided or choice.logprob is not None:
+                self.undecided.append(choice)
+                if not detokenizer.is_undecided:
+                    self._decide(token_ids, logprobs)
+            else:
+                token_ids.append(choice.token_id)
             if detokenizer.is_stopped:
                 reason = FinishReason.STOP
                 break
@@ -339,7 +342,8 @@ class Answer(Struct, eq=False):
         detokenizer = self.detokenizer
         output.index, output.token_ids = self.num_tokens, tuple(token_ids)
         self.num_tokens += len(token_ids) + output.num_without_id
-        self._with_usage(output)
+        if not self.is_announced:
+            self._with_usage(output)
         if detokenizer.reasoning:
             output.reasoning, detokenizer.reasoning = detokenizer.reasoning, ""
         if self.calls is not None:

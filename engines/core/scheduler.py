@@ -75,9 +75,11 @@ class Scheduler:
         block_size, num_computed = self.blocks.block_size, result.num_computed
         for item, choice in zip(batch.items, result.choices, strict=True):
             sequence = item.sequence
-            end = item.start + num_computed.get(sequence.request_id, item.num_new_tokens)
-            if end == item.start:
-                continue
+            end = item.end
+            if num_computed:
+                end = item.start + num_computed.get(sequence.request_id, item.num_new_tokens)
+                if end == item.start:
+                    continue
             if item.draft:  # rejected tokens do not count
                 assert choice is not None
                 end += len(choice.following) - len(item.draft)

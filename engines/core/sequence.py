@@ -222,6 +222,8 @@ class ScheduledSequence(Struct, eq=False):
         """Prompt tokens whose logprobs the step computes, from the logits of the token before each."""
         sequence = self.sequence
         num_scored = sequence.num_scored_tokens
+        if num_scored >= sequence.num_prompt_tokens:
+            return range(0)
         # the first token has no logprob
         first = max(self.start + 1, num_scored) if num_scored else 0
         return range(first, min(self.end + 1, sequence.num_prompt_tokens))

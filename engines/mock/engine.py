@@ -339,8 +339,9 @@ class MockRunner:
     def _thought(self, sequence: Sequence, position: int) -> tuple[int, int | None]:
         """Number of reasoning tokens, and the marker byte at this position, if any."""
         num_words, num_prompt = self._mock.num_reasoning_tokens, sequence.num_prompt_tokens
-        before = sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt]
-        if not num_words or before == NO_THINKING:
+        if not num_words:
+            return 0, None
+        if sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt] == NO_THINKING:
             return 0, None
         end_at = len(THINK_START) + num_words
         num_thought = end_at + len(THINK_END)

@@ -295,15 +295,16 @@ Options = TypeVar("Options", bound=ChunkOptions)
 
 def by_choice(events: Sequence[ChoiceEvent], totals: Totals) -> Iterator[tuple[int, Tokens, str]]:
     """The joined tokens of each choice of a whole answer, and why it ended."""
-    pieces = [[Tokens("", 0, 0, ())] for _ in totals.finished]
+    pieces: list[list[Tokens]] = [[] for _ in totals.finished]
     reasons = [""] * len(pieces)
     for index, event in events:
         if isinstance(event, Tokens):
             pieces[index].append(event)
         elif isinstance(event, Finished):
             reasons[index] = event.finish_reason.value
-    for index, reason in enumerate(reasons):
-        yield index, join_tokens("", 0, pieces[index]), reason
+    for index, own in enumerate(pieces):
+        whole = own[0] if len(own) == 1 else join_tokens("", 0, own or [Tokens("", 0, 0, ())])
+        yield index, whole, reasons[index]
 
 
 class ChunkStream(Generic[Options]):

@@ -571,21 +571,24 @@ class _Messages:
                 raise invalid(f"{param}.content", "send a string or a list of parts")
             content = ""
         given = [TextContent(text=content)] if isinstance(content, str) else content
-        thoughts = [part.thinking for part in given if isinstance(part, ThinkingContent)]
-        parts = tuple(
-            self._part(part, role, f"{param}.content.[{index}]")
-            for index, part in enumerate(given)
-            if not isinstance(part, ThinkingContent)
-        )
+        thoughts: list[str] = []
+        parts: list[Part] = []
+        for index, part in enumerate(given):
+            if isinstance(part, TextContent):
+                parts.append(conversation.text(part.text))
+            elif isinstance(part, ThinkingContent):
+                thoughts.append(part.thinking)
+            else:
+                parts.append(self._part(part, role, f"{param}.content.[{index}]"))
         reasoning = (_reasoning(message) or "".join(thoughts)) if role == "assistant" else ""
         calls = _calls(message, param) if role == "assistant" else ()
         call_id = message.tool_call_id or ""
         if message.role == "function":
             call_id = message.name or ""
-        conversation.add(role, parts or (conversation.text(""),), reasoning, calls, call_id)
+        conversation.add(role, parts or [conversation.text("")], reasoning, calls, call_id)
 
     def _part(self, part: ContentPart, role: Role, param: str) -> Part:
-        assert not isinstance(part, ThinkingContent)
+        assert not isinstance(part, ThinkingContent | TextContent)
         conversation = self._conversation
         if isinstance(part, FileContent):
             return self._file(part.file, role, f"{param}.file")

@@ -420,7 +420,8 @@ def check_stream(fields: OpenAiSampling) -> None:
 
 
 def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
-    given = () if fields.stop is None else fields.stop
+    if (given := fields.stop) is None:
+        return ()
     if isinstance(given, StopForm):
         given = given.Single if given.Single is not None else given.Multiple or ()
     stop = (given,) if isinstance(given, str) else tuple(given)
@@ -432,13 +433,16 @@ def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
 
 
 def _token_ids(fields: SamplingFields, name: str, most: int) -> tuple[int, ...]:
-    token_ids: list[int] = getattr(fields, name) or []
+    token_ids: list[int] | None = getattr(fields, name)
+    if token_ids is None:
+        return ()
     check_most(name, len(token_ids), most, "token ids")
     return tuple(dict.fromkeys(token_ids))
 
 
 def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, float]:
-    bias = fields.logit_bias or {}
+    if (bias := fields.logit_bias) is None:
+        return {}
     check_most("logit_bias", len(bias), limits.max_logit_bias, "entries")
     if not all(map(_TOKEN_ID.fullmatch, bias)):
         raise invalid("logit_bias", "send token ids in decimal digits as keys")

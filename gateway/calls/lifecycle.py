@@ -553,6 +553,8 @@ def check_images(
     images: Sequence[ImageSource], task: str, card: ModelCard, limits: LimitSettings
 ) -> None:
     """Check the number of media of each kind, and that the model accepts them. Raises: InvalidRequest."""
+    if not images:
+        return
     for kind, medium in MEDIA.items():
         given = [source for source in images if source.kind == kind]
         if given and not medium.is_taken(card):

@@ -368,16 +368,16 @@ class PacedBody:
 
     async def receive(self) -> Message:
         """The next message. Raises: BodyTooSlow."""
-        silent_until = self.waited_s + self._timeout_s
+        silent_until = self._waited_s + self._timeout_s
         while True:
             num_bytes, began = self._window
-            message = await self._wait(min(silent_until, began + self._timeout_s) - self.waited_s)
+            message = await self._wait(min(silent_until, began + self._timeout_s) - self._waited_s)
             if message is not None:
                 return message
-            least = LimitSettings.min_body_rate * (self.waited_s - began)
-            if self.waited_s >= silent_until or self.num_bytes - num_bytes < least:
+            least = LimitSettings.min_body_rate * (self._waited_s - began)
+            if self._waited_s >= silent_until or self.num_bytes - num_bytes < least:
                 raise BodyTooSlow(self._timeout_s)
-            self._window = (self.num_bytes, self.waited_s)
+            self._window = (self.num_bytes, self._waited_s)
 
     async def _wait(self, timeout_s: float) -> Message | None:
         self._waits_since = time.monotonic()

@@ -68,7 +68,7 @@ class RequestContext(Struct):
         return self.client_id or "req_" + self.id
 
     def at_most(self, priority: Priority) -> Priority:
-        return max(priority, self.max_priority, key=list(Priority).index)
+        return Priority.BATCH if Priority.BATCH in (priority, self.max_priority) else priority
 
     def ignore(self, name: str) -> None:
         if name not in self.ignored and len(self.ignored) < _MAX_IGNORED:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import InitVar, dataclass
+from functools import lru_cache
 
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,6 +25,7 @@ from shared.telemetry.metrics import CLIENT_GONE, GatewayMetrics
 from shared.telemetry.tracing import parse_trace_parent
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+_ADDRESS = "an IP address"  #: in the place of a name
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 #: Content types that a page may post without a preflight; all others need one, which `cors_origins` answers.
 #: Source: Fetch, "CORS-safelisted request-header".
@@ -70,7 +72,7 @@ class Router:
     ) -> None:
         self._log = AccessLog(metrics)
         self._origins = frozenset(origin.encode() for origin in self.origins)
-        self._hosts = {"localhost", *self.hosts}
+        self._hosts = {_ADDRESS, "localhost", *self.hosts}
         self._routes: dict[str, Route] = {}
         for endpoint, serve in endpoints:
             for path in (endpoint.path, *endpoint.aliases):
@@ -142,21 +144,12 @@ class Router:
     def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Refuse unknown names, as a page may point its own name here (DNS rebinding). Raises: Forbidden."""
         for name, value in headers:
-            if name == b"host" and not self._is_own_host(value.decode("latin-1")):
+            if name == b"host" and _host_name(value) not in self._hosts:
                 raise Forbidden(
                     "This Host is not allowed: call the gateway by its IP address or as localhost; "
                     "its operator allows other names by VLM_GATEWAY__HOSTS.",
                     code="host_not_allowed",
                 )
-
-    def _is_own_host(self, value: str) -> bool:
-        match = _HOST.fullmatch(value)
-        if match is None:
-            return False
-        with suppress(ValueError):
-            ipaddress.ip_address(match["ipv6"] or match["name"])
-            return True
-        return (match["name"] or "").lower() in self._hosts
 
     def _check_origin(self, context: RequestContext) -> None:
         """Refuse posts from pages of another origin that need no preflight. Raises: Forbidden.
@@ -178,6 +171,18 @@ class Router:
         if not is_own:
             message = "The origin of this page may not call this server: allow it in VLM_GATEWAY__CORS_ORIGINS."
             raise Forbidden(message, code="origin_not_allowed")
+
+
+@lru_cache(maxsize=32)
+def _host_name(value: bytes) -> str | None:
+    """The name of a Host header, or `_ADDRESS` for an IP address; None if it is malformed."""
+    match = _HOST.fullmatch(value.decode("latin-1"))
+    if match is None:
+        return None
+    with suppress(ValueError):
+        ipaddress.ip_address(match["ipv6"] or match["name"])
+        return _ADDRESS
+    return (match["name"] or "").lower() or None
 
 
 def _choose(

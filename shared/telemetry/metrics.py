@@ -447,4 +447,5 @@ class _ModelMetrics:
             record.num_cached_tokens, record.num_output_tokens,
         )  # fmt: skip
         for counter, count in zip(self.tokens, counts, strict=True):
-            counter.inc(count)
+            if count:
+                counter.inc(count)
