@@ -363,11 +363,12 @@ def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[st
     """The limited quantities of a task: name, count and limit."""
     if isinstance(task, Generate):
         sampling = task.sampling
-        kinds = Counter([image.kind for image in task.images]) if task.images else {}
+        kinds = [image.kind for image in task.images]
+        media = MEDIA.items() if kinds else ()
         return (
             ("messages", len(task.messages), limits.max_messages),
             ("text characters", num_chars, limits.max_text_chars),
-            *[(MEDIA[kind].plural, n, MEDIA[kind].max_count(limits)) for kind, n in kinds.items()],
+            *[(each.plural, kinds.count(kind), each.max_count(limits)) for kind, each in media],
             ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
             ("stop strings", len(sampling.stop), limits.max_stop_strings),
             ("stop token ids", len(sampling.stop_token_ids), limits.max_stop_token_ids),
