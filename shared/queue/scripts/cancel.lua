@@ -51,10 +51,11 @@ for item = 1, (#KEYS - 3) / 2 do
       redis.call('HSET', request, 'state', 'cancelled')
       redis.call('DEL', log)
     end
-    count_usage(args.spent, args.model, request, args.is_lost)
+    count_usage(args.model, request, redis.call('HMGET', request, unpack(USED)), args.is_lost)
     redis.call('HDEL', request, 'payload')
     redis.call('PEXPIRE', request, args.keep_ms)
   end
   states[item] = r[1] or 'gone'
 end
+save_usage(args.spent)
 return states

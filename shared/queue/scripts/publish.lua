@@ -41,12 +41,12 @@ local function remove(entry)
   redis.call('XDEL', queue, entry)
 end
 
-local function finish(request, log, item, events, num_tokens, reservation)
+local function finish(request, log, item, events, r)
   remove(item.entry)
-  if reservation and reservation ~= '' then redis.call('ZADD', reservations, 'XX', '0', reservation) end
-  redis.call('HSET', request, 'state', item.state, 'tokens', digits(num_tokens + item.count), 'payload', '',
-    prompt_fields(item))
-  count_usage(args.spent, args.model, request)
+  if r[6] and r[6] ~= '' then redis.call('ZADD', reservations, 'XX', '0', r[6]) end
+  local num_tokens = r[3] + item.count
+  redis.call('HSET', request, 'state', item.state, 'tokens', digits(num_tokens), 'payload', '', prompt_fields(item))
+  count_usage(args.model, request, {r[8], r[9], num_tokens, item.prompt or r[10], item.cached or r[11]})
   redis.call('RPUSH', log, events)
   local kept_ms = item.keep_ms and digits(item.keep_ms) or keep_ms
   redis.call('PEXPIRE', log, kept_ms)
@@ -58,10 +58,12 @@ local function finish(request, log, item, events, num_tokens, reservation)
   end
 end
 
+local ENDED = {'tenant', 'charge', 'prompt', 'cached'}
 local verdicts = {}
 for i, item in ipairs(args.items) do
   local request, log, events = KEYS[2 * i + 3], KEYS[2 * i + 4], ARGV[1 + i]
-  local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'items', 'listeners', 'reservation', 'worker')
+  local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'items', 'listeners', 'reservation', 'worker',
+    unpack(item.state and ENDED or {}))
   local verdict = 'ok'
   if not r[1] then
     verdict = 'gone'
@@ -76,7 +78,7 @@ for i, item in ipairs(args.items) do
     if item.index and item.index ~= tonumber(r[3]) then
       verdict = 'gap'
     else
-      if item.state then finish(request, log, item, events, r[3], r[6]) else append(request, log, item, events) end
+      if item.state then finish(request, log, item, events, r) else append(request, log, item, events) end
       post(mailbox, events)
       if r[5] then
         for gateway in string.gmatch(r[5], '%S+') do
@@ -87,6 +89,7 @@ for i, item in ipairs(args.items) do
   end
   verdicts[i] = verdict
 end
+save_usage(args.spent)
 for name, events in pairs(posts) do
   redis.call('XADD', name, 'NOMKSTREAM', 'MAXLEN', '~', max_entries, '*',
     'events', '[' .. table.concat(events, ',') .. ']')

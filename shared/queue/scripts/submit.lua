@@ -203,14 +203,14 @@ for i, id in ipairs(ids) do
   local entry = redis.call('XADD', is_batch and backlog or queue, '*', 'id', id)
   if preferred then reserved[i] = entry end
   local others = preferred and {'aside', entry, 'aside_home', affinity.key} or affinity and {'home', affinity.key} or {}
+  local charge = args.charges and args.charges[i] or i > 1 and '+' .. NO_CHARGE
+  if charge then others[#others + 1], others[#others + 2] = 'charge', charge end
   redis.call('HSET', request,
     'state', 'queued', 'nonce', args.nonce, 'attempt', '0', 'failures', '0', 'tokens', '0', 'items', '0',
     'entry', is_batch and '' or entry, 'backlog', is_batch and entry or '',
     'reservation', beginning and beginning .. id or '',
     'reply_to', args.reply_to, 'tenant', args.tenant, 'payload', ARGV[1 + i],
     'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms), unpack(others))
-  local charge = args.charges and args.charges[i] or i > 1 and '+' .. NO_CHARGE
-  if charge then redis.call('HSET', request, 'charge', charge) end
   redis.call('PEXPIRE', request, digits(lives_ms))
 end
 if args.num_earlier then
