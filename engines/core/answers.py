@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from engines.text.grammar import GrammarCompiler
 
 Request = TypeVar("Request", bound=EngineRequest)
+HOLD_S = 0.05  #: tokens of an answer that is not streamed are reported together
 
 
 class PromptingEngine(Engine[Request]):
@@ -228,6 +229,9 @@ class Answer(Struct, eq=False):
     is_announced: bool = False  #: whether an output with the usage was created
     undecided: list[TokenChoice] = field(default_factory=list)
     """Tokens that are not reported yet, because they may be part of a reasoning marker."""
+    holds_tokens: bool = False  #: reports several tokens together
+    held: list[TokenChoice] = field(default_factory=list)
+    reported_at: float = 0.0
 
     @classmethod
     def begin(cls, request: EngineRequest, processor: Processor) -> "Answer":
@@ -244,6 +248,9 @@ class Answer(Struct, eq=False):
             None if request.tool_format is None else CallReader(request.tool_format),
             frozenset(() if sampling.keeps_stop else sampling.stop_token_ids),
             time.perf_counter(),
+            holds_tokens=not (
+                request.is_streamed or sampling.stop
+            ),  # a stop string ends the answer
         )
         if request.output_token_ids:
             answer.output([TokenChoice(token_id) for token_id in request.output_token_ids])
@@ -293,6 +300,19 @@ class Answer(Struct, eq=False):
             for score in scores
         )
         return output
+
+    def add(
+        self, tokens: Sequence[TokenChoice], reason: FinishReason | None, now: float
+    ) -> EngineOutput | None:
+        """`output`, but an answer that is not streamed has one at its first token, every `HOLD_S`, and at its end."""
+        is_due = reason is not None or self.first_token_at is None
+        if self.holds_tokens and not is_due and now < self.reported_at + HOLD_S:
+            self.held += tokens
+            return None
+        if self.held:
+            tokens, self.held = [*self.held, *tokens], []
+        self.reported_at = now
+        return self.output(tokens, reason)
 
     def output(
         self, tokens: Sequence[TokenChoice], reason: FinishReason | None = None

@@ -243,20 +243,22 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             if result.prompt_scores and (scores := result.prompt_scores.get(sequence.request_id)):
                 outputs.append(answer.prompt_output(sequence.token_ids, scores))
             if choice is not None:
-                outputs.append(self._token_output(answer, sequence, choice))
+                output = self._token_output(answer, sequence, choice, started_at)
+                if output is not None:
+                    outputs.append(output)
             elif not answer.is_announced:
                 outputs.append(answer.announce())
         return outputs
 
     def _token_output(
-        self, answer: Answer, sequence: Sequence, choice: TokenChoice
-    ) -> EngineOutput:
+        self, answer: Answer, sequence: Sequence, choice: TokenChoice, now: float
+    ) -> EngineOutput | None:
         if sequence.sampling.max_tokens == 0:  # only the prompt was to be computed
             output = answer.end(FinishReason.LENGTH)
         else:
             tokens = (choice, *choice.following) if choice.following else (choice,)
-            output = answer.output(tokens, sequence.finish_reason)
-        if output.finish_reason is not None:
+            output = answer.add(tokens, sequence.finish_reason, now)
+        if output is not None and output.finish_reason is not None:
             if answer.is_stopped:
                 self.scheduler.finish(sequence, FinishReason.STOP)
             del self._answers[sequence.request_id]

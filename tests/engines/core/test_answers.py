@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import EngineOutput
-from engines.core.answers import Answer
+from engines.core.answers import HOLD_S, Answer
 from engines.core.runner import Processor, TokenChoice
 from engines.core.sequence import EngineRequest
 from engines.mock.engine import MockProcessor
@@ -33,13 +33,16 @@ def make_processor(tokens: Sequence[bytes], reasoning: Reasoning | None = None) 
 def write(answer: Answer, token_ids: Sequence[int], ends: Iterable[int]) -> list[EngineOutput]:
     """The outputs of tokens in groups with these ends, up to a stop string."""
     start, outputs = 0, []
-    for end in sorted({*(end % (len(token_ids) + 1) for end in ends), len(token_ids)} - {0}):
+    groups = sorted({*(end % (len(token_ids) + 1) for end in ends), len(token_ids)} - {0})
+    for step, end in enumerate(groups):
         tokens = [TokenChoice(token_id, -1.0 - token_id) for token_id in token_ids[start:end]]
         reason = FinishReason.LENGTH if end == len(token_ids) else None
-        outputs.append(answer.output(tokens, reason))
-        if outputs[-1].finish_reason is not None:
+        start, output = end, answer.add(tokens, reason, 0.4 * HOLD_S * step)
+        if output is None:
+            continue
+        outputs.append(output)
+        if output.finish_reason is not None:
             break
-        start = end
     return outputs
 
 
@@ -77,12 +80,13 @@ CUTS = st.lists(st.integers(0, 1000), max_size=12)
     st.sampled_from([None, HERMES, MISTRAL, LLAMA3, PYTHONIC]),
     st.sampled_from([(), ("stop",), ("stop here", "\u20ac")]),
     st.booleans(),
+    st.booleans(),
     CUTS,
     st.tuples(CUTS, CUTS, CUTS),
     st.integers(0, 1000),
 )
 def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(
-    text, form, tool_format, stop, is_thinking, cuts, groups, cut
+    text, form, tool_format, stop, is_thinking, is_streamed, cuts, groups, cut
 ):
     tokens = [token for token in split(text.encode(), cuts) if token]
     processor = make_processor(tokens, Reasoning(form) if form else None)
@@ -92,6 +96,7 @@ def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(
         SamplingParams(stop=stop),
         is_thinking=is_thinking,
         tool_format=tool_format,
+        is_streamed=is_streamed,
     )
     token_ids = range(len(tokens))
     whole = received(write(Answer.begin(request, processor), token_ids, groups[0]))
@@ -102,6 +107,15 @@ def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(
     answer = Answer.begin(replace(request, output_token_ids=earlier), processor)
     rest = write(answer, token_ids[len(earlier) :], groups[2])
     assert received([*told, *rest]) == whole
+
+
+def test_an_answer_that_is_not_streamed_reports_several_tokens_together():
+    processor, texts = make_processor([b"a", b"b", b"c", b"d", b"e", b"f"]), {}
+    for is_streamed in (True, False):
+        request = EngineRequest("r", [1], SamplingParams(), is_streamed=is_streamed)
+        outputs = write(Answer.begin(request, processor), range(6), range(6))
+        texts[is_streamed] = [output.text for output in outputs]
+    assert texts == {True: ["a", "b", "c", "d", "e", "f"], False: ["a", "bcd", "ef"]}
 
 
 def test_the_usage_comes_with_the_first_output_and_the_last():
