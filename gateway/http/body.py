@@ -285,6 +285,7 @@ _TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _RUNS = re.compile(rb"\[+|\]+")
 _SHALLOW = 3
+_FEW_COMMAS = 64
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}:,]', re.DOTALL)
 _SEARCHED = 1 << 20  #: leading bytes that are searched for the field that nests too deeply
 _TYPED_LEVELS = 8  #: maximum nesting of typed fields around a field with free JSON
@@ -310,12 +311,21 @@ async def read_body(
     num_commas, has_more = 0, True
     while has_more:
         piece, has_more = await paced.piece(held, limits.max_body_bytes)
-        if b"," in piece:  # a search is 20 times as fast as a count: long base64 has no comma
-            num_commas += piece.count(b",")
+        num_commas += _count_commas(piece)
         if num_commas > most:
             raise _too_large(f"{most} commas, in its texts and between its values")
         pieces.append(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _count_commas(data: bytes) -> int:
+    """Search for the first few, which is 20 times as fast as a count: long base64 has no comma."""
+    at = data.find(b",")
+    for number in range(_FEW_COMMAS):
+        if at < 0:
+            return number
+        at = data.find(b",", at + 1)
+    return _FEW_COMMAS + data.count(b",", at) if at >= 0 else _FEW_COMMAS
 
 
 async def read_pieces(
