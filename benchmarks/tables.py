@@ -2,7 +2,7 @@
 
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -60,10 +60,15 @@ def in_turn(rounds: int, targets: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
             yield number, target
 
 
-def measuring(turns: Iterable[Turn]) -> Iterable[Turn]:
-    """Each turn, with a bar on standard error, which takes little of the time of this process."""
+def measuring(turns: Sequence[Turn]) -> Iterator[Turn]:
+    """Each turn, with a bar on standard error, or a line if that is no terminal."""
     screen = Console(stderr=True)
-    return track(turns, "measuring", console=screen, transient=True, refresh_per_second=1)
+    if screen.is_terminal:  # one refresh per second, as this process has a part in what it measures
+        yield from track(turns, "measuring", console=screen, transient=True, refresh_per_second=1)
+        return
+    for number, turn in enumerate(turns, 1):
+        screen.print(f"measuring {number} of {len(turns)}")
+        yield turn
 
 
 def in_figures(value: float) -> str:
