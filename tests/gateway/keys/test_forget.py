@@ -43,6 +43,7 @@ async def create_users(gateway: RunningGateway, *names: str, **fields: Any) -> "
         await gateway.client.post(PATH, json={"name": name, **fields}, headers=ROOT)
         for name in names
     ]
+    assert {answer.status_code for answer in keys} == {200}, keys[0].text
     return [User(gateway, answer.json()["key"]) for answer in keys]
 
 
