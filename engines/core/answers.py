@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from engines.text.grammar import GrammarCompiler
 
 Request = TypeVar("Request", bound=EngineRequest)
-HOLD_S = 0.05  #: tokens of an answer that is not streamed are reported together
+REPORT_EVERY_S = 0.05  #: interval between outputs of an answer that is not streamed
 
 
 class PromptingEngine(Engine[Request]):
@@ -229,8 +229,8 @@ class Answer(Struct, eq=False):
     is_announced: bool = False  #: whether an output with the usage was created
     undecided: list[TokenChoice] = field(default_factory=list)
     """Tokens that are not reported yet, because they may be part of a reasoning marker."""
-    holds_tokens: bool = False  #: reports several tokens together
-    held: list[TokenChoice] = field(default_factory=list)
+    holds_tokens: bool = False  #: whether outputs have the tokens of several steps
+    held: list[TokenChoice] = field(default_factory=list)  #: not reported yet
     reported_at: float = 0.0
 
     @classmethod
@@ -248,9 +248,8 @@ class Answer(Struct, eq=False):
             None if request.tool_format is None else CallReader(request.tool_format),
             frozenset(() if sampling.keeps_stop else sampling.stop_token_ids),
             time.perf_counter(),
-            holds_tokens=not (
-                request.is_streamed or sampling.stop
-            ),  # a stop string ends the answer
+            # Tokens are searched for stop strings at once, because one ends the answer.
+            holds_tokens=not (request.is_streamed or sampling.stop),
         )
         if request.output_token_ids:
             answer.output([TokenChoice(token_id) for token_id in request.output_token_ids])
@@ -304,9 +303,9 @@ class Answer(Struct, eq=False):
     def add(
         self, tokens: Sequence[TokenChoice], reason: FinishReason | None, now: float
     ) -> EngineOutput | None:
-        """`output`, but an answer that is not streamed has one at its first token, every `HOLD_S`, and at its end."""
+        """Add the tokens of a step. Returns None if they are reported later, with further tokens."""
         is_due = reason is not None or self.first_token_at is None
-        if self.holds_tokens and not is_due and now < self.reported_at + HOLD_S:
+        if self.holds_tokens and not is_due and now < self.reported_at + REPORT_EVERY_S:
             self.held += tokens
             return None
         if self.held:

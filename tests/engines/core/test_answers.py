@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import EngineOutput
-from engines.core.answers import HOLD_S, Answer
+from engines.core.answers import REPORT_EVERY_S, Answer
 from engines.core.runner import Processor, TokenChoice
 from engines.core.sequence import EngineRequest
 from engines.mock.engine import MockProcessor
@@ -37,7 +37,7 @@ def write(answer: Answer, token_ids: Sequence[int], ends: Iterable[int]) -> list
     for step, end in enumerate(groups):
         tokens = [TokenChoice(token_id, -1.0 - token_id) for token_id in token_ids[start:end]]
         reason = FinishReason.LENGTH if end == len(token_ids) else None
-        start, output = end, answer.add(tokens, reason, 0.4 * HOLD_S * step)
+        start, output = end, answer.add(tokens, reason, 0.4 * REPORT_EVERY_S * step)
         if output is None:
             continue
         outputs.append(output)
