@@ -125,6 +125,9 @@ def _to_scores(entry: PromptLogprob) -> dict[str, PromptTokenScore]:
 
 def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
     """Join adjacent token events of the same choice."""
+    if len([event for _, event in events if isinstance(event, Tokens)]) < 2:
+        yield from events
+        return
     for (index, has_tokens), run in groupby(events, lambda e: (e[0], isinstance(e[1], Tokens))):
         if has_tokens:
             pieces: list[Any] = [event for _, event in run]
@@ -140,21 +143,19 @@ def with_ends(
 
     `joins`: yield a choice's last tokens and its `Finished` event as one, if they were published together.
     """
-    merged = list(merge_tokens(events)) if len(events) > 1 else events
+    merged = list(merge_tokens(events))
     joined: CallEvent | None = None
-    for place, (index, event) in enumerate(merged):
-        if event is joined:
-            continue
-        end = event if isinstance(event, Finished) else None
-        if joins and isinstance(event, Tokens) and place + 1 < len(merged):
-            following, later = merged[place + 1]
-            if (
-                following == index
-                and later.attempt == event.attempt
-                and isinstance(later, Finished)
-            ):
-                joined = end = later
-        yield index, event, end
+    for place, (index, event) in enumerate(merged, 1):
+        if isinstance(event, Finished):
+            if event is not joined:
+                yield index, event, event
+        elif joins and isinstance(event, Tokens) and place < len(merged):
+            following, later = merged[place]
+            is_end = following == index and later.attempt == event.attempt
+            joined = later if is_end and isinstance(later, Finished) else None
+            yield index, event, joined
+        else:
+            yield index, event, None
 
 
 class Block(msgspec.Struct):
@@ -320,6 +321,14 @@ class ChunkStream(Generic[Options]):
     def __init__(self, options: Options, head: AnswerHead) -> None:
         self.head = head
         self.options = options
+        #: Fields that all chunks have.
+        self._constant = {
+            "id": head.id,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.package or SYSTEM_FINGERPRINT,
+            "service_tier": options.service_tier,
+        }
         self._begun: set[int] = set()
         self._num_tokens = 0
         self._counts: dict[int, int] = {}  # output tokens by choice
@@ -345,7 +354,8 @@ class ChunkStream(Generic[Options]):
         timings = UNSET if totals is None else timings_of(totals)
         last = events[-1][1] if events else None
         for index, event, end in with_ends(events, joins=self.options.continuous_usage):
-            self._count(index, event)
+            if self.options.continuous_usage:
+                self._count(index, event)
             if index not in self._begun and self.can_begin(event):
                 self._begun.add(index)
                 if (first := self.first_chunk(index, event)) is not None:
@@ -376,16 +386,7 @@ class ChunkStream(Generic[Options]):
         return sse_event(self.encode(self.chunk_type, [choice], usage=usage, **fields))
 
     def encode(self, type_: type[msgspec.Struct], choices: list[Any], **fields: Any) -> bytes:
-        answer = type_(
-            id=self.head.id,
-            created=self.head.created,
-            model=self.head.model,
-            system_fingerprint=self.head.package or SYSTEM_FINGERPRINT,
-            choices=choices,
-            service_tier=self.options.service_tier,
-            **fields,
-        )
-        return encode(answer)
+        return encode(type_(choices=choices, **self._constant, **fields))
 
     def _count(self, index: int, event: CallEvent) -> None:
         if isinstance(event, Tokens):

@@ -452,7 +452,7 @@ def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, floa
 def check_model(sampling: SamplingParams, card: ModelCard) -> None:
     """Refuse parameters that the model does not support. Raises: InvalidRequest."""
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        if any(token_id >= card.vocab_size for token_id in getattr(sampling, name)):
+        if max(getattr(sampling, name), default=-1) >= card.vocab_size:
             raise invalid(name, f"send token ids below {card.vocab_size}")
 
 

@@ -251,7 +251,9 @@ def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Gramm
         asked = form.json_schema
         param = "response_format.json_schema.schema"
         yield schema_grammar(bytes(asked.schema), param, limits, strict=asked.strict)
-    asked = fields.structured_outputs or StructuredOutputs()
+    asked = fields.structured_outputs
+    if asked is None:
+        return
     if asked.json_object:
         yield any_object("structured_outputs.json_object")
     prefix = "structured_outputs."

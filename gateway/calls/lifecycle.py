@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from shared.telemetry.spans import Tracer
 
 _PACKAGE = b"x-vlm-package"
-_WATCH_AFTER_S = 0.02  #: before checking whether the client has disconnected
+_WATCH_AFTER_S = 0.1  #: before checking whether the client has disconnected
 _LEAST_TIMEOUT_S = 0.1  #: of a request that used its time to load media
 #: Images that are not released expire this long after the request's deadline.
 _IMAGE_GRACE_S = 60.0

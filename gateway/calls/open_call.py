@@ -45,20 +45,19 @@ class ChoiceProgress:
     attempt may repeat tokens: equal tokens are dropped, and different answers are never spliced.
     """
 
+    attempt = 0
+    has_started = False
+    has_values = False
+    has_gap = False
+    is_split = False  #: an event has known and new tokens: the rest must be computed again
+    is_finished = False
+    is_settled = False  #: it has ended: nothing to cancel
+    _num_expected = 0  #: tokens before the event that is held back
+
     def __init__(self, request_id: str, index: int = 0) -> None:
         self.request_id = request_id
         self.index = index  #: of the choice in its request
-        self.attempt = 0
-        self.has_started = False
-        self.has_values = False
-        self.has_gap = False
-        #: An event has known and new tokens: the rest must be computed again.
-        self.is_split = False
-        self.is_finished = False
-        self.is_settled = False  #: it has ended: nothing to cancel
         self.token_ids: list[int] = []
-        #: Number of tokens before the event that is held back.
-        self._num_expected = 0
         self.heard_at = time.monotonic()
 
     def resubmit(self, request_id: str) -> None:
@@ -139,6 +138,18 @@ class ChoiceProgress:
 class OpenCall:
     """The choices of one request."""
 
+    is_closed = False
+    tenant = ""
+    is_resumable = False  #: continues after `close`
+    listen: LookUp | None = None  #: set if another call submitted the request
+    images: tuple[ImageRef, ...] = ()  #: of the submitted request
+    submitted: Sequence[Call] = ()  #: one for each choice
+    charge: Charge | None = None
+    num_resubmits = 0
+    full_in_s: tuple[float, float] | None = None  #: as in `Submitted`
+    begins_by = 0.0  #: until then Redis may not know the request
+    _waiter: asyncio.Future[None] | None = None
+
     def __init__(
         self,
         model: str,
@@ -149,19 +160,8 @@ class OpenCall:
         self.model = model
         self.deadline_at = deadline_at  #: by `time.monotonic`
         self.choices = [ChoiceProgress(each, index) for index, each in enumerate(request_ids)]
-        self.is_closed = False
-        self.tenant = ""
-        self.is_resumable = False  #: continues after `close`
-        self.listen: LookUp | None = None  #: set if another call submitted the request
-        self.images: tuple[ImageRef, ...] = ()  #: of the submitted request
-        self.submitted: Sequence[Call] = ()  #: one for each choice
-        self.charge: Charge | None = None
-        self.num_resubmits = 0
-        self.full_in_s: tuple[float, float] | None = None  #: as in `Submitted`
-        self.begins_by = 0.0  #: until then Redis may not know the request
         self._on_close: list[Callable[[OpenCall], object]] = [on_close]
         self.pending: list[ChoiceEvent] = []  #: not received yet
-        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_follower(self) -> bool:

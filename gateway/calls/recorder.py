@@ -10,7 +10,7 @@ The worker's stages are children of the same span.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gateway.calls.models import OTHER
@@ -33,28 +33,31 @@ logger = logging.getLogger(__name__)
 class Recorder:
     """Records one request. `model`: a metrics label, always a known name. Units: seconds, of `time.perf_counter`."""
 
+    image_decode_s = 0.0
+    submitted_at = 0.0  #: when the queue accepted it
+    model = OTHER
+    user: str | None = None
+    key = ""  #: name of the stored key
+    priority = Priority.INTERACTIVE
+    num_prompts = 1
+    outcome = "cancelled"
+    is_followed = (
+        False  #: whether it reads the answer of an earlier request, which is counted instead
+    )
+    _first_text_at: float | None = None
+    _ended_at: float | None = None
+    _is_streamed = False
+    _num_choices = 0
+    _stages: Mapping[str, float] = {}  #: of a complete answer, without `relay`
+    _span: "RequestSpan | None" = None
+    _tracer: "Tracer | None" = None
+
     def __init__(self, surface: Surface, context: RequestContext, metrics: GatewayMetrics) -> None:
         self.surface = surface
         self.context = context
         self.metrics = metrics
-        self.image_decode_s = 0.0
-        self.submitted_at = 0.0  #: when the queue accepted it
-        self._first_text_at: float | None = None
-        self._ended_at: float | None = None
         self.totals = Totals()
-        self.model = OTHER
-        self.user: str | None = None
-        self.key = ""  #: name of the stored key
-        self.priority = Priority.INTERACTIVE
-        self.num_prompts = 1
-        self.outcome = "cancelled"
-        #: Whether the request reads the answer of an earlier request, which is counted instead.
-        self.is_followed = False
-        self._is_streamed = False
-        self._num_choices = 0
         self._last_token_at: dict[int, float] = {}
-        self._span: RequestSpan | None = None
-        self._tracer: Tracer | None = None
 
     # Request
 
@@ -140,9 +143,14 @@ class Recorder:
 
     def stages(self, e2e_s: float) -> dict[str, float]:
         """The stages of the slowest choice of a complete answer."""
+        known = self._stages = self._stages or self._known_stages()
+        return {**known, "relay": max(0.0, e2e_s - sum(known.values()))}
+
+    def _known_stages(self) -> dict[str, float]:
+        """The stages before the end of the answer."""
         timings = [event.timings for event in self.totals.finished]
         worker = max(timings, key=lambda each: each.total_s) if len(timings) > 1 else timings[0]
-        stages = {
+        return {
             "ingest": self._ingest_s,
             "image_decode": self.image_decode_s,
             "queue": worker.queue_s,
@@ -152,8 +160,6 @@ class Recorder:
             "prefill": worker.prefill_s,
             "decode": worker.decode_s,
         }
-        stages["relay"] = max(0.0, e2e_s - sum(stages.values()))
-        return stages
 
     def known_timing(self) -> Headers:
         stages = {"ingest": self._ingest_s, "image_decode": self.image_decode_s}

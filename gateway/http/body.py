@@ -406,13 +406,9 @@ class PacedBody:
 
 def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> None:
     headers = context.headers
-    media_type, _, charset = headers.get(b"content-type", b"").lower().partition(b";")
-    is_named = media_type.strip() == expected
-    if not is_named and expected != JSON:  # JSON needs no content type: `curl -d` sends a form's
-        raise wrong_media_type(f"Send the body with `Content-Type: {expected.decode()}`.")
-    is_utf8 = charset.replace(b'"', b"").strip() in (b"", b"charset=utf-8", b"charset=utf8")
-    if is_named and expected == JSON and not is_utf8:
-        raise wrong_media_type("The charset is not UTF-8: send the body as UTF-8.")
+    given = headers.get(b"content-type", b"")
+    if given != expected:
+        _check_media_type(given, expected)
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise wrong_media_type("Send the body without Content-Encoding.")
     length = headers.get(b"content-length")
@@ -423,6 +419,16 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
         raise InvalidRequest(message, code="invalid_http")
     if int(length[:20]) > max_bytes:
         raise _too_large(f"{max_bytes} bytes")
+
+
+def _check_media_type(given: bytes, expected: bytes) -> None:
+    media_type, _, charset = given.lower().partition(b";")
+    is_named = media_type.strip() == expected
+    if not is_named and expected != JSON:  # JSON needs no content type: `curl -d` sends a form's
+        raise wrong_media_type(f"Send the body with `Content-Type: {expected.decode()}`.")
+    is_utf8 = charset.replace(b'"', b"").strip() in (b"", b"charset=utf-8", b"charset=utf8")
+    if is_named and expected == JSON and not is_utf8:
+        raise wrong_media_type("The charset is not UTF-8: send the body as UTF-8.")
 
 
 def _too_large(limit: str) -> InvalidRequest:
@@ -513,7 +519,9 @@ class JsonBody(Generic[T]):
 
 
 def _has_more(data: bytes, max_brackets: int) -> bool:
-    """Whether there are more opening brackets; searched, because `count` is slow in long base64."""
+    """Whether there are more opening brackets; searched in long data, because `count` is slow in base64."""
+    if len(data) <= _FEW_BYTES:
+        return data.count(b"[") + data.count(b"{") > max_brackets
     num_left = max_brackets
     for bracket in (b"[", b"{"):
         at = data.find(bracket)

@@ -5,8 +5,8 @@ Pure ASGI, because Starlette's `BaseHTTPMiddleware` hides that a client has disc
 
 import ipaddress
 import logging
+import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -201,7 +201,7 @@ def _note(scope: Scope) -> RequestContext:
     """Create the request's context and set its id for log lines."""
     headers = dict(scope["headers"])
     context = RequestContext(
-        secrets.token_hex(16),
+        os.urandom(16).hex(),
         headers,
         time.perf_counter(),
         method=scope["method"],

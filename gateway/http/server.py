@@ -215,9 +215,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Check the headers and start the application. Raises: NotServed."""
+        is_split = self._num_received > 0  # the headers came in several reads
         self._in_headers, self._in_body, self._num_received = False, True, 0
-        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if size > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
+        limits, size = self._limits, 0
+        if is_split or len(self._read) > limits.max_header_bytes:  # otherwise they are shorter
+            size = len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
+        if size > limits.max_header_bytes or len(self.headers) > limits.max_headers:
             raise self._not_served(self._too_large("headers"))
         assert self.parser is not None  # it is the caller
         if self._ignore_upgrade():

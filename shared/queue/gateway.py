@@ -6,9 +6,9 @@ reads all streams.
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from secrets import token_hex
 from typing import Any
 
 from redis.asyncio import Redis
@@ -134,7 +134,7 @@ class RedisGatewayQueue(RedisStore, GatewayQueue):
             optional["num_earlier"] = len(calls.earlier)
         arguments = named(
             *raw,
-            nonce=token_hex(8),
+            nonce=os.urandom(8).hex(),
             group=GROUP,
             tenant=first.tenant,
             timeout_ms=to_ms(calls.timeout_s),

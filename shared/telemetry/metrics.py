@@ -12,14 +12,15 @@ The latencies, with vLLM's formulas:
 - ITL: time between consecutive tokens; the gap before an event with k tokens counts as k gaps of a k-th each.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
-from prometheus_client.core import HistogramMetricFamily
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -173,22 +174,35 @@ METRICS = GATEWAY_METRICS + WORKER_METRICS
 
 
 class Buckets:
-    """The bucket counts of one set of labels."""
+    """The bucket counts of one set of labels. Values are kept until `fold` counts them, which is cheaper together."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_new", "_sum", "observe")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self._new: list[float] = []
+        self.observe: Callable[[float], None] = self._new.append  #: adds a value
 
-    def observe(self, value: float, count: int = 1) -> None:
+    def add(self, value: float, count: int) -> None:
         """Count a value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
+    def fold(self) -> None:
+        """Count the values since the last call."""
+        values, at = sorted(self._new), 0
+        self._new.clear()
+        self._sum += sum(values)
+        for place, bound in enumerate((*self._bounds, float("inf"))):
+            end = bisect_right(values, bound, at)
+            self._counts[place] += end - at
+            at = end
+
     def read(self) -> tuple[list[tuple[str, float]], float]:
         """Bounds with the numbers of values up to them, and the sum of all values."""
+        self.fold()
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(self._counts)), strict=True)), self._sum
 
@@ -219,27 +233,51 @@ class Histogram(Collector):
         yield family
 
 
+class Counter(Collector):
+    """A single-threaded replacement of prometheus_client's counter, for the same reason."""
+
+    def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
+        self._metric = metric
+        self._counts: dict[tuple[str, ...], float] = {} if metric.labels else {(): 0.0}
+        registry.register(self)
+
+    def add(self, count: float, *labels: str) -> None:
+        """Add to the count of these label values."""
+        self._counts[labels] = self._counts.get(labels, 0.0) + count
+
+    def remove(self, *labels: str) -> None:
+        self._counts.pop(labels, None)
+
+    def describe(self) -> list[CounterMetricFamily]:
+        metric = self._metric
+        return [CounterMetricFamily(metric.name, metric.help, labels=metric.labels)]
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        [family] = self.describe()
+        for labels, count in self._counts.items():
+            family.add_metric(labels, count)
+        yield family
+
+
 class MetricSet:
     """The prometheus_client objects of metric definitions, in one registry, by kind and name."""
 
     def __init__(self, metrics: tuple[Metric, ...]) -> None:
-        disable_created_metrics()  # a second series for each metric, which no graph uses
         self.registry = CollectorRegistry()
         self.counters: dict[str, Counter] = {}
         self.gauges: dict[str, Gauge] = {}
         self.histograms: dict[str, Histogram] = {}
         for metric in metrics:
-            name, arguments = metric.name, (metric.name, metric.help, metric.labels)
+            name = metric.name
             if metric.kind == "counter":
-                self.counters[name] = Counter(*arguments, registry=self.registry)
+                self.counters[name] = Counter(metric, self.registry)
             elif metric.kind == "gauge":
-                self.gauges[name] = Gauge(*arguments, registry=self.registry)
+                self.gauges[name] = Gauge(name, metric.help, metric.labels, registry=self.registry)
             else:
                 self.histograms[name] = Histogram(metric, self.registry)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(Struct, frozen=True):
     """The measurements of a finished request. Units: seconds, tokens."""
 
     model: str
@@ -265,6 +303,7 @@ class RequestRecord:
 
 
 _MAX_KEYS = 1000
+_FOLD_EVERY = 1000  #: requests of a model whose latencies are kept as they are
 
 
 class GatewayMetrics:
@@ -273,21 +312,13 @@ class GatewayMetrics:
         self.registry = self._set.registry
         self.deployments = DeploymentMetrics(self._set)
         self._finished: dict[str, _ModelMetrics] = {}
-        self._counters: dict[tuple[str, ...], Counter] = {}  # by name and labels
+        self._counters = self._set.counters
         self._keys: set[str] = set()  # names of keys that are labels
 
     def record_http(self, method: str, route: str, status: int | None) -> None:
         """Count an HTTP request. `status`: None if the client left before the response."""
         labels = (method if method in _METHODS else "other", route, str(status or CLIENT_GONE))
-        self._counter("vlm_http_requests_total", *labels).inc()
-
-    def _counter(self, *key: str) -> Counter:
-        """The counter of a name and labels, looked up once: `labels()` is slow."""
-        counter = self._counters.get(key)
-        if counter is None:
-            name, *labels = key
-            counter = self._counters[key] = self._set.counters[name].labels(*labels)
-        return counter
+        self._counters["vlm_http_requests_total"].add(1, *labels)
 
     def record_finished(self, record: RequestRecord) -> None:
         """Observe the latencies and tokens of a complete answer."""
@@ -296,19 +327,20 @@ class GatewayMetrics:
             if len(self._keys) < _MAX_KEYS:
                 self._keys.add(record.key)
             name = record.key if record.key in self._keys else "other"
-            self._counter("vlm_key_tokens_total", name, "input").inc(record.num_prompt_tokens)
-            self._counter("vlm_key_tokens_total", name, "output").inc(record.num_output_tokens)
+            tokens = self._counters["vlm_key_tokens_total"]
+            tokens.add(record.num_prompt_tokens, name, "input")
+            tokens.add(record.num_output_tokens, name, "output")
 
     def record_tokens(self, model: str, gap_s: float, num_tokens: int) -> None:
         """Observe the gap before an event, divided among its `num_tokens` tokens."""
-        self._of_model(model).inter_token.observe(gap_s / num_tokens, num_tokens)
+        self._of_model(model).inter_token.add(gap_s / num_tokens, num_tokens)
 
     def count(self, name: str, label: str, *labels: str) -> None:
         """Add 1 to the counter `vlm_NAME_total` with these labels."""
-        self._counter(f"vlm_{name}_total", label, *labels).inc()
+        self._counters[f"vlm_{name}_total"].add(1, label, *labels)
 
     def record_dropped_events(self, count: int) -> None:
-        self._set.counters["vlm_dropped_events_total"].inc(count)
+        self._counters["vlm_dropped_events_total"].add(count)
 
     def set_queue(self, model: str, depth: int, backlog: int, age_s: float) -> None:
         """Set the length of a model's queue, the waiting batch requests in it, and the wait of the oldest request."""
@@ -412,8 +444,7 @@ class DeploymentMetrics:
             gauges["vlm_deployment_instances"].labels(*labels).inc()
 
     def _add(self, name: str, labels: tuple[str, ...], key: tuple[str, ...], count: int) -> None:
-        counter = self._counters[name].labels(*labels)
-        counter.inc(max(0, count - self._seen.pop(key, 0)))
+        self._counters[name].add(max(0, count - self._seen.pop(key, 0)), *labels)
         # Move to the end: the least recently seen are removed first.
         self._seen[key] = count
 
@@ -429,9 +460,14 @@ class _ModelMetrics:
         self.duration = metrics.histograms["vlm_request_duration_seconds"].labels(model)
         self.first_token = metrics.histograms["vlm_time_to_first_token_seconds"].labels(model)
         self.per_token = metrics.histograms["vlm_time_per_output_token_seconds"].labels(model)
+        self._of_answers = (self.duration, self.first_token, self.per_token)
+        self._num_unfolded = 0
         self.inter_token = metrics.histograms["vlm_inter_token_latency_seconds"].labels(model)
         kinds = ("prompt", "image", "audio", "cached", "generation")
-        self.tokens = [metrics.counters[f"vlm_{kind}_tokens_total"].labels(model) for kind in kinds]
+        self.tokens = [metrics.counters[f"vlm_{kind}_tokens_total"] for kind in kinds]
+        self._model = model
+        for counter in self.tokens:
+            counter.add(0, model)
 
     def record(self, record: RequestRecord) -> None:
         for stage, seconds in record.stages.items():
@@ -442,10 +478,15 @@ class _ModelMetrics:
             self.first_token.observe(record.ttft_s)
         if (per_token_s := record.per_token_s) is not None:
             self.per_token.observe(per_token_s)
+        self._num_unfolded += 1
+        if self._num_unfolded == _FOLD_EVERY:
+            self._num_unfolded = 0
+            for each in (*self.stages.values(), *self.waits.values(), *self._of_answers):
+                each.fold()
         counts = (
             record.num_prompt_tokens, record.num_image_tokens, record.num_audio_tokens,
             record.num_cached_tokens, record.num_output_tokens,
         )  # fmt: skip
         for counter, count in zip(self.tokens, counts, strict=True):
             if count:
-                counter.inc(count)
+                counter.add(count, self._model)

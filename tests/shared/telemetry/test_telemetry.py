@@ -62,7 +62,10 @@ def test_a_histogram_shows_what_the_library_shows():
         metric.name, metric.help, metric.labels, registry=theirs, buckets=metric.buckets
     )
     for model, value, count in (("a", 0.1, 1), ("a", 0.25, 4), ("b", 7.0, 1), ("a", 0.0, 1)):
-        histogram.labels(model).observe(value, count)
+        if count == 1:
+            histogram.labels(model).observe(value)
+        else:
+            histogram.labels(model).add(value, count)
         for _ in range(count):
             library.labels(model).observe(value)
 
