@@ -112,10 +112,9 @@ class Preprocessor:
         `num_published`: output tokens that earlier attempts published, with or without ids. `note_media` is called
         with the seconds until the media of a request with a video or audio are decoded.
         """
-        ready = self.prepare_at_once(request, engine_id, output_token_ids, num_published)
-        if ready is not None:
-            return ready
         task, tenant = request.task, request.tenant
+        num_chars = sum([len(text) for text in task.texts()])
+        self._check(task, num_chars, len(output_token_ids), num_published)
         if isinstance(task, Tokenize) and task.finds_segments:
             return Tokenization(segment_ends=await self._segment_ends(task.images[0], tenant))
         started = time.perf_counter()
@@ -133,7 +132,7 @@ class Preprocessor:
         if isinstance(task, Run) and task.common is not None:
             data = await self._cached(task.common, "the session's common data", tenant)
             call = replace(call, common_data=data)
-        if self._is_quick(task, sum([len(text) for text in task.texts()])):
+        if self._is_quick(task, num_chars):
             return self._engine.prepare(call, images)
         return await self._text_threads.run(tenant, lambda: self._engine.prepare(call, images))
 
@@ -146,10 +145,11 @@ class Preprocessor:
     ) -> EngineInput | None:
         """Like `prepare`, but returns None if that would be slow or would have to wait. Raises: RequestError."""
         task = request.task
+        if task.images or request.adapter or isinstance(task, Tokenize):
+            return None
         num_chars = sum([len(text) for text in task.texts()])
         self._check(task, num_chars, len(output_token_ids), num_published)
-        waits = task.images or request.adapter or isinstance(task, Tokenize)
-        if waits or not self._is_quick(task, num_chars):
+        if not self._is_quick(task, num_chars):
             return None
         return self._engine.prepare(_to_engine_call(request, engine_id, output_token_ids), [])
 
