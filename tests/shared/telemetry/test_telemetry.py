@@ -53,6 +53,14 @@ def test_the_gap_before_an_event_is_shared_by_its_tokens():
     assert value(metrics, "vlm_inter_token_latency_seconds_sum") == pytest.approx(0.4)
 
 
+def test_the_latencies_of_many_requests_are_all_counted():
+    metrics = GatewayMetrics()
+    for _ in range(2500):
+        metrics.record_finished(record(e2e_s=2.0))
+    assert value(metrics, "vlm_request_duration_seconds_count") == 2500
+    assert value(metrics, "vlm_request_duration_seconds_sum") == pytest.approx(5000)
+
+
 def test_a_histogram_shows_what_the_library_shows():
     disable_created_metrics()
     metric = Metric("vlm_x_seconds", "histogram", "Of x.", ("model",), (0.1, 0.5, 1.0))
