@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import hypothesis  # noqa: F401 - once memory is frozen, it warns of random numbers that trio gives it
 import pytest
+from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 from xdist.scheduler import LoadFileScheduling
 
@@ -25,6 +25,10 @@ if not Path("/dev/nvidiactl").exists():
 # More processes run than there are cores: threads of torch that wait for each other must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+
+# The time of an example says nothing on a busy machine.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # What modules make when they are imported stays: nothing of it is looked through, now or in each test's collections.
 gc.disable()

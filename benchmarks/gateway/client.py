@@ -81,11 +81,12 @@ async def run_job(job: Job) -> Result:
 
 
 async def _converse(job: Job, recording_at: float, result: Result) -> None:
-    """Send requests over one connection, one after the other."""
+    """Send requests over one connection, one after the other, until the time is over and there is a result."""
     before, after = to_parts(job)
     reader, writer = await asyncio.open_connection(HOST, job.port, limit=MAX_PART_BYTES)
     try:
-        while (sent_at := time.perf_counter()) < recording_at + job.seconds:
+        until = recording_at + job.seconds
+        while (sent_at := time.perf_counter()) < until or not result.latencies_s:
             head = image_head(next(IMAGE_NUMBERS)) if job.has_new_images else b""
             writer.writelines([before, base64.b64encode(head), after])
             answer = await _read_answer(reader)

@@ -45,7 +45,7 @@ def send(url: str, operation: Any, mode: GenerationMode, count: int, known: dict
     documented = set(operation.responses.status_codes)
 
     @settings(
-        max_examples=count, deadline=None, database=None, derandomize=not IS_LONG,
+        max_examples=count, database=None, derandomize=not IS_LONG,
         phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(operation.as_strategy(generation_mode=mode), st.booleans())

@@ -165,7 +165,6 @@ def test_what_an_index_acknowledged_is_there_and_found_after_any_kill(kind):
         settings=settings(
             max_examples=100 if IS_LONG else 2,
             stateful_step_count=30 if IS_LONG else 15,
-            deadline=None,
             database=None,
             derandomize=not IS_LONG,
             suppress_health_check=list(HealthCheck),

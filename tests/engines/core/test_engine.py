@@ -201,7 +201,7 @@ def tiny_requests(draw: st.DrawFn, request_id: str) -> EngineRequest:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_whatever_happens_the_books_are_right_and_answers_equal_answers_alone(data: st.DataObject):
     engine = make_engine(num_output_tokens=6, **data.draw(TINY_CONFIGS))

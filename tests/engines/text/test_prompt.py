@@ -67,7 +67,7 @@ CONTROLS = ("<image>", "</s>", "<s>", "<unk>", "<pad>")
 PIECES = [
     *CONTROLS, "<", "<i", "<im", "mage", "age>", "image>", ">", "</", "/s>", "s>", " ", "\n", "🍎",
 ]  # fmt: skip
-LENIENT = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+LENIENT = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 
 ordinary_texts = st.text(max_size=20).filter(lambda text: not any(c in text for c in "<>"))
 hostile_texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=6).map("".join)

@@ -33,7 +33,7 @@ TEXTS = st.lists(
     ),
     max_size=8,
 ).map("".join)
-LENIENT = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+LENIENT = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 class Pair:

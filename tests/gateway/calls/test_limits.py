@@ -78,7 +78,7 @@ FIXED_ROWS = [
     BODY_ROWS + FIXED_ROWS,
     ids=[row[0] for row in BODY_ROWS + FIXED_ROWS],
 )
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(limit=st.integers(1, 40), excess=st.integers(1, 40))
 def test_a_body_at_a_limit_passes_and_one_above_is_refused_by_name(
     name, make, param, limit, excess
@@ -113,7 +113,7 @@ async def read(pieces: list[bytes], limits: LimitSettings) -> bytes:
         )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(2, 500), st.integers(2, 500))
 def test_images_at_the_limits_of_their_size_pass(width, height):
     header = ImageHeader("image/png", width, height)
@@ -162,7 +162,7 @@ def test_a_recursive_type_is_refused_at_its_depth_in_linear_time():
     assert time.process_time() - began_s < 5  # a quadratic search takes minutes
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(pieces=st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=6))
 async def test_a_body_is_refused_at_the_first_piece_that_is_too_much(pieces):
     pieces = [bytes(bytearray(piece)) for piece in pieces]  # equal ones are told apart by identity

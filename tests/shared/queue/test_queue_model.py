@@ -702,7 +702,6 @@ def test_any_order_of_calls_and_faults_keeps_every_request(own_server):
         settings=settings(
             max_examples=100 if IS_LONG else 8,
             stateful_step_count=50 if IS_LONG else 20,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             database=None,
             phases=(Phase.generate,),

@@ -106,7 +106,7 @@ def test_segments_end_in_pauses_and_join_to_the_whole(
 
 
 @takes_its_time
-@settings(deadline=None, max_examples=num_examples(40))
+@settings(max_examples=num_examples(40))
 @given(
     name=st.sampled_from(["wav", "mp3", "flac", "opus", "m4a"]),
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),

@@ -84,7 +84,7 @@ async def test_an_image_has_the_end_that_is_written_beside_it(pool: DecoderPool,
 
 @takes_its_time
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "AVIF"])
-@settings(deadline=None, max_examples=num_examples(50))
+@settings(max_examples=num_examples(50))
 @given(
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8)
 )

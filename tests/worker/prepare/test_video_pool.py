@@ -173,7 +173,7 @@ def test_frames_are_scaled_to_the_limits_of_the_request(pool: VideoPool):
 
 
 @takes_its_time
-@settings(deadline=None, max_examples=num_examples(40))
+@settings(max_examples=num_examples(40))
 @given(
     name=st.sampled_from(["mp4", "vp9", "mpeg4", "mpegts"]),
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),
@@ -189,7 +189,7 @@ def test_a_video_of_changed_bytes_is_refused_or_decoded(pool: VideoPool, name: s
     assert len(frames) == len(range(0, info.num_frames, 10))
 
 
-@settings(deadline=None, max_examples=num_examples(25))
+@settings(max_examples=num_examples(25))
 @given(fps=st.sampled_from([1, 12, 15, 24, 25, 30, 48, 50, 60, 120]), num_frames=st.integers(1, 40))
 def test_no_frame_is_seen_twice_or_left_out(pool: VideoPool, fps: int, num_frames: int):
     for form, media_type in (("mp4", "video/mp4"), ("mpegts", "video/mp2t")):

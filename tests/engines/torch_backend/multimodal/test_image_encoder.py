@@ -263,7 +263,7 @@ EVENTS = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(EVENTS, max_size=30), st.integers(0, 3))
 def test_whatever_happens_the_books_are_right_and_what_is_read_is_there(events, capacity):
     cache = make_cache(capacity=capacity)

@@ -134,7 +134,7 @@ async def test_a_stream_that_fails_says_whether_to_retry(gateway, worker):
         assert last == {"error": told | more}
 
 
-@settings(deadline=None, max_examples=num_examples(100))
+@settings(max_examples=num_examples(100))
 @given(st.lists(st.text(), min_size=1))
 def test_no_text_of_a_model_breaks_a_frame(texts):
     answer = ChatAnswer(ChatOptions(), AnswerHead("i", 1, "m"))
