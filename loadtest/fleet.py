@@ -21,7 +21,7 @@ import psutil
 
 ROOT = Path(__file__).parent.parent
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
 PAUSE_S = 0.05
 

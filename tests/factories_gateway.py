@@ -323,7 +323,8 @@ class ScriptedWorker:
             for result in results
             if isinstance(result, Exception) and not isinstance(result, asyncio.CancelledError)
         ]
-        assert not failures, failures
+        if failures:
+            raise ExceptionGroup("scripts of the worker failed", failures)
 
 
 Create = Callable[[LimitSettings], Surface]
@@ -409,7 +410,7 @@ async def run_gateway_on_socket(
     url = f"http://127.0.0.1:{server.port}"
     try:
         async with httpx.AsyncClient(
-            base_url=url, trust_env=False, timeout=20, verify=False
+            base_url=url, trust_env=False, timeout=60, verify=False
         ) as client:
             if refresh:
                 await services.models.refresh()

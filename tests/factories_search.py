@@ -113,7 +113,7 @@ class SearchProcess:
         """Ask it to end. Returns its exit code."""
         assert self._process is not None
         self._process.terminate()
-        return self._process.wait(20)
+        return self._process.wait(60)
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:

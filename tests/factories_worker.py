@@ -221,7 +221,7 @@ class Answers:
         def arrived() -> list[CallEvent]:
             return self.events.get(request.id, [])
 
-        async with asyncio.timeout(20), self._arrived:
+        async with asyncio.timeout(60), self._arrived:
             await self._arrived.wait_for(lambda: ready(arrived()))
         return arrived()
 

@@ -68,7 +68,7 @@ class Collector:
     def wait_for(self, count: int) -> list[Span]:
         """All spans, once there are so many."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.spans) >= count, timeout=20), self.spans
+            assert self._changed.wait_for(lambda: len(self.spans) >= count, timeout=60), self.spans
         return self.spans
 
 

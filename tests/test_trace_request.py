@@ -13,7 +13,7 @@ from tests.integration.fleet_process import ROOT
 def test_the_way_of_a_request_is_printed_by_package_and_grows_no_longer(engine, most):
     done = subprocess.run(
         [sys.executable, "-m", "tests.trace_request", "--engine", engine, "--image"],
-        cwd=ROOT, capture_output=True, text=True, timeout=110,
+        cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     counts = re.search(

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from typing import TypeVar
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 PAUSE_S = 0.01
 
 Found = TypeVar("Found")

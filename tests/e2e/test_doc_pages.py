@@ -83,7 +83,7 @@ def run(commands: str, folder: Path, url: str, **variables: str) -> str:
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "-ec", commands.replace(". .venv/bin/activate\n", "")],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

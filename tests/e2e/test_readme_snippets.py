@@ -23,7 +23,7 @@ def block(language: str, start: str) -> str:
 
 
 def run(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -31,7 +31,7 @@ def test_an_engine_imports_no_more_than_it_needs():
         "create_engine({'kind': 'torch', 'model': 'shapes', 'num_kv_blocks': 64, 'max_model_len': 512});"
         "assert 'transformers.modeling_utils' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(

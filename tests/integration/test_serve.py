@@ -104,7 +104,7 @@ def test_a_killed_redis_comes_back_and_streams_and_requests_go_on(fleet, folder)
 def test_a_killed_gateway_comes_back_at_its_port(fleet):
     gateway = fleet.child("gateway")
     gateway.kill()
-    gateway.wait(timeout=30)
+    gateway.wait(timeout=60)
     wait_for(lambda: is_ready(fleet.url))
     done = run_vlm("chat", "--url", fleet.url, "--model", "mock", "are you there?")
     assert done.returncode == 0, done.stderr
@@ -115,8 +115,8 @@ def test_ctrl_c_stops_every_process(fleet):
     family = fleet.family()
     assert len(family) >= 3  # Redis, worker, gateway
     fleet.process.send_signal(signal.SIGINT)
-    assert fleet.process.wait(timeout=30) == 0
-    _, alive = psutil.wait_procs(family, timeout=10)
+    assert fleet.process.wait(timeout=60) == 0
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
 
 
@@ -178,7 +178,7 @@ def test_it_serves_with_a_root_key_alone_and_each_process_has_only_its_own_secre
         family = fleet.family()
         assert len(family) >= 3  # Redis, worker, gateway
         fleet.process.kill()
-        _, alive = psutil.wait_procs(family, timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive, "an orphan"
     finally:
         fleet.end()

@@ -40,7 +40,7 @@ def embed_offline(folder) -> str:
 def curl(url: str, body: dict) -> dict:
     head = ("-H", "content-type: application/json")
     command = ["curl", "-sf", "--noproxy", "*", url, *head, "-d", json.dumps(body)]
-    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
 
 
 @pytest.mark.timeout(900)

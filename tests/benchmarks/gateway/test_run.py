@@ -81,5 +81,5 @@ def test_a_benchmark_that_is_stopped_stops_its_servers():
 
     servers = wait_for(started)
     bench.terminate()
-    assert bench.wait(30) == 143
-    assert not psutil.wait_procs(servers, timeout=10)[1]
+    assert bench.wait(60) == 143
+    assert not psutil.wait_procs(servers, timeout=60)[1]

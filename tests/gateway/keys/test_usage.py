@@ -158,7 +158,9 @@ async def test_requests_at_once_overspend_by_at_most_one(team: Team):
 
     team.worker.script = talk
     answers = await asyncio.gather(*(team.chat(key, n % 2, max_tokens=64) for n in range(64)))
-    assert {each.status_code for each in answers} == {200, 429}
+    others = [each.text for each in answers if each.status_code not in (200, 429)]
+    assert not others
+    assert 429 in {each.status_code for each in answers}
     [row] = await rows(team)
     assert 0 < row["cost"] <= 9 * most
     # A prompt reserves the tokens that its bytes may be: three for each character, to some tokenizers.

@@ -58,7 +58,7 @@ async def test_a_worker_serves_the_version_of_its_package_until_it_is_stopped(
         found = await until(card)
         assert (found.name, found.package) == (version_name("cap", package), f"cap@{package}")
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert await registry.workers() == []
     await registry.close()
 
@@ -75,7 +75,7 @@ def test_a_package_that_cannot_be_had_ends_the_worker_with_one_line(
     store, tmp_path, variables, says
 ):
     with started(tmp_path, f"cap@{add(store, FILES)}", **variables) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate()
     assert process.returncode == os.EX_CONFIG
     [line] = errors.splitlines()
     assert says in line
