@@ -75,7 +75,7 @@ def test_a_package_that_cannot_be_had_ends_the_worker_with_one_line(
     store, tmp_path, variables, says
 ):
     with started(tmp_path, f"cap@{add(store, FILES)}", **variables) as process:
-        _, errors = process.communicate()
+        _, errors = process.communicate(timeout=200)
     assert process.returncode == os.EX_CONFIG
     [line] = errors.splitlines()
     assert says in line
