@@ -41,9 +41,7 @@ class Recorder:
     priority = Priority.INTERACTIVE
     num_prompts = 1
     outcome = "cancelled"
-    is_followed = (
-        False  #: whether it reads the answer of an earlier request, which is counted instead
-    )
+    is_followed = False  #: it reads the answer of an earlier request, which is counted instead
     _first_text_at: float | None = None
     _ended_at: float | None = None
     _is_streamed = False

@@ -19,8 +19,8 @@ from itertools import accumulate
 from typing import Literal
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -233,46 +233,21 @@ class Histogram(Collector):
         yield family
 
 
-class Counter(Collector):
-    """A single-threaded replacement of prometheus_client's counter, for the same reason."""
-
-    def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
-        self._metric = metric
-        self._counts: dict[tuple[str, ...], float] = {} if metric.labels else {(): 0.0}
-        registry.register(self)
-
-    def add(self, count: float, *labels: str) -> None:
-        """Add to the count of these label values."""
-        self._counts[labels] = self._counts.get(labels, 0.0) + count
-
-    def remove(self, *labels: str) -> None:
-        self._counts.pop(labels, None)
-
-    def describe(self) -> list[CounterMetricFamily]:
-        metric = self._metric
-        return [CounterMetricFamily(metric.name, metric.help, labels=metric.labels)]
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        [family] = self.describe()
-        for labels, count in self._counts.items():
-            family.add_metric(labels, count)
-        yield family
-
-
 class MetricSet:
     """The prometheus_client objects of metric definitions, in one registry, by kind and name."""
 
     def __init__(self, metrics: tuple[Metric, ...]) -> None:
+        disable_created_metrics()  # a second series for each metric, which no graph uses
         self.registry = CollectorRegistry()
         self.counters: dict[str, Counter] = {}
         self.gauges: dict[str, Gauge] = {}
         self.histograms: dict[str, Histogram] = {}
         for metric in metrics:
-            name = metric.name
+            name, arguments = metric.name, (metric.name, metric.help, metric.labels)
             if metric.kind == "counter":
-                self.counters[name] = Counter(metric, self.registry)
+                self.counters[name] = Counter(*arguments, registry=self.registry)
             elif metric.kind == "gauge":
-                self.gauges[name] = Gauge(name, metric.help, metric.labels, registry=self.registry)
+                self.gauges[name] = Gauge(*arguments, registry=self.registry)
             else:
                 self.histograms[name] = Histogram(metric, self.registry)
 
@@ -303,7 +278,7 @@ class RequestRecord(Struct, frozen=True):
 
 
 _MAX_KEYS = 1000
-_FOLD_EVERY = 1000  #: requests of a model whose latencies are kept as they are
+_FOLD_EVERY = 1000  #: requests of a model after which their latencies are counted, if nobody reads them before
 
 
 class GatewayMetrics:
@@ -312,13 +287,21 @@ class GatewayMetrics:
         self.registry = self._set.registry
         self.deployments = DeploymentMetrics(self._set)
         self._finished: dict[str, _ModelMetrics] = {}
-        self._counters = self._set.counters
+        self._counters: dict[tuple[str, ...], Counter] = {}  # by name and labels
         self._keys: set[str] = set()  # names of keys that are labels
 
     def record_http(self, method: str, route: str, status: int | None) -> None:
         """Count an HTTP request. `status`: None if the client left before the response."""
         labels = (method if method in _METHODS else "other", route, str(status or CLIENT_GONE))
-        self._counters["vlm_http_requests_total"].add(1, *labels)
+        self._counter("vlm_http_requests_total", *labels).inc()
+
+    def _counter(self, *key: str) -> Counter:
+        """The counter of a name and labels, looked up once: `labels()` is slow."""
+        counter = self._counters.get(key)
+        if counter is None:
+            name, *labels = key
+            counter = self._counters[key] = self._set.counters[name].labels(*labels)
+        return counter
 
     def record_finished(self, record: RequestRecord) -> None:
         """Observe the latencies and tokens of a complete answer."""
@@ -327,9 +310,8 @@ class GatewayMetrics:
             if len(self._keys) < _MAX_KEYS:
                 self._keys.add(record.key)
             name = record.key if record.key in self._keys else "other"
-            tokens = self._counters["vlm_key_tokens_total"]
-            tokens.add(record.num_prompt_tokens, name, "input")
-            tokens.add(record.num_output_tokens, name, "output")
+            self._counter("vlm_key_tokens_total", name, "input").inc(record.num_prompt_tokens)
+            self._counter("vlm_key_tokens_total", name, "output").inc(record.num_output_tokens)
 
     def record_tokens(self, model: str, gap_s: float, num_tokens: int) -> None:
         """Observe the gap before an event, divided among its `num_tokens` tokens."""
@@ -337,10 +319,10 @@ class GatewayMetrics:
 
     def count(self, name: str, label: str, *labels: str) -> None:
         """Add 1 to the counter `vlm_NAME_total` with these labels."""
-        self._counters[f"vlm_{name}_total"].add(1, label, *labels)
+        self._counter(f"vlm_{name}_total", label, *labels).inc()
 
     def record_dropped_events(self, count: int) -> None:
-        self._counters["vlm_dropped_events_total"].add(count)
+        self._set.counters["vlm_dropped_events_total"].inc(count)
 
     def set_queue(self, model: str, depth: int, backlog: int, age_s: float) -> None:
         """Set the length of a model's queue, the waiting batch requests in it, and the wait of the oldest request."""
@@ -444,7 +426,8 @@ class DeploymentMetrics:
             gauges["vlm_deployment_instances"].labels(*labels).inc()
 
     def _add(self, name: str, labels: tuple[str, ...], key: tuple[str, ...], count: int) -> None:
-        self._counters[name].add(max(0, count - self._seen.pop(key, 0)), *labels)
+        counter = self._counters[name].labels(*labels)
+        counter.inc(max(0, count - self._seen.pop(key, 0)))
         # Move to the end: the least recently seen are removed first.
         self._seen[key] = count
 
@@ -464,10 +447,7 @@ class _ModelMetrics:
         self._num_unfolded = 0
         self.inter_token = metrics.histograms["vlm_inter_token_latency_seconds"].labels(model)
         kinds = ("prompt", "image", "audio", "cached", "generation")
-        self.tokens = [metrics.counters[f"vlm_{kind}_tokens_total"] for kind in kinds]
-        self._model = model
-        for counter in self.tokens:
-            counter.add(0, model)
+        self.tokens = [metrics.counters[f"vlm_{kind}_tokens_total"].labels(model) for kind in kinds]
 
     def record(self, record: RequestRecord) -> None:
         for stage, seconds in record.stages.items():
@@ -489,4 +469,4 @@ class _ModelMetrics:
         )  # fmt: skip
         for counter, count in zip(self.tokens, counts, strict=True):
             if count:
-                counter.add(count, self._model)
+                counter.inc(count)
