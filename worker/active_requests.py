@@ -409,7 +409,9 @@ class ActiveRequests:
         """Start claims, or park them until they may start."""
         for claim in claims:
             earlier = self._active_requests.get(claim.id)
-            if earlier is not None:  # another worker took it over, and this one took it back
+            if earlier is not None:  # it was claimed again; the newer attempt counts
+                if earlier.claim.attempt > claim.attempt:
+                    continue
                 self.forget(earlier)
             try:
                 active = ActiveRequest.of(claim, time.monotonic())
