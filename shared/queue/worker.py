@@ -207,6 +207,7 @@ class RedisWorkerQueue(RedisStore):
                 wakeups.append(entry_id)
                 is_released |= self._note_wakeup(fields[0])
             elif entry_id not in self._held:
+                self._held[entry_id] = 0  # before the first await: other replies may name it
                 named.append((entry_id, _request_id(fields)))
         live = await self._claim_all(named, replies or {})
         self.num_claims[kind] += len(live)
@@ -235,7 +236,6 @@ class RedisWorkerQueue(RedisStore):
         return [claim for claim in claims if claim is not None]
 
     async def _claim(self, entry_id: bytes, request_id: str, replies: Replies) -> Claim | None:
-        self._held[entry_id] = 0
         try:
             reply = replies.get(entry_id)
             if reply is None:

@@ -41,3 +41,35 @@ async def test_batch_work_that_redis_has_forgotten_is_neither_counted_nor_given(
     taken = [claim for _ in range(4) for claim in await worker.take(8)]
     assert [call_of(claim) for claim in taken] == [kept]
     assert await ends.num_open() == 1
+
+
+async def test_a_request_that_two_replies_name_is_claimed_once(ends, monkeypatch):
+    """A read and a take that run at the same time both see the request, and their replies arrive together."""
+    worker = ends.worker("a")
+    await worker.create_group()
+    await worker.read(1, 0.01)
+    replied = asyncio.Event()
+
+    def hold_back(name: str) -> asyncio.Event:
+        has_run, command = asyncio.Event(), getattr(worker.entries, name)
+
+        async def run_and_wait(*arguments):
+            reply = await command(*arguments)
+            has_run.set()
+            await replied.wait()
+            return reply
+
+        monkeypatch.setattr(worker.entries, name, run_and_wait)
+        return has_run
+
+    has_taken, has_read = hold_back("take"), hold_back("wait")
+    requests = [await enqueue_batch(ends) for _ in range(2)]
+    take = asyncio.create_task(worker.take(8))
+    await has_taken.wait()
+    requests.append(await ends.enqueue())
+    read = asyncio.create_task(worker.read(8, 1.0))
+    await has_read.wait()
+    replied.set()
+
+    claims = [*await take, *await read]
+    assert sorted(claim.id for claim in claims) == sorted(request.id for request in requests)
