@@ -123,13 +123,16 @@ class AudioFile:
             head = next(pieces, (math.inf, b""))
             if from_s <= 0 or head[0] <= self._start_s:
                 break  # otherwise the seek landed after the start
-        left = int(self._max_s * rate)
+        part_s = min(self._end_s - self._start_s, self._max_s)
+        left, is_part = int(part_s * rate), part_s < self._max_s
         is_empty = True
         for at_s, piece in chain((head,), pieces):
             if at_s >= self._end_s:
                 break
             start, end = (round((s - at_s) * rate) for s in (self._start_s, self._end_s))
             kept = piece[4 * max(0, start) : 4 * max(0, end)]
+            if is_part:  # times of a damaged file may overlap
+                kept = kept[: 4 * left]
             left -= len(kept) // 4
             if left < 0:
                 raise self._too_long(self._max_s + 1)

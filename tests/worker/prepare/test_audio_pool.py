@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -112,6 +112,7 @@ def test_segments_end_in_pauses_and_join_to_the_whole(
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),
     start_s=st.sampled_from([0.0, 0.5, 1.5]),
 )
+@example("flac", [(0, 0), (17903, 27)], 0.5)  # the times of its frames overlap
 def test_audio_of_changed_bytes_is_refused_or_decoded(
     pool: VideoPool, name: str, edits: list[tuple[int, int]], start_s: float
 ):
@@ -127,4 +128,4 @@ def test_audio_of_changed_bytes_is_refused_or_decoded(
         assert all(end - start <= 0.6 + 1e-9 for start, end in pairwise((0.0, *ends)))
     part = replace(ref, start_s=start_s, end_s=start_s + 0.5)
     with suppress(InvalidImage), pool.open_audio(io.BytesIO(bytes(data)), part) as audio:
-        assert len(audio.samples(RATE)) <= 4 * RATE
+        assert len(audio.samples(RATE)) <= 4 * RATE // 2
