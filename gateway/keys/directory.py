@@ -40,6 +40,7 @@ _PUT_KEY = load_script(Path(__file__).parent / "scripts" / "put_key.lua")
 MAX_KEYS = 10_000  #: revoked keys included
 POLL_S = 0.5
 STALE_S = 2.0  #: after this long without Redis, stored keys are neither accepted nor refused
+WAIT_S = 4.0  #: for Redis, of a request whose key is known
 _SYNC_S = 30.0  #: interval of comparing Redis with the package store
 _PREFIX = "vlm-"
 GUEST = "oidc-"  #: prefix of the tenants of callers with a token
@@ -177,26 +178,38 @@ class KeyDirectory:
         self._read_at = float("-inf")
         self._lock = asyncio.Lock()
         self._must_sync = asyncio.Event()
+        self._tried = asyncio.Event()  #: pulses after each try to read the records
         self.is_known = asyncio.Event()  #: set once the keys were read
 
     async def find(self, key: bytes) -> KeyRecord | None:
         """The record of an active key. Raises: Overloaded if the copy is too old."""
         if not key.startswith(_PREFIX.encode()):
             return None
-        self._check_fresh()
-        record = self._by_digest.get(_digest(key))
+        digest = _digest(key)
+        await self._check_fresh(is_known=digest in self._by_digest)
+        record = self._by_digest.get(digest)
         return record if record is not None and record.is_active(_now()) else None
 
-    def _check_fresh(self) -> None:
-        if time.monotonic() - self._read_at > STALE_S:
+    async def _check_fresh(self, *, is_known: bool) -> None:
+        """If the copy is too old, a known key waits for the next two tries to read it. Raises: Overloaded."""
+        if self._is_stale() and is_known:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WAIT_S):
+                    await self._tried.wait()
+                    if self._is_stale():  # the reply may have been on its way for long
+                        await self._tried.wait()
+        if self._is_stale():
             raise unavailable()
 
-    def admit(self, tenant: str, key: str, name: str) -> KeyRecord | None:
+    def _is_stale(self) -> bool:
+        return time.monotonic() - self._read_at > STALE_S
+
+    async def admit(self, tenant: str, key: str, name: str) -> KeyRecord | None:
         """The record of a guest, a caller whose token names the stored key `key`. None if that key is not active.
 
         Raises: Overloaded if the copy is too old.
         """
-        self._check_fresh()
+        await self._check_fresh(is_known=key in self.records)
         if (found := self.records.get(key)) is None or not found.is_active(_now()):
             return None
         name = f"{key}:{name}"
@@ -262,6 +275,8 @@ class KeyDirectory:
             else:
                 self._outage.succeeded()
                 await self._write_guests()
+            self._tried.set()
+            self._tried.clear()
             await asyncio.sleep(POLL_S)
 
     async def _write_guests(self) -> None:

@@ -91,7 +91,7 @@ class TokenKeys:
         caller, ends_at = self._seen[digest]
         if time.time() >= ends_at:  # noqa: TID251 (expiry is a date)
             raise _wrong(_FAULTS[jwt.ExpiredSignatureError])
-        if (record := self._stored.admit(*caller)) is None:
+        if (record := await self._stored.admit(*caller)) is None:
             raise _wrong("the stored key in the token is unknown, revoked or expired")
         return record
 

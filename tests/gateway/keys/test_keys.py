@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import psutil
 import pytest
 from redis.exceptions import RedisError
 
@@ -300,6 +301,35 @@ async def test_without_redis_stored_keys_are_503_and_those_of_the_settings_are_k
             assert await status("the-root-key", PATH) == 503
             server.restart()
             await until_equal(lambda: status(key), 200, 10.0)
+    finally:
+        server.stop()
+
+
+async def test_while_redis_pauses_requests_with_stored_keys_wait(
+    tmp_path, redis_prefix, monkeypatch
+):
+    monkeypatch.setattr(directory, "STALE_S", 0.3)
+    monkeypatch.setattr(directory, "POLL_S", 0.05)
+    monkeypatch.setattr(directory, "WAIT_S", 30.0)
+    server = EmbeddedRedis(tmp_path)
+    try:
+        settings = make_settings(server.start(), redis_prefix, gateway=KEYS)
+        async with run_gateway_on_socket(settings) as gateway:
+            client = gateway.client
+            key = (await client.post(PATH, json={"name": "a"}, headers=ROOT)).json()["key"]
+
+            async def status(key: str) -> int:
+                return (await client.get("/v1/models", headers=bearer(key))).status_code
+
+            assert await status(key) == 200
+            redis = psutil.Process(server.pid)
+            redis.suspend()
+            await until_equal(lambda: status("vlm-unknown"), 503, 5.0)
+            waiting = asyncio.create_task(status(key))
+            await until_equal(lambda: status("vlm-unknown"), 503, 5.0)
+            assert not waiting.done()
+            redis.resume()
+            assert await waiting == 200
     finally:
         server.stop()
 
