@@ -14,7 +14,7 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -305,7 +305,7 @@ async def read_body(
 ) -> bytes:
     """The body; `max_commas`: in JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
     _check_headers(exchange.context, limits.max_body_bytes, media_type)
-    paced = PacedBody(exchange.receive, timeout_s)
+    paced = PacedBody(exchange.receive, timeout_s, exchange.has_message)
     most = max_commas if media_type == JSON else limits.max_body_bytes
     pieces: list[bytes] = []
     num_commas, has_more = 0, True
@@ -356,9 +356,13 @@ class BodyTooSlow(InvalidRequest):
 class PacedBody:
     """Receives a body at a minimum rate. The clock runs only while it waits for the client."""
 
-    def __init__(self, receive: Receive, timeout_s: float) -> None:
+    def __init__(
+        self, receive: Receive, timeout_s: float, has_message: Callable[[], bool] | None = None
+    ) -> None:
+        """`has_message`: whether `receive` returns without waiting."""
         self._receive = receive
         self._timeout_s = timeout_s
+        self._has_message = has_message
         self.num_bytes = 0  #: received so far
         self._waited_s = 0.0
         self._waits_since: float | None = None
@@ -372,6 +376,10 @@ class PacedBody:
 
     async def receive(self) -> Message:
         """The next message. Raises: BodyTooSlow."""
+        if self._has_message is not None and self._has_message():
+            message = await self._receive()
+            self.num_bytes += len(message.get("body", b""))
+            return message
         silent_until = self._waited_s + self._timeout_s
         while True:
             num_bytes, began = self._window

@@ -7,6 +7,7 @@ Source: WHATWG HTML, "Server-sent events".
 import hashlib
 import re
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime  # noqa: TID251 (a date in a header)
 
 from msgspec import Struct, field
@@ -15,6 +16,8 @@ from starlette.types import Message, Receive, Send
 from gateway.http.errors import ApiError, Headers, Render
 from shared.protocol import Priority
 
+#: ASGI extension: a function that returns whether `receive` would return without waiting.
+HAS_MESSAGE = "vlm.has_message"
 _MAX_IGNORED = 10
 _MAX_NAME_CHARS = 48
 _OTHER_CHARS = re.compile(r"[^A-Za-z0-9_.-]")
@@ -77,6 +80,9 @@ class RequestContext(Struct):
 
 class Exchange:
     """The client's side of one request. Writes to a disconnected client are discarded."""
+
+    #: Whether `receive` returns without waiting, if the server tells.
+    has_message: Callable[[], bool] | None = None
 
     def __init__(self, context: RequestContext, receive: Receive, send: Send) -> None:
         self.context = context

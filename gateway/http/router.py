@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.http.auth import KeyRing, WrongKey, WrongKeys
 from gateway.http.endpoint import Endpoint, Serve
 from gateway.http.errors import Forbidden, Render, method_not_allowed, to_api_error, unknown_path
-from gateway.http.exchange import Exchange, RequestContext, short_hash
+from gateway.http.exchange import HAS_MESSAGE, Exchange, RequestContext, short_hash
 from shared.telemetry.logs import request_id
 from shared.telemetry.metrics import CLIENT_GONE, GatewayMetrics
 from shared.telemetry.tracing import parse_trace_parent
@@ -92,6 +92,7 @@ class Router:
         context = _note(scope)
         context.refuses_unknown_fields = self.refuses_unknown_fields
         exchange = Exchange(context, receive, send)
+        exchange.has_message = scope.get("extensions", {}).get(HAS_MESSAGE)
         endpoint, is_noted = None, True
         try:
             route = self._find(scope["path"], context)

@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from gateway.http.body import Admission
 from gateway.http.errors import InvalidRequest
+from gateway.http.exchange import HAS_MESSAGE
 from shared.settings.tree import Settings
 from shared.telemetry.metrics import GatewayMetrics
 
@@ -234,6 +235,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         ):
             raise self._not_served("Unsupported Transfer-Encoding: send chunked, in HTTP/1.1.")
         super().on_headers_complete()
+        self.scope["extensions"] = {HAS_MESSAGE: self.cycle.message_event.is_set}
         if self.scope["http_version"] == "1.0":
             self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign]
 
