@@ -548,6 +548,19 @@ class Tokens(Event, frozen=True):
 def join_tokens(request_id: str, attempt: int, pieces: Sequence[Any]) -> Tokens:
     """Merge consecutive tokens, which are events or outputs of an engine, into one event."""
     first = pieces[0]
+    if len(pieces) == 1 and not first.calls:
+        return Tokens(
+            request_id,
+            attempt,
+            first.index,
+            first.token_ids,
+            first.text,
+            first.logprobs,
+            first.num_without_id,
+            first.reasoning,
+            (),
+            first.prompt_logprobs,
+        )
     token_ids, logprobs, calls = [*first.token_ids], [*first.logprobs], [*first.calls]
     prompt_logprobs = first.prompt_logprobs
     texts, thoughts, num_without_id = [first.text], [first.reasoning], first.num_without_id

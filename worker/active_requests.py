@@ -85,17 +85,11 @@ class _Draft(Struct):
     begun_at: float
     posted: list[CallEvent] = []
 
-    @property
-    def is_last(self) -> bool:
-        return isinstance(self.posted[-1], _ENDS)
-
-    @property
-    def deltas(self) -> list[Tokens]:
-        return [event for event in self.posted if isinstance(event, Tokens)]
-
     def events(self) -> Sequence[CallEvent]:
         """The events; their tokens are merged into one."""
-        deltas = self.deltas
+        if len(self.posted) < 2:
+            return self.posted
+        deltas = [event for event in self.posted if isinstance(event, Tokens)]
         if len(deltas) < 2:
             return self.posted
         first, start = deltas[0], self.posted.index(deltas[0])
@@ -129,7 +123,7 @@ class Outbox:
         now = time.monotonic()
         draft = self._due.get(active) or self._held.pop(active, None) or _Draft(now)
         draft.posted.append(event)
-        if draft.is_last:
+        if isinstance(event, _ENDS):
             self._ended.add(active)
         elif not active.call.wants_stream and now - draft.begun_at < self._hold_s:
             self._held[active] = draft
@@ -162,7 +156,7 @@ class Outbox:
         drafts, self._due = self._due, {}
         now = time.monotonic()
         for active, draft in drafts.items():
-            if active.call.wants_stream and not draft.is_last and draft.deltas:
+            if active.call.wants_stream and isinstance(draft.posted[-1], Tokens):
                 self._published_at[active] = now
         refusals, self._refusals = self._refusals, []
         return refusals + [_publication(active, draft) for active, draft in drafts.items()]

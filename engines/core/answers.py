@@ -335,8 +335,10 @@ class Answer(Struct, eq=False):
         if reason is not None:
             text += detokenizer.finish()
             self._decide(token_ids, logprobs)
-        output = EngineOutput(self.request_id, text=text, logprobs=tuple(logprobs))
-        return self._emit(output, token_ids, reason)
+        output = EngineOutput(
+            self.request_id, self.num_tokens, tuple(token_ids), text, tuple(logprobs)
+        )
+        return self._emit(output, reason)
 
     def output_bytes(self, data: bytes, num_tokens: int) -> EngineOutput:
         """Add tokens whose bytes are known, but not their ids."""
@@ -348,19 +350,17 @@ class Answer(Struct, eq=False):
         if reason is not None:
             text += self.detokenizer.finish()
         output = EngineOutput(
-            self.request_id, text=text, logprobs=tuple(logprobs), num_without_id=num_tokens
+            self.request_id, self.num_tokens, tuple(token_ids), text, tuple(logprobs)
         )
-        return self._emit(output, token_ids, reason)
+        output.num_without_id = num_tokens
+        return self._emit(output, reason)
 
-    def _emit(
-        self, output: EngineOutput, token_ids: list[int], reason: FinishReason | None
-    ) -> EngineOutput:
-        """Add token ids, usage, reasoning and calls to an output that has text."""
+    def _emit(self, output: EngineOutput, reason: FinishReason | None) -> EngineOutput:
+        """Count an output's tokens, and add usage, reasoning and calls."""
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         detokenizer = self.detokenizer
-        output.index, output.token_ids = self.num_tokens, tuple(token_ids)
-        self.num_tokens += len(token_ids) + output.num_without_id
+        self.num_tokens += len(output.token_ids) + output.num_without_id
         if not self.is_announced:
             self._with_usage(output)
         if detokenizer.reasoning:

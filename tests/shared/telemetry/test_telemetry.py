@@ -14,13 +14,13 @@ from shared.packages.rollout import App, Revision, Slot
 from shared.protocol import ModelCard
 from shared.queue.registry import WorkerRecord
 from shared.telemetry.logs import JsonFormatter, TextFormatter
-from shared.telemetry.metrics import GatewayMetrics, Histogram, Metric, RequestRecord
+from shared.telemetry.metrics import STAGES, GatewayMetrics, Histogram, Metric, RequestRecord
 from shared.telemetry.tracing import parse_trace_parent
 
 
 def record(**overrides) -> RequestRecord:
     values = {
-        "model": "m", "stages": {"queue": 0.1}, "e2e_s": 1.2, "ttft_s": 0.2, "num_prompt_tokens": 5,
+        "model": "m", "stages": dict.fromkeys(STAGES, 0.1), "e2e_s": 1.2, "ttft_s": 0.2, "num_prompt_tokens": 5,
         "num_image_tokens": 0, "num_cached_tokens": 0, "num_output_tokens": 11,
     }  # fmt: skip
     return RequestRecord(**{**values, **overrides})
@@ -59,6 +59,7 @@ def test_the_latencies_of_many_requests_are_all_counted():
         metrics.record_finished(record(e2e_s=2.0))
     assert value(metrics, "vlm_request_duration_seconds_count") == 2500
     assert value(metrics, "vlm_request_duration_seconds_sum") == pytest.approx(5000)
+    assert value(metrics, "vlm_prompt_tokens_total") == 5 * 2500
 
 
 def test_a_histogram_shows_what_the_library_shows():
@@ -71,7 +72,7 @@ def test_a_histogram_shows_what_the_library_shows():
     )
     for model, value, count in (("a", 0.1, 1), ("a", 0.25, 4), ("b", 7.0, 1), ("a", 0.0, 1)):
         if count == 1:
-            histogram.labels(model).observe(value)
+            histogram.labels(model).add_all([value])
         else:
             histogram.labels(model).add(value, count)
         for _ in range(count):
