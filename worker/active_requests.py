@@ -128,7 +128,11 @@ class Outbox:
         elif not active.call.wants_stream and now - draft.begun_at < self._hold_s:
             self._held[active] = draft
             return
-        elif active not in self._due and (wait_s := self._wait_s(active, now)) > 0.0:
+        elif (
+            len(self._published_at) >= MIN_COALESCED_STREAMS
+            and active not in self._due
+            and (wait_s := self._wait_s(active, now)) > 0.0
+        ):
             self._held[active] = draft
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._release)
@@ -138,9 +142,7 @@ class Outbox:
 
     def _wait_s(self, active: "ActiveRequest", now: float) -> float:
         """Delay of a stream's tokens. The first tokens are not delayed."""
-        if len(self._published_at) < MIN_COALESCED_STREAMS or active not in self._published_at:
-            return 0.0
-        return self._published_at[active] + STREAM_HOLD_S - now
+        return self._published_at.get(active, 0.0) + STREAM_HOLD_S - now
 
     def _release(self) -> None:
         self._timer = None

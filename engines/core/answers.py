@@ -304,8 +304,10 @@ class Answer(Struct, eq=False):
         self, tokens: Sequence[TokenChoice], reason: FinishReason | None, now: float
     ) -> EngineOutput | None:
         """Add the tokens of a step. Returns None if they are reported later, with further tokens."""
+        if not self.holds_tokens:
+            return self.output(tokens, reason)
         is_due = reason is not None or self.first_token_at is None
-        if self.holds_tokens and not is_due and now < self.reported_at + REPORT_EVERY_S:
+        if not is_due and now < self.reported_at + REPORT_EVERY_S:
             self.held += tokens
             return None
         if self.held:

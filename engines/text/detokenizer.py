@@ -76,7 +76,8 @@ class Detokenizer:
 
     def append(self, token_id: int) -> str:
         """Add the next token; returns the text that it completes. Takes constant time."""
-        return self.append_bytes(self._token_bytes(token_id))
+        text = self._decode(self._token_bytes(token_id))
+        return self._release(text) if self._stops else text
 
     def append_bytes(self, data: bytes) -> str:
         """`append`, for tokens whose ids are unknown."""
