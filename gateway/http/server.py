@@ -235,7 +235,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         ):
             raise self._not_served("Unsupported Transfer-Encoding: send chunked, in HTTP/1.1.")
         super().on_headers_complete()
-        self.scope["extensions"] = {HAS_MESSAGE: self.cycle.message_event.is_set}
+        self.scope["extensions"] = {HAS_MESSAGE: self.cycle.message_event.is_set}  # type: ignore[dict-item]
         if self.scope["http_version"] == "1.0":
             self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign]
 

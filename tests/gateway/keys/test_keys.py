@@ -280,11 +280,11 @@ async def test_a_revocation_that_reached_the_store_alone_takes_effect_when_it_is
     assert (await team.admin("DELETE", "/alice")).json()["state"] == "revoked"
 
 
-async def test_without_redis_stored_keys_are_503_and_those_of_the_settings_are_known(
+async def test_without_redis_stored_keys_wait_and_are_503_and_those_of_the_settings_are_known(
     tmp_path, redis_prefix, monkeypatch
 ):
-    monkeypatch.setattr(directory, "STALE_S", 0.3)
-    monkeypatch.setattr(directory, "POLL_S", 0.05)
+    for name, seconds in (("STALE_S", 0.3), ("POLL_S", 0.05), ("WAIT_S", 30.0)):
+        monkeypatch.setattr(directory, name, seconds)
     server = EmbeddedRedis(tmp_path)
     try:
         settings = make_settings(server.start(), redis_prefix, gateway=KEYS)
@@ -295,32 +295,6 @@ async def test_without_redis_stored_keys_are_503_and_those_of_the_settings_are_k
             async def status(key: str, path: str = "/v1/models") -> int:
                 return (await client.get(path, headers=bearer(key))).status_code
 
-            server.stop()
-            await until_equal(lambda: status(key), 503, 5.0)
-            assert (await status("of-the-settings"), await status("wrong")) == (200, 401)
-            assert await status("the-root-key", PATH) == 503
-            server.restart()
-            await until_equal(lambda: status(key), 200, 10.0)
-    finally:
-        server.stop()
-
-
-async def test_while_redis_pauses_requests_with_stored_keys_wait(
-    tmp_path, redis_prefix, monkeypatch
-):
-    monkeypatch.setattr(directory, "STALE_S", 0.3)
-    monkeypatch.setattr(directory, "POLL_S", 0.05)
-    monkeypatch.setattr(directory, "WAIT_S", 30.0)
-    server = EmbeddedRedis(tmp_path)
-    try:
-        settings = make_settings(server.start(), redis_prefix, gateway=KEYS)
-        async with run_gateway_on_socket(settings) as gateway:
-            client = gateway.client
-            key = (await client.post(PATH, json={"name": "a"}, headers=ROOT)).json()["key"]
-
-            async def status(key: str) -> int:
-                return (await client.get("/v1/models", headers=bearer(key))).status_code
-
             assert await status(key) == 200
             redis = psutil.Process(server.pid)
             redis.suspend()
@@ -330,6 +304,12 @@ async def test_while_redis_pauses_requests_with_stored_keys_wait(
             assert not waiting.done()
             redis.resume()
             assert await waiting == 200
+            server.stop()
+            await until_equal(lambda: status(key), 503, 5.0)
+            assert (await status("of-the-settings"), await status("wrong")) == (200, 401)
+            assert await status("the-root-key", PATH) == 503
+            server.restart()
+            await until_equal(lambda: status(key), 200, 10.0)
     finally:
         server.stop()
 

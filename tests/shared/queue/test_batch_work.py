@@ -48,28 +48,25 @@ async def test_a_request_that_two_replies_name_is_claimed_once(ends, monkeypatch
     worker = ends.worker("a")
     await worker.create_group()
     await worker.read(1, 0.01)
-    replied = asyncio.Event()
+    replied, has_run = asyncio.Event(), asyncio.Queue()
 
-    def hold_back(name: str) -> asyncio.Event:
-        has_run, command = asyncio.Event(), getattr(worker.entries, name)
-
-        async def run_and_wait(*arguments):
+    def hold_back(command):
+        async def run(*arguments):
             reply = await command(*arguments)
-            has_run.set()
+            has_run.put_nowait(command)
             await replied.wait()
             return reply
 
-        monkeypatch.setattr(worker.entries, name, run_and_wait)
-        return has_run
+        monkeypatch.setattr(worker.entries, command.__name__, run)
 
-    has_taken, has_read = hold_back("take"), hold_back("wait")
+    hold_back(worker.entries.take)
+    hold_back(worker.entries.wait)
     requests = [await enqueue_batch(ends) for _ in range(2)]
     take = asyncio.create_task(worker.take(8))
-    await has_taken.wait()
+    await has_run.get()
     requests.append(await ends.enqueue())
     read = asyncio.create_task(worker.read(8, 1.0))
-    await has_read.wait()
+    await has_run.get()
     replied.set()
-
     claims = [*await take, *await read]
     assert sorted(claim.id for claim in claims) == sorted(request.id for request in requests)
