@@ -143,6 +143,10 @@ def with_ends(
 
     `joins`: yield a choice's last tokens and its `Finished` event as one, if they were published together.
     """
+    if len(events) == 1:
+        [(index, event)] = events
+        yield index, event, event if isinstance(event, Finished) else None
+        return
     merged = list(merge_tokens(events))
     joined: CallEvent | None = None
     for place, (index, event) in enumerate(merged, 1):

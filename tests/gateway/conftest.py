@@ -31,9 +31,9 @@ def card() -> ModelCard:
 
 @pytest.fixture
 async def worker(
-    redis_server: str, redis_prefix: str, card: ModelCard
+    redis_server: str, redis_prefix: str, card: ModelCard, redis: Any
 ) -> AsyncIterator[ScriptedWorker]:
-    async with run_worker(redis_server, redis_prefix, card) as worker:
+    async with run_worker(redis_server, redis_prefix, card) as worker:  # its scripts use `redis`
         yield worker
 
 

@@ -61,10 +61,10 @@ async def test_a_request_that_two_replies_name_is_claimed_once(ends, monkeypatch
 
     hold_back(worker.entries.take)
     hold_back(worker.entries.wait)
-    requests = [await enqueue_batch(ends) for _ in range(2)]
+    requests = [await enqueue_batch(ends), await enqueue_batch(ends)]
     take = asyncio.create_task(worker.take(8))
     await has_run.get()
-    requests.append(await ends.enqueue())
+    requests += [await ends.enqueue()]
     read = asyncio.create_task(worker.read(8, 1.0))
     await has_run.get()
     replied.set()
