@@ -178,8 +178,8 @@ class Case:
     @contextmanager
     def held(self, engine: StoppableEngine) -> Iterator[None]:
         """Hold back all but the first tokens of an answer."""
-        engine.steps_left = 1
-        if self.stand_in is not None:  # its tokens may all come in one step
+        engine.steps_left = 1 if self.stand_in is None else None
+        if self.stand_in is not None:  # a step may have all of its tokens, or none
             self.stand_in.released.clear()
             self.stand_in.hold_after = 1
         try:
