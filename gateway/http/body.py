@@ -359,7 +359,7 @@ class PacedBody:
     def __init__(
         self, receive: Receive, timeout_s: float, has_message: Callable[[], bool] | None = None
     ) -> None:
-        """`has_message`: whether `receive` returns without waiting."""
+        """`has_message`: whether `receive` returns without waiting; None: unknown."""
         self._receive = receive
         self._timeout_s = timeout_s
         self._has_message = has_message

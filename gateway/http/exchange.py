@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Send
 from gateway.http.errors import ApiError, Headers, Render
 from shared.protocol import Priority
 
-#: ASGI extension: a function that returns whether `receive` would return without waiting.
+#: Name of an ASGI extension: a function that returns whether `receive` would return without waiting.
 HAS_MESSAGE = "vlm.has_message"
 _MAX_IGNORED = 10
 _MAX_NAME_CHARS = 48
@@ -81,7 +81,7 @@ class RequestContext(Struct):
 class Exchange:
     """The client's side of one request. Writes to a disconnected client are discarded."""
 
-    #: Whether `receive` returns without waiting, if the server tells.
+    #: Whether `receive` returns without waiting; None: unknown.
     has_message: Callable[[], bool] | None = None
 
     def __init__(self, context: RequestContext, receive: Receive, send: Send) -> None:

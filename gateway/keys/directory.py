@@ -40,7 +40,7 @@ _PUT_KEY = load_script(Path(__file__).parent / "scripts" / "put_key.lua")
 MAX_KEYS = 10_000  #: revoked keys included
 POLL_S = 0.5
 STALE_S = 2.0  #: after this long without Redis, stored keys are neither accepted nor refused
-WAIT_S = 4.0  #: for Redis, of a request whose key is known
+WAIT_S = 4.0  #: longest time that a request with a known key waits for Redis
 _SYNC_S = 30.0  #: interval of comparing Redis with the package store
 _PREFIX = "vlm-"
 GUEST = "oidc-"  #: prefix of the tenants of callers with a token
@@ -191,12 +191,12 @@ class KeyDirectory:
         return record if record is not None and record.is_active(_now()) else None
 
     async def _check_fresh(self, *, is_known: bool) -> None:
-        """If the copy is too old, a known key waits for the next two tries to read it. Raises: Overloaded."""
+        """If the copy is too old, wait for Redis, unless the key is unknown. Raises: Overloaded."""
         if self._is_stale() and is_known:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WAIT_S):
                     await self._tried.wait()
-                    if self._is_stale():  # the reply may have been on its way for long
+                    if self._is_stale():  # the try began too long ago
                         await self._tried.wait()
         if self._is_stale():
             raise unavailable()

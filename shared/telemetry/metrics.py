@@ -206,7 +206,7 @@ class Buckets:
 class Histogram(Collector):
     """A single-threaded replacement of prometheus_client's histogram with the same output.
 
-    A request is observed a dozen times; without locks, and counted together, an observation costs a tenth.
+    A request is observed a dozen times; requests are counted together, without locks.
     """
 
     def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
@@ -274,9 +274,8 @@ class RequestRecord(Struct, frozen=True):
 
 
 _MAX_KEYS = 1000
-_COUNT_EVERY = (
-    200  #: requests of a model that are counted together, if nobody reads the metrics before
-)
+#: Finished requests of a model that are kept until they are counted; reading the metrics counts them too.
+_COUNT_EVERY = 200
 
 
 class GatewayMetrics:

@@ -33,7 +33,7 @@ def card() -> ModelCard:
 async def worker(
     redis_server: str, redis_prefix: str, card: ModelCard, redis: Any
 ) -> AsyncIterator[ScriptedWorker]:
-    async with run_worker(redis_server, redis_prefix, card) as worker:  # its scripts use `redis`
+    async with run_worker(redis_server, redis_prefix, card) as worker:  # ends before `redis`
         yield worker
 
 
