@@ -33,6 +33,14 @@ def test_the_mock_keeps_to_a_grammar_beside_answers_without_one(overlap_steps):
     assert answers["free"].token_ids == alone["free"].token_ids
 
 
+def test_one_pause_of_the_machine_does_not_end_an_answer(monkeypatch):
+    clock = iter([0.0, 0.5, *(0.5 + 0.001 * i for i in range(100))])
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    constraint = Constraint(SumMatcher(24))
+    for count in range(10):
+        assert any(constraint.mask(([0, 1] * 5)[:count], 0))
+
+
 def test_an_answer_whose_grammar_takes_too_long_ends_alone_and_says_why(monkeypatch):
     clock = iter(range(100_000))
     monkeypatch.setattr(time, "thread_time", lambda: 0.03 * next(clock))
