@@ -80,21 +80,11 @@ _ENDS = (Finished, Failed)  # a tuple is faster than a union
 
 
 class _Draft(Struct):
-    """Unpublished events of one request, in order."""
+    """What is not published yet of one request: outputs of the engine, and events that follow them."""
 
     begun_at: float
-    posted: list[CallEvent] = []
-
-    def events(self) -> Sequence[CallEvent]:
-        """The events; their tokens are merged into one."""
-        if len(self.posted) < 2:
-            return self.posted
-        deltas = [event for event in self.posted if isinstance(event, Tokens)]
-        if len(deltas) < 2:
-            return self.posted
-        first, start = deltas[0], self.posted.index(deltas[0])
-        whole = join_tokens(first.request_id, first.attempt, deltas)
-        return (*self.posted[:start], whole, *self.posted[start + len(deltas) :])
+    outputs: list[EngineOutput] = []
+    events: list[CallEvent] = []
 
 
 class Outbox:
@@ -116,14 +106,20 @@ class Outbox:
         self._refusals: list[Publication] = []
         self._filled = asyncio.Event()
 
-    def post(self, active: "ActiveRequest", event: CallEvent) -> None:
-        """Add an event of a request; events after its terminal event are dropped."""
+    def post(self, active: "ActiveRequest", outputs: Sequence[EngineOutput]) -> None:
+        """Add outputs of a request; what follows its end is dropped."""
+        last = outputs[-1]
+        is_end = last.finish_reason is not None or last.error is not None
+        draft = self._held.get(active)
+        if draft is not None and active.call.wants_stream and not is_end:
+            draft.outputs += outputs  # `_release` publishes them
+            return
         if active in self._ended:
             return
         now = time.monotonic()
         draft = self._due.get(active) or self._held.pop(active, None) or _Draft(now)
-        draft.posted.append(event)
-        if isinstance(event, _ENDS):
+        draft.outputs += outputs
+        if is_end:
             self._ended.add(active)
         elif not active.call.wants_stream and now - draft.begun_at < self._hold_s:
             self._held[active] = draft
@@ -140,6 +136,15 @@ class Outbox:
         self._due[active] = draft
         self._filled.set()
 
+    def end(self, active: "ActiveRequest", *events: CallEvent) -> None:
+        """End a request by events that are not of the engine, unless it has ended."""
+        if active not in self._ended:
+            self._ended.add(active)
+            draft = self._due.get(active) or self._held.pop(active, None) or _Draft(0.0)
+            draft.events += events
+            self._due[active] = draft
+            self._filled.set()
+
     def _wait_s(self, active: "ActiveRequest", now: float) -> float:
         """Delay of a stream's tokens. The first tokens are not delayed."""
         return self._published_at.get(active, 0.0) + STREAM_HOLD_S - now
@@ -151,17 +156,20 @@ class Outbox:
         self._filled.set()
 
     async def take(self) -> list[Publication]:
-        """All due events, one publication per request; waits until there are some."""
+        """All due events, one publication per request; waits until a request has outputs."""
         while not self._due and not self._refusals:
             self._filled.clear()
             await self._filled.wait()
         drafts, self._due = self._due, {}
+        publications, self._refusals = self._refusals, []
         now = time.monotonic()
         for active, draft in drafts.items():
-            if active.call.wants_stream and isinstance(draft.posted[-1], Tokens):
-                self._published_at[active] = now
-        refusals, self._refusals = self._refusals, []
-        return refusals + [_publication(active, draft) for active, draft in drafts.items()]
+            events = (*active.events(draft.outputs), *draft.events)
+            if events:  # outputs of tokens that are undecided yet have none
+                publications.append(_publication(active, events))
+                if active.call.wants_stream and isinstance(events[-1], Tokens):
+                    self._published_at[active] = now
+        return publications
 
     def refuse(self, refusal: Publication) -> None:
         self._refusals.append(refusal)
@@ -192,11 +200,10 @@ class Outboxes:
         return self._only or self.by_shard[self.shard(claim)]
 
 
-def _publication(active: "ActiveRequest", draft: _Draft) -> Publication:
+def _publication(active: "ActiveRequest", events: Sequence[CallEvent]) -> Publication:
     active.num_publications += 1
-    publication = to_publication(
-        active.claim, active.num_publications, active.num_tokens, draft.events()
-    )
+    number, num_tokens = active.num_publications, active.num_tokens
+    publication = to_publication(active.claim, number, num_tokens, events)
     if isinstance(active.call.task, Run) and active.call.task.keep_s:
         publication = replace(publication, keep_s=active.call.task.keep_s)
     active.num_tokens += publication.num_new_tokens
@@ -308,6 +315,8 @@ class ActiveRequest(Struct, eq=False):
         """The events of consecutive outputs; their tokens are merged into one."""
         request_id, attempt = self.request_id, self.claim.attempt
         events: list[CallEvent] = []
+        if not outputs:
+            return events
         first, last = outputs[0], outputs[-1]
         if first.usage is not None and first.error is None and not self.is_announced:
             self.is_announced = True
@@ -481,21 +490,17 @@ class ActiveRequests:
         active.added_at = time.monotonic()
         name = (active.request_id, active.claim.attempt)
         token_ids = tuple(made.token_ids) if task.with_ids else ()
-        outbox = self._outboxes.of(active.claim)
-        outbox.post(
-            active,
-            Tokenized(
-                *name,
-                len(made.token_ids),
-                token_ids,
-                tuple(made.strings),
-                made.text,
-                made.segment_ends,
-                made.frames,
-            ),
+        tokenized = Tokenized(
+            *name,
+            len(made.token_ids),
+            token_ids,
+            tuple(made.strings),
+            made.text,
+            made.segment_ends,
+            made.frames,
         )
-        timings = active.timings(StageTimings())
-        outbox.post(active, Finished(*name, FinishReason.STOP, Usage(0), timings))
+        finished = Finished(*name, FinishReason.STOP, Usage(0), active.timings(StageTimings()))
+        self._outboxes.of(active.claim).end(active, tokenized, finished)
         self._trace(active, None, "ok")
         self._by_engine_id.pop(active.engine_id, None)
 
@@ -520,9 +525,7 @@ class ActiveRequests:
 
     def _pass_on(self, active: ActiveRequest, outputs: list[EngineOutput]) -> None:
         """Post the outputs of a request in order."""
-        outbox = self._outboxes.of(active.claim)
-        for event in active.events(outputs):
-            outbox.post(active, event)
+        self._outboxes.of(active.claim).post(active, outputs)
         last = outputs[-1]
         if last.timings is not None:
             outcome = "ok" if last.error is None else last.error_code.value
@@ -551,7 +554,7 @@ class ActiveRequests:
         self, active: ActiveRequest, code: ErrorCode, message: str, param: str | None = None
     ) -> None:
         """End a request in an error; it is dropped when that is published."""
-        self._outboxes.of(active.claim).post(active, active.failed(code, message, param))
+        self._outboxes.of(active.claim).end(active, active.failed(code, message, param))
         self._trace(active, None, code.value)
         self._stop_work(active)
 

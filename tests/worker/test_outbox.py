@@ -1,6 +1,7 @@
 """Events that wait to be published are merged, without loss or repetition."""
 
 import time
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -45,25 +46,31 @@ def delta(active: ActiveRequest, index: int, *tokens: int) -> Tokens:
     return Tokens(active.request_id, 2, index, tokens, "".join(map(str, tokens)), logprobs)
 
 
+def output(active: ActiveRequest, index: int, *tokens: int, **fields: Any) -> list[EngineOutput]:
+    event = delta(active, index, *tokens)
+    return [EngineOutput(active.engine_id, index, tokens, event.text, event.logprobs, **fields)]
+
+
 async def test_tokens_of_a_whole_answer_wait_for_its_end_but_not_for_ever():
     active, streaming = make_active(request=make_request(wants_stream=False)), make_active()
     hasty, outbox = Outbox(hold_s=0.0), Outbox(hold_s=1000.0)
-    hasty.post(active, delta(active, 0, 1))
+    hasty.post(active, output(active, 0, 1))
     [publication] = await hasty.take()
     assert events_in(publication) == (delta(active, 0, 1),)
 
-    started = Started(active.request_id, 2, Usage(3))
-    finished = Finished(active.request_id, 2, FinishReason.STOP, Usage(3, 2))
-    outbox.post(active, started)
-    outbox.post(active, delta(active, 0, 1))
-    outbox.post(streaming, delta(streaming, 0, 2))
+    outbox.post(active, [EngineOutput(active.engine_id, usage=Usage(3))])
+    outbox.post(active, output(active, 0, 1))
+    outbox.post(streaming, output(streaming, 0, 2))
     assert [publication.claim for publication in await outbox.take()] == [streaming.claim]
 
-    outbox.post(active, delta(active, 1, 2))
-    outbox.post(active, finished)
+    stop = FinishReason.STOP
+    outbox.post(active, output(active, 1, 2, usage=Usage(3, 2), finish_reason=stop))
 
     [publication] = await outbox.take()
-    assert events_in(publication) == (started, delta(active, 0, 1, 2), finished)
+    *beginning, finished = events_in(publication)
+    assert beginning == [Started(active.request_id, 2, Usage(3)), delta(active, 0, 1, 2)]
+    assert isinstance(finished, Finished)
+    assert (finished.finish_reason, finished.usage) == (stop, Usage(3, 2))
 
 
 async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
@@ -71,16 +78,16 @@ async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
     monkeypatch.setattr("worker.active_requests.STREAM_HOLD_S", 0.5)
     outbox, streams = Outbox(), [make_active() for _ in range(MIN_COALESCED_STREAMS)]
     for active in streams:
-        outbox.post(active, delta(active, 0, 1))
+        outbox.post(active, output(active, 0, 1))
     assert len(await outbox.take()) == len(streams)
     published_at = time.monotonic()
     first, second, third = streams[:3]
     for active in (first, second):
-        outbox.post(active, delta(active, 1, 2))
-        outbox.post(active, delta(active, 2, 3))
+        outbox.post(active, output(active, 1, 2))
+        outbox.post(active, output(active, 2, 3))
     late = make_active()
-    outbox.post(late, delta(late, 0, 1))
-    outbox.post(third, Finished(third.request_id, 2, FinishReason.STOP, Usage(3, 1)))
+    outbox.post(late, output(late, 0, 1))
+    outbox.end(third, Finished(third.request_id, 2, FinishReason.STOP, Usage(3, 1)))
     assert {item.claim.id for item in await outbox.take()} == {late.claim.id, third.claim.id}
 
     held = await outbox.take()
@@ -92,12 +99,19 @@ async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
 
 async def test_what_is_dropped_or_comes_after_the_end_is_not_said():
     dropped, ended, other, outbox = make_active(), make_active(), make_active(), Outbox()
-    outbox.post(ended, Failed(ended.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late"))
+    outbox.end(ended, Failed(ended.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late"))
     await outbox.take()
     for active in (dropped, ended, other):
-        outbox.post(active, delta(active, 0, 1))
+        outbox.post(active, output(active, 0, 1))
     outbox.drop(dropped)
 
+    assert [publication.claim for publication in await outbox.take()] == [other.claim]
+
+
+async def test_outputs_without_tokens_are_not_published():
+    quiet, other, outbox = make_active(), make_active(), Outbox()
+    outbox.post(quiet, [EngineOutput(quiet.engine_id)])
+    outbox.post(other, output(other, 0, 1))
     assert [publication.claim for publication in await outbox.take()] == [other.claim]
 
 
