@@ -57,7 +57,6 @@ async def test_tokens_of_a_whole_answer_wait_for_its_end_but_not_for_ever():
     hasty.post(active, output(active, 0, 1))
     [publication] = await hasty.take()
     assert events_in(publication) == (delta(active, 0, 1),)
-
     outbox.post(active, [EngineOutput(active.engine_id, usage=Usage(3))])
     outbox.post(active, output(active, 0, 1))
     outbox.post(streaming, output(streaming, 0, 2))
@@ -65,7 +64,6 @@ async def test_tokens_of_a_whole_answer_wait_for_its_end_but_not_for_ever():
 
     stop = FinishReason.STOP
     outbox.post(active, output(active, 1, 2, usage=Usage(3, 2), finish_reason=stop))
-
     [publication] = await outbox.take()
     *beginning, finished = events_in(publication)
     assert beginning == [Started(active.request_id, 2, Usage(3)), delta(active, 0, 1, 2)]
@@ -89,7 +87,6 @@ async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
     outbox.post(late, output(late, 0, 1))
     outbox.end(third, Finished(third.request_id, 2, FinishReason.STOP, Usage(3, 1)))
     assert {item.claim.id for item in await outbox.take()} == {late.claim.id, third.claim.id}
-
     held = await outbox.take()
     assert time.monotonic() - published_at > 0.4
     assert [events_in(item) for item in held] == [
@@ -104,34 +101,15 @@ async def test_what_is_dropped_or_comes_after_the_end_is_not_said():
     for active in (dropped, ended, other):
         outbox.post(active, output(active, 0, 1))
     outbox.drop(dropped)
-
+    outbox.post(quiet := make_active(), [EngineOutput(quiet.engine_id)])  # without tokens yet
     assert [publication.claim for publication in await outbox.take()] == [other.claim]
 
 
-async def test_outputs_without_tokens_are_not_published():
-    quiet, other, outbox = make_active(), make_active(), Outbox()
-    outbox.post(quiet, [EngineOutput(quiet.engine_id)])
-    outbox.post(other, output(other, 0, 1))
-    assert [publication.claim for publication in await outbox.take()] == [other.claim]
-
-
-def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
-    active, engine_id = make_active(), make_active().engine_id
-    beginning = [
-        EngineOutput(engine_id, usage=Usage(3, 0)),
-        EngineOutput(engine_id, 0, (5,), "x"),
-        EngineOutput(engine_id, 1, (6, 7), "yz"),
-    ]
-    end = EngineOutput(engine_id, 3, (8,), "!", usage=Usage(3, 4), finish_reason=FinishReason.STOP)
-
-    started, delta = active.events(beginning)
-    assert started == Started(active.request_id, active.claim.attempt, Usage(3, 0))
-    assert delta == Tokens(active.request_id, active.claim.attempt, 0, (5, 6, 7), "xyz")
-    assert [type(event) for event in active.events([end])] == [Tokens, Finished]
-    failed = EngineOutput(engine_id, 1, error="no memory")
-    assert [type(event) for event in make_active().events([*beginning, failed])] == [
-        *(Started, Tokens, Failed)
-    ]
+def test_an_error_follows_the_tokens_before_it():
+    active = make_active()
+    failed = EngineOutput(active.engine_id, 1, error="no memory")
+    outputs = [EngineOutput(active.engine_id, usage=Usage(3)), *output(active, 0, 1), failed]
+    assert [type(event) for event in active.events(outputs)] == [Started, Tokens, Failed]
 
 
 @pytest.mark.parametrize(
