@@ -1,7 +1,7 @@
 """The active requests of a worker, from their claim until they end or are dropped, and the outbox for their events.
 
 Runs on the event loop, called by the worker's loops; it does no I/O. Redis's CPU time depends on the number of published
-items, so items are few: consecutive events of a request are merged while they wait. Answers that are not streamed are
+items, so items are few: outputs of a request are merged when they are published. Answers that are not streamed are
 published every `HOLD_S` and at their end, and streams of a busy worker every `STREAM_HOLD_S`.
 """
 
@@ -76,11 +76,8 @@ _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
 )
 
 
-_ENDS = (Finished, Failed)  # a tuple is faster than a union
-
-
 class _Draft(Struct):
-    """What is not published yet of one request: outputs of the engine, and events that follow them."""
+    """Outputs of one request that are not published yet, and the events that follow them."""
 
     begun_at: float
     outputs: list[EngineOutput] = []
@@ -137,7 +134,7 @@ class Outbox:
         self._filled.set()
 
     def end(self, active: "ActiveRequest", *events: CallEvent) -> None:
-        """End a request by events that are not of the engine, unless it has ended."""
+        """End a request with events that the engine did not create, unless it has ended."""
         if active not in self._ended:
             self._ended.add(active)
             draft = self._due.get(active) or self._held.pop(active, None) or _Draft(0.0)
@@ -156,7 +153,7 @@ class Outbox:
         self._filled.set()
 
     async def take(self) -> list[Publication]:
-        """All due events, one publication per request; waits until a request has outputs."""
+        """The events of the requests that are due, one publication for each; waits until there is one."""
         while not self._due and not self._refusals:
             self._filled.clear()
             await self._filled.wait()
@@ -164,11 +161,17 @@ class Outbox:
         publications, self._refusals = self._refusals, []
         now = time.monotonic()
         for active, draft in drafts.items():
-            events = (*active.events(draft.outputs), *draft.events)
-            if events:  # outputs of tokens that are undecided yet have none
+            try:
+                events = (*active.events(draft.outputs), *draft.events)
+                if events:  # else: all tokens are undecided
+                    publications.append(_publication(active, events))
+            except Exception:  # an output that breaks the engine's interface ends its request alone
+                logger.exception("cannot publish the outputs of request %s", active.request_id)
+                events = (active.failed(ErrorCode.ENGINE_FAILURE, "the output cannot be sent"),)
                 publications.append(_publication(active, events))
-                if active.call.wants_stream and isinstance(events[-1], Tokens):
-                    self._published_at[active] = now
+                self._ended.add(active)
+            if events and active.call.wants_stream and isinstance(events[-1], Tokens):
+                self._published_at[active] = now
         return publications
 
     def refuse(self, refusal: Publication) -> None:
@@ -216,7 +219,7 @@ def to_publication(
     """Events for the queue; `num_tokens` output tokens came before them."""
     last, result = events[-1], b""
     ending: Ending | None = None
-    if isinstance(last, _ENDS):
+    if isinstance(last, (Finished, Failed)):
         ending = "finished" if isinstance(last, Finished) else "failed"
         events, result = _split_off_result(events)
     usage, num_new_tokens = None, 0

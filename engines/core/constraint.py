@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from engines.text.grammar import Drafter
 
-#: CPU time limit of an answer's masks but the slowest: an initial amount, and an addition per token. The slowest is not
-#: counted because a thread's CPU time may include pauses of a virtual machine.
+#: CPU time limit of an answer's masks: an initial amount, and an addition per token. The slowest mask is not counted,
+#: because a thread's CPU time may include a pause of the virtual machine.
 BURST_S = 0.1
 _TOKEN_S = 0.005
 #: CPU time limit of one draft; an answer that exceeds it gets no more drafts.

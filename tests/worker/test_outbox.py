@@ -55,20 +55,19 @@ async def test_tokens_of_a_whole_answer_wait_for_its_end_but_not_for_ever():
     active, streaming = make_active(request=make_request(wants_stream=False)), make_active()
     hasty, outbox = Outbox(hold_s=0.0), Outbox(hold_s=1000.0)
     hasty.post(active, output(active, 0, 1))
-    [publication] = await hasty.take()
-    assert events_in(publication) == (delta(active, 0, 1),)
+    assert events_in((await hasty.take())[0]) == (delta(active, 0, 1),)
     outbox.post(active, [EngineOutput(active.engine_id, usage=Usage(3))])
     outbox.post(active, output(active, 0, 1))
     outbox.post(streaming, output(streaming, 0, 2))
     assert [publication.claim for publication in await outbox.take()] == [streaming.claim]
 
-    stop = FinishReason.STOP
-    outbox.post(active, output(active, 1, 2, usage=Usage(3, 2), finish_reason=stop))
+    ended = {"usage": Usage(3, 2), "finish_reason": FinishReason.STOP}
+    outbox.post(active, output(active, 1, 2, **ended))
     [publication] = await outbox.take()
     *beginning, finished = events_in(publication)
     assert beginning == [Started(active.request_id, 2, Usage(3)), delta(active, 0, 1, 2)]
     assert isinstance(finished, Finished)
-    assert (finished.finish_reason, finished.usage) == (stop, Usage(3, 2))
+    assert {"usage": finished.usage, "finish_reason": finished.finish_reason} == ended
 
 
 async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
@@ -83,8 +82,7 @@ async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
     for active in (first, second):
         outbox.post(active, output(active, 1, 2))
         outbox.post(active, output(active, 2, 3))
-    late = make_active()
-    outbox.post(late, output(late, 0, 1))
+    outbox.post(late := make_active(), output(late, 0, 1))
     outbox.end(third, Finished(third.request_id, 2, FinishReason.STOP, Usage(3, 1)))
     assert {item.claim.id for item in await outbox.take()} == {late.claim.id, third.claim.id}
     held = await outbox.take()
@@ -105,11 +103,13 @@ async def test_what_is_dropped_or_comes_after_the_end_is_not_said():
     assert [publication.claim for publication in await outbox.take()] == [other.claim]
 
 
-def test_an_error_follows_the_tokens_before_it():
-    active = make_active()
-    failed = EngineOutput(active.engine_id, 1, error="no memory")
-    outputs = [EngineOutput(active.engine_id, usage=Usage(3)), *output(active, 0, 1), failed]
-    assert [type(event) for event in active.events(outputs)] == [Started, Tokens, Failed]
+async def test_a_request_that_fails_ends_alone_after_its_tokens():
+    broken, full, other, outbox = make_active(), make_active(), make_active(), Outbox()
+    outbox.post(broken, [EngineOutput(broken.engine_id, finish_reason=FinishReason.STOP)])
+    outbox.post(full, [*output(full, 0, 1, usage=Usage(3)), EngineOutput("", 1, error="full")])
+    outbox.post(other, output(other, 0, 1))
+    types = [[*map(type, events_in(publication))] for publication in await outbox.take()]
+    assert types == [[Failed], [Started, Tokens, Failed], [Tokens]]
 
 
 @pytest.mark.parametrize(

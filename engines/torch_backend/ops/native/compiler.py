@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")  # fmt: skip
-_TIMEOUT_S = 900  # a busy machine needs minutes
+_TIMEOUT_S = 900  # it takes minutes on a busy machine
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
