@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request", bound=EngineRequest)
 REPORT_EVERY_S = 0.05  #: interval between outputs of an answer that is not streamed
+#: Interval between outputs of a stream, for each answer of the engine: an output costs worker and gateway CPU time.
+STREAM_EVERY_S = 0.001
 
 
 class PromptingEngine(Engine[Request]):
@@ -229,7 +231,8 @@ class Answer(Struct, eq=False):
     is_announced: bool = False  #: whether an output with the usage was created
     undecided: list[TokenChoice] = field(default_factory=list)
     """Tokens that are not reported yet, because they may be part of a reasoning marker."""
-    holds_tokens: bool = False  #: whether outputs have the tokens of several steps
+    is_streamed: bool = True
+    holds_tokens: bool = False  #: whether outputs may have the tokens of several steps
     held: list[TokenChoice] = field(default_factory=list)  #: not reported yet
     reported_at: float = 0.0
 
@@ -248,8 +251,9 @@ class Answer(Struct, eq=False):
             None if request.tool_format is None else CallReader(request.tool_format),
             frozenset(() if sampling.keeps_stop else sampling.stop_token_ids),
             time.perf_counter(),
+            is_streamed=request.is_streamed,
             # Tokens are searched for stop strings at once, because one ends the answer.
-            holds_tokens=not (request.is_streamed or sampling.stop),
+            holds_tokens=not sampling.stop,
         )
         if request.output_token_ids:
             answer.output([TokenChoice(token_id) for token_id in request.output_token_ids])
@@ -301,15 +305,24 @@ class Answer(Struct, eq=False):
         return output
 
     def add(
-        self, tokens: Sequence[TokenChoice], reason: FinishReason | None, now: float
+        self,
+        tokens: Sequence[TokenChoice],
+        reason: FinishReason | None,
+        now: float,
+        num_answers: int = 1,
     ) -> EngineOutput | None:
-        """Add the tokens of a step. Returns None if they are reported later, with further tokens."""
-        if not self.holds_tokens:
-            return self.output(tokens, reason)
-        is_due = reason is not None or self.first_token_at is None
-        if not is_due and now < self.reported_at + REPORT_EVERY_S:
-            self.held += tokens
-            return None
+        """Add the tokens of a step. Returns None if they are reported later, with further tokens.
+
+        `num_answers`: answers of the engine at present.
+        """
+        is_due = reason is not None or self.first_token_at is None or not self.holds_tokens
+        if not is_due:
+            every_s = REPORT_EVERY_S
+            if self.is_streamed:
+                every_s = min(every_s, num_answers * STREAM_EVERY_S)
+            if now < self.reported_at + every_s:
+                self.held += tokens
+                return None
         if self.held:
             tokens, self.held = [*self.held, *tokens], []
         self.reported_at = now

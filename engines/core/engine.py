@@ -257,7 +257,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             output = answer.end(FinishReason.LENGTH)
         else:
             tokens = (choice, *choice.following) if choice.following else (choice,)
-            output = answer.add(tokens, sequence.finish_reason, now)
+            output = answer.add(tokens, sequence.finish_reason, now, len(self._answers))
         if output is not None and output.finish_reason is not None:
             if answer.is_stopped:
                 self.scheduler.finish(sequence, FinishReason.STOP)

@@ -238,9 +238,17 @@ class Scheduler:
         """Increment `num_overtakes` of the first waiting batch sequence and of the first one in prefill."""
         if started.is_preemptible:
             return
-        begun = (s for s in self.running.values() if s.num_pending_tokens > 1)
-        for queue, sequences in ((self.running, begun), (self.waiting, self.waiting.values())):
-            overtaken = next((s for s in sequences if s.is_preemptible), None)
+        for queue in (self.running, self.waiting):
+            if not _ends_with_batch_work(queue):
+                continue
+            overtaken = next(
+                (
+                    s
+                    for s in queue.values()
+                    if s.is_preemptible and (not s.is_running or s.num_pending_tokens > 1)
+                ),
+                None,
+            )
             if overtaken is not None:
                 overtaken.num_overtakes += 1
                 _enter(queue, overtaken)
@@ -301,6 +309,9 @@ def _to_end_of_run(image: ImageInput, start: int, num_new: int) -> int:
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:
     """Queue a sequence last, or first, in its class; interactive ones precede batch work."""
     is_preemptible = sequence.is_preemptible
+    if not first and (is_preemptible or not _ends_with_batch_work(queue)):
+        queue[sequence.request_id] = sequence
+        return
     behind = [
         request_id
         for request_id, other in queue.items()
@@ -310,6 +321,11 @@ def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool
     queue[sequence.request_id] = sequence
     for request_id in behind:
         queue.move_to_end(request_id)
+
+
+def _ends_with_batch_work(queue: OrderedDict[str, Sequence]) -> bool:
+    """Whether a queue has batch work, which is behind all interactive sequences."""
+    return bool(queue) and next(reversed(queue.values())).is_preemptible
 
 
 class _LaunchedStep(Struct):

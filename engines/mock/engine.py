@@ -265,20 +265,19 @@ class MockRunner:
             )
         num_prefill_tokens = 0
         num_images = 0
+        scores: dict[str, list[PromptScore]] = {}
         for item in items:
             if item.num_new_tokens > 1 or item.start < item.sequence.num_prompt_tokens:
                 num_prefill_tokens += item.num_new_tokens
                 num_images += self._encode_images(item)
+                if scored := item.scored:
+                    scores[item.sequence.request_id] = _score(item.sequence, scored)
         mock = self._mock
         vision_s = mock.vision_s * num_images
         step_s = vision_s + mock.decode_s + mock.prefill_s_per_token * num_prefill_tokens
         if step_s > 0:
             self._free_at = max(self._free_at, time.perf_counter()) + step_s
-        result = StepResult(choices, vision_s)
-        for item in items:
-            if scored := item.scored:
-                result.prompt_scores[item.sequence.request_id] = _score(item.sequence, scored)
-        return MockStep(result, self._free_at)
+        return MockStep(StepResult(choices, vision_s, prompt_scores=scores), self._free_at)
 
     def split(self, image: ImageInput) -> tuple[ImageInput]:
         return (image,)

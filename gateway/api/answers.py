@@ -333,6 +333,7 @@ class ChunkStream(Generic[Options]):
             "system_fingerprint": head.package or SYSTEM_FINGERPRINT,
             "service_tier": options.service_tier,
         }
+        self._chunk: Any = None  # the last chunk: creating one for each costs more
         self._begun: set[int] = set()
         self._num_tokens = 0
         self._counts: dict[int, int] = {}  # output tokens by choice
@@ -382,12 +383,21 @@ class ChunkStream(Generic[Options]):
             frames.append((self._num_tokens + 3, SSE_DONE))
         return frames
 
-    def chunk(self, choice: Any, **fields: Any) -> bytes:
-        usage = None if self.options.include_usage else UNSET
+    def chunk(self, choice: Any, timings: Any = UNSET) -> bytes:
+        if self._chunk is None:
+            self._chunk = self.chunk_type(choices=[], usage=self.usage(), **self._constant)
+        chunk = self._chunk
+        chunk.choices, chunk.timings = [choice], timings
+        if self.options.continuous_usage:
+            chunk.usage = self.usage()
+        return sse_event(encode(chunk))
+
+    def usage(self) -> CompletionUsage | UnsetType | None:
+        """The `usage` of a chunk."""
         if self.options.continuous_usage:
             prompt = sum(self._prompt_usages.values(), Usage(0))
-            usage = usage_of(prompt, sum(self._counts.values()))
-        return sse_event(self.encode(self.chunk_type, [choice], usage=usage, **fields))
+            return usage_of(prompt, sum(self._counts.values()))
+        return None if self.options.include_usage else UNSET
 
     def encode(self, type_: type[msgspec.Struct], choices: list[Any], **fields: Any) -> bytes:
         return encode(type_(choices=choices, **self._constant, **fields))

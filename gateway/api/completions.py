@@ -78,7 +78,7 @@ from gateway.api.generation import (
 )
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http.exchange import RequestContext
+from gateway.http.exchange import RequestContext, sse_event
 from gateway.media.loader import ImageSource
 from shared.media import MEDIA
 from shared.protocol import (
@@ -748,11 +748,11 @@ class ChatAnswer(ChunkStream[ChatOptions]):
         return choice
 
     def first_chunk(self, index: int, event: CallEvent) -> bytes:
-        token_ids = UNSET
-        if isinstance(event, Started) and self.options.with_token_ids:
-            token_ids = event.prompt_token_ids
         choice = ChunkChoice(index, ChoiceDelta("assistant", ""))
-        return self.chunk(choice, prompt_token_ids=token_ids)
+        if not (isinstance(event, Started) and self.options.with_token_ids):
+            return self.chunk(choice)
+        fields = {"usage": self.usage(), "prompt_token_ids": event.prompt_token_ids}
+        return sse_event(self.encode(self.chunk_type, [choice], **fields))
 
     def empty(self, index: int) -> ChunkChoice:
         return ChunkChoice(index, ChoiceDelta())

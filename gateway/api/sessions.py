@@ -404,12 +404,13 @@ class Sessions(Resource):
             tenant=tenant, priority=session.priority, trace_parent=caller.context.trace_parent,
             is_resumable=True,
         )  # fmt: skip
+        limits = lifecycle.key_limits.limits(session.priority, tenant)
         try:
             submitted = await lifecycle.dispatcher.submit(
                 [call],
                 timeout_s=task.deadline_at - time.time(),  # noqa: TID251
                 max_waiting=lifecycle.key_limits.max_waiting(session.priority),
-                reservation=lifecycle.key_limits.reservation([call], card),
+                reservation=lifecycle.key_limits.reservation([call], card, limits),
                 charge=lifecycle.key_limits.charge([call], card),
             )
         except QueueRefused as refused:

@@ -131,12 +131,13 @@ class KeyLimits:
             )
         return None if quota == NO_LIMITS else quota
 
-    def reservation(self, calls: Sequence[Call], card: ModelCard) -> Reservation | None:
+    def reservation(
+        self, calls: Sequence[Call], card: ModelCard, quota: Limits | None
+    ) -> Reservation | None:
         """The reservation of a request's calls. None if nothing is limited."""
-        first = calls[0]
-        quota = self.limits(first.priority, first.tenant)
         if quota is None:
             return None
+        first = calls[0]
         each = [possible_tokens(call.task, card) for call in calls]
         possible = max(each, key=lambda tokens: tokens.total)
         return Reservation(

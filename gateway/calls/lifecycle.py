@@ -425,11 +425,11 @@ class Lifecycle:
             for choice, task in enumerate(tasks)
         ]
         affinity = find_affinity(self.models, self.settings.home_grace_s, calls[0])
+        limits = self.key_limits.limits(plan.priority, context.tenant)
         if not call_id:
-            limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, affinity)
             calls = [replace(call, id=call.id + shard) for call in calls] if shard else calls
-        reservation = self.key_limits.reservation(calls, card)
+        reservation = self.key_limits.reservation(calls, card, limits)
         recorder.submitted_at = time.perf_counter()
         timeout_s = self.settings.request_timeout_s
         try:

@@ -308,13 +308,15 @@ async def read_body(
     paced = PacedBody(exchange.receive, timeout_s, exchange.has_message)
     most = max_commas if media_type == JSON else limits.max_body_bytes
     pieces: list[bytes] = []
-    num_commas, has_more = 0, True
+    num_commas, num_counted, has_more = 0, 0, True
     while has_more:
         piece, has_more = await paced.piece(held, limits.max_body_bytes)
-        num_commas += _count_commas(piece)
-        if num_commas > most:
-            raise _too_large(f"{most} commas, in its texts and between its values")
         pieces.append(piece)
+        if paced.num_bytes > most:
+            num_commas += sum(map(_count_commas, pieces[num_counted:]))
+            num_counted = len(pieces)
+            if num_commas > most:
+                raise _too_large(f"{most} commas, in its texts and between its values")
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 

@@ -19,9 +19,7 @@ local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function claim(entry, request, log, is_new, read_nonce)
   local r = redis.call('HMGET', request, 'state', 'attempt', 'failures', 'claim', 'entry',
-    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items', 'tokens', 'claimed_tokens', 'losses', 'home',
-    'earlier', 'worker')
-  local losses = tonumber(r[14] or 0)
+    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'home', 'earlier')
   local state, attempt, failures, is_first = r[1], r[2], r[3], r[2] == '0'
   if (state ~= 'queued' and state ~= 'running') or r[5] ~= entry then
     redis.call('XACK', queue, group, entry)
@@ -30,24 +28,30 @@ local function claim(entry, request, log, is_new, read_nonce)
   end
   if is_new and attempt ~= '0' then return nil end
 
-  if r[4] ~= nonce and is_first then
+  local losses = 0
+  if is_first and r[4] ~= nonce then
     attempt = '1' -- the other fields are those of `submit`
     redis.call('HSET', request, 'state', 'running', 'attempt', '1', 'claim', nonce, 'worker', worker, 'begun', '1')
-    if r[16] then redis.call('HSET', request, 'claimed_tokens', r[12]) end
-  elseif r[4] ~= nonce then -- else: a repeated call
-    if state == 'running' then wake(args.wakeups .. r[17], 'lost', entry) end
-    local was_lost = r[4] == read_nonce and r[11] == '0'
-    attempt = string.format('%d', attempt + 1)
-    if state == 'running' and r[10] == '1' and not was_lost then
-      losses = losses + 1
-      local is_cleared = failures ~= '0' and r[12] - (r[13] or 0) >= args.cleared_after
-      if not is_cleared then failures = string.format('%d', failures + 1) end
+    if r[11] then redis.call('HSET', request, 'claimed_tokens', redis.call('HGET', request, 'tokens')) end
+  elseif not is_first then
+    local begun, items, tokens, claimed, lost, last_worker =
+      unpack(redis.call('HMGET', request, 'begun', 'items', 'tokens', 'claimed_tokens', 'losses', 'worker'))
+    losses = tonumber(lost or 0)
+    if r[4] ~= nonce then -- else: a repeated call
+      if state == 'running' then wake(args.wakeups .. last_worker, 'lost', entry) end
+      local was_lost = r[4] == read_nonce and items == '0'
+      attempt = string.format('%d', attempt + 1)
+      if state == 'running' and begun == '1' and not was_lost then
+        losses = losses + 1
+        local is_cleared = failures ~= '0' and tokens - (claimed or 0) >= args.cleared_after
+        if not is_cleared then failures = string.format('%d', failures + 1) end
+      end
+      redis.call('HSET', request, 'state', 'running', 'attempt', attempt, 'failures', failures,
+        'claim', nonce, 'worker', worker, 'items', '0', 'claimed_tokens', tokens, 'losses', string.format('%d', losses),
+        'begun', failures == '0' and '1' or '0')
     end
-    redis.call('HSET', request, 'state', 'running', 'attempt', attempt, 'failures', failures,
-      'claim', nonce, 'worker', worker, 'items', '0', 'claimed_tokens', r[12], 'losses', string.format('%d', losses),
-      'begun', failures == '0' and '1' or '0')
   end
-  if r[15] and r[4] ~= nonce then redis.call('SET', r[15], worker, 'PX', args.affinity_ms) end
+  if r[10] and r[4] ~= nonce then redis.call('SET', r[10], worker, 'PX', args.affinity_ms) end
 
   local remaining_ms = tonumber(r[6]) - now_ms
   local verdict = 'ok'
@@ -59,7 +63,7 @@ local function claim(entry, request, log, is_new, read_nonce)
     verdict = 'exhausted'
   end
   local answer = {verdict, tonumber(attempt), tonumber(failures), r[8], r[9], now_ms - tonumber(r[7]), remaining_ms}
-  if r[16] then answer[#answer + 1] = r[16] end
+  if r[11] then answer[#answer + 1] = r[11] end
   if not is_first then
     for _, piece in ipairs(redis.call('LRANGE', log, 0, -1)) do answer[#answer + 1] = piece end
   end
@@ -70,8 +74,14 @@ local function claim_new(after, count, requests, logs)
   local answers = {}
   -- Requests reserved for this worker are among them, and may run already.
   local mine = redis.pcall('XPENDING', queue, group, '(' .. after, '+', count + 100, worker)
-  for _, pending in ipairs(mine.err and {} or mine) do
-    local entry = redis.call('XRANGE', queue, pending[1], pending[1])[1]
+  if mine.err or #mine == 0 then return answers end
+  -- Most are adjacent; an entry of another worker between them, or a deleted one, shifts those that follow.
+  local entries = redis.call('XRANGE', queue, mine[1][1], mine[#mine][1], 'COUNT', #mine)
+  for place, pending in ipairs(mine) do
+    local entry = entries[place]
+    if not entry or entry[1] ~= pending[1] then
+      entry = redis.call('XRANGE', queue, pending[1], pending[1])[1]
+    end
     if entry and entry[2][1] == 'id' then
       local answer = claim(pending[1], requests .. entry[2][2], logs .. entry[2][2], true)
       if answer then

@@ -6,11 +6,8 @@
 --   cached and output token and of an image (nano-dollars), and of a budget: what is reserved, and its key. Absent: 0 each.
 local SPENT_TTL_MS = 93 * 86400000
 
-local counted = {} -- by field
-
-local function add(kind, owner, count)
-  if count ~= 0 then counted[kind .. owner] = (counted[kind .. owner] or 0) + count end
-end
+local KINDS = {'requests', 'input', 'cached', 'images', 'output', 'cost'}
+local counted = {} -- sums of `KINDS`, by tenant and model
 
 local USED = {'tenant', 'charge', 'tokens', 'prompt', 'cached'}
 
@@ -29,12 +26,11 @@ local function count_usage(model, request, used, is_lost)
     local cost = (num_prompt - num_cached) * input + num_cached * cached + num_output * output + num_images * image
     cost = math.floor(cost + 0.5)
     local owner = ' ' .. (tenant or '') .. ' ' .. model
-    add('requests', owner, mark == '' and 1 or 0)
-    add('input', owner, num_prompt)
-    add('cached', owner, num_cached)
-    add('images', owner, num_images)
-    add('output', owner, num_output)
-    add('cost', owner, cost)
+    local sums = counted[owner]
+    if not sums then sums = {0, 0, 0, 0, 0, 0}; counted[owner] = sums end
+    if mark == '' then sums[1] = sums[1] + 1 end
+    sums[2], sums[3], sums[4] = sums[2] + num_prompt, sums[3] + num_cached, sums[4] + num_images
+    sums[5], sums[6] = sums[5] + num_output, sums[6] + cost
     if budget ~= '' then redis.call('HINCRBY', budget, 'spent', string.format('%.0f', cost)) end
   end
   if budget ~= '' and redis.call('ZREM', budget .. ':open', reserved .. ' ' .. request) == 1 then
@@ -46,12 +42,16 @@ local function save_usage(spent)
   if next(counted) == nil then return end
   local now = redis.call('TIME')
   local day = spent .. math.floor(now[1] / 86400)
-  for field, count in pairs(counted) do
-    -- An older ACL may not allow this: then nothing is counted.
-    local sum = redis.pcall('HINCRBY', day, field, string.format('%.0f', count))
-    if type(sum) == 'table' then return end
-    if sum == count and redis.call('HSETNX', day, '', string.format('%d%06d', now[1], now[2])) == 1 then
-      redis.call('PEXPIRE', day, SPENT_TTL_MS)
+  for owner, sums in pairs(counted) do
+    for place, count in ipairs(sums) do
+      if count ~= 0 then
+        -- An older ACL may not allow this: then nothing is counted.
+        local sum = redis.pcall('HINCRBY', day, KINDS[place] .. owner, string.format('%.0f', count))
+        if type(sum) == 'table' then return end
+        if sum == count and redis.call('HSETNX', day, '', string.format('%d%06d', now[1], now[2])) == 1 then
+          redis.call('PEXPIRE', day, SPENT_TTL_MS)
+        end
+      end
     end
   end
 end

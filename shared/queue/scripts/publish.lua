@@ -45,7 +45,7 @@ local function finish(request, log, item, events, r)
   remove(item.entry)
   if r[6] and r[6] ~= '' then redis.call('ZADD', reservations, 'XX', '0', r[6]) end
   local num_tokens = r[3] + item.count
-  redis.call('HSET', request, 'state', item.state, 'tokens', digits(num_tokens), 'payload', '', prompt_fields(item))
+  redis.call('HSET', request, 'state', item.state, 'tokens', digits(num_tokens), 'payload', '')
   count_usage(args.model, request, {r[8], r[9], num_tokens, item.prompt or r[10], item.cached or r[11]})
   redis.call('RPUSH', log, events)
   local kept_ms = item.keep_ms and digits(item.keep_ms) or keep_ms
@@ -58,12 +58,12 @@ local function finish(request, log, item, events, r)
   end
 end
 
-local ENDED = {'tenant', 'charge', 'prompt', 'cached'}
+local ENDED, NONE = {'tenant', 'charge', 'prompt', 'cached'}, {}
 local verdicts = {}
 for i, item in ipairs(args.items) do
   local request, log, events = KEYS[2 * i + 3], KEYS[2 * i + 4], ARGV[1 + i]
   local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'items', 'listeners', 'reservation', 'worker',
-    unpack(item.state and ENDED or {}))
+    unpack(item.state and ENDED or NONE))
   local verdict = 'ok'
   if not r[1] then
     verdict = 'gone'

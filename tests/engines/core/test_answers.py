@@ -30,14 +30,16 @@ def make_processor(tokens: Sequence[bytes], reasoning: Reasoning | None = None) 
     return processor
 
 
-def write(answer: Answer, token_ids: Sequence[int], ends: Iterable[int]) -> list[EngineOutput]:
+def write(
+    answer: Answer, token_ids: Sequence[int], ends: Iterable[int], num_answers: int = 40
+) -> list[EngineOutput]:
     """The outputs of tokens in groups with these ends, up to a stop string."""
     start, outputs = 0, []
     groups = sorted({*(end % (len(token_ids) + 1) for end in ends), len(token_ids)} - {0})
     for step, end in enumerate(groups):
         tokens = [TokenChoice(token_id, -1.0 - token_id) for token_id in token_ids[start:end]]
         reason = FinishReason.LENGTH if end == len(token_ids) else None
-        start, output = end, answer.add(tokens, reason, 0.4 * REPORT_EVERY_S * step)
+        start, output = end, answer.add(tokens, reason, 0.4 * REPORT_EVERY_S * step, num_answers)
         if output is None:
             continue
         outputs.append(output)
@@ -109,13 +111,13 @@ def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(
     assert received([*told, *rest]) == whole
 
 
-def test_an_answer_that_is_not_streamed_reports_several_tokens_together():
-    processor, texts = make_processor([b"a", b"b", b"c", b"d", b"e", b"f"]), {}
-    for is_streamed in (True, False):
+def test_an_answer_that_is_not_streamed_and_a_stream_of_many_report_several_tokens_together():
+    processor, texts = make_processor([b"a", b"b", b"c", b"d", b"e", b"f"]), []
+    for is_streamed, num_answers in ((True, 1), (True, 40), (False, 1)):
         request = EngineRequest("r", [1], SamplingParams(), is_streamed=is_streamed)
-        outputs = write(Answer.begin(request, processor), range(6), range(6))
-        texts[is_streamed] = [output.text for output in outputs]
-    assert texts == {True: ["a", "b", "c", "d", "e", "f"], False: ["a", "bcd", "ef"]}
+        outputs = write(Answer.begin(request, processor), range(6), range(6), num_answers)
+        texts.append(" ".join(output.text for output in outputs))
+    assert texts == ["a b c d e f", "a bc de f", "a bcd ef"]
 
 
 def test_the_usage_comes_with_the_first_output_and_the_last():
