@@ -452,7 +452,8 @@ def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, floa
 def check_model(sampling: SamplingParams, card: ModelCard) -> None:
     """Refuse parameters that the model does not support. Raises: InvalidRequest."""
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        if max(getattr(sampling, name), default=-1) >= card.vocab_size:
+        token_ids = getattr(sampling, name)
+        if token_ids and max(token_ids) >= card.vocab_size:
             raise invalid(name, f"send token ids below {card.vocab_size}")
 
 
