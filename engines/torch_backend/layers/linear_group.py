@@ -111,7 +111,9 @@ class LinearGroup:
 
     def _forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return self(rows.to(self._dtype or x.dtype)).to(x.dtype).unflatten(0, x.shape[:-1])
+        if len(rows) <= self.kernel.max_tokens or self._before or self._after is not None:
+            rows = rows.to(self._dtype or x.dtype)
+        return self(rows).to(x.dtype).unflatten(0, x.shape[:-1])
 
     def _bind_kernel(self, ops: Ops, dtype: torch.dtype) -> LinearKernel | None:
         """Bind the operator's kernel. With one input order, inputs are permuted once, before a norm or gate."""

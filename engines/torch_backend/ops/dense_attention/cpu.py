@@ -17,12 +17,13 @@ _LANES = 8
 
 def build(site: Site) -> DenseAttention:
     """The kernel for supported heads, else the reference."""
-    library = native.load(site.level)
+    library, min_fused = native.load(site.level), site.level.min_fused_tokens
 
     def attend_dense(
         query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[tuple[int, int]]
     ) -> Tensor:
-        if not reads(query):
+        is_fused = query.dtype is torch.bfloat16 and max(lengths)[0] >= min_fused
+        if is_fused or not reads(query):
             return attend(query, key, value, lengths)
         num_heads, head_dim = query.shape[1:]
         assert key.stride() == value.stride()

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engines.torch_backend.ops.cpu_level import has_matrix_units
+
 #: Queries, keys, values, and the numbers of queries and keys of each sequence.
 DenseAttention = Callable[[Tensor, Tensor, Tensor, Sequence[tuple[int, int]]], Tensor]
 
-#: From this number, two bfloat16 products are faster on a CPU than torch's fused attention.
+#: From this number, two bfloat16 products are faster on a CPU without matrix units than torch's fused attention.
 _MIN_PLAIN_TOKENS = 96
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:
     """Each query attends to all keys of its sequence. Shapes: query (N, H, D), key and value (T, H, D); returns (N, H * D)."""
     parts, begin, key_begin = [], 0, 0
+    is_plain = query.dtype is torch.bfloat16 and not query.is_cuda and not has_matrix_units()
     for (num_queries, num_keys), group in groupby(lengths):
         count = len(list(group))
         stop, key_stop = begin + count * num_queries, key_begin + count * num_keys
@@ -28,7 +31,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[tuple[in
             x[key_begin:key_stop].unflatten(0, (count, num_keys)).transpose(1, 2)
             for x in (key, value)
         )
-        if num_keys >= _MIN_PLAIN_TOKENS and query.dtype is torch.bfloat16 and not query.is_cuda:
+        if is_plain and num_keys >= _MIN_PLAIN_TOKENS:
             # one by one: the scores of a sequence are quadratic
             parts += [_attend_plainly(*each) for each in zip(queries, keys, values, strict=True)]
         else:

@@ -13,6 +13,7 @@ from engines.torch_backend.ops.native.library import FLOAT_KINDS, STRUCTS, Libra
 from engines.torch_backend.ops.paged_attention.reference import (
     PLAIN,
     Attend,
+    Contexts,
     CreateAttention,
     Heads,
     create_attention,
@@ -30,7 +31,7 @@ def build(site: Site) -> CreateAttention:
     def create(num_heads: int, pool: KVCachePool, *step: Any) -> Attend:
         if pool.head_dim % _LANES:
             return create_attention(num_heads, pool, *step)
-        return PagedAttention(library, num_heads, pool, *step)
+        return PagedAttention(library, site.level.min_fused_tokens, num_heads, pool, *step)
 
     return create
 
@@ -39,12 +40,13 @@ class PagedAttention:
     def __init__(
         self,
         library: Library,
+        min_fused_tokens: int,
         num_heads: int,
         pool: KVCachePool,
         inputs: StepInputs,
         rotation: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """`rotation`: see `RotaryTable.at_all`; None if no layer rotates."""
+        """`min_fused_tokens`: see `CpuLevel`. `rotation`: see `RotaryTable.at_all`; None if no layer rotates."""
         self._library = library
         self._num_threads = torch.get_num_threads()
         self._given = (num_heads, pool, inputs, rotation)
@@ -54,13 +56,16 @@ class PagedAttention:
             table.float().transpose(0, 1).contiguous() for table in rotation or (torch.empty(1, 1),)
         ]
         keys = pool.blocks(0)[0]
+        longest = max(each.num_new for each in inputs.sequences)
+        self._is_fused = keys.dtype is torch.bfloat16 and longest >= min_fused_tokens
+        self._contexts = Contexts(inputs, pool)
         self._struct = STRUCTS["Attention"](
             kind=FLOAT_KINDS[keys.dtype],
             num_heads=num_heads,
             num_kv_heads=keys.shape[2],
             head_dim=pool.head_dim,
             num_tokens=len(inputs.slots),
-            num_sequences=len(inputs.lengths),
+            num_sequences=inputs.num_decodes if self._is_fused else len(inputs.lengths),
             num_decodes=inputs.num_decodes,
             block_size=pool.block_size,
             table_width=inputs.block_tables.shape[1],
@@ -102,6 +107,12 @@ class PagedAttention:
             out.data_ptr(),
             self._num_threads,
         )
+        if self._is_fused:  # the kernel has rotated, written, and attended for the decodes only
+            by_head = numbers.to(self._pool.dtype).unflatten(1, (-1, self._struct.head_dim))
+            num_kv_heads = self._struct.num_kv_heads
+            parts = by_head.split([self._struct.num_heads, num_kv_heads, num_kv_heads], dim=1)
+            runs = self._contexts.attend_runs(layer, *parts, heads)
+            torch.cat([run.flatten(2)[0] for run in runs], out=out[self.inputs.num_decodes :])
         return out.to(qkv.dtype)
 
 

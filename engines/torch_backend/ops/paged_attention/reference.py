@@ -84,7 +84,7 @@ def create_attention(
     """Create the attention of a step, computed in the dtype of the pool."""
     num_kv_heads, head_dim = pool.blocks(0)[0].shape[2:]
     num_decodes = inputs.num_decodes
-    contexts: dict[tuple[int | None, int | None, bool], _Contexts] = {}
+    contexts = Contexts(inputs, pool)
 
     def attend(layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
         by_head = qkv.to(pool.dtype).view(qkv.shape[0], -1, head_dim)
@@ -94,24 +94,47 @@ def create_attention(
             cos, sin = (x[:, heads.rope : heads.rope + 1] for x in rotation)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         pool.write(layer, inputs.slots, key, value)
-        form = (heads.window, heads.chunk, heads.is_bidirectional)
-        if form not in contexts:
-            contexts[form] = _find_contexts(inputs, pool.block_size, heads)
-        decodes, runs = contexts[form]
-        parts = []
+        decodes, parts = contexts.of(heads)[0], []
         if decodes is not None:
             keys, values = pool.read(layer, decodes.slots)
             parts.append(_attend(query[:num_decodes, None], keys, values, decodes.visible, heads))
-        for sequence, context in zip(inputs.sequences[num_decodes:], runs, strict=True):
-            rows = slice(sequence.start, sequence.stop)
-            kept = key[None, rows], value[None, rows]
-            if sequence.num_computed:
-                kept = pool.read(layer, context.slots)
-            parts.append(_attend(query[None, rows], *kept, context.visible, heads))
+        parts += contexts.attend_runs(layer, query, key, value, heads)
         outputs = [part.reshape(-1, num_heads * head_dim) for part in parts]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(qkv.dtype)
 
     return attend
+
+
+class Contexts:
+    """The contexts of a step's sequences, found once for each form of attention."""
+
+    def __init__(self, inputs: StepInputs, pool: KVCachePool) -> None:
+        self._inputs, self._pool = inputs, pool
+        self._found: dict[tuple[int | None, int | None, bool], _Contexts] = {}
+
+    def of(self, heads: Heads) -> _Contexts:
+        form = (heads.window, heads.chunk, heads.is_bidirectional)
+        if form not in self._found:
+            self._found[form] = _find_contexts(self._inputs, self._pool.block_size, heads)
+        return self._found[form]
+
+    def attend_runs(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, heads: Heads
+    ) -> list[Tensor]:
+        """Attention of the sequences with several new tokens, whose keys and values are in the cache already.
+
+        Shapes: query (N, H, D), key and value (N, K, D); returns (1, n, H, D) of each.
+        """
+        parts, runs = [], self.of(heads)[1]
+        for sequence, context in zip(
+            self._inputs.sequences[self._inputs.num_decodes :], runs, strict=True
+        ):
+            rows = slice(sequence.start, sequence.stop)
+            kept = key[None, rows], value[None, rows]
+            if sequence.num_computed:
+                kept = self._pool.read(layer, context.slots)
+            parts.append(_attend(query[None, rows], *kept, context.visible, heads))
+        return parts
 
 
 def _find_contexts(inputs: StepInputs, block_size: int, heads: Heads) -> _Contexts:
