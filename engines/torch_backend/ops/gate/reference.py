@@ -7,4 +7,4 @@ from torch.nn import functional as F
 def gate(gate_up: Tensor) -> Tensor:
     """SiLU of the first half, times the other. Shapes: (N, 2 F); returns (N, F)."""
     left, right = gate_up.chunk(2, dim=1)
-    return F.silu(left) * right
+    return F.silu(left).mul_(right)

@@ -68,8 +68,14 @@ class ReferenceKernel:
         """Shapes: (M, K); returns (M, N), of the dtype of x."""
         assert add_to is None
         inputs = x.to(self._dtype or x.dtype)
-        outputs = [apply(layer, inputs).to(x.dtype) for layer in self._layers]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        outputs = [apply(layer, inputs) for layer in self._layers]
+        if len(outputs) == 1:
+            return outputs[0].to(x.dtype)
+        widths = [each.shape[-1] for each in outputs]
+        joined = x.new_empty(*x.shape[:-1], sum(widths))
+        for part, each in zip(joined.split(widths, dim=-1), outputs, strict=True):
+            part.copy_(each)
+        return joined
 
 
 def bind(layers: Sequence[nn.Module], prologue: Prologue, dtype: torch.dtype) -> LinearKernel:

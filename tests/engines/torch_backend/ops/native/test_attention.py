@@ -1,11 +1,14 @@
 """Attention by the C++ kernel equals its plain reference implementation for every mixture of sequences in a step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.ops.paged_attention.cpu import build
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.step import SequenceRows, StepInputs
@@ -21,13 +24,6 @@ from tests.engines.torch_backend.paged import (
 from tests.factories_torch import make_text_config
 
 pytestmark = on_outermost_levels
-
-
-DECODES, MIXED, CHUNKS = (
-    [(1, 3), (1, 64), (1, 200)],
-    [(1, 90), (1, 2), (70, 0), (40, 55)],
-    [(2, 190), (100, 3)],
-)
 
 
 DECODES, MIXED = [(1, 3), (1, 64), (1, 200)], [(1, 90), (1, 2), (70, 0), (40, 55)]
@@ -56,7 +52,9 @@ def test_the_kernel_is_the_definition(
     heads = make_heads(shape[1], window) if window else PLAIN
     tolerance = 16 * torch.finfo(dtype).eps
     create, inputs = ops["paged_attention"], make_inputs(shares)
-    check(create, inputs, heads, (8, *shape), dtype, tolerance, rotates=True)
+    with_torch = replace(ops.site, level=replace(ops.site.level, min_fused_tokens=2))
+    for each in (create, build(with_torch)):
+        check(each, inputs, heads, (8, *shape), dtype, tolerance, rotates=True)
     if dtype is torch.float32:
         capped = Heads(softcap=0.5, sinks=torch.linspace(-1, 1, 8))
         check(create, inputs, capped, (8, *shape), dtype, tolerance, rotates=True)
