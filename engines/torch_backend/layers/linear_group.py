@@ -75,6 +75,10 @@ class LinearGroup:
         is_alone = self._after is None and self._order is None
         return is_alone and (self.kernel.fuses_prologue or not self._before)
 
+    def computes(self, num_tokens: int) -> bool:
+        """Whether the kernel is used for so many tokens, instead of torch."""
+        return num_tokens <= self.kernel.max_tokens
+
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         self._ops = ops
         self._dtype = torch.float32 if ops.is_native else dtype  # of the kernels' inputs
@@ -85,7 +89,7 @@ class LinearGroup:
     def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
         """Shapes: x (M, K), or (M, 2 K) for a gate; returns (M, N), added to `add_to` if it is given."""
         num_tokens = (x.tensor() if isinstance(x, Stream) else x).shape[0]
-        kernel = self.kernel if num_tokens <= self.kernel.max_tokens else self._reference
+        kernel = self.kernel if self.computes(num_tokens) else self._reference
         inputs = self._prepare(x, kernel)
         is_ordered = self._order is None or kernel is self._reference
         given = inputs if is_ordered else inputs[:, self._order]
@@ -97,7 +101,7 @@ class LinearGroup:
         if target is not None:
             return y
         if self._after is not None:
-            y = self._after(y)
+            y = self._after(y.to(inputs.dtype))
         if add_to is not None:
             add_to.add(y)
         return y
@@ -111,7 +115,7 @@ class LinearGroup:
 
     def _forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if len(rows) <= self.kernel.max_tokens or self._before or self._after is not None:
+        if self.computes(len(rows)):
             rows = rows.to(self._dtype or x.dtype)
         return self(rows).to(x.dtype).unflatten(0, x.shape[:-1])
 

@@ -67,8 +67,10 @@ class TowerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (B, T, C), kept."""
-        x = x + self._out.forward(self._mix(self.layer_norm1(x)).to(x.dtype))
-        return x + self._narrow.forward(self._widen.forward(self.layer_norm2(x)))
+        is_native = self._widen.computes(x.shape[0] * x.shape[1])
+        dtype = x.dtype if is_native or self._dtype is None else self._dtype
+        x = x + self._out.forward(self._mix(self.layer_norm1(x).to(dtype)).to(dtype))
+        return x + self._narrow.forward(self._widen.forward(self.layer_norm2(x).to(dtype)))
 
     def _mix(self, x: Tensor) -> Tensor:
         """Attention within each image. Shapes: (B, T, C), kept."""

@@ -110,8 +110,9 @@ class PagedAttention:
         if self._is_fused:  # the kernel has rotated, written, and attended for the decodes only
             by_head = numbers.to(self._pool.dtype).unflatten(1, (-1, self._struct.head_dim))
             num_kv_heads = self._struct.num_kv_heads
-            parts = by_head.split([self._struct.num_heads, num_kv_heads, num_kv_heads], dim=1)
-            runs = self._contexts.attend_runs(layer, *parts, heads)
+            widths = [self._struct.num_heads, num_kv_heads, num_kv_heads]
+            query, key, value = by_head.split(widths, dim=1)
+            runs = self._contexts.attend_runs(layer, query, key, value, heads)
             torch.cat([run.flatten(2)[0] for run in runs], out=out[self.inputs.num_decodes :])
         return out.to(qkv.dtype)
 
