@@ -56,8 +56,11 @@ class PagedAttention:
             table.float().transpose(0, 1).contiguous() for table in rotation or (torch.empty(1, 1),)
         ]
         keys = pool.blocks(0)[0]
-        longest = max(each.num_new for each in inputs.sequences)
-        self._is_fused = keys.dtype is torch.bfloat16 and longest >= min_fused_tokens
+        self._is_fused = (
+            keys.dtype is torch.bfloat16
+            and len(inputs.slots) >= min_fused_tokens
+            and max(each.num_new for each in inputs.sequences) >= min_fused_tokens
+        )
         self._contexts = Contexts(inputs, pool)
         self._struct = STRUCTS["Attention"](
             kind=FLOAT_KINDS[keys.dtype],
