@@ -13,11 +13,7 @@ from engines.core.sequence import EngineRequest
 from engines.mock.engine import MockProcessor
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tools import HERMES, LLAMA3, MISTRAL, PYTHONIC
-from shared.protocol import (
-    FinishReason,
-    SamplingParams,
-    join_calls,
-)
+from shared.protocol import FinishReason, SamplingParams, join_calls
 from tests.engines.text.test_detokenizer import TokenTable, split
 from tests.factories_engine import make_image
 
