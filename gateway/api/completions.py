@@ -10,7 +10,6 @@ Source: OpenAI API reference, "Create chat completion", "Streaming events", "The
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
@@ -546,13 +545,12 @@ def translate(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Messages:
+class _Messages(msgspec.Struct):
     """The messages of a request as a conversation. Raises: InvalidRequest."""
 
     _request: ChatCompletionRequest
     _limits: LimitSettings
-    _conversation: Conversation = field(default_factory=Conversation)
+    _conversation: Conversation = msgspec.field(default_factory=Conversation)
 
     def translate(self) -> Conversation:
         messages, limits = self._request.messages, self._limits

@@ -11,8 +11,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gateway.http.errors import AuthenticationError, Overloaded, RateLimited
@@ -232,8 +232,7 @@ def to_rates(limits: Limits, full_in_s: tuple[float, float]) -> list[Rate]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class PossibleTokens:
+class PossibleTokens(Struct, frozen=True):
     """Maximum tokens of a request: at least one, at most the model's context."""
 
     num_prompt_tokens: int
