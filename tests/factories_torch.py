@@ -15,12 +15,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import Batch, EngineRequest, ImageInput
 from engines.mock.engine import MockProcessor
-from engines.torch_backend.layers.linear import (
-    FLOAT,
-    Linear,
-    QuantizedMethod,
-    quantizable_layers,
-)
+from engines.torch_backend.layers.linear import FLOAT, Linear, QuantizedMethod, quantizable_layers
 from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig
 from engines.torch_backend.models.llava import FAMILY, Llava, VLMConfig

@@ -29,15 +29,7 @@ from engines.base import (
     PreparedImage,
     Progress,
 )
-from shared.protocol import (
-    ErrorCode,
-    FinishReason,
-    Priority,
-    Run,
-    RunOutput,
-    StageTimings,
-    Usage,
-)
+from shared.protocol import ErrorCode, FinishReason, Priority, Run, RunOutput, StageTimings, Usage
 
 POLL_S = 0.05
 MAX_TRIES = 2  #: of a task whose process ended

@@ -15,14 +15,7 @@ from PIL import Image
 
 from engines.base import Adapter, AdapterLimits, OpenAudio, OpenVideo
 from engines.core.constraint import ConstraintFailure
-from engines.core.sequence import (
-    NO_OPTIONS,
-    Batch,
-    ImageInput,
-    Prompt,
-    ScheduledSequence,
-    Sequence,
-)
+from engines.core.sequence import NO_OPTIONS, Batch, ImageInput, Prompt, ScheduledSequence, Sequence
 from engines.text.detokenizer import Tokenizer
 from shared.protocol import ChatMessage, Ending, ErrorCode, TemplateOption, Tools
 

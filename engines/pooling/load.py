@@ -24,12 +24,7 @@ from engines.packages.resolve import default_name, resolve_model
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import digest_of, read_sentence_config
 from engines.pooling.clip import ClipEncoder, Filling
-from engines.pooling.encoder import (
-    PACKED_TYPES,
-    SCORER_TYPES,
-    Encoder,
-    first_position,
-)
+from engines.pooling.encoder import PACKED_TYPES, SCORER_TYPES, Encoder, first_position
 from engines.pooling.engine import PoolingEngine
 from engines.pooling.layers import build_head, pack_linears, quantize_linears, take_layers
 from engines.pooling.settings import EncoderSettings

@@ -14,13 +14,7 @@ from engines.base import InvalidRequest
 from engines.core.runner import TokenChoice
 from engines.text.processor import ChatProcessor, ControlSpelling
 from engines.upstream.client import UpstreamClient
-from engines.upstream.dialect import (
-    Chunk,
-    Dialect,
-    ServerInfo,
-    UpstreamRequest,
-    to_choices,
-)
+from engines.upstream.dialect import Chunk, Dialect, ServerInfo, UpstreamRequest, to_choices
 from engines.upstream.settings import LlamaServerSettings
 from shared.protocol import FinishReason, Generate
 

@@ -9,11 +9,7 @@ import engines.torch_backend  # noqa: F401  isort: skip  before transformers imp
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import (
-    AutoModelForImageTextToText,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText, LlavaConfig, LlavaForConditionalGeneration
 
 from benchmarks.make_checkpoint import (
     LLAVA_SHAPES,

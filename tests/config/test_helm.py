@@ -11,12 +11,7 @@ import yaml
 from loadtest.fleet import ROOT
 from shared.settings.redis_url import SentinelUrl
 from tests.config import test_kubernetes as example
-from tests.config.manifests import (
-    check_all,
-    check_vllm,
-    pods_of,
-    variables,
-)
+from tests.config.manifests import check_all, check_vllm, pods_of, variables
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make helm-test")
 pytest.importorskip("kubernetes_validate")

@@ -11,13 +11,7 @@ import yaml
 
 from loadtest.fleet import ROOT
 from shared.telemetry.metrics import METRICS
-from tests.config.manifests import (
-    check_all,
-    check_schema,
-    check_vllm,
-    pods_of,
-    variables,
-)
+from tests.config.manifests import check_all, check_schema, check_vllm, pods_of, variables
 
 FOLDER = ROOT / "config" / "kubernetes"
 FILES = sorted(path for path in FOLDER.glob("*.yaml") if path.name != "kustomization.yaml")

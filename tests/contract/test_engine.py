@@ -57,12 +57,7 @@ from tests.engines.upstream import sglang, vllm
 from tests.engines.upstream.llama import run_llama_server, write_model
 from tests.engines.upstream.stand_in import StandIn, run_stand_in
 from tests.factories_engine import make_mock
-from tests.factories_gateway import (
-    RunningGateway,
-    make_body,
-    make_settings,
-    run_gateway_on_socket,
-)
+from tests.factories_gateway import RunningGateway, make_body, make_settings, run_gateway_on_socket
 from tests.factories_images import encoded
 from tests.factories_queue import MODEL, Ends, make_request
 from tests.factories_worker import Answers, StoppableEngine, run_worker, text

@@ -19,12 +19,7 @@ from msgspec.structs import replace
 from gateway.api import SURFACES
 from gateway.api.fields import UNSUPPORTED
 from gateway.services import Services
-from shared.protocol import (
-    CallPiece,
-    ErrorCode,
-    FinishReason,
-    Function,
-)
+from shared.protocol import CallPiece, ErrorCode, FinishReason, Function
 from shared.settings.limits import LimitSettings
 from tests.contract.toys.surface import Echo
 from tests.factories_gateway import (

@@ -18,14 +18,7 @@ from tests.faults.clients import body_of
 from tests.faults.rest import MIB
 from tests.hostile.bodies import BODIES, image
 from tests.hostile.bodies import body as chat_body
-from tests.hostile.fleet import (
-    CANARY,
-    CHAT,
-    JSON_TYPE,
-    HostileFleet,
-    check,
-    run_hostile_fleet,
-)
+from tests.hostile.fleet import CANARY, CHAT, JSON_TYPE, HostileFleet, check, run_hostile_fleet
 from tests.hostile.wires import GET, POST, WIRES
 from tests.long import IS_LONG, long
 from tests.schemas.hostile import HOSTILE

@@ -4,10 +4,7 @@ import random
 
 import pytest
 
-from loadtest.albums import (
-    NoiseAlbum,
-    create_album,
-)
+from loadtest.albums import NoiseAlbum, create_album
 from loadtest.scenarios import MAX_TURNS, SCENARIOS, Conversation, Question
 
 NEW = ("text", "image", "several images")

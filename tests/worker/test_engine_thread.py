@@ -10,12 +10,7 @@ from engines.base import EngineOutput
 from engines.core.sequence import EngineRequest
 from shared.protocol import SamplingParams
 from tests.factories_worker import StoppableEngine, load_mock
-from worker.engine_thread import (
-    Added,
-    EngineEvent,
-    EngineThread,
-    Rejected,
-)
+from worker.engine_thread import Added, EngineEvent, EngineThread, Rejected
 
 
 class Listener:

@@ -7,12 +7,7 @@ from random import Random
 from PIL import Image
 
 from training.shapes.conversations import Turn, sample_conversation
-from training.shapes.questions import (
-    PAIR_TOPICS,
-    SINGLE_TOPICS,
-    Asker,
-    ask_about_pair,
-)
+from training.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS, Asker, ask_about_pair
 from training.shapes.world import Scene, sample_scene, sample_variation
 
 #: The topics that are reported together.

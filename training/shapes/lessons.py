@@ -26,12 +26,7 @@ from training.shapes.conversations import (
     sample_system,
 )
 from training.shapes.foreign_pictures import draw_foreign
-from training.shapes.gallery import (
-    CODE_LENGTH,
-    encode,
-    render_group,
-    to_input,
-)
+from training.shapes.gallery import CODE_LENGTH, encode, render_group, to_input
 from training.shapes.questions import Question, ask_about_pair
 from training.shapes.render import sample_style
 from training.shapes.sequences import MAX_GAP, Encoder, Packer

@@ -7,16 +7,7 @@ from random import Random
 
 from training.shapes import answers, phrasings
 from training.shapes.answers import ORDINALS
-from training.shapes.world import (
-    BACKGROUNDS,
-    COLORS,
-    KINDS,
-    PLACES,
-    SIZES,
-    Scene,
-    Selector,
-    Shape,
-)
+from training.shapes.world import BACKGROUNDS, COLORS, KINDS, PLACES, SIZES, Scene, Selector, Shape
 
 
 @dataclass(frozen=True, slots=True)

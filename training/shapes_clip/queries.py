@@ -9,15 +9,7 @@ from random import Random
 import numpy as np
 
 from training.shapes.answers import article, describe
-from training.shapes.world import (
-    BACKGROUNDS,
-    COLORS,
-    KINDS,
-    PLACES,
-    SIZES,
-    Scene,
-    Shape,
-)
+from training.shapes.world import BACKGROUNDS, COLORS, KINDS, PLACES, SIZES, Scene, Shape
 
 KINDS_OF_QUERIES = {
     "color and kind": 4,

@@ -24,11 +24,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     convert_gguf_tokenizer,
     get_gguf_tokenizer,
 )
-from transformers.integrations.gguf.reader import (
-    GgufHeader,
-    TensorInfo,
-    read_gguf_metadata,
-)
+from transformers.integrations.gguf.reader import GgufHeader, TensorInfo, read_gguf_metadata
 
 from engines.packages.checkpoint_json import shown
 from engines.text.chat_template import LLAVA_TEMPLATE

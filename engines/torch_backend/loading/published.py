@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from engines.torch_backend.layers.linear import INT4, INT8, Linear
 from engines.torch_backend.layers.linear_group import adopt
 from engines.torch_backend.loading.formats import detect
-from engines.torch_backend.loading.formats.reader import (
-    Form,
-    Integers,
-    Reader,
-    StoredLinear,
-)
+from engines.torch_backend.loading.formats.reader import Form, Integers, Reader, StoredLinear
 from engines.torch_backend.loading.stored_tensors import StoredTensor, finite
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.stand_ins import cast, find_stand_ins, make_stand_in

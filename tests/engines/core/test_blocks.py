@@ -3,11 +3,7 @@ from dataclasses import replace
 import pytest
 
 from engines.core.blocks import BlockManager, hash_block, hash_root
-from engines.core.sequence import (
-    EngineRequest,
-    ImageInput,
-    Sequence,
-)
+from engines.core.sequence import EngineRequest, ImageInput, Sequence
 from shared.protocol import SamplingParams
 from tests.factories_engine import make_image, make_sequence
 from tests.integrity import check_blocks

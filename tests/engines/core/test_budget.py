@@ -14,13 +14,7 @@ from engines.core.budget import (
 from engines.core.runner import ComputedStep, StepResult
 from engines.core.sequence import Batch, ScheduledSequence
 from shared.protocol import Priority
-from tests.factories_engine import (
-    make_image,
-    make_scheduler,
-    make_sequence,
-    run_step,
-    shares,
-)
+from tests.factories_engine import make_image, make_scheduler, make_sequence, run_step, shares
 
 
 class TimedRunner:

@@ -3,17 +3,9 @@ import time
 import pytest
 
 from engines.base import EngineCall
-from engines.mock.engine import (
-    EOS_ID,
-)
+from engines.mock.engine import EOS_ID
 from engines.registry import create_engine
-from shared.protocol import (
-    ChatMessage,
-    FinishReason,
-    Generate,
-    SamplingParams,
-    TextPart,
-)
+from shared.protocol import ChatMessage, FinishReason, Generate, SamplingParams, TextPart
 from tests.factories_engine import (
     answer_alone,
     make_engine,

@@ -17,13 +17,7 @@ from engines.text import grammar as module
 from engines.text.grammar import GrammarCompiler
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tokenizer import HfTokenizer
-from shared.protocol import (
-    ChatMessage,
-    Generate,
-    Grammar,
-    SamplingParams,
-    TextPart,
-)
+from shared.protocol import ChatMessage, Generate, Grammar, SamplingParams, TextPart
 from tests.schemas import checking
 from tests.schemas.checking import CHECKPOINT
 from tests.schemas.hostile import HOSTILE

@@ -18,18 +18,9 @@ from transformers import AutoProcessor
 
 from engines.base import InvalidRequest
 from engines.core.sequence import Prompt
-from engines.text.chat_template import (
-    LLAVA_TEMPLATE,
-    ChatTemplate,
-    read_chat_template,
-)
+from engines.text.chat_template import LLAVA_TEMPLATE, ChatTemplate, read_chat_template
 from engines.text.detokenizer import decode
-from engines.text.processor import (
-    ChatProcessor,
-    Item,
-    MultimodalProcessor,
-    create_processor,
-)
+from engines.text.processor import ChatProcessor, Item, MultimodalProcessor, create_processor
 from engines.text.tokenizer import HfTokenizer
 from shared.protocol import ChatMessage, ImagePart, TextPart
 from tests.factories_tokenizers import (

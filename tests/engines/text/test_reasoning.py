@@ -7,11 +7,7 @@ import pytest
 from engines.core.answers import Answer
 from engines.core.sequence import EngineRequest
 from engines.text.detokenizer import ControlToken
-from engines.text.reasoning import (
-    REASONING_FORMATS,
-    Reasoning,
-    find_reasoning,
-)
+from engines.text.reasoning import REASONING_FORMATS, Reasoning, find_reasoning
 from shared.protocol import SamplingParams
 from tests.engines.core.test_answers import make_processor, received, write
 from tests.engines.text.test_detokenizer import split

@@ -16,12 +16,7 @@ from engines.text.processor import MultimodalProcessor, create_processor
 from engines.text.tokenizer import HfTokenizer
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from tests.factories_tekken import make_tekken
-from tests.factories_tokenizers import (
-    TOKENIZERS,
-    change_json,
-    image_token_id,
-    make_byte_level,
-)
+from tests.factories_tokenizers import TOKENIZERS, change_json, image_token_id, make_byte_level
 
 CONTROLS = ["<image>", "</s>", "<s>", "<unk>", "<pad>"]
 TEXTS = st.lists(

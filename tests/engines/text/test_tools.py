@@ -13,12 +13,7 @@ from engines.registry import create_engine
 from engines.text import tools as module
 from engines.text.chat_template import ChatTemplate
 from engines.text.processor import move_images
-from engines.text.tools import (
-    HERMES,
-    CallReader,
-    describe_in_text,
-    find_tool_format,
-)
+from engines.text.tools import HERMES, CallReader, describe_in_text, find_tool_format
 from shared.protocol import (
     ChatMessage,
     FinishReason,

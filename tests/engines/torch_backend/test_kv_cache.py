@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from engines.base import EngineStartError
-from engines.torch_backend.kv_cache import (
-    KVCachePool,
-    bytes_per_block,
-    plan_kv_cache,
-)
+from engines.torch_backend.kv_cache import KVCachePool, bytes_per_block, plan_kv_cache
 from engines.torch_backend.settings import TorchSettings
 from tests.factories_torch import make_text_config
 

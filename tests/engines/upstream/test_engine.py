@@ -30,30 +30,10 @@ from engines.base import (
 )
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
-from shared.protocol import (
-    ErrorCode,
-    FinishReason,
-    Function,
-    Grammar,
-    Tools,
-)
-from tests.engines.upstream.asking import (
-    Clip,
-    Tone,
-    answer,
-    make_call,
-    prepare_image,
-    run,
-    text_of,
-)
+from shared.protocol import ErrorCode, FinishReason, Function, Grammar, Tools
+from tests.engines.upstream.asking import Clip, Tone, answer, make_call, prepare_image, run, text_of
 from tests.engines.upstream.asking import ids_of as ids
-from tests.engines.upstream.stand_in import (
-    CONTEXT,
-    EOS_ID,
-    FIRST_ID,
-    StandIn,
-    next_token,
-)
+from tests.engines.upstream.stand_in import CONTEXT, EOS_ID, FIRST_ID, StandIn, next_token
 from tests.waiting import wait_for
 
 APIS = ("vllm", "sglang")

@@ -12,13 +12,7 @@ from engines.upstream.dialect import Chunk, Dialect
 from engines.upstream.settings import SglangSettings, VllmSettings
 from engines.upstream.sglang import Sglang
 from engines.upstream.vllm import FINISH, Vllm
-from shared.protocol import (
-    ChatMessage,
-    FinishReason,
-    Generate,
-    SamplingParams,
-    TextPart,
-)
+from shared.protocol import ChatMessage, FinishReason, Generate, SamplingParams, TextPart
 from tests.engines.upstream.asking import answer, ids_of
 from tests.engines.upstream.stand_in import StandIn
 

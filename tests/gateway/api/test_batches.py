@@ -11,13 +11,7 @@ import msgspec
 import openai
 import pytest
 
-from gateway.batches import (
-    Batches,
-    BatchFiles,
-    BatchRunner,
-    LineResult,
-    check_lines,
-)
+from gateway.batches import Batches, BatchFiles, BatchRunner, LineResult, check_lines
 from shared.packages.store import FileStore
 from shared.protocol import ErrorCode, Priority
 from tests.factories_gateway import (

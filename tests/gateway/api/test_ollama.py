@@ -2,12 +2,7 @@
 
 import json
 
-from shared.protocol import (
-    FinishReason,
-    ImagePart,
-    StageTimings,
-    TextPart,
-)
+from shared.protocol import FinishReason, ImagePart, StageTimings, TextPart
 from tests.factories_gateway import CARD, HELLO, MODEL, Answer, think
 from tests.factories_images import data_url
 

@@ -10,24 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gateway.calls.open_call import ChoiceEvent
-from shared.protocol import (
-    ErrorCode,
-    Finished,
-    FinishReason,
-    Generate,
-    ModelCard,
-    Tokens,
-    Usage,
-)
+from shared.protocol import ErrorCode, Finished, FinishReason, Generate, ModelCard, Tokens, Usage
 from shared.settings.limits import LimitSettings
 from tests.factories_audio import sound
-from tests.factories_gateway import (
-    CARD,
-    Answer,
-    RunningGateway,
-    ScriptedWorker,
-    say_nothing,
-)
+from tests.factories_gateway import CARD, Answer, RunningGateway, ScriptedWorker, say_nothing
 from tests.waiting import until
 
 PATH = "/v1/audio/transcriptions"

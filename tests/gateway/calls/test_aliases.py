@@ -3,13 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tests.factories_gateway import (
-    CARD,
-    MODEL,
-    TEXT_BODIES,
-    answer_any,
-    make_body,
-)
+from tests.factories_gateway import CARD, MODEL, TEXT_BODIES, answer_any, make_body
 from tests.factories_keys import bearer
 from tests.gateway.api.test_batches import begin, read, to_line, until_ended
 

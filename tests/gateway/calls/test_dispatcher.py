@@ -27,11 +27,7 @@ from shared.queue.api import Budget, Charge, DuplicateRequest, QueueUnavailable
 from shared.queue.gateway import RedisGatewayQueue, RedisMailbox
 from shared.queue.keys import RedisKeys
 from shared.telemetry.metrics import GatewayMetrics
-from tests.factories_gateway import (
-    MODEL,
-    Answer,
-    say_hello,
-)
+from tests.factories_gateway import MODEL, Answer, say_hello
 from tests.factories_keys import code
 from tests.factories_queue import GATEWAY, make_finished, make_request, publication
 from tests.gateway.api.chat.test_streams import read_events

@@ -7,13 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from shared.queue.registry import WorkerRecord
-from tests.factories_gateway import (
-    CARD,
-    MODEL,
-    make_body,
-    make_settings,
-    run_gateway_on_socket,
-)
+from tests.factories_gateway import CARD, MODEL, make_body, make_settings, run_gateway_on_socket
 from tests.factories_keys import bearer
 from tests.waiting import until, until_equal
 

@@ -19,14 +19,7 @@ from gateway.http.errors import Overloaded, RateLimited
 from shared.protocol import ModelCard, Priority, Rerank, SamplingParams, Tokenize
 from shared.queue.api import REASONS, QueueRefused
 from shared.settings.limits import LimitSettings
-from tests.factories_gateway import (
-    CARD,
-    CHAT,
-    Answer,
-    RunningGateway,
-    make_body,
-    say_nothing,
-)
+from tests.factories_gateway import CARD, CHAT, Answer, RunningGateway, make_body, say_nothing
 from tests.factories_keys import code
 from tests.factories_queue import make_image, make_request
 from tests.waiting import until

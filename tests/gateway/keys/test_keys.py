@@ -16,13 +16,7 @@ from gateway.keys.directory import KeyDirectory, KeyStore
 from shared.packages.store import open_store
 from shared.queue.keys import RedisKeys
 from shared.redis.embedded import EmbeddedRedis
-from tests.factories_gateway import (
-    MODEL,
-    make_body,
-    make_settings,
-    run_gateway_on_socket,
-    talk_on,
-)
+from tests.factories_gateway import MODEL, make_body, make_settings, run_gateway_on_socket, talk_on
 from tests.factories_keys import KEYS, PATH, ROOT, Team, bearer, code, run_team
 from tests.waiting import until, until_equal
 

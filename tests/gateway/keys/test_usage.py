@@ -29,16 +29,7 @@ from tests.factories_gateway import (
     say_nothing,
     talk_on,
 )
-from tests.factories_keys import (
-    KEYS,
-    PATH,
-    ROOT,
-    Team,
-    bearer,
-    code,
-    run_command,
-    run_team,
-)
+from tests.factories_keys import KEYS, PATH, ROOT, Team, bearer, code, run_command, run_team
 from tests.waiting import until, until_equal
 
 #: A request of the scripted worker has 7 prompt tokens, 2 of them cached, and 3 output tokens.

@@ -16,13 +16,7 @@ from PIL import Image
 
 import gateway.media.loader as loader_module
 from gateway.http.errors import InvalidRequest
-from gateway.media.loader import (
-    ImageLoader,
-    ImageRefused,
-    ImageSource,
-    decode_base64,
-    read_header,
-)
+from gateway.media.loader import ImageLoader, ImageRefused, ImageSource, decode_base64, read_header
 from shared.protocol import VideoOptions
 from shared.settings.limits import LimitSettings
 from tests.factories_images import data_url, encoded, ignore

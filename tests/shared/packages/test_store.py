@@ -10,14 +10,7 @@ from uuid import uuid4
 import pytest
 
 from shared.packages.manifest import digest_of
-from shared.packages.store import (
-    BadBlob,
-    FileStore,
-    PackageStore,
-    StoreError,
-    blob_key,
-    open_store,
-)
+from shared.packages.store import BadBlob, FileStore, PackageStore, StoreError, blob_key, open_store
 
 
 @pytest.fixture(params=["file", "s3"])

@@ -8,11 +8,7 @@ import psutil
 import pytest
 
 from shared.redis.client import create_redis
-from shared.redis.embedded import (
-    MAX_SOCKET_PATH,
-    EmbeddedRedis,
-    EmbeddedRedisError,
-)
+from shared.redis.embedded import MAX_SOCKET_PATH, EmbeddedRedis, EmbeddedRedisError
 from shared.settings.tree import RedisSettings
 from tests.waiting import wait_for
 

@@ -8,12 +8,7 @@ import pytest
 from PIL import Image
 
 from training.shapes.render import DIAMETERS, render, sample_style
-from training.shapes.world import (
-    PLACES,
-    Scene,
-    Shape,
-    sample_scene,
-)
+from training.shapes.world import PLACES, Scene, Shape, sample_scene
 
 
 def foreground(image: Image.Image, scene: Scene) -> np.ndarray:

@@ -5,17 +5,8 @@ from random import Random
 import pytest
 
 from training.shapes.conversations import sample_conversation
-from training.shapes.questions import (
-    SINGLE_TOPICS,
-    Asker,
-    ask_about_pair,
-)
-from training.shapes.world import (
-    MAX_SHAPES,
-    Scene,
-    Shape,
-    sample_scene,
-)
+from training.shapes.questions import SINGLE_TOPICS, Asker, ask_about_pair
+from training.shapes.world import MAX_SHAPES, Scene, Shape, sample_scene
 
 
 def test_sampled_scenes_are_varied_and_lawful():

@@ -10,13 +10,7 @@ import pytest
 
 from shared.packages import rollout
 from shared.packages.deployment_state import DeploymentState
-from shared.packages.deployments import (
-    Generation,
-    Resources,
-    Spec,
-    record_generation,
-    version_name,
-)
+from shared.packages.deployments import Generation, Resources, Spec, record_generation, version_name
 from shared.packages.rollout import App, Revision, Slot, SlotReport
 from shared.packages.store import FileStore
 from shared.protocol import ModelCard

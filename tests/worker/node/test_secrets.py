@@ -10,11 +10,7 @@ from engines.base import EngineStartError
 from shared.packages.deployments import BadEnvironment, Environment
 from shared.settings.limits import MAX_SECRET_BYTES
 from shared.settings.tree import NodeSettings, SettingsError
-from worker.node.environment import (
-    SecretMissing,
-    Secrets,
-    hand_over,
-)
+from worker.node.environment import SecretMissing, Secrets, hand_over
 
 
 @pytest.fixture

@@ -13,12 +13,7 @@ from torch import Tensor
 from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME, dequantize
 
 from engines.packages.checkpoint_json import Fields
-from engines.torch_backend.loading.formats.reader import (
-    Integers,
-    Layout,
-    Reader,
-    StoredLinear,
-)
+from engines.torch_backend.loading.formats.reader import Integers, Layout, Reader, StoredLinear
 from engines.torch_backend.loading.stored_tensors import StoredTensor, finite
 
 #: the types of plain numbers, by `ggml_type`

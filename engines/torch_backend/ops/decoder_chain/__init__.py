@@ -9,11 +9,7 @@ from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.ops import linear, native
 from engines.torch_backend.ops.decoder_chain.cpu import build
-from engines.torch_backend.ops.decoder_chain.reference import (
-    CallByCall,
-    CreateChain,
-    LayerProducts,
-)
+from engines.torch_backend.ops.decoder_chain.reference import CallByCall, CreateChain, LayerProducts
 from engines.torch_backend.ops.linear.reference import LinearKernel, Prologue
 from engines.torch_backend.ops.paged_attention import OP as ATTENTION
 from engines.torch_backend.ops.registry import Candidate, Op, Site

@@ -8,13 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.make_checkpoint import make_checkpoint
 from engines.torch_backend.layers import linear as module
-from engines.torch_backend.layers.linear import (
-    FLOAT,
-    INT4,
-    METHODS,
-    Linear,
-    quantizable_layers,
-)
+from engines.torch_backend.layers.linear import FLOAT, INT4, METHODS, Linear, quantizable_layers
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.registry import find_family
 

@@ -21,13 +21,7 @@ from tests.engines.torch_backend.test_equivalence import (
     requests,
     str_of_cell,
 )
-from tests.engines.torch_backend.ways import (
-    Tokens,
-    Way,
-    run_chunked,
-    run_taken_over,
-    ways_of,
-)
+from tests.engines.torch_backend.ways import Tokens, Way, run_chunked, run_taken_over, ways_of
 from tests.factories_adapters import LIMITS, linear_names, make_changes, merged, write_adapter
 from tests.factories_torch import PROMPTS, ModelPair, make_engine, make_request, run_to_end
 from tests.long import IS_LONG, few

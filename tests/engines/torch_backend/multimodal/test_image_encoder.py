@@ -13,11 +13,7 @@ from engines.core.sequence import ImageInput, ScheduledSequence
 from engines.core.sequence import Sequence as EngineSequence
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal import image_encoder
-from engines.torch_backend.multimodal.image_encoder import (
-    FEWEST_TOKENS,
-    EncoderCache,
-    ImageEncoder,
-)
+from engines.torch_backend.multimodal.image_encoder import FEWEST_TOKENS, EncoderCache, ImageEncoder
 from engines.torch_backend.step import SequenceRows
 from shared.protocol import SamplingParams
 

@@ -5,12 +5,7 @@ import torch
 
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads, create_attention
 from engines.torch_backend.step import BidirectionalSpan
-from tests.engines.torch_backend.paged import (
-    BLOCK_SIZE,
-    check,
-    make_inputs,
-    make_pool,
-)
+from tests.engines.torch_backend.paged import BLOCK_SIZE, check, make_inputs, make_pool
 
 SHARES = [
     [(1, 0)],

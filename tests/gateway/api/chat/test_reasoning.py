@@ -6,11 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import Finished, FinishReason, Tokens, Usage
-from tests.factories_gateway import (
-    CARD,
-    Answer,
-    make_body,
-)
+from tests.factories_gateway import CARD, Answer, make_body
 from tests.gateway.api.chat.test_streams import read_events
 
 SWITCHED = replace(CARD, reasoning="think", template_options=("add_dates", "enable_thinking"))

@@ -10,11 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
-from transformers import (
-    CompressedTensorsConfig,
-    LlavaForConditionalGeneration,
-    Qwen3ForCausalLM,
-)
+from transformers import CompressedTensorsConfig, LlavaForConditionalGeneration, Qwen3ForCausalLM
 
 from engines.torch_backend.layers import linear
 from engines.torch_backend.layers.linear import METHODS, Linear, quantized_layers
