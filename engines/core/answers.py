@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request", bound=EngineRequest)
 REPORT_EVERY_S = 0.05  #: interval between outputs of an answer that is not streamed
-#: Interval between outputs of a stream, for each answer of the engine: an output costs worker and gateway CPU time.
+#: Interval between outputs of a stream, for each running request: an output costs worker and gateway CPU time.
 STREAM_EVERY_S = 0.001
 
 
@@ -309,24 +309,30 @@ class Answer(Struct, eq=False):
         tokens: Sequence[TokenChoice],
         reason: FinishReason | None,
         now: float,
-        num_answers: int = 1,
+        num_running: int = 1,
     ) -> EngineOutput | None:
         """Add the tokens of a step. Returns None if they are reported later, with further tokens.
 
-        `num_answers`: answers of the engine at present.
+        `num_running`: requests that the engine runs.
         """
         is_due = reason is not None or self.first_token_at is None or not self.holds_tokens
         if not is_due:
             every_s = REPORT_EVERY_S
             if self.is_streamed:
-                every_s = min(every_s, num_answers * STREAM_EVERY_S)
+                every_s = min(every_s, num_running * STREAM_EVERY_S)
             if now < self.reported_at + every_s:
                 self.held += tokens
                 return None
-        if self.held:
-            tokens, self.held = [*self.held, *tokens], []
         self.reported_at = now
-        return self.output(tokens, reason)
+        return self.output([*self._take_held(), *tokens] if self.held else tokens, reason)
+
+    def flush(self) -> EngineOutput:
+        """Report the tokens that were held back."""
+        return self.output(self._take_held())
+
+    def _take_held(self) -> list[TokenChoice]:
+        held, self.held = self.held, []
+        return held
 
     def output(
         self, tokens: Sequence[TokenChoice], reason: FinishReason | None = None
@@ -402,7 +408,8 @@ class Answer(Struct, eq=False):
 
     def fail(self, message: str, code: ErrorCode) -> EngineOutput:
         """The last output of a request that cannot be continued."""
-        output = EngineOutput(self.request_id, self.num_tokens, error=message, error_code=code)
+        output = self.flush() if self.held else EngineOutput(self.request_id, self.num_tokens)
+        output.error, output.error_code = message, code
         output.usage, output.timings = self.usage, self._timings()
         return output
 

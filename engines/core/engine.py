@@ -176,11 +176,18 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         self._num_steps += 1
         early, self._finished_early = self._finished_early, []
         started_at = time.perf_counter()
+        num_preemptions = self.scheduler.num_preemptions
         try:
             batch, result = self.pipeline.run(self.runner)
             if (speculator := self.scheduler.speculator) is not None and speculator.is_asked:
                 speculator.note(batch, result, time.perf_counter() - started_at)
             outputs = self._update(batch, result, started_at)
+            if self.scheduler.num_preemptions > num_preemptions:
+                outputs += [
+                    self._answers[name].flush()
+                    for name in self.scheduler.waiting
+                    if self._answers[name].held
+                ]
         except SequenceFailure as failure:
             self.blocks.withdraw(self.scheduler.find(failure.request_id))
             answer = self._forget(failure.request_id)
@@ -257,7 +264,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             output = answer.end(FinishReason.LENGTH)
         else:
             tokens = (choice, *choice.following) if choice.following else (choice,)
-            output = answer.add(tokens, sequence.finish_reason, now, len(self._answers))
+            output = answer.add(tokens, sequence.finish_reason, now, len(self.scheduler.running))
         if output is not None and output.finish_reason is not None:
             if answer.is_stopped:
                 self.scheduler.finish(sequence, FinishReason.STOP)

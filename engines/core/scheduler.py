@@ -309,7 +309,8 @@ def _to_end_of_run(image: ImageInput, start: int, num_new: int) -> int:
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:
     """Queue a sequence last, or first, in its class; interactive ones precede batch work."""
     is_preemptible = sequence.is_preemptible
-    if not first and (is_preemptible or not _ends_with_batch_work(queue)):
+    is_new = sequence.request_id not in queue
+    if is_new and not first and (is_preemptible or not _ends_with_batch_work(queue)):
         queue[sequence.request_id] = sequence
         return
     behind = [

@@ -93,6 +93,8 @@ class LinearGroup:
         inputs = self._prepare(x, kernel)
         is_ordered = self._order is None or kernel is self._reference
         given = inputs if is_ordered else inputs[:, self._order]
+        if kernel is not self._reference:  # products of torch are in the engine's precision
+            given = given.to(self._dtype or given.dtype)
         is_alone = kernel.adds and self._after is None
         target = add_to.tensor() if add_to is not None and is_alone else None
         y = kernel(given, target)

@@ -56,6 +56,7 @@ class TowerBlock(nn.Module):
         )
         self._attend: DenseAttention = attend
         self._dtype: torch.dtype | None = None
+        self._product_dtype: torch.dtype | None = None  #: of torch's products
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         inputs = self._in.layers
@@ -64,11 +65,12 @@ class TowerBlock(nn.Module):
         for linear in (self._in, self._out, self._widen, self._narrow):
             linear.bind(ops, dtype)
         self._attend, self._dtype = ops["dense_attention"], dtype
+        self._product_dtype = ops.product_dtype(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (B, T, C), kept."""
         is_native = self._widen.computes(x.shape[0] * x.shape[1])
-        dtype = x.dtype if is_native or self._dtype is None else self._dtype
+        dtype = x.dtype if is_native else self._product_dtype or x.dtype
         x = x + self._out.forward(self._mix(self.layer_norm1(x).to(dtype)).to(dtype))
         return x + self._narrow.forward(self._widen.forward(self.layer_norm2(x).to(dtype)))
 

@@ -105,7 +105,9 @@ def choose_level() -> CpuLevel:
 
 
 def has_matrix_units() -> bool:
-    return "amx_bf16" in cpu_flags()
+    """Whether torch may use AMX."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return "amx_bf16" in cpu_flags() and capability.startswith("AVX512")
 
 
 @cache

@@ -13,7 +13,7 @@ from engines.core.sequence import EngineRequest
 from engines.mock.engine import MockProcessor
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
 from engines.text.tools import HERMES, LLAMA3, MISTRAL, PYTHONIC
-from shared.protocol import FinishReason, SamplingParams, join_calls
+from shared.protocol import ErrorCode, FinishReason, SamplingParams, join_calls
 from tests.engines.text.test_detokenizer import TokenTable, split
 from tests.factories_engine import make_image
 
@@ -27,7 +27,7 @@ def make_processor(tokens: Sequence[bytes], reasoning: Reasoning | None = None) 
 
 
 def write(
-    answer: Answer, token_ids: Sequence[int], ends: Iterable[int], num_answers: int = 40
+    answer: Answer, token_ids: Sequence[int], ends: Iterable[int], num_running: int = 40
 ) -> list[EngineOutput]:
     """The outputs of tokens in groups with these ends, up to a stop string."""
     start, outputs = 0, []
@@ -35,7 +35,7 @@ def write(
     for step, end in enumerate(groups):
         tokens = [TokenChoice(token_id, -1.0 - token_id) for token_id in token_ids[start:end]]
         reason = FinishReason.LENGTH if end == len(token_ids) else None
-        start, output = end, answer.add(tokens, reason, 0.4 * REPORT_EVERY_S * step, num_answers)
+        start, output = end, answer.add(tokens, reason, 0.4 * REPORT_EVERY_S * step, num_running)
         if output is None:
             continue
         outputs.append(output)
@@ -109,11 +109,24 @@ def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(
 
 def test_an_answer_that_is_not_streamed_and_a_stream_of_many_report_several_tokens_together():
     processor, texts = make_processor([b"a", b"b", b"c", b"d", b"e", b"f"]), []
-    for is_streamed, num_answers in ((True, 1), (True, 40), (False, 1)):
+    for is_streamed, num_running in ((True, 1), (True, 40), (False, 1)):
         request = EngineRequest("r", [1], SamplingParams(), is_streamed=is_streamed)
-        outputs = write(Answer.begin(request, processor), range(6), range(6), num_answers)
+        outputs = write(Answer.begin(request, processor), range(6), range(6), num_running)
         texts.append(" ".join(output.text for output in outputs))
     assert texts == ["a b c d e f", "a bc de f", "a bcd ef"]
+
+
+def test_a_failure_reports_the_tokens_that_were_held_back():
+    answer = Answer.begin(EngineRequest("r", [1], SamplingParams()), make_processor([b"a", b"b"]))
+    assert answer.add([TokenChoice(0)], None, 0.0, num_running=40) is not None
+    assert answer.add([TokenChoice(1)], None, 0.01, num_running=40) is None
+    failed = answer.fail("no memory", ErrorCode.ENGINE_FAILURE)
+    assert (failed.index, failed.token_ids, failed.text, failed.error) == (
+        1,
+        (1,),
+        "b",
+        "no memory",
+    )
 
 
 def test_the_usage_comes_with_the_first_output_and_the_last():

@@ -1,5 +1,7 @@
 """Steps that are launched before the tokens of the previous step are known."""
 
+from collections import Counter
+
 import pytest
 
 from engines.core.engine import BatchingEngine
@@ -92,6 +94,17 @@ def test_nobody_is_preempted_while_a_step_is_under_way(launches: Launches):
     for request in requests:
         assert answers[request.request_id].text == answer_alone(request, 16).text
     assert {"a": None} in launches, "the step in which blocks ran out was not scheduled anew"
+
+
+def test_a_preempted_stream_has_reported_all_of_its_tokens():
+    engine, told = overlapping(num_kv_blocks=9, num_output_tokens=16), Counter[str]()
+    for name in "ab":
+        engine.add(make_request(name, name * 8))
+    while not engine.scheduler.num_preemptions:
+        for output in engine.step():
+            told[output.request_id] += len(output.token_ids)
+    [preempted] = engine.scheduler.waiting.values()
+    assert told[preempted.request_id] == preempted.num_output_tokens > 0
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, failure: Exception, when: str) -> None:

@@ -186,6 +186,19 @@ def test_a_batch_stream_is_not_overtaken_and_yields_its_slot_however_many_come()
     assert list(scheduler.waiting) == ["batch"]
 
 
+def test_batch_work_that_was_overtaken_too_often_precedes_other_batch_work():
+    scheduler = make_scheduler()
+    first, second = make_batch(4, "first"), make_batch(4, "second")
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    run_step(scheduler)
+    second.token_ids += [1, 2]  # it has a prompt to compute
+    second.num_overtakes = MAX_OVERTAKES - 1
+    scheduler.add(other(4, "new"))
+    run_step(scheduler)
+    assert list(scheduler.running) == ["new", "second", "first"]
+
+
 def test_a_repeated_prefill_after_preemption_is_no_cache_hit():
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(other(4, "old"))

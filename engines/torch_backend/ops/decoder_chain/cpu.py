@@ -48,7 +48,7 @@ class LayerChain:
             struct.heads = form
 
     def can_run(self, x: Tensor, attend: Attend) -> bool:
-        if not isinstance(attend, PagedAttention) or len(x) > self._max_tokens:
+        if not isinstance(attend, PagedAttention) or attend.is_fused or len(x) > self._max_tokens:
             return False
         return not (self._has_spans and attend.inputs.bidirectional)
 

@@ -122,6 +122,7 @@ class NativeKernel:
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """Shapes: x float32 (M, K), or (M, 2 K) for a gate; returns (M, N), `add_to` if it is given."""
         x = x.contiguous()
+        assert x.dtype is torch.float32
         y = add_to
         if y is None:
             y = torch.empty(x.shape[0], self.num_outputs)

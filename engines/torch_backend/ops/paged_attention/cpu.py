@@ -56,7 +56,8 @@ class PagedAttention:
             table.float().transpose(0, 1).contiguous() for table in rotation or (torch.empty(1, 1),)
         ]
         keys = pool.blocks(0)[0]
-        self._is_fused = (
+        #: whether torch attends for the sequences with several new tokens
+        self.is_fused = (
             keys.dtype is torch.bfloat16
             and len(inputs.slots) >= min_fused_tokens
             and max(each.num_new for each in inputs.sequences) >= min_fused_tokens
@@ -68,7 +69,7 @@ class PagedAttention:
             num_kv_heads=keys.shape[2],
             head_dim=pool.head_dim,
             num_tokens=len(inputs.slots),
-            num_sequences=inputs.num_decodes if self._is_fused else len(inputs.lengths),
+            num_sequences=inputs.num_decodes if self.is_fused else len(inputs.lengths),
             num_decodes=inputs.num_decodes,
             block_size=pool.block_size,
             table_width=inputs.block_tables.shape[1],
@@ -110,7 +111,7 @@ class PagedAttention:
             out.data_ptr(),
             self._num_threads,
         )
-        if self._is_fused:  # the kernel has rotated, written, and attended for the decodes only
+        if self.is_fused:  # the kernel has rotated, written, and attended for the decodes only
             by_head = numbers.to(self._pool.dtype).unflatten(1, (-1, self._struct.head_dim))
             num_kv_heads = self._struct.num_kv_heads
             widths = [self._struct.num_heads, num_kv_heads, num_kv_heads]

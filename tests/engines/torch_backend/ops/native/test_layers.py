@@ -1,6 +1,7 @@
 """All layers in one call give what a call for each part gives."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.ops import native
+from engines.torch_backend.ops.paged_attention.cpu import build
 from engines.torch_backend.ops.paged_attention.reference import Heads
 from engines.torch_backend.ops.registry import Ops, choose
 from engines.torch_backend.step import StepInputs
@@ -29,9 +31,15 @@ def make_decoder(ops: Ops, heads: Heads | None = None) -> Llama:
     return decoder
 
 
-def pass_step(ops: Ops, decoder: Llama, inputs: StepInputs, x: Tensor) -> Tensor:
+def pass_step(
+    ops: Ops,
+    decoder: Llama,
+    inputs: StepInputs,
+    x: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Behind the same noise of earlier tokens each time."""
-    pool = KVCachePool(CONFIG.text, 128, BLOCK_SIZE, torch.float32, CPU)
+    pool = KVCachePool(CONFIG.text, 128, BLOCK_SIZE, dtype, CPU)
     pool.data.normal_(generator=torch.Generator().manual_seed(1))
     rotation = RotaryTable.create(CONFIG.text, 64, torch.float32, CPU).at(inputs.indices)
     return decoder(x, ops["paged_attention"](CONFIG.text.num_heads, pool, inputs, rotation))
@@ -68,3 +76,15 @@ def test_one_call_gives_what_a_call_for_each_part_gives(
 
     decoder.bind(choose(ops.site, {"decoder_chain"}), torch.float32)
     assert torch.equal(found, pass_step(ops, decoder, inputs, x))
+
+
+@torch.inference_mode()
+def test_a_step_in_which_torch_attends_to_prompts_gives_the_same(ops: Ops):
+    level = replace(ops.site.level, min_fused_tokens=2)
+    attention = build(replace(ops.site, level=level))
+    by_torch = replace(ops, functions={**ops.functions, "paged_attention": attention})
+    decoder, inputs = make_decoder(ops), make_inputs(MIXED)
+    x = make_stream(len(inputs.slots))
+    expected = pass_step(ops, decoder, inputs, x, torch.bfloat16)
+    found = pass_step(by_torch, decoder, inputs, x, torch.bfloat16)
+    assert (found - expected).norm() <= 0.01 * expected.norm()

@@ -91,6 +91,17 @@ def forbid(*_: object) -> Tensor:
     pytest.fail("somebody else computed it")
 
 
+@torch.inference_mode()
+def test_a_kernel_reads_a_product_of_torch(ops: Ops):
+    """Which is in the engine's precision."""
+    ops = with_level(ops, max_float_tokens=4, max_rounded_tokens=4)
+    first, second = make_linear("bfloat16", (64, 96)), make_linear("int8", (33, 64))
+    widen, narrow = (make_map(ops, [each], dtype=torch.bfloat16) for each in (first, second))
+    x = make_numbers(5, 96)
+    expected = meant(second, meant(first, x.bfloat16().float()))
+    assert_near(narrow(widen(x)).float(), expected, 3e-2)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_equals_its_reference(ops: Ops, form: str, monkeypatch: pytest.MonkeyPatch):
     """Also of more tokens than the level leaves to it, and of float weights at any width."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from engines.core.sequence import ImageInput
 from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.models.vision import TowerBlock, VisionConfig
 from engines.torch_backend.multimodal import parts
 from engines.torch_backend.ops.linear.cpu import PACKED_INT8, pack_int8_beside
 from engines.torch_backend.ops.registry import Ops, choose, cpu_ops
@@ -110,3 +111,14 @@ def test_in_parts_it_is_the_same(ops: Ops, piece_flops: int, monkeypatch: pytest
 
     assert error(features, encode(model, ops, pixels).flatten(0, 1)) < 1e-2
     assert error(features, plain(model, pixels).flatten(0, 1)) < 0.03
+
+
+@torch.inference_mode()
+def test_a_float16_tower_has_the_range_of_float32(ops: Ops):
+    block = TowerBlock(VisionConfig(64, 256, 1, 4, 28, 14)).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in block.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        parameter.mul_(0.1 if parameter.ndim == 1 else 200.0)
+    block.half().bind(ops, torch.float16)
+    assert block(torch.randn(1, 100, 64, generator=generator)).isfinite().all()
