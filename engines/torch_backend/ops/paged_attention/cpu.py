@@ -62,7 +62,6 @@ class PagedAttention:
             and len(inputs.slots) >= min_fused_tokens
             and max(each.num_new for each in inputs.sequences) >= min_fused_tokens
         )
-        self._contexts = Contexts(inputs, pool)
         self._struct = STRUCTS["Attention"](
             kind=FLOAT_KINDS[keys.dtype],
             num_heads=num_heads,
@@ -90,6 +89,10 @@ class PagedAttention:
         """Addresses of a layer's keys and values."""
         keys, values = self._pool.blocks(layer)
         return keys.data_ptr(), values.data_ptr()
+
+    @cached_property
+    def _contexts(self) -> Contexts:
+        return Contexts(self.inputs, self._pool)
 
     @cached_property
     def _reference(self) -> Attend:
