@@ -82,19 +82,24 @@ class Run:
         return [(times[-1] - times[0]) / (len(times) - 1) for times in several]
 
     @property
-    def itls(self) -> list[float]:
-        """Gaps between neighbouring tokens, of all requests together."""
+    def _gaps(self) -> list[tuple[float, float]]:
+        """Begin and end of the gaps between neighbouring outputs, which may have several tokens, of all requests."""
         lists = self.token_times.values()
-        return [b - a for times in lists for a, b in pairwise(times)]
+        return [(a, b) for times in lists for a, b in pairwise(times) if b > a]
+
+    @property
+    def itls(self) -> list[float]:
+        """Gaps between neighbouring outputs, of all requests together."""
+        return [b - a for a, b in self._gaps]
 
     @property
     def slowdown(self) -> float | None:
         """The 99th percentile of the streams' gaps while the late prompt is computed, over their median before."""
         if self.late_at is None:
             return None
-        gaps = [(a, b) for times in self.token_times.values() for a, b in pairwise(times)]
-        alone = [b - a for a, b in gaps if b <= self.late_at]
-        beside = sorted(b - a for a, b in gaps if b > self.late_at)
+        alone = [b - a for a, b in self._gaps if b <= self.late_at]
+        beside = sorted(b - a for a, b in self._gaps if b > self.late_at)
+        beside = beside or [self.elapsed_s - self.late_at]  # no stream has an output since
         return beside[math.ceil(0.99 * len(beside)) - 1] / statistics.median(alone)
 
     def rates(self) -> dict[str, float]:
