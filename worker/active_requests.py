@@ -107,10 +107,6 @@ class Outbox:
         """Add outputs of a request; what follows its end is dropped."""
         last = outputs[-1]
         is_end = last.finish_reason is not None or last.error is not None
-        draft = self._held.get(active)
-        if draft is not None and active.call.wants_stream and not is_end:
-            draft.outputs += outputs  # `_release` publishes them
-            return
         if active in self._ended:
             return
         now = time.monotonic()

@@ -83,7 +83,7 @@ class Run:
 
     @property
     def _gaps(self) -> list[tuple[float, float]]:
-        """Begin and end of the gaps between neighbouring outputs, which may have several tokens, of all requests."""
+        """Begin and end of each gap between two outputs of a request. An output may have several tokens."""
         lists = self.token_times.values()
         return [(a, b) for times in lists for a, b in pairwise(times) if b > a]
 

@@ -52,8 +52,9 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request", bound=EngineRequest)
 REPORT_EVERY_S = 0.05  #: interval between outputs of an answer that is not streamed
-#: Interval between outputs of a stream, for each running request: an output costs worker and gateway CPU time.
-STREAM_EVERY_S = 0.001
+#: Interval between outputs of a stream, times the number of running requests: each output costs CPU time in worker
+#: and gateway.
+STREAM_INTERVAL_S = 0.001
 
 
 class PromptingEngine(Engine[Request]):
@@ -319,7 +320,7 @@ class Answer(Struct, eq=False):
         if not is_due:
             every_s = REPORT_EVERY_S
             if self.is_streamed:
-                every_s = min(every_s, num_running * STREAM_EVERY_S)
+                every_s = min(every_s, num_running * STREAM_INTERVAL_S)
             if now < self.reported_at + every_s:
                 self.held += tokens
                 return None

@@ -77,6 +77,13 @@ def test_rates_and_latencies_follow_their_definitions():
     assert run.roofline_ratio(100.0, 1000.0) == pytest.approx(0.4)
 
 
+def test_tokens_of_one_output_have_no_gap():
+    together = {"a": [1.0, 1.0, 1.0, 2.0, 2.0, 5.0]}
+    assert Run(6.0, together, 1, 0, late_at=3.0).slowdown == 3.0
+    assert Run(6.0, together, 1, 0, late_at=3.0).itls == [1.0, 3.0]
+    assert Run(9.0, together, 1, 0, late_at=5.0).slowdown == 2.0, "no output since the late prompt"
+
+
 def test_every_cell_is_measured_and_printed(tiny, capsys):
     options = BenchOptions(str(tiny), batch_sizes=(1, 3), num_tokens=4, rounds=2, device="cpu")
     bench = Bench(options)

@@ -75,7 +75,7 @@ class _Context(NamedTuple):
 
 
 #: Contexts of the sequences with one new token, and of each longer run.
-_Contexts = tuple[_Context | None, list[_Context]]
+_StepContexts = tuple[_Context | None, list[_Context]]
 
 
 def create_attention(
@@ -110,9 +110,9 @@ class Contexts:
 
     def __init__(self, inputs: StepInputs, pool: KVCachePool) -> None:
         self._inputs, self._pool = inputs, pool
-        self._found: dict[tuple[int | None, int | None, bool], _Contexts] = {}
+        self._found: dict[tuple[int | None, int | None, bool], _StepContexts] = {}
 
-    def of(self, heads: Heads) -> _Contexts:
+    def of(self, heads: Heads) -> _StepContexts:
         form = (heads.window, heads.chunk, heads.is_bidirectional)
         if form not in self._found:
             self._found[form] = _find_contexts(self._inputs, self._pool.block_size, heads)
@@ -137,7 +137,7 @@ class Contexts:
         return parts
 
 
-def _find_contexts(inputs: StepInputs, block_size: int, heads: Heads) -> _Contexts:
+def _find_contexts(inputs: StepInputs, block_size: int, heads: Heads) -> _StepContexts:
     first, last = torch.zeros_like(inputs.indices), inputs.indices
     if heads.window is not None:
         first = (last - heads.window + 1).clamp(min=0)
