@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.ops.cpu_level import cpu_flags, has_matrix_units
 from engines.torch_backend.ops.paged_attention.cpu import build
 from engines.torch_backend.ops.paged_attention.reference import PLAIN, Heads
 from engines.torch_backend.ops.registry import Ops
@@ -53,7 +54,9 @@ def test_the_kernel_is_the_definition(
     tolerance = 16 * torch.finfo(dtype).eps
     create, inputs = ops["paged_attention"], make_inputs(shares)
     with_torch = replace(ops.site, level=replace(ops.site.level, min_fused_tokens=2))
-    for each in (create, build(with_torch)):
+    # torch itself fails on a processor with AMX that may use AVX2 alone (ATEN_CPU_CAPABILITY)
+    is_limited = "amx_bf16" in cpu_flags() and not has_matrix_units()
+    for each in (create,) if is_limited else (create, build(with_torch)):
         check(each, inputs, heads, (8, *shape), dtype, tolerance, rotates=True)
     if dtype is torch.float32:
         capped = Heads(softcap=0.5, sinks=torch.linspace(-1, 1, 8))
