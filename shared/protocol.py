@@ -9,6 +9,7 @@ The queue does not decode tasks. Invariants of the events that workers publish, 
 3. All events of an attempt carry its number; a higher attempt supersedes a lower one.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Self, get_args
@@ -840,3 +841,43 @@ def decode_card(data: bytes) -> ModelCard:
     if card.version != PROTOCOL_VERSION:
         return ModelCard(card.name, 0, 0, 0, version=card.version)
     return _card_decoder.decode(data)
+
+
+_TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_RUNS = re.compile(rb"\[+|\]+")
+_SHALLOW = 3
+_FEW_BYTES = 4096  #: that are counted at once
+
+
+def _has_more(data: bytes, max_brackets: int) -> bool:
+    """Whether there are more opening brackets; searched in long data, because `count` is slow in base64."""
+    if len(data) <= _FEW_BYTES:
+        return data.count(b"[") + data.count(b"{") > max_brackets
+    num_left = max_brackets
+    for bracket in (b"[", b"{"):
+        at = data.find(bracket)
+        while at >= 0:
+            if num_left == 0:
+                return True
+            num_left -= 1
+            at = data.find(bracket, at + 1)
+    return False
+
+
+def is_deeper(data: bytes, max_levels: int) -> bool:
+    """Whether valid JSON nests arrays and objects deeper than the limit."""
+    if not _has_more(data, max_levels):
+        return False
+    if b"\\" in data:
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outline = b"".join(data.split(b'"')[::2]).translate(_TO_BRACKETS, _NO_BRACKETS)
+    for _ in range(_SHALLOW):  # most of a wide value is shallow, and removed quickly
+        outline = outline.replace(b"[]", b"")
+    depth = _SHALLOW
+    for run in _RUNS.finditer(outline):
+        num = run.end() - run.start()
+        depth += num if run[0].startswith(b"[") else -num
+        if depth > max_levels:
+            return True
+    return False

@@ -22,6 +22,7 @@ from engines.application.sandbox import find_sandbox, make_command, make_environ
 from engines.application.settings import ApplicationSettings
 from engines.base import EngineStartError
 from engines.child_process import LogForwarder
+from shared.protocol import is_deeper
 
 _PIECE_BYTES = 64 * 1024
 _LOOK_S = 0.5  # between checks of the resource usage
@@ -43,9 +44,9 @@ class Reply(msgspec.Struct):
 
 
 _replies = msgspec.json.Decoder(Reply)
-_values = msgspec.json.Decoder(msgspec.Raw)
-#: Nesting levels reserved for the message in which the gateway decodes these values.
-_LEVELS_LEFT = 200
+_TOO_DEEP = Reply("error", message="the output is nested too deeply")
+#: Nesting of a value. With Python 3.11 a gateway decodes messages of 998 levels, of which it needs some itself.
+_MAX_LEVELS = 800
 
 
 class Variables(msgspec.Struct, frozen=True):
@@ -138,13 +139,13 @@ class Child:
     def _decode(self, line: bytes) -> Reply:
         try:
             reply = _replies.decode(line)
-            if line.count(b"[") + line.count(b"{") > _LEVELS_LEFT:
-                _values.decode(b"[" * _LEVELS_LEFT + bytes(reply.value) + b"]" * _LEVELS_LEFT)
         except RecursionError:
-            return Reply("error", message="the output is nested too deeply")
+            return _TOO_DEEP
         except msgspec.MsgspecError:
             shown = self._conceal(line.decode(errors="replace"))[:80]
             raise ChildFailed(f"it wrote a line that is not a message: {shown!r}") from None
+        if is_deeper(bytes(reply.value), _MAX_LEVELS):
+            return _TOO_DEEP
         if reply.message:
             reply.message = self._conceal(reply.message)
         return reply

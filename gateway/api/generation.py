@@ -26,7 +26,6 @@ from gateway.api.fields import (
     missing,
 )
 from gateway.calls.surface import NoOptions, Plan
-from gateway.http.body import is_deeper
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
 from shared.media import MEDIA
@@ -46,6 +45,7 @@ from shared.protocol import (
     Tokenize,
     ToolCall,
     Tools,
+    is_deeper,
 )
 from shared.settings.limits import (
     MAX_FORMAT_DESCRIPTION_CHARS,

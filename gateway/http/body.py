@@ -25,6 +25,7 @@ from starlette.types import Message, Receive
 
 from gateway.http.errors import ClientGone, InvalidRequest, Overloaded, missing, wrong_media_type
 from gateway.http.exchange import Exchange, RequestContext, clean_name
+from shared.protocol import is_deeper
 from shared.settings.limits import LimitSettings
 
 #: No-op values by field; null is always a no-op. Fields in objects are named after a dot.
@@ -281,10 +282,6 @@ _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?",
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 JSON = b"application/json"
-_TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_RUNS = re.compile(rb"\[+|\]+")
-_SHALLOW = 3
 _FEW_BYTES, _FEW_COMMAS = 4096, 64  #: that are counted at once, or one by one
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}:,]', re.DOTALL)
 _SEARCHED = 1 << 20  #: leading bytes that are searched for the field that nests too deeply
@@ -526,39 +523,6 @@ class JsonBody(Generic[T]):
     @cached_property
     def _info(self) -> inspect.Type:
         return inspect.type_info(self._type)
-
-
-def _has_more(data: bytes, max_brackets: int) -> bool:
-    """Whether there are more opening brackets; searched in long data, because `count` is slow in base64."""
-    if len(data) <= _FEW_BYTES:
-        return data.count(b"[") + data.count(b"{") > max_brackets
-    num_left = max_brackets
-    for bracket in (b"[", b"{"):
-        at = data.find(bracket)
-        while at >= 0:
-            if num_left == 0:
-                return True
-            num_left -= 1
-            at = data.find(bracket, at + 1)
-    return False
-
-
-def is_deeper(data: bytes, max_levels: int) -> bool:
-    """Whether valid JSON nests arrays and objects deeper than the limit."""
-    if not _has_more(data, max_levels):
-        return False
-    if b"\\" in data:
-        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    outline = b"".join(data.split(b'"')[::2]).translate(_TO_BRACKETS, _NO_BRACKETS)
-    for _ in range(_SHALLOW):  # most of a wide value is shallow, and removed quickly
-        outline = outline.replace(b"[]", b"")
-    depth = _SHALLOW
-    for run in _RUNS.finditer(outline):
-        num = run.end() - run.start()
-        depth += num if run[0].startswith(b"[") else -num
-        if depth > max_levels:
-            return True
-    return False
 
 
 def find_model_name(body: bytes) -> str:
