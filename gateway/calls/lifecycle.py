@@ -51,6 +51,7 @@ from shared.protocol import (
     Task,
     Tokenize,
     Tokenized,
+    Tokens,
     Vectors,
 )
 from shared.queue.api import QueueRefused, QueueUnavailable
@@ -535,7 +536,13 @@ class Lifecycle:
             elif frames := reply.frames(events, None):
                 await exchange.write(frames)
             events = await call.receive(self.settings.keep_alive_s)
-            recorder.note(events)
+            try:
+                recorder.note(events)
+            except ApiError:  # the tokens that came with a failure are the client's
+                told = [each for each in events if isinstance(each[1], Tokens)]
+                if frames := reply.frames(told, None):
+                    await exchange.write(frames)
+                raise
             if self.hooks is not None:
                 seen += events
         if self.hooks is not None:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from gateway.api import SURFACES
 from gateway.api.fields import UNSUPPORTED
 from gateway.services import Services
-from shared.protocol import CallPiece, ErrorCode, FinishReason, Function
+from shared.protocol import CallPiece, ErrorCode, Failed, FinishReason, Function
 from shared.settings.limits import LimitSettings
 from tests.contract.toys.surface import Echo
 from tests.factories_gateway import (
@@ -763,14 +763,21 @@ async def test_a_failure_before_the_first_event_has_its_status(speaker, worker):
 
 @only_streamed
 async def test_a_failure_after_the_first_token_is_the_streams_last_event(speaker, worker):
+    """Also of tokens that come with the failure."""
+    go_on = asyncio.Event()
+
     async def fail(answer: Answer) -> None:
         await answer.start()
-        await answer.say(in_words(answer, "half"))
-        await answer.fail(ErrorCode.ENGINE_FAILURE)
+        await go_on.wait()
+        told = answer.deltas(in_words(answer, "half"))
+        name = (answer.request.id, answer.claim.attempt)
+        await answer.publish(*told, Failed(*name, ErrorCode.ENGINE_FAILURE, "It failed."))
 
     worker.script = fail
-    response = await speaker.ask(stream=True)
-    assert response.status_code == 200
+    async with begun(speaker) as response:
+        assert response.status_code == 200
+        go_on.set()
+        await response.aread()
     *told, error = speaker.events(response.text)
     assert "".join(map(speaker.dialect.text_of, told)) == "half"
     assert speaker.dialect.error_of(error)[0] == "engine_failure"
