@@ -58,6 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_items: int
     parts: tuple[PartRecord, ...]
     prompt: str = ""
+    query_prompt: str | None = None  #: None: the model's own
     inputs: str = ""
     format: int = FORMAT
 

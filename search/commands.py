@@ -561,6 +561,7 @@ def run_load(directory: Path, name: str, url: str, model: str, api_key: str | No
             "embedding_model": model or manifest.model,
             "dimensions": manifest.dimensions,
             "prompt": manifest.prompt,
+            "query_prompt": manifest.query_prompt,
         }
         store = client.ask("POST", _STORES, body, TRIES)
     if store["embedding_digest"] != manifest.digest and store["embedding_digest"]:
@@ -623,6 +624,8 @@ def run_export(name: str, output: Path, url: str, dtype: str, api_key: str | Non
         dtype=dtype,
         num_items=num_done,
         parts=tuple(parts),
+        prompt=store["prompt"],
+        query_prompt=store["query_prompt"],
     )
     write_manifest(output, manifest)
     print(f"{output}: {num_done} items")
@@ -666,8 +669,9 @@ def run_search(
             raise EmbedError(f"there is no directory {target}, and {error}") from None
     else:
         model = _find_model(directory, model, url, engine)
-        embedder = open_embedder(engine, model, url, api_key, None, QUERY_PROMPTS)
         is_collection = (directory / MANIFEST).exists()
+        prompt = read_manifest(directory).query_prompt if is_collection else None
+        embedder = open_embedder(engine, model, url, api_key, prompt, QUERY_PROMPTS)
         with closing(embedder):
             search = search_directory if is_collection else search_images
             found = search(directory, query, limit, embedder)

@@ -623,6 +623,7 @@ def _open_collection(directory: Path) -> tuple[str, tuple[wire.StoreRecord, Open
         digest=manifest.digest,
         dimensions=manifest.dimensions,
         prompt=manifest.prompt,
+        query_prompt=manifest.query_prompt,
         num_items=manifest.num_items,
         num_bytes=index.stats().num_bytes,
         is_read_only=True,

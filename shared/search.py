@@ -60,7 +60,7 @@ class StoreRecord(_Wire, frozen=True, kw_only=True):
     digest: str
     dimensions: int
     prompt: str = ""  #: prepended to stored texts
-    query_prompt: str = ""  #: prepended to queries
+    query_prompt: str | None = ""  #: prepended to queries; None: the model's own
     metadata: dict[str, str] = {}
     num_items: int = 0
     num_bytes: int = 0

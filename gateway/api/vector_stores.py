@@ -268,6 +268,8 @@ class VectorStore(msgspec.Struct):
     embedding_model: str
     embedding_digest: str
     dimensions: int
+    prompt: str
+    query_prompt: str | None
     num_items: int
     is_read_only: bool
     object: str = "vector_store"
@@ -1063,7 +1065,7 @@ class VectorStores(Resource):
         parts: Sequence[str | ImageSource],
         names: Sequence[str],
         store: wire.StoreRecord,
-        prompt: str,
+        prompt: str | None,
         caller: Caller,
         truncate: Truncate = "none",
     ) -> list[bytes]:
@@ -1082,6 +1084,7 @@ class VectorStores(Resource):
                 param="embedding_model",
             )
         dimensions = store.dimensions if store.dimensions != card.dimensions else None
+        prompt = find_prompt("query_prompt", prompt, card, QUERY_PROMPTS)
         task = Embed((), prompt_name=prompt, dimensions=dimensions, truncate=truncate)
         images = [part for part in parts if isinstance(part, ImageSource)]
         places = {id(image): place for place, image in enumerate(images)}

@@ -236,6 +236,13 @@ async def test_a_collection_goes_into_a_store_and_comes_out_again(
         monkeypatch.setattr("search.commands.PAGE", 20)
         exported = await run_beside("store", "export", "s", "--output", tmp_path / "exported", *url)
         assert exported.exit_code == 0, exported.output
+        again = await run_beside("store", "load", tmp_path / "exported", "--name", "t", *url)
+        assert again.exit_code == 0, again.output
+        stores = (await gateway.client.get(STORES)).json()["data"]
+        prompts = [(store["prompt"], store["query_prompt"]) for store in stores]
+        assert prompts == [("document", "query")] * 2
+    manifest = read_manifest(tmp_path / "exported")
+    assert (manifest.prompt, manifest.query_prompt) == ("document", "query")
     first = {item.id: item for item in FlatIndex(tmp_path / "made").items()}
     second = {item.id: item for item in FlatIndex(tmp_path / "exported").items()}
     assert first == second
@@ -296,11 +303,18 @@ async def test_a_collection_is_a_store_that_every_key_may_search(
         assert len(answer["text"]) == 4
         assert answer["text"][0].startswith("Item: text number ")
         assert "(index: " in answer["text"][0]
+        query = np.array([vector_of("anything", prompt_name="query")])
+        [hits] = FlatIndex(tmp_path / "seed").search(query, 4)
+        for hit, line in zip(hits, answer["text"], strict=True):  # the model's prompt for queries
+            assert line.startswith(f"Item: {hit.item.text} (index: {hit.item.id} ")
         words = await client.post("/similar", json={"keywords": ["any", "thing"]})
         assert len(words.json()["text"]) == 10
         for bad in ({}, {"text": ""}, {"text": "a", "keywords": "b"}):
             assert (await client.post("/similar", json=bad)).status_code == 400
         [store] = (await client.get(STORES)).json()["data"]
+        path, asked = f"{STORES}/{store['id']}/search", {"query": "anything", "max_num_results": 4}
+        page = (await client.post(path, json=asked)).json()
+        assert [found["id"] for found in page["data"]] == [hit.item.id for hit in hits]
         item = {"items": [{"id": "a", "text": "b"}]}
         for method, path, sent in (("PUT", "/items", item), ("DELETE", "", None), ("POST", "", {})):
             refused = await client.request(method, f"{STORES}/{store['id']}{path}", json=sent)
