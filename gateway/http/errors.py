@@ -179,8 +179,9 @@ def unknown_path(path: str, known: Collection[str]) -> ApiError:
     if near:
         message = f"Not Found: this server serves {near[0]}; check that the base URL has /v1 once."
     else:
-        [nearest] = get_close_matches(path[:_MAX_COMPARED_CHARS], sorted(known), 1, cutoff=0.0)
-        message = f"Not Found: the nearest path is {nearest}; GET /docs lists all."
+        nearest = get_close_matches(path[:_MAX_COMPARED_CHARS], sorted(known), 1)
+        hint = f"the nearest path is {nearest[0]}; " if nearest else ""
+        message = f"Not Found: {hint}GET /docs lists all paths."
     return NotFound(message, code="not_found")
 
 

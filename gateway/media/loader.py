@@ -375,7 +375,7 @@ class ImageLoader:
             message = "Unknown URL: send a data: URL in base64, or an http(s) URL."
             raise ImageRefused(message, code="invalid_image_url")
         if self.fetcher is None:
-            message = "Remote URLs are disabled: send a data: URL (the operator may set gateway.remote_images)."
+            message = "Remote URLs are disabled: send a data: URL (the operator may set VLM_GATEWAY__REMOTE_IMAGES)."
             raise ImageRefused(message, code="invalid_image_url")
         most = MEDIA[source.kind].max_bytes(self.limits)
         is_image = source.kind == "image"

@@ -182,8 +182,9 @@ async def test_an_unknown_path_is_told_the_right_one(gateway):
         ("/v1/chat/completions/", "serves /v1/chat/completions;"),
         ("/embeddings", "serves /v1/embeddings;"),
         ("/models", "serves /v1/models;"),
-        ("/v1/assistants", "the nearest path is /v1/"),
+        ("/v1/assistants", "GET /docs lists all paths."),
         ("/v1/responces", "the nearest path is /v1/responses;"),
+        ("/qqq", "Not Found: GET /docs lists all paths."),
     ):
         error = (await gateway.client.post(path, json=make_body())).json()["error"]
         assert near in error["message"]
