@@ -134,8 +134,8 @@ bench: $(STAMP)  ## measure gateway, queue and worker, compared with a bare Fast
 trace-request: $(STAMP)  ## print the files that a streamed chat request passes; ARGS="--engine torch --image"
 	$(BIN)/python -m tests.trace_request $(ARGS)
 
-docs: $(STAMP)  ## write the generated tables of the docs
-	$(BIN)/python -m tests.docs_tables
+docs: $(STAMP)  ## write the generated tables of the docs; ARGS=--numbers: sizes too
+	$(BIN)/python -m tests.docs_tables $(ARGS)
 
 size:  ## count the lines and files of product, training and benchmarks, tests and docs
 	@$(PYTHON) -m tests.size

@@ -22,6 +22,9 @@ Key = Annotated[
         help="VLM_GATEWAY__ROOT_KEY, or a key with the role admin.",
     ),
 ]
+AnyKey = Annotated[
+    str | None, typer.Option("--api-key", envvar="VLM_API_KEY", help="A key; shows its own usage.")
+]
 Name = Annotated[str, typer.Argument(help="The key's name.")]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PATH = "/v1/admin/keys"
@@ -205,7 +208,7 @@ def usage(
     by: Annotated[str, typer.Option(help="Comma-separated: day, key, tag, model.")] = "key,model",
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     url: Url = URL,
-    api_key: Key = None,
+    api_key: AnyKey = None,
 ) -> None:
     """Show what keys used: all with VLM_GATEWAY__ROOT_KEY or a key with the role admin, else your own."""
     from deploy import commands

@@ -28,7 +28,7 @@ def models(
     from engines.packages.cache import format_bytes, list_models
 
     if check and find_spec("torch") is None:
-        typer.echo("this command needs torch: pip install 'vlm-fleet[torch]'", err=True)
+        typer.echo("this command needs torch: pip install '.[torch]'", err=True)
         sys.exit(os.EX_CONFIG)
     find_engine = _load_find_engine() if check else None
     rows = [(model, find_engine and model.explain(find_engine)) for model in list_models()]

@@ -166,7 +166,7 @@ class Services:
         try:
             from gateway.keys.oidc import TokenKeys  # noqa: PLC0415 (an extra)
         except ImportError:
-            problem = "install PyJWT and cryptography: pip install 'vlm-fleet[oidc]'"
+            problem = "install PyJWT and cryptography: pip install '.[oidc]'"
             raise SettingsError(f"VLM_GATEWAY__OIDC__ISSUER: {problem}") from None
         return TokenKeys(settings, self.keys)
 

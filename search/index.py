@@ -292,7 +292,7 @@ class _Window:
 
 #: Functions that open the indexes of a URL, by its scheme.
 INDEXES = {"lance": "search.lance:open_lance", "postgresql": "search.postgres:open_postgres"}
-INSTALL = "pip install 'vlm-fleet[search]'"
+INSTALL = "pip install '.[search]'"
 
 
 def open_indexes(url: str) -> IndexKind:

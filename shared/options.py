@@ -37,7 +37,11 @@ LISTEN: SettingOptions = {
     ),
 }
 _COMMON: SettingOptions = {
-    "redis.url": option(str, "--redis-url", "redis://, rediss:// or unix:// URL."),
+    "redis.url": option(
+        str,
+        "--redis-url",
+        "redis://, rediss://, unix:// or redis+sentinel:// URL, or shards: NAME=URL,NAME=URL.",
+    ),
     "logs.level": option(
         Literal["debug", "info", "warning", "error"],
         "--log-level",

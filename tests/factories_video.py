@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-av: Any = pytest.importorskip("av", reason="needs PyAV: pip install 'vlm-fleet[video]'")
+av: Any = pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 
 SIZE = (64, 48)
 

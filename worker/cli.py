@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 ENGINE: SettingOptions = {
     "engine.kind": option(
-        str, "--engine", "Engine: torch, vllm, sglang, llama-server, pooling or mock.",
+        str, "--engine", "Engine: torch, vllm, sglang, llama-server, openai, openai-pooling, pooling or mock.",
         "by model and machine",
     ),
     "engine.model": option(
         str, "--model", "Built-in name, directory, or Hugging Face id (org/name\\[@revision]).", "shapes"
     ),
     "engine.url": option(
-        str, "--url", "Address of a running server of the engine vllm, sglang or llama-server.",
+        str, "--url", "Address of a running server; engines: vllm, sglang, llama-server, openai, openai-pooling.",
         "the worker starts one",
     ),
     "engine.command": option(

@@ -45,7 +45,7 @@ class ObjectBlobStore:
             import obstore  # noqa: PLC0415 (an extra)
             from obstore.store import from_url  # noqa: PLC0415
         except ModuleNotFoundError:
-            raise _wrong("a package is missing: pip install 'vlm-fleet[store]'") from None
+            raise _wrong("a package is missing: pip install '.[store]'") from None
         self._obstore = obstore
         self._small = small
         self._folder = unquote(url.removeprefix("file://")) if url.startswith("file://") else ""

@@ -335,7 +335,7 @@ class ObjectStore:
             import obstore  # noqa: PLC0415 (an extra)
             from obstore.store import from_url  # noqa: PLC0415
         except ModuleNotFoundError:
-            raise StoreError(f"{url} needs a package: pip install 'vlm-fleet[store]'") from None
+            raise StoreError(f"{url} needs a package: pip install '.[store]'") from None
         self.url = url
         self._obstore = obstore
         try:

@@ -9,8 +9,8 @@ import pytest
 from tests.hidden_packages import closure, hide, modules_without, requirements_of
 from tests.integration.fleet_process import ROOT, run_vlm, start_fleet
 
-TORCH = "pip install 'vlm-fleet[torch]'"
-SEARCH = "pip install 'vlm-fleet[search]'"
+TORCH = "pip install '.[torch]'"
+SEARCH = "pip install '.[search]'"
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
     try:
         ray: Any = import_module("ray")  # an extra
     except ModuleNotFoundError:
-        raise SettingsError("--ray needs a package: pip install 'vlm-fleet[ray]'") from None
+        raise SettingsError("--ray needs a package: pip install '.[ray]'") from None
     _check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

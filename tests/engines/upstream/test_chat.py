@@ -60,7 +60,7 @@ def test_an_image_is_sent_as_a_file_of_our_own_and_a_schema_as_it_is(
     assert words == {"type": "text", "text": "hello"}
 
 
-@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
+@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install '.[video]'")
 def test_a_video_is_sent_as_its_sampled_frames(server: StandIn):
     loaded = create_engine({"kind": "openai", "url": server.url, "takes_videos": True})
     assert loaded.card.supports_video

@@ -459,7 +459,7 @@ def media_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
+@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install '.[video]'")
 def test_vllm_gets_videos_and_audio_as_one_token_each(
     load: Load, media_checkpoint: Path, server: StandIn
 ):
@@ -486,7 +486,7 @@ def test_vllm_gets_videos_and_audio_as_one_token_each(
     assert forbidden > {*MEDIA.values()}
 
 
-@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
+@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install '.[video]'")
 def test_tokens_of_audio_are_counted_apart(load: Load, media_checkpoint: Path):
     engine = load("vllm", model=str(media_checkpoint))
     sound: Any = Tone()
@@ -498,7 +498,7 @@ def test_tokens_of_audio_are_counted_apart(load: Load, media_checkpoint: Path):
     assert (usage.num_image_tokens, usage.num_audio_tokens) == (0, 16)
 
 
-@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install 'vlm-fleet[video]'")
+@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install '.[video]'")
 def test_frames_that_a_server_at_a_url_would_ignore_are_refused(load: Load, media_checkpoint: Path):
     engine = load("vllm", model=str(media_checkpoint))
     for num_sampled in (32, 33):
