@@ -45,7 +45,7 @@ class Result(msgspec.Struct, kw_only=True):
         path.write_bytes(msgspec.json.encode(self) + b"\n")
 
 
-class Sight:
+class RunPeriod:
     """A part of a run: requests of a period, and responses within it."""
 
     def __init__(self, result: Result, phase: Phase | None = None) -> None:
@@ -123,7 +123,7 @@ def mean_stages_s(records: Iterable[Record]) -> dict[str, float]:
 
 def to_summary(result: Result) -> dict[str, Any]:
     """Rates, percentiles and failures. Units: seconds, and counts a second."""
-    whole = Sight(result)
+    whole = RunPeriod(result)
     kinds = {
         kind: {
             "num_answers": len(records),
@@ -143,18 +143,18 @@ def to_summary(result: Result) -> dict[str, Any]:
         "failure_ratio": failure_ratio(result),
         "kinds": kinds,
         "phases": [
-            {**asdict(phase), **_rates(Sight(result, phase))} for phase in phases(result.plan)
+            {**asdict(phase), **_rates(RunPeriod(result, phase))} for phase in phases(result.plan)
         ],
     }
 
 
-def _rates(sight: Sight) -> dict[str, float | None]:
+def _rates(period: RunPeriod) -> dict[str, float | None]:
     return {
-        "offered_per_s": sight.offered_rate,
-        "answered_per_s": sight.answered_rate,
-        "good_per_s": sight.good_rate,
-        "good_ratio": sight.good_ratio,
-        "output_tokens_per_s": sight.token_rate,
+        "offered_per_s": period.offered_rate,
+        "answered_per_s": period.answered_rate,
+        "good_per_s": period.good_rate,
+        "good_ratio": period.good_ratio,
+        "output_tokens_per_s": period.token_rate,
     }
 
 
@@ -228,13 +228,13 @@ def to_rate_table(result: Result) -> Table:
     has_objective = bool(str(result.objective))
     columns += ["good", "share"] if has_objective else []
     table = new_table(title, columns)
-    parts = [(f"{phase.level:g}", Sight(result, phase)) for phase in phases(result.plan)]
-    for name, sight in [*(parts if len(parts) > 1 else []), ("whole run", Sight(result))]:
-        rates = [sight.offered_rate, sight.answered_rate, sight.token_rate]
-        delays = [percentile(sight.values_s(latency), 0.9) for latency in SHOWN]
+    parts = [(f"{phase.level:g}", RunPeriod(result, phase)) for phase in phases(result.plan)]
+    for name, period in [*(parts if len(parts) > 1 else []), ("whole run", RunPeriod(result))]:
+        rates = [period.offered_rate, period.answered_rate, period.token_rate]
+        delays = [percentile(period.values_s(latency), 0.9) for latency in SHOWN]
         cells = [*map(in_number, rates), *map(in_ms, delays)]
         if has_objective:
-            cells += [in_number(sight.good_rate), in_percent(sight.good_ratio)]
+            cells += [in_number(period.good_rate), in_percent(period.good_ratio)]
         table.add_row(name, *cells)
     return table
 

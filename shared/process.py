@@ -1,5 +1,5 @@
-"""Processes: backoff between their starts, the end of a child when its parent dies, and the memory of a process: objects
-that were created at startup are excluded from garbage collection and moved into huge pages.
+"""Process helpers: restart backoff, ending children with their parent, and memory tuning after startup (GC freeze, huge
+pages).
 """
 
 import asyncio
@@ -115,7 +115,7 @@ def on_stop_signal(act: Callable[[], None]) -> None:
 
 
 def request_parent_death_signal() -> None:
-    """The part of `die_with_parent` that is safe between fork and exec (`preexec_fn`); Linux only."""
+    """Request SIGTERM when the parent dies. Safe as a `preexec_fn`; no-op outside Linux."""
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 

@@ -179,7 +179,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         num_preemptions = self.scheduler.num_preemptions
         try:
             batch, result = self.pipeline.run(self.runner)
-            if (speculator := self.scheduler.speculator) is not None and speculator.is_asked:
+            if (speculator := self.scheduler.speculator) is not None and speculator.is_timed:
                 speculator.note(batch, result, time.perf_counter() - started_at)
             outputs = self._update(batch, result, started_at)
             if self.scheduler.num_preemptions > num_preemptions:

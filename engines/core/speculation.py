@@ -70,13 +70,13 @@ class History:
     _earlier: "array[int]" = field(default_factory=lambda: array("i", [0] * _NGRAM))
 
     def rests(self, sequence: Sequence) -> bool:
-        """Cheap check whether no draft is possible now, as for most text."""
+        """Whether no draft is possible now (cheap; true for most text)."""
         token_ids, constraint = sequence.token_ids, sequence.constraint
         if constraint is not None and not constraint.is_silent(token_ids):
             return False
-        return len(token_ids) < self.quiet_until or not self._look(token_ids)
+        return len(token_ids) < self.quiet_until or not self._index_tokens(token_ids)
 
-    def _look(self, token_ids: list[int]) -> int:
+    def _index_tokens(self, token_ids: list[int]) -> int:
         """Index new tokens. Returns the latest position after an earlier occurrence of the last n-gram, or 0."""
         end = len(token_ids)
         latest, earlier = self._latest, self._earlier
@@ -95,7 +95,7 @@ class History:
     def find(self, sequence: Sequence, most: int) -> list[int]:
         """Up to `most` tokens that followed the longest earlier match of the last tokens."""
         token_ids, earlier = sequence.token_ids, self._earlier
-        end, place = len(token_ids), self._look(token_ids)
+        end, place = len(token_ids), self._index_tokens(token_ids)
         if not place:
             return []
         longest, best = 0, place
@@ -169,7 +169,7 @@ class Speculator:
         self.repeats = repeats
         self.num_drafted = 0
         self.num_accepted = 0
-        self.is_asked = False  #: whether the planned step is to be measured
+        self.is_timed = False  #: whether the planned step is to be measured
         # time of a step without drafts, by number of sequences
         self._plain_s: dict[int, float] = {}
         # cost of a draft token relative to that time, by magnitudes of sequences and draft tokens
@@ -189,11 +189,11 @@ class Speculator:
     def draft(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int
     ) -> tuple[int, ...]:
-        """A draft for a sequence that does not rest, of at most `most` tokens; empty if it does not pay.
+        """At most `most` draft tokens for a sequence; empty if drafting would lower the token rate.
 
         `most_beside`: the limit while other sequences have no draft.
         """
-        self.is_asked = True
+        self.is_timed = True
         history, constraint = sequence.history, sequence.constraint
         num_tokens = len(sequence.token_ids)
         assert history is not None
@@ -260,7 +260,7 @@ class Speculator:
         return num_tokens * _FIRST_COST / num_running
 
     def note(self, batch: Batch, result: StepResult, seconds: float) -> None:
-        self.is_asked = False
+        self.is_timed = False
         self._num_wanted, is_drafted = self._num_wanting, self._num_planned > 0
         self._begin_step()
         num_running, num_draft_tokens, is_decode = len(batch.items), 0, True

@@ -102,7 +102,7 @@ def _read_modules(directory: Path) -> list[dict[str, Any]]:
 def _read_pooling(folder: Path) -> Pooling:
     values = read_json(folder / "config.json").values
     if values.get("include_prompt", True) is not True:
-        raise UnsupportedCheckpoint("the Pooling module leaves prompts out: that is not supported")
+        raise UnsupportedCheckpoint("Pooling: include_prompt must be true (false is unsupported)")
     named = values.get("pooling_mode")
     flags = [
         name.removeprefix("pooling_mode_")

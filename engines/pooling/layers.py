@@ -169,7 +169,7 @@ def _plain_names(model: nn.Module) -> list[str]:
 
 
 def _pairs(model: nn.Module, names: Iterable[tuple[str, str]]) -> Iterator[tuple[Any, str, str]]:
-    """Modules with both layers of a pair of `names`, at least one of them not quantized, and that pair."""
+    """Modules that have both parts of a pair of `names`, one of them an nn.Linear, and the pair."""
     for owner in list(model.modules()):
         for pair in names:
             parts = [getattr(owner, name, None) for name in pair]
@@ -358,7 +358,7 @@ def num_outputs(modules: Sequence[DenseConfig | Normalize], num_inputs: int) -> 
         if isinstance(each, DenseConfig):
             if each.num_inputs != num_inputs:
                 raise UnsupportedCheckpoint(
-                    f"{each.folder}/config.json: it takes {each.num_inputs} numbers, and is given {num_inputs}"
+                    f"{each.folder}/config.json: in_features is {each.num_inputs}, its input has {num_inputs}"
                 )
             num_inputs = each.num_outputs
     return num_inputs

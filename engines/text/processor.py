@@ -72,7 +72,7 @@ class Item:
     is_whole: bool = False  #: as in `ImageInput`
     is_filled: bool = False  #: whether all tokens of the item are slots
     #: Separator token at both ends of the text; adjacent images share one, and a space separates it from a word.
-    seam: str = ""
+    separator: str = ""
     kind: str = "image"
     slot_id: int | None = None  #: token of its slots; None: the model's
     #: Texts before and after the placeholder that `text` replaces too, if the template writes both.
@@ -391,14 +391,14 @@ class ChatProcessor:
             stop = start + len(placeholder)
             if rendered.endswith(before, end, start) and rendered.startswith(after, stop):
                 start, stop = start - len(before), stop + len(after)
-            if item.seam and places and places[-1][1] == length and start == end:
-                text = text.removeprefix(item.seam)
+            if item.separator and places and places[-1][1] == length and start == end:
+                text = text.removeprefix(item.separator)
             pieces += [rendered[end:start], text]
             length += start - end + len(text)
             places.append((length - len(text), length))
             end = stop
             following = rendered[end:].removeprefix(guard)[:1]
-            if item.seam and following and not following.isspace() and following != "<":
+            if item.separator and following and not following.isspace() and following != "<":
                 pieces.append(" ")
                 length += 1
         return "".join([*pieces, rendered[end:]]), places, items

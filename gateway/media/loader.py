@@ -343,7 +343,7 @@ class ImageLoader:
         video = VideoOptions() if kind == "video" else None
         source = ImageSource("", param, video=video, is_audio=kind == "audio")
         try:
-            return await self._check_file(file, source)
+            return await self._read_file(file, source)
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=param, code=refused.code) from None
 
@@ -356,7 +356,7 @@ class ImageLoader:
                 return await self._off_loop(from_url, len(source.url))
             file = await self._fetch(source, reserve)
             try:
-                return await self._check_file(file, source)
+                return await self._read_file(file, source)
             except BaseException:
                 file.close()
                 raise
@@ -422,7 +422,7 @@ class ImageLoader:
                 raise ImageRefused(f"Frame {number}: send JPEG frames of equal size.")
         return _refer(msgspec.msgpack.encode(frames), FRAMES_TYPE, 0, 0, video)
 
-    async def _check_file(self, file: IO[bytes], source: ImageSource) -> LoadedImage:
+    async def _read_file(self, file: IO[bytes], source: ImageSource) -> LoadedImage:
         """Raises: ImageRefused."""
         data = file.getvalue() if isinstance(file, io.BytesIO) else file
         _, num_bytes = _look_at(data)

@@ -620,8 +620,8 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         is_late = slot.since and now - slot.since > SETTLE_S
         if not text and revision is app.candidate and is_late:
             text = (
-                f"all resources are in use, and an instance needs {revision.needs}: idle instances stop "
-                "after their idle_s; or undeploy one, deploy with less --resources, or add a node"
+                f"all resources are in use, and an instance needs {revision.needs}: wait for idle instances "
+                "(idle_s), undeploy one, lower --resources, or add a node"
             )
         if text:
             return app if app.message == text else replace(app, message=text)
@@ -650,7 +650,7 @@ def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
         return ""
     names = ", ".join(name for name in least if is_secret_name(name))
     if not names:  # a record of an earlier release
-        return "a secret's name may be its value; deploy again with the name of the secret"
+        return "a secret's name looks like a value: deploy again with --secret NAME=SECRET"
     return (
         f"no node has the secret {names}: put a file of that name below its VLM_NODE__SECRETS_DIR, "
         "or name a variable of its own in VLM_NODE__SECRETS"

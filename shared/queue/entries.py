@@ -14,7 +14,7 @@ Entry = tuple[bytes, list[bytes]]
 
 #: Consumers without pending entries that were not seen for this long are deleted.
 FORGET_AFTER_S = 3600.0
-#: Maximum entries of a worker that it does not know, in one reply.
+#: Most pending entries unknown to their worker, per reply.
 MAX_UNKNOWN = 1000
 
 
@@ -30,7 +30,7 @@ class QueueEntries:
         self._queue = keys.queue(model)
         self._wakeups = keys.wakeups(model, worker_id)
         self._seen: list[bytes] = []  # wakeups that are not acknowledged yet
-        self._last_wakeup = b"0"  # that `lost` has read
+        self._last_wakeup = b"0"  # that `pop_lost` has read
         self._batch_keys = (keys.queue(model), keys.backlog(model))
         self._requests = keys.requests(model)
         self._read = ("XREADGROUP", "GROUP", GROUP, worker_id, "COUNT")
@@ -79,7 +79,7 @@ class QueueEntries:
             return []
         return entries
 
-    async def count_backlog(self) -> None:
+    async def refresh_num_backlog(self) -> None:
         self.num_backlog = await self._sender.execute_soon("XLEN", self._batch_keys[1])
 
     async def keep_wakeups(self) -> None:
@@ -112,14 +112,14 @@ class QueueEntries:
     async def renew(self, entry_ids: Sequence[bytes], age_ms: int) -> set[bytes]:
         """Renew the leases of this worker's entries that are at least `age_ms` old. Raises: RedisError.
 
-        Returns the renewed entries. An entry that another worker has just taken is younger, and stays where it is.
+        Returns the renewed entries. Entries just claimed by another worker are younger and left to it.
         """
         if not entry_ids:
             return set()
         command = ("XCLAIM", self._queue, GROUP, self._worker_id, age_ms)
         return set(await self._ask(*command, *entry_ids, "JUSTID"))
 
-    async def lost(self) -> set[bytes] | None:
+    async def pop_lost(self) -> set[bytes] | None:
         """Entries that this worker lost since the last call, from its stream of wakeups. Raises: RedisError.
 
         None: the stream may have a gap, because Redis has trimmed, deleted or lost it. Entries that are lost after this

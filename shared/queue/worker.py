@@ -172,7 +172,7 @@ class RedisWorkerQueue(RedisStore):
 
     async def reconcile(self) -> list[Claim]:
         """See `WorkerQueue.reconcile`. Consumers without entries are deleted every `REAP_EVERY_S`."""
-        await self.entries.count_backlog()
+        await self.entries.refresh_num_backlog()
         unknown = await self._find_unknown()
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
@@ -285,7 +285,7 @@ class RedisWorkerQueue(RedisStore):
         """
         claims = list(claims)
         entry_ids = {claim.entry_id for claim in claims}
-        lost = await self.entries.lost()
+        lost = await self.entries.pop_lost()
         self._num_renewals += 1
         if lost is None or self._num_renewals % CHECK_EVERY == 0:
             lost = entry_ids

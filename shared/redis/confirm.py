@@ -39,7 +39,7 @@ class Confirmer:
         self._is_refused = False
 
     async def confirm(self, *proofs: Command) -> None:
-        """Wait until a replica has the writes that `proofs` read; their replies must be true.
+        """Wait for a replica to have the writes. Each proof must reply with a true value.
 
         The proofs show that this connection and that of the writes have the same primary. Raises: RedisError.
         """

@@ -8,7 +8,7 @@ from rich.table import Table
 from loadtest.load_plan import Phase
 from loadtest.record import Objective, parse_objective
 from loadtest.result import (
-    Sight,
+    RunPeriod,
     counted,
     failure_ratio,
     failures,
@@ -31,11 +31,11 @@ def test_warm_up_counts_for_nothing_but_failures():
 def test_rates_are_of_what_happened_in_each_phase_and_goodput_of_what_was_right_in_time():
     records = [record(-0.5, e2e_s=1.0), record(1), record(2, e2e_s=3.0), record(3, error="x")]
     run = result([*records, record(4.9, e2e_s=0.3), record(6)], Objective(e2e_s=1.0))
-    whole = Sight(run)
+    whole = RunPeriod(run)
     assert (whole.offered_rate, whole.answered_rate) == (pytest.approx(0.5), pytest.approx(0.5))
     assert whole.token_rate == pytest.approx(2.5)
     assert (whole.good_rate, whole.good_ratio) == (pytest.approx(0.4), pytest.approx(3 / 5))
-    first, second = (Sight(run, Phase(start, start + 5, 1)) for start in (0, 5))
+    first, second = (RunPeriod(run, Phase(start, start + 5, 1)) for start in (0, 5))
     assert (first.offered_rate, first.answered_rate) == (pytest.approx(4 / 5), pytest.approx(2 / 5))
     assert (second.offered_rate, second.answered_rate) == (pytest.approx(0.2), pytest.approx(0.6))
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import vlm
 from loadtest.record import Objective, Order, Plan, Target, Workload
-from loadtest.result import Result, Sight, by_kind, counted
+from loadtest.result import Result, RunPeriod, by_kind, counted
 from loadtest.run import LoadTestError, drive, run
 from loadtest.scenarios import PROFILES
 from tests.loadtest.factories import load_result, record, result
@@ -68,7 +68,7 @@ def test_open_loop_does_not_wait_and_hides_no_waiting(fake, tmp_path):
     result, _ = result_of(fake, tmp_path, "--rate", "40", "--stream-ratio", "0")
     assert result.plan == Plan(loop="open", levels=(40.0,), duration_s=0.6, warmup_s=0.0)
     assert max(open_at_once(result)) > 10
-    assert 20 < Sight(result).offered_rate < 70
+    assert 20 < RunPeriod(result).offered_rate < 70
     assert all(record.e2e_s >= 0.5 for record in result.records)
     assert all(record.waited_s >= 0 for record in result.records)
 

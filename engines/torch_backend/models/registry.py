@@ -187,10 +187,10 @@ class ModelFamily(Protocol):
 
 def find_family(directory: Path) -> tuple[ModelFamily, Any]:
     """The family of a checkpoint, and its checked configuration. Raises: UnsupportedCheckpoint."""
-    return check_config(read_fields(directory))
+    return resolve_config(read_fields(directory))
 
 
-def check_config(config: Fields) -> tuple[ModelFamily, Any]:
+def resolve_config(config: Fields) -> tuple[ModelFamily, Any]:
     """`find_family` for the fields of a `config.json`."""
     given, kind = config.get("architectures"), config.get("model_type")
     for family in built_in():

@@ -214,7 +214,7 @@ class TransformersImages(MultimodalProcessor):
         self._indicators: dict[str, int] = {text: place for place, text in enumerate(texts)}
         super().__init__(_LAYOUTS.get(type(processor).__name__, ""))
         self.around = getattr(tokenizer, "backend_tokenizer", None)
-        self._seam = _seam(processor)
+        self._separator = _separator(processor)
         spelled = (getattr(processor, n, "") for n in ("image_placeholder_token", "image_token"))
         self.placeholder = next(filter(None, spelled), self._slot)
         merged = processor._merge_kwargs(
@@ -338,7 +338,7 @@ class TransformersImages(MultimodalProcessor):
                 text,
                 is_whole=self._are_whole and image.kind != "audio",
                 is_filled=bool(self._indicators),
-                seam=self._seam,
+                separator=self._separator,
                 kind=image.kind,
                 slot_id=image.slot_id,
                 around=self._around_videos if image.kind == "video" else ("", ""),
@@ -581,7 +581,7 @@ def _unfit(image: Image.Image, reason: str) -> InvalidImage:
     )
 
 
-def _seam(processor: Any) -> str:
+def _separator(processor: Any) -> str:
     """The separator that adjacent images share."""
     is_it = type(processor).__name__ == "Idefics2Processor"
     return processor.fake_image_token if is_it else ""
@@ -589,9 +589,9 @@ def _seam(processor: Any) -> str:
 
 def _spell(processor: Any) -> None:
     """Add `replace_image_token` to a processor that builds an image's text only inside its call."""
-    if seam := _seam(processor):
+    if separator := _separator(processor):
         count = 5 if processor.image_processor.do_image_splitting else 1
-        text = seam + (processor.image_token * processor.image_seq_len + seam) * count
+        text = separator + (processor.image_token * processor.image_seq_len + separator) * count
         processor.replace_image_token = lambda *_, **__: text
 
 

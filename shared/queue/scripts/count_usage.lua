@@ -2,8 +2,8 @@
 -- `count_usage` counts an ended call in the usage of its tenant on this day, and corrects what it has reserved of a
 -- budget. A lost call, which was queued again elsewhere, is not counted. `save_usage` writes the counts of all calls.
 -- spent: prefix of the keys of days: hash of sums by `KIND TENANT MODEL`, and under the empty name when it was created (us)
--- charge of the call: '*' if it counts its prompt and not the request, '+' if neither; number of images, price of an input,
---   cached and output token and of an image (nano-dollars), and of a budget: what is reserved, and its key. Absent: 0 each.
+-- charge of the call: an optional mark ('*': not counted as a request; '+': nor its prompt), number of images, four prices
+--   (input, cached, output, image; nano-dollars), reserved budget, key of the budget. Absent: 0 each.
 local SPENT_TTL_MS = 93 * 86400000
 
 local KINDS = {'requests', 'input', 'cached', 'images', 'output', 'cost'}

@@ -134,7 +134,7 @@ class Oracle(Speculator):
     def draft(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int
     ) -> tuple[int, ...]:
-        self.is_asked = True
+        self.is_timed = True
         rest = self._answers[sequence.request_id][sequence.num_output_tokens :]
         draft = rest[: max(0, min(most, 5, len(rest) - 1))]
         self._num_asked += 1

@@ -414,7 +414,7 @@ def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: W
     world.deploy(A, environment=Environment(secrets={"X": value}))
     world.run(10)
     shown = [world.app.message, *(event.text for event in world.app.events)]
-    assert any("the name of the secret" in text for text in shown)
+    assert any("looks like a value" in text for text in shown)
     assert not any(value in text for text in shown)
 
 

@@ -185,14 +185,14 @@ async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, clock, monkeyp
     claim = await ends.claim(worker)
     assert await worker.renew([claim]) == {}
     clock.pass_time(3.0)
-    lost = worker.entries.lost
+    lost = worker.entries.pop_lost
 
     async def lost_before_the_takeover():
         found = await lost()
         await ends.take_over(other, claim)
         return found
 
-    monkeypatch.setattr(worker.entries, "lost", lost_before_the_takeover)
+    monkeypatch.setattr(worker.entries, "pop_lost", lost_before_the_takeover)
     assert await worker.renew([claim]) == {claim.id: "fenced"}
     assert (await lease_of(ends, claim))[0] == b"b"
 

@@ -1,7 +1,7 @@
 """GPTQ: integers of 4 or 8 bits, packed along the inputs, which may be grouped by activation order (`desc_act`).
 
 Layout: `qweight` (K bits / 32, N), `qzeros` (G, N bits / 32), `scales` (G, N), `g_idx` (K,), which names each input's
-group. Zeros of the format `gptq` are stored less one, those of `gptq_v2` as they are.
+group. Zero points are stored minus one in `gptq`, unchanged in `gptq_v2`.
 Source: AutoGPTQ and GPTQModel.
 """
 

@@ -34,7 +34,7 @@ def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 def stored_places(
     model: Any, linears: Collection[str], weights: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """Weights that only these layers and the embedding table use, as they are, with the paths of their modules."""
+    """Weights used unchanged, by these layers and the embedding table only, with their module paths."""
     table = model.get_input_embeddings()
     readers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for path, module in model.named_modules():

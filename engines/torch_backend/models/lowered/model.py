@@ -50,7 +50,7 @@ def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
         check_levels(seen, stack)
         refusals: list[BeyondOurProgram] = []
         for are_neighbours in (False, True):
-            order = order_of_pairs(rotary.num_turned, width, are_neighbours)
+            order = order_of_pairs(rotary.num_rotated, width, are_neighbours)
             decoder = read_decoder(front, stack, dtype, order)
             try:
                 compare(seen, decoder, rotary, stack)

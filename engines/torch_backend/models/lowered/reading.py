@@ -17,14 +17,14 @@ from engines.torch_backend.models.generic.attention import LayerSpec
 from engines.torch_backend.models.llama import Llama
 
 
-def order_of_pairs(num_turned: int, head_dim: int, are_neighbours: bool) -> Tensor | None:
-    """Channels in the order that puts pairs half a head apart; None: unchanged. Dot products are kept. Shapes: (D,)."""
-    if num_turned == head_dim and not are_neighbours:
+def order_of_pairs(num_rotated: int, head_dim: int, are_neighbours: bool) -> Tensor | None:
+    """Channel order with rotary pairs half a head apart (same dot products); None: unchanged. Shapes: (D,)."""
+    if num_rotated == head_dim and not are_neighbours:
         return None
-    turned = torch.arange(num_turned)
-    pairs = turned.view(-1, 2) if are_neighbours else turned.view(2, -1).T
-    still = torch.arange(num_turned, head_dim).view(2, -1).T
-    return torch.cat([pairs, still]).T.flatten()
+    rotated = torch.arange(num_rotated)
+    pairs = rotated.view(-1, 2) if are_neighbours else rotated.view(2, -1).T
+    unrotated = torch.arange(num_rotated, head_dim).view(2, -1).T
+    return torch.cat([pairs, unrotated]).T.flatten()
 
 
 def find_stack(model: nn.Module) -> tuple[str, Any]:

@@ -31,7 +31,7 @@ class Rotary:
         found = {self._check(layer_type, head_dim) for layer_type in self._types}
         if len(found) > 1:
             raise BeyondOurProgram("its layers rotate different channels")
-        [(self.num_turned, self._num_still, channel_rows)] = found  #: channels of a head
+        [(self.num_rotated, self._num_unrotated, channel_rows)] = found  #: channels of a head
         self._channel_rows = torch.tensor(channel_rows)  # (D,)
 
     def _check(self, layer_type: str | None, head_dim: int) -> tuple[int, int, tuple[int, ...]]:
@@ -48,7 +48,7 @@ class Rotary:
         is_turned = sin != 0
         if not bool((is_turned.sum(0) == 1).all()):
             raise BeyondOurProgram("several rows of positions, or none, rotate a channel")
-        rows = _with_still(is_turned.int().argmax(0)[None], num_still, 0)[0]
+        rows = _with_unrotated(is_turned.int().argmax(0)[None], num_still, 0)[0]
         return width, num_still, tuple(rows.tolist())
 
     def table(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
@@ -65,7 +65,10 @@ class Rotary:
             for places in torch.arange(max_positions).split(_TABLE_ROWS)
         ]
         cos, sin = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        cos, sin = _with_still(cos, self._num_still, 1), _with_still(sin, self._num_still, 0)
+        cos, sin = (
+            _with_unrotated(cos, self._num_unrotated, 1),
+            _with_unrotated(sin, self._num_unrotated, 0),
+        )
         half = sin.shape[1] // 2
         return RotaryTable(
             cos.to(device, dtype),
@@ -91,8 +94,8 @@ def _in_halves(x: Tensor) -> Tensor:
     return torch.cat([left, right], dim=1) if torch.equal(left, right) else x
 
 
-def _with_still(x: Tensor, num_still: int, value: int) -> Tensor:
-    """Add the channels that are not rotated at the end of each half. Shapes: (P, turned); returns (P, D)."""
-    still = x.new_full((len(x), num_still // 2), value)
+def _with_unrotated(x: Tensor, num_unrotated: int, value: int) -> Tensor:
+    """Add the channels that are not rotated at the end of each half. Shapes: (P, rotated); returns (P, D)."""
+    rest = x.new_full((len(x), num_unrotated // 2), value)
     left, right = x.chunk(2, dim=1)
-    return torch.cat([left, still, right, still], dim=1)
+    return torch.cat([left, rest, right, rest], dim=1)

@@ -1,8 +1,8 @@
 """Compiles C++ sources to a shared library for a CPU level, in the user's cache folder.
 
 The file is named by its level and the hash of sources, flags and compiler. It is written under a temporary name and
-renamed, so that workers that start together compile once and never load a partial file. It ends with the hash of its
-content: a library that a power loss damaged would crash the process that loads it, so it is compiled again.
+renamed, so that workers that start together compile once and never load a partial file. It ends with a hash of its content:
+a file damaged by a power loss is compiled again instead of crashing its process.
 """
 
 import fcntl

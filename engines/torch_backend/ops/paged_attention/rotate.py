@@ -58,22 +58,22 @@ def _rotate_and_write_kernel(
         x = (x * scale * _gain(query_gain, key_gain, d, inside, head < H)).to(dtype).to(tl.float32)
         gain = _gain(query_gain, key_gain, (d + D // 2) % D, inside, head < H)
         rolled = (rolled * scale * gain).to(dtype).to(tl.float32)
-    turned = x.to(dtype)
+    rotated = x.to(dtype)
     if ROTATES:
         angles = token * table_stride + d
         cos = tl.load(cosines + angles, mask=inside, other=0.0).to(tl.float32)
         sin = tl.load(sines + angles, mask=inside, other=0.0).to(tl.float32)
-        turned = ((x * cos).to(dtype).to(tl.float32) + rolled * sin).to(dtype)
+        rotated = ((x * cos).to(dtype).to(tl.float32) + rolled * sin).to(dtype)
     if head < H:
-        tl.store(query_out + (token * H + head) * D + d, turned, mask=inside)
+        tl.store(query_out + (token * H + head) * D + d, rotated, mask=inside)
     else:
         kv_head = head - H
         cell = tl.load(slots + token).to(tl.int64) * K + kv_head
         out = (token * K + kv_head) * D
         value = tl.load(row + (head + K) * D + d, mask=inside, other=0.0).to(tl.float32)
-        tl.store(key_cache + cell * D + d, turned.to(key_cache.dtype.element_ty), mask=inside)
+        tl.store(key_cache + cell * D + d, rotated.to(key_cache.dtype.element_ty), mask=inside)
         tl.store(value_cache + cell * D + d, value.to(value_cache.dtype.element_ty), mask=inside)
-        tl.store(key_out + out + d, turned, mask=inside)
+        tl.store(key_out + out + d, rotated, mask=inside)
         tl.store(value_out + out + d, value.to(dtype), mask=inside)
 
 

@@ -11,7 +11,7 @@ from engines.packages.checkpoint_json import Fields
 from engines.torch_backend.models.config import RopeScaling, UnsupportedCheckpoint
 from engines.torch_backend.models.generic.config import GenericConfig
 from engines.torch_backend.models.llava import FAMILY, VLMConfig
-from engines.torch_backend.models.registry import check_config, rename_weights
+from engines.torch_backend.models.registry import rename_weights, resolve_config
 from engines.torch_backend.models.vision import VisionTower
 from tests.factories_torch import (
     TEXT_FIELDS,
@@ -51,7 +51,7 @@ LLAVA_15_7B = {
 
 
 def vlm_config_from_hf(content: dict[str, Any]) -> VLMConfig:
-    return check_config(Fields("config.json", content))[1]
+    return resolve_config(Fields("config.json", content))[1]
 
 
 def make_config(**changes: Any) -> dict[str, Any]:
