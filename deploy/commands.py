@@ -27,7 +27,7 @@ from rich.table import Table
 
 from deploy.kubernetes import CannotRender, render
 from deploy.pack import Packed, pack, pack_installed
-from shared.gateway_client import LOOPBACK, ApiFailed, Client, read_content
+from shared.gateway_client import ApiFailed, Client, read_content
 from shared.packages.deployments import (
     NAME,
     NAME_RULE,
@@ -43,6 +43,7 @@ from shared.packages.garbage import blobs_of, collect, hold
 from shared.packages.manifest import MANIFEST_TYPE, BadPackage, Manifest, config_bytes, digest_of
 from shared.packages.signature import BadSignature, sign
 from shared.packages.store import PackageStore, Report, StoreError, open_store
+from shared.settings import is_loopback
 
 ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as in Flame
 INTERRUPTED = 130
@@ -337,7 +338,7 @@ def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator
 def _is_reachable(url: str, client: Client) -> bool:
     """Whether the gateway's store is a writable directory of this machine."""
     path = url.removeprefix("file://")
-    is_here = urlsplit(client.url).hostname in LOOPBACK
+    is_here = is_loopback(urlsplit(client.url).hostname)
     return is_here and path != url and os.access(path, os.W_OK)
 
 

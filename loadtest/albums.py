@@ -25,11 +25,11 @@ COMMENT = b"\xff\xfe"
 COMMENT_BYTES = 14  # with its length: the head has 18 bytes, whole base64 groups
 
 
-def noise_jpeg(num_bytes: int = 60_000, seed: int = 0) -> bytes:
+def noise_jpeg(num_bytes: int = 60_000) -> bytes:
     """The smallest square JPEG of uniform noise that has `num_bytes` or more."""
     side = math.isqrt(num_bytes)  # about 0.8 bytes for a pixel
     while True:
-        pixels = random.Random(seed).randbytes(3 * side * side)
+        pixels = random.Random(0).randbytes(3 * side * side)
         buffer = io.BytesIO()
         Image.frombytes("RGB", (side, side), pixels).save(buffer, "JPEG", quality=85)
         if buffer.tell() >= num_bytes:

@@ -23,7 +23,7 @@ from safetensors.numpy import save
 
 from search.index import IndexStats, matches
 from shared.packages.store import place
-from shared.search import Attributes, Filter, Hit, Item, refuse
+from shared.search import Attributes, Filter, Hit, Item, SearchError, refuse
 
 MANIFEST = "manifest.json"
 #: Filters whose matching rows are cached.
@@ -40,6 +40,10 @@ _DTYPES = {
 
 class BadCollection(Exception):
     """The directory is not a complete collection."""
+
+
+def read_only() -> SearchError:
+    return refuse("read_only", "This store is a collection of files and cannot be written.")
 
 
 class PartRecord(msgspec.Struct, frozen=True):
@@ -203,10 +207,10 @@ class FlatIndex:
         self._mask = lru_cache(_MASKS)(self._compute_mask)
 
     def upsert(self, items: Sequence[Item]) -> None:
-        raise refuse("read_only", "This store is a collection of files and cannot be written.")
+        raise read_only()
 
     def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
-        raise refuse("read_only", "This store is a collection of files and cannot be written.")
+        raise read_only()
 
     def search(self, vectors: np.ndarray, k: int, where: Filter | None = None) -> list[list[Hit]]:
         masks: Sequence[np.ndarray | None] = [None] * len(self._parts)

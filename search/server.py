@@ -30,7 +30,7 @@ from search.collection import BadCollection
 from search.index import open_indexes
 from search.stores import Stores
 from shared.search import SearchError, refuse
-from shared.settings import SettingsError
+from shared.settings import SettingsError, is_loopback
 from shared.settings.tree import SearchSettings, Settings
 
 #: Threads of readers, and threads of writers. Writers of one store wait for each other.
@@ -125,7 +125,7 @@ def run_search(settings: Settings) -> None:
             "VLM_SEARCH__URL: set the address to listen on: unix:///PATH or http://HOST:PORT"
         )
     host = urlsplit(search.url).hostname
-    if host not in (None, "localhost", "127.0.0.1", "::1") and not search.token.get_secret_value():
+    if host is not None and not is_loopback(host) and not search.token.get_secret_value():
         raise SettingsError(
             "VLM_SEARCH__TOKEN: required on an address that other machines can reach; set the same secret "
             "at the gateways"

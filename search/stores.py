@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 import shared.search as wire
 from search.catalog import Catalog
-from search.collection import FlatIndex
+from search.collection import FlatIndex, read_only
 from search.index import IndexKind, VectorIndex
 from shared.search import SearchError, refuse
 from shared.settings.limits import LimitSettings
@@ -231,7 +231,7 @@ class Stores:
     def _find_writable(self, tenant: str, name: str) -> wire.StoreRecord:
         record = self._find(tenant, name)
         if record.is_read_only:
-            raise refuse("read_only", "This store is a collection of files and cannot be written.")
+            raise read_only()
         return record
 
     def _list_stores(self, asked: wire.ListStores) -> list[wire.StoreRecord]:
@@ -568,12 +568,7 @@ class Stores:
     def _check_digest(self, record: wire.StoreRecord, digest: str) -> None:
         """Raises: SearchError if the vectors are of another model."""
         if digest and record.digest and digest != record.digest:
-            raise refuse(
-                "conflict",
-                "The served model of this name is not the one that embedded the items of "
-                "this store: create a new store.",
-                "embedding_model",
-            )
+            raise refuse("conflict", wire.MODEL_CHANGED, "embedding_model")
 
     def _compact_later(self, record: wire.StoreRecord) -> None:
         """Schedule a compaction in the background, unless one is due."""

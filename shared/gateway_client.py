@@ -11,10 +11,11 @@ from urllib.parse import urlencode, urlsplit
 
 import httpx
 
+from shared.settings import is_loopback
+
 _TIMEOUT_S = 60.0
 _CONNECT_S = 5.0
 _LONGEST_WAIT_S = 30.0  #: maximum delay between two retries
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ApiFailed(Exception):
@@ -132,7 +133,7 @@ def read_content(answer: httpx.Response) -> Any:
 def _own_key(url: str) -> str | None:
     """The key that `vlm serve` created on this machine, for its own port only."""
     parts = urlsplit(url)
-    if parts.hostname not in LOOPBACK:
+    if not is_loopback(parts.hostname):
         return None
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     folder = state / "vlm-fleet" / str(parts.port or 80)

@@ -15,6 +15,10 @@ Answer = TypeVar("Answer")
 
 #: Prefixes of ids, as in OpenAI's API.
 STORE_ID, FILE_ID, FILE_BATCH_ID = "vs_", "file-", "vsfb_"
+MODEL_CHANGED = (
+    "The served model of this name is not the one that embedded the items of this store: create a "
+    "new store."
+)
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

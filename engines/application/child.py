@@ -1,7 +1,6 @@
 """One process of an application: JSON lines in both directions, and its resource usage."""
 
 import errno
-import logging
 import os
 import re
 import select
@@ -29,8 +28,6 @@ _LOOK_S = 0.5  # between checks of the resource usage
 _STOP_S = 2.0
 #: Shorter secrets are not masked, because they could be common words.
 _LEAST_CONCEALED = 6
-
-logger = logging.getLogger(__name__)
 
 
 class ChildFailed(Exception):

@@ -491,12 +491,16 @@ class Applications(DeployResource):
         chosen = [line for line in lines if query.slot in (None, line.slot)]
         return Log(chosen[-query.limit :])
 
+    def _check_unserved(self, name: str) -> None:
+        """Raises: InvalidRequest."""
+        if name in self._models.cards:
+            raise invalid("name", "a worker serves a model of this name; send another name")
+
     @operation("PUT", _PATH, answer_type=Application)
     async def deploy_application(self, caller: Caller, body: Deploy) -> Response:
         """Deploy a package under a name. The current version serves until the new one is ready."""
         name = _check_name(caller)
-        if name in self._models.cards:
-            raise invalid("name", "a worker serves a model of this name; send another name")
+        self._check_unserved(name)
         try:
             check_environment(body.environment)
         except BadEnvironment as error:
@@ -610,8 +614,8 @@ class Applications(DeployResource):
             raise _unknown("route")
         if body.weights and history is not None and history.candidate is not None:
             raise conflict("A new version is being rolled out: set the route when it is active.")
-        if body.weights and name in self._models.cards:
-            raise invalid("name", "a worker serves a model of this name; send another name")
+        if body.weights:
+            self._check_unserved(name)
         app = await self._find(name)
         versions = {
             version: RoutedVersion(weight, self._card(name, version, before, app))

@@ -1077,12 +1077,7 @@ class VectorStores(Resource):
             check_chars(num_chars, self._limits.max_input_chars, names[0].partition(".")[0])
         card = await self._lifecycle.models.find(store.model, tenant=caller.context.tenant)
         if card.digest != store.digest:
-            raise conflict(
-                "The served model of this name is not the one that embedded the items of this "
-                "store: create a new store.",
-                code="model_changed",
-                param="embedding_model",
-            )
+            raise conflict(wire.MODEL_CHANGED, code="model_changed", param="embedding_model")
         dimensions = store.dimensions if store.dimensions != card.dimensions else None
         prompt = find_prompt("query_prompt", prompt, card, QUERY_PROMPTS)
         task = Embed((), prompt_name=prompt, dimensions=dimensions, truncate=truncate)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import SecretStr
 
 from gateway.http.errors import AuthenticationError, Forbidden, RateLimited
-from shared.settings.tree import GatewaySettings, SettingsError
+from shared.settings import SettingsError, is_loopback
+from shared.settings.tree import GatewaySettings
 
 if TYPE_CHECKING:
     from gateway.keys.directory import KeyDirectory
@@ -194,10 +195,3 @@ def check_exposure(settings: GatewaySettings) -> None:
         "gateway.host: this address can be reached from other machines and no API key is set; "
         "set VLM_GATEWAY__API_KEYS or VLM_GATEWAY__ROOT_KEY, or VLM_GATEWAY__ALLOW_OPEN=true to serve everyone"
     )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

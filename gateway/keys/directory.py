@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -32,7 +32,6 @@ from shared.redis.client import OutageLog, load_script
 
 Role = Literal["use", "adapters", "deploy", "admin"]
 Period = Literal["day", "month"]
-ROLES: tuple[Role, ...] = get_args(Role)
 MAX_GUESTS = 100_000
 _TTL_S = 366 * 86400.0  #: in Redis, after the last change
 _FILE = re.compile(r"keys/([^/]+)/(\d{8})\.json")

@@ -17,9 +17,10 @@ import httpx
 import jwt
 import msgspec
 
-from gateway.http.auth import WrongKey, is_loopback
+from gateway.http.auth import WrongKey
 from gateway.http.errors import unavailable
 from gateway.keys.directory import GUEST, KeyDirectory, KeyRecord
+from shared.settings import is_loopback
 from shared.settings.tree import OidcSettings, SettingsError
 
 ALGORITHMS = ("RS256", "ES256", "EdDSA")

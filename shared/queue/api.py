@@ -25,25 +25,19 @@ def shard_of(call_id: str) -> str:
     return call_id.partition("@")[2]
 
 
-class QueueRefused(Exception):
-    """A call exceeds a limit. `reason`: one of `REASONS`. `wait_s`: time until a retry may succeed; 0 if unknown."""
+#: Reasons of a refusal: the limits of all tenants together, then of one tenant (`key_`).
+Reason = Literal[
+    "queue_full", "open_tokens", "key_open", "key_share", "key_requests", "key_tokens", "key_budget"
+]
 
-    def __init__(self, reason: str, wait_s: float) -> None:
+
+class QueueRefused(Exception):
+    """A call exceeds a limit. `wait_s`: time until a retry may succeed; 0 if unknown."""
+
+    def __init__(self, reason: Reason, wait_s: float) -> None:
         super().__init__(reason)
         self.reason = reason
         self.wait_s = wait_s
-
-
-#: Reasons of a refusal: the limits of all tenants together, then of one tenant (`key_`).
-REASONS = (
-    "queue_full",
-    "open_tokens",
-    "key_open",
-    "key_share",
-    "key_requests",
-    "key_tokens",
-    "key_budget",
-)
 
 
 class DuplicateRequest(Exception):

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -24,6 +24,7 @@ from shared.queue.api import (
     QueueRefused,
     QueueStats,
     QueueUnavailable,
+    Reason,
     RequestState,
     Reservation,
     Submission,
@@ -92,7 +93,7 @@ class RedisGatewayQueue(RedisStore, GatewayQueue):
         if verdict[0] == b"no_budget":
             raise UnknownBudget(choices[0].tenant)
         if verdict[0] != b"ok":
-            raise QueueRefused(verdict[0].decode(), verdict[1] / 1000)
+            raise QueueRefused(cast("Reason", verdict[0].decode()), verdict[1] / 1000)
         return Submitted(
             "" if affinity is None else verdict[1].decode(),
             (verdict[2] / 1000, verdict[3] / 1000) if len(verdict) > 2 else None,

@@ -94,7 +94,7 @@ GATEWAY_METRICS = (
     Metric("vlm_image_tokens_total", "counter", "Prompt tokens of images and videos.", ("model",)),
     Metric("vlm_audio_tokens_total", "counter", "Prompt tokens of audio.", ("model",)),
     Metric("vlm_cached_tokens_total", "counter",
-           "Prompt tokens found in the prefix cache.", ("model",)),
+           "Prompt tokens of answers that were found in a prefix cache.", ("model",)),
     Metric("vlm_generation_tokens_total", "counter", "Output tokens.", ("model",)),
     Metric("vlm_key_tokens_total", "counter",
            "Tokens of complete answers by the name of a stored key, the first 1,000 of them; the others are `other`. `type`: "

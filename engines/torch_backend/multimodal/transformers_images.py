@@ -5,7 +5,6 @@ positions. Images are decoded before the processor gets them; only the frames th
 """
 
 import inspect
-import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
@@ -42,7 +41,6 @@ from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
 from engines.torch_backend.multimodal.transformers_audio import find_audio, load_processor, unfit
 from shared.protocol import MediaKind
 
-logger = logging.getLogger(__name__)
 #: Models whose videos the tests compare with transformers'; others are refused. Whether temporal steps are encoded
 #: independently, so that a long video is encoded in chunks.
 TAKES_VIDEO = {

@@ -3,6 +3,7 @@
 import asyncio
 from datetime import datetime
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from msgspec.structs import replace
@@ -17,7 +18,7 @@ from gateway.calls.key_limits import (
 )
 from gateway.http.errors import Overloaded, RateLimited
 from shared.protocol import ModelCard, Priority, Rerank, SamplingParams, Tokenize
-from shared.queue.api import REASONS, QueueRefused
+from shared.queue.api import QueueRefused, Reason
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import CARD, CHAT, Answer, RunningGateway, make_body, say_nothing
 from tests.factories_keys import code
@@ -83,7 +84,7 @@ def test_batch_work_leaves_half_of_the_tokens_and_has_a_queue_of_its_own():
     assert [key_limits.max_waiting(priority) for priority in Priority] == [5, 7]
 
 
-@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("reason", get_args(Reason))
 def test_a_key_beyond_its_limit_gets_429_and_a_fleet_beyond_its_own_503(reason):
     limits, _ = make_limits(max_key_requests_per_minute=3)
     error = limits.to_error(QueueRefused(reason, 0.0), "m", "a")

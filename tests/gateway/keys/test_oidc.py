@@ -417,7 +417,7 @@ async def test_revoking_the_key_ends_the_streams_of_its_tokens_on_every_gateway(
         ({"audience": ""}, "VLM_GATEWAY__OIDC__AUDIENCE"),
         ({"issuer": "http://id.example.com"}, "OIDC__ISSUER: use"),
         ({"jwks_url": "file:///x"}, "OIDC__JWKS_URL: use"),
-        ({}, r"pip install 'vlm-fleet\[oidc\]'"),
+        ({}, r"pip install '\.\[oidc\]'"),
     ],
 )
 def test_a_gateway_with_wrong_settings_does_not_start(

@@ -12,6 +12,7 @@ from engines.torch_backend.loading.formats.reader import (
     Layout,
     Reader,
     StoredLinear,
+    read_group_size,
     unpack_words,
 )
 
@@ -33,9 +34,7 @@ class AwqReader(Reader):
             raise config.refuse(name, f"is {version!r:.40}; AWQ is supported in the layout 'gemm'")
         if not config.flag("zero_point", True):
             raise config.refuse("zero_point", "is false; AWQ is supported with zero points")
-        self._group_size = config.whole("group_size", 128, at_least=-1, at_most=2**20)
-        if self._group_size == 0:
-            raise config.refuse("group_size", "is 0; give -1 for one group of all inputs")
+        self._group_size = read_group_size(config)
 
     def layout(self, linear: StoredLinear) -> Layout:
         num_inputs, num_words = linear.expect_matrix("qweight", "I32")

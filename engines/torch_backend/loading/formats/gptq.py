@@ -12,6 +12,7 @@ from engines.torch_backend.loading.formats.reader import (
     Reader,
     StoredLinear,
     input_order,
+    read_group_size,
     unpack_words,
 )
 
@@ -26,9 +27,7 @@ class GptqReader(Reader):
         self._bits = config.whole("bits", 4, at_most=8)
         if self._bits not in _ONES:
             raise config.refuse("bits", f"is {self._bits}; GPTQ is supported with 4 and 8")
-        self._group_size = config.whole("group_size", 128, at_least=-1, at_most=2**20)
-        if self._group_size == 0:
-            raise config.refuse("group_size", "is 0; give -1 for one group of all inputs")
+        self._group_size = read_group_size(config)
         name = "format" if config.get("checkpoint_format") is None else "checkpoint_format"
         self._is_v1 = config.one_of(name, ("gptq", "gptq_v2"), "gptq") == "gptq"
         self._is_ordered = config.flag("desc_act", False)

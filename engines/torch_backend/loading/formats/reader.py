@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engines.packages.checkpoint_json import Fields
 from engines.torch_backend.layers.linear import METHODS, choose_group_size, pack_pairs
 from engines.torch_backend.loading.stored_tensors import StoredTensor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
@@ -166,6 +167,14 @@ class Reader(ABC):
     @abstractmethod
     def read(self, linear: StoredLinear) -> Integers | Tensor:
         """The weights of a layer: integers, or float32 (N, K). Raises: UnsupportedCheckpoint."""
+
+
+def read_group_size(config: Fields) -> int:
+    """Inputs per group; -1: one group of all inputs. Raises: UnsupportedCheckpoint."""
+    size = config.whole("group_size", 128, at_least=-1, at_most=2**20)
+    if size == 0:
+        raise config.refuse("group_size", "is 0; give -1 for one group of all inputs")
+    return size
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
