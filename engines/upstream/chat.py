@@ -61,7 +61,7 @@ class _Function(msgspec.Struct):
 
 class _Call(msgspec.Struct):
     index: int = 0
-    function: _Function = msgspec.field(default_factory=_Function)
+    function: _Function | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -72,12 +72,12 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta = msgspec.field(default_factory=_Delta)
+    delta: _Delta | None = None
     finish_reason: str | None = None
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: TokenUsage | None = None
 
 
@@ -111,10 +111,13 @@ class ChatRequest(OpenRequest):
         event = _events.decode(data)
         if event.usage is not None:
             self._note_usage(event.usage)
-        outputs = [output for choice in event.choices[:1] if (output := self._output(choice))]
-        if event.choices and event.choices[0].finish_reason:
-            self._finish = _FINISH.get(event.choices[0].finish_reason, FinishReason.STOP)
-        return outputs
+        if not event.choices:
+            return []
+        choice = event.choices[0]
+        if choice.finish_reason:
+            self._finish = _FINISH.get(choice.finish_reason, FinishReason.STOP)
+        output = None if choice.delta is None else self._output(choice.delta)
+        return [] if output is None else [output]
 
     def _note_usage(self, usage: TokenUsage) -> None:
         prompt, answer = usage.prompt_tokens_details, usage.completion_tokens_details
@@ -126,8 +129,7 @@ class ChatRequest(OpenRequest):
             num_audio_tokens=(prompt and prompt.audio_tokens) or 0,
         )
 
-    def _output(self, choice: _Choice) -> EngineOutput | None:
-        delta = choice.delta
+    def _output(self, delta: _Delta) -> EngineOutput | None:
         reasoning = delta.reasoning_content or delta.reasoning or ""
         calls = tuple(piece for call in delta.tool_calls or () for piece in _to_pieces(call))
         if not (delta.content or reasoning or calls):
@@ -268,7 +270,8 @@ def _to_part(content: bytes | MediaFile) -> dict[str, Any]:
 
 
 def _to_pieces(call: _Call) -> list[CallPiece]:
-    pieces = [CallPiece(call.index, call.function.name)] if call.function.name else []
-    if call.function.arguments:
-        pieces.append(CallPiece(call.index, arguments=call.function.arguments))
+    function = call.function or _Function()
+    pieces = [CallPiece(call.index, function.name)] if function.name else []
+    if function.arguments:
+        pieces.append(CallPiece(call.index, arguments=function.arguments))
     return pieces

@@ -234,8 +234,8 @@ class UpstreamClient:
                 return
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
-                if line.startswith(_DATA):
-                    self._put(StreamEvent(stream_id, "data", line[len(_DATA) :].strip()))
+                if line.startswith(_DATA) and (data := line[len(_DATA) :].strip()):
+                    self._put(StreamEvent(stream_id, "data", data))
 
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         request = self._client.build_request("POST", path, content=body, headers=headers)

@@ -64,7 +64,7 @@ class OpenRequest(ABC):
 
     @abstractmethod
     def read(self, data: bytes) -> list[EngineOutput]:
-        """Outputs of one event. Raises: StreamBroken."""
+        """Outputs of one event. Raises: StreamBroken, msgspec.MsgspecError."""
 
     @abstractmethod
     def can_continue(self) -> bool:
@@ -161,14 +161,17 @@ class StreamEngine(Engine[Request]):
             return self._retry(request, event.data.decode())
         if event.kind == "refused":
             return self._refuse(request, event.status, error_message(event.data))
-        if _ERROR in event.data and (error := msgspec.json.decode(event.data).get("error")):
-            code = error.get("code") if isinstance(error, dict) else None
-            status = code if isinstance(code, int) and 400 <= code < 600 else 500
-            return self._refuse(request, status, error_message(event.data))
         try:
+            found = msgspec.json.decode(event.data) if _ERROR in event.data else None
+            if isinstance(found, dict) and (error := found.get("error")):
+                code = error.get("code") if isinstance(error, dict) else None
+                status = code if isinstance(code, int) and 400 <= code < 600 else 500
+                return self._refuse(request, status, error_message(event.data))
             outputs = request.read(event.data)
         except StreamBroken as error:
             return self._refuse(request, error.status, str(error))
+        except msgspec.MsgspecError as error:
+            return self._retry(request, f"an event is not readable: {error}")
         if outputs and outputs[-1].finish_reason is not None:
             del self._open[request.request_id]
             self._client.cancel(request.stream_id, request.abort)

@@ -112,6 +112,28 @@ def test_a_broken_stream_is_sent_again_before_its_first_token_only(
     assert (outputs[-1].error is None) == (num_told == 0)
 
 
+@pytest.mark.parametrize("data", ['{"choices": [{"delta": {"content": "a', '{"choices": 1}', '["error"]'])
+def test_an_unreadable_event_breaks_its_stream_alone(
+    loaded: LoadedEngine, server: StandIn, data: str
+):
+    server.streams = [[f"data: {data}"]]
+    assert answer(loaded, make_call())[-1].error is None
+    server.streams = 3 * [[f"data: {data}"]]
+    assert answer(loaded, make_call())[-1].error_code == ErrorCode.ENGINE_FAILURE
+
+
+def test_empty_fields_of_an_event_are_skipped(loaded: LoadedEngine, server: StandIn):
+    call = '{"index": 0, "function": null}'
+    events = [
+        "", '{"choices": null}', '{"choices": [{"delta": {"content": "hi", "tool_calls": [%s]}}]}' % call,
+        '{"choices": [{"delta": null, "finish_reason": "stop"}]}', "[DONE]",
+    ]  # fmt: skip
+    server.streams = [[f"data: {event}" for event in events]]
+    outputs = answer(loaded, make_call())
+    assert ["".join(each.text for each in outputs), outputs[-1].finish_reason] == ["hi", "stop"]
+    assert len(server.bodies) == 1
+
+
 @pytest.mark.parametrize(
     ("status", "code"),
     [(400, ErrorCode.INVALID_REQUEST), (401, ErrorCode.ENGINE_FAILURE)],
