@@ -112,7 +112,9 @@ def test_a_broken_stream_is_sent_again_before_its_first_token_only(
     assert (outputs[-1].error is None) == (num_told == 0)
 
 
-@pytest.mark.parametrize("data", ['{"choices": [{"delta": {"content": "a', '{"choices": 1}', '["error"]'])
+@pytest.mark.parametrize(
+    "data", ['{"choices": [{"delta": {"content": "a', '{"choices": 1}', '["error"]']
+)
 def test_an_unreadable_event_breaks_its_stream_alone(
     loaded: LoadedEngine, server: StandIn, data: str
 ):
@@ -123,9 +125,9 @@ def test_an_unreadable_event_breaks_its_stream_alone(
 
 
 def test_empty_fields_of_an_event_are_skipped(loaded: LoadedEngine, server: StandIn):
-    call = '{"index": 0, "function": null}'
     events = [
-        "", '{"choices": null}', '{"choices": [{"delta": {"content": "hi", "tool_calls": [%s]}}]}' % call,
+        "", '{"choices": null}', '{"choices": [{"delta": {"content": "hi"}}]}',
+        '{"choices": [{"delta": {"tool_calls": [{"index": 0, "function": null}]}}]}',
         '{"choices": [{"delta": null, "finish_reason": "stop"}]}', "[DONE]",
     ]  # fmt: skip
     server.streams = [[f"data: {event}" for event in events]]
