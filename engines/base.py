@@ -229,10 +229,12 @@ def can_decode_video() -> bool:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises: InvalidRequest for an id outside the vocabulary."""
-    if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+    """Raises: InvalidRequest for an id outside the vocabulary, also of a text's own token."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
         raise InvalidRequest(
-            f"A token id is outside the vocabulary: send 0 to {vocab_size - 1}.", param
+            f"Token id {wrong} of {param} is outside the vocabulary: the model has 0 to {vocab_size - 1}.",
+            param,
         )
 
 

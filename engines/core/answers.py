@@ -6,7 +6,7 @@ Times are `time.perf_counter`, which is valid in one process only, so outputs co
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct, field
@@ -25,6 +25,7 @@ from engines.base import (
     PreparedImage,
     PromptTooLong,
     Tokenization,
+    check_token_ids,
 )
 from engines.core.runner import PixelLimits, Processor, PromptScore, TokenChoice
 from engines.core.sequence import EngineRequest, Prompt
@@ -91,7 +92,7 @@ class PromptingEngine(Engine[Request]):
     def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
         tokenizer = self.processor.tokenizer
         if task.of is None:
-            self._check_ids(task.token_ids, "tokens")
+            check_token_ids(task.token_ids, self.vocab_size, "tokens")
             return Tokenization(text=decode(tokenizer, task.token_ids))
         prompt = self._build_prompt(task.of, images, self._choose_tools(task.of.tools))
         return Tokenization(
@@ -118,7 +119,7 @@ class PromptingEngine(Engine[Request]):
             return self.processor.encode_prompt(
                 prompt.text, add_special_tokens=task.add_special_tokens
             )
-        self._check_ids(prompt.token_ids, "prompt")
+        check_token_ids(prompt.token_ids, self.vocab_size, "prompt")
         return Prompt(list(prompt.token_ids))
 
     def _fields(self, call: EngineCall, prompt: Prompt, tools: Tools | None) -> dict[str, Any]:
@@ -143,13 +144,6 @@ class PromptingEngine(Engine[Request]):
             "tool_format": None if tools is None else self.processor.tool_format,
         }
 
-    def _check_ids(self, token_ids: Iterable[int], param: str) -> None:
-        if any(not 0 <= token_id < self.vocab_size for token_id in token_ids):
-            raise InvalidRequest(
-                f"{param} has a token id outside the vocabulary: send 0 to {self.vocab_size - 1}",
-                param,
-            )
-
     def _check_request(self, request: EngineRequest) -> None:
         """Check lengths and token ids against the model. Raises: PromptTooLong, InvalidRequest."""
         num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
@@ -160,10 +154,16 @@ class PromptingEngine(Engine[Request]):
             )
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
-        self._check_ids(request.output_token_ids, "output_token_ids")
+        ids = request.prompt_token_ids
+        if max(ids) >= self.vocab_size:  # of a token that the model lacks, or of an image
+            runs = [(each.offset, run) for each in request.images for run in each.slot_runs]
+            slots = {offset + slot for offset, run in runs for slot in range(*run)}
+            ids = [token_id for place, token_id in enumerate(ids) if place not in slots]
+        check_token_ids(ids, self.vocab_size, "prompt" if request.is_raw else "messages")
+        check_token_ids(request.output_token_ids, self.vocab_size, "output_token_ids")
         sampling = request.sampling
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            self._check_ids(getattr(sampling, name), name)
+            check_token_ids(tuple(getattr(sampling, name)), self.vocab_size, name)
         if sampling.min_tokens and sampling.allowed_token_ids:
             ends = self.processor.tokenizer.eos_token_ids.union(sampling.stop_token_ids)
             if ends.issuperset(sampling.allowed_token_ids):

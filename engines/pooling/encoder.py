@@ -32,6 +32,7 @@ PACKED_TYPES: dict[str, int | None] = {
     "electra": 0,
 }
 _KEEPS: dict[Pooling, Keeps] = {"cls": "first", "last": "last"}
+NOT_FINITE = "The model's numbers for an input are not finite: send another input."
 #: Model types that can score pairs.
 SCORER_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 
@@ -71,8 +72,8 @@ class Encoder(PoolingModel):
         """Compute rows that are sorted by length."""
         if self._is_scorer:
             scores = self._score(torch.cat(list(self._hidden(rows))), rows)
-            for row, score in zip(rows, scores.cpu().numpy(), strict=True):
-                row.result = score.tobytes()
+            for row, score in zip(rows, scores.cpu(), strict=True):
+                _give(row, score)
             return
         vectors = torch.cat([self._pool(hidden).float() for hidden in self._hidden(rows)])
         give_vectors(rows, self._head(vectors))
@@ -195,4 +196,11 @@ def give_vectors(rows: Sequence[Row], vectors: Tensor) -> None:
             vector = vector[: row.dimensions]
             if row.is_normalized:
                 vector = F.normalize(vector, dim=0)
-        row.result = vector.numpy().tobytes()
+        _give(row, vector)
+
+
+def _give(row: Row, numbers: Tensor) -> None:
+    if numbers.isfinite().all():
+        row.result = numbers.numpy().tobytes()
+    else:
+        row.error = NOT_FINITE

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tokenizers import Encoding, Tokenizer
 
-from engines.base import PromptTooLong, check_token_ids
+from engines.base import InvalidRequest, PromptTooLong, check_token_ids
 from engines.pooling.checkpoint import SentenceConfig
 from shared.protocol import Embed, ImagePart, Rerank, TextPart, Truncate
 
@@ -44,8 +44,7 @@ class Texts:
             num_special = self._tokenizer.num_special_tokens_to_add(False)
             room = max(0, self._most(task) - num_special)
             self._cut(encoding, room, task.truncate, param)
-            encoding = self._tokenizer.post_process(encoding)
-            return Words(array("i", encoding.ids), bytes(encoding.type_ids))
+            return self._words(self._tokenizer.post_process(encoding), param)
         assert not isinstance(part, ImagePart)
         ids = part.token_ids
         check_token_ids(ids, self.vocab_size, param)
@@ -65,9 +64,9 @@ class Texts:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def pair(self, task: Rerank, index: int) -> Words:
-        """Token ids of a query and a document. Raises: PromptTooLong."""
+        """Token ids of a query and a document. Raises: PromptTooLong, InvalidRequest."""
         encoding = self._tokenizer.post_process(*self.encode_pair(task, index))
-        return Words(array("i", encoding.ids), bytes(encoding.type_ids))
+        return self._words(encoding, task.param(index))
 
     def encode_pair(self, task: Rerank, index: int) -> tuple[Encoding, Encoding]:
         """A query and a document that is truncated as the task asks. Raises: PromptTooLong."""
@@ -84,6 +83,13 @@ class Texts:
             )
         self._cut(second, room, task.truncate, task.param(index))
         return first, second
+
+    def _words(self, encoding: Encoding, param: str) -> Words:
+        """Raises: InvalidRequest."""
+        if not encoding.ids:
+            raise InvalidRequest(f"{param} has no tokens: send a text.", param)
+        check_token_ids(encoding.ids, self.vocab_size, param)
+        return Words(array("i", encoding.ids), bytes(encoding.type_ids))
 
     def _most(self, task: Embed) -> int:
         return min(self.max_tokens, task.max_tokens or self.max_tokens)

@@ -33,6 +33,7 @@ from engines.torch_backend.ops.registry import cpu_ops
 from shared.protocol import Embed, ImagePart, ImageRef, Rerank, TextPart, TokensPart
 from tests.factories_encoders import (
     CONFIGS,
+    VOCAB_SIZE,
     WORDS,
     make_clip,
     make_encoder,
@@ -121,6 +122,31 @@ def test_prompts_and_dimensions_come_from_the_directory(tmp_path):
         compute(model, embed("w1", dimensions=9))
     with pytest.raises(InvalidRequest):
         compute(model, embed("w1", prompt_name="nobody"))
+
+
+def test_a_text_without_tokens_or_with_one_that_the_model_lacks_is_refused(tmp_path):
+    file = make_encoder(tmp_path, "bert") / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    new = {**tokenizer["added_tokens"][0], "id": VOCAB_SIZE, "content": "[NEW]"}
+    tokenizer |= {"post_processor": None, "added_tokens": [*tokenizer["added_tokens"], new]}
+    file.write_text(json.dumps(tokenizer))
+    model = load(tmp_path)
+    for text, message in [(" ", "no tokens"), ("w1 [NEW]", f"id {VOCAB_SIZE} .* outside")]:
+        with pytest.raises(InvalidRequest, match=message):
+            compute(model, embed("w1", text))
+
+
+def test_numbers_that_are_not_finite_fail_their_call_alone(tmp_path):
+    model = load(make_encoder(tmp_path, "bert"))
+    weight = model._base.embeddings.word_embeddings.weight
+    with torch.no_grad():
+        weight[model.texts.encode("w5", add_special_tokens=False)[0][0]] = torch.inf
+    engine = PoolingEngine(model, PoolingSettings())
+    for name in ("w5", "w1"):
+        engine.add(engine.prepare(EngineCall(name, embed(name)), []))
+    outputs = {output.request_id: output for output in engine.step()}
+    assert "not finite" in (outputs["w5"].error or "")
+    assert outputs["w1"].error is None
 
 
 def test_what_is_too_long_is_refused_or_cut_as_the_tokenizer_cuts_it(tmp_path):
