@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engines.core.runner import DeviceOutOfMemory, ModelRunner, StepResult
+from engines.core.runner import DeviceOutOfMemory, ModelRunner, SequenceFailure, StepResult
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from shared.protocol import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+TOO_LARGE = "A part of the prompt needs more memory than the model's device has: send less."
 #: Steps without an out-of-memory error after which the limits are doubled.
 RECOVERY_STEPS = 1000
 #: Target duration of a step with prompt tokens, relative to a step without. Below 2, the limit, because times vary.
@@ -98,14 +99,21 @@ class StepLimits:
         return StepBudget(num_tokens, num_prefill_tokens, self._num_images, prefill.spare_s)
 
     def halve(self, batch: Batch) -> None:
-        """Limit steps to half of this batch. Raises: DeviceOutOfMemory if the batch had one token."""
+        """Limit steps to half of this batch, or of the present limit if the batch exceeds it.
+
+        Raises: DeviceOutOfMemory if the batch had one token; SequenceFailure if it had one sequence, of which the
+        step computes more than the limit: an image with bidirectional attention, or a bound prompt.
+        """
         if batch.num_tokens == 1:
             raise DeviceOutOfMemory("no memory for a step of one token: lower kv_cache_bytes")
+        if len(batch.items) == 1 and batch.num_tokens > self._num_tokens:
+            self._set(self._max_tokens, self._max_images)
+            raise SequenceFailure(batch.items[0].sequence.request_id, TOO_LARGE)
         images = {image.image_hash for item in batch.items for image in item.images}
         num_images = self._num_images
         if images:
             num_images = max(min(len(images), num_images) // 2, 1)
-        self._set(batch.num_tokens // 2, num_images)
+        self._set(max(min(batch.num_tokens, self._num_tokens) // 2, 1), num_images)
         logger.warning(
             "out of memory: steps are limited to %d tokens and %d images from now on",
             self._num_tokens,
@@ -206,6 +214,8 @@ def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
     trial = Trial(runner)
     alone = trial.seconds(num_streams=1)
     spare_s = (MAX_SLOWDOWN - 1) * alone
+    if trial.longest_chunk < _SMALLEST_CHUNK:
+        return PrefillLimit(max_tokens, spare_s=spare_s)
     fast_chunk, fast_s, chunk = 0, alone, _SMALLEST_CHUNK
     while (seconds := trial.seconds(1, chunk)) <= MAX_SLOWDOWN * alone:
         fast_chunk, fast_s = chunk, seconds

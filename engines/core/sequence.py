@@ -222,7 +222,7 @@ class ScheduledSequence(Struct, eq=False):
         """Prompt tokens whose logprobs the step computes, from the logits of the token before each."""
         sequence = self.sequence
         num_scored = sequence.num_scored_tokens
-        if num_scored >= sequence.num_prompt_tokens:
+        if num_scored >= sequence.num_prompt_tokens or self.in_flight_index is not None:
             return range(0)
         # the first token has no logprob
         first = max(self.start + 1, num_scored) if num_scored else 0

@@ -60,7 +60,7 @@ def plan_kv_cache(
             f"{free_bytes} bytes are free. Lower kv_cache_bytes, or do not set it."
         )
     max_model_len = min(wanted_len, num_blocks * engine.block_size)
-    if num_blocks < 1 or (engine.max_model_len is not None and max_model_len < wanted_len):
+    if max_model_len < 2 or (engine.max_model_len is not None and max_model_len < wanted_len):
         raise EngineStartError(
             f"one sequence of {wanted_len} tokens needs {blocks_per_sequence} KV blocks of {block_bytes} "
             f"bytes, {blocks_per_sequence * block_bytes} bytes; memory is enough for {num_blocks} blocks "

@@ -26,7 +26,11 @@ from engines.torch_backend.lora.loras import LoraAdapter, Loras
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
-from engines.torch_backend.multimodal.image_encoder import EncoderCache, ImageEncoder
+from engines.torch_backend.multimodal.image_encoder import (
+    EncoderCache,
+    ImageEncoder,
+    is_out_of_memory,
+)
 from engines.torch_backend.multimodal.processed import ProcessedImage, split
 from engines.torch_backend.ops.registry import CUDA_GRAPH, Ops, Site, choose, cpu_ops
 from engines.torch_backend.sampling.sampler import needs_host, sample, score_prompts
@@ -122,9 +126,8 @@ class TorchRunner:
         """Start a step, which ends before this returns unless it runs in a CUDA graph. Raises: as the interface."""
         try:
             return self._launch(batch)
-        except RuntimeError as error:  # of the CPU's allocator: without a type of its own
-            is_own = isinstance(error, torch.OutOfMemoryError)
-            if not is_own and "DefaultCPUAllocator" not in str(error):
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
                 raise
             raise DeviceOutOfMemory(
                 f"{self.device}: a step of {batch.num_tokens} tokens"

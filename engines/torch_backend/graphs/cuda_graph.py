@@ -96,9 +96,10 @@ class DecodeGraphs:
         self._memory: Any = None  # of torch's allocator, shared by all graphs
 
     def can_run(self, items: list[ScheduledSequence]) -> bool:
-        """Whether each sequence has one new token, none of them an image slot."""
+        """Whether each sequence has one new token, not an image slot, and no prompt token is scored."""
         return len(items) <= self._sizes[-1] and all(
-            item.num_new_tokens == 1 and item.samples and not item.images for item in items
+            item.num_new_tokens == 1 and item.samples and not item.images and not item.scored
+            for item in items
         )
 
     def launch(self, items: list[ScheduledSequence]) -> RunningStep:

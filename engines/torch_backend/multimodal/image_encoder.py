@@ -6,7 +6,8 @@ over several steps. On a GPU, all missing images of a step are encoded together.
 
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Set
+from collections.abc import Generator, Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 NOT_FINITE = "The model's features of an image are not finite numbers."
 UNFIT = "An image was not prepared for this model."
+TOO_LARGE = "An image needs more memory than the model's device has: send a smaller one."
 #: Fewest prompt tokens that are computed while an image behind them is not encoded: a step reads all weights.
 FEWEST_TOKENS = 64
 #: Time for images in a step in which no request decodes; the watchdog, new requests and aborts wait no longer.
@@ -245,7 +247,8 @@ class ImageEncoder:
             images = [each.image for _, each in part]
             if not self.cache.reserve(sum(image.num_slots for image in images)) and start > 0:
                 return {key for key, _ in waiting[start:]}
-            features = self._model.encode(images, self._device, self._dtype)
+            with _fitting(part[0][1] if len(part) == 1 else None):
+                features = self._model.encode(images, self._device, self._dtype)
             # also waits for the GPU, because its time would otherwise count as prefill
             are_finite = torch.stack([rows.isfinite().all() for rows in features]).tolist()
             for (key, each), rows, is_finite in zip(part, features, are_finite, strict=True):
@@ -274,8 +277,9 @@ class ImageEncoder:
             key = next(iter(missing))
             image = missing[key].image
             self.cache.reserve(image.num_slots)
-            parts = self._model.encode_in_parts(image, self._device, self._dtype)
-            next(parts)  # stops before the first part
+            with _fitting(missing[key]):
+                parts = self._model.encode_in_parts(image, self._device, self._dtype)
+                next(parts)  # stops before the first part
             self._begun = key, parts
         key, parts = self._begun
         started = before = time.perf_counter()
@@ -283,7 +287,8 @@ class ImageEncoder:
         self._begun = None  # set again below, unless a part raises or is the last
         while not longest or before - started + longest <= seconds:
             try:
-                next(parts)
+                with _fitting(missing[key]):
+                    next(parts)
             except StopIteration as stop:
                 if stop.value.isfinite().all():
                     self.cache.put(key, stop.value, missing[key].readers)
@@ -292,6 +297,22 @@ class ImageEncoder:
             longest, before = max(longest, now - before), now
         self._begun = key, parts
         return None
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Errors of the CPU's allocator have no type of their own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def _fitting(single: _Missing | None) -> Iterator[None]:
+    """Raises: SequenceFailure if memory runs out while a single image is encoded."""
+    try:
+        yield
+    except RuntimeError as error:
+        if single is None or not is_out_of_memory(error):
+            raise
+        raise SequenceFailure(single.readers[0], TOO_LARGE) from error
 
 
 def _is_stream(item: ScheduledSequence) -> bool:

@@ -33,7 +33,7 @@ class TimedRunner:
         for item in batch.items:
             self.held.add(item.sequence.request_id)
             blocks = item.sequence.block_ids
-            assert len(blocks) * self.block_size >= item.num_new_tokens
+            assert min(len(blocks) * self.block_size, self.max_model_len) >= item.num_new_tokens
             assert all(0 <= block < self.num_blocks for block in blocks)
         streams = sum(item.num_new_tokens == 1 for item in batch.items)
         self.now += base_s + stream_s * streams + token_s * (batch.num_tokens - streams)
@@ -176,6 +176,11 @@ def test_steps_shrink_when_memory_runs_out_and_grow_again_when_it_lasts():
     grown = [(10, 1), (20, 2), (40, 4), (64, 4)]
     assert list(dict.fromkeys(sizes)) == grown
     assert [sizes.count(each) for each in grown[1:3]] == [RECOVERY_STEPS] * 2
+
+
+def test_a_context_shorter_than_any_chunk_needs_no_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TimedRunner, "max_model_len", 2)
+    assert measure(monkeypatch, 0.18, 0.02, 0.004).num_tokens == 256
 
 
 def prefill_tokens_beside_one(limits: StepLimits) -> int:

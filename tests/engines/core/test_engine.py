@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from engines.base import InvalidRequest, PromptTooLong
 from engines.core.engine import BatchingEngine
 from engines.core.runner import DeviceOutOfMemory, SequenceFailure
-from engines.core.sequence import EngineRequest
+from engines.core.sequence import Batch, EngineRequest
 from engines.mock.engine import EOS_ID
 from shared.protocol import FinishReason, Priority
 from tests.factories_engine import (
     CheckingRunner,
+    CheckingStep,
     Clock,
     Transcript,
     answer_alone,
@@ -117,6 +118,7 @@ def placed(row: list[int]) -> EngineRequest:
             ("allowed_token_ids", (-1,)), ("output_token_ids", (300, 100_000)),
         )),
         (make_request(prompt=""), "the prompt is empty"),
+        (EngineRequest("r", [1, 100_000], make_request().sampling), "100000 .*outside the vocab"),
         (placed([0, 1, 2, 10**6]), "positions beyond"),
     ],
 )  # fmt: skip
@@ -153,6 +155,32 @@ def test_out_of_memory_makes_steps_smaller_and_loses_nobody():
     assert is_same_answer(run_all(engine, request)["r0"], request)
     assert isinstance(engine.runner, CheckingRunner)
     assert [batch.num_tokens for batch in engine.runner.launched[:7]] == [60, 30, *[15] * 4, 1]
+
+
+def test_out_of_memory_fails_a_request_whose_step_cannot_be_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Attention within its image is bidirectional, so that one step computes the image."""
+    engine = make_engine(max_num_batched_tokens=8)
+    launch = CheckingRunner.launch
+
+    def fail(self: CheckingRunner, batch: Batch) -> CheckingStep:
+        if any(item.num_new_tokens >= 30 for item in batch.items):
+            raise DeviceOutOfMemory
+        return launch(self, batch)
+
+    monkeypatch.setattr(CheckingRunner, "launch", fail)
+    image = replace(make_image(2, 30, "cat"), is_whole=True)
+    large, other = make_request("large", "x" * 40, images=(image,)), make_request("other", "y" * 9)
+    answers = run_all(engine, other, large, make_request("later", "y" * 9))
+    last = answers["large"].last
+    assert last is not None
+    assert last.error
+    assert is_same_answer(answers["other"], other)
+    assert isinstance(engine.runner, CheckingRunner)
+    engine.runner.launched.clear()
+    run_all(engine, make_request("long", "z" * 20))
+    assert [batch.num_tokens for batch in engine.runner.launched[:3]] == [8, 8, 4]
 
 
 def test_out_of_memory_for_a_single_token_and_any_other_failure_is_the_end():

@@ -43,6 +43,7 @@ TOO_MUCH = rf"{9 * BLOCK_BYTES} bytes, but {8 * BLOCK_BYTES} bytes are free"
             r"100 tokens needs 7 KV blocks .* 3 blocks \(48",
         ),
         ({"free": BLOCK_BYTES}, ""),
+        ({"num_kv_blocks": 1, "block_size": 1}, r"1 blocks \(1 tokens"),
         ({"free": 8 * BLOCK_BYTES, "kv_cache_bytes": 9 * BLOCK_BYTES}, TOO_MUCH),
         ({"free": 8 * BLOCK_BYTES, "num_kv_blocks": 9}, TOO_MUCH),
     ],

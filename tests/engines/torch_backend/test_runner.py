@@ -125,6 +125,20 @@ def test_memory_that_runs_out_is_told_apart(monkeypatch, error, found):
     assert run(runner, share(sequence)).choices[0] is not None
 
 
+@pytest.mark.parametrize("name", ["encode", "encode_in_parts"])
+def test_an_image_beyond_the_memory_fails_its_request_alone(monkeypatch, name):
+    runner = make_runner(pair())
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate")
+
+    monkeypatch.setattr(pair().ours, name, fail)
+    items = [share(make_sequence("text", [[5, 6]])), share(make_sequence("image", [[5], 1]))]
+    with pytest.raises(SequenceFailure) as failure:
+        runner.launch(Batch(items, max_vision_s=None if name == "encode" else 1.0)).wait()
+    assert failure.value.request_id == "image"
+
+
 def test_a_request_whose_numbers_overflow_spoils_no_other():
     """Keys and values that are no numbers stay behind in freed blocks; their next owner must not notice."""
     poisoned = make_model_pair(make_vlm_config())

@@ -7,6 +7,7 @@ import torch
 
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import EngineRequest
+from engines.torch_backend import runner
 from shared.protocol import PromptLogprob
 from tests.factories_torch import (
     ModelPair,
@@ -77,6 +78,7 @@ def check(pair: ModelPair, request: EngineRequest, found: list[PromptLogprob]) -
         pytest.param({"max_num_batched_tokens": 5}, id="in chunks"),
         pytest.param({"num_kv_blocks": 18, "enable_prefix_cache": False}, id="preempted"),
         pytest.param({"num_kv_blocks": 20, "max_num_batched_tokens": 5}, id="preempted in chunks"),
+        pytest.param({"overlap_steps": True}, id="overlapped"),
     ],
 )
 def test_they_are_those_of_transformers_beside_other_requests(pair, changes):
@@ -93,6 +95,13 @@ def test_they_are_those_of_transformers_beside_other_requests(pair, changes):
         check(pair, next(r for r in requests if r.request_id == name), found[name])
     if "num_kv_blocks" in changes:
         assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_prompt_of_one_token_reports_it_without_a_logprob(pair, monkeypatch, has_graphs):
+    monkeypatch.setattr(runner, "runs_graphs", lambda device: has_graphs)
+    request = scored("one", [[7]], max_tokens=4)
+    check(pair, request, run(make_engine(pair, overlap_steps=True), [request])["one"])
 
 
 def test_a_prompt_that_the_prefix_cache_holds_is_computed_for_its_logprobs(pair):
