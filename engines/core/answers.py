@@ -221,7 +221,6 @@ class Answer(Struct, eq=False):
     prompt_token_ids: tuple[int, ...]  #: empty unless the request asks for them
     num_image_tokens: int
     num_audio_tokens: int
-    calls: CallReader | None  #: parser of function calls; None: the request has no tools
     hidden_token_ids: frozenset[int]  #: stop tokens that are not part of the text
     added_at: float
     num_tokens: int = 0  #: output tokens so far, including those of earlier attempts
@@ -249,7 +248,6 @@ class Answer(Struct, eq=False):
             tuple(request.prompt_token_ids) if sampling.returns_prompt_ids else (),
             sum(image.num_tokens for image in request.images if image.kind != "audio"),
             sum(image.num_tokens for image in request.images if image.kind == "audio"),
-            None if request.tool_format is None else CallReader(request.tool_format),
             frozenset(() if sampling.keeps_stop else sampling.stop_token_ids),
             time.perf_counter(),
             is_streamed=request.is_streamed,
@@ -387,11 +385,8 @@ class Answer(Struct, eq=False):
             self._with_usage(output)
         if detokenizer.reasoning:
             output.reasoning, detokenizer.reasoning = detokenizer.reasoning, ""
-        if self.calls is not None:
-            output.text, pieces = self.calls.feed(output.text)
-            if reason is not None:
-                output.text += self.calls.finish()
-            output.calls = tuple(pieces)
+        if detokenizer.pieces:
+            output.calls, detokenizer.pieces = tuple(detokenizer.pieces), []
         return output if reason is None else self._end(output, reason)
 
     def _decide(self, token_ids: list[int], logprobs: list[OutputLogprob]) -> None:
@@ -415,8 +410,7 @@ class Answer(Struct, eq=False):
         return output
 
     def _end(self, output: EngineOutput, reason: FinishReason) -> EngineOutput:
-        has_called = self.calls is not None and self.calls.num_calls > 0
-        is_call = has_called and reason is FinishReason.STOP
+        is_call = reason is FinishReason.STOP and self.detokenizer.has_called
         output.finish_reason = FinishReason.TOOL_CALLS if is_call else reason
         output.stopped_by = self.detokenizer.stopped_by
         output.usage, output.timings = self.usage, self._timings()
@@ -443,6 +437,7 @@ def _create_detokenizer(request: EngineRequest, processor: Processor) -> Detoken
     options: dict[str, Any] = {
         "stop": sampling.stop,
         "keeps_stop": sampling.keeps_stop,
+        "calls": None if request.tool_format is None else CallReader(request.tool_format),
         "spelled": {} if request.tool_format is None else processor.spelled,
         "keeps_specials": not sampling.skip_special_tokens,
     }

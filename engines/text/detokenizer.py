@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from engines.text.tools import CallReader, num_begun
+from shared.protocol import CallPiece
+
 NOTHING_SPELLED: Mapping[int, str] = {}
 
 
@@ -42,7 +45,7 @@ class ControlToken:
 
 
 class Detokenizer:
-    """The text of one answer, up to its first stop string."""
+    """The text of one answer outside function calls, up to its first stop string."""
 
     is_stopped = False  #: whether a stop string has ended the answer
     stopped_by = ""  #: that stop string
@@ -60,8 +63,11 @@ class Detokenizer:
         keeps_stop: bool = False,
         spelled: Mapping[int, str] = NOTHING_SPELLED,
         keeps_specials: bool = False,
+        calls: CallReader | None = None,
     ) -> None:
-        """`keeps_stop`: the stop string that ends the text is part of it.
+        """`calls`: the parser of function calls, whose pieces are added to `pieces`; None: the request has no tools.
+
+        `keeps_stop`: the stop string that ends the text is part of it.
 
         Special tokens are spelled if they are in `spelled`, or if `keeps_specials`, except those that end an answer.
         """
@@ -73,16 +79,23 @@ class Detokenizer:
         self._stops = [text for text in stop if text]
         self._keeps_stop = keeps_stop
         self._held = ""  # may begin a stop string
+        self._calls = calls
+        self._is_whole = not self._stops and calls is None  #: whether all text is released at once
+        self.pieces: list[CallPiece] = []  #: of calls, that no output contains yet
+
+    @property
+    def has_called(self) -> bool:
+        return self._calls is not None and self._calls.num_calls > 0
 
     def append(self, token_id: int) -> str:
         """Add the next token; returns the text that it completes. Takes constant time."""
         text = self._decode(self._token_bytes(token_id))
-        return self._release(text) if self._stops else text
+        return text if self._is_whole else self._release(text)
 
     def append_bytes(self, data: bytes) -> str:
         """`append`, for tokens whose ids are unknown."""
         text = self._decode(data)
-        return self._release(text) if self._stops else text
+        return text if self._is_whole else self._release(text)
 
     def finish(self) -> str:
         """The text that was held back, with U+FFFD for the bytes of an incomplete character."""
@@ -104,7 +117,21 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> str:
+        """The text outside calls that precedes any stop string; its calls are added to `pieces`."""
+        if self._calls is None or self.is_stopped:
+            return self._cut(text)
+        said, pieces = self._calls.feed(text)
+        said = self._cut(said)
+        if self.is_stopped and self._calls.follow_text:
+            self._calls.num_calls -= sum(bool(piece.name) for piece in pieces)
+        else:
+            self.pieces += pieces
+        return said
+
+    def _cut(self, text: str) -> str:
         """The text that precedes any stop string. The stop string that ends first wins, then the longest."""
+        if not self._stops:
+            return text
         if self.is_stopped:
             return ""
         known = self._held + text
@@ -122,7 +149,10 @@ class Detokenizer:
         return known[: len(known) - num_held]
 
     def _release_all(self, text: str) -> str:
-        released, rest, self._held = self._release(text), self._held, ""
+        released = self._release(text)
+        if self._calls is not None:
+            released += self._cut(self._calls.finish())
+        rest, self._held = self._held, ""
         return released + rest
 
 
@@ -147,9 +177,3 @@ def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
     return (data.removeprefix(b" ") if tokenizer.drops_leading_space else data).decode(
         "utf-8", "replace"
     )
-
-
-def num_begun(text: str, marker: str) -> int:
-    """Length of the longest suffix of a text that begins a marker."""
-    most = min(len(marker) - 1, len(text))
-    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)

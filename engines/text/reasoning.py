@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from engines.text.detokenizer import ControlToken, Detokenizer, Tokenizer, num_begun
+from engines.text.detokenizer import ControlToken, Detokenizer, Tokenizer
+from engines.text.tools import num_begun
 
 _MAX_HEAD_CHARS = 200  #: an answer without a marker in its first characters has no reasoning
 

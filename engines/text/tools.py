@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engines.text.detokenizer import num_begun
 from engines.text.pythonic import SHARED_RULES, KeywordArguments, MalformedCall, to_argument_rules
 from engines.text.schemas import prepare
 from shared.protocol import CallPiece, ChatMessage, Function, TextPart, ToolCall, Tools
@@ -194,6 +193,9 @@ class CallReader:
         self._keywords: KeywordArguments | None = None  # parser of its Python arguments
         self._name = self._written = ""  # of a Python call: its name and its text so far
         self._is_text = False  # the rest is text
+        self.follow_text = (
+            not form.is_pythonic
+        )  #: whether text precedes the calls, not follows them
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
         """Add text; returns the new text and the new pieces of calls."""
@@ -314,3 +316,9 @@ class _JsonEnd:
                     self.is_found = True
                     return place + 1
         return len(text)
+
+
+def num_begun(text: str, marker: str) -> int:
+    """Length of the longest suffix of a text that begins a marker."""
+    most = min(len(marker) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
