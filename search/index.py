@@ -158,7 +158,9 @@ class VectorIndex(Protocol):
         ...
 
     def search(self, vectors: "np.ndarray", k: int, where: Filter | None = None) -> list[list[Hit]]:
-        """The nearest items of each vector by cosine, best first; ties in the order of ids.
+        """The nearest items of each vector by cosine, best first; equal scores in the order of ids.
+
+        Of items with the k-th score, any may be left out.
 
         Shapes: [queries, dimensions], float32 of length 1.
         """
