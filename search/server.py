@@ -30,7 +30,7 @@ from search.collection import BadCollection
 from search.index import open_indexes
 from search.stores import Stores
 from shared.search import SearchError, refuse
-from shared.settings import SettingsError, is_loopback
+from shared.settings import SettingsError, is_loopback, own_folder
 from shared.settings.tree import SearchSettings, Settings
 
 #: Threads of readers, and threads of writers. Writers of one store wait for each other.
@@ -113,8 +113,7 @@ def _fault(code: str, message: str) -> tuple[bytes, int]:
 def data_directory(settings: SearchSettings) -> Path:
     if settings.data_dir:
         return Path(settings.data_dir).expanduser().absolute()
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "vlm-fleet" / "search"
+    return own_folder("state") / "search"
 
 
 def run_search(settings: Settings) -> None:

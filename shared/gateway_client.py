@@ -1,17 +1,15 @@
 """HTTP client of a gateway for the command line."""
 
-import os
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import httpx
 
-from shared.settings import is_loopback
+from shared.settings import is_loopback, own_folder
 
 _TIMEOUT_S = 60.0
 _CONNECT_S = 5.0
@@ -135,8 +133,7 @@ def _own_key(url: str) -> str | None:
     parts = urlsplit(url)
     if not is_loopback(parts.hostname):
         return None
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    folder = state / "vlm-fleet" / str(parts.port or 80)
+    folder = own_folder("state") / str(parts.port or 80)
     paths = (folder / "data-dir.key", folder / "deploy.key")
     try:
         return next(path.read_text().strip() for path in paths if path.exists())

@@ -1,6 +1,9 @@
 """The tree of settings, and its sources."""
 
 import ipaddress
+import os
+from pathlib import Path
+from typing import Literal
 
 
 class SettingsError(Exception):
@@ -10,6 +13,13 @@ class SettingsError(Exception):
 #: Address and key for commands that call a gateway. Not settings.
 URL_VARIABLE = "VLM_URL"
 KEY_VARIABLE = "VLM_API_KEY"
+
+
+def own_folder(kind: Literal["cache", "state"]) -> Path:
+    """Our folder in XDG_CACHE_HOME or XDG_STATE_HOME."""
+    base = os.environ.get(f"XDG_{kind.upper()}_HOME")
+    home = {"cache": ".cache", "state": ".local/state"}[kind]
+    return (Path(base) if base else Path.home() / home) / "vlm-fleet"
 
 
 def is_loopback(host: str | None) -> bool:

@@ -17,6 +17,7 @@ from threading import Lock
 
 from shared.packages.manifest import digest_of_file
 from shared.packages.store import SUFFIX
+from shared.settings import own_folder
 from shared.settings.tree import DeploySettings
 
 #: Disk space that the cache leaves free.
@@ -184,6 +185,5 @@ def _lock(path: Path, how: int) -> int:
 
 def open_cache(settings: DeploySettings) -> Cache:
     """The configured cache; by default below XDG_CACHE_HOME."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(settings.cache_dir or base / "vlm-fleet" / "packages").expanduser()
+    folder = Path(settings.cache_dir or own_folder("cache") / "packages").expanduser()
     return Cache(folder, settings.max_cache_bytes)

@@ -26,7 +26,7 @@ from engines.registry import check_installed, check_settings, find_kind, kind_of
 from engines.settings import EngineSettings
 from shared.process import Pauses, on_stop_signal
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
-from shared.settings import SettingsError
+from shared.settings import SettingsError, own_folder
 from shared.settings.tree import EngineValues, Settings
 from shared.telemetry.logs import setup_logging
 from worker.node.agent import NodeAgent
@@ -154,8 +154,7 @@ def _key_by_port(settings: Settings, data_dir: Path | None) -> Iterator[None]:
 
 
 def _data_dir(settings: Settings, data_dir: Path | None) -> Path:
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return data_dir or state / "vlm-fleet" / str(settings.gateway.port)
+    return data_dir or own_folder("state") / str(settings.gateway.port)
 
 
 async def _run(
