@@ -190,7 +190,7 @@ class Recorder:
         stages = self.stages(e2e_s) if self.is_complete else {}
         if logger.isEnabledFor(logging.INFO):
             self._log(status, stages, e2e_s)
-        record = self._observe(stages, e2e_s) if self.outcome == "ok" else None
+        record = self._observe(stages, e2e_s) if stages and self.outcome == "ok" else None
         if self._tracer is not None and self._tracer.is_metered:
             self._measure(self._tracer, record, e2e_s)
 

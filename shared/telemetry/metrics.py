@@ -466,9 +466,10 @@ class _ModelMetrics:
         """Count the records since the last call."""
         records, self._records = self._records, []
         for stage, buckets in self.stages.items():
-            buckets.add_all([each.stages[stage] for each in records])
+            buckets.add_all([each.stages[stage] for each in records if stage in each.stages])
         for name, buckets in self.waits.items():
-            buckets.add_all([each.stages["queue"] for each in records if each.priority == name])
+            own = [each.stages for each in records if each.priority == name]
+            buckets.add_all([stages["queue"] for stages in own if "queue" in stages])
         self.duration.add_all([each.e2e_s for each in records])
         self.first_token.add_all([each.ttft_s for each in records if each.ttft_s is not None])
         self.per_token.add_all([s for each in records if (s := each.per_token_s) is not None])

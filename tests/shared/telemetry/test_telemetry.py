@@ -55,8 +55,8 @@ def test_the_gap_before_an_event_is_shared_by_its_tokens():
 
 def test_the_latencies_of_many_requests_are_all_counted():
     metrics = GatewayMetrics()
-    for _ in range(2500):
-        metrics.record_finished(record(e2e_s=2.0))
+    for stages in (*[dict.fromkeys(STAGES, 0.1)] * 2499, {}):  # the last one lacks its stages
+        metrics.record_finished(record(e2e_s=2.0, stages=stages))
     assert value(metrics, "vlm_request_duration_seconds_count") == 2500
     assert value(metrics, "vlm_request_duration_seconds_sum") == pytest.approx(5000)
     assert value(metrics, "vlm_prompt_tokens_total") == 5 * 2500
