@@ -379,9 +379,9 @@ class ShownReasoning(msgspec.Struct):
 
 class ShownTool(msgspec.Struct, frozen=True):
     name: str
-    description: str | None = None
-    parameters: msgspec.Raw | None = None
-    strict: bool | None = None
+    description: str | None
+    parameters: msgspec.Raw  # msgspec reads no union with Raw
+    strict: bool | None
     type: Literal["function"] = "function"
 
 
@@ -531,7 +531,7 @@ def template_options(
 
 
 def _show_tool(tool: ResponseTool) -> ShownTool:
-    schema = None if tool.parameters is msgspec.UNSET else tool.parameters.copy()
+    schema = msgspec.Raw(b"null") if tool.parameters is UNSET else tool.parameters.copy()
     return ShownTool(tool.name or "", tool.description, schema, tool.strict)
 
 

@@ -9,6 +9,7 @@ tenant that sent the request can read it.
 import asyncio
 import hashlib
 import hmac
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -44,6 +45,7 @@ _FORGOTTEN = RequestState("forgotten", 0, 0, 0.0)
 _KEY = re.compile(rb"[\x21-\x7e]{1,256}")
 _EVENT_ID = re.compile(rb"[0-9]{1,10}")
 _ANSWER_ID = re.compile(r"(?:[a-z]{1,16}[-_])?([0-9a-f]{32})")
+logger = logging.getLogger(__name__)
 
 
 class StreamRecord(msgspec.Struct, frozen=True):
@@ -199,7 +201,8 @@ class Resume:
         )
         try:
             options = msgspec.json.decode(record.options, type=surface.options)
-        except msgspec.MsgspecError:  # written by a gateway of another version
+        except msgspec.MsgspecError as error:  # written by a gateway of another version
+            logger.warning("cannot read the options of a %s: %s", surface.name, error)
             raise _unknown() from None
         answer = surface.answer(options, head)
         return Reply(surface, call, answer, True, record.shows_timings, head, last_id)

@@ -12,8 +12,10 @@ from typing import Any
 from uuid import uuid4
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
+from msgspec import inspect
 from msgspec.structs import replace
 
 from gateway.api import SURFACES
@@ -828,6 +830,35 @@ async def test_a_resumable_stream_goes_on_where_it_was_left(speaker, worker):
     assert len(rest.headers.get_list("x-request-id")) == 1
     told = "".join(map(speaker.dialect.text_of, speaker.events(text)))
     assert told + speaker.text_of_stream(rest.text) == TOLD
+
+
+#: A value of each kind of type; the others are sequences.
+VALUES: dict[type, Callable[[Any], Any]] = {
+    inspect.Metadata: lambda kind: fill(kind.type),
+    inspect.UnionType: lambda kind: fill([t for t in kind.types if t != inspect.NoneType()][-1]),
+    inspect.StructType: lambda kind: kind.cls(**{f.name: fill(f.type) for f in kind.fields}),
+    inspect.DictType: lambda kind: {"a": fill(kind.value_type)},
+    inspect.LiteralType: lambda kind: kind.values[0],
+    inspect.RawType: lambda _: msgspec.Raw(b'{"a":[null]}'),
+    inspect.TupleType: lambda _: (),
+    inspect.StrType: lambda _: "a",
+    inspect.IntType: lambda _: 1,
+    inspect.FloatType: lambda _: 1.5,
+    inspect.BoolType: lambda _: True,
+    inspect.NoneType: lambda _: None,
+}
+
+
+def fill(kind: inspect.Type) -> Any:
+    """A value of a type in which every optional field is set."""
+    return VALUES.get(type(kind), lambda kind: [fill(kind.item_type)])(kind)
+
+
+async def test_the_options_of_a_resumable_answer_are_read_as_they_were_written(path):
+    [surface] = [create for create in ALL if create.path == path]
+    written = msgspec.json.encode(fill(inspect.type_info(surface.options)))
+    read = msgspec.json.decode(written, type=surface.options)
+    assert msgspec.json.encode(read) == written
 
 
 # Functions that are called
