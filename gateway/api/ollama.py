@@ -43,6 +43,7 @@ from gateway.api.generation import (
     Role,
     ToolField,
     any_object,
+    check_arguments,
     check_grammar,
     find_effort,
     find_tools,
@@ -361,12 +362,14 @@ def _parts(
     return (*shown, conversation.text(text))
 
 
-def _read_calls(message: OllamaMessage) -> list[ToolCall]:
+def _read_calls(message: OllamaMessage, param: str) -> list[ToolCall]:
+    """Raises: InvalidRequest."""
     calls = []
     for place, call in enumerate(message.tool_calls or ()):
         given = call.function.arguments
-        arguments = b"{}" if given is UNSET else unquoted(bytes(given))
-        calls.append(ToolCall(call.id or f"call_{place}", call.function.name, arguments.decode()))
+        arguments = "{}" if given is UNSET else unquoted(bytes(given)).decode()
+        check_arguments(arguments, f"{param}tool_calls.[{place}].function.arguments")
+        calls.append(ToolCall(call.id or f"call_{place}", call.function.name, arguments))
     return calls if message.role == "assistant" else []
 
 
@@ -405,7 +408,7 @@ class OllamaChat(_Ollama):
             if message.role == "tool":
                 conversation.add("tool", parts, call_id=_answered(message, called))
                 continue
-            calls = _read_calls(message)
+            calls = _read_calls(message, param)
             called = calls or called
             conversation.add(message.role, parts, message.thinking or "", calls)
         tools = find_tools(read_offer(request.tools, None, None), card, self.limits)

@@ -213,6 +213,8 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (OLLAMA, {"options": {"num_predict": 10**6}}, "invalid_value", "options.num_predict"),
     (OLLAMA, {"messages": [{"role": "user", "content": "x", "images": ["!"]}]}, "invalid_image", "messages.[0].images.[0]"),
     (OLLAMA, {"messages": [{"role": "user", "images": [{"type": "Buffer", "data": [1]}]}]}, "invalid_value", "messages.[0].images.[0]"),
+    *[(path, message(role="assistant", tool_calls=[{"id": "c", **function(name="f", arguments="[" * 101 + "]" * 101)}]),
+       "invalid_value", "messages.[0].tool_calls.[0].function.arguments") for path in (CHAT, OLLAMA)],
     (EMBEDDINGS, {"input": [{"image": PNG}] * 65}, "too_many_images", "input"),
     (EMBEDDINGS, {"input": None}, "missing_field", "input"),
     (EMBEDDINGS, {"messages": user(PART)}, "invalid_value", "input"),
