@@ -177,18 +177,21 @@ class Block(msgspec.Struct):
         return "".join(self.pieces)
 
     @property
-    def json(self) -> msgspec.Raw:
-        """The arguments of a call; an empty object if the answer was cut inside them."""
+    def is_whole(self) -> bool:
+        """Whether the arguments of a call are complete."""
         arguments = self.text.encode()
-        try:
-            msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])  # numbers of any size
-            is_whole = True
+        try:  # numbers of any size
+            return msgspec.json.decode(arguments, type=dict[str, msgspec.Raw]) is not None
         except msgspec.MsgspecError:
-            is_whole = False
+            return False
         except RecursionError:
             bare = _TEXTS.sub(b"", arguments)
-            is_whole = b'"' not in bare and len(_OPENED.findall(bare)) == len(_CLOSED.findall(bare))
-        return msgspec.Raw(arguments if is_whole else b"{}")
+            return b'"' not in bare and len(_OPENED.findall(bare)) == len(_CLOSED.findall(bare))
+
+    @property
+    def json(self) -> msgspec.Raw:
+        """The arguments of a call; an empty object if the answer was cut inside them."""
+        return msgspec.Raw(self.text.encode() if self.is_whole else b"{}")
 
 
 #: To find out whether arguments that nest too deeply for the decoder are complete: the grammar guarantees valid JSON.

@@ -363,7 +363,6 @@ def _parts(
 
 
 def _read_calls(message: OllamaMessage, param: str) -> list[ToolCall]:
-    """Raises: InvalidRequest."""
     calls = []
     for place, call in enumerate(message.tool_calls or ()):
         given = call.function.arguments
@@ -484,7 +483,6 @@ class OllamaEmbeddings(OllamaEmbed):
     """Embed one text (Ollama's older path)."""
 
     name = "ollama_embeddings"
-    operation = "embeddings"
     path = "/api/embeddings"
     input_field = "prompt"
     request_type = OllamaEmbeddingsRequest
@@ -517,7 +515,7 @@ class OllamaAnswer:
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         self._blocks.add_all(events)
         blocks = self._blocks
-        line = self._end(totals, blocks.text, blocks.thought, blocks.calls)
+        line = self._end(totals, blocks.text, blocks.thought, _uncut(blocks.calls, totals))
         line.logprobs = self._logprobs([event for _, event in events if isinstance(event, Tokens)])
         return encode(line)
 
@@ -532,9 +530,9 @@ class OllamaAnswer:
             "".join(piece for block, piece, _ in added if block.kind == kind)
             for kind in ("text", "thought")
         )
-        calls = self._blocks.calls
-        complete = calls[self._num_sent : -1 if totals is None else None]
-        self._num_sent += len(complete)
+        calls = self._blocks.calls[self._num_sent : -1 if totals is None else None]
+        self._num_sent += len(calls)
+        complete = _uncut(calls, totals)
         logprobs = self._logprobs(pieces)
         if text or thought or complete or logprobs:
             line = self._line(text, thought, complete)
@@ -578,6 +576,12 @@ class OllamaAnswer:
         line.eval_count = totals.num_output_tokens
         line.eval_duration = _ns(timings.get("decode_s", 0.0))
         return line
+
+
+def _uncut(calls: Sequence[Block], totals: Totals | None) -> list[Block]:
+    """The calls whose arguments are complete. Clients run each call that they get."""
+    is_cut = totals is not None and totals.finished[0].finish_reason is FinishReason.LENGTH
+    return [call for call in calls if call.is_whole or not (call.text or is_cut)]
 
 
 def _ns(seconds: float) -> int:
