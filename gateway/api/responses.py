@@ -746,7 +746,13 @@ class _Input(Surface):
         return request.previous_response_id
 
     def go_on(self, request: ResponseFields, kept: Record) -> Continued:
-        return Continued(request, read_kept(kept).messages, kept.images)
+        *messages, answer = read_kept(kept).messages
+        if messages and messages[-1].role == "assistant":  # the answer continues this message
+            begun = messages.pop()
+            texts = [p.text for p in (*begun.parts, *answer.parts) if isinstance(p, TextPart)]
+            thought = begun.reasoning + answer.reasoning
+            answer = replace(answer, parts=(TextPart("".join(texts)),), reasoning=thought)
+        return Continued(request, (*messages, answer), kept.images)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         """Workers' errors name the input `messages`."""

@@ -44,10 +44,8 @@ async def test_a_text_and_instructions_make_a_conversation(client, worker):
     assert answer.usage.input_tokens_details.cached_tokens == 2
     assert (answer.instructions, answer.max_output_tokens) == ("be short", 9)
     [request] = worker.requests
-    assert [(m.role, m.parts[0].text) for m in request.task.messages] == [
-        ("system", "be short"),
-        ("user", "hello"),
-    ]
+    said = [(m.role, m.parts[0].text) for m in request.task.messages]
+    assert said == [("system", "be short"), ("user", "hello")]
     assert (request.task.sampling.max_tokens, request.task.sampling.temperature) == (9, 0)
 
 
@@ -164,9 +162,10 @@ async def test_a_request_goes_on_from_a_call_with_what_came_of_it(client, worker
     assert kinds == ["message", "function_call", "function_call_output"]
 
 
-async def test_a_request_goes_on_from_an_answer_with_its_image(client, worker):
+async def test_a_request_goes_on_from_an_answer_with_its_image_and_beginning(client, worker):
     ask = partial(client.responses.create, model=MODEL)
-    first = await ask(input=ITEMS, instructions="be short")
+    begun = {"role": "assistant", "content": "Well. "}  # the answer continues it
+    first = await ask(input=[*ITEMS, begun], instructions="be short")
     again = await ask(input="and now?", previous_response_id=first.id)
     assert again.previous_response_id == first.id
     third = await ask(input="and then?", previous_response_id=again.id, stream=True)
@@ -175,6 +174,7 @@ async def test_a_request_goes_on_from_an_answer_with_its_image(client, worker):
     said = [[(m.role, len(m.parts)) for m in task.messages] for task in tasks]
     assert said[1] == [("user", 2), ("assistant", 1), ("user", 1)]
     assert said[2] == [*said[1], ("assistant", 1), ("user", 1)]
+    assert tasks[2].messages[1].parts == (TextPart("Well. Hello you"),)
     assert [task.images for task in tasks] == [tasks[0].images] * 3
     assert await worker.blobs.get(tasks[2].images[0]) is not None
     with pytest.raises(openai.NotFoundError) as refused:
