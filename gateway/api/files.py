@@ -41,6 +41,7 @@ from shared.settings.limits import (
 
 PURPOSE = "batch"
 T = TypeVar("T")
+_Page = tuple[list["FileObject"], bool]  #: and whether there are more
 
 
 class CreateBatch(RequestStruct, frozen=True, kw_only=True):
@@ -217,8 +218,9 @@ def _found(view: BatchView | None) -> BatchView:
 #: Purpose of images, which later requests refer to by id.
 IMAGES = "vision"
 PURPOSES = ("assistants", "user_data")
-#: Purposes in the gateways' own store; the search process stores the others.
+#: Purposes in the gateways' own stores; the search process stores the others.
 BATCH_PURPOSES = (PURPOSE, "batch_output")
+OWN_PURPOSES = (*BATCH_PURPOSES, IMAGES)
 _FORM = "multipart/form-data"
 _READ_S = 60.0  #: in which reading a stored image must begin
 _MAX_MEMORY_BYTES = 1024 * 1024  #: of an uploaded file; larger files are on disk
@@ -358,29 +360,36 @@ class Files(Resource):
 
     @operation("GET", "/v1/files")
     async def list_files(self, caller: Caller, query: FilesQuery) -> FileList:
-        """List files. Without `purpose`, files of batches come first."""
-        return FileList.of(*await self._list(caller.tenant, query))
+        """List files. Without `purpose`, files of batches come first, then images."""
+        return FileList.of(*await self._list(caller, query))
 
-    async def _list(self, owner: str, query: FilesQuery) -> tuple[list[FileObject], bool]:
-        data: list[FileObject] = []
-        cursor = query.after or query.before
-        is_for_batch = self._batch_files is not None and query.purpose in ("", *BATCH_PURPOSES)
-        if is_for_batch and (not cursor or cursor.startswith(FILE_ID)):
-            data, has_more = await self._list_for_batch(owner, query)
+    async def _list(self, caller: Caller, query: FilesQuery) -> _Page:
+        data, purpose = list[FileObject](), query.purpose
+        has_batches = self._batch_files is not None and purpose in ("", *BATCH_PURPOSES)
+        has_others = self._search.is_on if purpose == "" else purpose not in OWN_PURPOSES
+        for is_asked, prefix, find in (
+            (has_batches, FILE_ID, self._list_for_batch),
+            (purpose in ("", IMAGES), IMAGE_ID, self._list_images),
+            (has_others, "", self._list_for_search),
+        ):
+            cursor, num_left = query.after or query.before, query.limit - len(data)
+            if not is_asked or (cursor and not cursor.startswith(prefix)):
+                continue
+            page, has_more = await find(caller, replace(query, limit=max(1, num_left)))
+            if num_left == 0 and page:
+                return data, True
+            data += page
             if has_more or query.before:
                 return data, has_more
-            query = replace(query, after="", limit=query.limit - len(data))
-        has_search = self._search.is_on or self._batch_files is None  # neither: `ask` raises
-        if query.purpose in BATCH_PURPOSES or not (has_search or query.purpose):
-            return data, False
-        if query.limit == 0:
-            query = replace(query, limit=1)
-            return data, bool((await self._list_for_search(owner, query))[0])
-        more, has_more = await self._list_for_search(owner, query)
-        return data + more, has_more
+            query = replace(query, after="")
+        return data, False
 
-    async def _list_for_batch(self, owner: str, query: FilesQuery) -> tuple[list[FileObject], bool]:
-        files, is_ascending = self._files, query.order == "asc"
+    async def _list_images(self, caller: Caller, query: FilesQuery) -> _Page:
+        records = await self._lifecycle.kept.images(caller.context.tenant)
+        return query.choose([msgspec.json.decode(r.data, type=FileObject) for r in records])
+
+    async def _list_for_batch(self, caller: Caller, query: FilesQuery) -> _Page:
+        files, is_ascending, owner = self._files, query.order == "asc", caller.tenant
 
         def read() -> tuple[list[BatchFile], bool]:
             ids = files.ids(owner)
@@ -400,10 +409,8 @@ class Files(Resource):
         found, has_more = await blocking(read)
         return [FileObject.of(file) for file in found], has_more
 
-    async def _list_for_search(
-        self, owner: str, query: FilesQuery
-    ) -> tuple[list[FileObject], bool]:
-        asked = ListFiles(tenant=owner, page=query.page, purpose=query.purpose)
+    async def _list_for_search(self, caller: Caller, query: FilesQuery) -> _Page:
+        asked = ListFiles(tenant=caller.tenant, page=query.page, purpose=query.purpose)
         records, has_more = query.cut(await self._search.ask(asked))
         return [FileObject.of(record) for record in records], has_more
 

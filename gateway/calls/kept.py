@@ -88,6 +88,11 @@ class KeptAnswers:
     async def get(self, tenant: str, name: str) -> Record | None:
         return await self._records.get(owner_of(tenant, "records"), name)
 
+    async def images(self, tenant: str) -> list[Record]:
+        """The records of a tenant's images, oldest first."""
+        names = await self._records.names(owner_of(tenant, "records"))
+        return [r for n in names if n.startswith(IMAGE_ID) if (r := await self.get(tenant, n))]
+
     async def delete_all(self, tenant: str) -> int:
         names = await self._records.names(owner_of(tenant, "records"))
         return sum([await self.delete(tenant, name) for name in names])

@@ -24,6 +24,7 @@ from tests.factories_gateway import (
     say_hello,
     say_nothing,
 )
+from tests.gateway.api.test_image_files import PNG
 from tests.waiting import until
 
 KEYS = ["key-one", "key-two"]
@@ -132,8 +133,10 @@ async def test_lists_go_on_after_an_id_and_show_a_key_its_own(client, gateway):
         await until_ended(client, batch)
     ids = [batch.id for batch in reversed(batches)]
     assert [batch.id async for batch in client.batches.list(limit=2)] == ids
+    image = await client.files.create(file=("image.png", PNG), purpose="vision")
     files = [file async for file in client.files.list(limit=2)]
-    assert Counter(file.purpose for file in files) == {"batch": 3, "batch_output": 3}
+    assert Counter(file.purpose for file in files[:-1]) == {"batch": 3, "batch_output": 3}
+    assert files[-1] == image
     outputs = [file.id async for file in client.files.list(purpose="batch_output")]
     assert len(outputs) == 3
     await client.files.delete(outputs[0])

@@ -60,6 +60,8 @@ async def test_an_image_is_uploaded_once_and_named_in_every_api(client, gateway,
     assert all(task.messages[0].parts == (ImagePart(0),) for task in tasks)
     assert await worker.blobs.get(tasks[0].images[0]) == PNG
     assert (await client.files.retrieve(file.id)).id == file.id
+    for purpose, listed in (("vision", [file]), (openai.omit, [file]), ("batch", [])):
+        assert (await client.files.list(purpose=purpose)).data == listed
     assert (await client.files.content(file.id)).content == PNG
     worker.answers.clear()
     for path, name in itertools.product(WORDS, (*names, "file-image-none", "sha256:none")):
