@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from tempfile import TemporaryFile
-from typing import IO, Annotated, Literal, TypeVar
+from typing import IO, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -785,9 +785,10 @@ class _Computing:
                 each.result()
             return all_answered in done
         finally:
-            for task in (*answering, all_answered, keeping):
+            tasks: list[asyncio.Future[Any]] = [*answering, all_answered, keeping]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*answering, keeping, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer_lines(self) -> None:
         for number in self._todo:

@@ -253,7 +253,7 @@ async def test_many_batches_and_files_at_once_are_no_more_than_may_be_open(clien
     assert kept[200] + 1 == len((await client.files.list()).data) <= 4
 
 
-async def test_a_cancelled_batch_keeps_what_is_answered(client, worker):
+async def test_a_cancelled_batch_keeps_what_is_answered(client, worker, caplog):
     async def some(answer):
         slow = "slow" in answer.request.task.messages[0].parts[0].text
         await (say_nothing if slow else say_hello)(answer)
@@ -269,6 +269,7 @@ async def test_a_cancelled_batch_keeps_what_is_answered(client, worker):
     assert batch.error_file_id is None
     async with asyncio.timeout(20):
         await worker.cancelled.wait()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_lines_that_were_not_answered_in_time_are_told(client, worker, monkeypatch):
