@@ -581,7 +581,7 @@ class BatchRunner:
     _batches: Batches
     _leases: Leases
     _ask: Ask
-    _may_ask: Callable[[str, str], bool]  #: whether the key of a tenant or guest is valid
+    may_ask: Callable[[BatchRecord], bool]  #: whether the key of a batch is valid
     _: KW_ONLY
     max_lines: int
     keep_s: float  #: age at which files and batches are deleted
@@ -698,7 +698,7 @@ class BatchRunner:
         record, batches = view.record, self._batches
         if view.cancel is not None:
             return "cancelled", []
-        if not self._may_ask(record.tenant, record.guest):
+        if not self.may_ask(record):
             return "failed", [LineError("invalid_api_key", "The key of the batch was removed.")]
         data = await asyncio.to_thread(batches.read_input, record)
         if data is None:
@@ -719,7 +719,7 @@ class BatchRunner:
         self._computing.add(computing)
         try:
             async with asyncio.timeout(max(0.0, record.expires_at - time.time())):  # noqa: TID251
-                is_complete = await computing.run()
+                is_complete = await computing.run() and self.may_ask(record)
             return "completed" if is_complete else "cancelled", []
         except TimeoutError:
             return "expired", []
@@ -753,9 +753,8 @@ class BatchRunner:
 
     async def is_cancelled(self, record: BatchRecord) -> bool:
         """Whether the batch is cancelled, or its key revoked. Raises: StoreError."""
-        return not self._may_ask(record.tenant, record.guest) or await asyncio.to_thread(
-            self._batches.is_cancelled, record
-        )
+        is_cancelled = self._batches.is_cancelled
+        return not self.may_ask(record) or await asyncio.to_thread(is_cancelled, record)
 
 
 @dataclass(eq=False)
@@ -794,6 +793,8 @@ class _Computing:
         for number in self._todo:
             line = read_line(self._lines[number], number)
             result = await self._runner.answer(self._record, line)
+            if not result.is_completed and not self._runner.may_ask(self._record):
+                return  # the key has ended, and the line has no result
             self._results.append(result)
             if len(self._results) >= _PART_RESULTS:
                 self._has_room.clear()

@@ -220,7 +220,7 @@ class Services:
             self.batches,
             self.leases,
             partial(ask_endpoint, lifecycle, surfaces),
-            may_ask,
+            lambda record: may_ask(record.tenant, record.guest),
             max_lines=limits.max_batch_lines,
             keep_s=settings.file_ttl_s,
         )

@@ -11,7 +11,7 @@ import msgspec
 import openai
 import pytest
 
-from gateway.batches import Batches, BatchFiles, BatchRunner, LineResult, check_lines
+from gateway.batches import Batches, BatchFiles, BatchRunner, LineAnswer, LineResult, check_lines
 from shared.packages.store import FileStore
 from shared.protocol import ErrorCode, Priority
 from tests.factories_gateway import (
@@ -278,10 +278,8 @@ async def test_lines_that_were_not_answered_in_time_are_told(client, worker, mon
     batch = await until_ended(client, await begin(client, [to_line("a"), to_line("b")]))
     assert batch.status == "expired"
     errors = await read(client, batch.error_file_id)
-    assert {name: line["error"]["code"] for name, line in errors.items()} == {
-        "a": "batch_expired",
-        "b": "batch_expired",
-    }
+    codes = {name: line["error"]["code"] for name, line in errors.items()}
+    assert codes == {"a": "batch_expired", "b": "batch_expired"}
 
 
 @pytest.mark.parametrize("limits", [{"max_batch_queue_depth": 1, "max_key_open_requests": 8}])
@@ -343,6 +341,18 @@ async def test_a_key_that_is_removed_ends_its_batches(redis_server, redis_prefix
         batch = await client.batches.retrieve(batch.id)
     assert (batch.status, batch.output_file_id) == ("failed", None)
     assert [error.code for error in batch.errors.data] == ["invalid_api_key"]
+
+
+async def test_a_key_that_is_revoked_cancels_its_batch_and_fails_no_line(batches):
+    async def ask(*_):
+        keys.clear()
+        return LineAnswer(401, {}, "r", b"{}")
+
+    record, keys = make_batch(batches, [LINE]), {"tenant"}
+    may_ask = lambda each: each.tenant in keys  # noqa: E731
+    runner = BatchRunner(batches, None, ask, may_ask, max_lines=9, keep_s=9)
+    assert await runner._compute(batches.get("owner", record.id)) == ("cancelled", [])
+    assert batches.get("owner", record.id).parts == []
 
 
 # Records
