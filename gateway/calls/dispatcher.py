@@ -17,7 +17,8 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.calls.open_call import ChoiceProgress, LookUp, OpenCall
-from shared.protocol import Call, CallEvent, ErrorCode, decode_events, decode_log, seal
+from gateway.http.errors import KeyEnded
+from shared.protocol import Call, CallEvent, ErrorCode, Failed, decode_events, decode_log, seal
 from shared.queue.api import (
     Affinity,
     Budget,
@@ -45,7 +46,6 @@ NO_LIMIT = 2**53
 MAX_CANCELS = 256  #: choices per cancellation
 _LATE_MESSAGE = "The request exceeded its deadline: ask for fewer tokens, or retry later."
 _LOST_MESSAGE = "The workers that ran the request were lost; retry."
-_CANCELLED_MESSAGE = "The request was cancelled."
 
 logger = logging.getLogger(__name__)
 
@@ -202,10 +202,11 @@ class Dispatcher:
         return call
 
     def fail_all(self, message: str, tenants: Collection[str] | None = None) -> None:
-        """Fail the open requests of all tenants, or of some."""
+        """Fail all open requests, or those of tenants whose keys have ended."""
+        kind = Failed if tenants is None else KeyEnded
         for call, choice in self._all_routes():
             if tenants is None or call.tenant in tenants:
-                call.fail(choice, ErrorCode.CANCELLED, message)
+                call.fail(choice, ErrorCode.CANCELLED, message, kind)
 
     def on_gap(self, model: str) -> None:
         """Read the logs of a model's open requests again, because events may be missing."""
@@ -385,7 +386,7 @@ class Dispatcher:
                 left_s = max(0.0, state.remaining_s)
                 call.deadline_at = min(call.deadline_at, choice.heard_at + left_s)
         elif state is not None and state.state == "cancelled":
-            call.fail(choice, ErrorCode.CANCELLED, _CANCELLED_MESSAGE)
+            call.fail(choice, ErrorCode.CANCELLED, "The request was cancelled.")
         elif state is None:
             await self._resubmit(call, choice)
         else:

@@ -130,9 +130,9 @@ class ChoiceProgress:
         self.has_gap = True
         self._num_expected = max(self._num_expected, num_expected)
 
-    def fail(self, code: ErrorCode, message: str) -> Failed:
+    def fail(self, code: ErrorCode, message: str, kind: type[Failed] = Failed) -> Failed:
         self.is_finished = True
-        return Failed(self.request_id, self.attempt, code, message)
+        return kind(self.request_id, self.attempt, code, message)
 
 
 class OpenCall:
@@ -198,10 +198,12 @@ class OpenCall:
         for event in choice.replay(log):
             self._put(choice, event)
 
-    def fail(self, choice: ChoiceProgress, code: ErrorCode, message: str) -> None:
+    def fail(
+        self, choice: ChoiceProgress, code: ErrorCode, message: str, kind: type[Failed] = Failed
+    ) -> None:
         """Fail a choice whose deadline has passed or whose worker is lost."""
         if not choice.is_finished:
-            self._put(choice, choice.fail(code, message))
+            self._put(choice, choice.fail(code, message, kind))
 
     def _put(self, choice: ChoiceProgress, event: CallEvent) -> None:
         self.pending.append((choice.index, event))

@@ -26,7 +26,7 @@ ERROR_CODES: dict[str, tuple[int, str]] = {
     "wrong_task": (400, "The model does not offer the task of this API."),
     "invalid_signature": (400, "No allowed signer has signed the package."),
     "digest_mismatch": (400, "The bytes do not have the digest in the path."),
-    "invalid_api_key": (401, "The key is missing or unknown."),
+    "invalid_api_key": (401, "The key is missing, unknown, revoked or expired."),
     "invalid_token": (401, "The identity provider's token is wrong or expired, or has no key."),
     "insufficient_permissions": (403, "The key may not load adapters, read `/metrics` or deploy."),
     "model_not_allowed": (403, "The API key may not use this model."),

@@ -132,7 +132,6 @@ class Overloaded(ApiError):
     """The queue is full, the gateway is stopping, or Redis is unreachable. `reason` is a label of the metrics."""
 
     status = 503
-    type = "server_error"
 
     def __init__(self, reason: str, message: str, *, code: str, retry_after_s: int) -> None:
         super().__init__(message, code=code, retry_after_s=retry_after_s)
@@ -155,7 +154,13 @@ class ServerError(ApiError):
     """A failure of a worker or of the gateway."""
 
 
+class KeyEnded(Failed, frozen=True):
+    """The key of the request was revoked or has expired. Made by the gateway, never sent."""
+
+
 def from_failed(event: Failed) -> ApiError:
+    if isinstance(event, KeyEnded):
+        return AuthenticationError(event.message, code="invalid_api_key")
     status, _ = ERROR_CODES[event.code.value]
     error = ServerError if status >= 500 else InvalidRequest
     may_pass = status == 503 or event.code is ErrorCode.ADAPTER_UNAVAILABLE

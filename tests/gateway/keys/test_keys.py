@@ -40,22 +40,26 @@ async def test_revoking_a_key_ends_its_streams_on_every_gateway_and_no_others(te
     """P16, for streams that run."""
     team.worker.script = talk_on
     alice, bob = await team.create("alice"), await team.create("bob")
+    paths = ("/v1/chat/completions", "/v1/messages")
     await until(lambda: "bob" in keys_of(team, 1).records, 2.0)
 
-    async def stream(key: str, number: int) -> str:
-        body = make_body(stream=True, max_tokens=4096)
-        return (await team.gateways[number].chat(body, headers=bearer(key))).text
+    async def ask(key: str, number: int, path: str = paths[0], *, stream: bool = True) -> Any:
+        body = make_body(stream=stream, max_tokens=4096)
+        client = team.gateways[number].client
+        return await client.post(path, json=body, headers=bearer(key))
 
-    streams = [
-        asyncio.create_task(stream(key, number)) for key in (alice, bob) for number in (0, 1)
-    ]
-    await until(lambda: len(team.worker.answers) == 4)
+    whole = [asyncio.create_task(ask(alice, 0, path, stream=False)) for path in paths]
+    streams = [asyncio.create_task(ask(key, number)) for key in (alice, bob) for number in (0, 1)]
+    await until(lambda: len(team.worker.answers) == 6)
     began_at = time.monotonic()
     await team.admin("DELETE", "/alice")
-    ended = await asyncio.gather(*streams[:2])
+    ended = await asyncio.gather(*streams[:2], *whole)
     assert time.monotonic() - began_at < 2.0
-    assert all("The API key of this request was revoked or expired." in text for text in ended)
-    await until(lambda: sum(each.refused == "cancelled" for each in team.worker.answers) == 2)
+    message = "The API key of this request was revoked or expired."
+    assert all(message in answer.text for answer in ended)
+    assert all('"invalid_api_key","should_retry":false' in each.text for each in ended[:2])
+    assert [answer.status_code for answer in ended[2:]] == [401, 401]
+    await until(lambda: sum(each.refused == "cancelled" for each in team.worker.answers) == 4)
     assert not any(task.done() for task in streams[2:])
     for task in streams[2:]:
         task.cancel()
