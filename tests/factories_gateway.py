@@ -128,8 +128,8 @@ class Answer:
         deltas = self.deltas(*texts)
         await self.publish(*deltas, self.finished(reason, **options))
 
-    async def fail(self, code: ErrorCode, message: str = "It failed.") -> None:
-        await self.publish(Failed(self.request.id, self.claim.attempt, code, message))
+    async def fail(self, code: ErrorCode, message: str = "It failed.", param: Any = None) -> None:
+        await self.publish(Failed(self.request.id, self.claim.attempt, code, message, param))
 
     def started(self) -> Started:
         return Started(self.request.id, self.claim.attempt, self.usage)

@@ -518,11 +518,21 @@ class Lifecycle:
             raise ServerError(message, code="result_unavailable", retry_after_s=1)
         return replace(event, data=data, is_stored=False)
 
+    async def _receive_first(self, call: OpenCall, recorder: Recorder) -> list[ChoiceEvent]:
+        """Wait for the first events before the status line, so that a prompt that is too long is a 400."""
+        num = 1 if recorder.surface.cuts_audio else recorder.num_prompts  # of audio, one segment
+        events: list[ChoiceEvent] = []
+        until = time.monotonic() + self.settings.headers_after_s
+        while (left_s := until - time.monotonic()) > 0:
+            recorder.note(arrived := await call.receive(left_s))
+            events += arrived
+            if len({index * num // len(call.choices) for index, _ in events}) == num:
+                break
+        return events
+
     async def _send_stream(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         call, surface = reply.call, reply.surface
-        # Wait for the first event before the status line, so that a prompt that is too long is a 400.
-        events = await call.receive(self.settings.headers_after_s)
-        recorder.note(events)
+        events = await self._receive_first(call, recorder)
         headers = [*surface.stream_headers, *recorder.known_timing()]
         if reply.last_id is not None:
             headers.append((b"x-vlm-stream", (STREAM_PATH + reply.head.id).encode()))

@@ -116,7 +116,10 @@ class Recorder:
             elif isinstance(event, Finished):
                 self._note_end(index, event)
             elif isinstance(event, Failed):
-                raise from_failed(event)
+                error = from_failed(event)
+                if error.param == "prompt" and self.num_prompts > 1:
+                    error.param += f".[{index * self.num_prompts // self._num_choices}]"
+                raise error
 
     def _note_end(self, index: int, event: Finished) -> None:
         if event.finish_reason is FinishReason.ABORT:

@@ -1,13 +1,16 @@
 """`/v1/completions`, `/tokenize` and `/detokenize` as clients of OpenAI and vLLM use them."""
 
+import asyncio
 import itertools
 import json
 from typing import Any
 
+import openai
 import pytest
 from msgspec.structs import replace
 
 from shared.protocol import (
+    ErrorCode,
     Finished,
     FinishReason,
     Generate,
@@ -24,6 +27,7 @@ from shared.protocol import (
 from tests.factories_gateway import CARD, CHAT, HELLO, MODEL, Answer
 from tests.factories_images import data_url
 
+USAGE = {"include_usage": True}
 #: The least that an API must be sent.
 ASKED = {"/v1/completions": {"prompt": "Oh no yes"}, CHAT: {"messages": HELLO}}
 
@@ -69,14 +73,24 @@ async def test_each_prompt_has_n_choices_and_counts_once(client, worker):
         assert len({request.task.sampling.seed for request in worker.requests}) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompt_that_is_too_long_is_named(client, worker, stream):
+    async def refuse_last(answer: Answer) -> None:
+        if answer.choice < 2:
+            return await say_prompt(answer)
+        await asyncio.sleep(0.05)  # the other prompt has begun
+        await answer.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "It is too long.", "prompt")
+
+    worker.script = refuse_last
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.completions.create(model=MODEL, prompt=["a b", "c"], n=2, stream=stream)
+    assert refused.value.param == "prompt.[1]"
+
+
 async def test_a_stream_has_the_prompt_first_and_the_usage_last(client, worker):
     worker.script = say_prompt
     stream = await client.completions.create(
-        model=MODEL,
-        prompt=["a b", "c"],
-        echo=True,
-        stream=True,
-        stream_options={"include_usage": True},
+        model=MODEL, prompt=["a b", "c"], echo=True, stream=True, stream_options=USAGE
     )
     texts, reasons = ["", ""], {}
     async for chunk in stream:
