@@ -821,6 +821,10 @@ class Responses(_Input):
         return answer.failed(error)
 
 
+class ResponseQuery(RequestStruct, frozen=True, kw_only=True):
+    stream: Literal["false"] = "false"
+
+
 class ResponseItemsQuery(ListQuery, frozen=True, kw_only=True):
     include: str = ""
 
@@ -878,7 +882,7 @@ class StoredResponses(Resource):
     _kept: KeptAnswers
 
     @operation("GET", _PATH, answer_type=ResponseObject)
-    async def retrieve_response(self, caller: Caller) -> Response:
+    async def retrieve_response(self, caller: Caller, query: ResponseQuery) -> Response:
         """Retrieve a stored response."""
         kept = await self._find(caller)
         return Response(bytes(kept.response), media_type="application/json")

@@ -37,6 +37,7 @@ _QUERY_HINTS = {
     "from": _A_DAY,
     "to": _A_DAY,
     "format": "Send json or csv.",
+    "stream": "Stored answers are sent whole: send false.",
 }
 
 

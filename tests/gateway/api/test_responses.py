@@ -189,6 +189,9 @@ async def test_an_answer_that_is_kept_is_shown_listed_and_forgotten(client, work
     assert [part.type for part in page.data[0].content] == ["input_text", "input_image"]
     with pytest.raises(openai.BadRequestError, match=r"Unsupported parameter: include\[\]"):
         await client.responses.input_items.list(made.id, include=["file_search_call.results"])
+    for query, named in ({"stream": True}, "send false"), ({"starting_after": 3}, "starting_after"):
+        with pytest.raises(openai.BadRequestError, match=named):
+            await client.responses.retrieve(made.id, extra_query=query)
     await client.responses.delete(made.id)
     for gone in (client.responses.retrieve(made.id), client.responses.delete(made.id)):
         with pytest.raises(openai.NotFoundError):
