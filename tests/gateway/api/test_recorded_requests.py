@@ -104,7 +104,6 @@ async def test_ollamas_load_and_unload_need_no_worker(gateway, worker):
             response, _ = await post(gateway, path, model="nobody", **body)
             assert response.status_code == 404
     metrics = (await gateway.client.get("/metrics")).text
-    assert 'vlm_requests_total{model="tiny",outcome="ok"} 10.0' in metrics
     assert 'vlm_request_duration_seconds_count{model="tiny"}' not in metrics
 
 

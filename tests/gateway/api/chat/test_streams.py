@@ -65,10 +65,8 @@ async def test_each_chunk_with_a_choice_counts_more_than_the_one_before(gateway,
         await answer.publish(*answer.deltas("lo"), answer.finished(FinishReason.LENGTH))
 
     worker.script = script
-    body = {
-        **make_body(stream=True, stream_options={"continuous_usage_stats": True}),
-        "prompt": "x",
-    }
+    options = {"continuous_usage_stats": True}
+    body = make_body(stream=True, stream_options=options, prompt="x")
     body.pop("prompt" if "chat" in path else "messages")
     response = await gateway.client.post(path, json=body)
     chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line[:7] == "data: {"]
