@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 import vlm
 from shared.settings.load import load_settings
 from shared.settings.tree import Settings
-from shared.version import package_version
 from tests.integration.fleet_process import ROOT, run_vlm, run_vlm_on_terminal
 
 ENGINE_OPTIONS = ["--engine", "mock", "--max-num-seqs", "7", "--dtype", "float16"]
@@ -27,10 +26,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def record(target: str) -> None:
         monkeypatch.setattr(target, lambda *arguments: calls.append((target, *arguments)))
 
-    for target in ("worker.node.serve.run_node", "worker.main.run_worker"):
+    for target in ("worker.node.serve.run_node", "gateway.main.run_gateway"):
         record(target)
-    for target in ("gateway.main.run_gateway", "shared.process.die_with_parent"):
-        record(target)
+    record("shared.process.die_with_parent")
     monkeypatch.setattr("shared.telemetry.logs.setup_logging", lambda settings, name: None)
     return calls
 
@@ -50,15 +48,6 @@ def test_serve_hands_options_of_every_group_on(started):
     assert isinstance(settings, Settings)
     assert settings.engine.values() == {"kind": "mock", "max_num_seqs": 7, "dtype": "float16"}
     assert (settings.gateway.port, settings.gateway.allow_open) == (0, True)
-
-
-def test_worker_hands_its_options_on(started):
-    run("worker", *ENGINE_OPTIONS, *REDIS, "--log-level", "error")
-    target, settings = started[-1]
-    assert target == "worker.main.run_worker"
-    assert settings.engine.values()["dtype"] == "float16"
-    assert settings.redis.url == "unix:///nowhere"
-    assert settings.logs.level == "error"
 
 
 def test_any_setting_can_be_set_and_the_others_are_the_settings_own(started):
@@ -91,11 +80,6 @@ def test_a_wrong_option_is_refused(wrong, started):
     [option] = re.findall(r"--\S+", wrong)
     assert (result.exit_code, option in result.stderr) == (2, True)
     assert not started
-
-
-def test_the_version_is_that_of_the_package():
-    result = CliRunner().invoke(vlm.app, ["--version"])
-    assert (result.exit_code, result.stdout) == (0, f"vlm-fleet {package_version()}\n")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:99999", "http://[::1", "http://", "http://a:b", "a\nb"])
