@@ -21,6 +21,7 @@ from engines.torch_backend.layers.linear import (
     unpack_pairs,
 )
 from engines.torch_backend.ops import native
+from engines.torch_backend.ops.cpu_level import choose_level
 from engines.torch_backend.ops.linear.reference import UNLIMITED, Bind, LinearKernel, Prologue
 from engines.torch_backend.ops.native.library import (
     BFLOAT16_BITS,
@@ -30,6 +31,7 @@ from engines.torch_backend.ops.native.library import (
     Kind,
     NativeKernel,
     Weights,
+    dequantize,
 )
 from engines.torch_backend.ops.native.packing import (
     INT8_GROUP,
@@ -61,6 +63,9 @@ class PackedMethod(LinearMethod):
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         """Shapes: (M, K); returns (M, N)."""
+        if x.dtype is torch.bfloat16 and (weights := to_weights(layer)) is not None:
+            weight = dequantize(native.load(choose_level()), weights)
+            return F.linear(x, weight, None if layer.bias is None else layer.bias.to(x.dtype))
         return F.linear(x.float(), self.dequantize(layer), layer.bias).to(x.dtype)
 
 
@@ -136,7 +141,8 @@ def build(site: Site) -> Bind:
 def _limits(site: Site, weights: Kind, dtype: torch.dtype) -> tuple[int, int]:
     """Bits of activations, and the number of tokens up to which the kernel is the fastest."""
     if weights not in FLOAT_KINDS.values():
-        return site.bits, UNLIMITED
+        is_rounded = dtype is torch.bfloat16 and site.bits == 8
+        return site.bits, site.level.max_integer_tokens if is_rounded else UNLIMITED
     is_rounded = weights is Kind.BFLOAT16 and dtype is torch.bfloat16
     if is_rounded and site.level.max_rounded_tokens:
         return BFLOAT16_BITS, site.level.max_rounded_tokens

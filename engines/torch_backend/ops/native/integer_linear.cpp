@@ -269,7 +269,41 @@ void multiply_kind(const Linear& linear, const Activations& x, const Target& tar
     }
 }
 
+// Dequantizes a tile. Shapes: out (P, G * group), outputs padded to whole tiles.
+template <int KIND>
+void dequantize(const Linear& linear, BFloat16* out, int64_t num_groups, int64_t tile) {
+    constexpr int64_t word_inputs = KIND == INT8 ? 4 : 8;
+    const int64_t group = linear.group, block_bytes = scale_bytes<KIND> + TILE * group * 4 / word_inputs;
+    const Integers bytes = {24, 16, 8, 0, 24, 16, 8, 0}, nibbles = {0, 8, 16, 24, 4, 12, 20, 28};
+    const uint8_t* block = (const uint8_t*)linear.weights + tile * num_groups * block_bytes;
+    for (int64_t g = 0; g < num_groups; g++, block += block_bytes)
+        for (int64_t i = 0; i < TILE; i++) {
+            const int64_t n = std::min(tile * TILE + i, linear.num_outputs - 1);
+            const float scale = KIND == INT8 ? linear.scale[n] : load_scale(block, KIND, i / 8 * 8)[i % 8];
+            const float zero = KIND == INT8 ? 0 : load_scale(block, KIND, TILE + i / 8 * 8)[i % 8] - 8 * scale;
+            const int32_t* words = (const int32_t*)(block + scale_bytes<KIND>) + i;
+            BFloat16* row = out + ((tile * TILE + i) * num_groups + g) * group;
+            for (int64_t k = 0; k < group; k += 8) {
+                const int32_t a = words[k / word_inputs * TILE], b = words[(k + 4) / word_inputs * TILE];
+                const Integers pair = {a, a, a, a, b, b, b, b};
+                const Integers numbers = KIND == INT8 ? (pair << bytes) >> 24 : (pair >> nibbles) & 15;
+                store(row + k, widen(numbers) * scale + zero);
+            }
+        }
+}
+
 }  // namespace
+
+extern "C" void vlm_dequantize(const Linear* linear, BFloat16* out, int32_t num_threads) {
+    const int64_t num_groups = (linear->num_inputs + linear->group - 1) / linear->group;
+#pragma omp parallel for num_threads(num_threads)
+    for (int64_t tile = 0; tile < (linear->num_outputs + TILE - 1) / TILE; tile++)
+        switch (linear->kind) {
+            case INT8: dequantize<INT8>(*linear, out, num_groups, tile); break;
+            case INT4: dequantize<INT4>(*linear, out, num_groups, tile); break;
+            default: dequantize<INT4_BFLOAT16_SCALES>(*linear, out, num_groups, tile);
+        }
+}
 
 void multiply_integers(const Linear& linear, const Activations& x, Target target, int64_t start, int64_t stop) {
     if (x.bits == 8) multiply_kind<int8_t>(linear, x, target, start, stop);

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engines.torch_backend.ops.native.packing import TILE
+
 
 class Kind(IntEnum):
     """Formats of weights; `Kind` of abi.h."""
@@ -104,7 +106,7 @@ class NativeKernel:
         self.max_tokens = 1 << 30  #: above, torch is faster
         self._library = library
         self._kept = (weights, gain)  # the kernel reads their memory
-        structs = (STRUCTS["Linear"](*part[:4], *map(_address, part[4:])) for part in weights)
+        structs = (to_struct(part) for part in weights)
         self._linears = (STRUCTS["Linear"] * len(weights))(*structs)
         self._step = STRUCTS["Step"](
             linears=ctypes.addressof(self._linears),
@@ -141,11 +143,27 @@ class Library:
         self.file = file
         functions = ctypes.CDLL(str(file))
         self.linear = _returning_nothing(functions.vlm_linear, ctypes.c_void_p)
+        self.dequantize = _returning_nothing(
+            functions.vlm_dequantize, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32
+        )
         self.layers = _returning_nothing(functions.vlm_layers, ctypes.c_void_p)
         self.dense_attention = _returning_nothing(functions.vlm_dense_attention, ctypes.c_void_p)
         self.attention = _returning_nothing(
             functions.vlm_attention, *[ctypes.c_void_p] * 6, ctypes.c_int32
         )
+
+
+def dequantize(library: Library, weights: Weights) -> Tensor:
+    """Integer weights as bfloat16. Shapes: returns (N, K)."""
+    num_rows, num_groups = len(weights.data) * TILE, weights.data.shape[1]
+    out = torch.empty(num_rows, num_groups * weights.group, dtype=torch.bfloat16)
+    struct = to_struct(weights)
+    library.dequantize(ctypes.byref(struct), out.data_ptr(), torch.get_num_threads())
+    return out[: weights.num_outputs, : weights.num_inputs]
+
+
+def to_struct(weights: Weights) -> ctypes.Structure:
+    return STRUCTS["Linear"](*weights[:4], *map(_address, weights[4:]))
 
 
 def _returning_nothing(function: Any, *argument_types: Any) -> Any:
