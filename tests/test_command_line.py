@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import vlm
 from shared.settings.load import load_settings
 from shared.settings.tree import Settings
+from shared.version import package_version
 from tests.integration.fleet_process import ROOT, run_vlm, run_vlm_on_terminal
 
 ENGINE_OPTIONS = ["--engine", "mock", "--max-num-seqs", "7", "--dtype", "float16"]
@@ -80,6 +81,10 @@ def test_a_wrong_option_is_refused(wrong, started):
     [option] = re.findall(r"--\S+", wrong)
     assert (result.exit_code, option in result.stderr) == (2, True)
     assert not started
+
+
+def test_the_version_is_that_of_the_package():
+    assert CliRunner().invoke(vlm.app, ["--version"]).stdout == f"vlm-fleet {package_version()}\n"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:99999", "http://[::1", "http://", "http://a:b", "a\nb"])

@@ -132,8 +132,7 @@ def test_empty_fields_of_an_event_are_skipped(loaded: LoadedEngine, server: Stan
     ]  # fmt: skip
     server.streams = [[f"data: {event}" for event in events]]
     outputs = answer(loaded, make_call())
-    assert ["".join(each.text for each in outputs), outputs[-1].finish_reason] == ["hi", "stop"]
-    assert len(server.bodies) == 1
+    assert ["".join(each.text for each in outputs), len(server.bodies)] == ["hi", 1]
 
 
 @pytest.mark.parametrize(
