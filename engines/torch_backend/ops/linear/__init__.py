@@ -8,10 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.torch_backend.layers.linear import INT4, INT8, Linear, choose_group_size, empty_linear
+from engines.torch_backend.layers.linear import (
+    INT4,
+    INT8,
+    Linear,
+    apply,
+    choose_group_size,
+    empty_linear,
+)
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.ops import native
-from engines.torch_backend.ops.linear.cpu import build
+from engines.torch_backend.ops.linear.cpu import PackedMethod, build
 from engines.torch_backend.ops.linear.joined import JOINED, Multiply, bind_joined
 from engines.torch_backend.ops.linear.reference import (
     Bind,
@@ -70,8 +77,13 @@ def _products(bind: Bind, site: Site, make: Make) -> list[Tensor]:
         return bind(layers, prologue, site.dtype) or ReferenceKernel(layers, site.dtype)
 
     width = 3 * site.text.hidden_size  # groups, and a part of one
-    alone = kernel([make(site, (50, width))], Prologue())
+    layer = make(site, (50, width))
+    alone = kernel([layer], Prologue())
     found = [alone(numbers(rows, width, seed=rows)) for rows in (1, 3, 6, 64)]
+    if site.cpu_kernels == "fast":  # in steps of many tokens
+        x = numbers(64, width, seed=64)
+        is_packed = isinstance(layer.method, PackedMethod)
+        found.append(apply(layer, x.bfloat16() if is_packed else x))
     norm = RMSNorm(width, 1e-5).to(site.device, stream).requires_grad_(False)
     norm.weight.copy_(site.numbers(width, seed=5))
     for prologue in (Prologue(norm=norm), Prologue(gate=F.silu)):

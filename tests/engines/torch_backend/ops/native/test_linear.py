@@ -222,7 +222,7 @@ def test_kernels_that_compute_something_else_are_found_out(
     library = native.load(ops.site.level)
     monkeypatch.setattr(library, "layers", lambda *_: None)
     assert chain.complaint(chain.candidates[0], ops.site)
-    for name in ("linear", "attention", "dense_attention"):
+    for name in ("linear", "attention", "dense_attention", "dequantize"):
         monkeypatch.setattr(library, name, lambda *_: None)
     assert not choose(ops.site).is_native
 
