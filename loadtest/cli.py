@@ -86,10 +86,13 @@ def loadtest(
     ] = None,
 ) -> None:
     """Load a server that speaks OpenAI's API, and check and time every answer."""
+    option = "--slo"
     try:
-        plan, objective = make_plan(users, rate, duration, warmup), parse_objective(slo)
+        objective = parse_objective(slo)
+        option = "--rate" if rate else "--users"
+        plan = make_plan(users, rate, duration, warmup)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(str(error), param_hint=f"'{option}'") from None
     workload = Workload(
         profile=profile,
         stream_ratio=stream_ratio,

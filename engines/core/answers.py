@@ -355,6 +355,8 @@ class Answer(Struct, eq=False):
         if reason is not None:
             text += detokenizer.finish()
             self._decide(token_ids, logprobs)
+            if detokenizer.is_stopped:
+                reason = FinishReason.STOP
         output = EngineOutput(
             self.request_id, self.num_tokens, tuple(token_ids), text, tuple(logprobs)
         )

@@ -101,12 +101,12 @@ class StepLimits:
     def halve(self, batch: Batch) -> None:
         """Limit steps to half of this batch, or of the present limit if the batch exceeds it.
 
-        Raises: DeviceOutOfMemory if the batch had one token; SequenceFailure if it had one sequence, of which the
-        step computes more than the limit: an image with bidirectional attention, or a bound prompt.
+        Raises: DeviceOutOfMemory if the batch had one token; SequenceFailure if it had one sequence, of which a step
+        computes more than the least limit: an image with bidirectional attention, or a bound prompt.
         """
         if batch.num_tokens == 1:
             raise DeviceOutOfMemory("no memory for a step of one token: lower kv_cache_bytes")
-        if len(batch.items) == 1 and batch.num_tokens > self._num_tokens:
+        if len(batch.items) == 1 and self._num_tokens == 1:
             self._set(self._max_tokens, self._max_images)
             raise SequenceFailure(batch.items[0].sequence.request_id, TOO_LARGE)
         images = {image.image_hash for item in batch.items for image in item.images}

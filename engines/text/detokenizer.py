@@ -122,9 +122,12 @@ class Detokenizer:
             return self._cut(text)
         said, pieces = self._calls.feed(text)
         said = self._cut(said)
-        if self.is_stopped and self._calls.follow_text:
+        if not self._calls.follows_text:
+            self.pieces += pieces
+        elif self.is_stopped:
             self._calls.num_calls -= sum(bool(piece.name) for piece in pieces)
-        else:
+        elif self._calls.is_calling:  # the text before the calls is complete
+            said, self._held = said + self._held, ""
             self.pieces += pieces
         return said
 

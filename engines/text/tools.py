@@ -188,23 +188,21 @@ class CallReader:
         self.num_calls = 0
         self._form = form
         self._held = ""
-        self._is_calling = False
+        self.is_calling = False  #: whether the first call has begun
         self._arguments: _JsonEnd | None = None  # parser of the current call's JSON arguments
         self._keywords: KeywordArguments | None = None  # parser of its Python arguments
         self._name = self._written = ""  # of a Python call: its name and its text so far
         self._is_text = False  # the rest is text
-        self.follow_text = (
-            not form.is_pythonic
-        )  #: whether text precedes the calls, not follows them
+        self.follows_text = not form.is_pythonic  #: whether there is text before calls, not after
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
         """Add text; returns the new text and the new pieces of calls."""
         said, pieces = "", []
         self._held += text
-        if not self._is_calling:
+        if not self.is_calling:
             said = self._find_calls()
         read = self._read_keywords if self._form.is_pythonic else self._read
-        while self._is_calling and read(pieces):
+        while self.is_calling and read(pieces):
             pass
         if self._is_text:
             said, self._held = said + self._held, ""
@@ -213,7 +211,7 @@ class CallReader:
     def finish(self) -> str:
         """The text that was held back because it might begin a call."""
         held, self._held = self._written + self._held, ""
-        return "" if self._is_calling and not self._form.is_pythonic else held
+        return "" if self.is_calling and not self._form.is_pythonic else held
 
     def _find_calls(self) -> str:
         """Text before the first call; text that may begin one is held back."""
@@ -224,11 +222,11 @@ class CallReader:
         if not self._form.trigger:
             if mark.startswith(held):
                 return ""  # too little is known
-            self._is_calling, self._is_text = held.startswith(mark), not held.startswith(mark)
-            return "" if self._is_calling else self._find_calls()
+            self.is_calling, self._is_text = held.startswith(mark), not held.startswith(mark)
+            return "" if self.is_calling else self._find_calls()
         before, found, behind = held.partition(mark)
         if found:
-            self._is_calling, self._held = True, behind
+            self.is_calling, self._held = True, behind
             return before
         num_held = num_begun(held, mark)
         self._held = held[len(held) - num_held :]
@@ -261,7 +259,7 @@ class CallReader:
             if found is None:
                 self._held = self._held.removeprefix("]")  # behind the last call
                 self._is_text = not _MAY_BEGIN.fullmatch(self._held)
-                self._is_calling = not self._is_text
+                self.is_calling = not self._is_text
                 return False
             self._name = found[1]
             self._written, self._held = found[0], self._held[found.end() :]
@@ -270,7 +268,7 @@ class CallReader:
             end = self._keywords.feed(self._held)
         except MalformedCall:
             self._held, self._written = self._written + self._held, ""
-            self._is_text, self._is_calling = True, False
+            self._is_text, self.is_calling = True, False
             return False
         self._written += self._held[:end]
         self._held = self._held[end:]

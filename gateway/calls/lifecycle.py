@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = b"x-vlm-package"
 _WATCH_AFTER_S = 0.1  #: before checking whether the client has disconnected
+_OTHER_PROMPTS_S = 0.5  #: to wait for their first events, after tokens of one prompt
 _LEAST_TIMEOUT_S = 0.1  #: of a request that used its time to load media
 #: Images that are not released expire this long after the request's deadline.
 _IMAGE_GRACE_S = 60.0
@@ -528,6 +529,8 @@ class Lifecycle:
             events += arrived
             if len({index * num // len(call.choices) for index, _ in events}) == num:
                 break
+            if any(isinstance(event, Tokens) for _, event in arrived):
+                until = min(until, time.monotonic() + _OTHER_PROMPTS_S)
         return events
 
     async def _send_stream(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:

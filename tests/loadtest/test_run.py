@@ -130,11 +130,6 @@ def test_driver_that_goes_wrong_ends_the_test_with_its_words(monkeypatch, code, 
         drive(Order(target=target, workload=Workload(), plan=Plan()))
 
 
-def test_wrong_option_is_refused():
-    for wrong in (["--profile", "unheard"], ["--rate", "0"], ["--slo", "speed=3"]):
-        assert CliRunner().invoke(vlm.app, ["loadtest", *wrong]).exit_code == 2
-
-
 @in_one_round
 def test_request_without_an_answer_at_the_end_is_a_failure(fake, tmp_path):
     """Each word comes within the time that a server may be silent, the last one too late."""

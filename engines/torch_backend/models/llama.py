@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
-from engines.torch_backend.layers.linear import Linear
+from engines.torch_backend.layers.linear import FLOAT, Linear, method_of
 from engines.torch_backend.layers.linear_group import LinearGroup, Stream, VocabEmbedding
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.models.config import TextConfig
@@ -134,8 +134,10 @@ class Llama(nn.Module):
         """Select the operators. `dtype` is for those that torch computes."""
         layers = [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
         linears = [linear for layer in layers for linear in layer.linears]
-        for linear in (*linears, self._head):
+        for linear in linears:
             linear.bind(ops, dtype)
+        is_float = method_of(self._head.layers[0]) is FLOAT
+        self._head.bind(ops, dtype if is_float else torch.float32)  # logits are not rounded
         self._has_float32_stream = ops.is_native
         self._chain = None
         if ops.uses("decoder_chain") and all(linear.is_whole for linear in linears):

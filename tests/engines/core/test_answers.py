@@ -108,14 +108,16 @@ def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(
     assert received([*told, *rest]) == whole
 
 
-@pytest.mark.parametrize("stop", ["}", "\n", "<tool", "m "])
+@pytest.mark.parametrize("stop", ["}", "\n", "<tool", "m ", " then"])
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_stop_strings_have_no_effect_in_function_calls(stop, size):
     text = b'hm <tool_call>\n{"name": "f", "arguments": {"a": 0}}\n</tool_call>'
     tokens = [text[start : start + size] for start in range(0, len(text), size)]
     request = EngineRequest("r", [1], SamplingParams(stop=(stop,)), tool_format=HERMES)
     answer = Answer.begin(request, make_processor(tokens))
-    _, said, _, _, calls, (*_, stopped_by) = received(write(answer, range(len(tokens)), ()))
+    outputs = write(answer, range(len(tokens)), range(len(tokens)))
+    _, said, _, _, calls, (*_, stopped_by) = received(outputs)
+    assert size > 1 or not outputs[-1].text
     call = join_calls([CallPiece(0, "f"), CallPiece(0, "", '{"a": 0}')])
     assert (said, calls, stopped_by) == (("h", (), stop) if stop == "m " else ("hm ", call, ""))
 

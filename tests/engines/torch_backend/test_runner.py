@@ -2,6 +2,7 @@
 
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -112,11 +113,7 @@ def test_pixels_of_another_models_size_fail_their_request_alone():
 )
 def test_memory_that_runs_out_is_told_apart(monkeypatch, error, found):
     runner = make_runner(pair())
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(pair().ours.language_model, "forward", fail)
+    monkeypatch.setattr(pair().ours.language_model, "forward", Mock(side_effect=error))
     sequence = make_sequence("a", [[5, 6]])
     with pytest.raises(Exception) as caught:
         runner.launch(Batch([share(sequence)])).wait()
@@ -127,12 +124,8 @@ def test_memory_that_runs_out_is_told_apart(monkeypatch, error, found):
 
 @pytest.mark.parametrize("name", ["encode", "encode_in_parts"])
 def test_an_image_beyond_the_memory_fails_its_request_alone(monkeypatch, name):
-    runner = make_runner(pair())
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate")
-
-    monkeypatch.setattr(pair().ours, name, fail)
+    runner, error = make_runner(pair()), torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(pair().ours, name, Mock(side_effect=error))
     items = [share(make_sequence("text", [[5, 6]])), share(make_sequence("image", [[5], 1]))]
     with pytest.raises(SequenceFailure) as failure:
         runner.launch(Batch(items, max_vision_s=None if name == "encode" else 1.0)).wait()

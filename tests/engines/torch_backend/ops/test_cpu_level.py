@@ -61,6 +61,5 @@ def test_the_largest_level_that_processor_and_torch_allow_is_chosen(
 
     assert (level.name, level.has_fast_bfloat16) == (name, is_bfloat16_fast)
     assert level.max_rounded_tokens == max_rounded_tokens
-    has_matrix_units = max_rounded_tokens == 48
-    assert level.min_fused_tokens == (128 if has_matrix_units else 1 << 30)
-    assert level.max_integer_tokens == (127 if has_matrix_units else 1 << 30)
+    limits = (127, 128) if max_rounded_tokens == 48 else (1 << 30, 1 << 30)
+    assert (level.max_integer_tokens, level.min_fused_tokens) == limits

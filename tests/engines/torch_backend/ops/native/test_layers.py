@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.linear import INT8
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.paged_attention.cpu import build
 from engines.torch_backend.ops.paged_attention.reference import Heads
-from engines.torch_backend.ops.registry import Ops, choose
+from engines.torch_backend.ops.registry import Ops, choose, cpu_ops
 from engines.torch_backend.step import StepInputs
 from tests.engines.torch_backend.ops.native.test_attention import make_heads
 from tests.engines.torch_backend.paged import BLOCK_SIZE, CPU, make_inputs
@@ -76,6 +77,16 @@ def test_one_call_gives_what_a_call_for_each_part_gives(
 
     decoder.bind(choose(ops.site, {"decoder_chain"}), torch.float32)
     assert torch.equal(found, pass_step(ops, decoder, inputs, x))
+
+
+@torch.inference_mode()
+def test_an_int8_head_does_not_round_logits(ops: Ops):
+    """In an engine of bfloat16, whose other layers of integers go to torch."""
+    decoder = deepcopy(make_model_pair(CONFIG).ours).language_model
+    decoder.lm_head.quantize(INT8, torch.float32)
+    level = replace(ops.site.level, max_integer_tokens=2)
+    decoder.bind(cpu_ops(ops.site.cpu_kernels, level), torch.bfloat16)
+    assert decoder.logits(make_stream(5)).dtype is torch.float32
 
 
 @torch.inference_mode()
