@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 import shared.search as wire
 from search.catalog import Catalog
@@ -607,7 +607,10 @@ def _open_collection(directory: Path) -> tuple[str, tuple[wire.StoreRecord, Open
     """Open a directory of `vlm embed` as a store. Raises: BadCollection."""
     index = FlatIndex(directory)
     manifest = index.manifest
-    identity = hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
+    fields = asdict(manifest)
+    if manifest.query_prompt is None:  # ids of stores do not change with the release
+        del fields["query_prompt"]
+    identity = hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
     created_at = int((directory / manifest.parts[0].name).stat().st_mtime) if manifest.parts else 0
     record = wire.StoreRecord(
         id=wire.STORE_ID + identity[:32],
@@ -618,7 +621,8 @@ def _open_collection(directory: Path) -> tuple[str, tuple[wire.StoreRecord, Open
         digest=manifest.digest,
         dimensions=manifest.dimensions,
         prompt=manifest.prompt,
-        query_prompt=manifest.query_prompt,
+        query_prompt=manifest.query_prompt or "",
+        uses_model_prompt=manifest.query_prompt is None,
         num_items=manifest.num_items,
         num_bytes=index.stats().num_bytes,
         is_read_only=True,

@@ -64,7 +64,8 @@ class StoreRecord(_Wire, frozen=True, kw_only=True):
     digest: str
     dimensions: int
     prompt: str = ""  #: prepended to stored texts
-    query_prompt: str | None = ""  #: prepended to queries; None: the model's own
+    query_prompt: str = ""  #: prepended to queries
+    uses_model_prompt: bool = False  #: whether the model's own prompt is prepended instead
     metadata: dict[str, str] = {}
     num_items: int = 0
     num_bytes: int = 0

@@ -287,6 +287,7 @@ class VectorStore(msgspec.Struct):
             file_counts=FileCounts(record.num_files, record.num_files),
             embedding_model=record.model,
             embedding_digest=record.digest,
+            query_prompt=None if record.uses_model_prompt else record.query_prompt,
             expires_after={"anchor": "last_active_at", "days": days} if days else None,
         )
 
@@ -851,7 +852,7 @@ class VectorStores(Resource):
         many = isinstance(body.query, list)
         names = [f"query.[{index}]" if many else "query" for index in range(len(parts))]
         store = await self._find(caller)
-        made = await self._embed(parts, names, store, store.query_prompt, caller)
+        made = await self._embed(parts, names, store, VectorStore.of(store).query_prompt, caller)
         options = body.ranking_options or RankingOptions()
         wanted = body.max_num_results or 10
         ranker = None if options.ranker in (None, *_NO_RANKERS) else options.ranker
@@ -884,7 +885,9 @@ class VectorStores(Resource):
             message = "There is no default store: set VLM_SEARCH__DEFAULT_STORE at the gateway."
             raise NotFound(message, code="search_not_served")
         store = await self._find(caller, self._default_store)
-        made = await self._embed([text], ["text"], store, store.query_prompt, caller)
+        made = await self._embed(
+            [text], ["text"], store, VectorStore.of(store).query_prompt, caller
+        )
         asked = {"digest": store.digest, "vectors": made, "k": body.num_results}
         hits = await self._ask(caller, wire.Query, store=store.id, **asked)
         shown = ((h.item.text or h.item.image, h.item.id, h.score) for h in hits)
