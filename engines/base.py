@@ -229,7 +229,7 @@ def can_decode_video() -> bool:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises: InvalidRequest for an id outside the vocabulary, also of a text's own token."""
+    """Raises: InvalidRequest for an id outside the model's vocabulary; the tokenizer's may be larger."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
         raise InvalidRequest(

@@ -42,7 +42,7 @@ class Reply(msgspec.Struct):
 
 _replies = msgspec.json.Decoder(Reply)
 _TOO_DEEP = Reply("error", message="the output is nested too deeply")
-#: Nesting of a value. With Python 3.11 a gateway decodes messages of 998 levels, of which it needs some itself.
+#: Maximum nesting of a value. On Python 3.11, msgspec decodes 998 levels, and the message around the value has some.
 _MAX_LEVELS = 800
 
 

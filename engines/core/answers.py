@@ -155,7 +155,7 @@ class PromptingEngine(Engine[Request]):
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
         ids = request.prompt_token_ids
-        if max(ids) >= self.vocab_size:  # of a token that the model lacks, or of an image
+        if max(ids) >= self.vocab_size:  # a token that only the tokenizer has, or an image slot
             runs = [(each.offset, run) for each in request.images for run in each.slot_runs]
             slots = {offset + slot for offset, run in runs for slot in range(*run)}
             ids = [token_id for place, token_id in enumerate(ids) if place not in slots]

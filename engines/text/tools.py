@@ -193,7 +193,7 @@ class CallReader:
         self._keywords: KeywordArguments | None = None  # parser of its Python arguments
         self._name = self._written = ""  # of a Python call: its name and its text so far
         self._is_text = False  # the rest is text
-        self.follows_text = not form.is_pythonic  #: whether there is text before calls, not after
+        self.follows_text = not form.is_pythonic  #: whether text precedes the calls
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
         """Add text; returns the new text and the new pieces of calls."""

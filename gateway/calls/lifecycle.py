@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = b"x-vlm-package"
 _WATCH_AFTER_S = 0.1  #: before checking whether the client has disconnected
-_OTHER_PROMPTS_S = 0.5  #: to wait for their first events, after tokens of one prompt
+_OTHER_PROMPTS_S = 0.5  #: wait for the first events of the other prompts, after the first token
 _LEAST_TIMEOUT_S = 0.1  #: of a request that used its time to load media
 #: Images that are not released expire this long after the request's deadline.
 _IMAGE_GRACE_S = 60.0
@@ -551,7 +551,7 @@ class Lifecycle:
             events = await call.receive(self.settings.keep_alive_s)
             try:
                 recorder.note(events)
-            except ApiError:  # the tokens that came with a failure are the client's
+            except ApiError:  # send the tokens that arrived with the failure first
                 told = [each for each in events if isinstance(each[1], Tokens)]
                 if frames := reply.frames(told, None):
                     await exchange.write(frames)

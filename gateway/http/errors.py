@@ -155,7 +155,7 @@ class ServerError(ApiError):
 
 
 class KeyEnded(Failed, frozen=True):
-    """The key of the request was revoked or has expired. Made by the gateway, never sent."""
+    """The request's API key was revoked or has expired. Created by the gateway, never sent to it."""
 
 
 def from_failed(event: Failed) -> ApiError:

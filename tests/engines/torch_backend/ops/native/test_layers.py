@@ -81,7 +81,6 @@ def test_one_call_gives_what_a_call_for_each_part_gives(
 
 @torch.inference_mode()
 def test_an_int8_head_does_not_round_logits(ops: Ops):
-    """In an engine of bfloat16, whose other layers of integers go to torch."""
     decoder = deepcopy(make_model_pair(CONFIG).ours).language_model
     decoder.lm_head.quantize(INT8, torch.float32)
     level = replace(ops.site.level, max_integer_tokens=2)
