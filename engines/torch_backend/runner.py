@@ -293,9 +293,7 @@ class TorchRunner:
             embeddings = self.model.embed(inputs.token_ids, inputs.images)
             rotation = self._rotary.at_all(inputs.positions)
             attend = self.ops["paged_attention"](decoder.text.num_heads, pool, inputs, rotation)
-            hidden = decoder(embeddings, attend)
-            if rows != list(range(hidden.shape[0])):
-                hidden = hidden[torch.tensor(rows, dtype=torch.long, device=self.device)]
+            hidden = decoder(embeddings, attend, rows or [0])  # operators expect a row
             return decoder.logits(hidden) if rows else hidden
 
     def _free_states(self, items: list[ScheduledSequence]) -> None:

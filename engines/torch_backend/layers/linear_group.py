@@ -41,6 +41,10 @@ class Stream:
         """Shapes: (M, C)."""
         self._x, self._delta = self.tensor(), delta
 
+    def keep(self, rows: Tensor) -> None:
+        """Drop all other rows."""
+        self._x, self.is_own = self.tensor()[rows], True
+
     def tensor(self) -> Tensor:
         """Shapes: (M, C)."""
         if self._delta is not None:

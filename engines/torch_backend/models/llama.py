@@ -4,8 +4,8 @@ It computes the new tokens of any number of sequences, concatenated. The `attend
 KV cache. The same code runs on every device; `bind` selects the operators.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,13 @@ class SelfAttention(nn.Module):
         if config.has_bidirectional_images:
             self.heads = replace(self.heads, is_bidirectional=True)
 
-    def forward(self, stream: Stream, attend: Attend) -> None:
-        """The layer's attention output. Shapes: (N, C)."""
-        self.out(attend(self.number, self.qkv(stream), self.heads), add_to=stream)
+    def forward(self, stream: Stream, attend: Attend, rows: Tensor | None = None) -> None:
+        """Adds the layer's attention output to the stream, which keeps only `rows`. Shapes: (N, C)."""
+        mixed = attend(self.number, self.qkv(stream), self.heads)
+        if rows is not None:
+            mixed = mixed[rows]
+            stream.keep(rows)
+        self.out(mixed, add_to=stream)
 
 
 class GatedMLP(nn.Module):
@@ -88,9 +92,9 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(config, number, self.input_layernorm)
         self.mlp = GatedMLP(config, self.post_attention_layernorm)
 
-    def forward(self, stream: Stream, attend: Attend) -> None:
-        """Shapes: stream (N, C)."""
-        self.self_attn(stream, attend)
+    def forward(self, stream: Stream, attend: Attend, rows: Tensor | None = None) -> None:
+        """Shapes: stream (N, C), afterwards only its `rows`."""
+        self.self_attn(stream, attend, rows)
         self.mlp(stream)
 
     @property
@@ -152,24 +156,35 @@ class Llama(nn.Module):
         x = self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
         return x if self.text.embedding_scale == 1 else x * self.text.embedding_scale
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """Hidden states of every token. Additional channels of x are added after the first layers, in order (DeepStack).
+    def forward(self, x: Tensor, attend: Attend, rows: Sequence[int] | None = None) -> Tensor:
+        """Hidden states of these rows, by default of all. Additional channels of x are added after the first layers, in
+        order (DeepStack).
 
-        Shapes: x (N, C), or (N, C + levels * C), modified; returns (N, C).
+        The last layer computes its outputs for these rows only. Shapes: x (N, C), or (N, C + levels * C), modified;
+        returns (rows, C).
         """
         x, *levels = x.split(self.text.hidden_size, dim=1)
+        layers, num_done = self.model.layers, 0
+        chosen = None
+        if rows is not None and list(rows) != list(range(len(x))):
+            chosen = torch.tensor(rows, dtype=torch.long, device=x.device)
+        # adapters are applied to whole sequences
+        in_layer = chosen is not None and not self.is_adapted and len(levels) < len(layers)
         if not self._has_float32_stream:
             stream = Stream(x)
         else:
             stream = Stream(x.to(torch.float32, copy=True), is_own=True)
             chain = None if self.is_adapted or levels else self._chain
             if chain is not None and chain.can_run(x, attend):
-                chain(stream.tensor(), attend)
-                return stream.tensor()
-        for layer, level in zip_longest(self.model.layers, levels):
-            layer(stream, attend)
-            if level is not None:
-                stream.add(level)
+                num_done = len(layers) - in_layer
+                chain(stream.tensor(), attend, num_done)
+        for number in range(num_done, len(layers)):
+            is_last = number == len(layers) - 1
+            layers[number](stream, attend, chosen if is_last and in_layer else None)
+            if number < len(levels):
+                stream.add(levels[number])
+        if chosen is not None and not in_layer:
+            stream.keep(chosen)
         return stream.tensor()
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def _example(create: CreateChain, site: Site) -> list[Tensor]:
     assert chain is not None
     x = site.numbers(2, width)
     before = x.clone()
-    chain(x, attention(text.num_heads, pool, inputs, rotation))
+    chain(x, attention(text.num_heads, pool, inputs, rotation), text.num_layers)
     assert not torch.equal(x, before), "the chain computes nothing"
     return [x, *pool.blocks(0), *pool.blocks(1)]
 

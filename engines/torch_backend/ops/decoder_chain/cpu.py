@@ -52,7 +52,7 @@ class LayerChain:
             return False
         return not (self._has_spans and attend.inputs.bidirectional)
 
-    def __call__(self, x: Tensor, attend: Attend) -> None:
+    def __call__(self, x: Tensor, attend: Attend, num_layers: int) -> None:
         """Shapes: x float32 (N, C), changed in place."""
         assert isinstance(attend, PagedAttention)
         rooms = [torch.empty(len(x), width) for width in self._widths]
@@ -60,7 +60,7 @@ class LayerChain:
             struct.keys, struct.values = attend.places(layer)
         step = STRUCTS["Layers"](
             ctypes.addressof(self._structs),
-            len(self._structs),
+            num_layers,
             attend.address,
             x.data_ptr(),
             *(room.data_ptr() for room in rooms),

@@ -26,8 +26,8 @@ class LayerProducts(NamedTuple):
 class Chain(Protocol):
     def can_run(self, x: Tensor, attend: Attend) -> bool: ...
 
-    def __call__(self, x: Tensor, attend: Attend) -> None:
-        """Shapes: x float32 (N, C), changed in place."""
+    def __call__(self, x: Tensor, attend: Attend, num_layers: int) -> None:
+        """Compute the first layers. Shapes: x float32 (N, C), changed in place."""
         ...
 
 
@@ -43,8 +43,8 @@ class CallByCall:
     def can_run(self, x: Tensor, attend: Attend) -> bool:
         return True
 
-    def __call__(self, x: Tensor, attend: Attend) -> None:
+    def __call__(self, x: Tensor, attend: Attend, num_layers: int) -> None:
         """Shapes: x (N, C), changed in place."""
-        for layer, products in enumerate(self._layers):
+        for layer, products in enumerate(self._layers[:num_layers]):
             products.out(attend(layer, products.qkv(x), products.heads), add_to=x)
             products.down(products.gate_up(x), add_to=x)

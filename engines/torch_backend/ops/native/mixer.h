@@ -14,10 +14,11 @@
 
 // A query, the range of keys that it attends to (from `first` to before `num_keys`), and its result. Shapes: source and
 // out (D,).
+template <class S>
 struct Query {
-    const float* source;
+    const S* source;
     int64_t num_keys;
-    float* out;
+    S* out;
     int64_t first = 0;
 };
 
@@ -55,7 +56,8 @@ class Mixer {
     }
 
     // Computes up to QUERIES queries.
-    void attend(const Query* queries, int64_t count) {
+    template <class S>
+    void attend(const Query<S>* queries, int64_t count) {
         const int64_t num_tiles = (count + ROWS - 1) / ROWS;
         int64_t most = 0;
         for (int64_t row = 0; row < count; row++) most = std::max(most, queries[row].num_keys);
@@ -74,7 +76,8 @@ class Mixer {
         return room.data();
     }
 
-    void scale(const Query* queries, int64_t count) {
+    template <class S>
+    void scale(const Query<S>* queries, int64_t count) {
         for (int64_t row = 0; row < count; row++)
             for (int64_t d = 0; d < width_; d += LANES)
                 store(queries_ + row * width_ + d, load(queries[row].source + d) * scale_);
@@ -116,7 +119,8 @@ class Mixer {
         totals_[row] = sum(sums[0] + sums[1]);
     }
 
-    void gather(const Query* queries, int64_t count, int64_t num_tiles, int64_t num_keys) {
+    template <class S>
+    void gather(const Query<S>* queries, int64_t count, int64_t num_tiles, int64_t num_keys) {
         for (int64_t d = 0; d < padded_width_; d += COLUMNS) {
             std::fill(mixed_, mixed_ + QUERIES * COLUMNS, 0.0f);
             for (int64_t tile = 0; tile < num_tiles; tile++)

@@ -5,7 +5,7 @@
 
 #include "attention.h"
 #include "linear.h"
-#include "mixer.h"
+#include "wide_mixer.h"
 
 namespace {
 
@@ -213,20 +213,23 @@ void attend_run(const Attention& step, const Heads& form, int64_t sequence, int6
     const int64_t group = heads / kv_heads, token_width = kv_heads * width, start = step.row_offsets[sequence];
     const int64_t num_computed = step.lengths[sequence] - (step.row_offsets[sequence + 1] - start);
     const int64_t begin = first_seen(form, num_computed + rows.start / group) / Mixer::KEYS * Mixer::KEYS;
-    Mixer mixer(width, num_computed + (rows.stop + group - 1) / group - begin, scale_of(step, form));
-    mixer.lay_out(keys + head * width, values + head * width,
-                  [&](int64_t key) { return slot_of(step, sequence, begin + key) * token_width; });
-    for (int64_t first = rows.start; first < rows.stop; first += Mixer::QUERIES) {
-        const int64_t count = std::min(Mixer::QUERIES, rows.stop - first);
-        Query queries[Mixer::QUERIES];
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t token = (first + i) / group, place = head * group + (first + i) % group;
-            queries[i] = {qkv + ((start + token) * (heads + 2 * kv_heads) + place) * width,
-                          num_computed + token + 1 - begin, out + ((start + token) * heads + place) * width,
-                          std::max<int64_t>(0, first_seen(form, num_computed + token) - begin)};
+    const int64_t num_keys = num_computed + (rows.stop + group - 1) / group - begin;
+    with_mixer<T>(width, num_keys, scale_of(step, form), [&](auto& mixer) {
+        constexpr int64_t size = std::decay_t<decltype(mixer)>::QUERIES;
+        mixer.lay_out(keys + head * width, values + head * width,
+                      [&](int64_t key) { return slot_of(step, sequence, begin + key) * token_width; });
+        for (int64_t first = rows.start; first < rows.stop; first += size) {
+            const int64_t count = std::min(size, rows.stop - first);
+            Query<float> queries[size];
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t token = (first + i) / group, place = head * group + (first + i) % group;
+                queries[i] = {qkv + ((start + token) * (heads + 2 * kv_heads) + place) * width,
+                              num_computed + token + 1 - begin, out + ((start + token) * heads + place) * width,
+                              std::max<int64_t>(0, first_seen(form, num_computed + token) - begin)};
+            }
+            mixer.attend(queries, count);
         }
-        mixer.attend(queries, count);
-    }
+    });
 }
 
 template <class T>

@@ -38,12 +38,14 @@ def pass_step(
     inputs: StepInputs,
     x: Tensor,
     dtype: torch.dtype = torch.float32,
+    rows: list[int] | None = None,
 ) -> Tensor:
     """Behind the same noise of earlier tokens each time."""
     pool = KVCachePool(CONFIG.text, 128, BLOCK_SIZE, dtype, CPU)
     pool.data.normal_(generator=torch.Generator().manual_seed(1))
     rotation = RotaryTable.create(CONFIG.text, 64, torch.float32, CPU).at(inputs.indices)
-    return decoder(x, ops["paged_attention"](CONFIG.text.num_heads, pool, inputs, rotation))
+    attend = ops["paged_attention"](CONFIG.text.num_heads, pool, inputs, rotation)
+    return decoder(x.clone(), attend, rows)
 
 
 def make_stream(num_tokens: int) -> Tensor:
@@ -77,6 +79,19 @@ def test_one_call_gives_what_a_call_for_each_part_gives(
 
     decoder.bind(choose(ops.site, {"decoder_chain"}), torch.float32)
     assert torch.equal(found, pass_step(ops, decoder, inputs, x))
+
+
+@pytest.mark.parametrize("kernels", ["off", "fast"])
+@pytest.mark.parametrize("num_levels", [0, 1, 2])
+@torch.inference_mode()
+def test_chosen_rows_are_those_of_a_whole_step(ops: Ops, kernels: str, num_levels: int):
+    """With features for the first layers, or for all of them, too."""
+    ops = cpu_ops(kernels, ops.site.level)
+    decoder, inputs = make_decoder(ops), make_inputs(MIXED)
+    x = torch.cat([make_stream(len(inputs.slots))] * (1 + num_levels), dim=1)
+    whole = pass_step(ops, decoder, inputs, x)
+    for rows in ([0], [1, 8, 9], [*range(len(x))]):
+        torch.testing.assert_close(pass_step(ops, decoder, inputs, x, rows=rows), whole[rows])
 
 
 @torch.inference_mode()
