@@ -43,26 +43,15 @@ LLAMA3_SCALING = RopeScaling("llama3", 4.0, 1.0, 4.0, 64)
 
 def make_vision_config(**changes: Any) -> VisionConfig:
     config = VisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=3,
-        num_heads=4,
-        image_size=24,
-        patch_size=8,
+        hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, image_size=24, patch_size=8
     )
     return replace(config, **changes)
 
 
 def make_text_config(**changes: Any) -> TextConfig:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "head_dim": 8}
     config = TextConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=56,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
+        **sizes, num_layers=2, num_heads=4, num_kv_heads=2, max_position_embeddings=256
     )
     return replace(config, **changes)
 

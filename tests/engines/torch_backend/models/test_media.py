@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 RATE = 16_000
 #: Strings are texts and names of files; numbers are seeds of images.
 Question = list[str | int]
+
+
+def some(families: Sequence[Family], *short: str) -> Sequence[Family]:
+    return few(families, [named(name, families) for name in short])
 
 
 def video_row(name: str, placeholder: str, settings: dict[str, Any], **more: Any) -> Family:
@@ -375,13 +379,7 @@ VIDEO_QUESTIONS: dict[str, Question] = {
 TAKES_ONE_KIND = ("GLM-4.1V", "GLM-4.5V", "GLM-4.6V", "LLaVA-NeXT-Video", "SmolVLM")
 
 
-@pytest.fixture(
-    scope="module",
-    params=few(
-        VIDEO_FAMILIES, [named("Qwen2.5-VL", VIDEO_FAMILIES), named("Qwen3-VL", VIDEO_FAMILIES)]
-    ),
-    ids=str,
-)
+@pytest.fixture(scope="module", params=some(VIDEO_FAMILIES, "Qwen2.5-VL", "Qwen3-VL"), ids=str)
 def video(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: VideoPool
 ) -> Loaded:
@@ -557,13 +555,7 @@ ONE_AUDIO = frozenset({"GLM-ASR", "Audio Flamingo 3"})
 ANY_LENGTH = frozenset({"Voxtral"})
 
 
-@pytest.fixture(
-    scope="module",
-    params=few(
-        AUDIO_FAMILIES, [named("GLM-ASR", AUDIO_FAMILIES), named("Qwen2-Audio", AUDIO_FAMILIES)]
-    ),
-    ids=str,
-)
+@pytest.fixture(scope="module", params=some(AUDIO_FAMILIES, "GLM-ASR", "Qwen2-Audio"), ids=str)
 def audio_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: VideoPool
 ) -> Loaded:

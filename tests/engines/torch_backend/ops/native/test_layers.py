@@ -33,13 +33,9 @@ def make_decoder(ops: Ops, heads: Heads | None = None) -> Llama:
 
 
 def pass_step(
-    ops: Ops,
-    decoder: Llama,
-    inputs: StepInputs,
-    x: Tensor,
-    dtype: torch.dtype = torch.float32,
+    ops: Ops, decoder: Llama, inputs: StepInputs, x: Tensor, dtype: torch.dtype = torch.float32,
     rows: list[int] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Behind the same noise of earlier tokens each time."""
     pool = KVCachePool(CONFIG.text, 128, BLOCK_SIZE, dtype, CPU)
     pool.data.normal_(generator=torch.Generator().manual_seed(1))
