@@ -31,7 +31,7 @@ from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import TokenUsage, refuse
 from engines.upstream.media import MediaFile, data_url, to_jpegs, to_png, to_wav
 from engines.upstream.settings import OpenAiSettings
-from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine
+from engines.upstream.streams import DONE, OpenRequest, StreamBroken, StreamEngine
 from shared.protocol import (
     CallPiece,
     ChatMessage,
@@ -61,6 +61,7 @@ class _Function(msgspec.Struct):
 
 class _Call(msgspec.Struct):
     index: int = 0
+    id: str | None = None
     function: _Function | None = None
 
 
@@ -93,6 +94,9 @@ class ChatRequest(OpenRequest):
         self._first_token_at: float | None = None
         self._usage = Usage(0)
         self._finish: FinishReason | None = None
+        self._has_called = False
+        self._call_ids: dict[str, int] = {}  # numbers of calls
+        self._numbers: dict[int, int] = {}  # of the last call by the server's index
 
     def body(self) -> dict[str, Any]:
         return self._body
@@ -100,13 +104,17 @@ class ChatRequest(OpenRequest):
     def can_continue(self) -> bool:
         return False
 
+    @property
+    def is_complete(self) -> bool:
+        return self._finish is not None
+
     def fail(self, message: str, code: ErrorCode) -> EngineOutput:
         output = EngineOutput(self.request_id, self.num_tokens, error=message, error_code=code)
         output.usage, output.timings = self._usage, self._timings()
         return output
 
     def read(self, data: bytes) -> list[EngineOutput]:
-        if data == b"[DONE]":
+        if data == DONE:
             return self._end()
         event = _events.decode(data)
         if event.usage is not None:
@@ -131,9 +139,10 @@ class ChatRequest(OpenRequest):
 
     def _output(self, delta: _Delta) -> EngineOutput | None:
         reasoning = delta.reasoning_content or delta.reasoning or ""
-        calls = tuple(piece for call in delta.tool_calls or () for piece in _to_pieces(call))
+        calls = tuple(piece for call in delta.tool_calls or () for piece in self._pieces(call))
         if not (delta.content or reasoning or calls):
             return None
+        self._has_called |= bool(calls)
         output = EngineOutput(
             self.request_id, self.num_tokens, text=delta.content or "", reasoning=reasoning, calls=calls,
             num_without_id=1, usage=None if self.is_started else self._usage,
@@ -143,9 +152,22 @@ class ChatRequest(OpenRequest):
         self.num_tokens += 1
         return output
 
+    def _pieces(self, call: _Call) -> list[CallPiece]:
+        function = call.function or _Function()
+        if call.id and function.name:  # some servers give all calls one index
+            number = self._call_ids.setdefault(call.id, len(self._call_ids))
+            self._numbers[call.index] = number
+        number = self._numbers.get(call.index, call.index)
+        pieces = [CallPiece(number, function.name)] if function.name else []
+        if function.arguments:
+            pieces.append(CallPiece(number, arguments=function.arguments))
+        return pieces
+
     def _end(self) -> list[EngineOutput]:
         if self._finish is None:
             raise StreamBroken("the stream has no finish_reason")
+        if self._finish is FinishReason.STOP and self._has_called:
+            self._finish = FinishReason.TOOL_CALLS
         # A delta may contain several tokens, and the last tokens have no text: the usage has the true number.
         num_more = max(0, self._usage.num_output_tokens - self.num_tokens)
         output = EngineOutput(
@@ -267,11 +289,3 @@ def _to_part(content: bytes | MediaFile) -> dict[str, Any]:
         data = url.partition(",")[2]
         return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
-
-
-def _to_pieces(call: _Call) -> list[CallPiece]:
-    function = call.function or _Function()
-    pieces = [CallPiece(call.index, function.name)] if function.name else []
-    if function.arguments:
-        pieces.append(CallPiece(call.index, arguments=function.arguments))
-    return pieces

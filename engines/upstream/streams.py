@@ -26,6 +26,7 @@ POLL_S = 0.05
 MAX_TRIES = 3  #: of a stream that breaks while the server is healthy
 RETRY_S = 0.2
 BUSY = (429, 503)
+DONE = b"[DONE]"
 _ERROR = b'"error"'
 OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
 #: In messages about a prompt that does not fit, of vLLM and SGLang.
@@ -47,6 +48,7 @@ class OpenRequest(ABC):
     num_breaks = 0
     num_tokens = 0  #: output tokens, those of earlier attempts included
     is_started = False  #: whether there is output of this attempt
+    is_complete = False  #: whether only `DONE` is missing, which some servers omit
     #: Path and JSON that abort the request at the server, if it is to be told; None also once the server has finished.
     abort: tuple[str, object] | None = None
 
@@ -157,17 +159,20 @@ class StreamEngine(Engine[Request]):
         self._client.start(request.stream_id, self._path, msgspec.json.encode(body), delay_s)
 
     def _handle(self, request: OpenRequest, event: StreamEvent) -> list[EngineOutput]:
+        data = event.data
         if event.kind == "broken":
-            return self._retry(request, event.data.decode())
+            if not request.is_complete:
+                return self._retry(request, data.decode())
+            data = DONE
         if event.kind == "refused":
-            return self._refuse(request, event.status, error_message(event.data))
+            return self._refuse(request, event.status, error_message(data))
         try:
-            found = msgspec.json.decode(event.data) if _ERROR in event.data else None
+            found = msgspec.json.decode(data) if _ERROR in data else None
             if isinstance(found, dict) and (error := found.get("error")):
                 code = error.get("code") if isinstance(error, dict) else None
                 status = code if isinstance(code, int) and 400 <= code < 600 else 500
-                return self._refuse(request, status, error_message(event.data))
-            outputs = request.read(event.data)
+                return self._refuse(request, status, error_message(data))
+            outputs = request.read(data)
         except StreamBroken as error:
             return self._refuse(request, error.status, str(error))
         except msgspec.MsgspecError as error:

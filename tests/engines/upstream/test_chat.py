@@ -19,8 +19,10 @@ from engines.base import (
 )
 from engines.registry import create_engine
 from shared.protocol import (
+    CallPiece,
     ChatMessage,
     ErrorCode,
+    FinishReason,
     Function,
     Generate,
     Grammar,
@@ -29,6 +31,7 @@ from shared.protocol import (
     TextPart,
     TokensPart,
     Tools,
+    join_calls,
 )
 from tests.engines.upstream import asking
 from tests.engines.upstream.asking import Clip, Tone, make_call
@@ -124,15 +127,21 @@ def test_an_unreadable_event_breaks_its_stream_alone(
     assert answer(loaded, make_call())[-1].error_code == ErrorCode.ENGINE_FAILURE
 
 
-def test_empty_fields_of_an_event_are_skipped(loaded: LoadedEngine, server: StandIn):
+def test_events_beside_the_standard_are_read(loaded: LoadedEngine, server: StandIn):
+    """Empty fields, calls of one index, another reason than `tool_calls`, and an end without `[DONE]`."""
+    call = '{"index": 0, "id": "%s", "function": {"name": "look", "arguments": "{}"}}'
     events = [
         "", '{"choices": null}', '{"choices": [{"delta": {"content": "hi"}}]}',
+        f'{{"choices": [{{"delta": {{"tool_calls": [{call % "a"}, {call % "b"}]}}}}]}}',
         '{"choices": [{"delta": {"tool_calls": [{"index": 0, "function": null}]}}]}',
-        '{"choices": [{"delta": null, "finish_reason": "stop"}]}', "[DONE]",
+        '{"choices": [{"delta": null, "finish_reason": "stop"}]}',
     ]  # fmt: skip
     server.streams = [[f"data: {event}" for event in events]]
-    outputs = answer(loaded, make_call())
+    outputs = answer(loaded, make_call(tools=TOOLS))
     assert ["".join(each.text for each in outputs), len(server.bodies)] == ["hi", 1]
+    calls = join_calls([piece for output in outputs for piece in output.calls])
+    assert calls == tuple(CallPiece(index, "look", "{}") for index in range(2))
+    assert outputs[-1].finish_reason is FinishReason.TOOL_CALLS
 
 
 @pytest.mark.parametrize(
