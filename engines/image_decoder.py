@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from PIL import AvifImagePlugin, Image, ImageOps
+from PIL import AvifImagePlugin, Image, ImageFile, ImageOps
 
 from engines.base import InvalidImage
 
@@ -16,6 +16,8 @@ MAX_PIXELS = 128_000_000  # bounds memory; the limits of gateways are lower
 FORMAT_NAMES = "PNG, JPEG, WebP, GIF and AVIF"
 CANNOT_DECODE = f"The image cannot be decoded; {FORMAT_NAMES} are understood."
 _ALPHA_BANDS = frozenset("Aa")
+#: By the samples of a PNG, the factor to 8 bits. Pillow converts pixels, but not the transparent color.
+_SCALES = {"L;2": 85, "L;4": 17, "I;16B": 1 / 256, "RGB;16B": 1 / 256}
 
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # a sandboxed child may not start threads
 
@@ -30,6 +32,7 @@ def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> I
         if image.width * image.height > MAX_PIXELS:
             raise InvalidImage(f"The image is too large: send at most {MAX_PIXELS} pixels.")
         image.seek(0)
+        _scale_transparency(image)
         image.load()
         upright: Image.Image = image
         with suppress(Exception):  # broken metadata
@@ -38,7 +41,7 @@ def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> I
 
 
 @contextmanager
-def open_image(data: bytes, expected_size: tuple[int, int] | None) -> Iterator[Image.Image]:
+def open_image(data: bytes, expected_size: tuple[int, int] | None) -> Iterator[ImageFile.ImageFile]:
     """Open an image without decoding it. Raises: InvalidImage, also for errors in the block."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -49,6 +52,16 @@ def open_image(data: bytes, expected_size: tuple[int, int] | None) -> Iterator[I
         raise
     except Exception:  # Pillow may raise any error for a broken file
         raise InvalidImage(CANNOT_DECODE) from None
+
+
+def _scale_transparency(image: ImageFile.ImageFile) -> None:
+    has_samples = image.format == "PNG" and image.tile
+    scale = _SCALES.get(str(image.tile[0].args)) if has_samples else None
+    color = image.info.get("transparency")
+    if scale and color is not None:
+        is_rgb = isinstance(color, tuple)
+        values = [int(value * scale) for value in (color if is_rgb else (color,))]
+        image.info["transparency"] = tuple(values) if is_rgb else values[0]
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
