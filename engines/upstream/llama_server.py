@@ -116,7 +116,8 @@ class LlamaServer(Dialect):
             "stream": True, "return_tokens": True,
             "cache_prompt": not request.cache_salt,  # slots share prefixes between tenants
             "temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": wanted.top_k, "min_p": wanted.min_p,
-            "seed": wanted.seed & (2**32 - 1), "repeat_penalty": wanted.repetition_penalty, "repeat_last_n": 2**20,
+            "seed": wanted.seed % (2**32 - 1),  # the largest number would be a random seed
+            "repeat_penalty": wanted.repetition_penalty, "repeat_last_n": 2**20,
             "ignore_eos": wanted.ignore_eos, "n_predict": request.max_tokens - len(output_ids),
             "logit_bias": [[token_id, bias] for token_id, bias in wanted.logit_bias.items()],
             "n_probs": 0 if wanted.num_logprobs is None else max(1, wanted.num_logprobs),

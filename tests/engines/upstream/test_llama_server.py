@@ -70,7 +70,10 @@ def test_greedy_answers_are_those_of_the_torch_engine(engine: Engine[Any], model
 
 
 def test_tokens_within_a_character_are_counted_and_their_ids_recovered(engine: Engine[Any]):
-    outputs = answer(engine, make_call(ignore_eos=True, temperature=1.0, seed=3, max_tokens=200))
+    sampling: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "max_tokens": 200}
+    call = make_call(seed=2**64 - 1, **sampling)  # -1 of a client
+    outputs = answer(engine, call)
+    assert text_of(answer(engine, call)) == text_of(outputs)
     assert outputs[-1].usage is not None
     num_known = len(ids_of(outputs)) + sum(output.num_without_id for output in outputs)
     assert outputs[-1].usage.num_output_tokens == num_known
