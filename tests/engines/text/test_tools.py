@@ -233,7 +233,7 @@ def read_all(text: str, *cuts: int) -> tuple[str, list[tuple[str, str]]]:
             "[1,,]", "", "9" * 4301, "[" * 65 + "]" * 65,  # the last two could no client read
         )),
         ("[f(x=1), g(x=y)]", 1),
-        ("[f(x=1)] and more", 1),
+        ("[f(x=1)], g(y=2)]", 1),
     ],
 )  # fmt: skip
 def test_what_is_no_call_in_python_is_text(text, num_calls):
