@@ -216,7 +216,8 @@ class Preprocessor:
             else:
                 with file, self._counting(TOO_LONG), videos.open(file, image) as media:
                     content = engine.prepare_video(media)
-                frames = f"{image.sha256} {media.info} {media.indices} {media.size}"
+                start_s = media.options.start_s  # `indices` are relative to it
+                frames = f"{image.sha256} {start_s} {media.info} {media.indices} {media.size}"
                 name = salted_hash(hashlib.sha256(frames.encode()).hexdigest(), tenant)
                 counts = len(media.indices or ()), media.info.num_frames
             self.media.length_s += media.info.length_s

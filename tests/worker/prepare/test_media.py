@@ -124,6 +124,8 @@ async def test_the_same_frames_of_a_file_are_one_video_whatever_is_asked(preproc
         {"num_frames": 4, "max_pixels": 999}, {"num_frames": 4, "tenant": "b"},
     ):  # fmt: skip
         assert await video(preprocessor, **other) != first
+    half = await video(preprocessor, num_frames=4, end_s=1.0)
+    assert await video(preprocessor, num_frames=4, start_s=1.0, end_s=2.0) != half
 
 
 @pytest.mark.parametrize(("max_audio_s", "ends"), [(1000.0, [28, 50]), (12.0, [11, 22])])
