@@ -70,6 +70,8 @@ class VideoFile:
         pts, length_s = self._scan()
         if length_s > max_s:
             raise InvalidImage(f"The video is {length_s:.0f} s long: send at most {max_s:g} s.")
+        if start_s and start_s >= length_s:
+            raise InvalidImage("The video ends before start_s.", "start_s")
         self._pts = self._cut(pts, start_s, end_s)
         begin_s = (self._pts[0] - pts[0]) * self._base
         self.info = self._describe(min(end_s or length_s, length_s) - begin_s)
@@ -115,10 +117,7 @@ class VideoFile:
         last = pts[0] + round(end_s / self._base) if end_s else pts[-1] + 1
         kept = [each for each in pts if each < last]
         # the frame that is shown at the start
-        kept = kept[max(0, bisect_right(kept, first) - 1) :]
-        if first > pts[-1]:
-            raise InvalidImage("The video ends before start_s.", "start_s")
-        return kept
+        return kept[max(0, bisect_right(kept, first) - 1) :]
 
     def _describe(self, length_s: float) -> VideoInfo:
         frame = next(self._decode_from(self._pts[0]), None)

@@ -100,6 +100,9 @@ def test_a_part_of_a_video(pool: VideoPool):
     info, frames = named(pool, "mp4", start_s=0.8, end_s=1.2)
     assert (info.num_frames, info.length_s) == (10, pytest.approx(0.4))
     assert [number_of(frame) for frame in frames] == pytest.approx(range(20, 30), abs=1.5)
+    assert named(pool, "mp4", start_s=1.98)[0].num_frames == 1  # the last one
+    with pytest.raises(InvalidImage, match="ends before start_s"):
+        named(pool, "mp4", start_s=2.0)
 
 
 @pytest.mark.parametrize("name", ["one frame", "spoilt", "cut behind its index"])
