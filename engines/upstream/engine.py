@@ -78,10 +78,12 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         self._check_request(request)
         self._dialect.check(request)
         constraint: Constraint | None = None
-        if self._grammars is not None and tools is not None and tools.is_required:
-            constraint = self._grammars.compile_tools(tools, self.processor.tool_format, None)
-        elif self._grammars is not None and grammar is not None:
-            constraint = self._grammars.compile(grammar)
+        if self._grammars is not None and (is_forced or grammar is not None):
+            if tools is not None and self._dialect.runs_grammar_source:
+                form = self.processor.tool_format
+                constraint = self._grammars.compile_tools(tools, form, grammar)
+            elif grammar is not None:
+                constraint = self._grammars.compile(grammar)
         if constraint is not None and self._dialect.runs_grammar_source:
             self._check_conformity(constraint, request, param)
             request = replace(request, grammar_source=constraint.source)

@@ -135,6 +135,12 @@ LARK = Grammar("lark", 'start: "a"', "guided_grammar")
 FORCED = Tools((Function("f", "{}"),), is_required=True)
 
 
+def test_an_answer_of_a_schema_may_be_a_call_instead(plugin_engine: UpstreamEngine):
+    plugin_engine.processor.shows_tools = True
+    call = make_call(grammar=SCHEMA, tools=replace(FORCED, is_required=False))
+    assert "<tool_call>" in plugin_engine.prepare(call, []).grammar_source
+
+
 @pytest.mark.parametrize(
     ("changes", "at_start", "after_break"),
     [
