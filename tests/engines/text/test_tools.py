@@ -127,11 +127,7 @@ def refers(to: str) -> dict[str, object]:
     ("form", "schema", "reason"),
     [
         (HERMES, {"oneOf": [{"type": "object"}, {"required": ["a"]}]}, "oneOf"),
-        (
-            PYTHONIC,
-            {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
-            "support only properties",
-        ),
+        (PYTHONIC, {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "only properties"),
         (PYTHONIC, {"properties": {"a b": {}}, "required": ["a b"]}, "name of a parameter"),
         (PYTHONIC, {"properties": [], "required": 3}, "not a list"),
         *((PYTHONIC, refers(to), "ref") for to in ("#", "#/properties/a", "#/properties/b")),
@@ -142,11 +138,8 @@ def test_schemas_that_cannot_be_kept_are_any_objects_unless_they_are_strict(
 ):
     source = json.dumps({"type": "object", **schema})
     loose = compiler.compile_tools(Tools((Function("f", source),), True), form, None)
-    for text in (
-        ("[f(a=1)]", "[f(a='b', c=[1, {}])]")
-        if form.is_pythonic
-        else (spell(form, ("f", '{"a": 1}')),)
-    ):
+    in_python = ("[f(a=1)]", "[f(a='b', c=[1, {}])]")
+    for text in in_python if form.is_pythonic else (spell(form, ("f", '{"a": 1}')),):
         assert follows(loose, text)
     strict = Tools((Function("f", source, is_strict=True),), True)
     with pytest.raises(BadGrammar, match=reason) as caught:
@@ -168,13 +161,10 @@ def read_in_parts(form: module.ToolFormat, text: str, *cuts: int):
 IN_PYTHON = (
     r"""[f.g(city='a \'[(, ]', at={"x": [1, 'y)'], "z": (2, -3.5)}, ok=True, no=null), now()]""",
     [
-        (
-            "f.g",
-            {"city": "a '[(, ]", "at": {"x": [1, "y)"], "z": [2, -3.5]}, "ok": True, "no": None},
-        ),
+        ("f.g", {"city": "a '[(, ]", "at": {"x": [1, "y)"], "z": [2, -3.5]}, "ok": True, "no": None}),
         ("now", {}),
     ],
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("form", [*FORMS, PYTHONIC], ids=lambda form: form.name)
@@ -246,18 +236,9 @@ def test_what_is_no_call_in_python_is_text(text, num_calls):
 
 @pytest.mark.parametrize(
     "value",
-    [
-        "9" * 17,
-        "-1e400",
-        "[" * 63 + "]" * 63,
-        '{"a": ' * 61 + "[1, {}]" + "}" * 61,
-        "'" + "y" * 70_000 + "'",
-        r"""'\'"\\\n'""",
-        '["a", true, null, -0.5e-7]',
-        "None",
-        "[ 1 , { } ]",
-    ],
-)
+    ["9" * 17, "-1e400", "[" * 63 + "]" * 63, '{"a": ' * 61 + "[1, {}]" + "}" * 61, "'" + "y" * 70_000 + "'",
+     r"""'\'"\\\n'""", '["a", true, null, -0.5e-7]', "None", "[ 1 , { } ]"],
+)  # fmt: skip
 def test_whatever_the_rules_allow_is_read_as_a_call(compiler, value):
     text = f"[f({'n' * 256}={value}, b=[{value}])]"
     loose = compiler.compile_tools(Tools((Function("f", "{}"),), True), PYTHONIC, None)
@@ -311,9 +292,7 @@ def test_templates_with_a_place_for_tools_are_found_by_a_probe():
     python = QWEN.replace(" in <tool_call>", " as [func_name1(params_name1=params_value1)]")
     assert ChatTemplate(python.replace("<tool_call>", ""), "").tool_format is PYTHONIC
     assert find_tool_format("<tool_call><arg_key>") is None
-    told = (
-        "in the format of [func_name1(params_name1=params_value1, params_name2=params_value2...)]"
-    )
+    told = "in the format of [func_name1(params_name1=params_value1, params_name2=...)]"
     assert find_tool_format(told) is PYTHONIC
 
 

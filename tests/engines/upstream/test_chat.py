@@ -6,6 +6,7 @@ from io import BytesIO
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
 from engines.base import (
@@ -20,13 +21,11 @@ from engines.base import (
 from engines.registry import create_engine
 from shared.protocol import (
     CallPiece,
-    ChatMessage,
     ErrorCode,
     FinishReason,
     Function,
     Generate,
     Grammar,
-    ImagePart,
     SamplingParams,
     TextPart,
     TokensPart,
@@ -165,14 +164,7 @@ def test_a_refusal_has_a_code_that_names_who_is_to_act(
         (make_call(logit_bias={1: 1.0}).task, "logit_bias"),
         (make_call(top_k=4).task, "top_k"),
         (make_call(grammar=Grammar("regex", "a", "guided_regex")).task, "guided_regex"),
-        (
-            Generate(
-                (ChatMessage("user", (ImagePart(0),)),),
-                SamplingParams(),
-                template_options={"enable_thinking": False},
-            ),
-            "chat_template_kwargs",
-        ),
+        (replace(make_call().task, template_options={"thinking": False}), "chat_template_kwargs"),
     ],
 )
 def test_what_the_api_lacks_is_refused_by_name(loaded: LoadedEngine, task: Generate, param: str):

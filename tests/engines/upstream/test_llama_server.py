@@ -103,10 +103,7 @@ def test_a_schema_holds_after_a_takeover_too(engine: Engine[Any], cut: int):
         ({"allowed_token_ids": (40,)}, "allowed_token_ids"),
         ({"num_prompt_logprobs": 1}, "prompt_logprobs"),
         ({"grammar": Grammar("regex", "a+", "guided_regex")}, "guided_regex"),
-        (
-            {"grammar": Grammar("json", '{"$ref": "#/nowhere"}', "response_format")},
-            "response_format",
-        ),
+        ({"grammar": Grammar("json", '{"$ref": "#/nowhere"}', "schema")}, "schema"),
     ],
 )
 def test_what_the_server_lacks_is_refused_by_name_and_fails_its_request_alone(
