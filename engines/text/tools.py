@@ -209,9 +209,11 @@ class CallReader:
         return said, pieces
 
     def finish(self) -> str:
-        """The text that was held back because it might begin a call."""
+        """The text that was held back because it might begin a call, or that did not become one."""
         held, self._held = self._written + self._held, ""
-        return "" if self.is_calling and not self._form.is_pythonic else held
+        if self.is_calling and not self._form.is_pythonic:
+            return "" if self.num_calls else self._form.trigger + held
+        return held
 
     def _find_calls(self) -> str:
         """Text before the first call; text that may begin one is held back."""

@@ -181,7 +181,7 @@ def test_calls_are_read_the_same_wherever_the_text_is_cut(form):
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_text_that_is_no_call_comes_out_whole(form):
-    for text in ("", "words", "<tool_cal", "[TOOL", '{"na', "{ no }"):
+    for text in ("", "words", "<tool_cal", "[TOOL", '{"na', "{ no }", form.mark + "no"):
         assert read_in_parts(form, text, *range(1, len(text))) == (text, [])
 
 
