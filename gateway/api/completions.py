@@ -66,7 +66,7 @@ from gateway.api.generation import (
     ToolChoice,
     ToolField,
     check_arguments,
-    check_with_grammar,
+    check_constraints,
     find_effort,
     find_grammar,
     find_template_options,
@@ -520,8 +520,6 @@ def translate(
     grammar = find_grammar(request, card, limits)
     offer = read_offer(request.tools, request.tool_choice, request.parallel_tool_calls)
     tools = find_tools(offer, card, limits)
-    if grammar is not None or tools is not None:
-        check_with_grammar(sampling)
     task = Generate(
         tuple(conversation.messages),
         sampling,
@@ -531,7 +529,7 @@ def translate(
         tools=tools,
     )
     return Plan(
-        tasks=split_choices(task, count),
+        tasks=split_choices(check_constraints(task), count),
         images=conversation.sources,
         is_streamed=bool(request.stream),
         shows_timings=wants_timings(request.timings, context.headers),
@@ -890,18 +888,13 @@ class Completions(Surface):
         sampling = _with_echo(sampling, request, prompts)
         check_model(sampling, card)
         grammar = find_grammar(request, card, self.limits)
-        if grammar is not None:
-            check_with_grammar(sampling)
         adds_special = request.add_special_tokens is not False
+        made = Generate((), sampling, add_special_tokens=adds_special, grammar=grammar)
+        check_constraints(made)
         tasks = [
             task
             for prompt in prompts
-            for task in split_choices(
-                Generate(
-                    (), sampling, prompt=prompt, add_special_tokens=adds_special, grammar=grammar
-                ),
-                count,
-            )
+            for task in split_choices(replace(made, prompt=prompt), count)
         ]
         priority = find_priority(request.service_tier, context)
         echo = [prompt.text if isinstance(prompt, TextPart) else None for prompt in prompts]

@@ -236,11 +236,16 @@ def check_grammar(grammar: Grammar, card: ModelCard) -> Grammar:
     return grammar
 
 
-def check_with_grammar(sampling: SamplingParams) -> None:
-    """Raises: InvalidRequest for parameters that may prevent a constrained answer from ending."""
-    for name in ("ignore_eos", "min_tokens", "allowed_token_ids"):
-        if getattr(sampling, name):
-            raise invalid(name, "unsupported for constrained answers; leave it out")
+def check_constraints(task: Generate, prefix: str = "") -> Generate:
+    """The task. `prefix`: of sampling fields in errors.
+
+    Raises: InvalidRequest for parameters that may prevent a constrained answer from ending.
+    """
+    if task.grammar is not None or task.tools is not None:
+        for name in ("ignore_eos", "min_tokens", "allowed_token_ids"):
+            if getattr(task.sampling, name):
+                raise invalid(prefix + name, "unsupported for constrained answers; leave it out")
+    return task
 
 
 def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Grammar]:

@@ -34,6 +34,7 @@ from gateway.api.generation import (
     Offer,
     Part,
     Role,
+    check_constraints,
     check_grammar,
     find_tools,
     schema_grammar,
@@ -432,7 +433,7 @@ class Messages(_Anthropic):
             tools=_tools(request, card, self.limits),
         )
         return Plan(
-            [task],
+            [check_constraints(task)],
             MessageOptions(request.thinking is not None and request.thinking.type != "disabled"),
             conversation.sources,
             is_streamed=bool(request.stream),

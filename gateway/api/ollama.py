@@ -44,6 +44,7 @@ from gateway.api.generation import (
     ToolField,
     any_object,
     check_arguments,
+    check_constraints,
     check_grammar,
     find_effort,
     find_tools,
@@ -282,7 +283,7 @@ class _Ollama(Surface):
             tools=tools,
         )
         return Plan(
-            [task],
+            [check_constraints(task, "options.")],
             OllamaAnswerOptions(request.think is not False, bool(request.logprobs)),
             conversation.sources,
             is_streamed=request.stream is not False,

@@ -71,6 +71,7 @@ from gateway.api.generation import (
     TextFormat,
     any_object,
     check_arguments,
+    check_constraints,
     check_grammar,
     find_effort,
     find_tools,
@@ -799,7 +800,7 @@ class Responses(_Input):
             tools=tools_of(request, card, self.limits),
         )
         return Plan(
-            [task],
+            [check_constraints(task)],
             ResponseOptions(
                 response=_echo(
                     request, sampling, find_service_tier(request.service_tier, priority)
