@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
+from io import BytesIO
 from itertools import islice
 from tempfile import TemporaryFile
 from typing import IO, Annotated, Any, Literal, TypeVar
@@ -143,7 +144,8 @@ def check_lines(data: bytes, endpoint: str, max_lines: int) -> tuple[int, list[L
         message = f"The file has {len(lines)} requests: send at most {max_lines} in a batch."
         return len(lines), [LineError("too_many_requests", message)]
     seen: set[str] = set()
-    found = (_check_line(line, number, endpoint, seen) for number, line in enumerate(lines, 1))
+    numbers = (number for number, line in enumerate(BytesIO(data), 1) if line.strip())
+    found = (_check_line(line, next(numbers), endpoint, seen) for line in lines)
     return len(lines), list(islice(filter(None, found), MAX_ERRORS))
 
 

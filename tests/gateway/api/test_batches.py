@@ -159,7 +159,7 @@ async def test_lists_go_on_after_an_id_and_show_a_key_its_own(client, gateway):
 LINE = to_line("a")
 BAD_FILES = [
     (b"\n \n", "empty_file", None),
-    (b"{", "invalid_json_line", 1),
+    (b"\n \r\n{\n\n", "invalid_json_line", 3),
     (b'{"custom_id": "\xff"}', "invalid_json_line", 1),
     (b"[]", "invalid_request", 1),
     (to_file([{**LINE, "url": "/v1/embeddings"}]), "invalid_url", 1),
