@@ -28,11 +28,16 @@ class GatewaySilent(ApiFailed):
 
 
 class Client:
-    """Client of one gateway. Without `key`, it uses the key that `vlm serve` created on this machine."""
+    """Client of one gateway. Without `key`, it uses the key that `vlm serve` created on this machine.
+
+    Raises: ApiFailed for a key that no header can hold.
+    """
 
     def __init__(self, url: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> None:
         self.url = url.rstrip("/")
         key = key or _own_key(url)
+        if key and not (key.isascii() and key.isprintable()):
+            raise ApiFailed("The API key has characters that are not visible ASCII: check it.")
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
@@ -92,6 +97,8 @@ class Client:
     def _reaching(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeEncodeError:  # of arguments or input in another encoding
+            raise ApiFailed("The request has text that is not UTF-8: send UTF-8.") from None
         except httpx.HTTPError as error:
             raise GatewaySilent(
                 f"{self.url} does not answer ({error}): start a server there with `vlm serve`, "

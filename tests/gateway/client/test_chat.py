@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.chat_client import ChatError, Conversation, first_model, run_chat
+from gateway.chat_client import Conversation, first_model, run_chat
 from shared.gateway_client import ApiFailed, Client
 from tests.loadtest.fake_server import FakeServer, chunk, event, stream
 
@@ -72,9 +72,13 @@ def test_a_question_that_fails_leaves_the_conversation_and_its_error_has_no_cont
     done = ask(fake, "question")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "no [31mred\n")
     conversation = Conversation(Client(fake.url, None), "fake")
-    with pytest.raises(ChatError):
-        list(conversation.ask("question", []))
-    assert conversation.messages == []
+    for question, says in (("question", r"no \x1b"), ("caf\udce9", "UTF-8")):
+        with pytest.raises(ApiFailed, match=says):
+            list(conversation.ask(question, []))
+        assert conversation.messages == []
+    for key in ("k\xe9y", "key\r"):
+        with pytest.raises(ApiFailed, match=r"^The API key has characters that"):
+            Client(fake.url, key).ask("GET", "/v1/models")
 
 
 ROOT = Path(__file__).parents[3]
