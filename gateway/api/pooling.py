@@ -37,10 +37,12 @@ from gateway.api.fields import (
     timings_of,
     wants_timings,
 )
+from gateway.calls.kept import BY_NAME
 from gateway.calls.key_limits import CHARS_PER_TOKEN, TOKENS_PER_IMAGE
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.resume import KEY_HEADER
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
+from gateway.http.body import unsupported
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import RequestContext
 from gateway.media.loader import ImageSource
@@ -109,7 +111,7 @@ class InputUsage(msgspec.Struct):
 
 
 class TextInput(RequestStruct, frozen=True, kw_only=True):
-    """A text or an image: a `data:` URL, plain base64, or an http(s) URL if these are enabled."""
+    """A text or an image: a `data:` URL, plain base64, a file's id, or an http(s) URL if these are enabled."""
 
     text: str | None = None
     image: str | None = None
@@ -258,6 +260,9 @@ class Inputs:
         if not texts:
             [part] = content
             assert isinstance(part, ImageContent)
+            for name in ("min_pixels", "max_pixels"):
+                if getattr(part, name):
+                    raise unsupported(f"{param}.[0].{name}")
             url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
             return self._image(url, f"{param}.[0].image_url")
         if not any(texts):
@@ -310,8 +315,9 @@ def _to_list(
 
 
 def to_image(url: str, param: str) -> ImageSource:
-    """An image by URL, or in bare base64."""
-    if not url[:8].lower().startswith(("data:", "http://", "https://")):
+    """An image by URL, by the name of an uploaded image, or in bare base64."""
+    schemes = ("data:", "http://", "https://")
+    if not url[:8].lower().startswith(schemes) and not url.startswith(BY_NAME):
         url = f"data:;base64,{url}"
     return ImageSource(url, param)
 

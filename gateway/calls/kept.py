@@ -22,7 +22,7 @@ from shared.records.store import Record, RecordStore
 #: Prefix of image file ids.
 IMAGE_ID = "file-image-"
 _BY_SHA256 = "sha256:"
-_BY_NAME = (IMAGE_ID, _BY_SHA256)
+BY_NAME = (IMAGE_ID, _BY_SHA256)
 _MAX_NAME_CHARS = 64
 
 
@@ -71,7 +71,7 @@ class KeptAnswers:
         return [await self._find_image(tenant, source) for source in sources]
 
     async def _find_image(self, tenant: str, source: ImageSource) -> ImageSource:
-        if not source.url.startswith(_BY_NAME):
+        if not source.url.startswith(BY_NAME):
             return source
         name = source.url
         if name.startswith(_BY_SHA256):

@@ -212,15 +212,17 @@ async def test_images_stand_among_texts(gateway):
     response = await embed(gateway, given)
     assert response.status_code == 200, response.text
     first, plain, more, again = read_vectors(response.json())
-    assert (first, more) == (vector_of("a text"), vector_of("more"))
-    assert plain == again
+    assert (first, more, again) == (vector_of("a text"), vector_of("more"), plain)
     usage = response.json()["usage"]
-    assert usage["prompt_tokens_details"]["image_tokens"] == 128
-    assert usage["prompt_tokens"] == 128 + 3
+    details = usage["prompt_tokens_details"]
+    assert (details["image_tokens"], usage["prompt_tokens"]) == (128, 128 + 3)
+    form = {"files": {"file": ("a.png", encoded(1))}, "data": {"purpose": "vision"}}
+    uploaded = await gateway.client.post("/v1/files", **form)
     texts = [{"type": "text", "text": text} for text in ("one", "two")]
     for content, options, expected in (  # vLLM's messages are one text or one image
         ([{"type": "image_url", "image_url": {"url": url}}], {"input": []}, plain),
         ([{"type": "image_url", "image_url": url}], {}, plain),
+        ([{"type": "image_url", "image_url": uploaded.json()["id"]}], {}, plain),
         ("one", {}, vector_of("one")),
         (texts, {"dimensions": 16}, vector_of("one\ntwo", dimensions=16)),
     ):

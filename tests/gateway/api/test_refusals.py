@@ -222,6 +222,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
       for parts in ([PART, TEXT], [PART, PART], [{"type": "text", "text": ""}])],
     (EMBEDDINGS, {"messages": user({"type": "image_url", "image_url": {"url": "data:,x"}}), "input": None}, "invalid_image_url",
      "messages.[0].content.[0].image_url"),
+    (EMBEDDINGS, {"messages": user({**PART, "max_pixels": 9}), "input": None}, "unsupported_parameter", "messages.[0].content.[0].max_pixels"),
     (EMBEDDINGS, {"messages": user(PART, role="assistant"), "input": None}, "invalid_value", "messages.[0].role"),
     *[(EMBEDDINGS, {"input": value}, "invalid_value", "input") for value in ("", [], [5, "a"], [[5], "a"])],
     *[(EMBEDDINGS, {"input": value}, "invalid_value", "input.[1]")
