@@ -365,6 +365,8 @@ class Files(Resource):
 
     async def _list(self, caller: Caller, query: FilesQuery) -> _Page:
         data, purpose = list[FileObject](), query.purpose
+        if query.before and not purpose:  # the lists of all purposes are joined by `after` alone
+            raise invalid("before", "send purpose too, or after instead")
         has_batches = self._batch_files is not None and purpose in ("", *BATCH_PURPOSES)
         has_others = self._search.is_on if purpose == "" else purpose not in OWN_PURPOSES
         for is_asked, prefix, find in (

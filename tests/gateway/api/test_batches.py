@@ -137,18 +137,19 @@ async def test_lists_go_on_after_an_id_and_show_a_key_its_own(client, gateway):
     files = [file async for file in client.files.list(limit=2)]
     assert Counter(file.purpose for file in files[:-1]) == {"batch": 3, "batch_output": 3}
     assert files[-1] == image
-    outputs = [file.id async for file in client.files.list(purpose="batch_output")]
-    assert len(outputs) == 3
-    await client.files.delete(outputs[0])
+    with pytest.raises(openai.BadRequestError, match=r"before.*purpose"):
+        await client.files.list(extra_query={"before": image.id})
+    gone, output, _ = [file.id async for file in client.files.list(purpose="batch_output")]
+    await client.files.delete(gone)
     with pytest.raises(openai.NotFoundError):
-        await client.files.content(outputs[0])
+        await client.files.content(gone)
     async with openai_client(gateway, KEYS[1]) as other:
         assert (await other.batches.list()).data == (await other.files.list()).data == []
         for ask in (
             other.batches.retrieve(ids[0]),
             other.batches.cancel(ids[0]),
-            other.files.content(outputs[1]),
-            other.files.delete(outputs[1]),
+            other.files.content(output),
+            other.files.delete(output),
             other.batches.retrieve("batch_../../../etc"),
             other.files.retrieve("file-batch-" + "." * 32),
         ):

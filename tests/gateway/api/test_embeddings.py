@@ -214,8 +214,7 @@ async def test_images_stand_among_texts(gateway):
     first, plain, more, again = read_vectors(response.json())
     assert (first, more, again) == (vector_of("a text"), vector_of("more"), plain)
     usage = response.json()["usage"]
-    details = usage["prompt_tokens_details"]
-    assert (details["image_tokens"], usage["prompt_tokens"]) == (128, 128 + 3)
+    assert usage["prompt_tokens_details"]["image_tokens"] == usage["prompt_tokens"] - 3 == 128
     form = {"files": {"file": ("a.png", encoded(1))}, "data": {"purpose": "vision"}}
     uploaded = await gateway.client.post("/v1/files", **form)
     texts = [{"type": "text", "text": text} for text in ("one", "two")]
