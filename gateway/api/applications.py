@@ -383,7 +383,7 @@ class GenerationObject(msgspec.Struct):
     message: str
 
 
-class LogQuery(msgspec.Struct):
+class LogQuery(msgspec.Struct, forbid_unknown_fields=True):
     limit: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)] = 100  #: the latest lines
     slot: int | None = None  #: only lines of this instance
 

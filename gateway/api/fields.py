@@ -165,7 +165,7 @@ class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
     )
 
 
-class NewestQuery(msgspec.Struct):
+class NewestQuery(msgspec.Struct, forbid_unknown_fields=True):
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 

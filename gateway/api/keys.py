@@ -371,7 +371,7 @@ def _to_object(record: KeyRecord) -> KeyObject:
     )  # fmt: skip
 
 
-class UsageQuery(msgspec.Struct, frozen=True):
+class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The query of `GET /v1/usage`. Days are of UTC."""
 
     begin: date | None = field(default=None, name="from")  #: null: the first day of this month

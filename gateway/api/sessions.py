@@ -120,11 +120,11 @@ class Empty(RequestStruct, frozen=True, kw_only=True):
     """A body without fields."""
 
 
-class TaskQuery(msgspec.Struct):
+class TaskQuery(msgspec.Struct, forbid_unknown_fields=True):
     wait: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0  #: for the end of the task
 
 
-class PageQuery(msgspec.Struct):
+class PageQuery(msgspec.Struct, forbid_unknown_fields=True):
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
     after: Annotated[str, Meta(max_length=128)] = ""  #: last id of the previous page
 

@@ -359,9 +359,10 @@ async def test_who_manages_keys_sees_the_queues_and_workers(team: Team):
 
     request = await until(has_tokens)
     assert (request["model"], request["worker"]) == (MODEL, worker["id"])
-    for query in ("limit=0", "limit=1001", "limit=x"):
-        wrong = await client.get(f"/v1/admin/requests?{query}", headers=ROOT)
-        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "limit")
+    for query in ("requests?limit=0", "requests?limit=1001", "requests?key=a", "audit?after=a"):
+        wrong = await client.get(f"/v1/admin/{query}", headers=ROOT)
+        name = query.partition("?")[2].partition("=")[0]
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, name)
     assert (await client.get("/v1/admin/requests", headers=bearer(user))).status_code == 403
     streaming.cancel()
 
