@@ -185,6 +185,8 @@ def _link(manifest: Manifest, cache: Path, folder: Path) -> None:
             target = aside / layer.path
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(cache / "blobs" / layer.digest.removeprefix("sha256:"), target)
+            if layer.is_executable:  # another file of the same content may not be
+                target.chmod(0o555)
         for parent, _, _ in os.walk(aside):
             os.chmod(parent, 0o755)  # whatever the umask: no other user adds files
 
