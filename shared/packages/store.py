@@ -255,7 +255,12 @@ class FileStore:
 
     def list(self, prefix: str) -> list[str]:
         """The keys of records below a folder, sorted."""
-        walked = os.walk(self.root / prefix)  # os.walk skips folders that another process removes
+
+        def fail(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):  # another process may remove a folder
+                raise StoreError(f"{self.url}: {prefix} cannot be read: {error.strerror}")
+
+        walked = os.walk(self.root / prefix, onerror=fail)
         found = (Path(folder, name) for folder, _, names in walked for name in names)
         return sorted(str(file.relative_to(self.root)) for file in found)
 

@@ -1,8 +1,10 @@
 """Garbage collection removes only unreferenced packages, also during uploads, deployments and kills."""
 
+import errno
 import io
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -102,6 +104,23 @@ def test_a_manifest_that_cannot_be_read_stops_it_before_anything_is_removed(stor
     with pytest.raises(StoreError, match="so no blob was removed"):
         collect(store)
     assert store.is_whole(other)
+
+
+def test_a_folder_that_cannot_be_read_stops_it_before_anything_is_removed(
+    store: Store, monkeypatch
+):
+    digest, scandir = store.add("named"), os.scandir
+    store.deploy("n", 1, digest)
+
+    def fail(path: str) -> Iterator[os.DirEntry[str]]:
+        if path.endswith("deployments/n"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", fail)
+    with pytest.raises(StoreError, match="deployments cannot be read: Permission denied"):
+        collect(store)
+    assert store.is_whole(digest)
 
 
 def test_an_upload_under_way_keeps_what_it_found(store: Store):
