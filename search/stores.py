@@ -46,6 +46,7 @@ class OpenStore:
 
     def __init__(self, open_index: Callable[[], VectorIndex]) -> None:
         self.writing = threading.RLock()
+        self.is_compacting = False
         self._opening = threading.Lock()
         self._open_index = open_index
         self._index: VectorIndex | None = None
@@ -512,7 +513,9 @@ class Stores:
 
     def _close_one(self) -> None:
         for name, store in self._open.items():
-            if store.is_open and store.writing.acquire(blocking=False):
+            # A compaction deletes files, which an index that is opened meanwhile would read.
+            is_idle = store.is_open and not store.is_compacting
+            if is_idle and store.writing.acquire(blocking=False):
                 del self._open[name]
                 store.writing.release()
                 return
@@ -582,13 +585,16 @@ class Stores:
         with self._lock:
             self._due.discard(record.id)
             store = self._open.get(record.id)
-        if store is None:
-            return
+            if store is None:
+                return
+            store.is_compacting = True
         try:
             with suppress(SearchError):  # deleted meanwhile
                 store.index.compact()
         except Exception:
             logger.exception("store %s cannot be compacted", record.id)
+        finally:
+            store.is_compacting = False
 
 
 def _no_store() -> SearchError:

@@ -166,6 +166,28 @@ def test_readers_wait_for_no_writer(stores, monkeypatch, owner, name, writes):
         written.result(60)
 
 
+def test_a_store_stays_open_while_it_is_compacted(stores, monkeypatch):
+    store, other = create(stores), create(stores)
+    begun, gate, optimize = threading.Event(), threading.Event(), LanceIndex._optimize
+
+    def blocked(index):
+        begun.set()
+        assert gate.wait(60)
+        optimize(index)
+
+    monkeypatch.setattr(LanceIndex, "_optimize", blocked)
+    monkeypatch.setattr("search.lance.MAX_COMMITS", 2)
+    monkeypatch.setattr("search.stores.MAX_OPEN", 1)
+    for item in ITEMS[:3]:
+        stores.answer(put(store, [item]))
+    assert begun.wait(60)
+    for name in (other, store):  # the first would close the other
+        stores.answer(query(name))
+    gate.set()
+    stores._background.submit(int).result(60)  # it has one thread
+    assert stores.answer(query(store))
+
+
 def reopened(tmp_path):
     """Another process on the same files."""
     catalog, indexes = Catalog(Sqlite(tmp_path / "catalog")), LanceIndexes(tmp_path / "stores")
