@@ -156,7 +156,7 @@ def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path)
     if len(attributes) > MAX_METADATA_ENTRIES:
         raise EmbedError(f"{place} has more than {MAX_METADATA_ENTRIES} attributes: leave some out")
     return Source(
-        id=str(row.get("id") or ""),
+        id="" if row.get("id") is None else str(row["id"]),
         text=text if isinstance(text, str) else "",
         image=folder / image if isinstance(image, str) else None,
         attributes=attributes,

@@ -107,7 +107,8 @@ def test_a_collection_does_not_go_on_with_other_inputs_or_values(tmp_path, input
 
 def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
     (tmp_path / "a.jsonl").write_text(
-        '{"id": "x", "body": "one", "n": 3, "ok": true, "long": "%s"}\n"two"\n' % ("y" * 600)
+        '{"id": 1, "body": "one", "n": 3, "ok": true, "long": "%s"}\n' % ("y" * 600)
+        + '{"id": 0, "body": "two"}\n'
     )
     (tmp_path / "b.csv").write_text('body,lang\n"three, ""quoted""",en\n')
     folder = tmp_path / "images" / "deep"
@@ -117,7 +118,7 @@ def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
     paths = [tmp_path / "a.jsonl", tmp_path / "b.csv", tmp_path / "images"]
     embed(paths, tmp_path / "out", embedder, text_field="body")
     items = list(FlatIndex(tmp_path / "out").items())
-    assert [item.id for item in items] == ["x", "1", "2", "b.jpg", "deep/a.png"]
+    assert [item.id for item in items] == ["1", "0", "2", "b.jpg", "deep/a.png"]
     assert [item.text for item in items] == ["one", "two", 'three, "quoted"', "", ""]
     assert items[0].attributes == {"n": 3.0, "ok": True}
     assert items[2].attributes == {"lang": "en"}
