@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -45,7 +45,12 @@ from shared.gateway_url import URL
 from shared.protocol import Embed, ImagePart, ImageRef, TextPart
 from shared.search import STORE_ID, Attributes, Hit, Item
 from shared.settings import SettingsError
-from shared.settings.limits import MAX_METADATA_ENTRIES, MAX_METADATA_VALUE_CHARS, LimitSettings
+from shared.settings.limits import (
+    MAX_METADATA_ENTRIES,
+    MAX_METADATA_VALUE_CHARS,
+    MIB,
+    LimitSettings,
+)
 
 DOCUMENT_PROMPTS = ("document", "passage", "search_document")
 QUERY_PROMPTS = ("query", "search_query")
@@ -409,19 +414,16 @@ class RemoteEmbedder:
         raise EmbedError(f"give one of the gateway's embedding models with --model: {names}")
 
     def embed(self, sources: Sequence[Source]) -> np.ndarray:
-        """Texts in one request, images 16 to a request."""
+        """Texts and images in requests of their own, within the limits of one request."""
         rows: dict[int, np.ndarray] = {}
-        texts = [index for index, source in enumerate(sources) if source.image is None]
-        images = [index for index, source in enumerate(sources) if source.image is not None]
+        texts = {index: each.text for index, each in enumerate(sources) if each.image is None}
+        images = {index: each.image for index, each in enumerate(sources) if each.image is not None}
         prompt = {"prompt_name": self.prompt} if self.prompt else {}
-        if texts:
-            inputs = [sources[index].text for index in texts]
-            rows |= zip(texts, self._ask(inputs, prompt), strict=True)
-        for first in range(0, len(images), 16):
-            some = images[first : first + 16]
-            inputs = [
-                {"image": base64.b64encode(_read(sources[index].image)).decode()} for index in some
-            ]
+        for some in _batches(texts, lambda index: len(texts[index]), LimitSettings.max_input_chars):
+            inputs = [texts[index] for index in some]
+            rows |= zip(some, self._ask(inputs, prompt), strict=True)
+        for some in _batches(images, lambda index: images[index].stat().st_size, IMAGE_BYTES, 16):
+            inputs = [{"image": base64.b64encode(_read(images[each])).decode()} for each in some]
             rows |= zip(some, self._ask(inputs, {}), strict=True)
         return np.stack([rows[index] for index in range(len(sources))])
 
@@ -466,6 +468,9 @@ def open_embedder(
 
 LINE_S = 5.0  #: between lines of progress where there is no terminal
 LOAD_ITEMS = 512
+IMAGE_BYTES = (
+    16 * MIB
+)  #: of all images of a request: a third more in base64, and 32 MiB are allowed
 EXPORT_PART_ITEMS = 8192
 PAGE = 100
 _IMAGES = 256
@@ -473,6 +478,7 @@ _STORES = "/v1/vector_stores"
 
 console = Console(stderr=True, highlight=False)
 
+Each = TypeVar("Each")
 Report = Callable[[int, int], None]  #: items done, and their total
 
 
@@ -571,7 +577,9 @@ def run_load(directory: Path, name: str, url: str, model: str, api_key: str | No
         )
     path, num_done = f"{_STORES}/{store['id']}", 0
     with _progress("loading") as report:
-        for batch in _batches(index.items()):
+        for batch in _batches(
+            index.items(), lambda item: len(item.text), LimitSettings.max_input_chars
+        ):
             client.ask("PUT", f"{path}/items", {"items": [_to_wire(item) for item in batch]}, TRIES)
             num_done += len(batch)
             report(num_done, manifest.num_items)
@@ -579,15 +587,17 @@ def run_load(directory: Path, name: str, url: str, model: str, api_key: str | No
     print(f"{store['id']} {store['name']}: {store['num_items']} items")
 
 
-def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Batches within the limits of one request: items, and characters of text."""
-    batch: list[Item] = []
-    num_chars = 0
+def _batches(
+    items: Iterable[Each], size_of: Callable[[Each], int], max_size: int, most: int = LOAD_ITEMS
+) -> Iterator[list[Each]]:
+    """Batches of up to `most` items, and of `max_size` together or one item."""
+    batch: list[Each] = []
+    size = 0
     for item in items:
-        num_chars += len(item.text)
-        if len(batch) == LOAD_ITEMS or (batch and num_chars > LimitSettings.max_input_chars):
+        size += size_of(item)
+        if len(batch) == most or (batch and size > max_size):
             yield batch
-            batch, num_chars = [], len(item.text)
+            batch, size = [], size_of(item)
         batch.append(item)
     if batch:
         yield batch

@@ -220,12 +220,12 @@ async def test_a_collection_goes_into_a_store_and_comes_out_again(
         serve_search(tmp_path / "search") as settings,
         run_fleet(ends, redis_server, search=dict(settings)) as (gateway, _),
     ):
+        monkeypatch.setattr(LimitSettings, "max_input_chars", 200)  # less than all texts have
         url = ("--url", gateway.url)
         made = await run_beside(
             "embed", inputs, "--output", tmp_path / "made", "--model", MODEL, *url
         )
         assert made.exit_code == 0, made.output
-        monkeypatch.setattr(LimitSettings, "max_input_chars", 200)  # less than all texts have
         loaded = await run_beside("store", "load", tmp_path / "made", "--name", "s", *url)
         assert loaded.exit_code == 0, loaded.output
         assert "50 items" in loaded.output
