@@ -196,6 +196,9 @@ def _pack(application: str, package: dict[str, Any], *, is_named: bool) -> Packe
     command = shlex.split(package["command"])
     if is_named == package["installed"]:
         raise CommandFailed("give --application, or --command with --installed", ARGUMENTS)
+    if sum(map(bool, (engine, package["entry"], command))) > 1:
+        text = "--set is for models, --entry for Python applications, --command for executables: give one"
+        raise CommandFailed(text, ARGUMENTS)
     try:
         with _progress("hashing") as bar:
             if package["installed"]:

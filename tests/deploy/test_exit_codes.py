@@ -55,6 +55,7 @@ def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
     [
         (["deploy", "--name", "n"], "--application"),
         ([*SHAPES, "--set", "int8"], "NAME=VALUE"),
+        ([*SHAPES, "--set", "quantization=int8", "--entry", "app:A"], "--set is for models"),
         ([*SHAPES, "--min-instances", "9"], "larger"),
         ([*SHAPES, "--secret", f"T=sk-{KEY}"], "secrets.T"),
         ([*SHAPES, "--secret", f"T{KEY}"], "secrets: "),
