@@ -474,6 +474,10 @@ def _split(weights: dict[str, int]) -> str:
 
 
 def run_gc(url: str, older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
+    path = url.removeprefix("file://")
+    if path != url and not os.path.isdir(path):
+        text = f"{url}: there is no such directory here; run the command on a machine that has it"
+        raise CommandFailed(text, UPLOAD)
     try:
         found = collect(open_store(url), grace_s=older_than_s, num_kept=num_kept, is_dry=is_dry)
     except StoreError as error:

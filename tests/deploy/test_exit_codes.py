@@ -112,6 +112,7 @@ async def test_a_key_that_cannot_sign_ends_with_2(package: Path, url: str, tmp_p
 
 def test_a_store_that_takes_nothing_ends_with_3(package: Path):
     (package.parent / "file").write_text("no folder")
+    assert run("gc", "--store", f"file://{package.parent}/missing").exit_code == 3
     for arguments in (
         deploy_of(package, "--store", "http://no.store"),
         deploy_of(package, "--store", f"file://{package.parent}/file/store"),
