@@ -98,6 +98,7 @@ def run_node(
             if settings.deploy.store or redis is not None:
                 settings = _with_deployments(settings, data_dir)
                 stack.enter_context(_key_by_port(settings, data_dir))
+            settings = _with_key(settings)
             node = create_node(settings, num_workers, search=search, also=also, ray=ray)
 
             def show(models: Sequence[dict[str, Any]]) -> None:
@@ -124,6 +125,14 @@ def _with_deployments(settings: Settings, data_dir: Path | None) -> Settings:
     }
     keys = settings.gateway.deploy_keys or (SecretStr(_deploy_key(folder)),)
     return settings.changed(deploy=deploy, gateway={"deploy_keys": keys})
+
+
+def _with_key(settings: Settings) -> Settings:
+    """A key that may list the models, which `wait_until_served` needs; the root key may not."""
+    gateway = settings.gateway
+    if gateway.root_key is None or gateway.api_keys or gateway.deploy_keys:
+        return settings
+    return settings.changed(gateway={"api_keys": (SecretStr(token_urlsafe(32)),)})
 
 
 def _deploy_key(folder: Path) -> str:

@@ -7,10 +7,12 @@ from functools import partial
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
+from gateway.http.auth import KeyRing
 from shared.settings.tree import WorkerSettings
 from tests.worker.node.test_resources import make_settings
-from worker.node.serve import create_node, show_screen, tell_apart, wait_until_served
+from worker.node.serve import create_node, run_node, show_screen, tell_apart, wait_until_served
 from worker.node.supervisor import Child, Node, NodeError
 
 
@@ -90,6 +92,19 @@ def test_two_models_of_one_name_are_refused(engine, also, is_refused):
         assert caught.value.exit_code == 78
     else:
         assert len(create_node(settings, 1, also=also).children) == 3
+
+
+async def test_a_gateway_with_a_root_key_alone_lists_its_models_for_the_node(monkeypatch):
+    def stop(settings, *_, **__):
+        gateways.append(settings.gateway)
+        raise NodeError("")
+
+    gateways = []
+    monkeypatch.setattr("worker.node.serve.create_node", stop)
+    groups = {"redis": {"url": "redis://r"}, "gateway": {"root_key": SecretStr("root"), "port": 0}}
+    run_node(make_settings(kind="mock").changed(**groups), 1, None)
+    key = gateways[0].api_keys[0].get_secret_value()
+    assert await KeyRing(gateways[0]).authenticate([(b"authorization", f"Bearer {key}".encode())])
 
 
 async def test_a_process_that_never_starts_ends_the_node_after_three_tries():
