@@ -208,6 +208,12 @@ def test_scaling_asks_for_the_workers_own_model():
         assert "replicas" not in by_name("all")["Deployment", f"worker-{name}"]["spec"]
         for trigger in scaled["triggers"]:
             assert f'{{model="{model}"}}' in trigger["metadata"]["query"]
+    for model, served in {"/models/m": "m", "/models/m.gguf": "m", "org/m@main": "org/m"}.items():
+        made = render(
+            {"autoscaling": {"enabled": True}, "workers": [{"name": "w", "model": model}]}
+        )
+        [scaled] = [each for each in made if each["kind"] == "ScaledObject"]
+        assert f'"{served}"' in scaled["spec"]["triggers"][0]["metadata"]["query"]
 
 
 def test_prometheus_scrapes_under_the_names_that_dashboard_and_alerts_expect():
