@@ -66,9 +66,9 @@ class RayWorkers:
         on_stop_signal(self._stopping.set)
         keeping = [asyncio.create_task(self._keep(n)) for n in range(1, self._num_workers + 1)]
         await self._stopping.wait()
-        for actor in self._actors.values():
-            with suppress(self._ray.exceptions.RayError):
-                await actor.drain.remote()
+        drains = [actor.drain.remote() for actor in self._actors.values()]
+        # With an error for an actor that is lost.
+        await asyncio.gather(*drains, return_exceptions=True)
         await asyncio.wait(keeping, timeout=self._settings.worker.drain_s + _KILL_AFTER_S)
         for task in keeping:
             task.cancel()
