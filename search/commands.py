@@ -45,12 +45,7 @@ from shared.gateway_url import URL
 from shared.protocol import Embed, ImagePart, ImageRef, TextPart
 from shared.search import STORE_ID, Attributes, Hit, Item
 from shared.settings import SettingsError
-from shared.settings.limits import (
-    MAX_METADATA_ENTRIES,
-    MAX_METADATA_VALUE_CHARS,
-    MIB,
-    LimitSettings,
-)
+from shared.settings.limits import MAX_METADATA_ENTRIES, MAX_METADATA_VALUE_CHARS, LimitSettings
 
 DOCUMENT_PROMPTS = ("document", "passage", "search_document")
 QUERY_PROMPTS = ("query", "search_query")
@@ -468,9 +463,7 @@ def open_embedder(
 
 LINE_S = 5.0  #: between lines of progress where there is no terminal
 LOAD_ITEMS = 512
-IMAGE_BYTES = (
-    16 * MIB
-)  #: of all images of a request: a third more in base64, and 32 MiB are allowed
+IMAGE_BYTES = 16 * 1024 * 1024  #: of the images of a request, which base64 makes a third longer
 EXPORT_PART_ITEMS = 8192
 PAGE = 100
 _IMAGES = 256
