@@ -34,10 +34,8 @@ async def test_a_drained_node_ends_and_its_instances_start_on_another(
     machines.deploy(machines.add_package("{}"), min_instances=2, resources=Resources(cpu=1))
     await machines.wait(lambda app: len(nodes_of(app)) == 2)
     listed = json.loads((await run("nodes", "-o", "json", url=url)).stdout)["data"]
-    assert [(each["id"], each["state"], each["cpu"]) for each in listed] == [
-        ("one", "ready", 2.0),
-        ("two", "ready", 2.0),
-    ]
+    shown = [(each["id"], each["state"], each["cpu"]) for each in listed]
+    assert shown == [("one", "ready", 2.0), ("two", "ready", 2.0)]
     assert sum(len(each["instances"]) for each in listed) == 2
     drained = listed[0]["id"] if listed[0]["instances"] else listed[1]["id"]
     other = "two" if drained == "one" else "one"

@@ -94,17 +94,10 @@ def test_a_layer_that_leads_elsewhere_is_refused(path):
         make_manifest(PackageConfig("model", engine={"kind": "mock"}), [layer])
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "d/" + 255 * "x",
-        pytest.param(63 * "\U0001f600", id="252 bytes"),
-        "\u05d0 \U0001f468\u200d\U0001f469",
-    ],
-)
-def test_a_name_that_a_file_system_holds_is_taken(path):
-    layer = Layer(path, "sha256:" + 64 * "0", 1)
-    make_manifest(PackageConfig("model", engine={"kind": "mock"}), [layer])
+def test_a_name_that_a_file_system_holds_is_taken():
+    for path in ("d/" + 255 * "x", 63 * "\U0001f600", "\u05d0 \U0001f468\u200d\U0001f469"):
+        layer = Layer(path, "sha256:" + 64 * "0", 1)
+        make_manifest(PackageConfig("model", engine={"kind": "mock"}), [layer])
 
 
 RUNS_CODE = EngineKind(EngineSettings, load_mock_engine, runs_code=True)
@@ -208,9 +201,7 @@ def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path):
             out.write(bytes(1024 * 1024))
     folder = tmp_path / "out"
     folder.mkdir()
-    with pytest.raises(
-        BadPackage, match=r"zeros\.json: the archive unpacks to more than 200 times"
-    ):
+    with pytest.raises(BadPackage, match=r"zeros\.json: .* to more than 200 times"):
         unpack(tar, folder)
     assert (folder / "zeros.json").stat().st_size < 80 * 1024 * 1024
 

@@ -158,14 +158,11 @@ def test_the_commands_embed_and_search_a_directory(tmp_path, inputs):
     made = run("embed", inputs, "--output", out, "--engine", "mock_pooling")
     assert made.exit_code == 0, made.output
     assert "50 items of mock-embeddings" in made.output
-    found = run("search", out, TEXTS[7], "--engine", "mock_pooling", "--limit", "3")
-    assert (found.exit_code, len(found.output.splitlines())) == (0, 3), found.output
-
-
-def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
-    for seed in range(5):
-        (tmp_path / f"{seed}.png").write_bytes(encoded(seed))
     engine = ("--engine", "mock_pooling", "--limit", "2")
+    found = run("search", out, TEXTS[7], *engine)
+    assert (found.exit_code, len(found.output.splitlines())) == (0, 2), found.output
+    for seed in range(5):  # a folder of images is searched as it is
+        (tmp_path / f"{seed}.png").write_bytes(encoded(seed))
     found = run("search", tmp_path, "--image", tmp_path / "3.png", *engine)
     assert found.exit_code == 0, found.output
     first, second = (line.split() for line in found.stdout.splitlines())

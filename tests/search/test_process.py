@@ -105,12 +105,10 @@ def test_a_process_that_cannot_serve_says_why(tmp_path, url, says):
 
 def test_vectors_of_another_model_are_refused(process):
     store = process.ask(CREATE, wire.StoreRecord)
-    for request in (
-        wire.PutItems(tenant="t", store=store.id, digest="other", items=make_items(1)),
-        wire.Query(
-            tenant="t", store=store.id, digest="other", vectors=[make_items(1)[0].vector], k=1
-        ),
-    ):
+    [item] = items = make_items(1)
+    put = wire.PutItems(tenant="t", store=store.id, digest="other", items=items)
+    query = wire.Query(tenant="t", store=store.id, digest="other", vectors=[item.vector], k=1)
+    for request in (put, query):
         with pytest.raises(wire.SearchError) as refused:
             process.ask(request, wire.StoreRecord)
         assert refused.value.fault.code == "conflict"

@@ -296,23 +296,20 @@ def test_idle_instances_of_the_old_version_make_room_for_the_new_one(world: Worl
 def test_requests_fail_within_10_s_where_nothing_can_start(world: World):
     """And as long as instances may start, they wait."""
     world.fail(A, "ready")
-    world.behaviour, world.loads = {A: "crashes"}, {A: Load(num_open=1)}
-    world.step()
-    assert rollout.find_lost(world.app, world.nodes(), world.now) == []
-    world.run(10)
-    assert rollout.find_lost(world.app, world.nodes(), world.now) == [A]
-    world.behaviour = {}
-    world.run(20)
-    assert world.num_ready(A) == 1
-    assert rollout.find_lost(world.app, world.nodes(), world.now) == []
-    world.rooms = {"small": Resources(0.5)}
-    world.step()
-    assert rollout.find_lost(world.app, world.nodes(), world.now) == []
-    world.run(10)
-    assert rollout.find_lost(world.app, world.nodes(), world.now) == [A]
-    world.rooms = {"one": Resources(8)}
-    world.run(5)
-    assert rollout.find_lost(world.app, world.nodes(), world.now) == []
+    world.loads = {A: Load(num_open=1)}
+    large, small = {"one": Resources(8)}, {"small": Resources(0.5)}
+    for behaviour, rooms, seconds, lost in (
+        ("crashes", large, 1, []),
+        ("crashes", large, 10, [A]),
+        ("works", large, 20, []),
+        ("works", small, 1, []),
+        ("works", small, 10, [A]),
+        ("works", large, 5, []),
+    ):
+        world.behaviour, world.rooms = {A: behaviour}, rooms
+        world.run(seconds)
+        assert rollout.find_lost(world.app, world.nodes(), world.now) == lost
+        assert world.num_ready(A) == (behaviour == "works" and rooms is large) or seconds == 1
 
 
 def test_slots_of_a_node_that_may_be_cut_off_stay(world: World):

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -201,42 +202,44 @@ async def test_a_rollout_goes_on_when_the_node_that_starts_it_leaves(machines, i
     assert nodes_of(app) == [{"one": "two", "two": "one"}[first]]
 
 
-async def test_a_store_that_hangs_frees_no_slot_and_loads_nothing_twice(machines, monkeypatch):
-    nodes = [machines.start("one", cpu=2.0), machines.start("two", cpu=2.0)]
+@asynccontextmanager
+async def nothing_freed_or_loaded_twice(machines: Machines) -> AsyncIterator[None]:
+    """By two nodes with four instances, whatever happens in the block."""
+    machines.start("one", cpu=2.0)
+    machines.start("two", cpu=2.0)
     machines.deploy(machines.add_package("{}"), min_instances=4, resources=Resources(cpu=1))
     before = await machines.wait(lambda app: len(nodes_of(app)) == 4)
-    hanging, released = threading.Barrier(len(nodes) + 1, timeout=WITHIN_S), threading.Event()
+    yield
+    await until_equal(machines.nodes, {"one", "two"})
+    after = await machines.wait(lambda app: len(nodes_of(app)) == 4)
+    assert {slot.id for slot in after.slots} == {slot.id for slot in before.slots}
+    assert len(FakeInstance.all) == 4
+
+
+async def test_a_store_that_hangs_frees_no_slot_and_loads_nothing_twice(machines, monkeypatch):
+    hanging, released = threading.Barrier(3, timeout=WITHIN_S), threading.Event()
 
     def hang(_: object) -> dict[str, int]:
         hanging.wait()
         released.wait(WITHIN_S)
         return {}
 
-    monkeypatch.setattr(agents, "last_numbers", hang)
-    await asyncio.to_thread(hanging.wait)
-    ends_at = time.monotonic() + 2 * agents.RECORD_TTL_S
-    while time.monotonic() < ends_at:
-        assert await machines.nodes() == {"one", "two"}
-        await asyncio.sleep(0.1)
-    monkeypatch.setattr(agents, "last_numbers", lambda _: {"n": 1})
-    released.set()
-    after = await machines.wait(lambda app: len(nodes_of(app)) == 4)
-    assert {slot.id for slot in after.slots} == {slot.id for slot in before.slots}
-    assert len(FakeInstance.all) == 4
+    async with nothing_freed_or_loaded_twice(machines):
+        monkeypatch.setattr(agents, "last_numbers", hang)
+        await asyncio.to_thread(hanging.wait)
+        ends_at = time.monotonic() + 2 * agents.RECORD_TTL_S
+        while time.monotonic() < ends_at:
+            assert await machines.nodes() == {"one", "two"}
+            await asyncio.sleep(0.1)
+        monkeypatch.setattr(agents, "last_numbers", lambda _: {"n": 1})
+        released.set()
 
 
 async def test_a_redis_that_pauses_frees_no_slot_and_loads_nothing_twice(machines, redis):
-    machines.start("one", cpu=2.0)
-    machines.start("two", cpu=2.0)
-    machines.deploy(machines.add_package("{}"), min_instances=4, resources=Resources(cpu=1))
-    before = await machines.wait(lambda app: len(nodes_of(app)) == 4)
     pause_s = 2 * agents.RECORD_TTL_S
-    await redis.execute_command("CLIENT", "PAUSE", round(1000 * pause_s))
-    await asyncio.sleep(pause_s + agents.RECORD_TTL_S)  # the fault itself, and until records end
-    await until_equal(machines.nodes, {"one", "two"})
-    after = await machines.wait(lambda app: len(nodes_of(app)) == 4)
-    assert {slot.id for slot in after.slots} == {slot.id for slot in before.slots}
-    assert len(FakeInstance.all) == 4
+    async with nothing_freed_or_loaded_twice(machines):
+        await redis.execute_command("CLIENT", "PAUSE", round(1000 * pause_s))
+        await asyncio.sleep(pause_s + agents.RECORD_TTL_S)  # the fault, and until records end
 
 
 async def test_a_request_to_a_version_that_cannot_start_fails(machines, redis, redis_prefix):
@@ -298,9 +301,8 @@ async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked
     key = RedisKeys(redis_prefix).apps
     record = b'9 {"name":"n","active":{"number":2,"digest":"x","spec":{"newer":1}}}'
     await redis.hset(key, "n", record)
-    record_generation(
-        machines.store, Generation("z", 1, machines.add_package("[]"), Spec(min_instances=1))
-    )
+    other = Generation("z", 1, machines.add_package("[]"), Spec(min_instances=1))
+    record_generation(machines.store, other)
     await until(lambda: machines.active("z"))
     for _ in range(3):
         await node.tick()
@@ -324,9 +326,8 @@ async def test_those_with_damaged_records_go_on_and_others_are_looked_after(mach
     machines.store.put_if_absent("deployments/n/00000002.json", b"{")
     machines.store.put_if_absent("deployments/a/00000001.outcome.json", b"{")
     unsettled = Generation("a", 1, digest, Spec(min_instances=1))
-    await machines.deployments.put(
-        None, rollout.admit(App("a"), unsettled, await machines.deployments.now())
-    )
+    now = await machines.deployments.now()
+    await machines.deployments.put(None, rollout.admit(App("a"), unsettled, now))
     [instance] = FakeInstance.all
     instance.state = "failed"  # it has to go back, and its history cannot be read
     after = await machines.wait(lambda app: nodes_of(app) and app.slots != before.slots)

@@ -129,11 +129,8 @@ def test_a_worker_of_a_node_has_a_redis_user_of_its_own_and_its_metrics_are_the_
             assert 'application="n"' in page
             assert 'worker="n-' in page
             users = {each["user"] for each in admin.client_list()}
-            workers = [
-                each
-                for each in psutil.Process(node.pid).children(recursive=True)
-                if "worker" in each.cmdline()
-            ]
+            children = psutil.Process(node.pid).children(recursive=True)
+            workers = [each for each in children if "worker" in each.cmdline()]
             if os.geteuid() == 0:  # for others it is hidden
                 seen = [value for each in workers for value in each.environ().values()]
                 assert workers

@@ -52,9 +52,8 @@ def make_package(folder: Path, word: str, lock: str | None = None) -> Manifest:
     (folder / "app.py").write_text(APPLICATION)
     make_wheel(folder / WHEEL, word)
     found = hashlib.sha256((folder / WHEEL).read_bytes()).hexdigest()
-    (folder / "requirements.lock").write_text(
-        f"greetings==1.0 --hash=sha256:{found}\n" if lock is None else lock
-    )
+    locked = f"greetings==1.0 --hash=sha256:{found}\n" if lock is None else lock
+    (folder / "requirements.lock").write_text(locked)
     layers = [
         Layer(name, digest_of((folder / name).read_bytes()), (folder / name).stat().st_size)
         for name in ("app.py", "requirements.lock", WHEEL)
@@ -67,10 +66,8 @@ def test_it_has_what_its_lock_names_and_nothing_of_the_worker(tmp_path, isolatio
     manifest = make_package(tmp_path / "package", "hello")
     packages = make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
     assert packages is not None
-    settings = ApplicationSettings(
-        model=str(tmp_path / "package"), entry="app:Toy", packages=str(packages),
-        isolation=isolation,
-    )  # fmt: skip
+    own = {"packages": str(packages), "isolation": isolation}
+    settings = ApplicationSettings(model=str(tmp_path / "package"), entry="app:Toy", **own)
     engine = ApplicationEngine(settings)
     try:
         assert Driver(engine).ask(0) == "hello"

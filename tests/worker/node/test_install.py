@@ -33,10 +33,6 @@ def add(store: FileStore, files: dict[str, bytes], **engine: str) -> str:
     return manifest.digest
 
 
-def blob(store: FileStore, data: bytes) -> Path:
-    return store.root / "blobs" / "sha256" / digest_of(data).removeprefix("sha256:")
-
-
 class Recorded(FileStore):
     """Keeps the keys of the blobs that were read, with the places from which."""
 
@@ -80,12 +76,7 @@ def link_elsewhere(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "tamper",
-    [
-        overwrite,
-        link_elsewhere,
-        Path.unlink,
-        lambda path: path.with_name("sitecustomize.py").write_text("attack()"),
-    ],
+    [overwrite, link_elsewhere, Path.unlink, lambda path: path.with_name("x.py").write_text("x")],
 )
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_cached_package_that_was_changed_is_installed_again(
@@ -131,7 +122,7 @@ def test_no_other_user_writes_to_a_package(store, tmp_path):
 )
 def test_a_blob_that_was_cut_or_changed_is_refused_by_its_name(store, tmp_path, damage, says):
     digest, data = add(store, FILES), FILES["sub/weights.safetensors"]
-    blob(store, data).write_bytes(damage(data))
+    (store.root / blob_key(digest_of(data))).write_bytes(damage(data))
     with pytest.raises(InstallError, match=rf"sub/weights\.safetensors: .*{says}"):
         install(store, digest, Cache(tmp_path / "cache"))
     assert not list((tmp_path / "cache").glob("packages/*"))
@@ -142,7 +133,7 @@ def test_a_blob_that_was_cut_or_changed_is_refused_by_its_name(store, tmp_path, 
 
 def test_a_manifest_that_was_changed_is_refused(store, tmp_path):
     digest = add(store, FILES)
-    path = store.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
+    path = store.root / blob_key(digest)
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(InstallError, match="was changed"):
         install(store, digest, Cache(tmp_path / "cache"))
@@ -181,9 +172,8 @@ def test_a_fetch_that_was_killed_goes_on_where_it_was(store, tmp_path):
     install(store, add(store, FILES), Cache(cache))  # so only one blob is under way at the kill
     weights = os.urandom(3 * PIECE_BYTES)
     digest = add(store, {**FILES, "sub/weights.safetensors": weights})
-    process = get_context("fork").Process(
-        target=_install_until_killed, args=(store, digest, Cache(cache))
-    )
+    arguments = (store, digest, Cache(cache))
+    process = get_context("fork").Process(target=_install_until_killed, args=arguments)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -5,6 +5,7 @@ import os
 import signal
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -29,41 +30,23 @@ def test_an_actor_asks_for_the_gpus_of_its_worker(
     assert num_gpus(make_settings(**engine), num_there) == expected
 
 
-class Actor:
-    """An actor whose worker ends while the next one is told to drain."""
-
-    def __init__(self, _: dict[str, str]) -> None:
-        self.ended = asyncio.Event()
-        self.was_told = False
-        for name in ("__ray_ready__", "wait", "drain"):
-            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name.strip('_')}")))
-
-    async def _ray_ready(self) -> None: ...
-
-    async def _wait(self) -> int:
-        await self.ended.wait()
-        return 0
-
-    async def _drain(self) -> None:
-        self.was_told = True
-        self.ended.set()
-        await asyncio.sleep(0.02)
-
-
 async def test_workers_that_end_early_do_not_keep_others_from_draining():
-    actors: list[Actor] = []
+    def start(_: dict[str, str]) -> SimpleNamespace:
+        async def drain() -> None:
+            drained.append(ended)
+            ended.set()
+            await asyncio.sleep(0.02)  # while the worker ends
 
-    def start(environment: dict[str, str]) -> Actor:
-        actors.append(Actor(environment))
-        return actors[-1]
+        ended = asyncio.Event()
+        calls = {"__ray_ready__": lambda: asyncio.sleep(0), "wait": ended.wait, "drain": drain}
+        return SimpleNamespace(**{key: SimpleNamespace(remote=calls[key]) for key in calls})
 
-    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
-    ray = SimpleNamespace(
-        cluster_resources=dict, remote=lambda _: made, kill=lambda _: None,
-        exceptions=SimpleNamespace(RayError=ConnectionError),
-    )  # fmt: skip
+    drained, ray = list[asyncio.Event](), MagicMock()
+    ray.exceptions.RayError = ConnectionError
+    ray.cluster_resources.return_value = {}
+    ray.remote.return_value.options.return_value.remote = start
     running = asyncio.create_task(RayWorkers(ray, make_settings(kind="mock"), 3).run())
     await asyncio.sleep(0.05)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, 10)
-    assert [actor.was_told for actor in actors] == [True] * 3
+    assert len(drained) == 3

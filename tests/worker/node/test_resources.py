@@ -19,12 +19,7 @@ def make_settings(**engine: object) -> Settings:
 
 @pytest.mark.parametrize(
     ("named", "expected"),
-    [
-        ("0,1,2", ["0", "1", "2"]),
-        ("3, GPU-8a2f", ["3", "GPU-8a2f"]),
-        ("2,-1,3", ["2"]),
-        ("", []),
-    ],
+    [("0,1,2", ["0", "1", "2"]), ("3, GPU-8a2f", ["3", "GPU-8a2f"]), ("2,-1,3", ["2"]), ("", [])],
 )
 def test_gpus_are_those_that_the_variable_names(named: str, expected: list[str]) -> None:
     assert find_gpus({"CUDA_VISIBLE_DEVICES": named}) == expected
@@ -63,9 +58,7 @@ def test_workers_have_gpus_of_their_own_as_far_as_there_are(
     assert [each["CUDA_VISIBLE_DEVICES"] for each in workers] == expected
 
 
-def test_more_ranks_than_gpus_are_refused_with_the_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_ranks_than_gpus_are_refused_with_the_numbers(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(NodeError, match="wants 4 GPUs, and there are 2"):
         create_node(make_settings(kind="vllm", tensor_parallel="4"), 1)

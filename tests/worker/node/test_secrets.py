@@ -15,14 +15,8 @@ from worker.node.environment import SecretMissing, Secrets, hand_over
 
 @pytest.fixture
 def secrets(tmp_path: Path, monkeypatch) -> Secrets:
-    files = {
-        "token": b"from-a-file\n",
-        "both": b"file",
-        "empty": b"",
-        ".hidden": b"x",
-        "nul": b"\0",
-    }
-    for name, data in files.items():
+    files = {"token": b"from-a-file\n", "both": b"file", "empty": b"", ".hidden": b"x"}
+    for name, data in {**files, "nul": b"\0"}.items():
         (tmp_path / name).write_bytes(data)
     (tmp_path / "folder").mkdir()
     (tmp_path / "itself").symlink_to(tmp_path / "itself")
