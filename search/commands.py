@@ -9,7 +9,6 @@ import csv
 import hashlib
 import io
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -123,8 +122,9 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Source]:
             continue
         try:
             row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()
         except ValueError:
-            raise EmbedError(f"{path}:{number} is not JSON") from None
+            raise EmbedError(f"{path}:{number} is not JSON, or has half of a character") from None
         if isinstance(row, str):
             row = {text_field: row}
         if not isinstance(row, dict):
@@ -151,7 +151,7 @@ def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path)
         and isinstance(key, str)
         and isinstance(value, str | bool | int | float)
         and len(str(value)) <= MAX_METADATA_VALUE_CHARS
-        and (not isinstance(value, float) or math.isfinite(value))
+        and (isinstance(value, str) or abs(value) <= sys.float_info.max)
     }
     if len(attributes) > MAX_METADATA_ENTRIES:
         raise EmbedError(f"{place} has more than {MAX_METADATA_ENTRIES} attributes: leave some out")

@@ -106,10 +106,9 @@ def test_a_collection_does_not_go_on_with_other_inputs_or_values(tmp_path, input
 
 
 def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
-    (tmp_path / "a.jsonl").write_text(
-        '{"id": 1, "body": "one", "n": 3, "ok": true, "long": "%s"}\n' % ("y" * 600)
-        + '{"id": 0, "body": "two"}\n'
-    )
+    row = {"id": "x", "body": "one", "n": 3, "ok": True, "big": 10**400, "long": "y" * 600}
+    lines = map(json.dumps, (row, "two", {"id": 0, "body": "zero"}))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.csv").write_text('body,lang\n"three, ""quoted""",en\n')
     folder = tmp_path / "images" / "deep"
     folder.mkdir(parents=True)
@@ -118,11 +117,11 @@ def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
     paths = [tmp_path / "a.jsonl", tmp_path / "b.csv", tmp_path / "images"]
     embed(paths, tmp_path / "out", embedder, text_field="body")
     items = list(FlatIndex(tmp_path / "out").items())
-    assert [item.id for item in items] == ["1", "0", "2", "b.jpg", "deep/a.png"]
-    assert [item.text for item in items] == ["one", "two", 'three, "quoted"', "", ""]
+    assert [item.id for item in items] == ["x", "1", "0", "3", "b.jpg", "deep/a.png"]
+    assert [item.text for item in items] == ["one", "two", "zero", 'three, "quoted"', "", ""]
     assert items[0].attributes == {"n": 3.0, "ok": True}
-    assert items[2].attributes == {"lang": "en"}
-    assert len({item.vector for item in items}) == 5
+    assert items[3].attributes == {"lang": "en"}
+    assert len({item.vector for item in items}) == 6
 
 
 @pytest.mark.parametrize(
@@ -130,6 +129,7 @@ def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
     [
         ("a.jsonl", b'{"text": "a"}\n{"other": "b"}', "a.jsonl:2 has no text in 'text'"),
         ("a.jsonl", b'{"text": "a", "id": "x"}\n{"text": "b", "id": "x"}', "the id 'x'"),
+        ("a.jsonl", b'{"text": "\\ud83d"}', "a.jsonl:1 is not JSON, or has half of a character"),
         ("a.txt", b"\xff", "not UTF-8"),
         ("a.png", b"x", "a.png"),
     ],
