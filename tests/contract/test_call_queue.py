@@ -179,16 +179,12 @@ async def test_a_gap_in_the_tokens_is_refused(opened):
 
 
 async def test_the_choices_of_a_request_are_queued_all_or_none(opened):
-    await submit(opened)
-    both = make_envelope(), make_envelope()
-    assert (await refusal(opened, *both, max_waiting=2)).reason == "queue_full"
-    assert (await opened.queue.stats(MODEL)).num_open == 1
-    await submit(opened, *both, max_waiting=3)
-    assert (await opened.queue.stats(MODEL)).num_open == 3
-
-
-async def test_a_request_alone_is_never_too_much(opened):
-    await submit(opened, make_envelope(), make_envelope(), max_waiting=1, max_tokens=1)
+    alone, both = [(make_envelope(), make_envelope()) for _ in range(2)]
+    await submit(opened, *alone, max_waiting=1, max_tokens=1)  # never too much
+    assert (await refusal(opened, *both, max_waiting=3)).reason == "queue_full"
+    assert (await opened.queue.stats(MODEL)).num_open == 2
+    await submit(opened, *both, max_waiting=4)
+    assert (await opened.queue.stats(MODEL)).num_open == 4
 
 
 async def test_an_unknown_call_has_no_state(opened):
@@ -469,10 +465,8 @@ async def test_only_what_has_failed_is_forgotten_and_its_id_is_free(opened):
 
     assert await opened.queue.state(MODEL, failed.id) is None
     assert await opened.queue.events(MODEL, failed.id) == []
-    assert [await state(opened, envelope) for envelope in (finished, queued)] == [
-        "finished",
-        "queued",
-    ]
+    states = [await state(opened, envelope) for envelope in (finished, queued)]
+    assert states == ["finished", "queued"]
     await submit(opened, failed)
     ids = {claim.id for claim in await worker.read(2, 0.1)}
     assert ids == {failed.id, queued.id}

@@ -30,12 +30,9 @@ class Listener:
     def events(self) -> list[EngineEvent]:
         return [item for batch in self.batches for item in batch]
 
-    async def until_finished(self, count: int = 1) -> None:
+    async def until_finished(self) -> None:
         async with asyncio.timeout(10):
-            while (
-                sum(isinstance(n, EngineOutput) and bool(n.finish_reason) for n in self.events)
-                < count
-            ):
+            while not any(isinstance(n, EngineOutput) and n.finish_reason for n in self.events):
                 self._arrived.clear()
                 await self._arrived.wait()
 

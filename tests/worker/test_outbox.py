@@ -112,15 +112,10 @@ async def test_a_request_that_fails_ends_alone_after_its_tokens():
     assert types == [[Failed], [Started, Tokens, Failed], [Tokens]]
 
 
-@pytest.mark.parametrize(
-    ("grammar", "param"),
-    [
-        (Grammar("json", "{}", "structured_outputs.json"), "structured_outputs.json"),
-        (None, "tools"),
-    ],
-)
-def test_a_form_that_is_too_slow_to_follow_is_named(grammar, param):
+@pytest.mark.parametrize("param", ["structured_outputs.json", "tools"])
+def test_a_form_that_is_too_slow_to_follow_is_named(param):
     request = make_request()
+    grammar = None if param == "tools" else Grammar("json", "{}", param)
     active = make_active(replace(request, task=replace(request.task, grammar=grammar)))
     slow = EngineOutput(active.engine_id, error="x", error_code=ErrorCode.GRAMMAR_TOO_COMPLEX)
     [failed] = active.events([slow])

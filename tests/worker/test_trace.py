@@ -50,10 +50,8 @@ async def test_stages_lie_end_to_end_below_the_gateways_span(ends, answers, trac
     assert (root.name, root.service) == ("generate tiny", "vlm-worker")
     assert (root.trace_id, root.parent_id) == ("a" * 32, "b" * 16)
     assert [s.name for s in stages] == ["queue", "preprocess", "queue", "prefill", "decode"]
-    assert [s.attributes.get("vlm.queue") for s in stages if s.name == "queue"] == [
-        "redis",
-        "engine",
-    ]
+    queues = [s.attributes.get("vlm.queue") for s in stages if s.name == "queue"]
+    assert queues == ["redis", "engine"]
     for before, after in pairwise(stages):
         assert after.begin == pytest.approx(before.end, abs=2e-6)
     assert stages[0].begin == root.begin
@@ -96,9 +94,8 @@ def test_a_collector_that_is_away_does_not_hold_up_the_end(monkeypatch):
     monkeypatch.setattr(spans, "CLOSE_WITHIN_S", 0.1)
     with socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and does not listen
-        monkeypatch.setenv(
-            "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}"
-        )
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         tracer = create_tracer(TraceSettings(export="otlp"), "worker", "w")
         assert tracer is not None
         tracer.begin("generate", "consumer", CALLER, epoch_ns(0.0)).end(0.0, [])

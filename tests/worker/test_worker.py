@@ -30,7 +30,7 @@ from shared.queue.worker import OVERTAKES_PER_AGED
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import Answers, run_worker, token_ids
 from tests.rounds import in_one_round
-from tests.waiting import until
+from tests.waiting import until, until_equal
 from worker.engine_thread import EngineBroken
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
@@ -115,11 +115,8 @@ async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, m
         observed = await ends.enqueue(make_request(sampling=LONG))
         await until(lambda: bool(running.engine.aborted))
         assert isinstance((await answers.end(observed))[-1], Finished)
-
-        async def has_ended() -> bool:
-            return (await ends.queue.state(MODEL, detached.id)).state == "finished"
-
-        await until(has_ended)
+        key = ends.keys.request(MODEL, detached.id)
+        await until_equal(lambda: ends.redis.hget(key, "state"), b"finished")
     assert (await ends.queue.state(MODEL, deserted.id)).state == "cancelled"
     assert running.engine.aborted == [f"{deserted.id}@1"]
 
@@ -134,9 +131,7 @@ async def test_what_a_stop_cannot_finish_another_worker_continues_at_once(ends, 
                 events = await answers.end(request)
     assert isinstance(events[-1], Finished)
     assert len(token_ids(events)) == 200
-    state = await ends.queue.state(MODEL, request.id)
-    assert state is not None
-    assert state.attempt == 2
+    assert (await ends.queue.state(MODEL, request.id)).attempt == 2
 
 
 async def test_a_broken_engine_fails_nobody(ends, answers):
@@ -309,9 +304,7 @@ async def test_a_second_stop_ends_at_once(ends, answers):
         running.worker.stop()
         await asyncio.wait_for(running.task, 30.0)
 
-    state = await ends.queue.state(MODEL, request.id)
-    assert state is not None
-    assert state.state == "queued"
+    assert (await ends.queue.state(MODEL, request.id)).state == "queued"
 
 
 async def test_a_possible_poison_request_is_joined_once_it_is_cleared(ends, answers):

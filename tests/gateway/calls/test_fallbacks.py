@@ -102,10 +102,9 @@ async def test_what_the_fallback_refuses_and_what_is_no_text_gets_the_models_own
 
 async def test_the_fallback_answers_for_a_model_without_a_worker(gateway, other, worker):
     await gateway.services.models.refresh()
-    answer = await gateway.chat(make_body(model="absent"))
-    assert (answer.json()["model"], answer.headers[FROM]) == (OTHER, "absent")
-    answer = await gateway.chat(make_body(model="alias"))
-    assert (answer.json()["model"], answer.headers[FROM]) == (OTHER, "alias")
+    for model in ("absent", "alias"):
+        answer = await gateway.chat(make_body(model=model))
+        assert (answer.json()["model"], answer.headers[FROM]) == (OTHER, model)
     assert await counted(gateway) == ['vlm_fallbacks_total{fallback="other",model="absent"} 2.0']
     assert FROM not in (await gateway.chat()).headers
     for name in ("scripted", MODEL):

@@ -31,15 +31,11 @@ async def submit(ends: Ends, *names: str, affinity: Affinity | None = AFFINITY, 
     return submitted.affinity
 
 
-async def end(worker: RedisWorkerQueue, claim: Claim) -> None:
-    assert await worker.publish([publication(claim, 1, 0, make_finished(claim))]) == {}
-
-
 async def serve(ends: Ends, worker: RedisWorkerQueue, name: str = "first") -> None:
     """Make a worker the preferred one."""
-    await submit(ends, name)
+    assert await submit(ends, name) == "new"
     [claim] = await worker.read(1, 1.0)
-    await end(worker, claim)
+    assert await worker.publish([publication(claim, 1, 0, make_finished(claim))]) == {}
 
 
 def names(claims: list[Claim]) -> list[str]:
@@ -48,10 +44,7 @@ def names(claims: list[Claim]) -> list[str]:
 
 async def test_the_worker_that_last_served_the_affinity_is_preferred(ends, workers):
     a, b = workers
-    assert await submit(ends, "first") == "new"
-    [claim] = await b.read(1, 1.0)
-    await end(b, claim)
-
+    await serve(ends, b)
     assert await submit(ends, "second") == "home"
 
     assert await a.read(1, 0.001) == []

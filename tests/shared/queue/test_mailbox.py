@@ -1,7 +1,6 @@
 """A gateway's mailbox: what workers post arrives, across outages, and what could be missing is told."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,8 @@ from shared.queue.gateway import RedisMailbox
 from shared.queue.keys import RedisKeys
 from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings
-from tests.faults.proxy import FaultProxy, run_proxy
+from tests.faults.proxy import run_proxy
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -26,12 +26,6 @@ async def open_mailbox(redis_blocking, redis_prefix):
     yield create
     for mailbox in opened:
         await mailbox.close()
-
-
-@pytest.fixture
-async def proxy(redis_server: str) -> AsyncIterator[FaultProxy]:
-    async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
-        yield proxy
 
 
 @pytest.fixture
@@ -64,33 +58,26 @@ async def test_a_model_opened_later_is_read_at_once(open_mailbox, post):
 
 
 async def test_after_an_outage_all_models_are_looked_up_and_lost_mailboxes_made_again(
-    proxy, redis, redis_prefix, post
+    redis, redis_server, redis_prefix, post
 ):
-    settings, gaps, is_told = RedisSettings(url=proxy.url), [], asyncio.Event()
-
-    def on_gap(model: str) -> None:
-        gaps.append(model)
-        if len(gaps) == 2:
-            is_told.set()
-
-    blocking = create_redis(settings, blocking=True)
-    mailbox = RedisMailbox(blocking, redis_prefix, "g", on_gap)
-    await mailbox.open(["m", "n"])
-    events = mailbox.events()
-    reading = asyncio.create_task(names(events, 1))
-    await post("1")
-    await redis.delete(RedisKeys(redis_prefix).mailbox("n", "g"))
-    await reading
-    reading = asyncio.create_task(names(events, 2))
-    proxy.reset()
-    await post("2")
-    async with asyncio.timeout(10):
-        await is_told.wait()
-        assert sorted(gaps) == ["m", "n"]
+    gaps: list[str] = []
+    async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
+        blocking = create_redis(RedisSettings(url=proxy.url), blocking=True)
+        mailbox = RedisMailbox(blocking, redis_prefix, "g", gaps.append)
+        await mailbox.open(["m", "n"])
+        events = mailbox.events()
+        reading = asyncio.create_task(names(events, 1))
+        await post("1")
+        await redis.delete(RedisKeys(redis_prefix).mailbox("n", "g"))
+        await reading
+        reading = asyncio.create_task(names(events, 2))
+        proxy.reset()
+        await post("2")
+        await until(lambda: sorted(gaps) == ["m", "n"])
         await post("3", model="n")
         assert sorted(await reading) == ["2", "3"]
-    await mailbox.close()
-    await blocking.aclose()
+        await mailbox.close()
+        await blocking.aclose()
 
 
 async def test_entries_trimmed_before_they_were_read_are_told(

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shared.protocol import ErrorCode, Failed, Priority
-from shared.queue.api import CLEARED_AFTER_TOKENS, Claim
+from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
 from shared.queue.keys import GROUP
 from shared.queue.worker import CHECK_EVERY, LOSSES_PER_ATTEMPT
 from tests.factories_queue import (
@@ -126,9 +126,8 @@ async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
 async def test_entries_that_are_no_waiting_request_are_removed_and_told(ends, caplog):
     worker = ends.worker("a")
     await worker.create_group()
-    await ends.redis.xadd(ends.keys.queue(MODEL), {"song": "la"})
-    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": b"\xff"})
-    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": "nobody"})
+    for entry in ({"song": "la"}, {"id": b"\xff"}, {"id": "nobody"}):
+        await ends.redis.xadd(ends.keys.queue(MODEL), entry)
     request = await ends.enqueue()
     await ends.redis.xadd(ends.keys.queue(MODEL), {"id": request.id})  # a second time
 
@@ -194,7 +193,8 @@ async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, clock, monkeyp
 
     monkeypatch.setattr(worker.entries, "pop_lost", lost_before_the_takeover)
     assert await worker.renew([claim]) == {claim.id: "fenced"}
-    assert (await lease_of(ends, claim))[0] == b"b"
+    [lease] = await ends.redis.xpending_range(ends.keys.queue(MODEL), GROUP, "-", "+", 1)
+    assert (lease["message_id"], lease["consumer"]) == (claim.entry_id, b"b")
 
 
 @pytest.fixture
@@ -204,13 +204,6 @@ def clock(monkeypatch) -> Clock:
     monkeypatch.setattr("shared.queue.worker.time", clock)
     monkeypatch.setattr("shared.queue.worker.CHECK_EVERY", 10**9)
     return clock
-
-
-async def lease_of(ends, claim: Claim) -> tuple[bytes, int]:
-    """The owner of an entry, and its idle time in ms."""
-    queue = ends.keys.queue(MODEL)
-    [found] = await ends.redis.xpending_range(queue, GROUP, claim.entry_id, claim.entry_id, 1)
-    return found["consumer"], found["time_since_delivered"]
 
 
 async def test_a_crash_names_the_tenant_of_a_request_that_was_cancelled_just_before(ends):

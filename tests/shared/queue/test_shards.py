@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -167,15 +166,8 @@ async def test_a_blob_is_found_wherever_it_was_put(shards, settings, monkeypatch
     await blobs.close()
 
 
-@pytest.fixture
-def late(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """A server that is not started yet."""
-    server = EmbeddedRedis(tmp_path / "late")
-    yield server
-    server.stop()
-
-
-async def test_a_shard_that_is_down_at_the_start_is_used_when_it_comes(servers, late):
+async def test_a_shard_that_is_down_at_the_start_is_used_when_it_comes(servers, tmp_path):
+    late = EmbeddedRedis(tmp_path / "late")  # not started yet
     settings = RedisSettings(url=f"a={servers[0].url},b={late.url}")
     shards, gaps = Shards(settings), []
     queue = ShardedGatewayQueue(shards)
@@ -196,6 +188,7 @@ async def test_a_shard_that_is_down_at_the_start_is_used_when_it_comes(servers, 
     finally:
         await mailbox.close()
         await queue.close()
+        late.stop()
 
 
 async def test_a_start_without_a_shard_that_may_have_requests_is_refused(settings, shards, queue):
@@ -236,15 +229,12 @@ async def test_another_gateway_joins_a_request_of_any_shard(settings):
         assert sum(len(worker.answers) > 0 for worker in workers) > 1
 
 
-@pytest.mark.parametrize(
-    ("url", "problem"),
-    [
+def test_wrong_shards_are_refused_by_one_sentence():
+    for url, problem in (
         ("a=redis://one,a=redis://two", "a name twice"),
         ("redis://one,b=redis://two", "text before the first shard"),
         ("a=redis://one,b=redis://", "not a Redis URL"),
         ("A=redis://one", "not a Redis URL"),
-    ],
-)
-def test_wrong_shards_are_refused_by_one_sentence(url, problem):
-    with pytest.raises(ValidationError, match=problem):
-        RedisSettings(url=url)
+    ):
+        with pytest.raises(ValidationError, match=problem):
+            RedisSettings(url=url)
