@@ -21,11 +21,13 @@ local function note_tenant(request, worker)
   redis.pcall('PEXPIRE', args.left .. worker, args.left_ttl_ms)
 end
 
-local function fail(request, item)
+local function fail(request, log, item)
   local r = redis.call('HMGET', request, 'attempt', 'reply_to', 'listeners')
   local event = cjson.encode({type = 'failed', request_id = failure.ids[item], attempt = tonumber(r[1]),
     code = failure.code, message = failure.message})
   redis.call('HSET', request, 'state', 'failed')
+  redis.call('RPUSH', log, event)
+  redis.call('PEXPIRE', log, args.keep_ms)
   for gateway in string.gmatch(r[2] .. ' ' .. (r[3] or ''), '%S+') do
     redis.call('XADD', failure.mailboxes .. gateway, 'NOMKSTREAM', 'MAXLEN', '~', failure.max_entries, '*',
       'events', '[' .. event .. ']')
@@ -45,7 +47,7 @@ for item = 1, (#KEYS - 3) / 2 do
     if r[1] == 'running' then wake(args.wakeups .. r[5], 'lost', r[2]) end
     if r[4] and r[4] ~= '' then redis.call('ZADD', reservations, 'XX', 0, r[4]) end
     if failure then
-      fail(request, item)
+      fail(request, log, item)
     else
       if r[1] == 'running' then note_tenant(request, r[5]) end
       redis.call('HSET', request, 'state', 'cancelled')

@@ -17,6 +17,7 @@ from tests.factories_queue import (
     Clock,
     call_of,
     make_delta,
+    events_of,
     make_finished,
     make_request,
     publication,
@@ -63,6 +64,7 @@ async def test_calls_that_no_worker_will_serve_fail_and_their_gateway_is_told(en
             while (await ends.next_events())[-1] != failed:
                 pass
     ended = {running.id: "ended"}
+        assert (await events_of(ends.queue, request.id))[-1] == failed
     assert await worker.renew([claim]) == ended
     assert await worker.publish([publication(claim, 2, 1, make_finished(claim, 1))]) == ended
     assert await ends.num_open() == 0
