@@ -154,9 +154,9 @@ class RunningWorker:
 @asynccontextmanager
 async def run_worker(
     ends: Ends, worker_id: str = "w", *, max_num_seqs: int = 8, mock: dict[str, Any] | None = None,
-    tracer: Any = None, load: Callable[[], LoadedEngine] | None = None, **settings: Any,
+    others: Sequence[str] = (), tracer: Any = None, load: Callable[[], LoadedEngine] | None = None, **settings: Any,
 ) -> AsyncIterator[RunningWorker]:  # fmt: skip
-    """Run a worker until the block ends."""
+    """Run a worker until the block ends. `others`: further shards, without requests."""
     options: dict[str, Any] = {"heartbeat_s": 0.05, "lease_s": 10.0, "drain_s": 5.0, **settings}
     worker_settings = make_group(WorkerSettings, **options)
     async with AsyncExitStack() as stack:
@@ -181,9 +181,10 @@ async def run_worker(
             worker_id, model=loaded.card.name, lease_s=worker_settings.lease_s, max_attempts=worker_settings.max_attempts,
             unknown_after_s=0.5, batch_age_s=worker_settings.batch_age_s,
         )  # fmt: skip
+        queues = {"": queue} | {name: ends.worker(worker_id, model=name) for name in others}
         worker = Worker(
             worker_id, worker_settings, "mock",
-            loaded, thread, {"": queue}, registry, preprocessor, tracer, adapters,
+            loaded, thread, queues, registry, preprocessor, tracer, adapters,
         )  # fmt: skip
         running.append(RunningWorker(worker, loaded.engine, thread))
         try:

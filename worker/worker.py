@@ -384,9 +384,10 @@ class QueueLoops:
         if not active_requests or self._engine.is_stuck(self._settings.watchdog_s):
             self._renewed_at = time.monotonic()
             return
+        claims = [active.claim for active in active_requests]
         try:
             refused, deserted = await asyncio.gather(
-                self.queue.renew([active.claim for active in active_requests]),
+                self.queue.renew(claims),
                 # Cancel the requests of gateways that have stopped.
                 self.queue.cancel_deserted(
                     [active.claim for active in active_requests if not active.call.is_resumable]
@@ -397,6 +398,7 @@ class QueueLoops:
             if self._others and time.monotonic() - self._renewed_at > self._settings.lease_s:
                 for active in active_requests:
                     self._active_requests.drop(active, "its shard is down")
+                await self.queue.release(claims)
             raise
         self._renewed_at = time.monotonic()
         for active in active_requests:

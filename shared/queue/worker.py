@@ -335,6 +335,8 @@ class RedisWorkerQueue(RedisStore):
         claims = list(claims)
         if not claims:
             return 0
+        for claim in claims:  # if this fails, `reconcile` finds them
+            self._let_go(claim)
         requests = [self._keys.request(self._model, claim.id) for claim in claims]
         return await self._release(requests, _items(claims), is_crash)
 

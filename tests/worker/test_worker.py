@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
+from unittest.mock import AsyncMock
 
 import pytest
 from PIL import Image
@@ -24,7 +25,7 @@ from shared.protocol import (
     Tokens,
     encode,
 )
-from shared.queue.api import CLEARED_AFTER_TOKENS
+from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
 from shared.queue.keys import GROUP
 from shared.queue.worker import OVERTAKES_PER_AGED
 from tests.factories_queue import MODEL, make_request
@@ -160,6 +161,17 @@ async def test_a_wedged_engine_loses_its_lease(ends, answers):
             wedged.engine.gate.set()
             await until(lambda: len(wedged.worker.active_requests) == 0)
     assert len(token_ids(answers.events[request.id])) == 200
+
+
+async def test_a_shard_that_was_down_gets_its_requests_back_from_the_same_worker(ends, answers):
+    async with run_worker(ends, others=("other",), lease_s=0.6, mock=SLOW) as running:
+        request = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(request, 2)
+        queue = running.worker.queues[""]
+        renew, queue.renew = queue.renew, AsyncMock(side_effect=QueueUnavailable("down"))
+        await answers.wait_for(request, lambda events: events[-1].attempt == 2)
+        queue.renew = renew
+        assert len(token_ids(await answers.end(request))) == 200
 
 
 @in_one_round

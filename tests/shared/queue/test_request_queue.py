@@ -12,12 +12,13 @@ from shared.protocol import ErrorCode, Failed, Priority
 from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
 from shared.queue.keys import GROUP
 from shared.queue.worker import CHECK_EVERY, LOSSES_PER_ATTEMPT
+from shared.redis.client import Script
 from tests.factories_queue import (
     MODEL,
     Clock,
     call_of,
-    make_delta,
     events_of,
+    make_delta,
     make_finished,
     make_request,
     publication,
@@ -63,8 +64,8 @@ async def test_calls_that_no_worker_will_serve_fail_and_their_gateway_is_told(en
         async with asyncio.timeout(10):
             while (await ends.next_events())[-1] != failed:
                 pass
-    ended = {running.id: "ended"}
         assert (await events_of(ends.queue, request.id))[-1] == failed
+    ended = {running.id: "ended"}
     assert await worker.renew([claim]) == ended
     assert await worker.publish([publication(claim, 2, 1, make_finished(claim, 1))]) == ended
     assert await ends.num_open() == 0
@@ -123,6 +124,17 @@ async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
     assert (later.attempt, later.failures) == (2, 0)
     after = await leaving.publish([publication(claim, 2, 1, make_delta(claim, 1, 6))])
     assert after == {claim.id: "fenced"}
+
+
+async def test_what_could_not_be_released_is_claimed_again(ends, monkeypatch):
+    worker = ends.worker("a", unknown_after_s=0.0)
+    await ends.enqueue()
+    claim = await ends.claim(worker)
+    monkeypatch.setattr("shared.queue.worker.RELEASE", Script("no Lua", "0" * 40))
+    with pytest.raises(QueueUnavailable):
+        await worker.release([claim])
+    [again] = await worker.reconcile()
+    assert (again.id, again.attempt) == (claim.id, 2)
 
 
 async def test_entries_that_are_no_waiting_request_are_removed_and_told(ends, caplog):
