@@ -97,7 +97,7 @@ class Capabilities:
 class EngineCall(msgspec.Struct, frozen=True):
     """One attempt at a call, the input of `prepare`."""
 
-    request_id: str  #: of this attempt, `ID@ATTEMPT`; set on the engine's outputs
+    request_id: str  #: of this claim, `ID@ATTEMPT.NUMBER`; set on the engine's outputs
     task: Task
     tenant: str = ""  #: tenants share no cache
     priority: Priority = Priority.INTERACTIVE

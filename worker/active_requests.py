@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -63,6 +64,7 @@ MIN_COALESCED_STREAMS = 16
 #: Vectors and scores up to this size are sent with their event, through log and mailbox.
 MAX_INLINE_BYTES = 16 * 1024
 LOOK_AGAIN_S = 0.25
+_claim_numbers = count()
 
 _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
     (CannotContinue, ErrorCode.WORKER_LOST),
@@ -267,7 +269,9 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
 class ActiveRequest(Struct, eq=False):
     claim: Claim
     request_id: str  #: the request's id on the wire
-    engine_id: str  #: its id in the engine, which differs between attempts
+    engine_id: (
+        str  #: its id in the engine; a number tells apart claims of an attempt that a failover lost
+    )
     call: Call
     output_token_ids: tuple[int, ...]  #: ids of the tokens that earlier attempts published
     num_published: int  #: tokens published by earlier attempts, including those without an id
@@ -289,7 +293,7 @@ class ActiveRequest(Struct, eq=False):
         token_ids = tuple([token_id for event in events for token_id in event.token_ids])
         num_published = sum([event.num_tokens for event in events])
         deadline_at = now + claim.remaining_s
-        engine_id = f"{claim.id}@{claim.attempt}"
+        engine_id = f"{claim.id}@{claim.attempt}.{next(_claim_numbers)}"
         of_claim = (claim, claim.id, engine_id, call, token_ids, num_published, now, deadline_at)
         return cls(*of_claim, num_tokens=num_published)
 

@@ -49,7 +49,7 @@ class FaultyRunner(engines.mock.engine.MockRunner):
     def _play(self, item: ScheduledSequence) -> None:
         sequence = item.sequence
         prompt = bytes(t for t in sequence.token_ids[: sequence.num_prompt_tokens] if t < 256)
-        attempt = int(sequence.request_id.rpartition("@")[2])
+        attempt = int(sequence.request_id.rpartition("@")[2].partition(".")[0])
         fault = fault_in(prompt.decode(errors="replace"), attempt)
         is_in_decode = sequence.num_output_tokens == FAULT_AT_TOKEN
         if fault in ("kill-prefill", "kill-always") or (fault == "kill-decode" and is_in_decode):

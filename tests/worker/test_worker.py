@@ -28,7 +28,7 @@ from shared.protocol import (
 from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
 from shared.queue.keys import GROUP
 from shared.queue.worker import OVERTAKES_PER_AGED
-from tests.factories_queue import MODEL, make_request
+from tests.factories_queue import MODEL, events_of, make_request
 from tests.factories_worker import Answers, run_worker, token_ids
 from tests.rounds import in_one_round
 from tests.waiting import until, until_equal
@@ -119,7 +119,7 @@ async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, m
         key = ends.keys.request(MODEL, detached.id)
         await until_equal(lambda: ends.redis.hget(key, "state"), b"finished")
     assert (await ends.queue.state(MODEL, deserted.id)).state == "cancelled"
-    assert running.engine.aborted == [f"{deserted.id}@1"]
+    assert [each.partition("@")[0] for each in running.engine.aborted] == [deserted.id]
 
 
 async def test_what_a_stop_cannot_finish_another_worker_continues_at_once(ends, answers):
@@ -161,6 +161,25 @@ async def test_a_wedged_engine_loses_its_lease(ends, answers):
             wedged.engine.gate.set()
             await until(lambda: len(wedged.worker.active_requests) == 0)
     assert len(token_ids(answers.events[request.id])) == 200
+
+
+async def test_a_step_of_a_claim_that_redis_lost_says_nothing_in_the_next(
+    ends, answers, monkeypatch
+):
+    """The replica that became the primary had not received it: the attempt's number is used again."""
+    monkeypatch.setattr(shared.queue.worker, "CHECK_EVERY", 2)
+    async with run_worker(ends, mock=SLOW) as running:
+        running.engine.gate.clear()
+        request = await ends.enqueue(make_request(sampling=LONG))
+        await until(lambda: bool(running.engine.added))
+        [lost] = running.worker.active_requests.all()
+        key = ends.keys.request(MODEL, request.id)
+        await ends.redis.hdel(key, "claim", "worker", "begun")
+        await ends.redis.hset(key, mapping={"state": "queued", "attempt": "0"})
+        await until(lambda: {*running.worker.active_requests.all()} - {lost})
+        running.engine.gate.set()
+        await answers.end(request)
+    assert len(token_ids([*await events_of(ends.queue, request.id)])) == 200
 
 
 async def test_a_shard_that_was_down_gets_its_requests_back_from_the_same_worker(ends, answers):

@@ -159,7 +159,7 @@ class Driver:
         self.number += 1
         task = Run(msgspec.Raw(msgspec.json.encode(value)), session, **more)
         call = EngineCall(
-            f"r{self.number}@{attempt}", task, common_data=msgspec.json.encode(common)
+            f"r{self.number}@shard@{attempt}.7", task, common_data=msgspec.json.encode(common)
         )
         self.engine.add(self.engine.prepare(call, ()))
         return call.request_id
