@@ -324,4 +324,9 @@ class Resume:
         # before `begins_by`, the record may be of a later attempt
         has_waited = time.monotonic() >= call.begins_by
         if choice.is_finished and choice.attempt == 0 and has_waited:
-            self.dispatcher.spawn(self._forget(_to_request_id(choice.request_id)))
+            self.dispatcher.spawn(self._forget_unknown(call.model, choice.request_id))
+
+    async def _forget_unknown(self, model: str, call_id: str) -> None:
+        with suppress(QueueUnavailable):
+            if await self.queue.state(model, call_id) is None:
+                await self._forget(_to_request_id(call_id))

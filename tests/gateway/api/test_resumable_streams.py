@@ -13,6 +13,7 @@ from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import RedisKeys
 from tests.factories_gateway import (
     CHAT,
+    MODEL,
     Answer,
     make_body,
     make_settings,
@@ -144,10 +145,24 @@ async def test_a_stream_that_is_not_known_is_a_404(gateway, redis, redis_prefix)
     of_another_version = "a" * 32
     key = RedisKeys(redis_prefix).stream(of_another_version)
     await redis.set(key, b'{"model": "tiny"}', ex=60)
-    for name in ("nothing", "chatcmpl-" + "0" * 32, "..%2f", f"chatcmpl-{of_another_version}"):
+    for name in ("nothing", "chatcmpl-" + "0" * 32, "..%2f", of_another_version):
         response = await gateway.client.get(f"/v1/streams/{name}")
         code = response.json()["error"]["code"]
         assert (response.status_code, code.endswith("not_found")) == (404, True), name
+
+
+async def test_a_reader_that_ends_leaves_the_key(gateway, other, worker, monkeypatch):
+    monkeypatch.setattr("gateway.calls.resume.BEGINS_WITHIN_S", 0.0)
+    worker.script = lambda answer: asyncio.sleep(0)  # the request has not begun
+    key = {"idempotency-key": "order-84"}
+    first = asyncio.create_task(gateway.chat(headers=key))
+    await until(lambda: worker.answers)
+    retry = asyncio.create_task(other.chat(headers=key))
+    await until(lambda: other.services.dispatcher.has_open(MODEL))
+    other.services.dispatcher.fail_all("The server is shutting down.")
+    assert (await retry).json()["error"]["code"] == "cancelled"
+    assert (await other.chat(make_body("something else"), headers=key)).status_code == 422
+    first.cancel()
 
 
 async def test_what_cannot_be_taken_up_again_is_refused_by_name(gateway):
