@@ -264,8 +264,12 @@ class Lifecycle:
                 surface, request, plan, head, card.queue, context, shard, submit
             )
             if surface.keeps_answers and reply.call.images:
-                await self.kept.hold(reply.head.id, reply.call.images, self.resume.keep_s)
-                await self.resume.note_images(context.id, reply.call.images)
+                try:
+                    await self.kept.hold(reply.head.id, reply.call.images, self.resume.keep_s)
+                    await self.resume.note_images(context.id, reply.call.images)
+                except BaseException:
+                    reply.call.close()
+                    raise
             return reply
         answer = surface.answer(plan.options, head)
         call = await submit()

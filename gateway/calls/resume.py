@@ -194,16 +194,16 @@ class Resume:
         surface = surfaces.get(record.surface)
         if surface is None:
             raise _unknown()
-        call = await self._follow(_to_call_id(request_id, record.shard), record.queue)
-        call.tenant = context.tenant
-        head = AnswerHead(
-            surface.id_prefix + request_id, record.created, record.model, record.package
-        )
         try:
             options = msgspec.json.decode(record.options, type=surface.options)
         except msgspec.MsgspecError as error:  # written by a gateway of another version
             logger.warning("cannot read the options of a %s: %s", surface.name, error)
             raise _unknown() from None
+        call = await self._follow(_to_call_id(request_id, record.shard), record.queue)
+        call.tenant = context.tenant
+        head = AnswerHead(
+            surface.id_prefix + request_id, record.created, record.model, record.package
+        )
         answer = surface.answer(options, head)
         return Reply(surface, call, answer, True, record.shows_timings, head, last_id)
 

@@ -3,11 +3,15 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager, contextmanager
+from unittest.mock import AsyncMock
 
 import httpx
+import msgspec
 import pytest
 
-from shared.protocol import ErrorCode
+from gateway.calls.resume import StreamRecord
+from shared.blobs.api import BlobsUnavailable
+from shared.protocol import ErrorCode, encode
 from shared.queue.api import QueueUnavailable
 from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import RedisKeys
@@ -142,13 +146,25 @@ async def test_another_gateway_goes_on_exactly_where_the_first_was_left(gateway,
 
 
 async def test_a_stream_that_is_not_known_is_a_404(gateway, redis, redis_prefix):
-    of_another_version = "a" * 32
-    key = RedisKeys(redis_prefix).stream(of_another_version)
-    await redis.set(key, b'{"model": "tiny"}', ex=60)
-    for name in ("nothing", "chatcmpl-" + "0" * 32, "..%2f", of_another_version):
+    record = StreamRecord("chat", MODEL, "", "", 0, False, msgspec.Raw(b"5"), MODEL)
+    of_other_versions = {"a" * 32: b'{"model": "tiny"}', "b" * 32: encode(record)}
+    for name, data in of_other_versions.items():
+        await redis.set(RedisKeys(redis_prefix).stream(name), data, ex=60)
+    for name in ("nothing", "chatcmpl-" + "0" * 32, "..%2f", *of_other_versions):
         response = await gateway.client.get(f"/v1/streams/{name}")
         code = response.json()["error"]["code"]
         assert (response.status_code, code.endswith("not_found")) == (404, True), name
+    assert not gateway.services.dispatcher.has_open(MODEL)
+
+
+async def test_a_request_whose_images_cannot_be_held_has_no_reader(gateway, worker, monkeypatch):
+    hold = AsyncMock(side_effect=BlobsUnavailable("full"))
+    monkeypatch.setattr(gateway.services.lifecycle.kept, "hold", hold)
+    content = [{"type": "input_image", "image_url": data_url()}]
+    body = {"model": MODEL, "input": [{"role": "user", "content": content}]}
+    answer = await gateway.client.post("/v1/responses", json=body, headers={"idempotency-key": "k"})
+    assert answer.status_code == 503
+    await until(lambda: not gateway.services.dispatcher.has_open(MODEL))
 
 
 async def test_a_reader_that_ends_leaves_the_key(gateway, other, worker, monkeypatch):
