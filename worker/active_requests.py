@@ -269,9 +269,7 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
 class ActiveRequest(Struct, eq=False):
     claim: Claim
     request_id: str  #: the request's id on the wire
-    engine_id: (
-        str  #: its id in the engine; a number tells apart claims of an attempt that a failover lost
-    )
+    engine_id: str  #: in the engine; its number tells apart claims of one attempt, after a failover
     call: Call
     output_token_ids: tuple[int, ...]  #: ids of the tokens that earlier attempts published
     num_published: int  #: tokens published by earlier attempts, including those without an id

@@ -28,9 +28,11 @@ _PROMPT_TOKENS = 16  #: of the timed prompt: enough for tiled kernels
 _ROUNDS = 2
 _MARGIN = 1.1  #: a smaller difference is noise
 _HOPELESS = 1.3  #: a slowdown of decoding after which fewer threads are not tried
-_MAX_AGE_S = 86_400.0  #: of a measurement, which may be wrong on a busy machine
+_MAX_AGE_S = 86_400.0  #: of a measurement
+_BUSY = 0.05  #: part of a measurement in which threads waited for a processor
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+OWN_THREADS = Path("/proc/self/task")
 
 
 def set_num_threads(asked: int, device: torch.device, weight_bytes: int) -> None:
@@ -54,12 +56,15 @@ def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None)
     """Use fewer threads than `set_num_threads` chose if steps are faster with them.
 
     Hyperthreads, or cores of another socket, may slow a step down. Measured once for a `shape` of model and stored
-    with the `library`; without one, at each start.
+    with the `library`; without one, at each start. A measurement on a busy machine is not used.
     """
     most = torch.get_num_threads()
     if most == 1 or "OMP_NUM_THREADS" in os.environ:
         return
     times = _recall(runner, most, shape, library) if library else _time_steps(runner, most)
+    if times is None:
+        logger.info("%d threads: the machine is too busy to compare with fewer", most)
+        return
     chosen = decide(times)
     torch.set_num_threads(chosen)
     logger.info(
@@ -81,7 +86,7 @@ def decide(times: StepTimes) -> int:
     return best if _MARGIN * cost(best) < cost(most) else most
 
 
-def _recall(runner: ModelRunner, most: int, shape: str, library: Library) -> StepTimes:
+def _recall(runner: ModelRunner, most: int, shape: str, library: Library) -> StepTimes | None:
     """The last day's measurement with this library, torch and processor, or a new one.
 
     One process of a machine measures at a time, because workers that start together would slow each other down.
@@ -97,6 +102,8 @@ def _recall(runner: ModelRunner, most: int, shape: str, library: Library) -> Ste
         if found is not None:
             return found
         found = _time_steps(runner, most)
+        if found is None:
+            return None
         scratch = file.with_suffix(f".{os.getpid()}")
         with suppress(OSError):  # a result that cannot be stored is used all the same
             scratch.write_text(json.dumps(found), encoding="utf-8")
@@ -114,9 +121,10 @@ def _read_fresh(file: Path) -> StepTimes | None:
     return {int(n): (a, b) for n, (a, b) in stored.items()} if age_s < _MAX_AGE_S else None
 
 
-def _time_steps(runner: ModelRunner, most: int) -> StepTimes:
-    """Best of several rounds, halving the number of threads until that is clearly slower."""
+def _time_steps(runner: ModelRunner, most: int) -> StepTimes | None:
+    """Best of several rounds, halving the number of threads until that is clearly slower; None on a busy machine."""
     trial, times = Trial(runner), dict[int, tuple[float, float]]()
+    began, waited_s = time.monotonic(), _waited_s()
     chunk = min(_PROMPT_TOKENS, trial.longest_chunk)
     try:
         for _ in range(_ROUNDS):
@@ -132,7 +140,14 @@ def _time_steps(runner: ModelRunner, most: int) -> StepTimes:
                 count //= 2
     finally:
         torch.set_num_threads(most)
-    return times
+    is_busy = _waited_s() - waited_s > _BUSY * (time.monotonic() - began)
+    return None if is_busy else times
+
+
+def _waited_s() -> float:
+    """Time that threads of this process were ready and waited for a processor."""
+    lines = (line for file in OWN_THREADS.glob("*/schedstat") for line in _lines(file))
+    return sum(int(line.split()[1]) for line in lines) / 1e9
 
 
 def cpu_share() -> float:

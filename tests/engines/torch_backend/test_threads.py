@@ -113,14 +113,14 @@ class Steps:
         self.tried.append(count)
         return self.times[count][num_chunk_tokens > 0]
 
-    def settle(self, file: Path) -> bool:
+    def settle(self, file: Path, chosen: int = 4) -> bool:
         """Returns: whether anything was timed."""
         torch.set_num_threads(8)
         before = len(self.tried)
         runner: Any = self
         library: Any = SimpleNamespace(file=file)
         settle_num_threads(runner, "shape", library)
-        assert torch.get_num_threads() == 4
+        assert torch.get_num_threads() == chosen
         return len(self.tried) > before
 
 
@@ -129,7 +129,10 @@ def test_threads_are_timed_once_for_a_model_and_machine(
 ):
     steps = Steps({8: (1.0, 1.0), 4: (0.5, 0.6), 2: (1.5, 2.0)})
     monkeypatch.setattr(threads, "Trial", lambda runner: runner)
-    kernels = tmp_path / "kernels.so"
+    kernels, waits = tmp_path / "kernels.so", iter([0, 10**12])
+    with monkeypatch.context() as busy:
+        busy.setattr(threads, "_lines", lambda file: [f"5 {next(waits, 10**12)} 2"])
+        assert steps.settle(kernels, 8)
     assert steps.settle(kernels)
     assert set(steps.tried) == {8, 4, 2}  # one would take longer still
     assert not steps.settle(kernels)
