@@ -47,6 +47,7 @@ from shared.queue.keys import (
 from shared.queue.scripts import (
     CANCEL,
     CRASH_TENANTS,
+    FAIL,
     FORGET,
     FORGET_LOST,
     LISTEN,
@@ -61,6 +62,7 @@ from shared.redis.client import (
     BLOCK_S,
     RedisLink,
     RedisSender,
+    Script,
     named,
     redis_errors_as,
     retry_idempotent,
@@ -154,23 +156,15 @@ class RedisGatewayQueue(RedisStore, GatewayQueue):
         self, model: str, request_ids: Sequence[str], *, is_lost: bool = False
     ) -> None:
         for first in range(0, len(request_ids), _MAX_PER_SCRIPT):
-            await self._end(model, request_ids[first : first + _MAX_PER_SCRIPT], is_lost)
+            ids = request_ids[first : first + _MAX_PER_SCRIPT]
+            await self._end(CANCEL, model, ids, is_lost=is_lost)
 
     async def _end(
-        self, model: str, request_ids: Sequence[str], is_lost: bool = False, **failure: str
+        self, script: Script, model: str, request_ids: Sequence[str], **arguments: Any
     ) -> None:
-        """Cancel calls, or fail them with the given `code` and `message`."""
         keys = [self._keys.queue(model), self._keys.backlog(model), self._keys.reservations(model)]
         keys += keys_of_calls(self._keys, model, request_ids)
-        ending = {
-            **failure,
-            "ids": request_ids,
-            "mailboxes": self._keys.mailbox(model, ""),
-            "max_entries": MAX_MAILBOX_ENTRIES,
-        }
-        given = {"failure": ending} if failure else {}
-        shared = cancel_arguments(self._keys, model)
-        await self._run(CANCEL, keys, is_lost=is_lost, **shared, **given)
+        await self._run(script, keys, **cancel_arguments(self._keys, model), **arguments)
 
     async def refund(self, reservation: Reservation) -> bool:
         keys = [self._keys.rates(reservation.model, reservation.tenant)]
@@ -181,12 +175,16 @@ class RedisGatewayQueue(RedisStore, GatewayQueue):
 
     async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
         num_failed = 0
+        failure = {
+            "code": code.value, "message": message, "mailboxes": self._keys.mailbox(model, ""),
+            "max_entries": MAX_MAILBOX_ENTRIES,
+        }  # fmt: skip
         for key in (self._keys.queue(model), self._keys.backlog(model)):
             start = b"-"
             while entries := await self._ask("XRANGE", key, start, "+", "COUNT", _MAX_PER_SCRIPT):
                 ids = [fields[1].decode() for _, fields in entries if fields[0] == b"id"]
                 if ids:
-                    await self._end(model, ids, code=code.value, message=message)
+                    await self._end(FAIL, model, ids, failure={**failure, "ids": ids})
                 num_failed += len(ids)
                 start = b"(" + entries[-1][0]
         return num_failed

@@ -80,7 +80,7 @@ class FaultyPoolingEngine(PoolingEngine):
     """Notes which rows ask for a fault: the model knows no attempts."""
 
     def add(self, request: PoolingInput) -> None:
-        attempt = int(request.request_id.rpartition("@")[2])
+        attempt = int(request.request_id.rpartition("@")[2].partition(".")[0])
         for row in request.rows:
             if fault := fault_in(row.content.decode(errors="replace"), attempt):
                 _faults[row] = fault

@@ -24,6 +24,9 @@ PUBLISH = _load("count_usage", "publish")
 LISTEN = _load("listen")
 NOTE_SHARD = _load("note_shard")
 CANCEL = _load("count_usage", "wake", "cancel")
+FAIL = _load(
+    "count_usage", "wake", "fail", "cancel"
+)  # by nodes alone: gateways may not write to logs
 STATES = _load("states")
 REFUND = _load("refund")
 RENEW = _load("renew")

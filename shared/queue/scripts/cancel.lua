@@ -1,9 +1,8 @@
--- Cancel calls, or fail them if a failure is given: gateways get the event. Their entries leave the queue at once,
+-- Cancel calls, or fail them if a failure is given (`fail.lua`). Their entries leave the queue at once,
 -- so that they are not claimed; a worker that runs one learns it at its next publish, or by its stream of wakeups.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
 -- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of
---   `note_tenant`), left_ttl_ms, wakeups (prefix of the keys of streams, `wake.lua`); failure: absent, or code,
---   message, ids (of the calls), max_entries, mailboxes (prefix of their keys)
+--   `note_tenant`), left_ttl_ms, wakeups (prefix of the keys of streams, `wake.lua`); failure: absent, or of `fail.lua`
 -- Returns for each item its earlier state, or gone.
 local queue, backlog, reservations = KEYS[1], KEYS[2], KEYS[3]
 local args = cmsgpack.unpack(ARGV[1])
@@ -21,19 +20,6 @@ local function note_tenant(request, worker)
   redis.pcall('PEXPIRE', args.left .. worker, args.left_ttl_ms)
 end
 
-local function fail(request, log, item)
-  local r = redis.call('HMGET', request, 'attempt', 'reply_to', 'listeners')
-  local event = cjson.encode({type = 'failed', request_id = failure.ids[item], attempt = tonumber(r[1]),
-    code = failure.code, message = failure.message})
-  redis.call('HSET', request, 'state', 'failed')
-  redis.call('RPUSH', log, event)
-  redis.call('PEXPIRE', log, args.keep_ms)
-  for gateway in string.gmatch(r[2] .. ' ' .. (r[3] or ''), '%S+') do
-    redis.call('XADD', failure.mailboxes .. gateway, 'NOMKSTREAM', 'MAXLEN', '~', failure.max_entries, '*',
-      'events', '[' .. event .. ']')
-  end
-end
-
 for item = 1, (#KEYS - 3) / 2 do
   local request, log = KEYS[2 * item + 2], KEYS[2 * item + 3]
   local r = redis.call('HMGET', request, 'state', 'entry', 'backlog', 'reservation', 'worker')
@@ -47,7 +33,7 @@ for item = 1, (#KEYS - 3) / 2 do
     if r[1] == 'running' then wake(args.wakeups .. r[5], 'lost', r[2]) end
     if r[4] and r[4] ~= '' then redis.call('ZADD', reservations, 'XX', 0, r[4]) end
     if failure then
-      fail(request, log, item)
+      fail(failure, args.keep_ms, request, log, item)
     else
       if r[1] == 'running' then note_tenant(request, r[5]) end
       redis.call('HSET', request, 'state', 'cancelled')
