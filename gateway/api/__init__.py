@@ -118,7 +118,7 @@ def _create_resources(services: Services, surfaces: Sequence[Surface]) -> list[R
         Models(models, limits),
         Files(lifecycle, search, batches and batches.files),
         BatchResource(batches, services.look_for_batches, limits, batchable, find_guest),
-        StoredResponses(lifecycle.kept),
+        StoredResponses(lifecycle.kept, lifecycle.resume),
         VectorStores(lifecycle, search, settings.search.default_store),
         OllamaModelList(models),
         Sessions(lifecycle, services.sessions, limits),

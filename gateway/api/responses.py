@@ -80,6 +80,7 @@ from gateway.api.generation import (
 from gateway.api.vector_stores import Deleted, ListQuery
 from gateway.calls.kept import IMAGE_ID, KeptAnswers
 from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.resume import Resume
 from gateway.calls.surface import Answer, AnswerHead, NoOptions, Plan, Surface, Totals
 from gateway.http.endpoint import Caller, Resource, operation
 from gateway.http.errors import ApiError, NotFound
@@ -881,6 +882,7 @@ class StoredResponses(Resource):
     tag = "responses"
 
     _kept: KeptAnswers
+    _resume: Resume
 
     @operation("GET", _PATH, answer_type=ResponseObject)
     async def retrieve_response(self, caller: Caller, query: ResponseQuery) -> Response:
@@ -891,9 +893,11 @@ class StoredResponses(Resource):
     @operation("DELETE", _PATH)
     async def delete_response(self, caller: Caller) -> Deleted:
         """Delete a stored response."""
-        name = caller.path["response_id"]
-        if name.startswith(IMAGE_ID) or not await self._kept.delete(caller.context.tenant, name):
+        tenant, name = caller.context.tenant, caller.path["response_id"]
+        if name.startswith(IMAGE_ID) or await self._kept.get(tenant, name) is None:
             raise _not_kept()
+        await self._resume.note(name.removeprefix(Responses.id_prefix), is_deleted=True)
+        await self._kept.delete(tenant, name)
         return Deleted(name, "response")
 
     @operation("GET", _PATH + "/input_items")

@@ -266,7 +266,7 @@ class Lifecycle:
             if surface.keeps_answers and reply.call.images:
                 try:
                     await self.kept.hold(reply.head.id, reply.call.images, self.resume.keep_s)
-                    await self.resume.note_images(context.id, reply.call.images)
+                    await self.resume.note(context.id, images=reply.call.images)
                 except BaseException:
                     reply.call.close()
                     raise
@@ -312,9 +312,11 @@ class Lifecycle:
         data = reply.surface.record(reply.answer)
         if data is None:
             return
-        images = reply.call.images
+        images: tuple[ImageRef, ...] | None = reply.call.images
         if reply.call.is_follower:  # the first reader may have disconnected before storing it
             images = await self.resume.images(reply.head.id.removeprefix(reply.surface.id_prefix))
+            if images is None:
+                return
         await self.kept.put(context.tenant, reply.head.id, data, images)
 
     async def _read(self, exchange: Exchange, surface: Surface, held: HeldBody) -> Request:

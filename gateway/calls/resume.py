@@ -64,6 +64,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     package: str = ""  #: package of a deployed model
     images: tuple[ImageRef, ...] = ()  #: of a request whose answer may be stored
     shard: str = ""  #: suffix of the call's id
+    is_deleted: bool = False  #: the stored answer was deleted: readers do not store it again
 
 
 _decoder = msgspec.json.Decoder(StreamRecord)
@@ -207,16 +208,18 @@ class Resume:
         answer = surface.answer(options, head)
         return Reply(surface, call, answer, True, record.shows_timings, head, last_id)
 
-    async def images(self, request_id: str) -> tuple[ImageRef, ...]:
-        """The images of a request whose answer may be stored. Raises: QueueUnavailable."""
+    async def images(self, request_id: str) -> tuple[ImageRef, ...] | None:
+        """The images of a request whose answer may be stored; None: it was deleted. Raises: QueueUnavailable."""
         record = await self._recall(request_id)
-        return () if record is None else record.images
+        if record is None:
+            return ()
+        return None if record.is_deleted else record.images
 
-    async def note_images(self, request_id: str, images: tuple[ImageRef, ...]) -> None:
-        """Store the images for a client that resumes. Raises: QueueUnavailable."""
+    async def note(self, request_id: str, **changes: object) -> None:
+        """Change the record, for clients that resume. Raises: QueueUnavailable."""
         record = await self._recall(request_id)
         if record is not None:
-            record = msgspec.structs.replace(record, images=images)
+            record = msgspec.structs.replace(record, **changes)
             await self.records.replace(request_id, msgspec.json.encode(record), self.keep_s)
 
     async def _has_answer(self, model: str, choice_id: str) -> bool:

@@ -183,7 +183,9 @@ async def test_a_request_goes_on_from_an_answer_with_its_image_and_beginning(cli
 
 
 async def test_an_answer_that_is_kept_is_shown_listed_and_forgotten(client, worker):
-    made = await client.responses.create(model=MODEL, input=ITEMS)
+    key = {"idempotency-key": "once"}
+    ask = partial(client.responses.create, model=MODEL, input=ITEMS, extra_headers=key)
+    made = await ask()
     assert (await client.responses.retrieve(made.id)).output_text == "Hello you"
     page = await client.responses.input_items.list(made.id, order="asc")
     assert [part.type for part in page.data[0].content] == ["input_text", "input_image"]
@@ -193,6 +195,7 @@ async def test_an_answer_that_is_kept_is_shown_listed_and_forgotten(client, work
         with pytest.raises(openai.BadRequestError, match=named):
             await client.responses.retrieve(made.id, extra_query=query)
     await client.responses.delete(made.id)
+    assert (await ask()).id == made.id  # the retry does not store it again
     for gone in (client.responses.retrieve(made.id), client.responses.delete(made.id)):
         with pytest.raises(openai.NotFoundError):
             await gone
