@@ -189,6 +189,9 @@ async def test_an_answer_that_is_kept_is_shown_listed_and_forgotten(client, work
     assert (await client.responses.retrieve(made.id)).output_text == "Hello you"
     page = await client.responses.input_items.list(made.id, order="asc")
     assert [part.type for part in page.data[0].content] == ["input_text", "input_image"]
+    for field in ("after", "before"):  # an unknown id begins no page
+        with pytest.raises(openai.BadRequestError, match=field):
+            await client.responses.input_items.list(made.id, extra_query={field: "msg_none"})
     with pytest.raises(openai.BadRequestError, match=r"Unsupported parameter: include\[\]"):
         await client.responses.input_items.list(made.id, include=["file_search_call.results"])
     for query, named in ({"stream": True}, "send false"), ({"starting_after": 3}, "starting_after"):
