@@ -314,7 +314,7 @@ class ModelDirectory:
         Raises: NotFound; Forbidden if the tenant may not use the model; Overloaded if its workers have another protocol
         version; QueueUnavailable, RedisError, OSError.
         """
-        self.check_use(tenant, name)
+        self.check_use(tenant, name, param)
         card = self._known(name, side)
         if card is None:  # the model may have registered since the last refresh
             looked_at = self._refreshed_at
@@ -328,11 +328,11 @@ class ModelDirectory:
             raise error
         return card
 
-    def check_use(self, tenant: str, name: str) -> None:
+    def check_use(self, tenant: str, name: str, param: str = "model") -> None:
         """Raises: Forbidden if the tenant may not use the model."""
         if not self.may_use(tenant, name):
             message = "This API key may not use this model: GET /v1/models lists allowed models."
-            raise Forbidden(message, param="model", code="model_not_allowed")
+            raise Forbidden(message, param=param, code="model_not_allowed")
 
     def _known(self, name: str, side: str) -> ModelCard | None:
         card = self.cards.get(name) or self.adapters.get(name)

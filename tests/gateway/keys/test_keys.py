@@ -205,9 +205,10 @@ async def test_a_key_may_use_only_its_models(team: Team):
     unknown = await team.gateways[0].chat(make_body(model="qwen-none"), headers=bearer(other))
     assert unknown.status_code == 404
     assert MODEL not in unknown.text
-    embedded = {"model": MODEL, "input": "x"}
-    refused = await client.post("/v1/embeddings", json=embedded, headers=bearer(other))
-    assert code(refused) == (403, "model_not_allowed", "model")
+    for path, field in (("embeddings", "model"), ("vector_stores", "embedding_model")):
+        body = {field: MODEL, "input": "x"}
+        refused = await client.post(f"/v1/{path}", json=body, headers=bearer(other))
+        assert code(refused) == (403, "model_not_allowed", field)
     operator = bearer(await team.create("operator", roles=["adapters"], models=["other-*"]))
     for action, path in (("load", {"lora_path": "poems"}), ("unload", {})):
         body = {"lora_name": "poems", **path}
