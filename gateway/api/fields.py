@@ -281,6 +281,7 @@ class SamplingFields(RequestStruct, frozen=True, kw_only=True):
     To add a field, add it here, in `translate_sampling`, in `SamplingParams` and in the engine.
     """
 
+    prefix: ClassVar[str] = ""  #: of the fields' names in errors
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -358,13 +359,15 @@ def translate_sampling(
     min_tokens, longest = fields.min_tokens or 0, most if max_tokens is None else max_tokens
     if min_tokens > longest:
         problem = f"send at most {longest}, the maximum of the answer's tokens"
-        raise invalid("min_tokens", problem)
+        raise invalid(fields.prefix + "min_tokens", problem)
     default = defaults.max_tokens or (most if context.max_output_tokens else None)
     if max_tokens is None and default is not None:
         max_tokens = min(max(default, min_tokens), most)
     seed = int(context.id[:16], 16) if fields.seed is None else fields.seed
     if fields.allowed_token_ids == []:
-        raise invalid("allowed_token_ids", "send at least one token id, or leave it out")
+        raise invalid(
+            fields.prefix + "allowed_token_ids", "send at least one token id, or leave it out"
+        )
     check_most("prompt_logprobs", openai.prompt_logprobs or 0, limits.max_top_logprobs)
     return SamplingParams(
         max_tokens=max_tokens,
@@ -425,7 +428,7 @@ def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
     if isinstance(given, StopForm):
         given = given.Single if given.Single is not None else given.Multiple or ()
     stop = (given,) if isinstance(given, str) else tuple(given)
-    name = fields.__struct_encode_fields__[fields.__struct_fields__.index("stop")]
+    name = fields.prefix + fields.__struct_encode_fields__[fields.__struct_fields__.index("stop")]
     check_most(name, len(stop), limits.max_stop_strings, "strings")
     if any(not 1 <= len(text) <= limits.max_stop_chars for text in stop):
         raise invalid(name, f"send strings of 1 to {limits.max_stop_chars} characters")
@@ -436,25 +439,26 @@ def _token_ids(fields: SamplingFields, name: str, most: int) -> tuple[int, ...]:
     token_ids: list[int] | None = getattr(fields, name)
     if token_ids is None:
         return ()
-    check_most(name, len(token_ids), most, "token ids")
+    check_most(fields.prefix + name, len(token_ids), most, "token ids")
     return tuple(dict.fromkeys(token_ids))
 
 
 def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, float]:
     if (bias := fields.logit_bias) is None:
         return {}
-    check_most("logit_bias", len(bias), limits.max_logit_bias, "entries")
+    name = fields.prefix + "logit_bias"
+    check_most(name, len(bias), limits.max_logit_bias, "entries")
     if not all(map(_TOKEN_ID.fullmatch, bias)):
-        raise invalid("logit_bias", "send token ids in decimal digits as keys")
+        raise invalid(name, "send token ids in decimal digits as keys")
     return {int(key): value for key, value in bias.items()}
 
 
-def check_model(sampling: SamplingParams, card: ModelCard) -> None:
-    """Refuse parameters that the model does not support. Raises: InvalidRequest."""
+def check_model(sampling: SamplingParams, card: ModelCard, prefix: str = "") -> None:
+    """Refuse parameters that the model does not support. `prefix`: of the fields. Raises: InvalidRequest."""
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         token_ids = getattr(sampling, name)
         if token_ids and max(token_ids) >= card.vocab_size:
-            raise invalid(name, f"send token ids below {card.vocab_size}")
+            raise invalid(prefix + name, f"send token ids below {card.vocab_size}")
 
 
 def split_choices(task: Generate, count: int) -> list[Generate]:

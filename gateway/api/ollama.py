@@ -29,6 +29,7 @@ from gateway.api.fields import (
     SamplingFields,
     User,
     UserName,
+    check_model,
     check_most,
     copy_fields,
     doc,
@@ -89,6 +90,7 @@ class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
     """Sampling options. Options for loading a model have no effect."""
 
     is_lenient: ClassVar[bool] = True
+    prefix: ClassVar[str] = "options."
     repetition_penalty: RepetitionPenalty | None = msgspec.field(
         default=None, name="repeat_penalty"
     )
@@ -269,6 +271,7 @@ class _Ollama(Surface):
             "options.num_predict",
             num_logprobs=find_num_logprobs(request.logprobs, request.top_logprobs, self.limits),
         )
+        check_model(sampling, card, "options.")
         messages, prompt = tuple(conversation.messages), None
         if is_raw:
             [prompt], messages = messages[-1].parts, ()

@@ -210,7 +210,9 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
       for data in ("bm8gaW1hZ2U=", "no base64")],  # the first is "no image"
     *[(MESSAGES, source(data, "image/png"), "invalid_image", f"{IMAGE}.data") for data in (PNG[:16], "")],
     (OLLAMA, {"format": "xml"}, "invalid_grammar", "format"),
-    (OLLAMA, {"options": {"num_predict": 10**6}}, "invalid_value", "options.num_predict"),
+    *[(OLLAMA, {"options": {name: value}}, "invalid_value", f"options.{name}") for name, value in (
+        ("num_predict", 10**6), ("min_tokens", 10**6), ("stop", [""]), ("stop", ["x"] * 17), ("logit_bias", {"a": 1}), ("logit_bias", {"9" * 9: 1}),
+        ("logit_bias", {str(n): 1 for n in range(301)}), ("allowed_token_ids", []), ("stop_token_ids", [*range(65)]))],
     (OLLAMA, {"messages": [{"role": "user", "content": "x", "images": ["!"]}]}, "invalid_image", "messages.[0].images.[0]"),
     (OLLAMA, {"messages": [{"role": "user", "images": [{"type": "Buffer", "data": [1]}]}]}, "invalid_value", "messages.[0].images.[0]"),
     *[(path, message(role="assistant", tool_calls=[{"id": "c", **function(name="f", arguments="[" * 101 + "]" * 101)}]),
