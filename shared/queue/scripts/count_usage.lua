@@ -19,6 +19,8 @@ local function count_usage(model, request, used, is_lost)
     mark, images, input, cached, output, image, reserved, budget =
       string.match(charge, '^([*+]?)(%d+) (%S+) (%S+) (%S+) (%S+) (%d+) (.*)$')
   end
+  -- One that Redis lost is restored from the usage, with a time to live, by the next request.
+  local has_budget = budget ~= '' and redis.call('EXISTS', budget) == 1
   if not is_lost then
     local num_images = num_prompt and tonumber(images) or 0
     num_prompt, num_cached, num_output = tonumber(num_prompt or 0), tonumber(num_cached or 0), tonumber(num_output)
@@ -31,9 +33,9 @@ local function count_usage(model, request, used, is_lost)
     if mark == '' then sums[1] = sums[1] + 1 end
     sums[2], sums[3], sums[4] = sums[2] + num_prompt, sums[3] + num_cached, sums[4] + num_images
     sums[5], sums[6] = sums[5] + num_output, sums[6] + cost
-    if budget ~= '' then redis.call('HINCRBY', budget, 'spent', string.format('%.0f', cost)) end
+    if has_budget then redis.call('HINCRBY', budget, 'spent', string.format('%.0f', cost)) end
   end
-  if budget ~= '' and redis.call('ZREM', budget .. ':open', reserved .. ' ' .. request) == 1 then
+  if budget ~= '' and redis.call('ZREM', budget .. ':open', reserved .. ' ' .. request) == 1 and has_budget then
     redis.call('HINCRBY', budget, 'reserved', '-' .. reserved)
   end
 end

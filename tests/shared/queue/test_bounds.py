@@ -7,8 +7,8 @@ import pytest
 from redis.asyncio import Redis
 
 import shared.queue.worker
-from shared.protocol import Call, SamplingParams
-from shared.queue.api import QueueRefused
+from shared.protocol import Call, SamplingParams, seal
+from shared.queue.api import Budget, Charge, QueueRefused, Submission
 from shared.queue.gateway import RedisGatewayQueue
 from tests.factories_queue import (
     MODEL,
@@ -136,6 +136,18 @@ async def test_an_answer_is_refunded_once_when_it_has_ended(ends, num_tokens, wa
     refused = await refusal(ends.queue, num_tokens=1, **options)
     assert refused.wait_s == pytest.approx(wait_s, abs=1)
     assert 0 < await ends.redis.pttl(ends.keys.rates(MODEL, "")) <= 1000 * (wait_s + 60)
+
+
+async def test_a_budget_that_redis_lost_is_not_created_by_the_end_of_a_call(ends):
+    """It would have no time to live, and nothing of what was spent before."""
+    request, budget = make_request(), Budget("2026-11", most=9, reserved=1, ttl_s=60.0)
+    await ends.queue.set_spent(request.id, request.tenant, budget, 5)
+    await ends.queue.submit(Submission([seal(request)], 60.0, 9, charge=Charge(budget=budget)))
+    claim = await ends.claim(worker := ends.worker("a"))
+    key = ends.keys.budget(request.tenant, budget.period)
+    await ends.redis.delete(key)
+    await worker.publish([publication(claim, 1, 0, make_finished(claim, 0))])
+    assert not await ends.redis.exists(key)
 
 
 async def test_logprobs_count_for_what_they_take(gateways):
