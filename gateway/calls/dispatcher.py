@@ -403,10 +403,10 @@ class Dispatcher:
             return
         lost = choice.request_id
         self._cancel_ids(call, [lost], is_lost=True)
-        call.num_resubmits += 1
         first = call.submitted[choice.index]
-        name = f"{first.id.partition('@')[0]}.{call.num_resubmits}"
+        name = f"{first.id.partition('@')[0]}.{len(call.resubmitted) + 1}"
         again = replace(first, id=name + self.queue.place(name, first.tenant, None, None))
+        call.resubmitted.append((again.id, len(choice.token_ids)))
         logger.warning("Redis lost data of request %s; submitted it again as %s", lost, again.id)
         self._remove_route(call, choice)
         choice.resubmit(again.id)

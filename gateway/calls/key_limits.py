@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from gateway.calls.open_call import OpenCall
 from gateway.http.errors import AuthenticationError, Overloaded, RateLimited
 from gateway.http.exchange import Rate, RequestContext
 from gateway.keys.directory import KeyRecord, Period
@@ -320,6 +321,13 @@ class Refunds:
     def __init__(self, queue: GatewayQueue) -> None:
         self._queue = queue
         self.open: set[Reservation] = set()  #: closed requests, until their answers have ended
+
+    def add(self, reservation: Reservation, call: OpenCall) -> None:
+        """Settle a closed request. Calls that were submitted again are charged the tokens that they add."""
+        self.open.add(reservation)
+        for call_id, num_earlier in call.resubmitted:
+            again = replace(reservation, request_ids=(call_id,), num_answer_tokens=num_earlier)
+            self.open.add(again)
 
     async def keep_refunding(self) -> None:
         while True:

@@ -455,7 +455,7 @@ class Lifecycle:
         if reservation is not None and call.full_in_s is not None:
             context.rates = to_rates(reservation.limits, call.full_in_s)
         if reservation is not None and reservation.limits.max_tenant_tokens_per_minute:
-            call.when_closed(lambda _: self.refunds.open.add(reservation))
+            call.when_closed(partial(self.refunds.add, reservation))
         return call
 
     # Out

@@ -145,7 +145,6 @@ class OpenCall:
     images: tuple[ImageRef, ...] = ()  #: of the submitted request
     submitted: Sequence[Call] = ()  #: one for each choice
     charge: Charge | None = None
-    num_resubmits = 0
     full_in_s: tuple[float, float] | None = None  #: as in `Submitted`
     begins_by = 0.0  #: until then Redis may not know the request
     _waiter: asyncio.Future[None] | None = None
@@ -160,6 +159,8 @@ class OpenCall:
         self.model = model
         self.deadline_at = deadline_at  #: by `time.monotonic`
         self.choices = [ChoiceProgress(each, index) for index, each in enumerate(request_ids)]
+        #: Calls that were submitted again: their ids, and the number of tokens that they continue.
+        self.resubmitted: list[tuple[str, int]] = []
         self._on_close: list[Callable[[OpenCall], object]] = [on_close]
         self.pending: list[ChoiceEvent] = []  #: not received yet
 
@@ -180,7 +181,7 @@ class OpenCall:
             and not self.is_closed
             and not self.is_resumable
             and not choice.is_finished
-            and self.num_resubmits < MAX_RESUBMITS * len(self.choices)
+            and len(self.resubmitted) < MAX_RESUBMITS * len(self.choices)
             and min(choice.token_ids, default=0) >= 0
         )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from datetime import date
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.calls.dispatcher import MAX_LOOKS, Dispatcher
+from gateway.calls.key_limits import Refunds
 from gateway.calls.open_call import ChoiceProgress, OpenCall
 from gateway.keys.usage import UsageLog, today
 from shared.protocol import (
@@ -29,7 +31,7 @@ from shared.queue.keys import RedisKeys
 from shared.telemetry.metrics import GatewayMetrics
 from tests.factories_gateway import MODEL, Answer, say_hello
 from tests.factories_keys import code
-from tests.factories_queue import GATEWAY, make_finished, make_request, publication
+from tests.factories_queue import GATEWAY, make_finished, make_request, publication, reserve
 from tests.gateway.api.chat.test_streams import read_events
 from tests.waiting import until, until_equal
 from worker.active_requests import read_claim
@@ -281,20 +283,21 @@ async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrive
     call = make_request()
     budget = Budget("2026-11", most=1, reserved=9, ttl_s=600)
     charge = Charge(prices=(0.0, 0.0, 3.0, 0.0), budget=budget)
-    opened = await submit_one(dispatcher, call, charge=charge)
+    reservation = reserve(call, num_tokens=90, max_tenant_tokens_per_minute=1)
+    opened = await submit_one(dispatcher, call, charge=charge, reservation=reservation)
     opened.deliver(opened.choices[0], delta(0, 1, 2))
     if is_lost:
         await redis.delete(ends.keys.request(MODEL, call.id), ends.keys.queue(MODEL))
     else:
         opened.deliver(opened.choices[0], delta(1, 2, 3, attempt=2))
-    await until(lambda: opened.num_resubmits == 1)
+    await until(lambda: opened.resubmitted)
     worker = ends.worker("w")
     await worker.create_group()
     [claim] = await worker.read(10, 5.0)
     _, events = read_claim(claim)
     assert claim.id == f"{call.id}.1"
     assert [event.token_ids for event in events] == [(1, 2)]
-    await worker.publish([publication(claim, 1, 2, make_finished(claim, 2))])
+    await worker.publish([publication(claim, 1, 2, delta(2, 3), make_finished(claim, 3))])
 
     async def is_cancelled() -> bool:
         state = await dispatcher.queue.state(MODEL, call.id)
@@ -303,11 +306,17 @@ async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrive
     await until(is_cancelled)
     [sums] = await dispatcher.queue.usage((today() - date(1970, 1, 1)).days, skips_down=False)
     counted = [sums[f"{kind} {call.tenant} {MODEL}"] for kind in ("requests", "output", "cost")]
-    assert counted == [1, 2, 6]
+    assert counted == [1, 3, 9]
     found = await redis.hgetall(ends.keys.budget(call.tenant, budget.period))
-    assert int(found[b"spent"]) == 6
+    assert int(found[b"spent"]) == 9
     # What the lost call reserved stays until it expires, if Redis does not know the call any more.
     assert int(found[b"reserved"]) == (9 if is_lost else 0)
+    refunds = Refunds(dispatcher.queue)
+    refunds.add(reservation, opened)
+    await refunds.refund()
+    full_at = float(await redis.hget(ends.keys.rates(MODEL, call.tenant), "tokens")) / 1000
+    minutes = (full_at - time.time()) / 60
+    assert minutes == pytest.approx(91 if is_lost else 1, abs=0.5)
 
 
 async def test_calls_of_a_shard_that_is_down_delay_no_lookup_of_others(dispatcher, monkeypatch):
@@ -322,7 +331,7 @@ async def test_calls_of_a_shard_that_is_down_delay_no_lookup_of_others(dispatche
             raise QueueUnavailable("down")
 
     monkeypatch.setattr(dispatcher.queue, "state", state)
-    await until(lambda: opened.num_resubmits == 1)
+    await until(lambda: opened.resubmitted)
 
 
 async def test_an_id_that_is_open_is_refused_and_the_first_goes_on(dispatcher):
@@ -425,6 +434,6 @@ async def test_a_lost_request_whose_client_left_is_not_submitted_again(
         left.close()
 
     monkeypatch.setattr(dispatcher.queue, "state", lose)
-    await until(lambda: other.num_resubmits == 2)  # looked up with the first one, and once more
-    assert left.num_resubmits == 0
+    await until(lambda: len(other.resubmitted) == 2)  # looked up with the first one, and once more
+    assert not left.resubmitted
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
