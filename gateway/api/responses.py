@@ -621,6 +621,8 @@ class _Items:
         self._thought = ""
         self._said: list[Part] = []
         self._calls: list[ToolCall] = []
+        said = conversation.messages  # of the previous response
+        self._call_ids = {call.id for message in said for call in message.tool_calls}
 
     def add(self, items: Sequence[InputItem]) -> None:
         """Add all items. Raises: InvalidRequest."""
@@ -650,6 +652,9 @@ class _Items:
                 raise missing(f"{param}.call_id")
             if item.output is None:
                 raise missing(f"{param}.output")
+            if call_id not in self._call_ids and not is_shell:
+                problem = "send the id of a call that is in the input or in the previous response"
+                raise invalid(f"{param}.call_id", problem)
             parts = self._parts(item.output, "tool", f"{param}.output")
             self._conversation.add("tool", parts, call_id=call_id)
         elif item.role is None:
@@ -688,6 +693,7 @@ class _Items:
         if self._said or self._calls:
             parts = self._said or [self._conversation.text("")]
             self._conversation.add("assistant", parts, self._thought, self._calls)
+            self._call_ids.update(call.id for call in self._calls)
             self._said, self._calls, self._thought = [], [], ""
 
     def _parts(self, content: str | Sequence[InputPart], role: Role, param: str) -> list[Part]:

@@ -198,6 +198,8 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "unsupported_parameter", "text.format"),
     (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "missing_field", "input.[0].call_id"),
     (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "c"}]}, "missing_field", "input.[0].output"),
+    *[(RESPONSES, {"input": [{"type": f"{kind}_output", "call_id": "c", "output": "x"}]}, "invalid_value", "input.[0].call_id")
+      for kind in ("function_call", "custom_tool_call")],  # no call has this id
     (RESPONSES, {"input": [{"type": "local_shell_call_output", "output": "ok"}]}, "missing_field", "input.[0].call_id"),
     (RESPONSES, {"tools": [{"type": "function"}]}, "missing_field", "tools.[0].name"),
     (RESPONSES, {"max_output_tokens": 10**6}, "invalid_value", "max_output_tokens"),
