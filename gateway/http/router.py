@@ -95,7 +95,9 @@ class Router:
         exchange.has_message = scope.get("extensions", {}).get(HAS_MESSAGE)
         endpoint, is_noted = None, True
         try:
-            route = self._find(scope["path"], context)
+            # An id with an encoded slash matches no other way.
+            raw_path = scope.get("raw_path", b"").decode("latin-1")
+            route = self._find(scope["path"], context) or self._find(raw_path, context)
             endpoint = route and route.first
             await self._check_access(endpoint, scope, context)
             endpoint, serve = _choose(route, scope["path"], context.method, self._known)

@@ -203,7 +203,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["keys", "create", "--name", "a", "--roles", "root"], 4, "roles"),
     (["keys", "update", "a", "--budget", "-1"], 2, "--budget"),
     (["keys", "update", "a", "--tag", "b"], 4, "no key of this name"),
-    (["keys", "revoke", "nobody"], 4, "`vlm keys list`"),
+    *[(["keys", "revoke", name], 4, "`vlm keys list`") for name in ("nobody", "a/b")],
 ]
 
 
