@@ -38,7 +38,7 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
     run_worker,
 )
-from tests.waiting import until
+from tests.waiting import until, until_equal
 
 KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # of nothing
 DEPLOY = {"authorization": "Bearer may-deploy"}
@@ -476,20 +476,16 @@ OPERATOR = {"authorization": "Bearer sk-admin"}
 @pytest.mark.parametrize("changes", [{"gateway": {"admin_keys": ["sk-admin"]}}])
 async def test_an_operator_who_leaves_lets_the_next_one_in(gateway, redis, redis_prefix):
     load = {"lora_name": "slow", "lora_path": "slow"}
-    waiting = asyncio.create_task(
-        gateway.client.post("/v1/load_lora_adapter", json=load, headers=OPERATOR)
-    )
-    async with asyncio.timeout(30):
-        while not await redis.keys(f"{redis_prefix}:*adapters*"):
-            await asyncio.sleep(0.02)
-        waiting.cancel()
-        with suppress(asyncio.CancelledError, httpx.HTTPError):
-            await waiting
-        unload = {"lora_name": "other"}
-        answer = await gateway.client.post("/v1/unload_lora_adapter", json=unload, headers=OPERATOR)
-        assert answer.status_code == 404
-        while await redis.keys(f"{redis_prefix}:*adapters*"):
-            await asyncio.sleep(0.02)
+    loading = gateway.client.post("/v1/load_lora_adapter", json=load, headers=OPERATOR)
+    waiting, pattern = asyncio.create_task(loading), f"{redis_prefix}:*adapters*"
+    await until(lambda: redis.keys(pattern), 30)
+    waiting.cancel()
+    with suppress(asyncio.CancelledError, httpx.HTTPError):
+        await waiting
+    unload = {"lora_name": "other"}
+    answer = await gateway.client.post("/v1/unload_lora_adapter", json=unload, headers=OPERATOR)
+    assert answer.status_code == 404
+    await until_equal(lambda: redis.keys(pattern), [], 30)
 
 
 async def test_commands_set_show_and_remove_a_route(deployments, capsys):

@@ -51,17 +51,11 @@ async def test_a_text_and_instructions_make_a_conversation(client, worker):
 
 async def test_a_stream_has_its_events_in_order(client, worker):
     events = [e async for e in await client.responses.create(model=MODEL, input="hi", stream=True)]
-    assert [kind for kind, _ in groupby(event.type for event in events)] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        "response.output_text.delta",  # as many as came one by one
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
+    # There are as many deltas as came one by one.
+    assert [kind.removeprefix("response.") for kind, _ in groupby(e.type for e in events)] == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
     numbers = [event.sequence_number for event in events]
     assert numbers == sorted(set(numbers))  # those of tokens that came joined are left out
     assert [e.text for e in events if e.type == "response.output_text.done"] == ["Hello you"]
@@ -189,11 +183,10 @@ async def test_an_answer_that_is_kept_is_shown_listed_and_forgotten(client, work
     assert (await client.responses.retrieve(made.id)).output_text == "Hello you"
     page = await client.responses.input_items.list(made.id, order="asc")
     assert [part.type for part in page.data[0].content] == ["input_text", "input_image"]
-    for field in ("after", "before"):  # an unknown id begins no page
-        with pytest.raises(openai.BadRequestError, match=field):
-            await client.responses.input_items.list(made.id, extra_query={field: "msg_none"})
-    with pytest.raises(openai.BadRequestError, match=r"Unsupported parameter: include\[\]"):
-        await client.responses.input_items.list(made.id, include=["file_search_call.results"])
+    for field in ("after", "before", "include[]"):  # an unknown id begins no page
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.input_items.list(made.id, extra_query={field: "none"})
+        assert refused.value.param == field
     for query, named in ({"stream": True}, "send false"), ({"starting_after": 3}, "starting_after"):
         with pytest.raises(openai.BadRequestError, match=named):
             await client.responses.retrieve(made.id, extra_query=query)

@@ -84,9 +84,8 @@ async def test_a_request_whose_body_arrives_after_the_key_was_revoked_is_refused
 
     client = team.gateways[0].client
     headers = {**bearer(key), "content-type": "application/json"}
-    request = asyncio.create_task(
-        client.post("/v1/chat/completions", content=body(), headers=headers)
-    )
+    sending = client.post("/v1/chat/completions", content=body(), headers=headers)
+    request = asyncio.create_task(sending)
     await sent.wait()
     await team.admin("DELETE", "/alice")
     assert (await request).status_code == 401
@@ -98,12 +97,10 @@ async def test_a_rotated_key_keeps_its_data_and_the_old_one_ends(team: Team):
     body = {"model": MODEL, "input": "hello"}
     client = team.gateways[0].client
     kept = (await client.post("/v1/responses", json=body, headers=bearer(old))).json()["id"]
-    rotated = await team.admin("POST", "/alice:rotate")
-    new = rotated.json()["key"]
+    new = (await team.admin("POST", "/alice:rotate")).json()["key"]
     assert new != old
     assert await team.status(old) == 401
-    found = await client.get(f"/v1/responses/{kept}", headers=bearer(new))
-    assert found.status_code == 200
+    assert (await client.get(f"/v1/responses/{kept}", headers=bearer(new))).status_code == 200
     other = await team.create("bob")
     assert (await client.get(f"/v1/responses/{kept}", headers=bearer(other))).status_code == 404
 
@@ -218,11 +215,8 @@ async def test_a_key_may_use_only_its_models(team: Team):
 
 async def test_roles_are_separate(team: Team):
     client = team.gateways[0].client
-    keys = {
-        role: await team.create(role, roles=[role])
-        for role in ("use", "adapters", "deploy", "admin")
-    }
     paths = {"use": "/v1/models", "deploy": "/v1/nodes", "admin": PATH, "adapters": "/metrics"}
+    keys = {role: await team.create(role, roles=[role]) for role in paths}
     for role, key in {**keys, "root": "the-root-key"}.items():
         for needed, path in paths.items():
             answer = await client.get(path, headers=bearer(key))
@@ -370,9 +364,8 @@ async def test_who_manages_keys_sees_the_queues_and_workers(team: Team):
 
 async def test_of_two_changes_at_once_one_is_told(team: Team):
     await team.create()
-    answers = await asyncio.gather(
-        *(team.admin("POST", "/alice:rotate", number=number) for number in (0, 1))
-    )
+    rotations = [team.admin("POST", "/alice:rotate", number=number) for number in (0, 1)]
+    answers = await asyncio.gather(*rotations)
     statuses = sorted(answer.status_code for answer in answers)
     assert statuses in ([200, 200], [200, 409])
     keys = [answer.json()["key"] for answer in answers if answer.status_code == 200]
