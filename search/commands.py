@@ -1,7 +1,7 @@
 """`vlm embed`, `vlm search`, `vlm store load` and `vlm store export`.
 
 `vlm embed` writes a collection from files of texts and images, by an engine in this process or a gateway. An
-interrupted run is resumed after its last part.
+interrupted run or export is resumed after its last part.
 """
 
 import base64
@@ -222,14 +222,18 @@ def embed(
             num_done += len(some)
             report(num_done, total)
         parts.append(write_part(directory, len(parts), items, dtype))
-    fields = msgspec.structs.asdict(plan)
-    del fields["part_items"]
-    manifest = Manifest(num_items=total, parts=tuple(parts), **fields)
+    manifest = _to_manifest(plan, total, parts)
     if sum(part.num_items for part in parts) != total:
         raise EmbedError("the inputs changed during the run: run it again")
     write_manifest(directory, manifest)
     (directory / PLAN).unlink(missing_ok=True)
     return manifest
+
+
+def _to_manifest(plan: Plan, total: int, parts: Sequence[PartRecord], **more: Any) -> Manifest:
+    fields = msgspec.structs.asdict(plan) | more
+    del fields["part_items"]
+    return Manifest(num_items=total, parts=tuple(parts), **fields)
 
 
 def open_output(directory: Path) -> None:
@@ -604,33 +608,31 @@ def _to_wire(item: Item) -> dict[str, Any]:
 
 @_failing()
 def run_export(name: str, output: Path, url: str, dtype: str, api_key: str | None) -> None:
-    """Write a store as a collection."""
+    """Write a store as a collection, or resume an export."""
     client = Client(url, api_key, TIMEOUT_S)
     store = find_store(client, name)
     if store is None:
         raise EmbedError(f"there is no vector store {name!r}")
     open_output(output)
-    if any(output.iterdir()):
+    if (output / MANIFEST).exists():
         raise EmbedError(f"{output} is not empty: name a new directory")
+    model = (store["embedding_model"], store["embedding_digest"], store["prompt"])
+    plan = Plan(*model, store["dimensions"], dtype, EXPORT_PART_ITEMS, store["id"])
+    parts, after = _resume(output, plan), ""
+    if parts:
+        last = Part(output / parts[-1].name, plan.dimensions)
+        after = last.text("ids", len(last) - 1)
     path = f"{_STORES}/{store['id']}/items"
-    pages = client.pages(path, TRIES, limit=PAGE, include="embedding")
-    items, parts, num_done = map(_from_wire, pages), [], 0
+    pages = client.pages(path, TRIES, after, limit=PAGE, include="embedding")
+    items, num_done = map(_from_wire, pages), sum(part.num_items for part in parts)
     with _progress("exporting") as report:
         while batch := list(islice(items, EXPORT_PART_ITEMS)):
             parts.append(write_part(output, len(parts), batch, dtype))
             num_done += len(batch)
             report(num_done, store["num_items"])
-    manifest = Manifest(
-        model=store["embedding_model"],
-        digest=store["embedding_digest"],
-        dimensions=store["dimensions"],
-        dtype=dtype,
-        num_items=num_done,
-        parts=tuple(parts),
-        prompt=store["prompt"],
-        query_prompt=store["query_prompt"],
-    )
+    manifest = _to_manifest(plan, num_done, parts, query_prompt=store["query_prompt"], inputs="")
     write_manifest(output, manifest)
+    (output / PLAN).unlink()
     print(f"{output}: {num_done} items")
 
 

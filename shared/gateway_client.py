@@ -65,9 +65,11 @@ class Client:
                 time.sleep(min(error.retry_after_s, _LONGEST_WAIT_S))
         return read_content(self.send(method, path, json=body))
 
-    def pages(self, path: str, tries: int = 1, **query: object) -> Iterator[dict[str, Any]]:
-        """Iterate over the entries of a paginated list. Raises: ApiFailed."""
-        after, has_more = "", True
+    def pages(
+        self, path: str, tries: int = 1, after: str = "", **query: object
+    ) -> Iterator[dict[str, Any]]:
+        """Iterate over the entries of a paginated list, from the one after `after`. Raises: ApiFailed."""
+        has_more = True
         while has_more:
             page = self.ask("GET", f"{path}?{urlencode({**query, 'after': after})}", None, tries)
             yield from page["data"]

@@ -21,7 +21,7 @@ from search.collection import (
     write_manifest,
     write_part,
 )  # fmt: skip
-from search.commands import EmbedError, LocalEmbedder, embed
+from search.commands import EmbedError, LocalEmbedder, _from_wire, embed
 from shared.search import Filter
 from shared.settings.limits import LimitSettings
 from tests.factories_images import encoded
@@ -209,6 +209,11 @@ def _refuse(*arguments, **options):
     raise httpx.ConnectError("refused")
 
 
+def _cut(item):
+    if item["id"] == "35":  # in the second part
+        raise KeyboardInterrupt
+
+
 async def test_a_collection_goes_into_a_store_and_comes_out_again(
     tmp_path, inputs, ends, redis_server, monkeypatch
 ):
@@ -233,8 +238,14 @@ async def test_a_collection_goes_into_a_store_and_comes_out_again(
         local = await run_beside("search", tmp_path / "made", "anything", "--limit", "2", *url)
         assert local.stdout == found.stdout
         monkeypatch.setattr("search.commands.PAGE", 20)
-        exported = await run_beside("store", "export", "s", "--output", tmp_path / "exported", *url)
+        monkeypatch.setattr("search.commands.EXPORT_PART_ITEMS", 20)
+        export = ("store", "export", "s", "--output", tmp_path / "exported", *url)
+        with monkeypatch.context() as cut:
+            cut.setattr("search.commands._from_wire", lambda item: _cut(item) or _from_wire(item))
+            assert (await run_beside(*export)).exit_code == 130
+        exported = await run_beside(*export)
         assert exported.exit_code == 0, exported.output
+        assert "not empty" in (await run_beside(*export)).output
         again = await run_beside("store", "load", tmp_path / "exported", "--name", "t", *url)
         assert again.exit_code == 0, again.output
         stores = (await gateway.client.get(STORES)).json()["data"]
@@ -242,6 +253,7 @@ async def test_a_collection_goes_into_a_store_and_comes_out_again(
         assert prompts == [("document", "query")] * 2
     manifest = read_manifest(tmp_path / "exported")
     assert (manifest.prompt, manifest.query_prompt) == ("document", "query")
+    assert [part.num_items for part in manifest.parts] == [20, 20, 10]
     first = {item.id: item for item in FlatIndex(tmp_path / "made").items()}
     second = {item.id: item for item in FlatIndex(tmp_path / "exported").items()}
     assert first == second
