@@ -144,6 +144,8 @@ def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path)
     text, image = row.get(text_field), row.get("image")
     if not isinstance(text, str) and not isinstance(image, str):
         raise EmbedError(f"{place} has no text in {text_field!r}: give the field with --text-field")
+    if not text and not isinstance(image, str):
+        raise EmbedError(f"{place} has an empty text in {text_field!r}: remove the line")
     attributes = {
         key: value
         for key, value in row.items()
