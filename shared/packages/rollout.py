@@ -67,7 +67,7 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str  #: of the version: the package and its environment
     spec: Spec
     since: float = 0.0
-    started_at: float = 0.0  #: first claim of a slot; 0: none
+    started_at: float = 0.0  #: when an installed instance was first started; 0: never
     #: Failed starts and failed instances since the last stable instance. Crashes that the requests of one tenant may
     #: have caused are counted in `num_crashes` instead.
     num_failed: int = 0
@@ -344,14 +344,12 @@ def _adopt(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
     known = {slot.id: slot for slot in app.slots}
     for node in nodes.values():
         for report in node.slots:
-            if report.app != app.name or (revision := app.revision(report.digest)) is None:
+            if report.app != app.name or app.revision(report.digest) is None:
                 continue
             slot = known.get(report.slot)
             since = report.since or now
             if slot is not None and slot.state == "wanted":
                 known[slot.id] = replace(slot, state="starting", node=node.id, since=since)
-                if not revision.started_at:
-                    app = _change(app, replace(revision, started_at=since))
             elif slot is None and report.state in ("starting", "ready"):
                 known[report.slot] = Slot(
                     report.slot, report.digest, "starting", node.id, since=now
@@ -386,9 +384,12 @@ def _apply_report(app: App, slot: Slot, report: SlotReport, now: float) -> App:
         return _fail(app, slot, report, now)
     if slot.state == "draining":
         return app
-    if report.state == "starting":
-        return _put(app, replace(slot, phase=report.phase)) if report.phase != slot.phase else app
     revision = app.revision(slot.digest)
+    if report.state == "starting":
+        is_installed = report.phase not in ("fetch", "install")
+        if is_installed and revision is not None and not revision.started_at:
+            app = _change(app, replace(revision, started_at=now))
+        return _put(app, replace(slot, phase=report.phase)) if report.phase != slot.phase else app
     if slot.state != "ready":
         app = _put(app, replace(slot, state="ready", since=now, phase=""))
         if slot.phase or not app.start_s:  # without a phase: ready at its first report

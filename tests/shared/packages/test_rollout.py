@@ -84,6 +84,8 @@ class World:
                 if how == "works":
                     card = ModelCard("n@x", 1, 10, 10)
                     self.running[number] = (node, replace(report, state="ready", card=card))
+                elif how == "start":
+                    self.running[number] = (node, replace(report, phase=how))
                 elif how == "crashes":
                     failed = replace(report, state="failed", phase="start", message="exit code 1")
                     self.running[number] = (node, failed)
@@ -91,7 +93,8 @@ class World:
             node, others = self.nodes()[name], self.nodes().values()
             free = self.free(name)
             for slot in rollout.find_claimable(self.app, node, free, self.now, others)[:1]:
-                self.running[slot.id] = (name, SlotReport("n", slot.id, slot.digest, "starting"))
+                report = SlotReport("n", slot.id, slot.digest, "starting", "fetch")
+                self.running[slot.id] = (name, report)
 
     def run(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -142,13 +145,16 @@ def test_an_update_starts_first_and_stops_when_the_old_queue_is_empty(world: Wor
 
 
 @pytest.mark.parametrize(
-    ("how", "says"), [("crashes", "exit code 1"), ("hangs", "not ready within")]
+    ("how", "says"), [("crashes", "exit code 1"), ("start", "not ready within")]
 )
 def test_a_version_that_does_not_start_is_rolled_back_and_the_old_one_never_stops(
     world: World, how: str, says: str
 ):
-    world.behaviour = {B: how}
+    world.behaviour = {B: "fetches"}  # without a time limit
     world.deploy(B)
+    world.run(90)
+    assert not world.outcomes[1:]
+    world.behaviour = {B: how}
     world.run(90)
     [(number, outcome)] = world.outcomes[1:]
     assert (number, outcome.verdict) == (2, "rolled_back")
@@ -385,7 +391,7 @@ def test_a_version_waits_for_a_node_with_its_secrets(world: World, phase: str):
     spec = replace(SPEC, canary=0.1) if phase == "ready" else SPEC
     environment = Environment(secrets={"X": "token", "Y": "other"})
     wanted = Generation("n", 2, B, spec, environment=environment)
-    world.behaviour = {wanted.version: "hangs" if phase == "starting" else "works"}
+    world.behaviour = {wanted.version: "start" if phase == "starting" else "works"}
     world.rooms["two"] = Resources(8)
     world.deploy(B, spec, environment=environment)
     world.run(3)
