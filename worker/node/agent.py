@@ -350,8 +350,8 @@ class NodeAgent:
         if history is None or active is None or history.last.number != app.number:
             return app
         back = history.before(active.digest)
-        if back is None:
-            return app
+        if back is None or await asyncio.to_thread(self._store.size, back.digest) is None:
+            return app  # no earlier version, or it was collected after an undeploy
         generation = replace(history.back_to(back, active.spec), created_at=now)
         try:
             await asyncio.to_thread(record_generation, self._store, generation)

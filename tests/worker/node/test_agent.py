@@ -11,9 +11,16 @@ import pytest
 
 from shared.packages import rollout
 from shared.packages.deployment_state import DeploymentState
-from shared.packages.deployments import Generation, Resources, Spec, record_generation, version_name
+from shared.packages.deployments import (
+    Generation,
+    Resources,
+    Spec,
+    last_numbers,
+    record_generation,
+    version_name,
+)
 from shared.packages.rollout import App, Revision, Slot, SlotReport
-from shared.packages.store import FileStore
+from shared.packages.store import FileStore, blob_key
 from shared.protocol import ModelCard
 from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import RedisKeys
@@ -285,6 +292,21 @@ async def test_requests_that_other_workers_run_do_not_fail_as_nodes_retire(
     assert state.state != "failed"
     for part in (registry, queue):
         await part.close()
+
+
+@pytest.mark.parametrize("is_collected", [False, True])
+async def test_a_failing_version_goes_back_unless_the_earlier_package_is_gone(
+    machines, is_collected
+):
+    machines.start("one")
+    for number, text in enumerate(("{}", "[]"), 1):
+        machines.deploy(machines.add_package(text), number, min_instances=1, retry_limit=0)
+        app = await machines.wait(lambda app, n=number: app.num_promoted == n and not app.retiring)
+        if is_collected and number == 1:
+            machines.store.delete(blob_key(app.active.digest))
+    FakeInstance.all[-1].state = "failed"
+    await machines.wait(lambda app: app.active.num_failed or app.number == 3)
+    assert last_numbers(machines.store) == {"n": 2 if is_collected else 3}
 
 
 async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked_after(
