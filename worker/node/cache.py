@@ -30,6 +30,7 @@ class Uses:
 
     def __init__(self) -> None:
         self._files: list[int] = []
+        self.is_over = False  #: the instance is stopped: its downloads end
 
     def add(self, folder: Path) -> None:
         """Lock a folder, which need not exist yet, against removal; waits for a running removal. Raises: OSError."""

@@ -108,7 +108,7 @@ def install(
             layers = {layer.digest: layer for layer in manifest.layers}
             cache.make_room(_size(_find_missing(layers, cache)), layers)
             with cache.filling():
-                _fetch_all(store, _find_missing(layers, cache), cache.folder)
+                _fetch_all(store, _find_missing(layers, cache), cache.folder, uses or Uses())
                 _link(manifest, cache.folder, folder)
             if not is_intact() and cache.discard(folder, is_intact):
                 raise InstallError(
@@ -144,7 +144,7 @@ def _size(layers: Sequence[Layer]) -> int:
     return sum(layer.size for layer in layers)
 
 
-def _fetch_all(store: PackageStore, missing: Sequence[Layer], cache: Path) -> None:
+def _fetch_all(store: PackageStore, missing: Sequence[Layer], cache: Path, uses: Uses) -> None:
     blobs = cache / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
     blobs.chmod(0o755)
@@ -154,15 +154,17 @@ def _fetch_all(store: PackageStore, missing: Sequence[Layer], cache: Path) -> No
             f"the package needs {_size(missing) / 1e9:.1f} GB in {cache}, and {free / 1e9:.1f} GB are free"
         )
     with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(lambda layer: _fetch(store, layer, blobs), missing))
+        list(threads.map(lambda layer: _fetch(store, layer, blobs, uses), missing))
 
 
-def _fetch(store: PackageStore, layer: Layer, blobs: Path) -> None:
-    """Fetch a blob; an interrupted fetch is resumed."""
+def _fetch(store: PackageStore, layer: Layer, blobs: Path, uses: Uses) -> None:
+    """Fetch a blob, unless the uses end; an interrupted fetch is resumed."""
 
     def read(start: int) -> Iterator[bytes]:
         size = start
         for piece in store.stream(blob_key(layer.digest), start) if start < layer.size else ():
+            if uses.is_over:
+                raise InstallError(f"{layer.path}: the download was interrupted")
             size += len(piece)
             if size > layer.size:
                 raise BadBlob("it has more bytes than in the manifest")

@@ -82,7 +82,8 @@ class Instance:
         )  # fmt: skip
 
     def drain(self) -> None:
-        """Finish the running requests, then end."""
+        """Finish the running requests, then end; a download ends at once."""
+        self._uses.is_over = True
         self._draining.set()
 
     def kill(self) -> None:
@@ -130,7 +131,9 @@ class Instance:
                 return
             self._process = await self._start(environment)
         except (InstallError, EngineStartError, BadEnvironment, SecretMissing) as error:
-            self._fail(str(error), is_final=isinstance(error, EngineStartError | BadEnvironment))
+            if not self._draining.is_set():
+                is_final = isinstance(error, EngineStartError | BadEnvironment)
+                self._fail(str(error), is_final=is_final)
             return
         reading = asyncio.create_task(self._pass_on(self._process))
         ending = asyncio.create_task(self._process.wait())

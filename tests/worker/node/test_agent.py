@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,6 +33,8 @@ from tests.waiting import until, until_equal
 from tests.worker.node.test_install import add
 from worker.node import agent as agents
 from worker.node.agent import NodeAgent
+from worker.node.install import InstallError
+from worker.node.instance import Instance
 
 WITHIN_S = 30.0
 
@@ -247,6 +250,21 @@ async def test_a_redis_that_pauses_frees_no_slot_and_loads_nothing_twice(machine
     async with nothing_freed_or_loaded_twice(machines):
         await redis.execute_command("CLIENT", "PAUSE", round(1000 * pause_s))
         await asyncio.sleep(pause_s + agents.RECORD_TTL_S)  # the fault, and until records end
+
+
+async def test_an_instance_that_is_stopped_does_not_finish_its_download():
+    def install(package, uses):
+        while not uses.is_over:
+            time.sleep(0.01)
+        raise InstallError("interrupted")
+
+    revision, slot = Revision(1, "sha256:0", Spec()), Slot(1, "sha256:0")
+    instance = Instance(
+        node=Mock(install=install), app="n", slot=slot, revision=revision, since=0.0, gpus=[], health_socket=""
+    )  # fmt: skip
+    await asyncio.sleep(0.1)
+    await asyncio.wait_for(instance.close(), WITHIN_S)
+    assert instance.report.state == "gone"  # not a failure of the version
 
 
 async def test_a_request_to_a_version_that_cannot_start_fails(machines, redis, redis_prefix):

@@ -11,7 +11,7 @@ import pytest
 
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from shared.packages.store import PIECE_BYTES, FileStore, blob_key
-from worker.node.cache import Cache
+from worker.node.cache import Cache, Uses
 from worker.node.install import InstallError, install
 
 FILES = {"config.json": b"{}", "sub/weights.safetensors": b"weights" * 1000, "bin/run": b"#!"}
@@ -166,17 +166,18 @@ def test_a_disk_that_is_too_small_is_told_before_it_is_full(store, tmp_path, mon
         install(store, digest, Cache(tmp_path / "cache"))
 
 
-def test_a_fetch_that_was_killed_goes_on_where_it_was(store, tmp_path):
-    """kill -9 between two pieces; the blobs that were whole are not fetched again, nor is the part."""
+@pytest.mark.parametrize("code", [-signal.SIGKILL, 1])
+def test_a_fetch_that_was_killed_or_stopped_goes_on_where_it_was(store, tmp_path, code):
+    """Between two pieces; the blobs that were whole are not fetched again, nor is the part."""
     cache = tmp_path / "cache"
     install(store, add(store, FILES), Cache(cache))  # so only one blob is under way at the kill
     weights = os.urandom(3 * PIECE_BYTES)
     digest = add(store, {**FILES, "sub/weights.safetensors": weights})
-    arguments = (store, digest, Cache(cache))
-    process = get_context("fork").Process(target=_install_until_killed, args=arguments)
+    arguments = (store, digest, Cache(cache), code)
+    process = get_context("fork").Process(target=_install_until_ended, args=arguments)
     process.start()
     process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert process.exitcode == code
     [part] = cache.rglob("*.part")
     assert part.stat().st_size == 2 * PIECE_BYTES
     recorded = Recorded(store.root)
@@ -186,12 +187,15 @@ def test_a_fetch_that_was_killed_goes_on_where_it_was(store, tmp_path):
     assert not list(cache.rglob("*.part"))
 
 
-def _install_until_killed(store: FileStore, digest: str, cache: Cache) -> None:
-    class Killed(FileStore):
+def _install_until_ended(store: FileStore, digest: str, cache: Cache, code: int) -> None:
+    uses = Uses()
+
+    class Ended(FileStore):
         def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
             for number, piece in enumerate(super().stream(key, start)):
-                if number == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if number == 2 and code < 0:
+                    os.kill(os.getpid(), -code)
+                uses.is_over = number == 2
                 yield piece
 
-    install(Killed(store.root), digest, cache)
+    install(Ended(store.root), digest, cache, uses=uses)
