@@ -334,6 +334,12 @@ def test_images_tenants_and_forbidden_tokens_are_in_the_body(
     assert body["cache_salt" if api == "vllm" else "extra_key"] == "salt"
 
 
+def test_choices_are_sent_to_sglang_as_they_are_written(load: Load, server: StandIn):
+    choice = Grammar("choice", '["\\ud83d\\ude00", "a\\""]', "guided_choice")
+    answer(load("sglang"), make_call(grammar=choice))
+    assert server.bodies[-1]["sampling_params"]["ebnf"] == 'root ::= "\N{GRINNING FACE}" | "a\\""'
+
+
 def test_parameters_that_an_api_lacks_are_refused_by_name(engine: UpstreamEngine, api: str):
     refused: dict[str, dict[str, Any]] = {
         "prompt_logprobs": {"num_prompt_logprobs": 1},
