@@ -74,6 +74,12 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
                 "disable thinking",
                 param,
             )
+        if grammar is not None and tools is not None and not self._dialect.runs_grammar_source:
+            raise InvalidRequest(
+                "this model's engine cannot offer functions beside a grammar: send tool_choice none, or leave "
+                f"{param} out",
+                param,
+            )
         request = UpstreamRequest(**self._fields(call, prompt, tools), grammar=grammar)
         self._check_request(request)
         self._dialect.check(request)

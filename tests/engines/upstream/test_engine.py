@@ -345,9 +345,11 @@ def test_parameters_that_an_api_lacks_are_refused_by_name(engine: UpstreamEngine
         "prompt_logprobs": {"num_prompt_logprobs": 1},
         "guided_grammar": {"grammar": LARK},
         "tool_choice": {"tools": FORCED},
+        "response_format": {"tools": replace(FORCED, is_required=False), "grammar": SCHEMA},
     }
     if api == "sglang":
         refused["allowed_token_ids"] = {"allowed_token_ids": (70,)}
+    engine.processor.shows_tools = True
     for param, changes in refused.items():
         with pytest.raises(InvalidRequest) as found:
             engine.prepare(make_call(**changes), [])
