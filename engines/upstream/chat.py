@@ -271,6 +271,8 @@ def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[s
     is_text = all(part["type"] == "text" for part in content)
     text = "".join(part["text"] for part in content) if is_text else ""
     shown: dict[str, Any] = {"role": message.role, "content": text if is_text else content}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
     if message.tool_calls:
         shown["tool_calls"] = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}

@@ -21,6 +21,7 @@ from engines.base import (
 from engines.registry import create_engine
 from shared.protocol import (
     CallPiece,
+    ChatMessage,
     ErrorCode,
     FinishReason,
     Function,
@@ -91,6 +92,15 @@ def test_audio_is_sent_as_a_wav_file(server: StandIn):
     assert (first.format.name, first.layout.nb_channels, first.sample_rate) == ("flt", 1, 16_000)
     assert sum(frame.samples for frame in frames) == 8000
     assert words == {"type": "text", "text": "hello"}
+
+
+def test_the_reasoning_of_an_earlier_answer_is_sent(loaded: LoadedEngine, server: StandIn):
+    call, earlier = make_call(), ChatMessage("assistant", (TextPart("a"),), reasoning="because")
+    task = replace(call.task, messages=(earlier, *call.task.messages))
+    answer(loaded, replace(call, task=task))
+    first, second = server.bodies[-1]["messages"]
+    assert first == {"role": "assistant", "content": "a", "reasoning_content": "because"}
+    assert "reasoning_content" not in second
 
 
 def test_function_calls_and_tokens_are_those_of_the_server(loaded: LoadedEngine, server: StandIn):
