@@ -185,6 +185,10 @@ def test_vllm_is_a_container_of_the_workers_pod():
     server["env"] = [each for each in server["env"] if each["name"] != "HF_TOKEN"]
     assert sorted(server.pop("args")) == sorted(wanted.pop("args"))
     assert server == wanted
+    for model, wanted in ((f"{QWEN}@main", [QWEN, "--revision=main"]), ("/m@1", ["/m@1"])):
+        worker = {"name": "w", "model": model, "vllm": {"enabled": True}}
+        [server] = pods_of(render({"workers": [worker]}))["worker-w"]["spec"]["initContainers"]
+        assert [a for a in server["args"] if model.startswith(a) or "--rev" in a] == wanted
 
 
 def test_an_entry_of_workers_overrides_the_defaults():
