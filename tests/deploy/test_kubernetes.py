@@ -50,9 +50,7 @@ def test_the_manifests_keep_to_their_schemas(tmp_path, capsys):
     assert len({document["metadata"]["name"] for document in documents}) == 1
 
 
-def test_pods_are_workers_of_one_version_that_are_probed_drained_and_limited(
-    tmp_path, capsys, monkeypatch
-):
+def test_pods_are_probed_drained_and_limited_workers_of_one_version(tmp_path, capsys, monkeypatch):
     documents = deployment, budget, scaled, _ = printed(tmp_path, capsys)
     check_pod(documents, deployment["metadata"]["name"])
     settings = check_settings("worker", deployment["spec"]["template"], monkeypatch)

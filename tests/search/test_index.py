@@ -27,10 +27,7 @@ comparisons = st.one_of(
     st.builds(Filter, st.sampled_from(["eq", "ne"]), st.sampled_from(KEYS), values),
     st.builds(Filter, st.sampled_from(["gt", "gte", "lt", "lte"]), st.sampled_from(KEYS), numbers),
     st.builds(
-        Filter,
-        st.sampled_from(["in", "nin"]),
-        st.sampled_from(KEYS),
-        st.lists(values, max_size=3),
+        Filter, st.sampled_from(["in", "nin"]), st.sampled_from(KEYS), st.lists(values, max_size=3)
     ),
 )
 filters = st.recursive(

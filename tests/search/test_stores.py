@@ -104,9 +104,7 @@ def test_a_refused_or_failed_write_gives_its_room_back(stores, monkeypatch):
 
 
 @pytest.mark.parametrize("is_write", [False, True])
-def test_a_store_that_is_deleted_while_it_is_asked_for_is_not_made_again(
-    stores, tmp_path, monkeypatch, is_write
-):
+def test_a_store_deleted_while_it_is_asked_for_stays_away(stores, tmp_path, monkeypatch, is_write):
     name = create(stores)
     find = Catalog.store
     meanwhile = [lambda: stores.answer(wire.DropStore(tenant="t", store=name))]
@@ -195,7 +193,7 @@ def reopened(tmp_path):
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_a_store_whose_index_cannot_be_deleted_yet_is_deleted_later(
+def test_an_index_that_cannot_be_deleted_yet_goes_later(
     stores, tmp_path, monkeypatch, is_restarted
 ):
     name = create(stores)

@@ -269,11 +269,7 @@ def _rerank(body: dict[str, Any]) -> tuple[int, Any]:
 
 
 _VECTORS = {"/v1/embeddings": _embeddings, "/v1/rerank": _rerank}
-_APIS = {
-    "/inference/v1/generate": _vllm,
-    "/generate": _sglang,
-    "/v1/chat/completions": _openai,
-}
+_APIS = {"/inference/v1/generate": _vllm, "/generate": _sglang, "/v1/chat/completions": _openai}
 
 
 @contextmanager

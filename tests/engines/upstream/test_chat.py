@@ -51,7 +51,7 @@ def answer(loaded: LoadedEngine, call: EngineCall, *images: PreparedImage) -> li
     return asking.answer(loaded.engine, call, *images)
 
 
-def test_an_image_is_sent_as_a_file_of_our_own_and_a_schema_as_it_is(
+def test_an_image_is_sent_as_our_own_file_and_a_schema_as_it_is(
     loaded: LoadedEngine, server: StandIn
 ):
     grammar = Grammar("json", '{"type": "integer"}', "response_format")
@@ -94,17 +94,12 @@ def test_audio_is_sent_as_a_wav_file(server: StandIn):
     assert words == {"type": "text", "text": "hello"}
 
 
-def test_the_reasoning_of_an_earlier_answer_is_sent(loaded: LoadedEngine, server: StandIn):
-    call, earlier = make_call(), ChatMessage("assistant", (TextPart("a"),), reasoning="because")
-    task = replace(call.task, messages=(earlier, *call.task.messages))
-    answer(loaded, replace(call, task=task))
-    first, second = server.bodies[-1]["messages"]
-    assert first == {"role": "assistant", "content": "a", "reasoning_content": "because"}
-    assert "reasoning_content" not in second
-
-
 def test_function_calls_and_tokens_are_those_of_the_server(loaded: LoadedEngine, server: StandIn):
-    outputs = answer(loaded, make_call(tools=TOOLS))
+    call, earlier = make_call(tools=TOOLS), ChatMessage("assistant", (), reasoning="because")
+    task = replace(call.task, messages=(earlier, *call.task.messages))
+    outputs = answer(loaded, replace(call, task=task))
+    thoughts = [message.get("reasoning_content") for message in server.bodies[-1]["messages"]]
+    assert thoughts == ["because", None]
     pieces = [piece for output in outputs for piece in output.calls]
     assert [(piece.name, piece.arguments) for piece in pieces] == [("look", ""), ("", "{}")]
     assert server.bodies[-1]["tools"][0]["function"]["name"] == "look"
@@ -127,7 +122,7 @@ def test_a_broken_stream_is_sent_again_before_its_first_token_only(
 @pytest.mark.parametrize(
     "data", ['{"choices": [{"delta": {"content": "a', '{"choices": 1}', '["error"]']
 )
-def test_an_unreadable_event_breaks_its_stream_alone(
+def test_an_unreadable_event_breaks_its_own_stream(
     loaded: LoadedEngine, server: StandIn, data: str
 ):
     server.streams = [[f"data: {data}"]]
@@ -154,8 +149,7 @@ def test_events_beside_the_standard_are_read(loaded: LoadedEngine, server: Stand
 
 
 @pytest.mark.parametrize(
-    ("status", "code"),
-    [(400, ErrorCode.INVALID_REQUEST), (401, ErrorCode.ENGINE_FAILURE)],
+    ("status", "code"), [(400, ErrorCode.INVALID_REQUEST), (401, ErrorCode.ENGINE_FAILURE)]
 )
 def test_a_refusal_has_a_code_that_names_who_is_to_act(
     loaded: LoadedEngine, server: StandIn, status: int, code: ErrorCode

@@ -86,9 +86,7 @@ def test_what_the_api_lacks_is_refused_by_name(load, path: str, task: Any, param
     assert refused.value.param == param
 
 
-def test_a_server_that_fails_ends_the_engine(
-    load, server: StandIn, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failing_server_ends_the_engine(load, server: StandIn, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engines.upstream.vectors.RETRY_S", (0.0,))
     engine = load(EMBED)
     server.vectors = ()

@@ -12,14 +12,7 @@ from shared.packages.deployments import (
 A = f"sha256:{'a' * 64}"
 NODES = ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "VLM_REDIS_URL", "vlm_engine__kind")
 #: What starts an application and shuts it in would obey these.
-BEFORE = (
-    "LD_PRELOAD",
-    "ld_audit",
-    "DYLD_INSERT_LIBRARIES",
-    "GLIBC_TUNABLES",
-    "PYTHONPATH",
-    "BASH_ENV",
-)
+BEFORE = ("LD_PRELOAD", "ld_audit", "DYLD_X", "GLIBC_TUNABLES", "PYTHONPATH", "BASH_ENV")
 #: What only the application itself, or a library of its, obeys.
 OWN = ("ENV", "LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "NODE_OPTIONS", "PERL5OPT", "HTTPS_PROXY")
 NAMES = (
@@ -27,7 +20,7 @@ NAMES = (
     "tls.crt",
     "googleServiceAccountPrivateKey",
     "x" * 63,
-    "prod-eu-1-s3-v2-db-rw-key",
+    "prod-eu-1-s3-v2-rw-key",
 )
 # Of the form of keys; none of them opens anything.
 VALUES = (

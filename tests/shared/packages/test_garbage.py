@@ -106,9 +106,7 @@ def test_a_manifest_that_cannot_be_read_stops_it_before_anything_is_removed(stor
     assert store.is_whole(other)
 
 
-def test_a_folder_that_cannot_be_read_stops_it_before_anything_is_removed(
-    store: Store, monkeypatch
-):
+def test_a_folder_that_cannot_be_read_stops_it_before_any_removal(store: Store, monkeypatch):
     digest, scandir = store.add("named"), os.scandir
     store.deploy("n", 1, digest)
 
@@ -136,9 +134,7 @@ def test_an_upload_under_way_keeps_what_it_found(store: Store):
     assert not store.is_whole(digest)
 
 
-def test_an_upload_that_comes_during_a_collection_waits_and_then_sees_what_is_gone(
-    store: Store, monkeypatch
-):
+def test_an_upload_during_a_collection_waits_and_then_sees_what_is_gone(store: Store, monkeypatch):
     """Its hold comes after the collector has looked: it must not count on what is about to go."""
     digest = store.add("about to go")
     begun, go_on = threading.Event(), threading.Event()
@@ -185,9 +181,7 @@ def test_a_deployment_that_is_recorded_while_a_collector_reads_keeps_its_blobs(s
     assert store.is_whole(digest)
 
 
-def test_a_mark_of_a_dead_collector_delays_nobody_and_goes_with_the_next_collection(
-    store: Store, monkeypatch
-):
+def test_a_mark_of_a_dead_collector_delays_nobody_and_goes_with_the_next(store: Store, monkeypatch):
     digest = store.add("named")
     store.deploy("n", 1, digest)
     store.put_if_absent("gc/collectors/dead.json", b"{}")

@@ -319,11 +319,9 @@ def test_requests_fail_within_10_s_where_nothing_can_start(world: World):
 
 
 def test_slots_of_a_node_that_may_be_cut_off_stay(world: World):
-    before = world.app
-    app, _ = rollout.advance(before, {}, {}, world.now + 60, trusts_absence=False)
-    assert [slot.node for slot in app.slots] == ["one"]
-    app, _ = rollout.advance(before, {}, {}, world.now + 60)
-    assert [slot.node for slot in app.slots] == [""]
+    for trusts, node in ((False, "one"), (True, "")):
+        app, _ = rollout.advance(world.app, {}, {}, world.now + 60, trusts_absence=trusts)
+        assert [slot.node for slot in app.slots] == [node]
 
 
 def test_an_instance_that_still_loads_is_taken_over_again_and_not_loaded_twice(world: World):
@@ -405,11 +403,9 @@ def test_a_version_waits_for_a_node_with_its_secrets(world: World, phase: str):
     world.rooms["two"] = Resources(8)
     world.run(100)
     assert world.num_ready(wanted.version) == 1
-    if phase == "ready":
-        assert world.app.candidate is not None
-        assert world.app.candidate.is_canary
-    else:
-        assert world.active == wanted.version
+    candidate = world.app.candidate
+    assert candidate.is_canary if candidate else world.active == wanted.version
+    assert (candidate is not None) == (phase == "ready")
 
 
 def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: World):

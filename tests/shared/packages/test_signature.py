@@ -48,9 +48,7 @@ def store(tmp_path: Path) -> FileStore:
         ("other digest", None, "wrong"),
     ],
 )
-def test_wrong_missing_and_cut_signatures_are_refused_by_a_node(
-    store, keys, tmp_path, name, damage, says
-):
+def test_bad_signatures_are_refused_by_a_node(store, keys, tmp_path, name, damage, says):
     digest = add(store, FILES)
     if name is not None:
         signed = "sha256:" + 64 * "0" if name == "other digest" else digest

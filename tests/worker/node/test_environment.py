@@ -104,9 +104,7 @@ def deploy_mock(folder: Path) -> None:
     record_generation(store, Generation("n", 1, digest, spec))
 
 
-def test_a_worker_of_a_node_has_a_redis_user_of_its_own_and_its_metrics_are_the_nodes(
-    redis_program, tmp_path
-):
+def test_a_worker_of_a_node_has_its_own_redis_user_and_the_nodes_metrics(redis_program, tmp_path):
     deploy_mock(tmp_path)
     port = find_port("127.0.0.1", 0)
     with run_redis(redis_program, tmp_path) as redis, redis.client("admin") as admin:

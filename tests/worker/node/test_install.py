@@ -79,9 +79,7 @@ def link_elsewhere(path: Path) -> None:
     [overwrite, link_elsewhere, Path.unlink, lambda path: path.with_name("x.py").write_text("x")],
 )
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_a_cached_package_that_was_changed_is_installed_again(
-    store, tmp_path, tamper, is_restarted
-):
+def test_a_cached_package_that_changed_is_installed_again(store, tmp_path, tamper, is_restarted):
     digest, cache = add(store, FILES), Cache(tmp_path / "cache")
     _, folder = install(store, digest, cache)
     tamper(folder / WEIGHTS)

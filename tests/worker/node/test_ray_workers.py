@@ -24,9 +24,7 @@ from worker.node.ray_workers import RayWorkers, num_gpus
         ({"kind": "mock"}, 8.0, 0),
     ],
 )
-def test_an_actor_asks_for_the_gpus_of_its_worker(
-    engine: dict[str, Any], num_there: float, expected: float
-):
+def test_an_actor_asks_for_its_gpus(engine: dict[str, Any], num_there: float, expected: float):
     assert num_gpus(make_settings(**engine), num_there) == expected
 
 
