@@ -311,11 +311,7 @@ DIALECTS = {
         end="[DONE]",
         calling=CHAT_CALLING,
     ),
-    "/v1/completions": Dialect(
-        body={"prompt": "hello"},
-        text_of=completion_text,
-        end="[DONE]",
-    ),
+    "/v1/completions": Dialect(body={"prompt": "hello"}, text_of=completion_text, end="[DONE]"),
     "/tokenize": Dialect(
         body={"prompt": "hello"},
         text_of=tokenized,
@@ -421,10 +417,7 @@ DIALECTS = {
         text_of=transcript,
         end='"transcript.text.done"',
     ),
-    "/v1/audio/translations": Dialect(
-        body={"file": AUDIO},
-        text_of=transcript,
-    ),
+    "/v1/audio/translations": Dialect(body={"file": AUDIO}, text_of=transcript),
     "/v1/echo": Dialect(
         body={"prompt": "hello"},
         text_of=lambda answer: answer["text"],
