@@ -100,7 +100,7 @@ class PagedAttention:
 
     def __call__(self, layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
         """Shapes: qkv (N, (H + 2 K) D), changed in place if it is float32; returns (N, H D)."""
-        if not heads.is_plain(self.inputs):
+        if heads is not PLAIN and not heads.is_plain(self.inputs):
             return self._reference(layer, qkv, heads)
         struct, _kept = _PLAIN if heads is PLAIN else bind_heads(heads)
         self._struct.cos, self._struct.sin = self._rotations[heads.rope]
