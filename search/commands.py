@@ -141,7 +141,7 @@ def _read_csv(path: Path, text_field: str) -> Iterator[Source]:
 
 def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path) -> Source:
     """Other fields of the row become attributes."""
-    text, image = row.get(text_field), row.get("image")
+    text, image = row.get(text_field), row.get("image") or None  # a column may be empty
     if not isinstance(text, str) and not isinstance(image, str):
         raise EmbedError(f"{place} has no text in {text_field!r}: give the field with --text-field")
     if not text and not isinstance(image, str):

@@ -425,7 +425,9 @@ class Sessions(Resource):
         session = (await self._find(caller)).session
         tasks = await self._store.tasks(session.id)
         names = [task.id for task, _ in tasks]
-        first = names.index(query.after) + 1 if query.after in names else 0
+        if query.after and query.after not in names:
+            raise invalid("after", "send the id of a task of this session, or leave it out")
+        first = names.index(query.after) + 1 if query.after else 0
         page = tasks[first : first + query.limit]
         states = await self._stand(session, page)
         shown = [

@@ -107,7 +107,7 @@ def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
     row = {"id": "x", "body": "one", "n": 3, "ok": True, "big": 10**400, "long": "y" * 600}
     lines = map(json.dumps, (row, "two", {"id": 0, "body": "zero"}))
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    (tmp_path / "b.csv").write_text('body,lang\n"three, ""quoted""",en\n')
+    (tmp_path / "b.csv").write_text('body,lang,image\n"three, ""quoted""",en,\n')
     folder = tmp_path / "images" / "deep"
     folder.mkdir(parents=True)
     (folder / "a.png").write_bytes(encoded(1))

@@ -177,9 +177,10 @@ async def test_sessions_are_listed_in_pages(gateway, scripted, worker):
         after = found[-1]["id"]
     assert [each["id"] for each in found] == [each.id for each in reversed(sessions)]
     assert found[-1]["pending"] + found[-1]["running"] == 2
-    for query in ("after=nothing", "limit=0", "limit=101", "state=open"):
-        refused = await Client(gateway).ask("GET", f"/v1/sessions?{query}", status=400)
-        assert refused["error"]["param"] == query.partition("=")[0]
+    tasks = f"/{sessions[0].id}/tasks?after=nothing"
+    for query in ("?after=nothing", "?limit=0", "?limit=101", "?state=open", tasks):
+        refused = await Client(gateway).ask("GET", f"/v1/sessions{query}", status=400)
+        assert refused["error"]["param"] == query.partition("?")[2].partition("=")[0]
 
 
 async def test_a_task_is_followed_piece_by_piece(session, gateway):

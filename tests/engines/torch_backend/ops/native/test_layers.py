@@ -78,10 +78,9 @@ def test_one_call_gives_what_a_call_for_each_part_gives(
 
 
 @pytest.mark.parametrize("kernels", ["off", "fast"])
-@pytest.mark.parametrize("num_levels", [0, 1, 2])
+@pytest.mark.parametrize("num_levels", [0, 1, 2])  # of features; the model has two layers
 @torch.inference_mode()
 def test_chosen_rows_are_those_of_a_whole_step(ops: Ops, kernels: str, num_levels: int):
-    """With features for the first layers, or for all of them, too."""
     ops = cpu_ops(kernels, ops.site.level)
     decoder, inputs = make_decoder(ops), make_inputs(MIXED)
     x = torch.cat([make_stream(len(inputs.slots))] * (1 + num_levels), dim=1)
