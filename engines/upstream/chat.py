@@ -95,7 +95,7 @@ class ChatRequest(OpenRequest):
         self._usage = Usage(0)
         self._finish: FinishReason | None = None
         self._has_called = False
-        self._call_ids: dict[str, int] = {}  # numbers of calls
+        self._calls: dict[tuple[int, str | None], int] = {}  # numbers by the server's index and id
         self._numbers: dict[int, int] = {}  # of the last call by the server's index
 
     def body(self) -> dict[str, Any]:
@@ -154,10 +154,14 @@ class ChatRequest(OpenRequest):
 
     def _pieces(self, call: _Call) -> list[CallPiece]:
         function = call.function or _Function()
-        if call.id and function.name:  # some servers give all calls one index
-            number = self._call_ids.setdefault(call.id, len(self._call_ids))
+        if not (function.name or function.arguments):
+            return []
+        call_id = (function.name and call.id) or None
+        # Some servers give all calls one index, others one id.
+        if call_id or call.index not in self._numbers:
+            number = self._calls.setdefault((call.index, call_id), len(self._calls))
             self._numbers[call.index] = number
-        number = self._numbers.get(call.index, call.index)
+        number = self._numbers[call.index]
         pieces = [CallPiece(number, function.name)] if function.name else []
         if function.arguments:
             pieces.append(CallPiece(number, arguments=function.arguments))

@@ -132,19 +132,19 @@ def test_an_unreadable_event_breaks_its_own_stream(
 
 
 def test_events_beside_the_standard_are_read(loaded: LoadedEngine, server: StandIn):
-    """Empty fields, calls of one index, another reason than `tool_calls`, and an end without `[DONE]`."""
-    call = '{"index": 0, "id": "%s", "function": {"name": "look", "arguments": "{}"}}'
+    """Empty fields, calls of one index or id, another reason than `tool_calls`, and an end without `[DONE]`."""
+    call = '{"index": %d, "id": "%s", "function": {"name": "look", "arguments": "{}"}}'
+    calls = ", ".join(call % each for each in ((0, ""), (1, "a"), (1, "b"), (2, "b")))
     events = [
         "", '{"choices": null}', '{"choices": [{"delta": {"content": "hi"}}]}',
-        f'{{"choices": [{{"delta": {{"tool_calls": [{call % "a"}, {call % "b"}]}}}}]}}',
-        '{"choices": [{"delta": {"tool_calls": [{"index": 0, "function": null}]}}]}',
+        f'{{"choices": [{{"delta": {{"tool_calls": [{calls}, {{"index": 3, "function": null}}]}}}}]}}',
         '{"choices": [{"delta": null, "finish_reason": "stop"}]}',
     ]  # fmt: skip
     server.streams = [[f"data: {event}" for event in events]]
     outputs = answer(loaded, make_call(tools=TOOLS))
     assert ["".join(each.text for each in outputs), len(server.bodies)] == ["hi", 1]
-    calls = join_calls([piece for output in outputs for piece in output.calls])
-    assert calls == tuple(CallPiece(index, "look", "{}") for index in range(2))
+    pieces = [piece for output in outputs for piece in output.calls]
+    assert join_calls(pieces) == tuple(CallPiece(index, "look", "{}") for index in range(4))
     assert outputs[-1].finish_reason is FinishReason.TOOL_CALLS
 
 
