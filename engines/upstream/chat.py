@@ -242,6 +242,16 @@ class ChatEngine(StreamEngine[ChatRequest]):
             body["response_format"] = form
         return ChatRequest(call.request_id, body, call.priority)
 
+    def _refuse(self, request: OpenRequest, status: int, message: str) -> list[EngineOutput]:
+        """Send a request again without earlier reasoning if the server does not know the field."""
+        if status < 500 and "reasoning_content" in message:
+            sent = [each.pop("reasoning_content", "") for each in request.body()["messages"]]
+            if any(sent):
+                self._client.cancel(request.stream_id)
+                self._send(request)
+                return []
+        return super()._refuse(request, status, message)
+
     def add(self, request: ChatRequest) -> None:
         self._check_id(request.request_id)
         request.added_at = time.perf_counter()
