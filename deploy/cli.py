@@ -128,7 +128,7 @@ SPEC: Options = {
     "canary": (
         Annotated[str, typer.Option(help="Share of the requests for the new version at first, such as 10%.")], "0",
     ),
-    "start_s": (Annotated[float, typer.Option(help="Seconds from the end of its download until a new instance must be ready.")], 300),
+    "start_s": (Annotated[float, typer.Option(help="Seconds from its installation until a new instance must be ready.")], 300),
     "idle_s": (Annotated[float, typer.Option(help="Seconds without work before an instance stops.")], 300),
     "retry_limit": (Annotated[int, typer.Option(min=0, help="Failed starts before a rollback.")], 3),
 }  # fmt: skip

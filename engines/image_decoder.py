@@ -16,7 +16,7 @@ MAX_PIXELS = 128_000_000  # bounds memory; the limits of gateways are lower
 FORMAT_NAMES = "PNG, JPEG, WebP, GIF and AVIF"
 CANNOT_DECODE = f"The image cannot be decoded; {FORMAT_NAMES} are understood."
 _ALPHA_BANDS = frozenset("Aa")
-#: By the samples of a PNG, the factor to 8 bits. Pillow converts pixels, but not the transparent color.
+#: Factors that scale samples of a PNG to 8 bits. Pillow scales the pixels, but not the transparent color.
 _SCALES = {"L;2": 85, "L;4": 17, "I;16B": 1 / 256, "RGB;16B": 1 / 256}
 
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # a sandboxed child may not start threads

@@ -124,7 +124,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Source]:
             row = json.loads(line)
             json.dumps(row, ensure_ascii=False).encode()
         except ValueError:
-            raise EmbedError(f"{path}:{number} is not JSON, or has half of a character") from None
+            raise EmbedError(f"{path}:{number} is not valid JSON") from None
         if isinstance(row, str):
             row = {text_field: row}
         if not isinstance(row, dict):

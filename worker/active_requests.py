@@ -269,7 +269,8 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
 class ActiveRequest(Struct, eq=False):
     claim: Claim
     request_id: str  #: the request's id on the wire
-    engine_id: str  #: in the engine; its number tells apart claims of one attempt, after a failover
+    #: Id in the engine. After a failover of Redis, two claims may have the same attempt; their numbers differ.
+    engine_id: str
     call: Call
     output_token_ids: tuple[int, ...]  #: ids of the tokens that earlier attempts published
     num_published: int  #: tokens published by earlier attempts, including those without an id

@@ -29,7 +29,7 @@ _ROUNDS = 2
 _MARGIN = 1.1  #: a smaller difference is noise
 _HOPELESS = 1.3  #: a slowdown of decoding after which fewer threads are not tried
 _MAX_AGE_S = 86_400.0  #: of a measurement
-_BUSY = 0.05  #: part of a measurement in which threads waited for a processor
+_BUSY = 0.05  #: part of a measurement in which a thread waited for a processor
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 OWN_THREADS = Path("/proc/self/task")
@@ -140,7 +140,7 @@ def _time_steps(runner: ModelRunner, most: int) -> StepTimes | None:
                 count //= 2
     finally:
         torch.set_num_threads(most)
-    is_busy = _waited_s() - waited_s > _BUSY * (time.monotonic() - began)
+    is_busy = _waited_s() - waited_s > _BUSY * most * (time.monotonic() - began)
     return None if is_busy else times
 
 

@@ -916,6 +916,10 @@ class StoredResponses(Resource):
             for index, message in enumerate(kept.messages[:-1])
             for item in _show_message(message, f"{digits}_{index}")
         ]
+        ids = {item.id for item in items}
+        for param, cursor in (("after", query.after), ("before", query.before)):
+            if cursor and cursor not in ids:
+                raise invalid(param, "send the id of an item of this list, or leave it out")
         return ResponseItemList.of(*query.choose(items))
 
     async def _find(self, caller: Caller) -> KeptConversation:

@@ -220,16 +220,13 @@ class ListQuery(PageQuery, frozen=True, kw_only=True):
         return kept, len(entries) > self.limit
 
     def choose(self, entries: Sequence[Any]) -> tuple[list[Any], bool]:
-        """The page of a whole list in ascending order, and whether there are more. Raises: InvalidRequest."""
+        """The page of a whole list in ascending order, and whether there are more. Ids of deleted entries are ignored."""
         chosen = [*entries] if self.order == "asc" else [*reversed(entries)]
         ids = [entry.id for entry in chosen]
-        for param, cursor in (("after", self.after), ("before", self.before)):
-            if cursor and cursor not in ids:
-                raise invalid(param, "send the id of an entry of this list, or leave it out")
-        end = ids.index(self.before) if self.before else len(ids)
-        begin = ids.index(self.after) + 1 if self.after else 0
+        end = ids.index(self.before) if self.before in ids else len(ids)
+        begin = ids.index(self.after) + 1 if self.after in ids else 0
         kept = chosen[begin:end]
-        page = kept[-self.limit :] if self.before else kept[: self.limit]
+        page = kept[-self.limit :] if self.before in ids else kept[: self.limit]
         return page, len(kept) > self.limit
 
 

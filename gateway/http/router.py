@@ -96,7 +96,7 @@ class Router:
         endpoint, is_noted = None, True
         try:
             # An id with an encoded slash matches no other way.
-            raw_path = scope.get("raw_path", b"").decode("latin-1")
+            raw_path = (scope.get("raw_path") or b"").decode("latin-1")
             route = self._find(scope["path"], context) or self._find(raw_path, context)
             endpoint = route and route.first
             await self._check_access(endpoint, scope, context)

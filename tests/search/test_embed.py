@@ -128,7 +128,7 @@ def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
         ("a.jsonl", b'{"text": "a"}\n{"other": "b"}', "a.jsonl:2 has no text in 'text'"),
         ("a.csv", b'text\na\n""', "a.csv:3 has an empty text in 'text'"),
         ("a.jsonl", b'{"text": "a", "id": "x"}\n{"text": "b", "id": "x"}', "the id 'x'"),
-        ("a.jsonl", b'{"text": "\\ud83d"}', "a.jsonl:1 is not JSON, or has half of a character"),
+        ("a.jsonl", b'{"text": "\\ud83d"}', "a.jsonl:1 is not valid JSON"),
         ("a.txt", b"\xff", "not UTF-8"),
         ("a.png", b"x", "a.png"),
     ],

@@ -128,7 +128,7 @@ def _with_deployments(settings: Settings, data_dir: Path | None) -> Settings:
 
 
 def _with_key(settings: Settings) -> Settings:
-    """A key that may list the models, which `wait_until_served` needs; the root key may not."""
+    """Add a random API key if there is only a root key, which may not list models: `wait_until_served` does."""
     gateway = settings.gateway
     if gateway.root_key is None or gateway.api_keys or gateway.deploy_keys:
         return settings

@@ -19,7 +19,7 @@ local function count_usage(model, request, used, is_lost)
     mark, images, input, cached, output, image, reserved, budget =
       string.match(charge, '^([*+]?)(%d+) (%S+) (%S+) (%S+) (%S+) (%d+) (.*)$')
   end
-  -- One that Redis lost is restored from the usage, with a time to live, by the next request.
+  -- Do not create a budget that Redis lost: it would never expire. The next request restores it from the usage.
   local has_budget = budget ~= '' and redis.call('EXISTS', budget) == 1
   if not is_lost then
     local num_images = num_prompt and tonumber(images) or 0

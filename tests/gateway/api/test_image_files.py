@@ -81,8 +81,7 @@ async def test_an_image_that_is_deleted_is_not_found(client, gateway, worker):
         assert (await gateway.client.request(method, path, headers=ONE)).status_code == 404
     assert (await client.files.delete(file.id)).deleted
     assert (await ask(gateway, CHAT, file.id, ONE)).status_code == 400
-    with pytest.raises(openai.BadRequestError, match="after"):  # it begins no page
-        await client.files.list(after=file.id)
+    assert not (await client.files.list(after=file.id)).data  # to delete all pages of a list
     for gone in (client.files.retrieve(file.id), client.files.delete(file.id)):
         with pytest.raises(openai.NotFoundError):
             await gone
