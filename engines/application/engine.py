@@ -188,7 +188,7 @@ class ApplicationEngine(Engine[TaskInput]):
             task.num_tries += 1
             task.entered_at = task.entered_at or now
             self._state, self._cancel_until = "running", 0.0
-            name, _, ending = task.request_id.partition("@")  # perhaps with the shard's name
+            name, _, ending = task.request_id.partition("@")  # may begin with the name of a shard
             attempt = ending.rpartition("@")[2].partition(".")[0]
             # Each attempt of the queue may be MAX_TRIES runs here, so some numbers are skipped.
             number = MAX_TRIES * (int(attempt or 1) - 1) + task.num_tries

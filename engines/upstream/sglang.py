@@ -160,7 +160,7 @@ def _constrain(grammar: Grammar) -> dict[str, str]:
         return {"json_schema": grammar.source or "{}"}
     if grammar.kind == "regex":
         return {"regex": grammar.source}
-    # Without escapes for most characters: a pair of them for an emoji would be two characters.
+    # Without \u escapes: SGLang reads the two escapes of an emoji as two characters.
     texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.source))
     choices = " | ".join(texts)
     return {"ebnf": f"root ::= {choices}"}

@@ -83,17 +83,16 @@ def run_node(
             redis = None
             if search and not settings.search.url:
                 # A folder of its own, since paths of sockets must be short.
-                folder = stack.enter_context(TemporaryDirectory(prefix="vlm-search-"))
+                sockets = stack.enter_context(TemporaryDirectory(prefix="vlm-search-"))
                 files = settings.search.data_dir or str(_data_dir(settings, data_dir) / "search")
-                place = {"url": f"unix://{folder}/socket", "data_dir": files}
+                place = {"url": f"unix://{sockets}/socket", "data_dir": files}
                 settings = settings.changed(search=place)
             if not settings.gateway.files:
                 files = f"file://{(_data_dir(settings, data_dir) / 'files').absolute()}"
                 settings = settings.changed(gateway={"files": files})
             if not settings.redis.url:
-                redis = EmbeddedRedis(
-                    _data_dir(settings, data_dir), settings.redis.max_memory_bytes
-                )
+                folder = _data_dir(settings, data_dir)
+                redis = EmbeddedRedis(folder, settings.redis.max_memory_bytes)
                 settings = settings.changed(redis={"url": stack.enter_context(redis).url})
             if settings.deploy.store or redis is not None:
                 settings = _with_deployments(settings, data_dir)

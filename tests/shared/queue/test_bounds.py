@@ -135,7 +135,7 @@ async def test_an_answer_is_refunded_once_when_it_has_ended(ends, num_tokens, wa
 
 
 async def test_a_budget_that_redis_lost_is_not_created_by_the_end_of_a_call(ends):
-    """It would have no time to live, and nothing of what was spent before."""
+    """A recreated budget would never expire, and would lack earlier spending."""
     request, budget = make_request(), Budget("2026-11", most=9, reserved=1, ttl_s=60.0)
     await ends.queue.set_spent(request.id, request.tenant, budget, 5)
     await ends.queue.submit(Submission([seal(request)], 60.0, 9, charge=Charge(budget=budget)))
