@@ -4,13 +4,12 @@
 #include "abi.h"
 #include "vectors.h"
 
-// Quantized activations: integers (M, G * group), scale and sum of the integers (M, G).
+// Quantized activations: integers (G, M, group), scale and sum of the integers (G, M), sum of the activations (M,).
 struct Activations {
     int64_t num_tokens, num_groups, group;
     int bits;  // 8 or 16
-    const void* integers;
-    const float* scale;
-    const float* sum;
+    void* integers;
+    float *scale, *sum, *total;
 };
 
 constexpr int64_t TILE = 16;  // outputs that are computed together by the integer products
@@ -27,24 +26,6 @@ struct Target {
         place = adds ? place + value : value;
     }
 };
-
-// Stores a token's results of a tile of integer weights, from output n on.
-inline void put_tile(const Linear& linear, const Target& target, int64_t m, int64_t n, const Floats (&sums)[2]) {
-    for (int64_t i = 0; i < TILE; i += LANES) {
-        Floats value = sums[i / LANES];
-        float* place = target.y + m * target.stride + n + i;
-        if (n + i + LANES <= linear.num_outputs) {
-            if (linear.scale) value *= load(linear.scale + n + i);
-            if (linear.bias) value += load(linear.bias + n + i);
-            store(place, target.adds ? load(place) + value : value);
-            continue;
-        }
-        for (int64_t o = n + i; o < linear.num_outputs; o++) {
-            const float scaled = linear.scale ? value[o - n - i] * linear.scale[o] : value[o - n - i];
-            target.put(m, o, linear.bias ? scaled + linear.bias[o] : scaled);
-        }
-    }
-}
 
 // Outputs start..stop of floating-point weights. Called by every thread of a team. Shapes: x (M, K).
 void multiply_floats(const Linear& linear, int64_t num_tokens, const float* x, Target target, int64_t start,
@@ -87,5 +68,5 @@ void multiply_rounded(const Linear& linear, int64_t num_tokens, const BFloat16* 
 // `multiply_floats` with integer weights and activations; start is a multiple of TILE.
 void multiply_integers(const Linear& linear, const Activations& x, Target target, int64_t start, int64_t stop);
 
-// Quantizes one token's inputs. Shapes: x (K,), q (G * group), scale and sum (G,).
-void quantize_token(const float* x, int64_t num_inputs, int64_t group, int bits, void* q, float* scale, float* sum);
+// Quantizes the inputs of one token of q. Shapes: x (K,).
+void quantize_token(const float* x, int64_t num_inputs, const Activations& q, int64_t token);

@@ -47,22 +47,26 @@ float largest_size(const float* x, int64_t count) {
 
 }  // namespace
 
-void quantize_token(const float* x, int64_t num_inputs, int64_t group, int bits, void* q, float* scale, float* sum) {
-    const float steps = bits == 8 ? 127.0f : 32767.0f;
-    for (int64_t start = 0; start < num_inputs; start += group, scale++, sum++) {
-        float padded[MAX_GROUP] = {};
-        const float* inputs = x + start;
-        if (num_inputs - start < group) {
-            std::copy(inputs, x + num_inputs, padded);
+void quantize_token(const float* x, int64_t num_inputs, const Activations& q, int64_t token) {
+    const int64_t group_bytes = q.group * q.bits / 8;
+    const float steps = q.bits == 8 ? 127.0f : 32767.0f;
+    float total = 0, padded[MAX_GROUP] = {};
+    for (int64_t g = 0, place = token; g < q.num_groups; g++, x += q.group, place += q.num_tokens) {
+        const float* inputs = x;
+        if (const int64_t left = num_inputs - g * q.group; left < q.group) {
+            std::copy(x, x + left, padded);
             inputs = padded;
         }
-        const float largest = largest_size(inputs, group);
+        char* integers = (char*)q.integers + place * group_bytes;
+        const float largest = largest_size(inputs, q.group);
         if (!std::isfinite(largest)) {  // makes the products NaN, like those of floats
-            *scale = *sum = NAN;
-            std::memset((char*)q + start * bits / 8, 0, group * bits / 8);
+            q.scale[place] = q.sum[place] = total = NAN;
+            std::memset(integers, 0, group_bytes);
             continue;
         }
-        *scale = largest / steps;
-        *sum = (float)round_inputs(inputs, group, largest > 0 ? steps / largest : 0.0f, bits, (char*)q + start * bits / 8);
+        q.scale[place] = largest / steps;
+        q.sum[place] = (float)round_inputs(inputs, q.group, largest > 0 ? steps / largest : 0.0f, q.bits, integers);
+        total += q.sum[place] * q.scale[place];
     }
+    q.total[token] = total;
 }

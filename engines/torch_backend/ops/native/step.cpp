@@ -68,8 +68,8 @@ class Product {
         rounds_ = rounds_to_bfloat16(step);
         if (linear_.kind < INT8) return;
         const int64_t num_groups = (linear_.num_inputs + linear_.group - 1) / linear_.group;
-        integers_ = {step.num_tokens,   num_groups,        linear_.group, step.bits, room.integers.data(),
-                     room.scale.data(), room.sum.data()};
+        integers_ = {step.num_tokens,   num_groups,      linear_.group,    step.bits, room.integers.data(),
+                     room.scale.data(), room.sum.data(), room.total.data()};
     }
 
     int num_threads() const {
@@ -90,11 +90,7 @@ class Product {
             const RoundedTokens tokens(step_.num_tokens, width);
             round_token(inputs_ + token * width, width, tokens, token, room_.rounded[0].values);
         }
-        if (linear_.kind < INT8) return;
-        const int64_t num_groups = integers_.num_groups, place = token * num_groups;
-        char* integers = (char*)room_.integers.data() + place * linear_.group * (step_.bits / 8);
-        quantize_token(inputs_ + token * width, width, linear_.group, step_.bits, integers,
-                       room_.scale.data() + place, room_.sum.data() + place);
+        if (linear_.kind >= INT8) quantize_token(inputs_ + token * width, width, integers_, token);
     }
 
     void multiply(int thread, int team) const {

@@ -14,7 +14,7 @@ inline bool rounds_to_bfloat16(const Step& step) { return step.linears[0].kind =
 struct Workspace {
     std::vector<float> inputs;
     std::vector<int16_t> integers;
-    std::vector<float> scale, sum;
+    std::vector<float> scale, sum, total;
     struct alignas(64) RoundedInputs {
         BFloat16 values[ROUNDED_WIDTH];
     };
@@ -30,6 +30,7 @@ struct Workspace {
         grow(integers, num_tokens * num_groups * linear.group);
         grow(scale, num_tokens * num_groups);
         grow(sum, num_tokens * num_groups);
+        grow(total, num_tokens);
     }
 
   private:
