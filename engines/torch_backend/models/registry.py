@@ -152,7 +152,7 @@ class FamilyModel(nn.Module):
         self, image: ImageInput, device: torch.device, dtype: torch.dtype
     ) -> Generator[None, None, Tensor]:
         """`encode` of one image; yields before each part, so that steps of other requests run in between."""
-        return in_parts(lambda: self.encode([image], device, dtype)[0], dtype)
+        return in_parts(lambda: self.encode([image], device, dtype)[0])
 
     def example_image(self) -> ImageInput | None:
         """A dummy image for warm-up, at offset 0. None for text models."""

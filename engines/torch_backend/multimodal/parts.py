@@ -20,26 +20,22 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from engines.torch_backend.layers.linear_group import LinearGroup
-from engines.torch_backend.ops.cpu_level import has_matrix_units
 
-#: Work of one piece: about 10 ms, and rows enough for an efficient matrix product. Unit: floating point operations.
+#: Work of the first pieces, and of the smallest: rows enough for an efficient matrix product. Unit: floating point
+#: operations.
 PIECE_FLOPS_PER_THREAD = 500_000_000
-_MATRIX_UNITS_SPEEDUP = 4  #: of bfloat16, at least
 #: Elementwise operations are limited by memory: each element counts as this many floating point operations.
 _FLOPS_PER_ELEMENT = 500
-#: A part ends with the first piece after this time.
+#: A part ends with the first piece after this time. A piece takes at most twice as long, unless it is the smallest.
 PART_S = 0.005
 
 T = TypeVar("T")
 _Arguments = Any  #: positional arguments of an operation
 
 
-def in_parts(
-    compute: Callable[[], T], dtype: torch.dtype = torch.float32
-) -> Generator[None, None, T]:
-    """Call `compute`, yielding before each part. Closing the generator cancels the call. `dtype`: of its products."""
-    is_fast = dtype is torch.bfloat16 and has_matrix_units()
-    mode = _Parts(_MATRIX_UNITS_SPEEDUP if is_fast else 1)
+def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
+    """Call `compute`, yielding before each part. Closing the generator cancels the call."""
+    mode = _Parts()
 
     def run() -> T:
         with mode:
@@ -69,10 +65,11 @@ class _Cut:
 class _Parts(TorchFunctionMode):
     """Splits operations and hands control back between pieces. The mode is off while other code runs."""
 
-    def __init__(self, speedup: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.began_at = 0.0  #: of the part
-        self._piece_flops = PIECE_FLOPS_PER_THREAD * torch.get_num_threads() * speedup
+        self._smallest_piece = PIECE_FLOPS_PER_THREAD * torch.get_num_threads()
+        self._flops_per_s: dict[Any, float] = {}  # of the last pieces, by function of `_CUTS`
 
     def __torch_function__(
         self, func: Any, types: Any, args: _Arguments = (), kwargs: dict[str, Any] | None = None
@@ -82,19 +79,26 @@ class _Parts(TorchFunctionMode):
         if isinstance(getattr(func, "__self__", None), LinearGroup):
             find_cut = _cut_group
         cut = find_cut(func, args, kwargs) if find_cut and "out" not in kwargs else None
-        if cut is None or cut.flops <= self._piece_flops:
+        speed = self._flops_per_s.get(find_cut, 0.0)
+        most = max(self._smallest_piece, int(speed * 2 * PART_S))
+        if cut is None or cut.flops <= most:
+            started_at = time.perf_counter()
             result = func(*args, **kwargs)
-            is_late = time.perf_counter() - self.began_at >= PART_S
+            ended_at = time.perf_counter()
+            if cut is not None and 2 * cut.flops > self._smallest_piece:
+                self._flops_per_s[find_cut] = cut.flops / max(ended_at - started_at, 1e-6)
             # Within vmap, which builds masks, torch would vectorize the other code too.
-            if is_late and peek_interpreter_stack() is None:
+            if ended_at - self.began_at >= PART_S and peek_interpreter_stack() is None:
                 parent = greenlet.getcurrent().parent
                 assert parent is not None
                 parent.switch()
             return result
-        return self._in_pieces(func, args, kwargs, cut)
+        num_pieces = -(-cut.flops // most)
+        return self._in_pieces(func, args, kwargs, cut, -(-cut.length // num_pieces))
 
-    def _in_pieces(self, func: Any, args: _Arguments, kwargs: dict[str, Any], cut: _Cut) -> Tensor:
-        size = max(1, self._piece_flops * cut.length // cut.flops)
+    def _in_pieces(
+        self, func: Any, args: _Arguments, kwargs: dict[str, Any], cut: _Cut, size: int
+    ) -> Tensor:
         out = torch.empty(0)
         for start in range(0, cut.length, size):
             count = min(size, cut.length - start)

@@ -31,7 +31,7 @@ PAIR = make_model_pair(make_vlm_config())
 def time_passes_by_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part has ten operations."""
     ticks = count()
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * parts.PART_S / 9.5)
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * parts.PART_S / 19)
     monkeypatch.setattr(parts, "time", clock)
 
 
