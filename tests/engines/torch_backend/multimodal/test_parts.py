@@ -3,12 +3,15 @@
 import threading
 import time
 from collections.abc import Callable, Generator
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.torch_backend.layers.linear import Linear
 from engines.torch_backend.layers.linear_group import LinearGroup
@@ -99,6 +102,27 @@ def test_a_layer_that_a_kernel_may_compute_is_split_into_rows(smallest: None):
 
     assert num_parts >= 40 // torch.get_num_threads()
     torch.testing.assert_close(found, expected)
+
+
+class CountedProducts(TorchDispatchMode):
+    num_products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_products += func is torch.ops.aten.linear.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("num_parts_per_call", "num_products"), [(10.0, 20), (0.001, 11)])
+def test_pieces_are_as_large_as_their_speed_allows(
+    num_parts_per_call: float, num_products: int, monkeypatch: pytest.MonkeyPatch
+):
+    ticks = count(0.0, num_parts_per_call * parts.PART_S)
+    monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(parts, "PIECE_FLOPS_PER_THREAD", 4 * 2 * 8 * 8)  # of four rows
+    with torch.inference_mode(), CountedProducts() as counted:
+        run(in_parts(lambda: [F.linear(numbers(40, 8), numbers(8, 8)) for _ in range(2)]))
+    assert counted.num_products == num_products
 
 
 def test_a_part_of_a_long_computation_ends_soon():
