@@ -3,7 +3,10 @@
 --   (`count_usage.lua`); ttl_ms: absent, or create the hash if there is none, and renew its time to live
 local args = cmsgpack.unpack(ARGV[1])
 local hash = KEYS[1]
-if not args.ttl_ms and redis.call('EXISTS', hash) == 0 then return 0 end
+if redis.call('EXISTS', hash) == 0 then
+  if not args.ttl_ms then return 0 end
+  redis.call('DEL', hash .. ':open') -- reservations of a budget that Redis lost: the new one lacks them
+end
 if (redis.call('HGET', hash, '') or nil) ~= args.began then return 0 end
 for field, sum in pairs(args.sums) do
   if tonumber(redis.call('HGET', hash, field) or -1) < sum then

@@ -50,15 +50,15 @@ if depth > 0 and depth + #ids > args.max_waiting then return {'queue_full', 0} e
 
 local budget = args.budget
 if budget then
-  local open = budget.key .. ':open'
-  local expired = redis.call('ZRANGEBYSCORE', open, '-inf', digits(now_ms))
-  for _, member in ipairs(expired) do
-    redis.call('HINCRBY', budget.key, 'reserved', '-' .. string.match(member, '^%d+'))
-  end
-  if #expired > 0 then redis.call('ZREMRANGEBYSCORE', open, '-inf', digits(now_ms)) end
   local sums = redis.call('HMGET', budget.key, 'spent', 'reserved')
   if not sums[1] then return {'no_budget'} end
-  if sums[1] + (sums[2] or 0) >= budget.most then return {'key_budget', 0} end
+  local open, reserved = budget.key .. ':open', sums[2] or 0
+  local expired = redis.call('ZRANGEBYSCORE', open, '-inf', digits(now_ms))
+  for _, member in ipairs(expired) do
+    reserved = redis.call('HINCRBY', budget.key, 'reserved', '-' .. string.match(member, '^%d+'))
+  end
+  if #expired > 0 then redis.call('ZREMRANGEBYSCORE', open, '-inf', digits(now_ms)) end
+  if sums[1] + reserved >= budget.most then return {'key_budget', 0} end
 end
 
 -- The quota

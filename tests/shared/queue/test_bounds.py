@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 import shared.queue.worker
 from shared.protocol import SamplingParams, seal
-from shared.queue.api import Budget, Charge, QueueRefused, Submission
+from shared.queue.api import Budget, Charge, QueueRefused, Submission, UnknownBudget
 from shared.queue.gateway import RedisGatewayQueue
 from tests.factories_queue import (
     MODEL,
@@ -134,15 +134,27 @@ async def test_an_answer_is_refunded_once_when_it_has_ended(ends, num_tokens, wa
     assert 0 < await ends.redis.pttl(ends.keys.rates(MODEL, "")) <= 1000 * (wait_s + 60)
 
 
-async def test_a_budget_that_redis_lost_is_not_created_by_the_end_of_a_call(ends):
-    """A recreated budget would never expire, and would lack earlier spending."""
-    request, budget = make_request(), Budget("2026-11", most=9, reserved=1, ttl_s=60.0)
-    await ends.queue.set_spent(request.id, request.tenant, budget, 5)
-    await ends.queue.submit(Submission([seal(request)], 60.0, 9, charge=Charge(budget=budget)))
-    claim = await ends.claim(worker := ends.worker("a"))
-    await ends.redis.delete(ends.keys.budget("", budget.period))
-    await worker.publish([publication(claim, 1, 0, make_finished(claim, 0))])
-    assert not await ends.redis.exists(ends.keys.budget("", budget.period))
+async def test_a_budget_that_redis_lost_is_created_by_its_spent_amount_alone(ends):
+    """One that the end of a call or an expired reservation creates would never expire, and lack earlier spending."""
+    budget = Budget("2026-11", most=9, reserved=1, ttl_s=60.0)
+    key, redis = ends.keys.budget("", budget.period), ends.redis
+    calls = [
+        Submission([seal(make_request())], 60.0, 9, charge=Charge(budget=budget)) for _ in "abc"
+    ]
+    await ends.queue.set_spent("", "", budget, 5)
+    for call in calls[:2]:
+        await ends.queue.submit(call)
+    claims = [await ends.claim(worker := ends.worker("a")) for _ in calls[:2]]
+    await redis.delete(key)
+    await worker.publish([publication(claims[0], 1, 0, make_finished(claims[0], 0))])
+    await redis.zadd(f"{key}:open", {"1 expired": 1})
+    with pytest.raises(UnknownBudget):
+        await ends.queue.submit(calls[2])
+    assert not await redis.exists(key)
+    await ends.queue.set_spent("", "", budget, 5)
+    await ends.queue.submit(calls[2])
+    await worker.publish([publication(claims[1], 1, 0, make_finished(claims[1], 0))])
+    assert await redis.hgetall(key) == {b"spent": b"5", b"reserved": b"1"}
 
 
 async def test_logprobs_count_for_what_they_take(gateways):

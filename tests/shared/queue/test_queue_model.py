@@ -377,7 +377,7 @@ class QueueMachine(RuleBasedStateMachine):
         entries, replies = split_replies(answers)
         for entry_id, (_, request_id) in entries:
             request = self.requests.get(request_id.decode())
-            if request is not None and replies[entry_id][0] != b"stray":
+            if request is not None and replies[entry_id][0] != b"unknown":
                 request.claim(worker)
                 request.lost_by = worker
                 self._note_preferred(name, request)
