@@ -135,7 +135,6 @@ class SessionStore(RedisStore):
         await self._ask("ZREM", self._keys.sessions(session.owner), _TO_COME + session.id)
 
     async def keep_limits(self, session: Session) -> None:
-        """Renew the instance limits of a session."""
         key = self._keys.session_limits(session.application)
         until = int(time.time() + session.ttl_s)  # noqa: TID251
         command = ("ZADD", key, until, _limits(session))
@@ -166,8 +165,9 @@ class SessionStore(RedisStore):
             rank = await self._ask("ZREVRANK", index, after) if after else -1
             if rank is None:
                 return None
-            names = await self._ask("ZREVRANGE", index, rank + 1, rank + 1 + limit)
-            shown = [name for name in names[:limit] if not name.startswith(_TO_COME.encode())]
+            later = await self._ask("ZREVRANGE", index, rank + 1, -1)
+            names = [name for name in later if not name.startswith(_TO_COME.encode())]
+            shown = names[:limit]
             found = await self._states([name.decode() for name in shown], max_open)
             gone = [name for name, state in zip(shown, found, strict=True) if state is None]
             if not gone:
@@ -175,7 +175,6 @@ class SessionStore(RedisStore):
             await self._ask("ZREM", index, *gone)
 
     async def close_session(self, session: Session) -> None:
-        """Close a session to new tasks."""
         await self._run(CLOSE_SESSION, (self._keys.session(session.id),))
         await self._ask("ZREM", self._keys.session_limits(session.application), _limits(session))
         await self._confirm()

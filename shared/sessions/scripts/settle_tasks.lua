@@ -2,6 +2,7 @@
 -- KEYS: session, tasks, open    args: states (by task id: succeed, failed, cancelled, or forgotten)
 local session, tasks, open = KEYS[1], KEYS[2], KEYS[3]
 local args = cmsgpack.unpack(ARGV[1])
+if redis.call('EXISTS', session) == 0 then return 0 end
 for id, state in pairs(args.states) do
   local record = redis.call('HGET', open, id)
   if record then

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from shared.sessions.store import Session, SessionStore
+from shared.queue.keys import RedisKeys
+from shared.sessions.store import Session, SessionStore, TaskRecord
 
 
 @pytest.fixture
@@ -14,8 +15,8 @@ async def store(redis, redis_prefix):
     await store.close()
 
 
-def make_session(name: str) -> Session:
-    return Session(name, "owner", "app", 1.0, idle_s=60.0, timeout_s=0.0)
+def make_session(name: str, created_at: float = 1.0) -> Session:
+    return Session(name, "owner", "app", created_at, idle_s=60.0, timeout_s=0.0)
 
 
 async def test_of_many_at_once_no_more_pass_than_there_are_places(store):
@@ -26,6 +27,17 @@ async def test_of_many_at_once_no_more_pass_than_there_are_places(store):
     )
     assert passed[:-1].count(True) <= 2
     assert not await store.take_place(make_session("sess_9"), passed[:-1].count(True) + 1)
+
+
+async def test_sessions_that_are_being_created_take_no_room_of_a_page(store):
+    for name in ("sess_0", "sess_1"):
+        await store.create(make_session(name))
+    for number in range(2, 5):
+        await store.take_place(make_session(f"sess_{number}", 2.0), 9)
+    pages = [await store.page("owner", after, 1, 0) for after in ("", "sess_1")]
+    assert [([each.session.id for each in states], more) for states, more in pages] == [
+        (["sess_1"], True), (["sess_0"], False),
+    ]  # fmt: skip
 
 
 async def test_every_key_expires_also_of_a_session_that_is_closed_too_late(
@@ -41,3 +53,13 @@ async def test_every_key_expires_also_of_a_session_that_is_closed_too_late(
     assert found is not None
     assert found.state == "closed"
     assert await store.find("sess_gone") is None
+
+
+async def test_the_end_of_a_task_does_not_bring_back_its_session(store, redis, redis_prefix):
+    session = make_session("sess_1")
+    await store.create(session)
+    await store.add(session, TaskRecord("task_1", "req_1", "m", "p", "f", 1.0, 2.0), 9)
+    key = RedisKeys(redis_prefix).session("sess_1")
+    await redis.delete(key)
+    await store.settle("sess_1", {"task_1": "succeed"})
+    assert not await redis.exists(key)
