@@ -110,7 +110,8 @@ def collect(
     roots = _Roots(store, before, num_kept)
     garbage = Garbage(num_kept=len(found))
     if is_dry:
-        garbage.blobs = [entry for key, entry in old.items() if key not in roots.read()]
+        named = roots.read()
+        garbage.blobs = [entry for key, entry in old.items() if key not in named]
         garbage.num_kept -= len(garbage.blobs)
         return garbage
     while old:
