@@ -245,17 +245,18 @@ class Catalog:
         type_: type[Record],
         purpose: str = "",
     ) -> list[Record]:
-        """A page in the order of creation, one more than the limit if there are more."""
-        edge = page.after or page.before
+        """A page in the order of creation, one more than the limit if there are more. Ignores ids of deleted entries."""
+        at = f"SELECT number FROM {table} WHERE {column} = ? AND id = ?"
+        edges = self._rows(at, owner, page.after or page.before)
         order, sign = ("ASC", ">") if page.is_ascending != bool(page.before) else ("DESC", "<")
-        condition, values = f"{column} = ?", [owner]
+        condition = f"{column} = ?"
+        values: list[Any] = [owner]
         if purpose:
             condition += " AND purpose = ?"
             values.append(purpose)
-        if edge:
-            at = f"SELECT number FROM {table} WHERE {column} = ? AND id = ?"
-            condition += f" AND number {sign} ({at})"
-            values += [owner, edge]
+        if edges:
+            condition += f" AND number {sign} ?"
+            values.append(edges[0][0])
         sql = f"SELECT record FROM {table} WHERE {condition} ORDER BY number {order} LIMIT ?"
         rows = self._rows(sql, *values, page.limit + 1)
         records = [_decode(row[0], type_) for row in rows]

@@ -244,12 +244,10 @@ class Stores:
         ids = [record.id for record in shared]
         is_within = page.after in ids
         left = shared[ids.index(page.after) + 1 :] if is_within else shared
-        if page.is_ascending:
-            return left if is_within else self._catalog.list_stores(asked.tenant, page) + left
-        if is_within:
-            page = replace(page, after="")
         found = self._catalog.list_stores(asked.tenant, page)
-        return left + found if is_within or not page.after else found
+        if page.is_ascending:
+            return left if is_within else found + left
+        return found if self._catalog.store(asked.tenant, page.after) else left + found
 
     def _change_store(self, asked: wire.ChangeStore) -> wire.StoreRecord:
         record = self._find_writable(asked.tenant, asked.store)

@@ -44,8 +44,9 @@ def query(store):
     return wire.Query(tenant="t", store=store, digest="d", vectors=[ITEMS[0].vector], k=1)
 
 
-def list_ids(stores):
-    return [record.id for record in stores.answer(wire.ListStores(tenant="t", page=wire.Page()))]
+def list_ids(stores, **page):
+    asked = wire.ListStores(tenant="t", page=wire.Page(**page))
+    return [record.id for record in stores.answer(asked)]
 
 
 def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch):
@@ -239,3 +240,10 @@ def test_a_store_that_is_not_used_expires(stores, tmp_path, monkeypatch):
     assert left == {names[0], names[2], names[5]}
     assert {path.stem for path in (tmp_path / "stores").iterdir()} == left
     assert stores.answer(wire.ReadStore(tenant="t", store=names[2])).last_active_at == searched_at
+
+
+def test_a_list_begins_again_where_the_entry_beside_a_page_was_deleted(stores):
+    first, gone, last = (create(stores) for _ in range(3))
+    stores.answer(wire.DropStore(tenant="t", store=gone))
+    assert list_ids(stores, after=gone) == list_ids(stores, before=gone) == [last, first]
+    assert list_ids(stores, after=gone, is_ascending=True) == [first, last]
