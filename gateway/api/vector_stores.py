@@ -226,7 +226,7 @@ class ListQuery(PageQuery, frozen=True, kw_only=True):
         end = ids.index(self.before) if self.before in ids else len(ids)
         begin = ids.index(self.after) + 1 if self.after in ids else 0
         kept = chosen[begin:end]
-        page = kept[-self.limit :] if self.before in ids else kept[: self.limit]
+        page = kept[-self.limit :] if self.before else kept[: self.limit]
         return page, len(kept) > self.limit
 
 

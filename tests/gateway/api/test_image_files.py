@@ -11,7 +11,7 @@ import pytest
 
 from shared.protocol import ImagePart
 from tests.factories_gateway import CHAT, MODEL, make_body
-from tests.factories_images import data_url, image_part
+from tests.factories_images import data_url, encoded, image_part
 
 PNG = b64decode(data_url().partition(",")[2])
 ONE, TWO = ({"authorization": f"Bearer sk-{name}"} for name in ("one", "two"))
@@ -70,6 +70,18 @@ async def test_an_image_is_uploaded_once_and_named_in_every_api(client, gateway,
         assert (response.status_code, error["code"]) == (400, "file_not_found")
         assert error["param"].startswith("input" if "resp" in path else "messages")
     assert worker.requests == []
+
+
+async def test_a_list_begins_again_where_the_image_beside_a_page_was_deleted(client):
+    made = [
+        await client.files.create(file=("scene.png", encoded(seed)), purpose="vision")
+        for seed in range(3)
+    ]
+    await client.files.delete(made[1].id)
+    for place, first in (("after", made[2]), ("before", made[0])):
+        page = {"limit": 1, "extra_query": {place: made[1].id}}
+        listed = await client.files.list(purpose="vision", **page)
+        assert [file.id for file in listed.data] == [first.id]
 
 
 async def test_an_image_that_is_deleted_is_not_found(client, gateway, worker):
