@@ -19,12 +19,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import msgspec
@@ -72,6 +74,7 @@ _THREADS = 4
 LOCK = "requirements.lock"
 WHEELS = "wheels/"
 _WITHIN_S = 900.0
+_POLL_S = 0.1
 
 logger = logging.getLogger(__name__)
 VARIABLES_FD = "VLM_ENGINE__VARIABLES_FD"
@@ -237,25 +240,36 @@ def make_packages(
     try:
         cache.make_room(sum(layers[path].size for path in wheels))
         with cache.filling(), _building(target) as aside:
-            _run_pip([*what, *where, "--target", str(aside)], folder, hidden)
+            arguments = [*what, *where, "--target", str(aside)]
+            _run_pip(arguments, folder, hidden, uses or Uses())
     except OSError as error:
         raise InstallError(f"{error.filename or target}: {error.strerror}") from None
     return target
 
 
-def _run_pip(arguments: list[str], folder: Path, hidden: frozenset[str]) -> None:
-    """Raises: InstallError, OSError."""
+def _run_pip(arguments: list[str], folder: Path, hidden: frozenset[str], uses: Uses) -> None:
+    """Run pip, unless the uses end. Raises: InstallError, OSError."""
     environment = plain_environment(HUB_SECRETS | hidden, ("PIP_",))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", *arguments]
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_WITHIN_S
+    nothing, give_up_at = subprocess.DEVNULL, time.monotonic() + _WITHIN_S
+    with TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=nothing, stdout=nothing, stderr=log
         )
-    except subprocess.TimeoutExpired:
-        raise InstallError(f"{LOCK}: not installed within {_WITHIN_S:g} s") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip failed"]
+        try:
+            while process.poll() is None:
+                if uses.is_over:
+                    raise InstallError(f"{LOCK}: the installation was interrupted")
+                if time.monotonic() > give_up_at:
+                    raise InstallError(f"{LOCK}: not installed within {_WITHIN_S:g} s")
+                time.sleep(_POLL_S)
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        lines = [line for line in log.read().splitlines() if line.strip()] or ["pip failed"]
+    if process.returncode:
         said = next((line for line in lines if line.startswith("ERROR")), lines[-1])
         raise InstallError(f"{LOCK}: {said[:300]}")
 

@@ -2,16 +2,19 @@
 
 import base64
 import hashlib
+import socket
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from engines.application.engine import ApplicationEngine
 from engines.application.settings import ApplicationSettings
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from tests.engines.application.test_engine import ISOLATIONS, Driver
-from worker.node.cache import Cache
+from worker.node.cache import Cache, Uses
 from worker.node.install import InstallError, make_packages
 
 WHEEL = "wheels/greetings-1.0-py3-none-any.whl"
@@ -83,3 +86,21 @@ def test_a_wheel_that_is_not_the_locked_one_is_refused(tmp_path):
     with pytest.raises(InstallError, match=r"requirements.lock: .*"):
         make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
     assert not list((tmp_path / "cache").rglob("*.py"))
+
+
+def test_an_installation_that_is_not_needed_any_more_ends_at_once(tmp_path, monkeypatch):
+    """Of a package without the wheel, for which pip asks an index that never answers."""
+    manifest, uses = make_package(tmp_path / "package", "hello"), Uses()
+    manifest = replace(manifest, layers=manifest.layers[:2])
+    with socket.create_server(("127.0.0.1", 0)) as index, ThreadPoolExecutor(1) as threads:
+        index.settimeout(60.0)
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}/simple")
+        installing = threads.submit(
+            make_packages, manifest, tmp_path / "package", uses, cache=Cache(tmp_path / "cache")
+        )
+        with index.accept()[0]:
+            uses.is_over = True
+            with pytest.raises(InstallError, match="interrupted"):
+                installing.result(5.0)
+    uses.close()
+    assert not list((tmp_path / "cache").rglob("*.part"))
