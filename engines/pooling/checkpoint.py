@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engines.base import UnsupportedCheckpoint
-from engines.packages.checkpoint_json import load_json, read_json
+from engines.packages.checkpoint_json import load_json, read_json, shown
 
 Pooling = Literal["cls", "mean", "max", "last"]
 #: Names in the files: flags in older versions, one word in newer ones.
@@ -25,6 +25,7 @@ _MODES: dict[str, Pooling] = {
 }
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 _MAX_SIZE = 1 << 16  # of a vector
+_MAX_TOKENS = 2**31 - 1
 #: Files that determine the output.
 _DIGESTED = ("*.safetensors", "*.json", "*/*.json", "*.txt", "*.model")
 
@@ -83,13 +84,22 @@ def read_sentence_config(directory: Path) -> SentenceConfig:
                 behind.append(Normalize())
             case _:
                 file = folder / "sentence_bert_config.json"
-                max_tokens = read_json(file).values.get("max_seq_length")
-    own = read_json(directory / "config_sentence_transformers.json").values
-    prompts = {str(k): str(v) for k, v in (own.get("prompts") or {}).items() if v}
-    default = str(own.get("default_prompt_name") or "")
+                max_tokens = read_json(file).whole("max_seq_length", at_most=_MAX_TOKENS)
+    own = read_json(directory / "config_sentence_transformers.json")
+    prompts = {name: str(text) for name, text in own.section("prompts").values.items() if text}
+    default = str(own.get("default_prompt_name", ""))
     return SentenceConfig(
         pooling, tuple(behind), prompts, default if default in prompts else "", max_tokens
     )
+
+
+def read_shorter_dimensions(directory: Path, whole: int) -> tuple[int, ...]:
+    """The dimensions to which vectors of `whole` dimensions can be cut. Raises: UnsupportedCheckpoint."""
+    name, fields = "matryoshka_dimensions", read_json(directory / "config.json")
+    found = fields.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(each, int) and each > 0 for each in found):
+        raise fields.refuse(name, f"is {shown(found)}, no list of positive integers")
+    return tuple(sorted(each for each in found if each < whole))
 
 
 def _read_modules(directory: Path) -> list[dict[str, Any]]:
@@ -109,7 +119,7 @@ def _read_pooling(folder: Path) -> Pooling:
         for name, value in values.items()
         if name.startswith("pooling_mode_") and value is True
     ]
-    modes = [named] if named else flags
+    modes = [str(named)] if named else flags
     if len(modes) != 1 or modes[0] not in _MODES:
         raise UnsupportedCheckpoint(
             f"the Pooling module combines {modes}: one of cls, mean, max and lasttoken is supported"

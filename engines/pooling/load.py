@@ -22,7 +22,7 @@ from engines.base import EngineStartError, LoadedEngine, Progress, UnsupportedCh
 from engines.heap import keep_freed_memory
 from engines.packages.resolve import default_name, resolve_model
 from engines.pooling.batch import Row
-from engines.pooling.checkpoint import digest_of, read_sentence_config
+from engines.pooling.checkpoint import digest_of, read_sentence_config, read_shorter_dimensions
 from engines.pooling.clip import ClipEncoder, Filling
 from engines.pooling.encoder import PACKED_TYPES, SCORER_TYPES, Encoder, first_position
 from engines.pooling.engine import PoolingEngine
@@ -93,11 +93,10 @@ def load_encoder(
         filling = _filling(text, tokenizer) if kind is SiglipModel else None
         processor = AutoImageProcessor.from_pretrained(directory)
         return ClipEncoder(model, texts, processor, filling)
-    shorter = getattr(config, "matryoshka_dimensions", None) or ()
     is_scorer = kind is AutoModelForSequenceClassification
     head = build_head(sentence.modules, directory).to(device)
     encoder = Encoder(model, texts, sentence, is_scorer, layers, head)
-    encoder.shorter_dimensions = tuple(sorted(x for x in shorter if x < encoder.dimensions))
+    encoder.shorter_dimensions = read_shorter_dimensions(directory, encoder.dimensions)
     return encoder
 
 
