@@ -28,7 +28,7 @@ from engines.base import (
 from engines.packages.checkpoint_json import read_json
 from engines.packages.resolve import default_name, resolve_model
 from engines.pooling.batch import Row
-from engines.pooling.checkpoint import SentenceConfig, read_sentence_config
+from engines.pooling.checkpoint import SentenceConfig, read_sentence_config, read_shorter_dimensions
 from engines.pooling.engine import PoolingEngine, PoolingModel
 from engines.pooling.texts import Texts, Words
 from engines.text.tokenizer import MAX_VOCAB_SIZE
@@ -184,8 +184,7 @@ def load_vector_engine(settings: VectorSettings, progress: Progress | None) -> L
     )
     with closed_on_failure(client, None, "a server of vectors or scores"):
         model.probe()
-    shorter = fields.get("matryoshka_dimensions") or ()
-    model.shorter_dimensions = tuple(sorted(x for x in shorter if x < model.dimensions))
+        model.shorter_dimensions = read_shorter_dimensions(directory, model.dimensions)
     engine = PoolingEngine(model, settings)
     name = settings.served_name or default_name(settings.model)
     card = engine.card(name, max_model_len=max_tokens, vocab_size=vocab_size)
