@@ -100,7 +100,7 @@ def _assignment(option: str, text: str) -> tuple[str, str]:
 
 
 def parse_resources(text: str) -> Resources:
-    """`cpu=2,memory=4g,gpu=1`; each may be left out. Raises: ValueError."""
+    """`cpu=2,memory=4g,gpu=1`; each may be left out. Raises: CommandFailed."""
     readers = {"cpu": _parse_processors, "memory": _parse_size, "gpu": int}
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
@@ -108,8 +108,9 @@ def parse_resources(text: str) -> Resources:
         try:
             values[name] = readers[name](value.strip().lower())
         except (KeyError, ValueError, OverflowError):
-            raise ValueError(
-                f"--resources {part}: write cpu=NUMBER, memory=SIZE (512m, 4g) or gpu=NUMBER"
+            raise CommandFailed(
+                f"--resources {part}: write cpu=NUMBER, memory=SIZE (512m, 4g) or gpu=NUMBER",
+                ARGUMENTS,
             ) from None
     return Resources(values.get("cpu", 1.0), values.get("memory", 0), values.get("gpu", 0))
 
@@ -127,13 +128,13 @@ def _parse_size(text: str) -> int:
 
 
 def _parse_share(text: str) -> float:
-    """`10%`, or 0.1. Raises: ValueError."""
+    """`10%`, or 0.1. Raises: CommandFailed."""
     share = text.strip()
     with suppress(ValueError):
         number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
         if 0 <= number <= 1:
             return number
-    raise ValueError(f"--canary {text}: write a share of the requests, such as 10%")
+    raise CommandFailed(f"--canary {text}: write a share of the requests, such as 10%", ARGUMENTS)
 
 
 def run_deploy(
@@ -193,7 +194,10 @@ def run_deploy(
 
 def _pack(application: str, package: dict[str, Any], *, is_named: bool) -> Packed:
     engine = dict(_assignment("--set", each) for each in package["engine"] or ())
-    command = shlex.split(package["command"])
+    try:
+        command = shlex.split(package["command"])
+    except ValueError as error:
+        raise CommandFailed(f"--command: {error}", ARGUMENTS) from None
     if is_named == package["installed"]:
         raise CommandFailed("give --application, or --command with --installed", ARGUMENTS)
     if sum(map(bool, (engine, package["entry"], command))) > 1:

@@ -9,7 +9,6 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import vlm
-from shared.gateway_client import Client
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 
@@ -62,12 +61,14 @@ def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
         (["deploy", "--name", "a b", "--application", "shapes"], "--name a b: send 1 to 63"),
         ([*SHAPES, "--resources", "memory=4x"], "--resources memory=4x: write"),
         ([*SHAPES, "--canary", "200%"], "--canary 200%: write"),
+        ([*SHAPES, "--command", "'bin/x"], "--command: No closing quotation"),
         (["rollback", "n", "--to", "first"], "--to"),
         (["scale", "n"], "--min"),
         (["gc", "--keep", "0"], "--keep"),
         (["run", "n"], "INPUT"),
         (["run", "n", "@/no/such/file"], "/no/such/file"),
         (["session", "create"], "application"),
+        (["session", "create", "n", "--resources", "cpu=x"], "--resources cpu=x: write"),
         (["session", "forget"], "forget"),
     ],
 )
@@ -133,22 +134,6 @@ async def test_what_the_gateway_refuses_ends_with_4(package: Path, url: str):
         done = await asyncio.to_thread(run, *arguments, url=url, key=key)
         assert done.exit_code == 4, done.output
         assert done.stderr
-
-
-def test_the_list_shows_the_version_that_serves_apart_from_the_last_generation(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    app = {
-        "name": "n", "state": "active", "generation": 4, "candidate": None, "desired": 1,
-        "active": {"digest": "sha256:" + 64 * "a", "version": "sha256:" + 64 * "a", "num_ready": 1},
-        "message": "start: not ready",
-    }  # fmt: skip
-    monkeypatch.setattr(Client, "call", lambda *_: {"data": [app]})
-    head, *rows = [line for line in run("apps").output.splitlines() if "n" in line]
-    serves, last = head.index("serves"), head.index("last gen.")
-    [row] = [row for row in rows if "aaaa" in row]
-    assert row[serves:].startswith("aaaa")
-    assert row[last:].startswith("4")
 
 
 async def test_an_interrupted_deploy_says_that_the_rollout_continues(
