@@ -168,8 +168,9 @@ class Session:
     def results(self) -> Iterator[TaskResult]:
         """The results of submitted tasks in order, each only once."""
         while self._submitted:
-            yield self.result(self._submitted[0])
+            result = self.result(self._submitted[0])
             self._submitted.pop(0)
+            yield result
 
     def close(self) -> None:
         """Close the session to new tasks, and cancel waiting tasks. Raises: SessionError, OSError."""
@@ -237,6 +238,7 @@ class _Runner:
                 self._is_cancelled = True
                 signal.pthread_kill(main, signal.SIGUSR1)
             else:
+                self._is_cancelled = False
                 self._messages.put(line)
         self._messages.put(None)
 
@@ -291,8 +293,10 @@ class _Runner:
     def _run(self, message: dict[str, Any]) -> dict[str, Any]:
         session = message["session"]
         application = self._sessions[session] if session else self._application
-        self._is_cancelled, self._can_cancel = False, True
+        self._can_cancel = True
         try:
+            if self._is_cancelled:
+                raise TaskCancelled
             told = {name: message[name] for name in self._told}
             value = application.run(message["input"], **told)
             if isinstance(value, Iterator):

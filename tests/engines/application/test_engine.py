@@ -4,6 +4,7 @@ import errno
 import json
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -315,6 +316,19 @@ def test_memory_and_processes_have_a_limit(toy, task, error):
     code, message = toy.refused(task)
     assert code in (ErrorCode.TASK_FAILED, ErrorCode.REQUEST_KILLS_WORKERS)
     assert message.startswith(error if code is ErrorCode.TASK_FAILED else "The application")
+
+
+def test_a_task_that_is_cancelled_before_it_begins_does_not_run(tmp_path):
+    """The process reads both messages at once."""
+    (tmp_path / "app.py").write_text(APPLICATION)
+    setup = {"type": "setup", "package": str(tmp_path), "name": "toy", "device": "cpu"}
+    task = {"type": "run", "session": "", "task_id": "t", "attempt": 1, "input": {"do": "sleep"}}
+    lines = [json.dumps(each, separators=(",", ":")) for each in (setup, task, {"type": "cancel"})]
+    program = [sys.executable, "-c", "from vlm_app import serve; serve('app:Toy')"]
+    done = subprocess.run(
+        program, input="\n".join(lines) + "\n", stdout=subprocess.PIPE, text=True, timeout=WITHIN_S
+    )
+    assert done.stdout.splitlines()[1:] == ['{"type":"error","message":"cancelled"}']
 
 
 def test_a_session_that_hangs_as_it_is_entered_makes_way(toy):
