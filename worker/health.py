@@ -68,7 +68,7 @@ class HealthServer:
                 writer.write(
                     f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: {content_type}\r\n"
                     f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
-                    + body
+                    + (b"" if head.startswith(b"HEAD ") else body)
                 )
                 await writer.drain()
         writer.close()

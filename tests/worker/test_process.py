@@ -1,5 +1,6 @@
 """Workers as real processes: stopped by a signal, hung, and asked how they are."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -50,6 +51,10 @@ async def test_a_worker_whose_step_is_stuck_is_not_healthy():
             engine.step_started_at = None if age_s is None else time.monotonic() - age_s
             answer = await client.get(f"http://127.0.0.1:{server.port}/healthz")
             statuses.append(answer.status_code)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"HEAD /healthz HTTP/1.1\r\n\r\n")
+    assert (await reader.read()).endswith(b"\r\n\r\n")
+    writer.close()
     await server.close()
     assert statuses == [200, 200, 200, 503]
 
