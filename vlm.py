@@ -72,12 +72,12 @@ app.command("ray-workers", hidden=True)(worker.cli.ray_workers)
 app.command("search-node")(search.cli.search_node)
 app.command("search")(search.cli.find)
 app.add_typer(search.cli.store, name="store")
-deploy.cli.add_to(app)
-deploy.session_cli.add_to(app)
+for command in (*deploy.cli.COMMANDS, deploy.session_cli.run):
+    app.command(cls=deploy.cli.Command)(command)
+app.add_typer(deploy.session_cli.session, name="session")
 app.add_typer(deploy.keys_cli.app, name="keys")
-app.command(cls=deploy.cli.GatewayCommand)(deploy.keys_cli.forget)
-app.command(cls=deploy.cli.GatewayCommand)(deploy.keys_cli.audit)
-app.command(cls=deploy.cli.GatewayCommand)(deploy.keys_cli.usage)
+for command in (deploy.keys_cli.forget, deploy.keys_cli.audit, deploy.keys_cli.usage):
+    app.command(cls=deploy.cli.GatewayCommand)(command)
 if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
     from benchmarks.cli import app as bench
 

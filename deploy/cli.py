@@ -4,9 +4,8 @@ Exit codes: 0, 1: wrong arguments, 2: packaging failed, 3: the upload failed, 4:
 failed.
 """
 
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -45,37 +44,8 @@ def _ending_with_arguments() -> Iterator[None]:
         raise
 
 
-Options = dict[str, tuple[Any, Any]]  #: annotation and default by name
-
-
 def _many(option: str, metavar: str, text: str) -> Any:
-    return Annotated[
-        list[str] | None, typer.Option(option, metavar=metavar, help=text, show_default=False)
-    ]
-
-
-def _with(**tables: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the options of tables to a command, which receives the values of each table as a dictionary."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
-            groups = {key: {each: given.pop(each) for each in tables[key]} for key in tables}
-            command(**groups, **given)
-
-        own = inspect.signature(command).parameters
-        parameters = [each for each in own.values() if each.name not in tables]
-        parameters += [
-            inspect.Parameter(
-                each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-            )
-            for table in tables.values()
-            for each, (annotation, default) in table.items()
-        ]
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return run
-
-    return decorate
+    return typer.Option(option, metavar=metavar, help=text, show_default=False)
 
 
 class GatewayCommand(TyperCommand):
@@ -118,40 +88,51 @@ class Group(TyperGroup):
             return super().resolve_command(ctx, args)
 
 
-#: Options that become the spec, with their defaults.
-SPEC: Options = {
-    "min_instances": (Annotated[int, typer.Option(min=0)], 0),
-    "max_instances": (Annotated[int, typer.Option(min=1)], 4),
-    "resources": (
-        Annotated[str, typer.Option(help="Per instance: cpu=2,memory=4g,gpu=1.")], "cpu=1",
+#: Options of `deploy` that become the spec, and those that make the package and its environment.
+SPEC = ("min_instances", "max_instances", "resources", "canary", "start_s", "idle_s", "retry_limit")
+PACKAGE = ("engine", "entry", "command", "installed", "env", "secret")
+
+Needs = Annotated[str, typer.Option(help="Per instance: cpu=2,memory=4g,gpu=1.")]
+Canary = Annotated[
+    str, typer.Option(help="Share of the requests for the new version at first, such as 10%.")
+]
+StartS = Annotated[
+    float, typer.Option(help="Seconds from its installation until a new instance must be ready.")
+]
+IdleS = Annotated[float, typer.Option(help="Seconds without work before an instance stops.")]
+RetryLimit = Annotated[int, typer.Option(min=0, help="Failed starts before a rollback.")]
+Texts = list[str] | None
+EngineSettings = Annotated[
+    Texts,
+    _many(
+        "--set",
+        "NAME=VALUE",
+        "A setting of the model's engine, part of the package, such as quantization=int8.",
     ),
-    "canary": (
-        Annotated[str, typer.Option(help="Share of the requests for the new version at first, such as 10%.")], "0",
+]
+Entry = Annotated[str, typer.Option(help="module:Class of a Python application.")]
+Program = Annotated[str, typer.Option(help="Command of an executable's package.")]
+Installed = Annotated[
+    bool,
+    typer.Option("--installed", help="--command is a path on the nodes: nothing is uploaded."),
+]
+Env = Annotated[
+    Texts, _many("--env", "NAME=VALUE", "A variable of an application; not for secrets.")
+]
+Secret = Annotated[
+    Texts,
+    _many(
+        "--secret",
+        "NAME[=SECRET]",
+        "A variable of an application, read from the node's secret SECRET, by default of the same name. "
+        "Do not pass the value itself.",
     ),
-    "start_s": (Annotated[float, typer.Option(help="Seconds from its installation until a new instance must be ready.")], 300),
-    "idle_s": (Annotated[float, typer.Option(help="Seconds without work before an instance stops.")], 300),
-    "retry_limit": (Annotated[int, typer.Option(min=0, help="Failed starts before a rollback.")], 3),
-}  # fmt: skip
-#: Options that make the package and its environment.
-PACKAGE: Options = {
-    "engine": (_many("--set", "NAME=VALUE", "A setting of the model's engine, part of the package, such as quantization=int8."), None),
-    "entry": (Annotated[str, typer.Option(help="module:Class of a Python application.")], ""),
-    "command": (Annotated[str, typer.Option(help="Command of an executable's package.")], ""),
-    "installed": (
-        Annotated[bool, typer.Option("--installed", help="--command is a path on the nodes: nothing is uploaded.")], False,
-    ),
-    "env": (_many("--env", "NAME=VALUE", "A variable of an application; not for secrets."), None),
-    "secret": (
-        _many("--secret", "NAME[=SECRET]", "A variable of an application, read from the node's secret SECRET, by default of the same name. Do not pass the value itself."), None,
-    ),
-}  # fmt: skip
+]
 
 
-@_with(spec=SPEC, package=PACKAGE)
 def deploy(
+    context: typer.Context,
     name: Annotated[str, typer.Option(help="Name of the deployment.", show_default=False)],
-    spec: dict[str, Any],
-    package: dict[str, Any],
     application: Annotated[
         str,
         typer.Option(
@@ -181,14 +162,20 @@ def deploy(
     output: Annotated[
         Literal["yaml", "json"], typer.Option("-o", help="Format of --dry-run and --target.")
     ] = "yaml",
-    wait: Wait = 300,
-    no_wait: NoWait = False,
-) -> None:
+    wait: Wait = 300, no_wait: NoWait = False,
+    min_instances: Annotated[int, typer.Option(min=0)] = 0,
+    max_instances: Annotated[int, typer.Option(min=1)] = 4,
+    resources: Needs = "cpu=1", canary: Canary = "0", start_s: StartS = 300, idle_s: IdleS = 300,
+    retry_limit: RetryLimit = 3, engine: EngineSettings = None, entry: Entry = "",
+    command: Program = "", installed: Installed = False, env: Env = None, secret: Secret = None,
+) -> None:  # fmt: skip
     """Package an application or a model, and deploy it under a name."""
     from deploy import commands
 
+    given = context.params
+    spec = commands.make_spec(**{option: given[option] for option in SPEC})
     commands.run_deploy(
-        connect(url, api_key), name, application, commands.make_spec(**spec), package,
+        connect(url, api_key), name, application, spec, {option: given[option] for option in PACKAGE},
         store_url=store, signing_key=sign, is_dry=dry_run, form=output,
         image=image if target == "kubernetes" else None, wait_s=0 if no_wait else wait,
     )  # fmt: skip
@@ -380,20 +367,7 @@ def gc(
     )  # fmt: skip
 
 
-def add_to(root: typer.Typer) -> None:
-    for command in (
-        deploy,
-        apps,
-        app,
-        logs,
-        promote,
-        rollback,
-        scale,
-        route,
-        undeploy,
-        nodes,
-        drain,
-        gc,
-        plan,
-    ):
-        root.command(cls=Command)(command)
+#: Commands that exit with 1 if their arguments are wrong.
+COMMANDS = (
+    deploy, apps, app, logs, promote, rollback, scale, route, undeploy, nodes, drain, gc, plan,
+)  # fmt: skip

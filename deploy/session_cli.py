@@ -263,9 +263,3 @@ def _ago(at: float) -> str:
         if seconds >= size:
             return f"{seconds // size}{unit} ago"
     return f"{seconds}s ago"
-
-
-def add_to(root: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    root.command(cls=Command)(run)
-    root.add_typer(session, name="session")
