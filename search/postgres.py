@@ -19,7 +19,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from search.index import IndexStats, hexadecimal, to_json, to_postgres
 from shared.search import Filter, Hit, Item, refuse
-from shared.settings import SettingsError
+from shared.settings import SettingsError, first_line
 
 #: Up to this many items a scan takes no longer than the index.
 SCAN_ROWS = 10_000
@@ -59,17 +59,13 @@ def _unavailable() -> Iterator[None]:
         ) from None
     except errors.InsufficientPrivilege as error:
         raise SettingsError(
-            f"VLM_SEARCH__INDEX: {_first_line(error)}; have an administrator run CREATE EXTENSION vector, and let the "
+            f"VLM_SEARCH__INDEX: {first_line(error)}; have an administrator run CREATE EXTENSION vector, and let the "
             "user own the tables"
         ) from None
     except psycopg.Error as error:
         raise SettingsError(
-            f"VLM_SEARCH__INDEX: PostgreSQL cannot be used ({_first_line(error)}); start it, or correct the URL"
+            f"VLM_SEARCH__INDEX: PostgreSQL cannot be used ({first_line(error)}); start it, or correct the URL"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 class Postgres:

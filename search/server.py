@@ -5,7 +5,6 @@ Without PostgreSQL there is only one: a lock on the data directory prevents a se
 
 import asyncio
 import errno
-import fcntl
 import hmac
 import logging
 import os
@@ -29,6 +28,7 @@ from search.catalog import Catalog, Sqlite
 from search.collection import BadCollection
 from search.index import open_indexes
 from search.stores import Stores
+from shared.process import lock_directory
 from shared.search import SearchError, refuse
 from shared.settings import SettingsError, is_loopback, own_folder
 from shared.settings.tree import SearchSettings, Settings
@@ -159,20 +159,15 @@ def _serve(settings: Settings, directory: Path) -> None:
 
 def _lock(directory: Path) -> IO[bytes]:
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (directory / "lock").open("wb")
+        return lock_directory(directory)
+    except BlockingIOError:
+        raise SettingsError(
+            f"VLM_SEARCH__DATA_DIR: another search process uses {directory}: stop it, or set another directory"
+        ) from None
     except OSError as error:
         raise SettingsError(
             f"VLM_SEARCH__DATA_DIR: {directory} cannot be written ({error.strerror})"
         ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise SettingsError(
-            f"VLM_SEARCH__DATA_DIR: another search process uses {directory}: stop it, or set another directory"
-        ) from None
-    return lock
 
 
 class _Server(uvicorn.Server):

@@ -1,9 +1,10 @@
-"""Process helpers: restart backoff, ending children with their parent, and memory tuning after startup (GC freeze, huge
-pages).
+"""Process helpers: restart backoff, ending children with their parent, locks of directories, and memory tuning after
+startup (GC freeze, huge pages).
 """
 
 import asyncio
 import ctypes
+import fcntl
 import gc
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 PR_SET_PDEATHSIG = 1
 MADV_COLLAPSE = 25
@@ -73,6 +75,18 @@ def _heaps() -> Iterator[tuple[int, int]]:
             start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
             if 0 < end - start <= MAX_COLLAPSED:
                 yield start, end - start
+
+
+def lock_directory(directory: Path) -> IO[bytes]:
+    """Create a directory and lock it, until the file is closed. Raises: BlockingIOError if it is locked; OSError."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = (directory / "lock").open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise
+    return lock
 
 
 def die_with_parent(parent: int) -> None:

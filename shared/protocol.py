@@ -417,7 +417,6 @@ class Usage(Report, frozen=True, omit_defaults=True):
 
     @property
     def num_text_tokens(self) -> int:
-        """Text tokens of the prompt."""
         return self.num_prompt_tokens - self.num_image_tokens - self.num_audio_tokens
 
     def __add__(self, other: "Usage") -> "Usage":
@@ -608,8 +607,6 @@ class Scores(Event, frozen=True):
 
 
 class Tokenized(Event, frozen=True):
-    """The tokenization of a request."""
-
     num_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()  #: each token as the vocabulary spells it

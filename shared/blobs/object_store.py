@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from shared.blobs.api import BlobStore, BlobsUnavailable, Ref, hash_of_file
 from shared.blobs.redis_store import hash_of
 from shared.protocol import BlobRef
-from shared.settings import SettingsError
+from shared.settings import SettingsError, first_line
 
 #: Blobs up to this size are stored in Redis, which has a lower latency.
 MAX_REDIS_BYTES = 256 * 1024
@@ -55,7 +55,7 @@ class ObjectBlobStore:
             obstore.put(self._store, _PROBE, b"", use_multipart=False)
             obstore.get(self._store, _PROBE)
         except Exception as error:  # obstore's errors have no common base but Exception
-            raise _wrong(f"{url}: {_first_line(error)}") from None
+            raise _wrong(f"{url}: {first_line(error)}") from None
         self._written: dict[str, float] = {}  # by hash: when this process wrote the object
 
     async def put(
@@ -119,7 +119,7 @@ class ObjectBlobStore:
         except FileNotFoundError:
             raise
         except Exception as error:
-            raise BlobsUnavailable(_first_line(error)) from None
+            raise BlobsUnavailable(first_line(error)) from None
 
 
 class UrlBlobReader:
@@ -191,7 +191,3 @@ def _open_file(ref: BlobRef) -> IO[bytes] | None:
 
 def _wrong(problem: str) -> SettingsError:
     return SettingsError(f"VLM_BLOBS__STORE: {problem}")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

@@ -354,7 +354,6 @@ class RoutedVersion(msgspec.Struct, frozen=True):
 
     @property
     def package(self) -> str:
-        """The digest of the package."""
         return self.card.package.partition("@")[2].partition("+")[0]
 
 

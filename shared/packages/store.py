@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from shared.packages.manifest import Manifest, decode_manifest, digest_of, is_digest
+from shared.settings import first_line
 
 PIECE_BYTES = 4 * 1024 * 1024
 SUFFIX = ".part"
@@ -346,7 +347,7 @@ class ObjectStore:
         try:
             self._store: Any = from_url(url)
         except Exception as error:  # obstore's errors have no common base but Exception
-            raise StoreError(f"{url} cannot be opened: {_first_line(error)}") from None
+            raise StoreError(f"{url} cannot be opened: {first_line(error)}") from None
 
     def size(self, digest: str) -> int | None:
         with self._errors(), suppress(FileNotFoundError):
@@ -427,7 +428,7 @@ class ObjectStore:
         except StoreError:
             raise
         except Exception as error:
-            raise StoreError(f"{self.url}: {_first_line(error)}") from None
+            raise StoreError(f"{self.url}: {first_line(error)}") from None
 
 
 PackageStore = FileStore | ObjectStore
@@ -453,7 +454,3 @@ def read_manifest(store: PackageStore, digest: str) -> Manifest:
 def _compare(digest: str, found: Any) -> None:
     if found.hexdigest() != digest.removeprefix("sha256:"):
         raise BadBlob(f"the content has the digest sha256:{found.hexdigest()}, not {digest}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

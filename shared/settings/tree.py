@@ -349,7 +349,6 @@ class RedisSettings(Group):
 
     @property
     def has_password(self) -> bool:
-        """Whether a URL contains a password."""
         return any(urlsplit(url).password for url in split_shards(self.url).values())
 
     @property

@@ -174,8 +174,6 @@ METRICS = GATEWAY_METRICS + WORKER_METRICS
 
 
 class Buckets:
-    """The bucket counts of one set of labels."""
-
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:

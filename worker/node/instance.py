@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from worker.node.environment import SecretMissing, hand_over
 from worker.node.install import VARIABLES_FD, InstallError, PackagedWorker
 from worker.node.resources import VARIABLE, too_much, used_bytes
 from worker.node.standby import WarmProcess
-from worker.node.supervisor import describe_end, start_process
+from worker.node.supervisor import describe_end, end_process, send, start_process
 
 if TYPE_CHECKING:
     from worker.node.agent import NodeAgent
@@ -88,8 +87,7 @@ class Instance:
 
     def kill(self) -> None:
         self.drain()
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        send(self._process, signal.SIGKILL)
 
     async def close(self) -> None:
         self.drain()
@@ -102,8 +100,8 @@ class Instance:
             logger.exception("instance %s of %s failed", self.slot.id, self.app)
             self._fail(f"{type(error).__name__}: {error}")
         finally:
-            if self._process is not None and self._process.returncode is None:
-                self._process.kill()
+            if self._process is not None:
+                send(self._process, signal.SIGKILL)
                 await self._process.wait()
             if self.warm is not None:
                 await self.warm.stop()
@@ -142,7 +140,8 @@ class Instance:
         try:
             await self._start_and_watch(ending, draining)
             if not ending.done():
-                await self._stop(ending)
+                within_s = node.settings.worker.drain_s + GRACE_S
+                await end_process(self._process, within_s, f"{self.app}, slot {self.slot.id}")
             await asyncio.wait({reading}, timeout=1.0)
             if not self._draining.is_set() and self._state != "failed":
                 code = ending.result()
@@ -211,16 +210,6 @@ class Instance:
             model = version_name(self.app, self.slot.digest)
             tenants = await self.node.find_tenants(model, self.worker_id)
             self._tenants = () if "" in tenants else tuple(sorted(tenants))
-
-    async def _stop(self, ending: "asyncio.Task[int]") -> None:
-        assert self._process is not None
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-        await asyncio.wait({ending}, timeout=self.node.settings.worker.drain_s + GRACE_S)
-        if not ending.done():
-            logger.warning("%s, slot %s did not stop in time; killed", self.app, self.slot.id)
-            self._process.kill()
-            await ending
 
     async def _pass_on(self, process: asyncio.subprocess.Process) -> None:
         """Forward the worker's stderr to the log, and keep its last lines."""

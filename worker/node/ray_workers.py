@@ -16,7 +16,7 @@ from importlib import import_module  # noqa: TID251
 from typing import Any
 
 from shared.process import Pauses, on_stop_signal
-from shared.settings import SettingsError
+from shared.settings import SettingsError, first_line
 from shared.settings.tree import Settings
 from worker.node.environment import WORKER_GROUPS, settings_environment
 from worker.node.serve import read_engine_settings
@@ -103,8 +103,7 @@ class RayWorkers:
             placed.result()
             return describe_end(await actor.wait.remote())
         except self._ray.exceptions.RayError as error:
-            lines = str(error).strip().splitlines()
-            return f"was lost: {lines[0] if lines else type(error).__name__}"
+            return f"was lost: {first_line(error)}"
         finally:
             self._actors.pop(number, None)
             self._ray.kill(actor)
@@ -120,8 +119,7 @@ def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise SettingsError(f"--ray {address}: {reason}") from None
+        raise SettingsError(f"--ray {address}: {first_line(error)}") from None
     asyncio.run(RayWorkers(ray, settings, num_workers).run())
     ray.shutdown()
     return 0

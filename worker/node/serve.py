@@ -77,6 +77,8 @@ def run_node(
     gateway = settings.gateway
     try:
         settings = settings.changed(gateway={"port": find_port(gateway.host, gateway.port)})
+        by_port = own_folder("state") / str(settings.gateway.port)
+        folder = (data_dir or by_port).absolute()
         engine = kind_of(settings.engine.values())
         console.print(f"starting the {engine} engine on {num_workers} worker(s) ...")
         with ExitStack() as stack:
@@ -84,19 +86,17 @@ def run_node(
             if search and not settings.search.url:
                 # A folder of its own, since paths of sockets must be short.
                 sockets = stack.enter_context(TemporaryDirectory(prefix="vlm-search-"))
-                files = settings.search.data_dir or str(_data_dir(settings, data_dir) / "search")
+                files = settings.search.data_dir or str(folder / "search")
                 place = {"url": f"unix://{sockets}/socket", "data_dir": files}
                 settings = settings.changed(search=place)
             if not settings.gateway.files:
-                files = f"file://{(_data_dir(settings, data_dir) / 'files').absolute()}"
-                settings = settings.changed(gateway={"files": files})
+                settings = settings.changed(gateway={"files": f"file://{folder / 'files'}"})
             if not settings.redis.url:
-                folder = _data_dir(settings, data_dir)
                 redis = EmbeddedRedis(folder, settings.redis.max_memory_bytes)
                 settings = settings.changed(redis={"url": stack.enter_context(redis).url})
             if settings.deploy.store or redis is not None:
-                settings = _with_deployments(settings, data_dir)
-                stack.enter_context(_key_by_port(settings, data_dir))
+                settings = _with_deployments(settings, folder)
+                stack.enter_context(_key_by_port(by_port, folder))
             settings = _with_key(settings)
             node = create_node(settings, num_workers, search=search, also=also, ray=ray)
 
@@ -112,12 +112,11 @@ def run_node(
     return 0
 
 
-def _with_deployments(settings: Settings, data_dir: Path | None) -> Settings:
+def _with_deployments(settings: Settings, folder: Path) -> Settings:
     """A store, a cache and a deploy key in the data directory, unless they are set.
 
     Any user who can read the key's file may deploy; `vlm deploy` on this machine finds it.
     """
-    folder = _data_dir(settings, data_dir).absolute()
     deploy = {
         "store": settings.deploy.store or f"file://{folder / 'packages'}",
         "cache_dir": settings.deploy.cache_dir or str(folder / "packages-cache"),
@@ -146,23 +145,17 @@ def _deploy_key(folder: Path) -> str:
 
 
 @contextmanager
-def _key_by_port(settings: Settings, data_dir: Path | None) -> Iterator[None]:
+def _key_by_port(by_port: Path, folder: Path) -> Iterator[None]:
     """Link the key where `vlm deploy` looks, if it is in another data directory."""
-    folder = _data_dir(settings, None)
-    link = folder / "data-dir.key"
+    link, key = by_port / "data-dir.key", folder / "deploy.key"
     link.unlink(missing_ok=True)  # of a killed process
-    key = _data_dir(settings, data_dir).absolute() / "deploy.key"
-    if data_dir is not None and key.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder != by_port and key.exists():
+        by_port.mkdir(parents=True, exist_ok=True)
         link.symlink_to(key)
     try:
         yield
     finally:
         link.unlink(missing_ok=True)
-
-
-def _data_dir(settings: Settings, data_dir: Path | None) -> Path:
-    return data_dir or own_folder("state") / str(settings.gateway.port)
 
 
 async def _run(

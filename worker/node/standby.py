@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from contextlib import suppress
 
 from shared.process import Pauses
 from worker.node.environment import plain_environment
-from worker.node.supervisor import start_process
+from worker.node.supervisor import send, start_process
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,7 @@ class WarmProcess:
         return self._process
 
     async def stop(self) -> None:
-        if self.is_alive:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+        send(self._process, signal.SIGKILL)
         await self._process.wait()
 
 
@@ -77,7 +76,7 @@ class Standby:
 
 
 def main(kind: str, parent: int) -> int:
-    """The program of a warm process. Returns the exit code."""
+    """Returns the exit code."""
     from engines.registry import engine_kinds  # noqa: PLC0415 - the node does not need these
     from shared.process import die_with_parent  # noqa: PLC0415
     from shared.settings import SettingsError  # noqa: PLC0415

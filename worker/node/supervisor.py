@@ -64,6 +64,25 @@ async def start_process(
     )
 
 
+def send(process: asyncio.subprocess.Process | None, number: signal.Signals) -> None:
+    """Send a signal to a process, if it runs."""
+    if process is not None and process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+async def end_process(process: asyncio.subprocess.Process, within_s: float, name: str) -> None:
+    """Drain a process, and kill it if it exceeds its time."""
+    send(process, signal.SIGTERM)
+    try:
+        async with asyncio.timeout(within_s):
+            await process.wait()
+    except TimeoutError:
+        logger.warning("%s did not stop in time; killed", name)
+        send(process, signal.SIGKILL)
+        await process.wait()
+
+
 @dataclass(slots=True)
 class Child:
     """One process of the node, by its arguments to `vlm`."""
@@ -78,11 +97,6 @@ class Child:
     async def start(self) -> None:
         self.pauses.started()
         self.process = await start_process("vlm", *self.arguments, environment=self.environment)
-
-    def signal(self, number: signal.Signals) -> None:
-        if self.process is not None and self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                self.process.send_signal(number)
 
 
 @dataclass(slots=True)
@@ -146,16 +160,8 @@ class Node:
 
     def kill(self) -> None:
         for child in self.children:
-            child.signal(signal.SIGKILL)
+            send(child.process, signal.SIGKILL)
 
     async def _stop(self, child: Child) -> None:
-        if child.process is None:
-            return
-        child.signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(self.stop_within_s):
-                await child.process.wait()
-        except TimeoutError:
-            logger.warning("%s did not stop in time; killed", child.name)
-            child.signal(signal.SIGKILL)
-            await child.process.wait()
+        if child.process is not None:
+            await end_process(child.process, self.stop_within_s, child.name)
