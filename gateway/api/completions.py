@@ -452,12 +452,7 @@ class ChatCompletions(Surface):
     )  # fmt: skip
     unsupported = UNSUPPORTED["/v1/chat/completions"]
     hints: ClassVar = {
-        "role": "Supported roles are system, developer, user, assistant, tool and function.",
-        "type": "Supported content parts are text, image_url, video_url, audio_url, input_audio, file (of "
-        "text, an image, a video or audio) and thinking.",
-        "response_format.type": "Supported formats are text, json_object and json_schema.",
         "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
-        "detail": "Supported values are auto, low, high and original.",
         "functions": "Send tools instead.",
         "function_call": "Send tools and tool_choice instead.",
     }

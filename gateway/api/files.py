@@ -128,7 +128,7 @@ class BatchResource(Resource):
             raise not_served()
         return self._batches
 
-    @operation("POST", "/v1/batches", hints={"completion_window": "Send 24h."})
+    @operation("POST", "/v1/batches")
     async def create_batch(self, caller: Caller, body: CreateBatch) -> BatchObject:
         """Create a batch."""
         batches, most = self._all, self._limits.max_open_batches

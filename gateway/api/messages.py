@@ -380,13 +380,6 @@ class _Anthropic(Surface):
     tag = "messages"
     error_type = AnthropicError
     statuses: ClassVar = {"503": "529"}
-    hints: ClassVar = {
-        "role": "Supported roles are user, assistant and system.",
-        "type": "Supported blocks are text, image, document, search_result, thinking, tool_use and "
-        "tool_result; sources of images are base64, url and file, of documents text and content.",
-        "tool_choice.type": "Send auto, any, tool or none.",
-        "media_type": "Supported types are image/png, image/jpeg, image/webp and image/gif.",
-    }
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         return render_error(error)

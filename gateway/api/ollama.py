@@ -395,7 +395,6 @@ class OllamaChat(_Ollama):
     request_type = OllamaChatRequest
     unsupported = UNSUPPORTED["/api/chat"]
     is_chat = True
-    hints: ClassVar = {"role": "Supported roles are system, user, assistant and tool."}
 
     def is_empty(self, request: OllamaChatRequest) -> bool:
         return not request.messages

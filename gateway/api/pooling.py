@@ -12,7 +12,7 @@ Source: OpenAI API reference, "Create embeddings"; Jina, "Embeddings API"; vLLM,
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -187,11 +187,6 @@ class Embeddings(Surface):
     request_type: type[msgspec.Struct] | None = EmbeddingRequest
     answer_type: type[msgspec.Struct] | None = EmbeddingList
     commas = "max_input_commas"
-    hints: ClassVar = {
-        "encoding_format": "Supported formats are float and base64.",
-        "truncate": "Send true, false, NONE, START or END.",
-        "input_type": f"Supported types are {', '.join(_PROMPTS_OF_TYPE)}.",
-    }
 
     def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
         inputs = Inputs(request, card, self.limits)
@@ -545,7 +540,6 @@ class _Pairs(Surface):
     tag = "embeddings"
     task = "rerank"
     commas = "max_input_commas"
-    hints: ClassVar = {"truncate": "Send true, false, NONE, START or END."}
 
     def _tasks(
         self, task: Rerank, documents: Sequence[str], context: RequestContext

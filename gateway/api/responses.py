@@ -743,11 +743,7 @@ class _Input(Surface):
     tag = "responses"
     keeps_answers = True
     hints: ClassVar = {
-        "role": "Supported roles are system, developer, user and assistant.",
-        "type": "Supported items are message, reasoning, function_call, custom_tool_call and their outputs, "
-        "supported parts input_text, output_text and input_image.",
         "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
-        "detail": "Supported values are auto, low, high and original.",
     }
 
     def previous(self, request: ResponseFields) -> str | None:

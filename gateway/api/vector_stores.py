@@ -622,13 +622,6 @@ _RERANK_FACTOR = 4
 _MAX_PAGE_BYTES = 4 * MIB
 _NO_RANKERS = ("none", "auto", "default-2024-11-15")
 
-_HINTS = {
-    "type": "Comparisons are eq, ne, gt, gte, lt, lte, in and nin; and, or join filters.",
-    "order": "Send asc or desc.",
-}
-_CHUNKS = {"type": "Send auto or static."}
-
-
 _STORES = "/v1/vector_stores"
 _STORE = _STORES + "/{vector_store_id}"
 _ITEMS = _STORE + "/items"
@@ -828,7 +821,7 @@ class VectorStores(Resource):
         await self._find(caller)
         return await self._ask(caller, wire.ReadItems, with_vectors=include == "embedding", **which)
 
-    @operation("DELETE", _ITEMS, hints=_HINTS)
+    @operation("DELETE", _ITEMS)
     async def delete_items(self, caller: Caller, body: DeleteItemsRequest) -> ItemsDeleted:
         """Delete items by ids or filter."""
         if (body.ids is None) == (body.filters is None):
@@ -841,7 +834,7 @@ class VectorStores(Resource):
 
     # Search
 
-    @operation("POST", _STORE + "/search", hints=_HINTS)
+    @operation("POST", _STORE + "/search")
     async def search_vector_store(self, caller: Caller, body: SearchRequest) -> SearchPage:
         """Search a vector store."""
         if body.rewrite_query:
@@ -895,7 +888,7 @@ class VectorStores(Resource):
 
     # Files
 
-    @operation("POST", _FILES, hints=_CHUNKS)
+    @operation("POST", _FILES)
     async def create_vector_store_file(
         self, caller: Caller, body: AttachFileRequest
     ) -> StoreFileObject:
@@ -983,7 +976,7 @@ class VectorStores(Resource):
         asked = {"file": caller.path["file_id"], "attributes": dict(body.attributes or {})}
         return StoreFileObject.of(await self._ask(caller, wire.ChangeStoreFile, **asked))
 
-    @operation("POST", _BATCHES, hints=_CHUNKS)
+    @operation("POST", _BATCHES)
     async def create_vector_store_file_batch(
         self, caller: Caller, body: FileBatchRequest
     ) -> FileBatchObject:

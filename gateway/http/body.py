@@ -570,13 +570,16 @@ def _values_at(info: inspect.Type, path: str) -> list[str]:
     enums = (
         [item.value for item in type_.cls] for type_ in types if isinstance(type_, inspect.EnumType)
     )
-    return [value for values in (*sets, *enums) for value in values if isinstance(value, str)]
+    values = [value for values in (*sets, *enums) for value in values]
+    return [value for value in values if isinstance(value, str) and value]
 
 
 def _inside(types: Iterable[inspect.Type], name: str) -> Iterator[inspect.Type]:
-    """The types of a field, or of the items of a list."""
+    """The types of a field, or of the items of a list. The type of a tag is its value."""
     for type_ in types:
         if isinstance(type_, inspect.StructType):
+            if name == type_.tag_field:
+                yield inspect.LiteralType((type_.tag,))
             for field in type_.fields:
                 if field.encode_name == name:
                     yield from members_of(field.type)

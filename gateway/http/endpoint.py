@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import Struct
+from msgspec.inspect import type_info as inspect_type
 from starlette.responses import Response
 from starlette.types import Receive
 
@@ -29,14 +30,10 @@ Access = Literal["public", "any", "use", "adapters", "deploy", "admin"]
 Handler = Callable[..., Awaitable[Struct | Response]]
 H = TypeVar("H", bound=Handler)
 Result = TypeVar("Result")
-#: Hints for query parameters outside their closed set.
 _A_DAY = "Send a day, such as 2026-11-30."
 _QUERY_HINTS = {
-    "order": "Send asc or desc.",
-    "include": "Send embedding, or leave it out.",
     "from": _A_DAY,
     "to": _A_DAY,
-    "format": "Send json or csv.",
     "stream": "Stored answers are sent whole: send false.",
 }
 
@@ -73,7 +70,7 @@ class Endpoint:
     #: Error statuses that differ in this API, by OpenAI's status.
     statuses: ClassVar[Mapping[str, str]] = {}
     headers: ClassVar[Mapping[str, str]] = {}
-    #: Error texts for values outside a closed set, by the field's path or last name.
+    #: What to send instead, by the field's path or last name, where its type does not tell.
     hints: ClassVar[Mapping[str, str]] = {}
     #: Unknown fields that are refused, with their no-op values.
     unsupported: ClassVar[Unsupported] = {}
@@ -227,7 +224,8 @@ class Operation(Endpoint):
             try:
                 arguments["query"] = msgspec.convert(values, self.query_type, strict=False)
             except msgspec.ValidationError as error:
-                raise locate(str(error), _QUERY_HINTS) from None
+                info = inspect_type(self.query_type)
+                raise locate(str(error), _QUERY_HINTS, info) from None
         if self._is_audited and services.audit is not None:
             given = arguments.get("body")
             name = "/".join(context.path.values()) or getattr(given, "name", "")
