@@ -71,7 +71,7 @@ from gateway.api.generation import (
     find_grammar,
     find_template_options,
     find_tools,
-    read_call,
+    read_calls,
     read_offer,
     switch_thinking,
 )
@@ -645,16 +645,12 @@ class _Messages(msgspec.Struct):
         return least or 0, most or 0
 
 
-def _calls(message: ChatMessageParam, param: str) -> tuple[ToolCall, ...]:
-    calls = tuple(
-        read_call(call, place, f"{param}.tool_calls.[{place}]")
-        for place, call in enumerate(message.tool_calls or ())
-    )
-    older = message.function_call
+def _calls(message: ChatMessageParam, param: str) -> list[ToolCall]:
+    calls, older = read_calls(message.tool_calls, param), message.function_call
     if older is None or calls:
         return calls
     arguments = check_arguments(older.arguments, f"{param}.function_call.arguments")
-    return (ToolCall(older.name, older.name, arguments),)
+    return [ToolCall(older.name, older.name, arguments)]
 
 
 def _reasoning(message: ChatMessageParam) -> str:

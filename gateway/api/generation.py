@@ -184,9 +184,12 @@ class JsonObjectFormat(RequestStruct, frozen=True, tag_field="type", tag="json_o
     """Any JSON object."""
 
 
+FormatName = Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)]
+
+
 class JsonSchema(RequestStruct, frozen=True, kw_only=True):
     schema: Raw
-    name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)] | None = None
+    name: FormatName | None = None
     description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
     strict: Annotated[
         bool | None, doc("false ignores keywords of the schema that are not supported.")
@@ -549,10 +552,14 @@ def _read_function(
     return Function(given.name, parameters, given.description or "", bool(given.strict))
 
 
-def read_call(call: CallField, place: int, param: str) -> ToolCall:
-    """A call in the history. `place` becomes its id if it has none. Raises: InvalidRequest."""
-    arguments = check_arguments(call.function.arguments, f"{param}.function.arguments")
-    return ToolCall(call.id or f"call_{place}", call.function.name, arguments)
+def read_calls(calls: Sequence[CallField] | None, param: str) -> list[ToolCall]:
+    """Calls of a message. A call without an id gets one by its place. Raises: InvalidRequest."""
+    found = []
+    for place, call in enumerate(calls or ()):
+        name = f"{param}.tool_calls.[{place}].function.arguments"
+        arguments = check_arguments(call.function.arguments, name)
+        found.append(ToolCall(call.id or f"call_{place}", call.function.name, arguments))
+    return found
 
 
 def check_arguments(arguments: Arguments, param: str) -> str:

@@ -204,13 +204,11 @@ class OutputConfig(EchoedStruct, frozen=True, kw_only=True):
     effort: ReasoningEffort | None = None
 
 
-class MessageTool(EchoedStruct, frozen=True, kw_only=True):
+class MessageTool(FunctionField, frozen=True, kw_only=True):
     """A function; Anthropic's own tool types are skipped."""
 
     name: str
-    description: str | None = None
-    input_schema: msgspec.Raw | UnsetType = UNSET
-    strict: bool | None = None
+    parameters: msgspec.Raw | UnsetType = msgspec.field(default=UNSET, name="input_schema")
     type: str | None = None
 
 
@@ -569,10 +567,7 @@ def _tools(request: PromptFields, card: ModelCard, limits: LimitSettings) -> Too
         raise missing("tool_choice.name")
     offer = Offer(
         functions=[
-            (
-                f"tools.[{index}]",
-                FunctionField(tool.name, tool.description, tool.input_schema, tool.strict),
-            )
+            (f"tools.[{index}]", tool)
             for index, tool in enumerate(request.tools or ())
             if tool.type in (None, "custom")
         ],

@@ -39,20 +39,20 @@ from gateway.api.fields import (
     translate_sampling,
 )
 from gateway.api.generation import (
+    CallField,
     Conversation,
     Part,
     Role,
     ToolField,
     any_object,
-    check_arguments,
     check_constraints,
     check_grammar,
     find_effort,
     find_tools,
+    read_calls,
     read_offer,
     schema_grammar,
     switch_thinking,
-    unquoted,
 )
 from gateway.api.pooling import EmbeddingOptions, EmbeddingRequest, Embeddings, rows_of
 from gateway.calls.models import ModelDirectory
@@ -73,7 +73,7 @@ from shared.protocol import (
     ToolCall,
     Tools,
 )
-from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
+from shared.settings.limits import LimitSettings
 from shared.version import package_version
 
 _LATEST = ":latest"
@@ -100,16 +100,6 @@ class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
     ] = None
 
 
-class OllamaFunction(EchoedStruct, frozen=True, kw_only=True):
-    name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
-    arguments: msgspec.Raw | UnsetType = UNSET
-
-
-class OllamaCall(EchoedStruct, frozen=True, kw_only=True):
-    function: OllamaFunction
-    id: CallName | None = None
-
-
 class OllamaMessage(EchoedStruct, frozen=True, kw_only=True):
     """A message, with images in base64. A tool message has the function's name or the call's id."""
 
@@ -117,7 +107,7 @@ class OllamaMessage(EchoedStruct, frozen=True, kw_only=True):
     content: str = ""
     images: list[str] | None = None
     thinking: str | None = None
-    tool_calls: list[OllamaCall] | None = None
+    tool_calls: list[CallField] | None = None
     tool_name: CallName | None = None
     tool_call_id: CallName | None = None
 
@@ -362,18 +352,8 @@ def _parts(
     shown: list[Part] = []
     for index, image in enumerate(images or ()):
         url = image if image.startswith("data:") else f"data:image;base64,{image}"
-        shown.append(conversation.medium(ImageSource(url, f"{param}images.[{index}]"), role))
+        shown.append(conversation.medium(ImageSource(url, f"{param}.[{index}]"), role))
     return (*shown, conversation.text(text))
-
-
-def _read_calls(message: OllamaMessage, param: str) -> list[ToolCall]:
-    calls = []
-    for place, call in enumerate(message.tool_calls or ()):
-        given = call.function.arguments
-        arguments = "{}" if given is UNSET else unquoted(bytes(given)).decode()
-        check_arguments(arguments, f"{param}tool_calls.[{place}].function.arguments")
-        calls.append(ToolCall(call.id or f"call_{place}", call.function.name, arguments))
-    return calls if message.role == "assistant" else []
 
 
 def _answered(message: OllamaMessage, called: list[ToolCall]) -> str:
@@ -405,14 +385,15 @@ class OllamaChat(_Ollama):
         conversation = Conversation()
         called: list[ToolCall] = []  # calls without a result
         for index, message in enumerate(messages):
-            param = f"messages.[{index}]."
-            parts = _parts(conversation, message.content, message.images, param, message.role)
-            if message.role == "tool":
+            param = f"messages.[{index}]"
+            shown, role = f"{param}.images", message.role
+            parts = _parts(conversation, message.content, message.images, shown, role)
+            if role == "tool":
                 conversation.add("tool", parts, call_id=_answered(message, called))
                 continue
-            calls = _read_calls(message, param)
+            calls = read_calls(message.tool_calls, param) if role == "assistant" else []
             called = calls or called
-            conversation.add(message.role, parts, message.thinking or "", calls)
+            conversation.add(role, parts, message.thinking or "", calls)
         tools = find_tools(read_offer(request.tools, None, None), card, self.limits)
         return self._plan(request, conversation, context, card, tools=tools)
 
@@ -437,7 +418,7 @@ class OllamaGenerate(_Ollama):
             raise invalid("raw", "leave out system and images, or send raw: false")
         if request.system:
             conversation.add("system", [conversation.text(request.system)])
-        conversation.add("user", _parts(conversation, request.prompt, request.images, ""))
+        conversation.add("user", _parts(conversation, request.prompt, request.images, "images"))
         return self._plan(request, conversation, context, card, is_raw=bool(request.raw))
 
 

@@ -63,8 +63,10 @@ from gateway.api.fields import (
 from gateway.api.generation import (
     Arguments,
     Conversation,
+    FormatName,
     FunctionField,
     JsonObjectFormat,
+    JsonSchema,
     Offer,
     Part,
     Role,
@@ -105,8 +107,6 @@ from shared.protocol import (
 )
 from shared.records.store import Record
 from shared.settings.limits import (
-    MAX_FORMAT_DESCRIPTION_CHARS,
-    MAX_FORMAT_NAME_CHARS,
     MAX_RESPONSE_ID_CHARS,
     MAX_TOOL_NAME_CHARS,
     LimitSettings,
@@ -215,14 +215,10 @@ class InputItem(EchoedStruct, frozen=True, kw_only=True):
     output: str | list[InputPart] | None = None  #: of a call
 
 
-class ResponseTool(EchoedStruct, frozen=True, kw_only=True):
+class ResponseTool(FunctionField, frozen=True, kw_only=True):
     """A function; tools of other types are ignored."""
 
     type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: msgspec.Raw | UnsetType = UNSET
-    strict: bool | None = None
 
 
 class ResponseNamedTool(EchoedStruct, frozen=True, kw_only=True):
@@ -242,13 +238,8 @@ class ResponseChoice(EchoedStruct, frozen=True, kw_only=True, omit_defaults=True
 ResponseToolChoice = Literal["none", "auto", "required"] | ResponseChoice
 
 
-class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
-    schema: msgspec.Raw
-    name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)]
-    description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
-    strict: Annotated[
-        bool | None, doc("false ignores keywords of the schema that are not supported.")
-    ] = None
+class ResponseFormat(JsonSchema, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+    name: FormatName
 
 
 class TextConfig(RequestStruct, frozen=True, kw_only=True):
@@ -509,22 +500,6 @@ def _grammar(request: ResponseRequest, card: ModelCard, limits: LimitSettings) -
     return check_grammar(schema_grammar(schema, param, limits, strict=wanted.strict), card)
 
 
-def _sampling(
-    request: ResponseRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
-) -> SamplingParams:
-    """Raises: InvalidRequest."""
-    wants_logprobs = bool(request.top_logprobs) or WITH_LOGPROBS in (request.include or ())
-    return translate_sampling(
-        request,
-        limits,
-        context,
-        card.sampling,
-        request.max_output_tokens,
-        "max_output_tokens",
-        num_logprobs=find_num_logprobs(wants_logprobs, request.top_logprobs, limits),
-    )
-
-
 def template_options(
     request: ResponseFields, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
@@ -534,7 +509,7 @@ def template_options(
 
 def _show_tool(tool: ResponseTool) -> ShownTool:
     schema = msgspec.Raw(b"null") if tool.parameters is UNSET else tool.parameters.copy()
-    return ShownTool(tool.name or "", tool.description, schema, tool.strict)
+    return ShownTool(tool.name, tool.description, schema, tool.strict)
 
 
 def _word_of(choice: ResponseToolChoice | None) -> ResponseToolChoice:
@@ -552,10 +527,9 @@ def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) ->
     for index, tool in enumerate(request.tools or ()):
         if tool.type != "function":
             continue
-        if tool.name is None:
+        if not tool.name:
             raise missing(f"tools.[{index}].name")
-        field = FunctionField(tool.name, tool.description, tool.parameters, tool.strict)
-        functions.append((f"tools.[{index}]", field))
+        functions.append((f"tools.[{index}]", tool))
     choice, names = _word_of(request.tool_choice), None
     must_call = choice == "required"
     if isinstance(choice, ResponseChoice) and choice.type == "function":
@@ -791,7 +765,16 @@ class Responses(_Input):
         conversation = translate_input(request, self.limits, kept)
         if request.truncation == "auto":
             context.ignore("truncation")
-        sampling = _sampling(request, context, card, self.limits)
+        wants_logprobs = bool(request.top_logprobs) or WITH_LOGPROBS in (request.include or ())
+        sampling = translate_sampling(
+            request,
+            self.limits,
+            context,
+            card.sampling,
+            request.max_output_tokens,
+            "max_output_tokens",
+            num_logprobs=find_num_logprobs(wants_logprobs, request.top_logprobs, self.limits),
+        )
         # the instructions of a request do not apply to the next one
         kept_messages = conversation.messages[1 if request.instructions else 0 :]
         task = Generate(
