@@ -81,7 +81,7 @@ def create_app(
     return CORSMiddleware(  # before keys are checked
         router,
         allow_origins=gateway.cors_origins,
-        allow_methods=["GET", "POST", "PUT", "DELETE"],
+        allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=_SHOWN_TO_PAGES,
     )

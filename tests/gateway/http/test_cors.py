@@ -26,10 +26,12 @@ async def test_without_a_setting_no_origin_is_allowed(gateway):
     "changes", [{"gateway": {"cors_origins": (PAGE,), "api_keys": ("sk-one",)}}]
 )
 async def test_a_page_of_an_allowed_origin_asks_without_a_key_and_calls_with_one(gateway, changes):
-    asked = await gateway.client.options(CHAT, headers=ASKS)
-    assert asked.status_code == 200
-    assert asked.headers["access-control-allow-origin"] == PAGE
-    assert "authorization" in asked.headers["access-control-allow-headers"]
+    for method in ("POST", "PATCH"):
+        wish = {**ASKS, "access-control-request-method": method}
+        asked = await gateway.client.options(CHAT, headers=wish)
+        assert asked.status_code == 200, method
+        assert asked.headers["access-control-allow-origin"] == PAGE
+        assert "authorization" in asked.headers["access-control-allow-headers"]
     key = {"authorization": "Bearer sk-one"}
     for body in (make_body(), make_body(stream=True)):
         response = await gateway.chat(body, headers={"origin": PAGE, **key})
