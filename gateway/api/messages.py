@@ -563,7 +563,7 @@ def _grammar(request: MessageRequest, card: ModelCard, limits: LimitSettings) ->
 def _tools(request: PromptFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
     """The functions that the model may or must call. None: no functions. Raises: InvalidRequest."""
     choice = request.tool_choice or MessageToolChoice(type="auto")
-    if choice.type == "tool" and choice.name is None:
+    if choice.type == "tool" and not choice.name:
         raise missing("tool_choice.name")
     offer = Offer(
         functions=[

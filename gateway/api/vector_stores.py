@@ -101,10 +101,20 @@ class StaticChunks(RequestStruct, frozen=True, kw_only=True):
     max_chunk_size_tokens: Annotated[int, Meta(ge=100, le=4096)]
     chunk_overlap_tokens: Count
 
+    def __post_init__(self) -> None:
+        """Raises: ValueError."""
+        if self.chunk_overlap_tokens > self.max_chunk_size_tokens // 2:
+            raise ValueError("send chunk_overlap_tokens of at most half of max_chunk_size_tokens")
+
 
 class ChunkingStrategy(RequestStruct, frozen=True, kw_only=True):
     type: Literal["auto", "static"]
     static: StaticChunks | None = None
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError."""
+        if self.type == "static" and self.static is None:
+            raise ValueError("send static too, with the sizes of chunks")
 
 
 class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
@@ -564,17 +574,11 @@ def read_query(
 
 
 def chunk_sizes(strategy: ChunkingStrategy | None, card: ModelCard) -> tuple[int, int]:
-    """Tokens of a chunk, and of its overlap with the previous one. Raises: InvalidRequest."""
-    if strategy is None or strategy.type == "auto":
+    """Tokens of a chunk, and of its overlap with the previous one."""
+    if strategy is None or strategy.type == "auto" or strategy.static is None:
         size = min(CHUNK_TOKENS, max(1, int(card.max_model_len * _CHUNK_SHARE)))
         return size, min(OVERLAP_TOKENS, size // 2)
-    if strategy.static is None:
-        raise invalid("chunking_strategy.static", "send the sizes of static chunks")
-    size, overlap = strategy.static.max_chunk_size_tokens, strategy.static.chunk_overlap_tokens
-    if overlap > size // 2:
-        param = "chunking_strategy.static.chunk_overlap_tokens"
-        raise invalid(param, f"send at most half of the chunk's size: {size // 2}")
-    return size, overlap
+    return strategy.static.max_chunk_size_tokens, strategy.static.chunk_overlap_tokens
 
 
 def decode_text(file: wire.FileRecord) -> str:

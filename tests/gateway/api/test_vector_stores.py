@@ -363,6 +363,9 @@ BAD_FIELDS = [
         ("dimensions", 63), ("prompt", "nobody"), ("name", "x" * 257), ("name", "a\nb"), ("metadata", {"a\nb": ""}),
         ("metadata", {"a": "\x1b"}), ("metadata", {str(n): "" for n in range(17)}), ("file_ids", ["f"] * 501),
     )],
+    ({"chunking_strategy": {"type": "static"}}, (400, "invalid_value", "chunking_strategy")),
+    ({"chunking_strategy": {"type": "static", "static": {"max_chunk_size_tokens": 100, "chunk_overlap_tokens": 51}}},
+     (400, "invalid_value", "chunking_strategy.static")),
     ({"expires_after": {"anchor": "created_at", "days": 1}}, (400, "invalid_value", "expires_after.anchor")),
     ({"expires_after": {"anchor": "last_active_at", "days": 366}}, (400, "invalid_value", "expires_after.days")),
 ]  # fmt: skip
@@ -375,9 +378,12 @@ async def test_bad_items_searches_and_stores_are_named_and_nothing_is_stored(gat
         for body, param in BAD_SEARCHES
     ]
     rows += [("POST", "", body, expected) for body, expected in BAD_FIELDS]
-    rows.append(
-        ("POST", f"/{store}", {"metadata": {"a": "\0"}}, (400, "invalid_value", "metadata"))
-    )
+    batch = {"files": [{"file_id": "f", "chunking_strategy": {"type": "static"}}]}
+    rows += [
+        ("POST", f"/{store}", {"metadata": {"a": "\0"}}, (400, "invalid_value", "metadata")),
+        ("POST", f"/{store}/file_batches", batch,
+         (400, "invalid_value", "files.[0].chunking_strategy")),
+    ]  # fmt: skip
     for method, path, body, expected in rows:
         response = await gateway.client.request(method, f"{STORES}{path}", json=body)
         status, found, param = code(response)
