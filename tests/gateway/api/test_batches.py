@@ -18,9 +18,7 @@ from tests.factories_gateway import (
     CARD,
     CHAT,
     answer_any,
-    make_settings,
     openai_client,
-    run_gateway_on_socket,
     say_hello,
     say_nothing,
 )
@@ -55,6 +53,18 @@ def changes(tmp_path, limits):
 @pytest.fixture
 def api_key() -> str:
     return KEYS[0]
+
+
+@pytest.fixture
+def served(fleet, changes):
+    """Starts a gateway; returns a client of it."""
+
+    @contextlib.asynccontextmanager
+    async def run():
+        async with fleet.gateway(**changes) as gateway, openai_client(gateway, KEYS[0]) as client:
+            yield client
+
+    return run
 
 
 def to_line(name, endpoint=CHAT, **body):
@@ -184,7 +194,7 @@ async def test_a_bad_file_is_told_by_line(client, worker):
 
 
 @pytest.mark.parametrize("limits", [{"max_open_batches": 1, "max_key_batch_bytes": 2000}])
-async def test_what_cannot_be_is_refused_by_name(client, worker, redis_server, redis_prefix):
+async def test_what_cannot_be_is_refused_by_name(client, worker, fleet):
     worker.script = say_nothing
     batch = await begin(client, [LINE])
     good = {"input_file_id": batch.input_file_id, "endpoint": CHAT, "completion_window": "24h"}
@@ -200,8 +210,7 @@ async def test_what_cannot_be_is_refused_by_name(client, worker, redis_server, r
             await client.batches.create(**{**good, **changes})
         assert raised.value.status_code == status
         assert (raised.value.param or "").startswith(param or "")
-    unstored = run_gateway_on_socket(make_settings(redis_server, redis_prefix))
-    async with unstored as gateway, openai_client(gateway) as without:
+    async with fleet.gateway() as gateway, openai_client(gateway) as without:
         for asked, expected in (
             (client.files.create(file=("in", b"x" * 2000), purpose="batch"), (413, "store_full")),
             (client.files.retrieve("nothing"), (404, "not_found")),  # no search process is there
@@ -216,16 +225,10 @@ async def test_what_cannot_be_is_refused_by_name(client, worker, redis_server, r
 
 
 @pytest.fixture
-async def others(redis_server, redis_prefix, changes):
+async def others(served):
     """Clients of two more gateways."""
-    settings = make_settings(redis_server, redis_prefix, **changes)
-    async with contextlib.AsyncExitStack() as stack:
-        gateways = [
-            await stack.enter_async_context(run_gateway_on_socket(settings)) for _ in range(2)
-        ]
-        yield [
-            await stack.enter_async_context(openai_client(gateway, KEYS[0])) for gateway in gateways
-        ]
+    async with served() as one, served() as other:
+        yield one, other
 
 
 async def statuses(asked):
@@ -301,10 +304,7 @@ async def test_a_full_queue_is_waited_for(client, worker):
     assert batch.request_counts.completed == 6
 
 
-async def test_another_gateway_goes_on_where_one_stopped(
-    redis_server, redis_prefix, worker, changes
-):
-    settings = make_settings(redis_server, redis_prefix, **changes)
+async def test_another_gateway_goes_on_where_one_stopped(served, worker):
     lines = [to_line(str(i)) for i in range(100)]
     is_stopped = asyncio.Event()
 
@@ -315,11 +315,11 @@ async def test_another_gateway_goes_on_where_one_stopped(
             await say_hello(answer)
 
     worker.script = half
-    async with run_gateway_on_socket(settings) as first, openai_client(first, KEYS[0]) as client:
+    async with served() as client:
         batch = await begin(client, lines)
         await until_batch(client, batch, lambda found: found.request_counts.completed >= 30)
     is_stopped.set()
-    async with run_gateway_on_socket(settings) as second, openai_client(second, KEYS[0]) as client:
+    async with served() as client:
         batch = await until_ended(client, batch)
         assert len(await read(client, batch.output_file_id)) == 100
     texts = Counter(request.task.messages[0].parts[0].text for request in worker.requests)
@@ -327,18 +327,15 @@ async def test_another_gateway_goes_on_where_one_stopped(
     assert sum(texts.values()) < 170
 
 
-async def test_a_key_that_is_removed_ends_its_batches(redis_server, redis_prefix, worker, changes):
-    settings = make_settings(redis_server, redis_prefix, **changes)
-    gateway = {**changes["gateway"], "api_keys": KEYS[1:]}
-    without = make_settings(redis_server, redis_prefix, gateway=gateway)
+async def test_a_key_that_is_removed_ends_its_batches(served, fleet, worker, changes):
     worker.script = say_nothing
-    async with run_gateway_on_socket(settings) as first, openai_client(first, KEYS[0]) as client:
+    async with served() as client:
         batch = await begin(client, [to_line("a")])
         await until(lambda: worker.requests)
     worker.script = say_hello
-    async with run_gateway_on_socket(without) as second:
+    async with fleet.gateway(gateway={**changes["gateway"], "api_keys": KEYS[1:]}) as second:
         await until(lambda: not second.services.batches.open_ids())
-    async with run_gateway_on_socket(settings) as third, openai_client(third, KEYS[0]) as client:
+    async with served() as client:
         batch = await client.batches.retrieve(batch.id)
     assert (batch.status, batch.output_file_id) == ("failed", None)
     assert [error.code for error in batch.errors.data] == ["invalid_api_key"]

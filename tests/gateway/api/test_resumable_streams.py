@@ -34,10 +34,9 @@ WORDS = ["one ", "two ", "three ", "four ", "five"]
 
 
 @pytest.fixture
-async def other(redis_server, redis_prefix, worker, changes):
+async def other(fleet, worker, changes):
     """A second gateway of the same fleet."""
-    settings = make_settings(redis_server, redis_prefix, **changes)
-    async with run_gateway_on_socket(settings) as gateway:
+    async with fleet.gateway(**changes) as gateway:
         yield gateway
 
 
@@ -307,14 +306,6 @@ async def test_an_answer_that_is_told_again_is_counted_once(gateway, worker):
     after = (await gateway.client.get("/metrics")).text
     assert [metric(after, name) for name in counted] == [metric(before, name) for name in counted]
     assert metric(after, 'vlm_requests_total{model="tiny",outcome="followed"}') == 1
-
-
-async def num_calls(redis) -> int:
-    """Commands that the server has been sent, without those that scripts call."""
-    stats = await redis.info("commandstats")
-    scripts = sum(stats[name]["calls"] for name in ("cmdstat_evalsha",) if name in stats)
-    reads = ("cmdstat_lrange", "cmdstat_xread", "cmdstat_get", "cmdstat_pttl", "cmdstat_hmget")
-    return scripts + sum(stats[name]["calls"] for name in reads if name in stats)
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 2.0}}])

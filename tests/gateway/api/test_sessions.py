@@ -14,14 +14,7 @@ from shared.protocol import ErrorCode
 from shared.queue.api import QueueUnavailable
 from shared.queue.keys import RedisKeys
 from shared.settings.limits import LimitSettings
-from tests.factories_gateway import (
-    CARD,
-    MODEL,
-    Answer,
-    make_settings,
-    run_gateway_on_socket,
-    say_nothing,
-)
+from tests.factories_gateway import CARD, MODEL, Answer, say_nothing
 from tests.waiting import until, until_equal
 
 
@@ -230,9 +223,7 @@ async def test_json_of_100_levels_is_taken_and_of_more_refused_by_field(session,
             assert answer.json()["error"]["param"] == param
 
 
-async def test_any_gateway_finds_a_task(
-    session, redis_server, redis_prefix, gateway, scripted, monkeypatch
-):
+async def test_any_gateway_finds_a_task(session, fleet, gateway, scripted, monkeypatch):
     """Also one whose reply was lost as it was queued."""
     submit = gateway.services.dispatcher.submit
 
@@ -243,8 +234,7 @@ async def test_any_gateway_finds_a_task(
     scripted.gate.clear()
     monkeypatch.setattr(gateway.services.dispatcher, "submit", lose_reply)
     await session.send({"input": 1, "id": "x"}, status=503)
-    settings = make_settings(redis_server, redis_prefix)
-    async with run_gateway_on_socket(settings) as other:
+    async with fleet.gateway() as other:
         elsewhere = Client(other)
         elsewhere.id = session.id
         waiting = asyncio.create_task(elsewhere.end_of("x"))

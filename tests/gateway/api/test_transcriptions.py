@@ -6,11 +6,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gateway.calls.open_call import ChoiceEvent
-from shared.protocol import ErrorCode, Finished, FinishReason, Generate, ModelCard, Tokens, Usage
+from shared.protocol import ErrorCode, Generate, ModelCard
 from shared.settings.limits import LimitSettings
 from tests.factories_audio import sound
 from tests.factories_gateway import CARD, Answer, RunningGateway, ScriptedWorker, say_nothing
@@ -193,13 +191,3 @@ async def test_a_bad_field_is_named(gateway, worker):
         True,
     )
     assert not worker.requests
-
-
-PIECES = st.lists(st.sampled_from(["a", " b", "c ", " ", "\n", ""]), max_size=4)
-
-
-def events_of(index: int, pieces: list[str]) -> list[ChoiceEvent]:
-    name = (f"r-{index}", 1)
-    tokens = [Tokens(*name, place, (place,), text) for place, text in enumerate(pieces)]
-    end = Finished(*name, FinishReason.STOP, Usage(1, len(pieces)))
-    return [(index, event) for event in (*tokens, end)]

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from shared.queue.registry import WorkerRecord
-from tests.factories_gateway import CARD, MODEL, make_body, make_settings, run_gateway_on_socket
+from tests.factories_gateway import CARD, MODEL, make_body
 from tests.factories_keys import bearer
 from tests.waiting import until, until_equal
 
@@ -116,10 +116,9 @@ async def test_the_fallback_answers_for_a_model_without_a_worker(gateway, other,
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
-async def test_a_key_needs_both_models(redis_server, redis_prefix, changes, other, worker):
+async def test_a_key_needs_both_models(fleet, changes, other, worker):
     changes["gateway"] |= {"root_key": "root"}
-    settings = make_settings(redis_server, redis_prefix, **changes)
-    async with run_gateway_on_socket(settings) as gateway:
+    async with fleet.gateway(**changes) as gateway:
         keys = []
         for number, models in enumerate(([MODEL], [OTHER], [MODEL, OTHER])):
             body = {"name": f"key{number}", "models": models}

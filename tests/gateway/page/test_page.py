@@ -46,18 +46,6 @@ async def test_the_page_is_read_alone_with_a_policy_and_a_tag(gateway):
     assert other.status_code == 200
 
 
-def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two `#rrggbb` colors, 1 to 21. Source: WCAG 2.2, "relative luminance"."""
-
-    def luminance(color: str) -> float:
-        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
 def test_the_markdown_library_is_the_published_file():
     """marked 18.2.1 of npm, lib/marked.esm.js."""
     digest = hashlib.sha256((FOLDER / "marked.js").read_bytes()).hexdigest()
