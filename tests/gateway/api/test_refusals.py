@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from tests.contract.test_surface import DIALECTS
+from tests.contract.test_surface import DIALECTS, TASK_OF
 from tests.factories_gateway import (
     CARD,
     MODEL,
@@ -263,7 +263,7 @@ class Fleet:
     async def ask(self, path: str, change: dict[str, Any]) -> httpx.Response:
         """Send a request with a change."""
         dialect = DIALECTS[path]
-        model = NUMBERS if dialect.task in ("embed", "rerank") else MODEL
+        model = NUMBERS if TASK_OF[path] in ("embed", "rerank") else MODEL
         body = {"model": model, **dialect.body, **dialect.extra, **change}
         return await self.gateway.client.post(path, json=body)
 

@@ -25,6 +25,7 @@ from tests.factories_gateway import (
     say_hello,
 )
 from tests.factories_images import data_url, image_part
+from tests.factories_keys import code
 from tests.faults.proxy import run_proxy
 from tests.rounds import in_one_round
 from tests.waiting import until
@@ -151,8 +152,8 @@ async def test_a_stream_that_is_not_known_is_a_404(gateway, redis, redis_prefix)
         await redis.set(RedisKeys(redis_prefix).stream(name), data, ex=60)
     for name in ("nothing", "chatcmpl-" + "0" * 32, "..%2f", *of_other_versions):
         response = await gateway.client.get(f"/v1/streams/{name}")
-        code = response.json()["error"]["code"]
-        assert (response.status_code, code.endswith("not_found")) == (404, True), name
+        status, found, _ = code(response)
+        assert (status, found.endswith("not_found")) == (404, True), name
     assert not gateway.services.dispatcher.has_open(MODEL)
 
 
@@ -190,9 +191,7 @@ async def test_what_cannot_be_taken_up_again_is_refused_by_name(gateway):
         (key, {"temperature": 9}, "temperature"),
     ):
         response = await gateway.chat(make_body(**body), headers=headers)
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert (error["param"], error["code"]) == (param, "invalid_value")
+        assert code(response) == (400, "invalid_value", param)
     assert (await gateway.chat(headers=key)).status_code == 200  # a refusal leaves its key free
 
 
@@ -235,8 +234,7 @@ async def test_readers_of_a_lost_request_are_told(
     await forget(redis, redis_prefix)
     lost = await take_up(gateway, first, None)
     for told in (unreadable, lost):
-        assert told.status_code == 503
-        assert told.json()["error"]["code"] == "worker_lost"
+        assert code(told)[:2] == (503, "worker_lost")
     again = await gateway.chat(make_body(stream=True), headers=key)  # a retry begins anew
     assert content(parse(again.text)) == "".join(WORDS)
     assert len(worker.answers) == 2
@@ -332,7 +330,7 @@ async def test_a_follower_ends_at_its_deadline_while_redis_is_away(
 async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(gateway, other, worker):
     async def fail_first(answer: Answer) -> None:
         if len(worker.answers) == 1:
-            await answer.fail(code)
+            await answer.fail(failure)
         else:
             await say_hello(answer)
 
@@ -340,7 +338,7 @@ async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(gateway, 
     for stream in (False, True):
         worker.answers.clear()
         key, body = {"idempotency-key": f"order-79-{stream}"}, make_body(stream=stream)
-        code = ErrorCode.IMAGE_UNAVAILABLE
+        failure = ErrorCode.IMAGE_UNAVAILABLE
         failed = await gateway.chat(body, headers=key)
         assert (failed.status_code, failed.headers["x-should-retry"]) == (503, "true")
 
@@ -350,7 +348,7 @@ async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(gateway, 
         assert [answer.status_code for answer in answers] == [200] * 4
         assert len(worker.answers) == 2
     worker.answers.clear()
-    key, code = {"idempotency-key": "order-80"}, ErrorCode.ENGINE_FAILURE  # which is final
+    key, failure = {"idempotency-key": "order-80"}, ErrorCode.ENGINE_FAILURE  # which is final
     answers = [await gateway.chat(headers=key) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [500, 500]
     assert len(worker.answers) == 1

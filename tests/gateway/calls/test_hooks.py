@@ -15,6 +15,7 @@ from shared.protocol import Embed, OutputLogprob, TokenLogprob
 from shared.settings import SettingsError
 from tests.factories_gateway import CARD, CHAT, MODEL, TEXT_BODIES, answer_any, make_body
 from tests.factories_images import data_url, image_part
+from tests.factories_keys import code
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "hooks"
 MESSAGES = [{"role": "user", "content": "write to ann@example.com"}]
@@ -70,10 +71,6 @@ def changes(hook, options):
 def upper(call):
     for message in call.messages:
         message.text = message.text.upper()
-
-
-def error_of(answer):
-    return answer.status_code, answer.json()["error"]["code"]
 
 
 def set_all(text):
@@ -176,10 +173,10 @@ async def test_a_refusal_is_a_4xx_with_its_code_and_nothing_is_queued(gateway, w
         raise call.refuse("Not about that.", code="off_topic", status=403)
 
     hook.on_call = refuse
-    assert error_of(await gateway.chat()) == (403, "off_topic")
+    assert code(await gateway.chat())[:2] == (403, "off_topic")
     assert not worker.requests
     hook.on_call, hook.on_answer = lambda _: None, lambda call: _raise(call.refuse("No."))
-    assert error_of(await gateway.chat()) == (400, "request_refused")
+    assert code(await gateway.chat())[:2] == (400, "request_refused")
 
 
 def _raise(error):
@@ -203,7 +200,7 @@ async def test_a_hook_that_fails_refuses_or_is_left_out(gateway, worker, hook, o
             assert answer.status_code == 200, answer.text
             assert list(worker.requests[-1].task.texts()) == ["hello"]
         else:
-            assert error_of(answer) == (503, "hook_failed")
+            assert code(answer)[:2] == (503, "hook_failed")
             assert answer.headers["retry-after"]
             assert not worker.requests
     assert "hello" not in caplog.text.lower()
@@ -237,7 +234,7 @@ async def test_the_examples_mask_addresses_and_refuse_what_a_moderation_server_f
     moderation, gateway, worker, options
 ):
     assert (await gateway.chat()).status_code == 200
-    assert error_of(await gateway.chat(make_body("bad"))) == (400, "content_refused")
+    assert code(await gateway.chat(make_body("bad")))[:2] == (400, "content_refused")
     assert (await gateway.chat(make_body("a@b.de"))).status_code == 200
     assert [list(each.task.texts()) for each in worker.requests] == [["hello"], ["[email]"]]
     assert moderation == [["hello"], ["Hello you"], ["bad"], ["[email]"], ["Hello you"]]
@@ -248,7 +245,7 @@ async def test_the_examples_mask_addresses_and_refuse_what_a_moderation_server_f
         await answer.finish("so ", "bad")
 
     worker.script = say_bad
-    assert error_of(await gateway.chat()) == (400, "content_refused")
+    assert code(await gateway.chat())[:2] == (400, "content_refused")
 
 
 class Nothing:

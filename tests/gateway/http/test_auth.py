@@ -10,7 +10,7 @@ from gateway.http.auth import check_exposure
 from shared.settings.tree import GatewaySettings, SettingsError
 from tests.factories_gateway import CHAT, make_body
 from tests.factories_images import data_url, image_part
-from tests.factories_keys import bearer
+from tests.factories_keys import bearer, code
 
 KEYS = {"gateway": {"api_keys": ("sk-one", "sk-two")}}
 
@@ -106,8 +106,7 @@ async def test_without_keys_a_foreign_name_is_refused(gateway, worker, changes):
     for host in FOREIGN:
         for request in (gateway.chat, partial(gateway.client.get, "/v1/files")):
             refused = await request(headers={"host": host})
-            assert refused.status_code == 403, host
-            assert refused.json()["error"]["code"] == "host_not_allowed"
+            assert code(refused)[:2] == (403, "host_not_allowed"), host
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await gateway.client.get(path, headers={"host": host})).status_code == 200
 

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 
 from tests.factories_gateway import CHAT, make_body
+from tests.factories_keys import code
 
 PAGE = "https://app.example.com"
 ASKS = {
@@ -58,8 +59,7 @@ async def test_what_no_browser_asks_about_is_refused_to_pages_of_other_origins(g
     for path, headers in product(paths, ({}, {"content-type": "Text/Plain;charset=utf-8"}, FORM)):
         for page in ELSEWHERE:
             response = await gateway.client.post(path, content=b"", headers={**headers, **page})
-            assert response.status_code == 403, (path, page)
-            assert response.json()["error"]["code"] == "origin_not_allowed"
+            assert code(response)[:2] == (403, "origin_not_allowed"), (path, page)
         assert (await gateway.client.post(path, content=b"", headers=headers)).status_code != 403
 
 
