@@ -552,7 +552,7 @@ def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) ->
 
 
 def translate_input(
-    request: ResponseFields, limits: LimitSettings, kept: Continued | None = None
+    request: ResponseFields, limits: LimitSettings, kept: Continued | None
 ) -> Conversation:
     """Instructions, stored messages and input as one conversation. Raises: InvalidRequest."""
     conversation = Conversation()

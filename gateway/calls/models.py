@@ -139,12 +139,12 @@ class ModelDirectory:
         registry: Registry,
         on_models: OnModels,
         redis_address: str,
-        deployments: DeploymentState | None = None,
-        on_deployments: OnDeployments | None = None,
-        store: PackageStore | None = None,
-        may_use: Callable[[str, str], bool] | None = None,
-        aliases: Mapping[str, str] = {},
-        defaults: Mapping[str, ModelDefaults] = {},
+        deployments: DeploymentState | None,
+        on_deployments: OnDeployments,
+        store: PackageStore | None,
+        may_use: Callable[[str, str], bool] | None,
+        aliases: Mapping[str, str],
+        defaults: Mapping[str, ModelDefaults],
     ) -> None:
         self.may_use = may_use or (lambda tenant, name: True)
         self.registry = registry
@@ -243,8 +243,7 @@ class ModelDirectory:
             routes = deployed | dict(_weighted(routed, cards))
             self.routes = {name: r.changed(self._with_defaults) for name, r in routes.items()}
             self.workers = workers
-            if self._on_deployments is not None:
-                self._on_deployments(self._apps, workers)
+            self._on_deployments(self._apps, workers)
             live = [w.card for w in workers if w.card.adapters and _is_spoken(w.card)]
             self.adapters = {
                 card.name: self._with_defaults(card) for card in _adapters(cards, live)
