@@ -464,6 +464,9 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_tools(offer: Offer, card: ModelCard, limits: LimitSettings) -> Tools | None:
     """The functions that the model may or must call. None: no functions. Raises: InvalidRequest."""
+    for param, function in offer.functions:
+        if not function.name:
+            raise missing(f"{param}.name")
     if not offer.may_call or not (offer.functions or offer.must_call):
         return None
     if not card.supports_grammars:

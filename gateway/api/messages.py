@@ -207,7 +207,6 @@ class OutputConfig(EchoedStruct, frozen=True, kw_only=True):
 class MessageTool(FunctionField, frozen=True, kw_only=True):
     """A function; Anthropic's own tool types are skipped."""
 
-    name: str
     parameters: msgspec.Raw | UnsetType = msgspec.field(default=UNSET, name="input_schema")
     type: str | None = None
 

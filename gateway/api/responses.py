@@ -239,7 +239,7 @@ ResponseToolChoice = Literal["none", "auto", "required"] | ResponseChoice
 
 
 class ResponseFormat(JsonSchema, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
-    name: FormatName
+    name: FormatName  # type: ignore[misc]  # required here
 
 
 class TextConfig(RequestStruct, frozen=True, kw_only=True):
@@ -523,13 +523,11 @@ def _word_of(choice: ResponseToolChoice | None) -> ResponseToolChoice:
 
 def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
     """The functions that the model may or must call. None: no functions. Raises: InvalidRequest."""
-    functions: list[tuple[str, FunctionField]] = []
-    for index, tool in enumerate(request.tools or ()):
-        if tool.type != "function":
-            continue
-        if not tool.name:
-            raise missing(f"tools.[{index}].name")
-        functions.append((f"tools.[{index}]", tool))
+    functions = [
+        (f"tools.[{index}]", tool)
+        for index, tool in enumerate(request.tools or ())
+        if tool.type == "function"
+    ]
     choice, names = _word_of(request.tool_choice), None
     must_call = choice == "required"
     if isinstance(choice, ResponseChoice) and choice.type == "function":

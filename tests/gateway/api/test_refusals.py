@@ -198,6 +198,8 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
       for kind in ("function_call", "custom_tool_call")],  # no call has this id
     (RESPONSES, {"input": [{"type": "local_shell_call_output", "output": "ok"}]}, "missing_field", "input.[0].call_id"),
     (RESPONSES, {"tools": [{"type": "function"}]}, "missing_field", "tools.[0].name"),
+    (MESSAGES, {"tools": [{"input_schema": {}}]}, "missing_field", "tools.[0].name"),
+    (CHAT, {"tools": [function(parameters={})]}, "missing_field", "tools.[0].function.name"),
     (RESPONSES, {"max_output_tokens": 10**6}, "invalid_value", "max_output_tokens"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, "unsupported_parameter", "tool_choice"),
     *[(MESSAGES, {"tool_choice": {"type": "tool", **named}}, "missing_field", "tool_choice.name") for named in ({}, {"name": ""})],
