@@ -226,6 +226,13 @@ async def think(answer: Answer) -> None:
     await answer.finish("yes")
 
 
+async def fail_halfway(answer: Answer) -> None:
+    """A script whose engine fails after the first token."""
+    await answer.start()
+    await answer.say("half")
+    await answer.fail(ErrorCode.ENGINE_FAILURE)
+
+
 async def talk_on(answer: Answer) -> None:
     """A script that goes on until it is told to stop."""
     await answer.start()

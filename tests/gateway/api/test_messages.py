@@ -1,12 +1,13 @@
 """`/v1/messages` with Anthropic's client: whole, streamed, images, stop sequences, errors."""
 
 from itertools import groupby
+from operator import methodcaller
 
 import anthropic
 import pytest
 
 from shared.protocol import ErrorCode, Finished, FinishReason, Usage
-from tests.factories_gateway import CARD, HELLO, MODEL, Answer, think
+from tests.factories_gateway import CARD, HELLO, MODEL, Answer, fail_halfway, think
 from tests.factories_images import data_url
 
 
@@ -120,21 +121,13 @@ async def test_the_key_may_come_as_anthropics_clients_send_it(client, gateway):
 
 
 async def test_an_error_within_a_stream_names_its_request_too(client, worker):
-    async def fail(answer: Answer) -> None:
-        await answer.start()
-        await answer.say("half")
-        await answer.fail(ErrorCode.ENGINE_FAILURE)
-
-    async def lose(answer: Answer) -> None:
-        await answer.fail(ErrorCode.WORKER_LOST)
-
-    worker.script = fail
+    worker.script = fail_halfway
     with pytest.raises(anthropic.APIStatusError) as broken:
         async with client.messages.stream(model=MODEL, max_tokens=9, messages=HELLO) as stream:
             await stream.until_done()
     assert broken.value.body["type"] == "error"
     assert broken.value.body["request_id"] == broken.value.response.headers["x-request-id"]
-    worker.script = lose
+    worker.script = methodcaller("fail", ErrorCode.WORKER_LOST)
     with pytest.raises(anthropic.InternalServerError) as refused:
         await client.messages.create(model=MODEL, max_tokens=9, messages=HELLO)
     assert refused.value.status_code == 529

@@ -10,14 +10,13 @@ from msgspec.structs import replace
 
 from shared.protocol import (
     CallPiece,
-    ErrorCode,
     FinishReason,
     TextPart,
     Tokenize,
     Tokenized,
     ToolCall,
 )
-from tests.factories_gateway import CARD, MODEL, Answer, openai_client, think
+from tests.factories_gateway import CARD, MODEL, Answer, fail_halfway, openai_client, think
 from tests.factories_images import data_url
 
 CONTENT = [
@@ -99,12 +98,7 @@ async def test_what_the_model_thinks_is_an_item_before_the_message(client, worke
 
 
 async def test_a_failure_in_a_stream_says_how_the_response_failed(client, worker):
-    async def fail(answer: Answer) -> None:
-        await answer.start()
-        await answer.say("half")
-        await answer.fail(ErrorCode.ENGINE_FAILURE)
-
-    worker.script = fail
+    worker.script = fail_halfway
     events = [e async for e in await client.responses.create(model=MODEL, input="hi", stream=True)]
     failed, error = events[-2:]
     assert error.sequence_number == failed.sequence_number + 1

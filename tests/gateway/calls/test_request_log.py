@@ -5,9 +5,8 @@ import time
 
 import pytest
 
-from shared.protocol import ErrorCode
 from shared.telemetry.metrics import STAGES
-from tests.factories_gateway import Answer, make_body
+from tests.factories_gateway import fail_halfway, make_body
 from tests.factories_keys import bearer
 
 LOGGER = "gateway.calls.recorder"
@@ -52,12 +51,7 @@ async def test_an_answer_names_its_line_and_the_line_a_hash_of_its_key(gateway, 
 async def test_a_refusal_and_a_failure_after_the_first_token_show_what_the_client_was_told(
     gateway, worker, lines
 ):
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        await answer.say("half")
-        await answer.fail(ErrorCode.ENGINE_FAILURE)
-
-    worker.script = script
+    worker.script = fail_halfway
     await gateway.chat(make_body(n=-1))
     await gateway.stream()
     found = [(line["model"], line["outcome"], line["status"]) for line in lines()]
