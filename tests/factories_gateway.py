@@ -45,7 +45,14 @@ from shared.queue.registry import Registry, WorkerRecord
 from shared.queue.worker import RedisWorkerQueue
 from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings
-from shared.settings.tree import GatewaySettings, RedisSettings, SearchSettings, Settings
+from shared.settings.tree import (
+    DeploySettings,
+    GatewaySettings,
+    RedisSettings,
+    SearchSettings,
+    Settings,
+    TraceSettings,
+)
 from tests.factories_settings import make_group
 from worker.active_requests import read_claim, to_publication
 
@@ -86,13 +93,13 @@ def make_settings(redis_url: str, prefix: str, **changes: dict[str, Any]) -> Set
         _env_file=None,  # type: ignore[call-arg]
         redis=RedisSettings(url=redis_url, key_prefix=prefix),
     )
-    return settings.model_copy(
-        update={
-            "gateway": make_group(GatewaySettings, **gateway),
-            "limits": make_group(LimitSettings, **changes.get("limits", {})),
-            "search": make_group(SearchSettings, **changes.get("search", {})),
-        }
-    )
+    groups = {
+        "gateway": GatewaySettings, "limits": LimitSettings, "search": SearchSettings,
+        "deploy": DeploySettings, "traces": TraceSettings,
+    }  # fmt: skip
+    fields = {**changes, "gateway": gateway}
+    made = {name: make_group(group, **fields.get(name, {})) for name, group in groups.items()}
+    return settings.model_copy(update=made)
 
 
 #: What `answer_any` answers.

@@ -9,7 +9,7 @@ import httpx
 from typer.testing import CliRunner, Result
 
 import vlm
-from shared.settings.tree import DeploySettings, Settings
+from shared.settings.tree import Settings
 from tests.factories_gateway import (
     RunningGateway,
     ScriptedWorker,
@@ -88,8 +88,8 @@ async def run_team(
     **limits: int,
 ) -> AsyncIterator[Team]:
     gateway = KEYS | {"prices": prices or {}} | ({"files": files} if files else {})
-    settings = make_settings(redis_url, prefix, gateway=gateway, limits=limits)
-    settings = settings.model_copy(update={"deploy": DeploySettings(store=store)})
+    deploy = {"store": store}
+    settings = make_settings(redis_url, prefix, gateway=gateway, limits=limits, deploy=deploy)
     async with open_team(settings, num_gateways) as team:
         yield team
 

@@ -30,7 +30,6 @@ from shared.packages.store import open_store
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import WorkerRecord
-from shared.settings.tree import DeploySettings
 from tests.factories_gateway import (
     RunningGateway,
     make_body,
@@ -87,8 +86,7 @@ class Deployments:
 async def run(redis_server: str, prefix: str, tmp_path, **gateway) -> AsyncIterator[Deployments]:
     url = f"file://{tmp_path}/store"
     gateway = {"deploy_keys": ("may-deploy",), **gateway}
-    settings = make_settings(redis_server, prefix, gateway=gateway)
-    settings = settings.model_copy(update={"deploy": DeploySettings(store=url)})
+    settings = make_settings(redis_server, prefix, gateway=gateway, deploy={"store": url})
     async with run_gateway_on_socket(settings, refresh=False) as running:
         yield Deployments(running, url)
 

@@ -19,7 +19,6 @@ from shared.gateway_client import Client
 from shared.packages.manifest import digest_of
 from shared.packages.signature import sign
 from shared.packages.store import PIECE_BYTES, PackageStore, open_store, read_manifest
-from shared.settings.tree import DeploySettings
 from tests.factories_gateway import RunningGateway, make_settings, run_gateway_on_socket
 from tests.waiting import until
 
@@ -32,9 +31,8 @@ async def run(
 ) -> AsyncIterator["Fleet"]:
     keys = ("may-deploy", "deploys-too")
     gateway = {"deploy_keys": keys, "body_timeout_s": body_timeout_s}
-    settings = make_settings(redis_server, prefix, gateway=gateway)
     deploy = {"store": f"file://{folder}/store", **deploy}
-    settings = settings.model_copy(update={"deploy": DeploySettings(**deploy)})
+    settings = make_settings(redis_server, prefix, gateway=gateway, deploy=deploy)
     async with run_gateway_on_socket(settings, refresh=False) as running:
         fleet = Fleet(running, open_store(deploy["store"]))
         try:

@@ -1,6 +1,7 @@
 """The gateway's part of a trace, as a collector sees it; the worker is scripted."""
 
 import sys
+from operator import methodcaller
 
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
@@ -8,13 +9,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from shared.protocol import ErrorCode
 from shared.settings.tree import SettingsError, TraceSettings
 from shared.telemetry import create_tracer
-from tests.factories_gateway import (
-    TEXT_BODIES,
-    Answer,
-    make_body,
-    make_settings,
-    run_gateway_on_socket,
-)
+from tests.factories_gateway import TEXT_BODIES, make_body
 from tests.factories_images import data_url, image_part
 from tests.otlp_collector import run_collector
 
@@ -30,11 +25,9 @@ def collector(monkeypatch):
 
 
 @pytest.fixture
-def traced(collector, redis_server, redis_prefix, worker):
+def traced(collector, fleet, worker):
     """A gateway that sends its spans when it stops."""
-    settings = make_settings(redis_server, redis_prefix)
-    traces = settings.traces.model_copy(update={"export": "otlp"})
-    return run_gateway_on_socket(settings.model_copy(update={"traces": traces}))
+    return fleet.gateway(traces={"export": "otlp"})
 
 
 def tree(spans):
@@ -102,10 +95,7 @@ async def test_a_caller_who_keeps_no_trace_gets_none(traced, worker, collector):
 async def test_a_failure_of_ours_is_an_error_and_one_of_the_client_is_not(
     traced, worker, collector
 ):
-    async def script(answer: Answer) -> None:
-        await answer.fail(ErrorCode.ENGINE_FAILURE)
-
-    worker.script = script
+    worker.script = methodcaller("fail", ErrorCode.ENGINE_FAILURE)
     async with traced as gateway:
         await gateway.chat()
         await gateway.chat(make_body(max_tokens=10**30, temperature=9))

@@ -17,7 +17,6 @@ from gateway.keys import usage
 from shared.queue.keys import RedisKeys
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
-from shared.settings.tree import DeploySettings
 from tests.factories_gateway import (
     CARD,
     MODEL,
@@ -216,8 +215,8 @@ async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
             shutil.copytree(folder, copy)
         server.start()
 
-    settings = make_settings(url, redis_prefix, gateway=KEYS | {"prices": PRICES})
-    settings = settings.model_copy(update={"deploy": DeploySettings(store=store)})
+    gateway = KEYS | {"prices": PRICES}
+    settings = make_settings(url, redis_prefix, gateway=gateway, deploy={"store": store})
     try:
         async with (
             run_gateway_on_socket(settings) as gateway,
