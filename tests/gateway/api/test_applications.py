@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import pytest
 from msgspec.structs import replace
-from redis.asyncio import Redis
 
 from deploy.commands import CommandFailed, run_apps, run_route
 from shared.gateway_client import ApiFailed, Client
@@ -30,13 +29,7 @@ from shared.packages.store import open_store
 from shared.protocol import ModelCard
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import WorkerRecord
-from tests.factories_gateway import (
-    RunningGateway,
-    make_body,
-    make_settings,
-    run_gateway_on_socket,
-    run_worker,
-)
+from tests.factories_gateway import RunningGateway, make_body
 from tests.factories_keys import code
 from tests.waiting import until, until_equal
 
@@ -82,18 +75,21 @@ class Deployments:
         assert await self.deployments.put(before, after)
 
 
-@asynccontextmanager
-async def run(redis_server: str, prefix: str, tmp_path, **gateway) -> AsyncIterator[Deployments]:
-    url = f"file://{tmp_path}/store"
-    gateway = {"deploy_keys": ("may-deploy",), **gateway}
-    settings = make_settings(redis_server, prefix, gateway=gateway, deploy={"store": url})
-    async with run_gateway_on_socket(settings, refresh=False) as running:
-        yield Deployments(running, url)
+@pytest.fixture
+def run(fleet, tmp_path):
+    @asynccontextmanager
+    async def run(**gateway) -> AsyncIterator[Deployments]:
+        url = f"file://{tmp_path}/store"
+        gateway = {"deploy_keys": ("may-deploy",), **gateway}
+        async with fleet.gateway(gateway=gateway, deploy={"store": url}) as running:
+            yield Deployments(running, url)
+
+    return run
 
 
 @pytest.fixture
-async def deployments(redis_server, redis_prefix, tmp_path) -> AsyncIterator[Deployments]:
-    async with run(redis_server, redis_prefix, tmp_path) as deployments:
+async def deployments(run) -> AsyncIterator[Deployments]:
+    async with run() as deployments:
         yield deployments
 
 
@@ -101,9 +97,8 @@ def message(answer: httpx.Response) -> str:
     return answer.json()["error"]["message"]
 
 
-async def test_keys_that_deploy_are_a_class_of_their_own(redis_server, redis_prefix, tmp_path):
-    keys = {"api_keys": ("asks",), "admin_keys": ("operates",)}
-    async with run(redis_server, redis_prefix, tmp_path, **keys) as deployments:
+async def test_keys_that_deploy_are_a_class_of_their_own(run):
+    async with run(api_keys=("asks",), admin_keys=("operates",)) as deployments:
         digest, client = deployments.add_package("{}"), deployments.client
         expected = {None: 401, "wrong": 401, "asks": 403, "operates": 403, "may-deploy": 202}
         for key, status in expected.items():
@@ -124,7 +119,7 @@ async def test_keys_that_deploy_are_a_class_of_their_own(redis_server, redis_pre
         wrong = Client(deployments.gateway.url, "wrong")
         with pytest.raises(ApiFailed, match="DEPLOY_KEY"):
             await asyncio.to_thread(wrong.call, "GET")
-    async with run(redis_server, redis_prefix, tmp_path, deploy_keys=()) as deployments:
+    async with run(deploy_keys=()) as deployments:
         answer = await deployments.put(digest)
     assert (answer.status_code, "VLM_GATEWAY__DEPLOY_KEYS" in message(answer)) == (403, True)
 
@@ -176,13 +171,13 @@ async def test_what_cannot_be_deployed_is_refused_by_field(deployments, tmp_path
 
 
 async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_there(
-    deployments, redis_server, redis_prefix, tmp_path
+    deployments, run, redis, redis_prefix, fleet
 ):
     card = ModelCard("n@old", 1, 512, 1000)
     app = App("n", 1, active=Revision(1, "sha256:old", Spec(), card=card))
     await deployments.deployments.put(None, app)
     models = deployments.gateway.services.models
-    async with run_worker(redis_server, redis_prefix, card), Redis.from_url(redis_server) as redis:
+    async with fleet.worker(card):
         await models.refresh()
         await redis.hset(RedisKeys(redis_prefix).apps, "n", b'9 {"name":"n","desired":"newer"}')
         await models.refresh()
@@ -190,7 +185,7 @@ async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_ther
         assert answer.status_code == 200, answer.text
         [listed] = (await deployments.client.get("/v1/applications", headers=DEPLOY)).json()["data"]
         assert (listed["name"], listed["state"]) == ("n", "unreadable")
-        async with run(redis_server, redis_prefix, tmp_path) as later:
+        async with run() as later:
             unread = [await later.gateway.chat(make_body(model="n"))]
     await models.registry.withdraw("scripted")
     await models.registry.forget(card.name)  # as nodes do, when they have retired it
@@ -265,9 +260,7 @@ async def test_the_latest_lines_of_instances_are_shown_to_who_deploys(deployment
     assert (await deployments.ask("/logs?limit=0", "GET")).json()["error"]["param"] == "limit"
 
 
-async def test_requests_go_to_the_version_that_serves_and_answers_name_it(
-    deployments, redis_server, redis_prefix
-):
+async def test_requests_go_to_the_version_that_serves_and_answers_name_it(deployments, fleet):
     """The name stands for a queue of the active digest; a canary gets its share, a user one side."""
     digest = deployments.add_package("{}")
     card = ModelCard("n@old", 1, 512, 1000, package=f"n@{digest}")
@@ -279,10 +272,7 @@ async def test_requests_go_to_the_version_that_serves_and_answers_name_it(
         candidate=Revision(2, "sha256:new", spec, card=other, is_canary=True),
     )  # fmt: skip
     await deployments.deployments.put(None, app)
-    async with (
-        run_worker(redis_server, redis_prefix, card),
-        run_worker(redis_server, redis_prefix, other),
-    ):
+    async with fleet.worker(card), fleet.worker(other):
         await deployments.gateway.services.models.refresh()
         seen = set()
         for number in range(12):
@@ -368,12 +358,12 @@ async def test_each_version_has_its_weight_and_few_clients_move_as_it_changes(de
 
 
 async def test_a_route_survives_an_emptied_redis_and_reaches_other_gateways(
-    deployments, redis, redis_server, redis_prefix, tmp_path, monkeypatch
+    deployments, run, redis, redis_prefix, monkeypatch
 ):
     monkeypatch.setattr("gateway.calls.models.READ_PAUSE_S", 0.0)
     old, new = await serving(deployments, "{}", "[]")
     await route(deployments, {old: 1, new: 1})
-    async with run(redis_server, redis_prefix, tmp_path) as other:
+    async with run() as other:
         assert set(await picked(other)) == {old, new}
         for key in await redis.keys(f"{redis_prefix}:*"):
             await redis.delete(key)

@@ -19,29 +19,13 @@ from shared.gateway_client import Client
 from shared.packages.manifest import digest_of
 from shared.packages.signature import sign
 from shared.packages.store import PIECE_BYTES, PackageStore, open_store, read_manifest
-from tests.factories_gateway import RunningGateway, make_settings, run_gateway_on_socket
+from tests.factories_gateway import RunningGateway
 from tests.waiting import until
 
 DEPLOY = {"authorization": "Bearer may-deploy"}
 
 
-@asynccontextmanager
-async def run(
-    redis_server: str, prefix: str, folder: Path, body_timeout_s: float = 30.0, **deploy
-) -> AsyncIterator["Fleet"]:
-    keys = ("may-deploy", "deploys-too")
-    gateway = {"deploy_keys": keys, "body_timeout_s": body_timeout_s}
-    deploy = {"store": f"file://{folder}/store", **deploy}
-    settings = make_settings(redis_server, prefix, gateway=gateway, deploy=deploy)
-    async with run_gateway_on_socket(settings, refresh=False) as running:
-        fleet = Fleet(running, open_store(deploy["store"]))
-        try:
-            yield fleet
-        finally:
-            fleet.client.close()
-
-
-class Fleet:
+class Uploads:
     """A gateway, its store, and a client in another thread."""
 
     def __init__(self, gateway: RunningGateway, store: PackageStore) -> None:
@@ -66,9 +50,26 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(redis_server, redis_prefix, tmp_path) -> AsyncIterator[Fleet]:
-    async with run(redis_server, redis_prefix, tmp_path) as fleet:
-        yield fleet
+def run(fleet, tmp_path):
+    @asynccontextmanager
+    async def run(body_timeout_s: float = 30.0, **deploy: str) -> AsyncIterator[Uploads]:
+        keys = ("may-deploy", "deploys-too")
+        gateway = {"deploy_keys": keys, "body_timeout_s": body_timeout_s}
+        deploy = {"store": f"file://{tmp_path}/store", **deploy}
+        async with fleet.gateway(gateway=gateway, deploy=deploy) as running:
+            uploads = Uploads(running, open_store(deploy["store"]))
+            try:
+                yield uploads
+            finally:
+                uploads.client.close()
+
+    return run
+
+
+@pytest.fixture
+async def uploads(run) -> AsyncIterator[Uploads]:
+    async with run() as uploads:
+        yield uploads
 
 
 def make_folder(folder: Path, version: int) -> Path:
@@ -80,44 +81,44 @@ def make_folder(folder: Path, version: int) -> Path:
     return folder
 
 
-async def test_one_changed_file_of_a_package_is_sent_alone(fleet, tmp_path):
-    first, num_sent = await fleet.upload(make_folder(tmp_path / "package", 1))
+async def test_one_changed_file_of_a_package_is_sent_alone(uploads, tmp_path):
+    first, num_sent = await uploads.upload(make_folder(tmp_path / "package", 1))
     assert num_sent == 8
-    manifest = read_manifest(fleet.store, first)
-    assert all(fleet.store.size(layer.digest) == layer.size for layer in manifest.layers)
-    second, num_sent = await fleet.upload(make_folder(tmp_path / "package", 2))
+    manifest = read_manifest(uploads.store, first)
+    assert all(uploads.store.size(layer.digest) == layer.size for layer in manifest.layers)
+    second, num_sent = await uploads.upload(make_folder(tmp_path / "package", 2))
     assert (num_sent, first != second) == (1, True)
-    again, num_sent = await fleet.upload(tmp_path / "package")
+    again, num_sent = await uploads.upload(tmp_path / "package")
     assert (again, num_sent) == (second, 0)
-    deployed = await fleet.http.put("/v1/applications/n", json={"digest": second}, headers=DEPLOY)
+    deployed = await uploads.http.put("/v1/applications/n", json={"digest": second}, headers=DEPLOY)
     assert deployed.status_code == 202, deployed.text
 
 
-async def test_an_upload_that_was_cut_goes_on_where_it_was(fleet):
+async def test_an_upload_that_was_cut_goes_on_where_it_was(uploads):
     """A connection that ends within the body leaves what had come; the next sends the rest alone."""
     data = os.urandom(3 * PIECE_BYTES)
     digest, size, never = digest_of(data), len(data), asyncio.Event()
-    sending = asyncio.create_task(send_paced(fleet, data, 2 * PIECE_BYTES, never.wait))
-    await until(lambda: fleet.store.partial(digest) >= PIECE_BYTES)
+    sending = asyncio.create_task(send_paced(uploads, data, 2 * PIECE_BYTES, never.wait))
+    await until(lambda: uploads.store.partial(digest) >= PIECE_BYTES)
     sending.cancel()
     await asyncio.wait({sending})
 
     async def send_rest() -> httpx.Response | None:
-        found = await fleet.http.head(f"/v1/blobs/{digest}", headers=DEPLOY)
+        found = await uploads.http.head(f"/v1/blobs/{digest}", headers=DEPLOY)
         start = int(found.headers["upload-offset"])
         if start < PIECE_BYTES:
             return None
         rest = f"bytes {start}-{size - 1}/{size}"
-        sent = await fleet.put(data[start:], digest, **{"content-range": rest})
+        sent = await uploads.put(data[start:], digest, **{"content-range": rest})
         return None if sent.status_code == 409 else sent
 
     sent = await until(send_rest)  # the gateway has seen that the first client is gone
     assert sent.status_code == 201, sent.text
-    assert fleet.store.size(digest) == size
+    assert uploads.store.size(digest) == size
 
 
 async def send_paced(
-    fleet: Fleet,
+    uploads: Uploads,
     data: bytes,
     piece: int,
     pause: Callable[[], Awaitable[object]],
@@ -133,23 +134,21 @@ async def send_paced(
 
     headers = {"authorization": f"Bearer {key}", "content-length": str(len(data))}
     url = f"/v1/blobs/{digest_of(data)}"
-    return await fleet.http.put(url, content=pieces(), headers=headers, timeout=60)
+    return await uploads.http.put(url, content=pieces(), headers=headers, timeout=60)
 
 
-async def test_an_upload_may_take_longer_than_the_body_timeout(
-    redis_server, redis_prefix, tmp_path
-):
+async def test_an_upload_may_take_longer_than_the_body_timeout(run):
     """The server closes a silent body one second after `body_timeout_s`."""
-    async with run(redis_server, redis_prefix, tmp_path, body_timeout_s=1.0) as fleet:
+    async with run(body_timeout_s=1.0) as uploads:
         data = os.urandom(2_600_000)
-        sent = await send_paced(fleet, data, 100_000, partial(asyncio.sleep, 0.1))
+        sent = await send_paced(uploads, data, 100_000, partial(asyncio.sleep, 0.1))
         assert sent.status_code == 201, sent.text
-        assert fleet.store.size(digest_of(data)) == len(data)
+        assert uploads.store.size(digest_of(data)) == len(data)
 
 
-async def test_an_upload_below_the_minimum_rate_is_cut(redis_server, redis_prefix, tmp_path):
-    async with run(redis_server, redis_prefix, tmp_path, body_timeout_s=0.5) as fleet:
-        reader, writer = await asyncio.open_connection("127.0.0.1", fleet.http.base_url.port)
+async def test_an_upload_below_the_minimum_rate_is_cut(run):
+    async with run(body_timeout_s=0.5) as uploads:
+        reader, writer = await asyncio.open_connection("127.0.0.1", uploads.http.base_url.port)
         head = f"PUT /v1/blobs/{digest_of(b'')} HTTP/1.1\r\nhost: localhost\r\n"
         head += f"authorization: {DEPLOY['authorization']}\r\ncontent-length: 1000\r\n\r\n"
         writer.write(head.encode())
@@ -163,15 +162,15 @@ async def test_an_upload_below_the_minimum_rate_is_cut(redis_server, redis_prefi
         assert answer.result().startswith(b"HTTP/1.1 408 ")
 
 
-async def test_slow_uploads_of_a_key_leave_place_for_others_and_are_few(
-    redis_server, redis_prefix, tmp_path
-):
-    async with run(redis_server, redis_prefix, tmp_path, body_timeout_s=10.0) as fleet:
+async def test_slow_uploads_of_a_key_leave_place_for_others_and_are_few(run):
+    async with run(body_timeout_s=10.0) as uploads:
         go_on = asyncio.Event()
         data = [os.urandom(200_000) for _ in range(8)]
-        slow = [asyncio.create_task(send_paced(fleet, each, 199_999, go_on.wait)) for each in data]
+        slow = [
+            asyncio.create_task(send_paced(uploads, each, 199_999, go_on.wait)) for each in data
+        ]
         await asyncio.wait(slow, timeout=3.0)  # until eight are slow, four at a time
-        other = await send_paced(fleet, b"data", 4, go_on.wait, key="deploys-too")
+        other = await send_paced(uploads, b"data", 4, go_on.wait, key="deploys-too")
         assert other.status_code == 201
         go_on.set()
         sent = [await each for each in slow]
@@ -182,20 +181,20 @@ async def test_slow_uploads_of_a_key_leave_place_for_others_and_are_few(
         assert refused.headers["retry-after"]
 
 
-async def test_what_is_no_such_blob_is_refused_by_its_field(fleet):
+async def test_what_is_no_such_blob_is_refused_by_its_field(uploads):
     data, other = b"data", digest_of(b"other")
-    wrong = await fleet.put(data, other)
+    wrong = await uploads.put(data, other)
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "digest_mismatch")
-    assert fleet.store.size(other) is None
-    assert (await fleet.put(data, "sha256:..%2F..%2Fx")).status_code in (400, 404)
+    assert uploads.store.size(other) is None
+    assert (await uploads.put(data, "sha256:..%2F..%2Fx")).status_code in (400, 404)
     for value in ("bytes 1-2/3", "bytes 0-3/9", "lines 0-3/4", "bytes 9-3/4"):
-        answer = await fleet.put(data, **{"content-range": value})
+        answer = await uploads.put(data, **{"content-range": value})
         assert (answer.status_code, "Content-Range" in answer.text) == (400, True), value
-    late = await fleet.put(data, **{"content-range": "bytes 96-99/100"})
+    late = await uploads.put(data, **{"content-range": "bytes 96-99/100"})
     assert late.status_code == 409
     kind = {**DEPLOY, "content-type": "application/vnd.oci.image.manifest.v1+json"}
     for content in (b"{", b"[]", b"x" * 100):
-        planned = await fleet.http.post("/v1/packages", content=content, headers=kind)
+        planned = await uploads.http.post("/v1/packages", content=content, headers=kind)
         assert (planned.status_code, "manifest" in planned.text) == (400, True)
 
 
@@ -207,22 +206,20 @@ def junk_before(signature: str) -> list[str]:
 
 
 @pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="no ssh-keygen")
-async def test_a_package_that_no_allowed_signer_signed_is_refused(
-    redis_server, redis_prefix, tmp_path
-):
+async def test_a_package_that_no_allowed_signer_signed_is_refused(run, tmp_path):
     key, signers = tmp_path / "key", tmp_path / "allowed"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     signers.write_text(f"me@example.com {key.with_suffix('.pub').read_text()}")
-    async with run(redis_server, redis_prefix, tmp_path, allowed_signers=str(signers)) as fleet:
-        digest, _ = await fleet.upload(make_folder(tmp_path / "package", 1))
+    async with run(allowed_signers=str(signers)) as uploads:
+        digest, _ = await uploads.upload(make_folder(tmp_path / "package", 1))
         good = sign(key, digest)
         for junk in junk_before(good):
             body = {"digest": digest, "signature": junk}
-            answer = await fleet.http.put("/v1/applications/junk", json=body, headers=DEPLOY)
+            answer = await uploads.http.put("/v1/applications/junk", json=body, headers=DEPLOY)
             assert answer.status_code == 400
         for signature, status in ((None, 400), (good[:90], 400), (good, 202), (None, 200)):
             body = {"digest": digest, **({"signature": signature} if signature else {})}
-            answer = await fleet.http.put("/v1/applications/n", json=body, headers=DEPLOY)
+            answer = await uploads.http.put("/v1/applications/n", json=body, headers=DEPLOY)
             assert answer.status_code == status, answer.text
             if status == 400:
                 error = answer.json()["error"]
