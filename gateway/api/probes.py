@@ -1,16 +1,16 @@
 """Health, readiness and metrics. Probes are not counted in metrics, and reveal only a short reason."""
 
-import re
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.fields import Data, NewestQuery, copy_fields, invalid
+from gateway.api.fields import Data, NewestQuery, copy_fields
 from gateway.calls.lifecycle import Lifecycle
 from gateway.http.endpoint import Access, Caller, Operation, OperationServices, Resource, operation
 from gateway.http.exchange import short_hash
@@ -20,7 +20,7 @@ from shared.version import package_version
 
 
 class ReadyQuery(Struct):
-    workers: str = "0"
+    workers: Annotated[int, Meta(ge=0)] = 0
 
 
 class ModelStatus(Struct):
@@ -92,9 +92,7 @@ class Probes(Resource):
         `workers`: also require this number of ready workers. Not for the readiness probe of a Kubernetes Service, as
         requests start deployments that have zero instances.
         """
-        if not re.fullmatch("[0-9]{1,6}", query.workers):
-            raise invalid("workers", "send a number, such as 1")
-        state = self._state(int(query.workers))
+        state = self._state(query.workers)
         return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
 
     def _state(self, num_workers: int = 0) -> str:

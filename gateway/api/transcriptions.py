@@ -67,10 +67,6 @@ class TranslationRequest(RequestStruct, frozen=True, kw_only=True):
     user: User = None
     chunking_strategy: Ignored = UNSET
 
-    @property
-    def stream(self) -> bool | None:
-        return None
-
     def instruction(self, card: ModelCard) -> str:
         return _TRANSLATE
 
@@ -80,7 +76,7 @@ class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
         Annotated[str, Meta(min_length=2, max_length=MAX_NAME_CHARS)] | None,
         doc("The language of the speech, such as `en`."),
     ] = None
-    stream: bool | None = None  # type: ignore[assignment]
+    stream: bool | None = None
     timestamp_granularities: list[Literal["segment", "word"]] | None = None
 
     def instruction(self, card: ModelCard) -> str:
@@ -177,7 +173,7 @@ class Translations(Surface):
             [Generate(tuple(conversation.messages), sampling)],
             self.to_options(request),
             conversation.sources,
-            is_streamed=bool(request.stream),
+            is_streamed=bool(getattr(request, "stream", None)),
             priority=find_priority(None, context),
         )
 
