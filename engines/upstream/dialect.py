@@ -12,6 +12,7 @@ from engines.base import EngineStartError, InvalidRequest
 from engines.core.runner import TokenChoice
 from engines.core.sequence import EngineRequest
 from engines.packages.resolve import BUILT_IN, parse_hub_id, resolve_model
+from engines.text.processor import ChatProcessor, ControlSpelling
 from engines.upstream.client import UpstreamClient
 from engines.upstream.settings import UpstreamSettings
 from shared.protocol import FinishReason, Generate, Grammar, SamplingParams
@@ -63,6 +64,8 @@ class Dialect(ABC):
     adapter_paths: tuple[str, str] | None = None
     unsupported: tuple[str, ...] = ("num_prompt_logprobs",)  #: sampling parameters
     grammar_kinds: tuple[str, ...] = ("json", "regex", "choice")
+    #: Kinds of media: the server tokenizes the text of prompts with them again.
+    retokenized: tuple[str, ...] = ()
     runs_grammar_source = False  #: whether the server enforces `grammar_source`
     environment: ClassVar[Mapping[str, str]] = {}  #: of the started server
 
@@ -74,9 +77,11 @@ class Dialect(ABC):
     def describe(self, client: UpstreamClient) -> ServerInfo:
         """Read the server's properties. Raises: httpx.HTTPError, KeyError, ValueError."""
 
-    def check(self, request: UpstreamRequest) -> None:
-        """Raises: InvalidRequest for a parameter that the API lacks."""
+    def check(self, request: UpstreamRequest, text: "PromptText") -> None:
+        """Raises: InvalidRequest for a parameter that the API lacks, or a message that it would misread."""
         refuse(request.sampling, self.name, *self.unsupported)
+        for kind in {each.kind for each in request.images} & {*self.retokenized}:
+            text.check(request.prompt_token_ids, kind)
         grammar = request.grammar
         if grammar is None or self.runs_grammar_source or grammar.kind in self.grammar_kinds:
             return
@@ -104,6 +109,31 @@ class Dialect(ABC):
     def recover(self, chunk: Chunk, num_missing: int) -> None:
         """Find the tokens that a chunk with `num_computed` lacks."""
         raise NotImplementedError
+
+
+class PromptText:
+    """Texts of prompts, for a server that tokenizes prompts with media itself."""
+
+    def __init__(self, processor: ChatProcessor) -> None:
+        self._tokenizer = processor.tokenizer
+        self._control_ids = {token.id for token in processor.control_tokens.values()}
+        self._spelling = ControlSpelling(processor.control_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text that spells control tokens."""
+        read = self._tokenizer
+        data = b"".join(read.token_bytes(i) or read.token_string(i).encode() for i in token_ids)
+        return data.decode("utf-8", "replace")
+
+    def check(self, token_ids: Sequence[int], kind: str) -> None:
+        """Raises: InvalidRequest if a message spells a control token, since the server would read a real one."""
+        num_control = sum(token_id in self._control_ids for token_id in token_ids)
+        if len(self._spelling.find(self.decode(token_ids))) != num_control:
+            raise InvalidRequest(
+                "A message contains the text of a control token, which this engine does not support "
+                f"in prompts with {kind}s: remove it.",
+                "messages",
+            )
 
 
 def find_model(client: UpstreamClient, wanted: str = "") -> dict[str, Any]:

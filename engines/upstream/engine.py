@@ -24,8 +24,9 @@ from engines.core.constraint import Constraint, ConstraintFailure
 from engines.core.runner import Processor, TokenChoice
 from engines.packages.adapter_files import read_adapter
 from engines.text.grammar import GrammarCompiler
+from engines.text.processor import ChatProcessor
 from engines.upstream.client import UpstreamClient
-from engines.upstream.dialect import Chunk, Dialect, UpstreamRequest
+from engines.upstream.dialect import Chunk, Dialect, PromptText, UpstreamRequest
 from engines.upstream.server import ServerProcess
 from engines.upstream.settings import UpstreamSettings
 from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine, error_message
@@ -41,7 +42,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         self,
         settings: UpstreamSettings,
         dialect: Dialect,
-        processor: Processor,
+        processor: ChatProcessor,
         client: UpstreamClient,
         max_model_len: int,
         vocab_size: int,
@@ -50,7 +51,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         super().__init__(dialect.name, dialect.path, dialect.metrics, client, server)
         self.processor, self.max_model_len, self.vocab_size = processor, max_model_len, vocab_size
         self.max_num_seqs = settings.max_num_seqs
-        self._dialect = dialect
+        self._dialect, self._text = dialect, PromptText(processor)
         # Compiles grammars to refuse those that the server would ignore, or compile for minutes.
         self._grammars = GrammarCompiler.create(
             processor.tokenizer, vocab_size, processor.reasoning, processor.spelled
@@ -82,7 +83,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
             )
         request = UpstreamRequest(**self._fields(call, prompt, tools), grammar=grammar)
         self._check_request(request)
-        self._dialect.check(request)
+        self._dialect.check(request, self._text)
         constraint: Constraint | None = None
         if self._grammars is not None and (is_forced or grammar is not None):
             if tools is not None and self._dialect.runs_grammar_source:

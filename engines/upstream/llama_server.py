@@ -10,11 +10,17 @@ from typing import Any
 
 import msgspec
 
-from engines.base import InvalidRequest
 from engines.core.runner import TokenChoice
-from engines.text.processor import ChatProcessor, ControlSpelling
+from engines.text.processor import ChatProcessor
 from engines.upstream.client import UpstreamClient
-from engines.upstream.dialect import Chunk, Dialect, ServerInfo, UpstreamRequest, to_choices
+from engines.upstream.dialect import (
+    Chunk,
+    Dialect,
+    PromptText,
+    ServerInfo,
+    UpstreamRequest,
+    to_choices,
+)
 from engines.upstream.settings import LlamaServerSettings
 from shared.protocol import FinishReason, Generate
 
@@ -60,11 +66,12 @@ class LlamaServer(Dialect):
         "presence_penalty", "frequency_penalty",  # llama-server counts the prompt too
     )  # fmt: skip
     grammar_kinds = ("json",)
+    retokenized = ("image",)
 
     def __init__(self, settings: LlamaServerSettings, processor: ChatProcessor) -> None:
         self._settings = settings
         self._tokenizer = tokenizer = processor.tokenizer
-        self._spelling = ControlSpelling(processor.control_tokens)
+        self._text = PromptText(processor)
         self._image_marker = "<__media__>"
         self._short: dict[bytes, int] = {}  # tokens of a few bytes
         for token_id in reversed(range(tokenizer.vocab_size)):
@@ -93,18 +100,6 @@ class LlamaServer(Dialect):
             server.get("modalities", {}).get("vision", False),
         )
 
-    def check(self, request: UpstreamRequest) -> None:
-        super().check(request)
-        if request.images:
-            text = self._text(request.prompt_token_ids)
-            spelled = sum(self._tokenizer.token_bytes(i) == b"" for i in request.prompt_token_ids)
-            if len(self._spelling.find(text)) != spelled:
-                raise InvalidRequest(
-                    "A message contains the text of a control token, which this engine does not support "
-                    "in prompts with images: remove it.",
-                    "messages",
-                )
-
     def can_continue(self, task: Generate | UpstreamRequest) -> bool:
         return True
 
@@ -126,25 +121,19 @@ class LlamaServer(Dialect):
             schema = json.loads(request.grammar.source or "{}")
             body["json_schema"] = {"type": "object"} if schema in ({}, True) else schema
             if output_ids:  # the grammar reads this before the first token
-                body["generation_prompt"] = self._text(output_ids)
+                body["generation_prompt"] = self._text.decode(output_ids)
         return body
 
     def _prompt(self, request: UpstreamRequest, token_ids: Sequence[int]) -> dict[str, Any]:
         parts: list[str] = []
         start = 0
         for image in request.images:
-            parts += [self._text(token_ids[start : image.offset]), self._image_marker]
+            parts += [self._text.decode(token_ids[start : image.offset]), self._image_marker]
             start = image.offset + image.num_tokens
         return {
-            "prompt_string": "".join([*parts, self._text(token_ids[start:])]),
+            "prompt_string": "".join([*parts, self._text.decode(token_ids[start:])]),
             "multimodal_data": [b64encode(image.pixels).decode() for image in request.images],
         }
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        """Text that spells control tokens."""
-        read = self._tokenizer
-        data = b"".join(read.token_bytes(i) or read.token_string(i).encode() for i in token_ids)
-        return data.decode("utf-8", "replace")
 
     def parse(self, data: bytes) -> Chunk | None:
         event = _events.decode(data)
