@@ -32,7 +32,7 @@ from engines.upstream.settings import (
     UpstreamSettings,
     VllmSettings,
 )
-from engines.upstream.sglang import Sglang
+from engines.upstream.sglang import Sglang, SglangMedia
 from engines.upstream.vllm import Vllm
 
 POLL_S = 0.2
@@ -47,6 +47,8 @@ def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) 
     found = find_media_tokens(directory, read_chat_template(directory) or "")
     tokens = {kind: token for kind, token in found.items() if kind in settings.media_kinds}
     media = UnexpandedMedia(tokens, MAX_FRAMES if settings.url else math.inf)
+    if isinstance(settings, SglangSettings):
+        media = SglangMedia(tokens, read_json(directory / "config.json").get("model_type"))
     processor = create_processor(directory, media)
     dialect = _create_dialect(settings, processor, [token_id for token_id, _ in tokens.values()])
     server, url = None, settings.url

@@ -56,6 +56,8 @@ class VllmSettings(GpuServerSettings):
 class SglangSettings(GpuServerSettings):
     """SGLang, in an environment of its own."""
 
+    media_kinds: ClassVar[tuple[str, ...]] = ("image", "video")
+
 
 class LlamaServerSettings(UpstreamSettings):
     """llama.cpp's server. The model is a GGUF file."""

@@ -1,6 +1,7 @@
 """SGLang: token ids in and out by `POST /generate`.
 
-Source: sglang/srt/managers/io_struct.py, sglang/srt/managers/tokenizer_manager.py.
+Source: sglang/srt/managers/io_struct.py, sglang/srt/managers/tokenizer_manager.py,
+sglang/srt/multimodal/processors/qwen_vl.py.
 """
 
 import json
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from engines.base import OpenVideo
 from engines.core.runner import TokenChoice
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import (
@@ -22,11 +24,14 @@ from engines.upstream.dialect import (
     model_arguments,
     to_bias,
 )
-from engines.upstream.media import data_url
+from engines.upstream.media import MediaFile, UnexpandedMedia, data_url, to_mp4
 from engines.upstream.settings import SglangSettings
 from engines.upstream.vllm import FINISH
 from shared.protocol import Generate, Grammar, Priority
 
+#: Models for which SGLang takes every frame of a short and slow video. It samples those of other models.
+VIDEO_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+MAX_FRAMES, MAX_FPS = 768, 2.0
 _Scored = tuple[float | None, int, Any]  # logprob, token id, text
 
 
@@ -53,13 +58,23 @@ class _Event(msgspec.Struct):
 _events = msgspec.json.Decoder(_Event)
 
 
+class SglangMedia(UnexpandedMedia):
+    def __init__(self, tokens: Mapping[str, tuple[int, str]], model_type: str) -> None:
+        kinds = ("image", "video") if model_type in VIDEO_MODELS else ("image",)
+        super().__init__({kind: tokens[kind] for kind in kinds if kind in tokens}, MAX_FRAMES)
+
+    def process_video(self, video: OpenVideo) -> MediaFile:
+        return to_mp4(video, MAX_FRAMES, MAX_FPS)
+
+
 class Sglang(Dialect):
-    """Continues answers from token ids, except those with grammars or penalties."""
+    """Continues answers from token ids, except those with videos, grammars or penalties."""
 
     name = "SGLang"
     program = ("python", "-m", "sglang.launch_server")
     versions = ("0.5", "0.6")
     unsupported = ("num_prompt_logprobs", "allowed_token_ids")
+    retokenized = ("video",)
     path = "/generate"
     adapter_paths = ("/load_lora_adapter", "/unload_lora_adapter")
     metrics_path = "/metrics"
@@ -86,10 +101,15 @@ class Sglang(Dialect):
         server = client.request("GET", "/server_info").raise_for_status().json()
         if not server.get("incremental_streaming_output"):
             raise ValueError("start SGLang with --incremental-streaming-output")
+        video = (server.get("mm_process_config") or {}).get("video", {})
+        if wrong := {"fps", "nframes", "max_frames"} & video.keys():
+            names = ", ".join(sorted(wrong))
+            raise ValueError(f"start SGLang without {names} of videos in --mm-process-config")
         return ServerInfo(find_model(client)["max_model_len"], server["version"])
 
     def can_continue(self, task: Generate | UpstreamRequest) -> bool:
-        return task.grammar is None and not has_output_penalty(task.sampling)
+        has_video = any(each.kind == "video" for each in task.images)
+        return task.grammar is None and not has_output_penalty(task.sampling) and not has_video
 
     def body(self, request: UpstreamRequest, output_ids: Sequence[int]) -> dict[str, Any]:
         wanted, num_done = request.sampling, len(output_ids)
@@ -117,8 +137,8 @@ class Sglang(Dialect):
             body["extra_key"] = request.cache_salt
         if request.priority is Priority.INTERACTIVE and not self._settings.url:
             body["priority"] = 1  # the larger, the earlier; an error without priority scheduling
-        if request.images:
-            body["image_data"] = [data_url(image.pixels) for image in request.images]
+        for each in request.images:
+            body.setdefault(f"{each.kind}_data", []).append(data_url(each.pixels))
         return body
 
     def abort(self, body: Mapping[str, Any]) -> tuple[str, object]:

@@ -90,13 +90,22 @@ class Tone:
 
 
 class Clip:
-    """An open video. The gray level of a frame is its index."""
+    """An open video. The gray level of a frame is its index times `shade`."""
 
     max_frames = 100
 
-    def __init__(self, size: int = 8, num_frames: int = 30, num_sampled: int = 3) -> None:
-        self.info = VideoInfo(size, size, num_frames, 1.0)
+    def __init__(
+        self,
+        size: int = 8,
+        num_frames: int = 30,
+        num_sampled: int | None = 3,
+        length_s: float = 1.0,
+        shade: int = 1,
+    ) -> None:
+        self.info = VideoInfo(size, size, num_frames, length_s)
         self.options = VideoOptions(num_frames=num_sampled)
+        self._shade = shade
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
-        return [Image.new("RGB", (self.info.width,) * 2, (index,) * 3) for index in indices]
+        size = (self.info.width, self.info.height)
+        return [Image.new("RGB", size, (index * self._shade,) * 3) for index in indices]

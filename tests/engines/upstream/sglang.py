@@ -32,6 +32,7 @@ PYTHON = FOLDER / "bin" / "python"
 _LEFT_OUT = re.compile(
     r"torch|cuda|flash|humming|kernels|nvidia|nvshmem|quack|sgl|smg|tilelang|tml|deepseek|build"
 )
+VIDEO_DECODER = "decord2"  #: SGLang prefers torchcodec, whose wheel needs CUDA
 #: The kernels that SGLang's models of Qwen bind when they are imported.
 _STUB = """
 import torch
@@ -93,7 +94,7 @@ def main() -> None:
     subprocess.run([*pip, "install", "--no-deps", WHEELS["sglang"]], check=True)
     metadata = next(packages.glob("sglang-*.dist-info")) / "METADATA"
     needed = requirements(metadata.read_text(), _LEFT_OUT)
-    subprocess.run([*pip, "install", *needed], check=True)
+    subprocess.run([*pip, "install", *needed, VIDEO_DECODER], check=True)
     _copy_torchvision(packages)
     (packages / "sgl_kernel.py").write_text(_STUB)
 

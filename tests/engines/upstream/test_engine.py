@@ -5,8 +5,10 @@ import shutil
 import subprocess
 import sys
 import threading
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,15 @@ from engines.base import (
 )
 from engines.registry import create_engine
 from engines.upstream.engine import UpstreamEngine
-from shared.protocol import ErrorCode, FinishReason, Function, Grammar, Tools
+from shared.protocol import (
+    ErrorCode,
+    FinishReason,
+    Function,
+    Grammar,
+    ImageRef,
+    Tools,
+    VideoOptions,
+)
 from tests.engines.upstream.asking import Clip, Tone, answer, make_call, prepare_image, run, text_of
 from tests.engines.upstream.asking import ids_of as ids
 from tests.engines.upstream.stand_in import CONTEXT, EOS_ID, FIRST_ID, StandIn, next_token
@@ -40,6 +50,7 @@ APIS = ("vllm", "sglang")
 SCHEMA = Grammar("json", '{"type": "object"}', "response_format")
 Load = Callable[..., UpstreamEngine]
 PENALTIES = {"presence_penalty", "frequency_penalty"}
+needs_av = pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install '.[video]'")
 
 
 @pytest.fixture(params=APIS)
@@ -467,7 +478,7 @@ def media_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install '.[video]'")
+@needs_av
 def test_vllm_gets_media_as_one_token_each(load: Load, media_checkpoint: Path, server: StandIn):
     engine = load("vllm", model=str(media_checkpoint))
     assert engine.capabilities().takes_video
@@ -495,7 +506,7 @@ def test_vllm_gets_media_as_one_token_each(load: Load, media_checkpoint: Path, s
     assert (usage.num_image_tokens, usage.num_audio_tokens) == (0, 16)
 
 
-@pytest.mark.skipif(not can_decode_video(), reason="needs PyAV: pip install '.[video]'")
+@needs_av
 def test_frames_that_a_server_at_a_url_would_ignore_are_refused(load: Load, media_checkpoint: Path):
     engine = load("vllm", model=str(media_checkpoint))
     for num_sampled in (32, 33):
@@ -506,6 +517,101 @@ def test_frames_that_a_server_at_a_url_would_ignore_are_refused(load: Load, medi
     assert refused.value.param == "num_frames"
 
 
-def test_sglang_gets_images_alone(load: Load, media_checkpoint: Path):
+def test_sglang_gets_no_videos_for_models_whose_frames_it_samples(
+    load: Load, media_checkpoint: Path
+):
     has = load("sglang", model=str(media_checkpoint)).capabilities()
     assert (has.takes_video, has.max_audio_s) == (False, 0)
+
+
+@pytest.fixture
+def load_qwen(load: Load, media_checkpoint: Path, server: StandIn) -> Load:
+    """SGLang with a model whose videos it takes whole; the arguments are those of its processor of videos.
+
+    The template writes a control token that is not special.
+    """
+    files = [media_checkpoint / name for name in ("config.json", "tokenizer.json")]
+    config, tokenizer = (json.loads(file.read_text()) for file in files)
+    config["model_type"] = "qwen2_vl"
+    added = tokenizer["added_tokens"]
+    added.append({**added[-1], "id": added[-1]["id"] + 1, "content": "<call>", "special": False})
+    for file, content in zip(files, (config, tokenizer), strict=True):
+        file.write_text(json.dumps(content))
+    template = media_checkpoint / "chat_template.jinja"
+    template.write_text("<call>" + template.read_text())
+
+    def load_qwen(**processing: Any) -> UpstreamEngine:
+        info = {"version": "0.5.23", "incremental_streaming_output": True}
+        server.gets["/server_info"] = {**info, "mm_process_config": {"video": processing}}
+        return load("sglang", model=str(media_checkpoint))
+
+    return load_qwen
+
+
+def read_video(url: str) -> tuple[list[int], float]:
+    """Gray levels of the frames, and their number per second."""
+    av: Any = pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
+    head, _, data = url.partition(",")
+    assert head == "data:video/mp4;base64"
+    with av.open(BytesIO(b64decode(data))) as file:
+        images = [frame.to_image() for frame in file.decode(video=0)]
+        return [image.getpixel((0, 0))[0] for image in images], file.streams.video[0].average_rate
+
+
+@needs_av
+@pytest.mark.parametrize(
+    ("clip", "levels", "fps"),
+    [
+        (Clip(num_frames=30, num_sampled=4, length_s=10.0, shade=8), [0, 80, 152, 232], 9 / 29),
+        (Clip(num_frames=30, num_sampled=3, length_s=10.0, shade=8), [0, 112, 232, 232], 6 / 29),
+        (Clip(num_frames=6, num_sampled=6, length_s=3.0, shade=40), [0, 40, 80, 120, 160, 200], 2),
+        (Clip(num_frames=30, num_sampled=None, length_s=2.0, shade=8), [0, 80, 152, 232], 45 / 29),
+        (Clip(num_frames=30, num_sampled=1), [0, 0], 1),
+    ],
+    ids=["even", "odd", "fastest", "default", "one"],
+)
+def test_sglang_gets_the_sampled_frames_at_their_times(
+    load_qwen: Load, server: StandIn, clip: Any, levels: list[int], fps: float
+):
+    """In an even number, since it would leave out one of an odd number, and one token in the prompt."""
+    engine = load_qwen()
+    assert engine.capabilities().takes_video
+    answer(engine, make_call(num_images=1), PreparedImage("seen", engine.prepare_video(clip)))
+    body = server.bodies[-1]
+    found, rate = read_video(body["video_data"][0])
+    assert found == pytest.approx(levels, abs=2)
+    assert float(rate) == pytest.approx(fps, rel=1e-3)
+    assert body["input_ids"].count(MEDIA["video"]) == 1
+    assert str(MEDIA["video"]) in body["sampling_params"]["logit_bias"]
+
+
+@needs_av
+def test_a_video_that_sglang_would_thin_out_is_refused(load_qwen: Load):
+    """It reads two frames a second, 768 of a video, or as it was started."""
+    fast, many = Clip(num_sampled=4), Clip(num_frames=800, num_sampled=800, length_s=800.0)
+    many.max_frames = 800
+    engine = load_qwen()
+    for clip in (fast, many):
+        with pytest.raises(InvalidImage) as refused:
+            engine.prepare_video(clip)
+        assert refused.value.param == "num_frames"
+    for name in ("fps", "nframes", "max_frames"):
+        with pytest.raises(EngineLoadFailed, match=name):
+            load_qwen(**{name: 8})
+
+
+@needs_av
+def test_a_prompt_with_a_video_that_sglang_would_read_in_another_way_is_refused(load_qwen: Load):
+    """It tokenizes the text of such a prompt again, and that of the tokens so far."""
+    engine = load_qwen()
+    clip: Any = Clip(num_sampled=2, length_s=10.0)
+    video = PreparedImage("seen", engine.prepare_video(clip))
+    call = make_call(num_images=1)
+    engine.prepare(call, [video])
+    ref = ImageRef("sha", 1, "video/mp4", 0, 0, video=VideoOptions())
+    assert engine.can_continue(call.task)
+    assert not engine.can_continue(replace(call.task, images=(ref,)))
+    spelled = make_call(text="</s>", num_images=1)
+    with pytest.raises(InvalidRequest, match="control token"):
+        engine.prepare(spelled, [video])
+    engine.prepare(make_call(text="</s>"), [])

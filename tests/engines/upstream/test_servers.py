@@ -26,7 +26,7 @@ from shared.protocol import (
     Tools,
 )
 from tests.engines.torch_backend.models.family_table import Family, named, write_checkpoint
-from tests.engines.torch_backend.models.test_media import AUDIO_FAMILIES
+from tests.engines.torch_backend.models.test_media import AUDIO_FAMILIES, VIDEO_FAMILIES
 from tests.engines.upstream import asking, sglang, vllm
 from tests.engines.upstream.asking import (
     Clip,
@@ -258,6 +258,39 @@ def test_media_give_the_tokens_of_the_torch_engine_and_are_taken_over(media: str
             whole.append(ids)
             each.close()
     assert whole[0] == whole[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_frames"),
+    [("Qwen2-VL", 4), ("Qwen2.5-VL", 2), ("Qwen3-VL", 4)],  # SGLang knows no times for Qwen2.5-VL
+)
+def test_a_video_gives_the_tokens_of_the_torch_engine_in_sglang(
+    name: str, num_frames: int, tmp_path: Path
+):
+    family = named(name, VIDEO_FAMILIES)
+    config = family.create()
+    config.vision_config.in_chans = 3  # as in published checkpoints
+    write_checkpoint(replace(family, create=lambda: config), tmp_path)
+    found: list[Any] = []
+    with sglang.run_sglang(tmp_path) as (url, _):
+        for values in ({"kind": "sglang", "url": url}, TORCH):
+            engine = create_engine({**values, "model": str(tmp_path)}).engine
+            for shade in (60, 20):
+                clip: Any = Clip(336, num_frames, num_frames, num_frames / 2, shade)
+                video = PreparedImage(f"{shade}", engine.prepare_video(clip))
+                bias = {config.video_token_id: -100.0}
+                wanted: dict[str, Any] = {"num_logprobs": 1, "logit_bias": bias, "ignore_eos": True}
+                call = make_call(num_images=1, **wanted)
+                outputs = answer(engine, call, video)
+                usage = outputs[-1].usage
+                assert usage is not None
+                scores = [e.chosen.logprob for output in outputs for e in output.logprobs]
+                found.append((ids_of(outputs), usage.num_prompt_tokens, scores))
+            engine.close()
+    for (ids, num_prompt, scores), expected in zip(found[:2], found[2:], strict=True):
+        assert (ids, num_prompt) == expected[:2]
+        assert scores == pytest.approx(expected[2], abs=LOGPROB_ERROR["sglang"])
+    assert found[0][2] != pytest.approx(found[1][2], abs=LOGPROB_ERROR["sglang"])
 
 
 @only_vllm

@@ -45,7 +45,7 @@ REQUEST = UpstreamRequest(
     "r",
     [1, 2, 3],
     SamplingParams(num_logprobs=1, stop_token_ids=(5,), min_tokens=1),
-    (ImageInput(1, 1, "hash", b"png"),),
+    (ImageInput(1, 1, "hash", b"png"), ImageInput(2, 1, "hash", b"mp4", kind="video")),
     cache_salt="salt",
     adapter=Adapter("digest", 4, 1),
     grammar=Grammar("json", '{"type": "integer"}', "response_format"),
