@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -174,13 +175,16 @@ def _random_guard(texts: Sequence[Sequence[str]]) -> str:
 def move_images(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Move images of tool results into a user message behind them, because templates do not support them there."""
     moved: list[ChatMessage] = []
-    for message in messages:
-        images = tuple(part for part in message.parts if isinstance(part, ImagePart))
-        if message.role != "tool" or not images:
-            moved.append(message)
+    for is_result, group in groupby(messages, lambda message: message.role == "tool"):
+        run = list(group)
+        images = [part for m in run for part in m.parts if isinstance(part, ImagePart)]
+        if not is_result or not images:
+            moved += run
             continue
-        texts = tuple(part for part in message.parts if isinstance(part, TextPart))
-        moved += [replace(message, parts=texts), ChatMessage("user", images)]
+        for message in run:
+            texts = tuple(part for part in message.parts if isinstance(part, TextPart))
+            moved.append(replace(message, parts=texts))
+        moved.append(ChatMessage("user", tuple(images)))
     return moved
 
 

@@ -274,9 +274,25 @@ def test_a_model_without_tools_is_told_in_text():
     assert text[3] == "<tool_response>\nrain@\n</tool_response>\nSo?"
     empty = [ChatMessage("user", ()), messages[0]]  # an empty list of parts, as Responses allow
     assert describe_in_text(empty, TOOLS)[1:] == empty
-    moved = move_images(messages)
-    assert [message.role for message in moved] == ["user", "assistant", "tool", "user", "user"]
-    assert moved[3].parts == (image,)
+
+
+def test_images_of_results_follow_all_results_of_a_turn():
+    """Templates expect the results of parallel calls one behind another."""
+    asked = ChatMessage(
+        "assistant", (), "", (ToolCall("a", "look", "{}"), ToolCall("b", "look", "{}"))
+    )
+    results = [
+        ChatMessage("tool", (TextPart("left"), ImagePart(0)), tool_call_id="a"),
+        ChatMessage("tool", (ImagePart(1),), tool_call_id="b"),
+    ]
+    thanks = ChatMessage("user", (TextPart("So?"), ImagePart(2)))
+    assert move_images([asked, *results, thanks]) == [
+        asked,
+        ChatMessage("tool", (TextPart("left"),), tool_call_id="a"),
+        ChatMessage("tool", (), tool_call_id="b"),
+        ChatMessage("user", (ImagePart(0), ImagePart(1))),
+        thanks,
+    ]
 
 
 QWEN = """{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools> in <tool_call>{% endif %}\
