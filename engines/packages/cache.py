@@ -8,7 +8,7 @@ from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from engines.base import EngineStartError
-from engines.packages.checkpoint_json import read_json
+from engines.packages.checkpoint_json import quantization_section, read_json
 from engines.packages.resolve import BUILT_IN, find_missing_weights, parse_hub_id
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
@@ -40,7 +40,7 @@ class CachedModel:
         suffixes = {Path(name).suffix for name in self.file_names}
         stored = next((suffix[1:] for suffix in _WEIGHTS if suffix in suffixes), "no weights")
         try:
-            quantization = read_json(self.directory / "config.json").section("quantization_config")
+            quantization = quantization_section(read_json(self.directory / "config.json"))
         except EngineStartError:
             return stored
         method = quantization.get("quant_method")

@@ -53,6 +53,14 @@ def load_json(file: Path, default: Any) -> Any:
         raise UnsupportedCheckpoint(f"{name} is not JSON: {error}") from None
 
 
+def quantization_section(config: "Fields") -> "Fields":
+    """The `quantization_config` of a `config.json` or of its `text_config`, empty if absent."""
+    section = config.section("quantization_config")
+    return (
+        section if section.values else config.section("text_config").section("quantization_config")
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """An object of a JSON file; absent is null. All methods raise UnsupportedCheckpoint for an invalid field."""

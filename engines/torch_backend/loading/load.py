@@ -14,6 +14,7 @@ from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
 from engines.core.runner import DeviceOutOfMemory
 from engines.heap import keep_freed_memory
+from engines.packages.checkpoint_json import quantization_section
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
 from engines.text.processor import create_processor, example_prompt
@@ -116,7 +117,7 @@ def quantization_of(directory: Path, chosen: str) -> str:
     """The quantization of the weights: the setting, else the format of the checkpoint."""
     if chosen != "none":
         return chosen
-    stored = read_fields(directory).section("quantization_config").get("quant_method")
+    stored = quantization_section(read_fields(directory)).get("quant_method")
     return stored[:64] if isinstance(stored, str) else ""
 
 

@@ -6,7 +6,7 @@ integers for our kernels or as floats. An unsupported layer is refused with its 
 
 from collections.abc import Callable
 
-from engines.packages.checkpoint_json import Fields, shown
+from engines.packages.checkpoint_json import Fields, quantization_section, shown
 from engines.torch_backend.loading.formats.awq import AwqReader
 from engines.torch_backend.loading.formats.compressed_tensors import CompressedTensorsReader
 from engines.torch_backend.loading.formats.fp8 import Fp8Reader
@@ -27,9 +27,7 @@ READERS: dict[str, Callable[[Fields], Reader]] = {
 
 def detect(config: Fields) -> Reader | None:
     """The reader of a checkpoint by its `config.json`; None without quantization. Raises: UnsupportedCheckpoint."""
-    section = config.section("quantization_config")
-    if not section.values and isinstance(config.get("text_config"), dict):
-        section = config.section("text_config").section("quantization_config")
+    section = quantization_section(config)
     if not section.values:
         return None
     method = section.get("quant_method")

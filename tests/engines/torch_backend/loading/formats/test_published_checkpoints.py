@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import CompressedTensorsConfig, LlavaForConditionalGeneration, Qwen3ForCausalLM
 
+from engines.packages.cache import CachedModel
 from engines.torch_backend.layers import linear
 from engines.torch_backend.layers.linear import METHODS, Linear, quantized_layers
 from engines.torch_backend.loading import published
 from engines.torch_backend.loading import weights as module
 from engines.torch_backend.loading.formats import detect
 from engines.torch_backend.loading.formats.reader import Integers
+from engines.torch_backend.loading.load import quantization_of
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models.config import UnsupportedCheckpoint
@@ -120,6 +122,17 @@ def test_logits_are_those_of_the_weights_that_it_stands_for(name: str, tmp_path:
 
     native = plain_logits(load(tmp_path / "q", "fast"), TOKEN_IDS)
     assert (native - expected).norm() < 0.02 * expected.norm()
+
+
+def test_the_quantization_of_a_text_part_is_shown_and_read(tmp_path: Path) -> None:
+    config = {"text_config": {"quantization_config": {"quant_method": "fp8"}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    reader = detect(read_fields(tmp_path))
+    assert reader is not None
+    assert reader.name == "FP8"
+    assert quantization_of(tmp_path, "none") == "fp8"
+    cached = CachedModel("a/b", "main", 0, "hub", tmp_path, frozenset({"model.safetensors"}))
+    assert cached.format == "safetensors, fp8"
 
 
 def test_maps_side_by_side_may_order_their_inputs_differently(tmp_path: Path) -> None:
