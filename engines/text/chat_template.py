@@ -113,7 +113,7 @@ class _Work:
             if len(value) > self.max_chars:
                 raise TemplateFailure("a text is too long")
             self.charge(len(value))
-        elif isinstance(value, list | tuple | dict):
+        elif isinstance(value, list | tuple | dict | Namespace):
             self.charge(self.weigh(value))
         return value
 
@@ -248,7 +248,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
-            finalize=_check_output,
+            finalize=self.check,
         )
         for name in _DROPPED_FILTERS:
             del self.filters[name]
@@ -261,7 +261,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
-        _count_work(template)
+        _Checks().visit(template)
         template.set_environment(self)
         return template
 
@@ -272,14 +272,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def concat_texts(self, *values: Any) -> str:
         """The operator `~`."""
-        texts = [str(_check_output(value)) for value in values]
         work = _work.get()
+        texts = [str(work.check(value)) for value in values]
         if sum(map(len, texts)) > work.max_chars:
             raise TemplateFailure("a text is too long")
         return work.check("".join(texts))
 
-    def collect(self, value: Any) -> Any:
-        """Check a literal list, tuple or dictionary."""
+    def check(self, value: Any) -> Any:
+        """Check a literal list, tuple or dictionary, or a value that becomes text."""
         return _work.get().check(value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -356,33 +356,10 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             work.check_arguments(values)
         work.charge(1)
         if name in ("string", "join"):
-            _check_output(given[0])
+            work.check(given[0])
         return work.check(function(*args, **kwargs))
 
     return bounded
-
-
-def _check_output(value: Any) -> Any:
-    """Check a value that becomes text. Raises: TemplateFailure."""
-    work = _work.get()
-    if isinstance(value, str):
-        return work.check(value)
-    if isinstance(value, list | tuple | dict | Namespace):
-        work.charge(work.weigh(value))
-    return value
-
-
-def _count_work(template: nodes.Template) -> None:
-    """Insert checks into loops, macros, `~` and literal collections."""
-    for node in template.find_all(
-        (nodes.For, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
-    ):
-        num_chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        tick = nodes.ExprStmt(
-            _call("tick", [nodes.Const(num_chars)], node.lineno), lineno=node.lineno
-        )
-        node.body.insert(0, tick)
-    _Checks().visit(template)
 
 
 def _call(name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
@@ -391,17 +368,24 @@ def _call(name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
 
 
 class _Checks(NodeTransformer):
-    """Checks the operator `~` and literal collections."""
+    """Inserts checks into loops, macros, `~` and literal collections."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
+        if isinstance(
+            node,
+            nodes.For | nodes.Macro | nodes.CallBlock | nodes.FilterBlock | nodes.AssignBlock,
+        ):
+            num_chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+            tick = _call("tick", [nodes.Const(num_chars)], node.lineno)
+            node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
         if isinstance(node, nodes.Concat):
             return _call("concat_texts", node.nodes, node.lineno)
         if isinstance(node, nodes.List | nodes.Dict | nodes.Tuple):
             is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
             is_constant = next(node.find_all((nodes.Name, nodes.Call)), None) is None
             if not (is_target or is_constant):
-                return _call("collect", [node], node.lineno)
+                return _call("check", [node], node.lineno)
         return node
 
 
