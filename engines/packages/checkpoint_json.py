@@ -40,17 +40,24 @@ def read_json(file: Path) -> "Fields":
 
 def load_json(file: Path, default: Any) -> Any:
     """The content of a file, `default` if there is none. Raises: UnsupportedCheckpoint."""
-    name = file.name
     if not file.is_file():
         return default
-    if file.stat().st_size > MAX_FILE_BYTES:
-        raise UnsupportedCheckpoint(f"{name} is larger than {MAX_FILE_BYTES} bytes")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(load_text(file))
     except RecursionError:
-        raise UnsupportedCheckpoint(f"{name} is nested too deeply") from None
+        raise UnsupportedCheckpoint(f"{file.name} is nested too deeply") from None
     except ValueError as error:
-        raise UnsupportedCheckpoint(f"{name} is not JSON: {error}") from None
+        raise UnsupportedCheckpoint(f"{file.name} is not JSON: {error}") from None
+
+
+def load_text(file: Path) -> str:
+    """The content of a file. Raises: UnsupportedCheckpoint."""
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise UnsupportedCheckpoint(f"{file.name} is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UnsupportedCheckpoint(f"{file.name} is not UTF-8") from None
 
 
 def quantization_section(config: "Fields") -> "Fields":

@@ -29,7 +29,7 @@ from jinja2.visitor import NodeTransformer
 
 from engines.base import InvalidRequest
 from engines.core.sequence import NO_OPTIONS
-from engines.packages.checkpoint_json import read_json
+from engines.packages.checkpoint_json import load_text, read_json
 from engines.text.tools import ToolFormat, find_tool_format
 from shared.protocol import ChatMessage, ImagePart
 
@@ -529,10 +529,10 @@ def with_videos(source: str, for_videos: str) -> str:
 
 
 def read_chat_template(directory: Path) -> str | None:
-    """The template of a checkpoint, searched as transformers does. Raises: UnsupportedCheckpoint if not JSON."""
+    """The template of a checkpoint, searched as transformers does. Raises: UnsupportedCheckpoint."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return load_text(file)
     for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
         file = directory / name
         if not file.is_file():

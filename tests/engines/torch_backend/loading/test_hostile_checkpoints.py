@@ -204,6 +204,7 @@ def _tower(field: str, value: Any) -> Callable[[Path], object]:
         (lambda d: (d / "config.json").unlink(), ""),
         (lambda d: (d / "config.json").write_text("{}"), ""),
         (lambda d: (d / "chat_template.jinja").write_text("{{ messages[0].role }}"), "does not render images"),
+        (lambda d: (d / "chat_template.jinja").write_bytes(b"{{ messages }} \xff"), "chat_template.jinja is not UTF-8"),
         (_hold("F8_E5M2", 4), "F8_E5M2"),
         (_hold("C64", 32), "C64"),
         (_hold("F3", 4), "F3"),
