@@ -4,7 +4,8 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,9 @@ class HfTokenizer:
 
 def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
     """Ids that the post-processor adds before and behind a text, such as BOS."""
-    plain = backend.encode("a", add_special_tokens=False).ids
-    full = backend.encode("a", add_special_tokens=True).ids
+    with _readable():
+        plain = backend.encode("a", add_special_tokens=False).ids
+        full = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return full[:start], full[start + len(plain) :]
@@ -158,10 +160,8 @@ def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
     for name in ("normalizer", "decoder"):
         if _growth(fields.section(name).values) > MAX_GROWTH:
             raise fields.refuse(name, f"makes texts more than {MAX_GROWTH} times as long")
-    try:
+    with _readable():
         backend = Backend.from_str(json.dumps(content))
-    except Exception as error:  # the library raises bare Exception
-        raise UnsupportedCheckpoint(f"tokenizer.json cannot be read: {error}") from None
     declared = settings.section("added_tokens_decoder")
     if not all(index.isascii() and index.isdigit() for index in declared.values):
         raise settings.refuse("added_tokens_decoder", "has a key that is not a token id")
@@ -174,6 +174,17 @@ def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
         if token.content not in known:  # adding it again would change its flags
             backend.add_special_tokens([token])
     return backend
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raises: UnsupportedCheckpoint for errors of the library: bare `Exception`, and panics beyond it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UnsupportedCheckpoint(f"tokenizer.json cannot be read: {str(error)[:200]}") from None
 
 
 def _growth(step: Mapping[str, Any]) -> float:

@@ -141,8 +141,8 @@ def check_clip(section: Fields) -> None:
 def clip_config(section: Fields, full: Any) -> VisionConfig:
     if full.hidden_size % full.num_attention_heads:
         raise section.refuse("hidden_size", "is not a multiple of num_attention_heads")
-    image_size = _side(section, "image_size") or full.image_size
-    patch_size = _side(section, "patch_size") or full.patch_size
+    image_size = _side(section, "image_size", full.image_size)
+    patch_size = _side(section, "patch_size", full.patch_size)
     if patch_size > image_size:
         raise section.refuse("patch_size", f"is larger than image_size, which is {image_size}")
     return VisionConfig(
@@ -227,11 +227,13 @@ def _read_rope(section: Fields, full: Any) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling("llama3", factor, low, high, original)
 
 
-def _side(section: Fields, name: str) -> int | None:
+def _side(section: Fields, name: str, usual: int | None) -> int:
     """The side of a square, given as one number or as two equal numbers."""
-    value = section.get(name)
+    value = section.get(name, usual)
     if isinstance(value, list):
         if len(value) != 2 or value[0] != value[1]:
             raise section.refuse(name, f"{shown(value)} is not square")
-        section = Fields(section.file, {name: value[0]}, section.path)
-    return section.whole(name, at_most=MAX_IMAGE_SIZE)
+        value = value[0]
+    if value is None:
+        raise section.refuse(name, "is null")
+    return Fields(section.file, {name: value}, section.path).whole(name, at_most=MAX_IMAGE_SIZE)

@@ -121,8 +121,9 @@ FIELDS: dict[str, list[tuple[Any, ...]]] = {
         ("text_config.sliding_window", "x"), ("text_config.vocab_size", 10**10), ("vision_config.hidden_size", 0),
         ("text_config.num_attention_heads", 7, "attention heads (7)"), ("vision_config.image_size", 31_623),
         ("vision_config.image_size", []), ("vision_config.layer_norm_eps", "x"),
-        ("vision_config.num_hidden_layers", 100_001), ("vision_config.patch_size", 1000), ("vision_feature_layer", [True]),
-        ("vision_feature_layer", "last"), ("vision_feature_select_strategy", 1),
+        ("vision_config.num_hidden_layers", 100_001), ("vision_config.patch_size", 1000),
+        ("vision_config.patch_size", None), ("vision_feature_layer", [True]), ("vision_feature_layer", "last"),
+        ("vision_feature_select_strategy", 1),
     ],
     "preprocessor_config.json": [
         ("crop_size", 10**9), ("crop_size", "x"), ("do_resize", "x"), ("image_mean", "a"), ("image_mean", [None] * 3),
@@ -140,6 +141,8 @@ FIELDS: dict[str, list[tuple[Any, ...]]] = {
         ("decoder", {"type": "Sequence", "decoders": DOUBLING["normalizers"]}, ""), ("model", 5, ""),
         ("model.vocab", {"<image>": 4_000_000_000}, ""), ("model.type", "Unigram", ""),
         ("pre_tokenizer", {"type": "Surprise"}, ""), ("added_tokens", [{"content": 5}], ""),
+        ("added_tokens", "9" * 5000, ""), ("post_processor.special_tokens", {}, ""),
+        ("model.continuing_subword_prefix", "a longer one than a token", ""),
     ],
     "model.safetensors.index.json": [("weight_map", value, "") for value in (5, {"a": 5}, {"a": "../b"})],
 }  # fmt: skip
