@@ -383,8 +383,7 @@ class Answer(Struct, eq=False):
             self.first_token_at = time.perf_counter()
         detokenizer = self.detokenizer
         self.num_tokens += len(output.token_ids) + output.num_without_id
-        if not self.is_announced:
-            self._with_usage(output)
+        self._with_usage(output)
         if detokenizer.reasoning:
             output.reasoning, detokenizer.reasoning = detokenizer.reasoning, ""
         if detokenizer.pieces:

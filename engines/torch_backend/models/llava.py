@@ -172,7 +172,6 @@ class LlavaFamily:
         )
 
     def build(self, config: VLMConfig) -> Llava:
-        """Create the model on the meta device. Raises: UnsupportedCheckpoint."""
         return Llava(config)
 
     def rename(self, name: str, config: VLMConfig) -> str | None:

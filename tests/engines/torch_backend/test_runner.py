@@ -98,7 +98,7 @@ def test_pixels_of_another_models_size_fail_their_request_alone():
     image = sequence.images[0]
     image = type(image)(image.offset, image.num_tokens, image.image_hash, torch.zeros(3, 8, 8))
     sequence.images = (image,)
-    with pytest.raises(SequenceFailure) as failure:
+    with pytest.raises(SequenceFailure, match="not prepared for this model") as failure:
         make_runner(pair()).launch(Batch([share(sequence)])).wait()
     assert failure.value.request_id == "wrong"
 

@@ -273,8 +273,7 @@ class GenericModel(FamilyModel):
         head: Any = self.inner.get_output_embeddings()
         table = self.inner.get_input_embeddings()
         if self._calls_head and head.weight is not getattr(table, "weight", None):
-            name = next(name for name, module in self.inner.named_modules() if module is head)
-            adopt(self.inner, name).quantizable = "int8"
+            adopt(self.inner, self._name_of(head)).quantizable = "int8"
 
     def allow_int8_beside(self) -> None:
         """Allow int8 outside the decoder of a model with a tower; in text models, those layers run for every token."""
@@ -288,16 +287,16 @@ class GenericModel(FamilyModel):
     def _linear_names(self) -> list[str]:
         names = linears_within(self.inner, self._layers_name)
         if self._calls_head:
-            head = self.inner.get_output_embeddings()
-            names += [name for name, module in self.inner.named_modules() if module is head]
+            names.append(self._name_of(self.inner.get_output_embeddings()))
         return names
 
     @property
     def _layers_name(self) -> str:
         """Name of the module list that contains the attention layers."""
-        first = next(iter(self.specs))
-        name = next(name for name, module in self.inner.named_modules() if module is first)
-        return re.split(r"\.\d+\.", name)[0]
+        return re.split(r"\.\d+\.", self._name_of(next(iter(self.specs))))[0]
+
+    def _name_of(self, wanted: nn.Module) -> str:
+        return next(name for name, module in self.inner.named_modules() if module is wanted)
 
     def logits(self, inputs: StepInputs, pools: Sequence[KVCachePool]) -> Tensor:
         """Logits of the next token for some of the new tokens. Shapes: returns (rows, V)."""

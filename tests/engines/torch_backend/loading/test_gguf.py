@@ -28,6 +28,8 @@ from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 from tests import factories_gguf as factories
+from tests.engines.torch_backend.loading.test_weights import mapped_ranges
+from tests.engines.torch_backend.models.family_table import LLAMA3_ROPE
 from tests.factories_gguf import Kind
 from tests.factories_torch import logits_of
 from tests.long import few
@@ -140,21 +142,11 @@ def test_plain_numbers_stay_where_their_file_is_mapped(file: Path) -> None:
 
     model = load_model(directory, *find_family(directory), CPU, torch.float16)
 
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ranges = [line.split()[0].split("-") for line in lines if line.endswith(str(file))]
-    places = [range(int(start, 16), int(end, 16)) for start, end in ranges]
     weight = model.language_model.model.layers[0].mlp.up_proj.weight
-    assert any(weight.data_ptr() in place for place in places)
+    assert any(weight.data_ptr() in each for each in mapped_ranges(file))
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}
 
 
 @pytest.mark.parametrize(

@@ -74,15 +74,6 @@ def test_images_of_different_grids_are_encoded_together():
     assert torch.equal(slots[1].features, expected)
 
 
-def test_another_number_of_patches_than_slots_is_the_requests_failure():
-    image = make_image("wrong", (2, 2))
-    wrong = ImageInput(1, 3, "wrong", image.pixels)
-
-    with pytest.raises(SequenceFailure, match="not prepared for this model") as caught:
-        make_encoder().encode_missing([make_share("a", wrong)])
-    assert caught.value.request_id == "a"
-
-
 @pytest.mark.parametrize("beside_streams", [False, True])
 def test_features_that_are_no_numbers_fail_their_request_and_are_not_kept(beside_streams: bool):
     sound, bad = make_image("sound", (4, 4)), make_image("bad", (2, 2))
