@@ -24,6 +24,11 @@ def shown(value: Any) -> str:
     return _repr.repr(value)
 
 
+def one_line(error: Exception) -> str:
+    """The start of an error's message, for messages."""
+    return " ".join(str(error).split())[:300]
+
+
 def name_some(names: list[str], most: int) -> str:
     """The first names, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

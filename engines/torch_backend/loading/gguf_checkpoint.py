@@ -26,7 +26,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 )
 from transformers.integrations.gguf.reader import GgufHeader, TensorInfo, read_gguf_metadata
 
-from engines.packages.checkpoint_json import shown
+from engines.packages.checkpoint_json import one_line, shown
 from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.torch_backend.layers.rotary import llama3_frequencies
 from engines.torch_backend.loading.formats.gguf import DTYPE, FLOATS, GgufTensor
@@ -170,7 +170,7 @@ class _File:
             header = GgufHeader.from_file(str(file))
         except Exception as error:  # of any type, for a damaged file
             # without the path of the link in the cache
-            reason = " ".join(str(error).replace(str(file), name).split())[:200]
+            reason = one_line(error).replace(str(file), name)
             raise UnsupportedCheckpoint(f"{name}: is not a readable GGUF file: {reason}") from None
         opened = cls(file, metadata, {info.name: info for info in header.tensors}, header)
         if metadata.get("split.count", 1) > 1:
@@ -406,9 +406,8 @@ def write_tokenizer(file: Path, target: Path) -> None:
         backend, _ = convert_gguf_tokenizer(architecture, content)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
     except Exception as error:  # of any type, by kind of tokenizer
-        reason = " ".join(str(error).split())[:200]
         raise UnsupportedCheckpoint(
-            f"{file.resolve().name}: transformers cannot convert its tokenizer: {reason}"
+            f"{file.resolve().name}: transformers cannot convert its tokenizer: {one_line(error)}"
         ) from None
     tokenizer.save_pretrained(target)
 

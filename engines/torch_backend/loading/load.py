@@ -14,7 +14,7 @@ from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
 from engines.core.runner import DeviceOutOfMemory
 from engines.heap import keep_freed_memory
-from engines.packages.checkpoint_json import quantization_section
+from engines.packages.checkpoint_json import one_line, quantization_section
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
 from engines.text.processor import create_processor, example_prompt
@@ -107,9 +107,9 @@ def _explained(runner: TorchRunner) -> Iterator[None]:
     except Exception as error:  # of any type, from a model of transformers
         if runner.model.speed_path == "native":
             raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise UnsupportedCheckpoint(
-            f"the model cannot be run: its first steps fail with {reason}"
+            "the model cannot be run: its first steps fail with "
+            f"{type(error).__name__}: {one_line(error)}"
         ) from error
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
 
 from engines.base import InvalidImage, InvalidRequest, OpenAudio, UnsupportedCheckpoint
+from engines.packages.checkpoint_json import one_line
 from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import Item, MultimodalProcessor
 from engines.torch_backend.multimodal.processed import ProcessedImage
@@ -116,8 +117,7 @@ class Audios:
 
 
 def unfit(kind: str, error: Exception) -> InvalidImage:
-    reason = " ".join(str(error).split())[:200]
-    return InvalidImage(f"The model's processor cannot process this {kind}: {reason}")
+    return InvalidImage(f"The model's processor cannot process this {kind}: {one_line(error)}")
 
 
 def find_audio(processor: Any, model_class: Any) -> Audios | None:
@@ -168,9 +168,8 @@ def load_processor(directory: Path, kind: str, part: str) -> ProcessorMixin:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # of any type
-        reason = " ".join(str(error).split())[:300]
         raise UnsupportedCheckpoint(
-            f"transformers cannot load the checkpoint's {kind} processor: {reason}"
+            f"transformers cannot load the checkpoint's {kind} processor: {one_line(error)}"
         ) from error
     if not isinstance(processor, ProcessorMixin) or not hasattr(processor, part):
         raise UnsupportedCheckpoint(f"the checkpoint has a tokenizer, but no {kind} processor")

@@ -35,6 +35,7 @@ from engines.base import (
 )
 from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.core.sequence import ImageInput, Positions, Prompt
+from engines.packages.checkpoint_json import one_line
 from engines.text.processor import Item, MultimodalProcessor
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
 from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
@@ -294,8 +295,7 @@ class TransformersImages(MultimodalProcessor):
         try:
             made, [text, *_] = self._processor._process_images(images, **options)
         except Exception as error:  # of any type
-            reason = " ".join(str(error).split())[:200]
-            raise _unfit(image, reason) from error
+            raise _unfit(image, one_line(error)) from error
         inputs = {
             name: made[name].contiguous() if isinstance(made[name], Tensor) else made[name]
             for name in made
@@ -359,23 +359,23 @@ class TransformersImages(MultimodalProcessor):
         """Slots of a large image. Raises: UnsupportedCheckpoint if the processor cannot process a single image."""
         name = type(self._processor).__name__
         images = self._processor.image_processor
-        own = _own_area(images)
-        area = self.max_pixels or own or _SAMPLE_PIXELS
-        most = min(area, own) // (images.patch_size * images.merge_size) ** 2 if own else 0
-        # Large images have the most tiles; one just above the limit is rounded up.
-        areas = min(4 * area, max(area, _LARGEST_SAMPLE)), 1.3 * area
-        # Wide and tall images have more tiles, or more rows with a token of their own.
-        sizes = [
-            (round((each * ratio) ** 0.5), round((each / ratio) ** 0.5))
-            for each in areas
-            for ratio in _SAMPLE_ASPECTS
-        ]
         try:
+            own = _own_area(images)
+            area = self.max_pixels or own or _SAMPLE_PIXELS
+            most = min(area, own) // (images.patch_size * images.merge_size) ** 2 if own else 0
+            # Large images have the most tiles; one just above the limit is rounded up.
+            areas = min(4 * area, max(area, _LARGEST_SAMPLE)), 1.3 * area
+            # Wide and tall images have more tiles, or more rows with a token of their own.
+            sizes = [
+                (round((each * ratio) ** 0.5), round((each / ratio) ** 0.5))
+                for each in areas
+                for ratio in _SAMPLE_ASPECTS
+            ]
             samples = [self.process(Image.new("RGB", size)) for size in sizes]
-        except InvalidImage as error:
+        except Exception as error:  # of any type
             raise UnsupportedCheckpoint(
                 f"cannot determine the number of tokens of an image: {name} does not process a sample "
-                f"({error.__cause__!r}); {INSTEAD}"
+                f"({error.__cause__ or error!r}); {INSTEAD}"
             ) from error
         made = samples[0].inputs
         if missing := sorted(n for n, wanted in self._wanted.items() if wanted and n not in made):

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from transformers import Qwen2_5OmniThinkerConfig
 
-from engines.packages.checkpoint_json import Fields
+from engines.packages.checkpoint_json import Fields, one_line
 from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import MultimodalProcessor
+from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.config import GenericConfig, find_class, read_config
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.multimodal.transformers_audio import TransformersAudio
@@ -47,9 +48,16 @@ class GenericFamily:
         """Transformers' processor of images or audio, if the model takes such. Raises: UnsupportedCheckpoint."""
         if not config.takes_media:
             return MultimodalProcessor(PLAIN_TEMPLATE)
-        if not config.takes_images:
-            return TransformersAudio(directory, config.model_class)
-        return TransformersImages(directory, config.model_class, config.full)
+        try:
+            if not config.takes_images:
+                return TransformersAudio(directory, config.model_class)
+            return TransformersImages(directory, config.model_class, config.full)
+        except UnsupportedCheckpoint:
+            raise
+        except Exception as error:  # of any type, for inconsistent values
+            raise UnsupportedCheckpoint(
+                f"transformers' processor and {config.model_class.__name__} do not fit: {one_line(error)}"
+            ) from error
 
 
 FAMILY = GenericFamily()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engines.core.sequence import ImageInput, Prompt
+from engines.packages.checkpoint_json import one_line
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.linear import FLOAT, Linear, QuantizedMethod
@@ -287,7 +288,8 @@ class GenericModel(FamilyModel):
     def _linear_names(self) -> list[str]:
         names = linears_within(self.inner, self._layers_name)
         if self._calls_head:
-            names.append(self._name_of(self.inner.get_output_embeddings()))
+            head: Any = self.inner.get_output_embeddings()
+            names.append(self._name_of(head))
         return names
 
     @property
@@ -541,4 +543,4 @@ def embeddings_of(
 
 def _explain(error: Exception) -> str:
     kind = "" if isinstance(error, UnsupportedCheckpoint) else f"{type(error).__name__}: "
-    return f"{kind}{' '.join(str(error).split())}"[:300]
+    return f"{kind}{one_line(error)}"

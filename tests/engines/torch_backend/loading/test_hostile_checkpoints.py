@@ -190,15 +190,20 @@ def _hold(kind: str, num_bytes: int) -> Callable[[Path], object]:
     return write
 
 
-def _tower(field: str, value: Any) -> Callable[[Path], object]:
-    """A timm tower from elsewhere."""
+def _of(family: str, file: str, path: str, value: Any) -> Callable[[Path], object]:
+    """A checkpoint of transformers."""
 
     def write(directory: Path) -> None:
         shutil.rmtree(directory)
-        write_checkpoint(named("Gemma 3"), directory)
-        change(directory / "config.json", f"vision_config.{field}", value)
+        write_checkpoint(named(family), directory)
+        change(directory / file, path, value)
 
     return write
+
+
+def _tower(field: str, value: Any) -> Callable[[Path], object]:
+    """A timm tower from elsewhere."""
+    return _of("Gemma 3", "config.json", f"vision_config.{field}", value)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +221,9 @@ def _tower(field: str, value: Any) -> Callable[[Path], object]:
         (_tower("model_args", {"checkpoint_path": "/tmp/weights.pth"}), "vision_config.model_args is "),
         (_tower("model_args", {"pretrained_cfg": {"url": "http://x"}}), "vision_config.model_args is "),
         (_tower("model_args", "x"), "vision_config.model_args is "),
+        (_of("Qwen2.5-VL", "config.json", "text_config.hidden_act", ""), "ForConditionalGeneration do not fit"),
+        *((_of("Qwen2.5-VL", "processor_config.json", f"image_processor.{name}", value), "number of tokens of an image")
+          for name, value in (("size.longest_edge", "x"), ("merge_size", 0))),
     ],
 )  # fmt: skip
 def test_a_directory_that_cannot_be(
