@@ -19,10 +19,10 @@ from engines.core.runner import (
     sample_drafts,
 )
 from engines.core.sequence import Batch, ImageInput, ScheduledSequence, Sequence, shorten
-from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, runs_graphs
+from engines.torch_backend.graphs import DecodeGraphs, runs_graphs
 from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
 from engines.torch_backend.layers.rotary import RotaryTable
-from engines.torch_backend.lora.loras import LoraAdapter, Loras
+from engines.torch_backend.lora import LoraAdapter, Loras
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
@@ -33,7 +33,7 @@ from engines.torch_backend.multimodal.image_encoder import (
 )
 from engines.torch_backend.multimodal.processed import ProcessedImage, split
 from engines.torch_backend.ops.registry import CUDA_GRAPH, Ops, Site, choose, cpu_ops
-from engines.torch_backend.sampling.sampler import needs_host, sample, score_prompts
+from engines.torch_backend.sampling import needs_host, sample, score_prompts
 from engines.torch_backend.settings import TorchSettings
 from engines.torch_backend.step import BidirectionalSpan, SequenceRows, StepInputs
 from engines.torch_backend.threads import set_num_threads

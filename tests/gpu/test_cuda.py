@@ -23,11 +23,11 @@ from engines.core.runner import DeviceOutOfMemory
 from engines.core.sequence import Batch, EngineRequest, ScheduledSequence
 from engines.core.sequence import Sequence as EngineSequence
 from engines.registry import create_engine
-from engines.torch_backend.graphs.cuda_graph import SamplingKind
+from engines.torch_backend.graphs import SamplingKind
 from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.ops.registry import Op, Site, discover
 from engines.torch_backend.runner import TorchRunner
-from engines.torch_backend.sampling.choose import random_bits, signed, stream_key
+from engines.torch_backend.sampling import random_bits, signed, stream_key
 from shared.protocol import SamplingParams
 from tests.contract.test_model_family import ask
 from tests.factories_torch import make_text_config, run_to_end

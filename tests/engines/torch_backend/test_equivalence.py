@@ -29,7 +29,7 @@ from engines.torch_backend.layers.linear import METHODS
 from engines.torch_backend.models.config import RopeScaling
 from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.ops.registry import CpuKernels, Ops
-from engines.torch_backend.sampling.sampler import sample
+from engines.torch_backend.sampling import sample
 from tests.cpu_levels import OUTERMOST, RUNNABLE, ops_of
 from tests.engines.torch_backend.ways import Tokens, Way, run_batched, ways_of
 from tests.factories_engine import SumMatcher

@@ -10,7 +10,7 @@ from dataclasses import replace
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import EngineRequest, Sequence
 from engines.core.speculation import History, Speculator
-from engines.torch_backend.sampling.sampler import needs_host
+from engines.torch_backend.sampling import needs_host
 from tests.factories_torch import encode_in_smallest_parts, run_to_end, smallest_chunks
 from tests.long import IS_LONG
 

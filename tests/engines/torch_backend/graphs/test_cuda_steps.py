@@ -13,8 +13,7 @@ import torch
 from engines.core.runner import SequenceFailure, StepResult
 from engines.core.sequence import Batch, EngineRequest, ScheduledSequence, Sequence
 from engines.torch_backend import runner
-from engines.torch_backend.graphs import cuda_graph
-from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, SamplingKind
+from engines.torch_backend.graphs import DecodeGraphs, SamplingKind
 from engines.torch_backend.layers.linear import METHODS
 from shared.protocol import SamplingParams
 from tests.engines.torch_backend.paged import in_sections
@@ -115,7 +114,7 @@ def spy(patch: pytest.MonkeyPatch) -> list[tuple[int, SamplingKind]]:
         seen.append((len(buffers.inputs.slots), kind))
         return step(self, buffers, kind)
 
-    patch.setattr(cuda_graph.DecodeGraphs, "step", note)
+    patch.setattr(DecodeGraphs, "step", note)
     return seen
 
 

@@ -16,15 +16,17 @@ import torch
 
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import Sequence
-from engines.torch_backend.sampling.choose import (
+from engines.torch_backend.sampling import (
+    LEAST_LOGPROB,
     NUCLEUS_WIDTH,
     SampleParams,
+    TokenCounts,
     random_bits,
+    sample,
     sample_random,
     signed,
     stream_key,
 )
-from engines.torch_backend.sampling.sampler import LEAST_LOGPROB, TokenCounts, sample
 from shared.protocol import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])

@@ -1,1 +1,0 @@
-"""CUDA graphs of decode steps."""
