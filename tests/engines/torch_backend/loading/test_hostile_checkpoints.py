@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.make_checkpoint import make_checkpoint
 from engines.text.processor import create_processor
 from engines.torch_backend.loading.formats import detect
 from engines.torch_backend.loading.stored_tensors import list_tensors
@@ -28,18 +27,6 @@ DOUBLING = {
     "type": "Sequence",
     "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40,
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    make_checkpoint("tiny", directory, seed=0)
-    return directory
-
-
-@pytest.fixture
-def checkpoint(tiny: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny, tmp_path / "tiny"))
 
 
 def change(file: Path, path: str, value: Any) -> None:
@@ -99,11 +86,11 @@ NO_OBJECTS = ("[]", "5", DEEP, '{"a": ' + DEEP + "}", "{", "\ufffd")
         ],
     ),
 )
-def test_a_file_that_is_no_object(file: str, content: str, checkpoint: Path) -> None:
+def test_a_file_that_is_no_object(file: str, content: str, tiny: Path) -> None:
     if file == "processor_config.json":  # it is asked for the template
-        (checkpoint / "chat_template.jinja").unlink()
-    (checkpoint / file).write_text(content)
-    assert file in refusal(checkpoint)
+        (tiny / "chat_template.jinja").unlink()
+    (tiny / file).write_text(content)
+    assert file in refusal(tiny)
 
 
 #: Wrong values by file and field. The error names the last part of the field, or has the given words.
@@ -163,15 +150,13 @@ FIELDS: dict[str, list[tuple[Any, ...]]] = {
         ),
     ],
 )
-def test_a_field_that_cannot_be(
-    file: str, path: str, value: Any, words: str, checkpoint: Path
-) -> None:
+def test_a_field_that_cannot_be(file: str, path: str, value: Any, words: str, tiny: Path) -> None:
     if path == "eos_token_id":
-        (checkpoint / "generation_config.json").unlink()
+        (tiny / "generation_config.json").unlink()
     if path == "chat_template":
-        (checkpoint / "chat_template.jinja").unlink()
-    change(checkpoint / file, path, value)
-    sentence = refusal(checkpoint)
+        (tiny / "chat_template.jinja").unlink()
+    change(tiny / file, path, value)
+    sentence = refusal(tiny)
     assert "tokenizer" in sentence if file == "tokenizer.json" else file in sentence
     assert words in sentence
 
@@ -227,7 +212,7 @@ def _tower(field: str, value: Any) -> Callable[[Path], object]:
     ],
 )  # fmt: skip
 def test_a_directory_that_cannot_be(
-    damage: Callable[[Path], object], words: str, checkpoint: Path
+    damage: Callable[[Path], object], words: str, tiny: Path
 ) -> None:
-    damage(checkpoint)
-    assert words in refusal(checkpoint)
+    damage(tiny)
+    assert words in refusal(tiny)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.make_checkpoint import make_checkpoint
 from engines.base import EngineStartError, LoadedEngine
 from engines.registry import create_engine
 from engines.torch_backend.loading import load as module
@@ -22,13 +21,6 @@ QUESTION = "What color is the star?"
 
 def load(model: Path | str, **changes: Any) -> LoadedEngine:
     return create_engine({**CONFIG, "model": str(model), **changes})
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("load") / "tiny"
-    make_checkpoint("tiny", directory, seed=5)
-    return directory
 
 
 def test_the_card_says_what_is_served(tiny: Path, tmp_path: Path) -> None:
@@ -59,11 +51,10 @@ def test_start_up_is_told_by_phase(tiny: Path) -> None:
     assert all(seconds > 0 for seconds in startup_s.values())
 
 
-def test_a_checkpoint_without_template_gets_that_of_llava(tmp_path: Path) -> None:
-    make_checkpoint("tiny", tmp_path / "t")
-    with_own = load(tmp_path / "t").engine.processor
-    (tmp_path / "t" / "chat_template.jinja").unlink()
-    without = load(tmp_path / "t").engine.processor
+def test_a_checkpoint_without_template_gets_that_of_llava(tiny: Path) -> None:
+    with_own = load(tiny).engine.processor
+    (tiny / "chat_template.jinja").unlink()
+    without = load(tiny).engine.processor
 
     messages = [ChatMessage("user", (ImagePart(0), TextPart(QUESTION)))]
     images = [("hash", "pixels")]

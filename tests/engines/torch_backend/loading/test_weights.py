@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,19 +31,6 @@ TIED = {"text_config": {"tie_word_embeddings": True}}
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Llava:
     return load_model(directory, *find_family(directory), CPU, dtype, **options)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("made") / "tiny"
-    make_checkpoint("tiny", directory)
-    return directory
-
-
-@pytest.fixture
-def tiny(made: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
-    return Path(shutil.copytree(made, tmp_path / "tiny"))
 
 
 def check_same_weights(a: Llava, b: Llava) -> None:

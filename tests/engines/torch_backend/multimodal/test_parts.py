@@ -146,45 +146,30 @@ def test_an_error_ends_it_with_that_error(smallest: None):
     assert run(in_parts(lambda: float(torch.ones(2).sum())))[1] == 2
 
 
-def test_closing_it_ends_the_computation_where_it_stands(smallest: None):
-    ended: list[str] = []
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "collected by another thread"])
+def test_a_computation_that_is_left_ends_where_it_stands(smallest: None, is_closed: bool):
+    ended: list[int] = []
 
     def compute() -> None:
         try:
             for _ in range(10):
                 torch.ones(3).add(1)
-            ended.append("all")
+            ended.append(0)
         finally:
-            ended.append("left")
-
-    generator = in_parts(compute)
-    for _ in range(3):
-        next(generator)
-    generator.close()
-
-    assert ended == ["left"]
-    assert run(in_parts(lambda: float(torch.ones(2).sum())))[1] == 2
-
-
-def test_another_thread_may_collect_it(smallest: None):
-    left: list[int] = []
-
-    def compute() -> None:
-        try:
-            for _ in range(10):
-                torch.ones(3).add(1)
-        finally:
-            left.append(threading.get_ident())
+            ended.append(threading.get_ident())
 
     generators = [in_parts(compute)]
     for _ in range(3):
         next(generators[0])
+    if is_closed:
+        generators[0].close()
+        assert ended
     thread = threading.Thread(target=generators.clear)
     thread.start()
     thread.join()
 
     assert run(in_parts(lambda: float(torch.ones(2).sum())))[1] == 2
-    assert left == [threading.get_ident()]
+    assert ended == [threading.get_ident()]
 
 
 def test_closing_it_before_it_begins_computes_nothing():
