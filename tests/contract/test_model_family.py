@@ -50,18 +50,6 @@ QUESTIONS: dict[str, list[str | tuple[int, int, int]]] = {
     "long": ["Say a word, and then another one, until there is nothing left to be said at all."],
     "longer": ["Say a word, and then another one, until there is nothing left to be told, ever."],
 }
-#: Others need a pool of a certain size: they are for `test_equivalence`.
-WAYS: list[Way] = [
-    ways.run_alone,
-    ways.run_batched,
-    ways.run_one_after_another_has_begun,
-    ways.run_beside_smooth_streams,
-    ways.run_chunked,
-    ways.run_with_one_image_a_step,
-    ways.run_prefix_cached,
-    ways.run_encoder_cached,
-    ways.run_taken_over,
-]
 
 
 @dataclass(frozen=True)
@@ -234,7 +222,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Loaded(case, directory, model, processor, prompts, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways.ROOMY_WAYS)  # the others are for `test_equivalence`
 def test_tokens_are_those_of_transformers_by_every_way(loaded: Loaded, way: Way) -> None:
     assert way(loaded.start, loaded.requests()) == loaded.expected
 

@@ -178,17 +178,21 @@ def begin_elsewhere(start: Start, wanted: list[EngineRequest]) -> list[EngineReq
 
 #: The ways that hold most of the others. Cases beside the first of their kind go by these; by all in `make families`.
 SHORT_WAYS: list[Way] = [run_overlapped, run_under_all_of_it]
-WAYS: list[Way] = [
+#: The ways that need no pool of a certain size.
+ROOMY_WAYS: list[Way] = [
     run_alone,
     run_batched,
     run_one_after_another_has_begun,
     run_beside_smooth_streams,
     run_chunked,
     run_with_one_image_a_step,
-    run_preempted,
     run_prefix_cached,
     run_encoder_cached,
     run_taken_over,
+]
+WAYS: list[Way] = [
+    *ROOMY_WAYS,
+    run_preempted,
     run_overlapped,
     run_under_all_of_it,
     run_with_drafts,

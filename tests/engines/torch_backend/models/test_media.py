@@ -362,11 +362,6 @@ def load_media(
     return Loaded(family, directory, model, processor, requests, expected)
 
 
-#: Of the ways, those for prompts of unlike lengths and few blocks are left out.
-WAYS: list[Way] = [
-    ways.run_alone, ways.run_batched, ways.run_one_after_another_has_begun, ways.run_beside_smooth_streams,
-    ways.run_chunked, ways.run_prefix_cached, ways.run_encoder_cached, ways.run_taken_over,
-]  # fmt: skip
 VIDEO_QUESTIONS: dict[str, Question] = {
     "video": ["mp4", "What moves?"],
     "again": ["mp4", "What else?"],
@@ -388,7 +383,9 @@ def video(
     return load_media(request.param, tmp_path_factory.mktemp("family"), pool, questions)
 
 
-@pytest.mark.parametrize("way", few(WAYS, [ways.run_beside_smooth_streams, ways.run_prefix_cached]))
+@pytest.mark.parametrize(
+    "way", few(ways.ROOMY_WAYS, [ways.run_beside_smooth_streams, ways.run_prefix_cached])
+)
 def test_tokens_of_videos_are_those_of_transformers(video: Loaded, way: Way) -> None:
     if way is ways.run_prefix_cached and not video.model.shares_prefixes:
         pytest.skip("it has no prefix cache")
@@ -570,7 +567,7 @@ def audio_model(
 
 
 @pytest.mark.parametrize(
-    "way", few(WAYS, [ways.run_beside_smooth_streams, ways.run_encoder_cached])
+    "way", few(ways.ROOMY_WAYS, [ways.run_beside_smooth_streams, ways.run_encoder_cached])
 )
 def test_tokens_of_audio_are_those_of_transformers(
     audio_model: Loaded, way: Way, monkeypatch: pytest.MonkeyPatch
