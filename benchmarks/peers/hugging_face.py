@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.peers.prompts import ExamplePrompts
 from engines.core.sequence import Prompt
-from engines.torch_backend.models.generic.self_check import joined_inputs, whole_inputs
+from engines.torch_backend.models.generic.self_check import encoder_inputs, whole_inputs
 from engines.torch_backend.multimodal.processed import ProcessedImage
 
 _MAX_STEPS = 128
@@ -63,7 +63,7 @@ class HuggingFace:
 
     @torch.inference_mode()
     def image(self) -> float:
-        inputs = joined_inputs(self._model, [_image(self._prompts.make())])
+        inputs = encoder_inputs(self._model, _image(self._prompts.make()))
         started = time.perf_counter()
         self._model.base_model.get_image_features(**inputs)
         return time.perf_counter() - started
@@ -72,7 +72,7 @@ class HuggingFace:
     def first_token(self) -> float:
         prompt = self._prompts.make()
         token_ids = torch.tensor([prompt.token_ids])
-        inputs = whole_inputs(self._model, token_ids, self._prompts.slot_id, [_image(prompt)])
+        inputs = whole_inputs(self._model, token_ids, self._prompts.slot_id, _image(prompt))
         started = time.perf_counter()
         self._next_tokens(input_ids=token_ids, **inputs, logits_to_keep=1)
         return time.perf_counter() - started

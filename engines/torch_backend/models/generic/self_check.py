@@ -51,7 +51,7 @@ def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | No
     ids = torch.tensor([sequence.token_ids[:-1]], device=runner.device)
     with model.as_transformers_does() as plain:
         slot_id: Any = getattr(plain.config, "image_token_id", None)
-        inputs = whole_inputs(plain, ids, slot_id, [image.pixels for image in prompt.images])
+        inputs = whole_inputs(plain, ids, slot_id, prompt.images[0].pixels)
         if model.binds_prompts:  # types distinguish prompts from sampled tokens
             inputs["token_type_ids"] = (torch.arange(ids.shape[1])[None] >= length).long()
         scores = plain(input_ids=ids, use_cache=False, **inputs).logits[0]
@@ -59,9 +59,9 @@ def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | No
 
 
 def whole_inputs(
-    model: PreTrainedModel, token_ids: Tensor, slot_id: int | None, images: list[ProcessedImage]
+    model: PreTrainedModel, token_ids: Tensor, slot_id: int | None, image: ProcessedImage
 ) -> dict[str, Any]:
-    """Arguments of transformers' forward pass for complete prompts with an image each. Shapes: token_ids (B, N)."""
+    """Arguments of transformers' forward pass for a complete prompt with an image. Shapes: token_ids (1, N)."""
     arguments = {*inspect.signature(model.forward).parameters}
     names = {*type_names(arguments)}
     if any("grid" in name for name in arguments):
@@ -70,21 +70,16 @@ def whole_inputs(
     types: dict[str, Any] = token_types(
         names, model.config, token_ids, is_slot, torch.ones_like(is_slot, dtype=torch.bool)
     )
-    given = joined_inputs(model, images)
+    given = encoder_inputs(model, image)
     return types | {name: x for name, x in given.items() if name in arguments}
 
 
-def joined_inputs(model: PreTrainedModel, images: list[ProcessedImage]) -> dict[str, Any]:
-    """Arguments of a model's image encoder for several images, on its device and in its dtype."""
-    inputs: dict[str, Any] = {}
-    for name, first in images[0].inputs.items():
-        is_tensor = isinstance(first, Tensor)
-        joined = torch.cat([image.inputs[name] for image in images]) if is_tensor else first
-        inputs[name] = placed(joined, model.device, model.dtype)
+def encoder_inputs(model: PreTrainedModel, image: ProcessedImage) -> dict[str, Any]:
+    """Arguments of a model's image encoder, on its device and in its dtype."""
     base: Any = model.base_model
     if hasattr(base, "rope_deltas"):
         base.rope_deltas = None  # of an earlier prompt
-    return inputs
+    return {name: placed(x, model.device, model.dtype) for name, x in image.inputs.items()}
 
 
 def placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
