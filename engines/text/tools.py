@@ -80,10 +80,12 @@ def to_openai(function: Function) -> dict[str, Any]:
 
 
 def to_shown(call: ToolCall) -> dict[str, Any]:
-    """A call in the format of chat templates, with its arguments as an object."""
+    """A call in the format of chat templates, with its arguments as an object if that can be written."""
     arguments: Any = call.arguments
     with suppress(ValueError, RecursionError):
-        arguments = json.loads(call.arguments)
+        found = json.loads(call.arguments)
+        json.dumps(found, ensure_ascii=False).encode()  # not with half of a surrogate pair
+        arguments = found
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 

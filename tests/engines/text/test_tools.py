@@ -13,7 +13,7 @@ from engines.registry import create_engine
 from engines.text import tools as module
 from engines.text.chat_template import ChatTemplate
 from engines.text.processor import move_images
-from engines.text.tools import HERMES, CallReader, describe_in_text, find_tool_format
+from engines.text.tools import HERMES, CallReader, describe_in_text, find_tool_format, to_shown
 from shared.protocol import (
     ChatMessage,
     FinishReason,
@@ -274,6 +274,20 @@ def test_a_model_without_tools_is_told_in_text():
     assert text[3] == "<tool_response>\nrain@\n</tool_response>\nSo?"
     empty = [ChatMessage("user", ()), messages[0]]  # an empty list of parts, as Responses allow
     assert describe_in_text(empty, TOOLS)[1:] == empty
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (OSLO, json.loads(OSLO)),
+        ('{"city', '{"city'),
+        (r'{"city": "\ud83d"}', r'{"city": "\ud83d"}'),
+    ],
+)
+def test_templates_see_arguments_as_an_object_if_it_can_be_written(arguments, shown):
+    """Half of a surrogate pair is no text."""
+    call = ToolCall("c", "get_weather", arguments)
+    assert to_shown(call)["function"] == {"name": "get_weather", "arguments": shown}
 
 
 def test_images_of_results_follow_all_results_of_a_turn():
