@@ -291,7 +291,9 @@ class Lifecycle:
         events = await self._run(finding, card, recorder, held)
         asking.image_decode_s = time.perf_counter() - began_at
         [found] = [event for _, event in events if isinstance(event, Tokenized)]
-        return surface.cut(plan, found.segment_ends)
+        # Files are closed once they are stored.
+        stored = [e if isinstance(e.data, bytes) else replace(e, data=None) for e in loaded]
+        return surface.cut(replace(plan, loaded=stored), found.segment_ends)
 
     async def _recall(self, surface: Surface, request: Request, context: RequestContext) -> Request:
         """Add the previous answer to a request that continues it. Raises: NotFound, RecordsUnavailable."""

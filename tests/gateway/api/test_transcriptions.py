@@ -3,7 +3,7 @@
 import asyncio
 import json
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from msgspec.structs import replace
@@ -163,6 +163,19 @@ async def test_a_resumable_request_is_one_call(gateway, worker):
     answers = [(await post(gateway, response_format="verbose_json")).json() for _ in range(2)]
     assert answers[0] == answers[1]
     assert (len(worker.requests), answers[0]["duration"]) == (1, 5.0)
+
+
+class Fetcher:
+    async def fetch(self, url: str, file: IO[bytes], *_: Any) -> None:
+        file.write(sound("wav"))
+
+
+async def test_a_file_on_disk_is_sent_to_be_cut_and_to_be_read(gateway, worker, monkeypatch):
+    monkeypatch.setattr(gateway.services.loader, "uses_disk", True)
+    monkeypatch.setattr(gateway.services.loader, "fetcher", Fetcher())
+    body = {"model": "tiny", "file": "http://a.example/a.wav"}
+    assert (await gateway.client.post(PATH, json=body)).status_code == 200
+    assert len(parts_of(worker)) == len(ENDS)
 
 
 async def test_a_bad_field_is_named(gateway, worker):
