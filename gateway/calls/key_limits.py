@@ -139,6 +139,8 @@ class KeyLimits:
         if quota is None:
             return None
         first = calls[0]
+        if _finds_segments(first.task):  # that of the segments counts
+            quota = replace(quota, max_tenant_requests_per_minute=0)
         each = [possible_tokens(call.task, card) for call in calls]
         possible = max(each, key=lambda tokens: tokens.total)
         return Reservation(
@@ -167,8 +169,8 @@ class KeyLimits:
             most, ttl_s = round(key.budget * NANO), ends_at - now + _BUDGET_GRACE_S
             budget = Budget(period, most, max(1, math.ceil(cost)), ttl_s)
         num_images = tuple([_num_billed_images(call.task) for call in own])
-        finds_segments = isinstance(first.task, Tokenize) and first.task.finds_segments
-        return Charge(num_images, prices, budget, "output" if finds_segments else "request")
+        counts = "output" if _finds_segments(first.task) else "request"
+        return Charge(num_images, prices, budget, counts)
 
     def check(self, model: str, tenant: str) -> None:
         """Refuse a request while the key's request limit cannot have recovered. Raises: RateLimited."""
@@ -289,9 +291,13 @@ def most_nano_dollars(call: Call, card: ModelCard, prices: tuple[float, ...]) ->
 
 def _num_billed_images(task: Task) -> int:
     """Audio that is cut into segments is billed once, with its first segment."""
-    if isinstance(task, Tokenize) and task.finds_segments:
+    if _finds_segments(task):
         return 0
     return len([image for image in task.images if not image.start_s])
+
+
+def _finds_segments(task: Task) -> bool:
+    return isinstance(task, Tokenize) and task.finds_segments
 
 
 def open_tokens(task: Task, num_tokens: int) -> int:

@@ -170,12 +170,14 @@ class Fetcher:
         file.write(sound("wav"))
 
 
-async def test_a_file_on_disk_is_sent_to_be_cut_and_to_be_read(gateway, worker, monkeypatch):
+@pytest.mark.parametrize("changes", [{"limits": {"max_key_requests_per_minute": 1}}])
+async def test_a_file_on_disk_is_sent_twice_and_counts_as_one_request(gateway, worker, monkeypatch):
     monkeypatch.setattr(gateway.services.loader, "uses_disk", True)
     monkeypatch.setattr(gateway.services.loader, "fetcher", Fetcher())
     body = {"model": "tiny", "file": "http://a.example/a.wav"}
     assert (await gateway.client.post(PATH, json=body)).status_code == 200
     assert len(parts_of(worker)) == len(ENDS)
+    assert (await post(gateway)).status_code == 429
 
 
 async def test_a_bad_field_is_named(gateway, worker):
