@@ -168,6 +168,9 @@ class Resume:
                         context.fallback_from = head.model
                     head = msgspec.structs.replace(head, package=known.package, model=known.model)
             if call is None:
+                if known is not None and known.queue != queue:  # a fallback or another version
+                    names = {"queue": queue, "model": head.model, "package": head.package}
+                    await self.note(context.id, **names)
                 call = await self._submit(call_id, queue, submit, known is None)
             call.tenant = context.tenant
             try:

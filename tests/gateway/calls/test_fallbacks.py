@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
+from shared.protocol import ErrorCode
 from shared.queue.registry import WorkerRecord
 from tests.factories_gateway import CARD, MODEL, make_body
 from tests.factories_keys import bearer
@@ -85,6 +86,20 @@ async def test_the_fallback_of_a_full_model_answers_and_is_named(full, other):
     assert first.json() == again.json()
     assert (again.json()["model"], again.headers[FROM]) == (OTHER, MODEL)
     assert len(other.requests) == 3
+
+
+async def test_a_retry_that_fell_back_is_followed_there(gateway, other, worker):
+    """Also once the model has room again: the request runs once."""
+    worker.script = lambda answer: answer.fail(ErrorCode.IMAGE_UNAVAILABLE)
+    await gateway.services.models.refresh()
+    key, body = {"idempotency-key": "two"}, make_body(stream=True)
+    assert (await gateway.chat(body, headers=key)).status_code == 503
+    async with filled(gateway, worker):
+        moved = await gateway.chat(body, headers=key)
+    again = await gateway.chat(body, headers=key, timeout=5)
+    resumed = await gateway.client.get(moved.headers["x-vlm-stream"], timeout=5)
+    assert all(f'"model":"{OTHER}"' in each.text for each in (moved, again, resumed))
+    assert len(other.requests) == 1
 
 
 async def test_what_the_fallback_refuses_and_what_is_no_text_gets_the_models_own_error(full, other):
