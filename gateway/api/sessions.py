@@ -318,16 +318,12 @@ class Sessions(Resource):
         elif body.id is not None:
             raise invalid("id", "send an id in each of tasks instead")
         check_most("tasks", len(tasks), self._limits.max_tasks, "at a time")
-        session = (await self._find(caller)).session
+        found = await self._find(caller)
+        session = found.session
         card = await self._find_card(session.application, session.id, caller.context.tenant)
         self._check_resources(session)
-        await self._store.keep_limits(session)
-        if session.common is not None and not await self._lifecycle.blobs.hold(
-            session.common, session.id, ttl_s=session.ttl_s
-        ):
-            raise conflict(
-                "The session's common data is lost: open a new session.", code="session_lost"
-            )
+        if found.state == "open":
+            await self._renew(session)
         inputs = [compact(task.input, "input", self._limits.max_task_bytes) for task in tasks]
         submits = [
             self._submit(caller, session, card, task.id or token_hex(8), data)
@@ -341,6 +337,16 @@ class Sessions(Resource):
         for error in failed.values():
             raise error
         return TaskList(queued)
+
+    async def _renew(self, session: Session) -> None:
+        """Keep the instances and the common data of a session. Raises: InvalidRequest, QueueUnavailable."""
+        await self._store.keep_limits(session)
+        if session.common is not None and not await self._lifecycle.blobs.hold(
+            session.common, session.id, ttl_s=session.ttl_s
+        ):
+            raise conflict(
+                "The session's common data is lost: open a new session.", code="session_lost"
+            )
 
     async def _submit(
         self, caller: Caller, session: Session, card: ModelCard, task_id: str, data: Raw

@@ -135,6 +135,7 @@ async def test_limits_of_open_sessions_add_up_until_they_are_closed(gateway, scr
     assert await deployments.session_limits(MODEL, now) == (1, 0)
     await free.ask("POST", ":close", {})
     await two.ask("POST", ":close", {})
+    await two.send({"input": 1}, status=409)
     assert await deployments.session_limits(MODEL, now) == (1, 2)
     await one.send({"input": 1, "id": "x"})
     assert await deployments.session_limits(MODEL, now + 7200 + 60) == (0, 0)
