@@ -28,6 +28,7 @@ from gateway.http.errors import (
     ApiError,
     ErrorFields,
     InvalidRequest,
+    KeyEnded,
     NotFound,
     conflict,
     from_failed,
@@ -450,7 +451,7 @@ class Sessions(Resource):
         """Show a task, once it has ended or `wait` is over."""
         session, task, state = await self._find_task(caller)
         if query.wait and state not in ENDED:
-            await self._wait(task, query.wait)
+            await self._wait(task, query.wait, caller.context.tenant)
             [state] = await self._stand(session, [(task, "open")])
         shown = _show_task(session, task, state)
         if state in ENDED:
@@ -540,12 +541,16 @@ class Sessions(Resource):
             text = "The task did not end in time, or was lost; send it again under another id."
             shown.error = ErrorFields(text, "server_error", None, ErrorCode.DEADLINE_EXCEEDED.value)
 
-    async def _wait(self, task: TaskRecord, wait_s: float) -> None:
+    async def _wait(self, task: TaskRecord, wait_s: float, tenant: str) -> None:
+        """Raises: AuthenticationError if the tenant's key ends, QueueUnavailable."""
         until = time.monotonic() + wait_s
         call = await self._follow(task, wait_s)
+        call.tenant = tenant
         try:
             while (left_s := until - time.monotonic()) > 0 and not call.choices[0].is_finished:
-                await call.receive(left_s)
+                for _, event in await call.receive(left_s):
+                    if isinstance(event, KeyEnded):
+                        raise from_failed(event)
         except Gone:
             pass
         finally:

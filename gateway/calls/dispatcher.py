@@ -202,10 +202,11 @@ class Dispatcher:
         return call
 
     def fail_all(self, message: str, tenants: Collection[str] | None = None) -> None:
-        """Fail all open requests, or those of tenants whose keys have ended."""
+        """Fail all open requests, or those of tenants whose keys have ended, which are cancelled."""
         kind = Failed if tenants is None else KeyEnded
         for call, choice in self._all_routes():
             if tenants is None or call.tenant in tenants:
+                call.is_resumable &= tenants is None
                 call.fail(choice, ErrorCode.CANCELLED, message, kind)
 
     def on_gap(self, model: str) -> None:

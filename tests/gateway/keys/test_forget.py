@@ -1,5 +1,6 @@
 """`vlm keys` and `vlm forget` as programs: what one key has stored is deleted, what another has stays."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -119,13 +120,16 @@ async def test_revoking_a_key_cancels_the_tasks_of_its_sessions(gateway: Running
     async with fleet.worker(RUNS) as worker:
         worker.script = say_nothing
         await gateway.services.models.refresh()
-        for user in await create_users(gateway, "alice", "bob"):
-            await user.begin_session("0", "1", "2")
+        for user in (await create_users(gateway, "alice", "bob"))[::-1]:
+            path = await user.begin_session("0", "1", "2")
+        waiting = asyncio.create_task(user.status(f"{path}/tasks/0?wait=20"))
+        await until(lambda: gateway.services.admission.num_open)
         assert await num_open() == 6
         for _ in range(2):
             done = await run_command(gateway, "keys", "revoke", "alice")
             assert done.exit_code == 0, done.output
             assert await num_open() == 3
+        assert await waiting == 401
 
 
 async def test_vector_stores_and_common_data_of_sessions_go_and_collections_stay(

@@ -45,8 +45,8 @@ async def test_revoking_a_key_ends_its_streams_on_every_gateway_and_no_others(te
 
     async def ask(key: str, number: int, path: str = paths[0], *, stream: bool = True) -> Any:
         body = make_body(stream=stream, max_tokens=4096)
-        client = team.gateways[number].client
-        return await client.post(path, json=body, headers=bearer(key))
+        client, headers = team.gateways[number].client, bearer(key) | {"x-vlm-resumable": "true"}
+        return await client.post(path, json=body, headers=headers)
 
     whole = [asyncio.create_task(ask(alice, 0, path, stream=False)) for path in paths]
     streams = [asyncio.create_task(ask(key, number)) for key in (alice, bob) for number in (0, 1)]
