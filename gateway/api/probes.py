@@ -146,8 +146,6 @@ class Probes(Resource):
         servers: dict[str, dict[str, str]] = {}
         with suppress(QueueUnavailable):
             servers = await queue.servers()
-            for name in models.cards:
-                stats = await queue.stats(name)
-                metrics.set_queue(name, stats.num_open, stats.num_backlog, stats.age_s)
+            metrics.set_queues({name: await queue.stats(name) for name in models.cards})
         metrics.set_redis(self._shards, servers)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from shared.packages.rollout import App
+from shared.queue.api import QueueStats
 from shared.queue.registry import WorkerRecord
 
 #: The stages of a request in order. They add up to its end-to-end time.
@@ -325,11 +326,17 @@ class GatewayMetrics:
     def record_dropped_events(self, count: int) -> None:
         self._set.counters["vlm_dropped_events_total"].inc(count)
 
-    def set_queue(self, model: str, depth: int, backlog: int, age_s: float) -> None:
-        """Set the length of a model's queue, the waiting batch requests in it, and the wait of the oldest request."""
-        for name, value in (("depth", depth), ("age_seconds", age_s)):
-            self._set.gauges[f"vlm_queue_{name}"].labels(model).set(value)
-        self._set.gauges["vlm_batch_backlog"].labels(model).set(backlog)
+    def set_queues(self, queues: Mapping[str, QueueStats]) -> None:
+        """Set the state of each model's queue, and remove those of models that are gone."""
+        for name, field in (
+            ("vlm_queue_depth", "num_open"),
+            ("vlm_batch_backlog", "num_backlog"),
+            ("vlm_queue_age_seconds", "age_s"),
+        ):
+            gauge = self._set.gauges[name]
+            gauge.clear()
+            for model, stats in queues.items():
+                gauge.labels(model).set(getattr(stats, field))
 
     def set_redis(self, shards: Iterable[str], servers: Mapping[str, Mapping[str, str]]) -> None:
         """Set the state of each shard from the fields of `INFO`; those without fields are down."""

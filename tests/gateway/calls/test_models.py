@@ -30,6 +30,8 @@ async def test_a_model_without_workers_leaves_the_list_after_two_minutes(
     for silent_s, names in ((100, {CARD.name, "old"}), (121, {CARD.name})):
         await redis.pexpire(key, to_ms(MODEL_TTL_S - silent_s))
         await until_equal(listed, names)
+        metrics = (await gateway.client.get("/metrics")).text
+        assert ('vlm_queue_depth{model="old"}' in metrics) == ("old" in names)
     async with asyncio.timeout(10):
         answer = await gateway.chat(make_body(model="old"))
     assert code(answer)[:2] == (503, "no_worker")
