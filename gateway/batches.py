@@ -558,9 +558,9 @@ _MAX_PAUSE_S = 30.0
 #: Maximum attempts of a line whose request was accepted, but failed.
 _MAX_TRIES = 5
 #: Errors of requests that were not accepted; they do not count as attempts.
-_NOT_TAKEN = frozenset(
-    {"no_worker", "server_overloaded", "service_unavailable", "unsupported_version"}
-)
+_NOT_TAKEN = frozenset((
+    "no_worker", "server_overloaded", "service_unavailable", "store_unavailable", "unsupported_version",
+))  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
