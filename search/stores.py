@@ -158,12 +158,14 @@ class Stores:
     def sweep(self) -> None:
         """Record the times of searches; delete expired stores, and indexes without a store."""
         with self._lock:
-            searched_at, self._searched_at = self._searched_at, {}
-            orphans = list(self._orphans)
+            searched_at, orphans = dict(self._searched_at), list(self._orphans)
         for name, at in searched_at.items():
             self._catalog.change_store(
                 name, lambda now, at=at: replace(now, last_active_at=max(at, now.last_active_at))
             )
+            with self._lock:
+                if self._searched_at.get(name) == at:
+                    del self._searched_at[name]
         for tenant, record in self._catalog.all_stores():
             if record.expires_at is not None and record.expires_at <= _now():
                 logger.info("store %s has expired", record.id)

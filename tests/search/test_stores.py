@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -234,6 +235,10 @@ def test_a_store_that_is_not_used_expires(stores, tmp_path, monkeypatch):
     searched_at = now + 2 * day - 1
     monkeypatch.setattr("search.stores._now", lambda: searched_at)
     stores.answer(query(names[2]))
+    with monkeypatch.context() as away:
+        away.setattr(Catalog, "change_store", Mock(side_effect=OSError("away")))
+        with pytest.raises(OSError, match="away"):
+            stores.sweep()
     monkeypatch.setattr("search.stores._now", lambda: now + 2 * day + 1)
     stores.sweep()
     left = set(list_ids(stores))
