@@ -194,9 +194,10 @@ class Session:
                 with urllib.request.urlopen(request, timeout=self._WAIT_S + 30) as answer:
                     return json.load(answer)
             except urllib.error.HTTPError as failed:
-                pause = failed.headers.get("retry-after", "")
-                if failed.code not in (429, 503) or not pause.isdigit():
-                    raise self._error(failed) from None
+                pause, error = failed.headers.get("retry-after", ""), self._error(failed)
+                is_spent = error.code == "insufficient_quota"  # the budget, until the next month
+                if failed.code not in (429, 503) or not pause.isdigit() or is_spent:
+                    raise error from None
             time.sleep(int(pause))
 
     def _error(self, failed: urllib.error.HTTPError) -> SessionError:

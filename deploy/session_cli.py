@@ -236,7 +236,7 @@ def _end(num_failed: int, num_tasks: int) -> None:
 
 
 def _send(client: "Client", path: str, tasks: Sequence[dict[str, Any]]) -> None:
-    """Send tasks, and retry while the queue is full. Task ids make retries safe."""
+    """Send tasks, and retry while the queue is full or the key over a limit. Task ids make retries safe."""
     from shared.gateway_client import ApiFailed
 
     while True:
@@ -244,7 +244,7 @@ def _send(client: "Client", path: str, tasks: Sequence[dict[str, Any]]) -> None:
             client.ask("POST", path, {"tasks": list(tasks)})
             return
         except ApiFailed as error:
-            if error.retry_after_s is None:
+            if error.retry_after_s is None or error.code == "insufficient_quota":
                 raise
             time.sleep(error.retry_after_s)
 

@@ -2,8 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from email.message import Message
+from io import BytesIO
 from pathlib import Path
+from unittest.mock import Mock
+from urllib.error import HTTPError
 
+import httpx
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
@@ -11,6 +16,7 @@ from typer.testing import CliRunner, Result
 import vlm
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
+from vlm_app import Session, SessionError
 
 KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # of nothing
 SHAPES = ("deploy", "--name", "n", "--application", "shapes")
@@ -126,6 +132,20 @@ def test_a_gateway_that_is_not_there_ends_with_4(arguments: list[str]):
     done = run(*arguments)
     assert done.exit_code == 4
     assert "does not answer" in said(done)
+
+
+def test_tasks_beyond_a_budget_do_not_wait_for_the_next_month(monkeypatch: pytest.MonkeyPatch):
+    spent = {"error": {"message": "Spent.", "code": "insufficient_quota"}}
+    answer = httpx.Response(429, json=spent, headers={"retry-after": "86400"})
+    monkeypatch.setattr(Client, "send", lambda *_, **__: answer)
+    monkeypatch.setattr("time.sleep", Mock(side_effect=AssertionError))
+    done = run("session", "run", "s", "1")
+    assert (done.exit_code, said(done)) == (4, "Spent.")
+    failed = HTTPError("", 429, "", Message(), BytesIO(answer.content))
+    failed.headers["retry-after"] = "86400"
+    monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=failed))
+    with pytest.raises(SessionError, match="Spent"):
+        Session("s", url=NOBODY).submit(1)
 
 
 async def test_what_the_gateway_refuses_ends_with_4(package: Path, url: str):
