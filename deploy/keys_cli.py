@@ -214,7 +214,7 @@ def usage(
     from deploy import commands
 
     asked = {"from": begin, "to": end, "by": by, "format": "csv" if csv else None}
-    query = urlencode({name: value for name, value in asked.items() if value})
+    query = urlencode({name: value for name, value in asked.items() if value is not None})
     if csv:
         sys.stdout.write(connect(url, api_key).text(f"/v1/usage?{query}"))
         return

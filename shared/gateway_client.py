@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -82,25 +82,34 @@ class Client:
         return answer.text if answer.is_success else read_content(answer)
 
     def send(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """Send a request; returns any response. Raises: GatewaySilent if the gateway does not respond."""
+        """Send a request; returns any response. Raises: ApiFailed, GatewaySilent if the gateway does not respond."""
+        request = self._build(method, path, **more)
         with self._reaching():
-            return self._http.request(method, path, **more)
+            return self._http.send(request)
 
     @contextmanager
     def stream(self, method: str, path: str, **more: Any) -> Iterator[httpx.Response]:
         """Send a request. The body of its response is read inside the block. Raises: ApiFailed."""
-        with self._reaching(), self._http.stream(method, path, **more) as answer:
+        request = self._build(method, path, **more)
+        with self._reaching(), closing(self._http.send(request, stream=True)) as answer:
             if not answer.is_success:
                 answer.read()
                 read_content(answer)
             yield answer
 
+    def _build(self, method: str, path: str, **more: Any) -> httpx.Request:
+        """Raises: ApiFailed for what no request can hold, such as a number that is not finite."""
+        try:
+            return self._http.build_request(method, path, **more)
+        except UnicodeEncodeError:  # of arguments or input in another encoding
+            raise ApiFailed("The request has text that is not UTF-8: send UTF-8.") from None
+        except (ValueError, httpx.InvalidURL) as error:
+            raise ApiFailed(f"The request cannot be sent: {error}.") from None
+
     @contextmanager
     def _reaching(self) -> Iterator[None]:
         try:
             yield
-        except UnicodeEncodeError:  # of arguments or input in another encoding
-            raise ApiFailed("The request has text that is not UTF-8: send UTF-8.") from None
         except httpx.HTTPError as error:
             raise GatewaySilent(
                 f"{self.url} does not answer ({error}): start a server there with `vlm serve`, "

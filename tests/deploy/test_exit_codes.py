@@ -134,6 +134,12 @@ def test_a_gateway_that_is_not_there_ends_with_4(arguments: list[str]):
     assert "does not answer" in said(done)
 
 
+@pytest.mark.parametrize("arguments", [["run", "n", "[NaN]"], ["app", "n\x01"]])
+def test_what_no_request_can_hold_ends_with_4(arguments: list[str]):
+    done = run(*arguments)
+    assert (done.exit_code, "cannot be sent" in said(done)) == (4, True)
+
+
 def test_tasks_beyond_a_budget_do_not_wait_for_the_next_month(monkeypatch: pytest.MonkeyPatch):
     spent = {"error": {"message": "Spent.", "code": "insufficient_quota"}}
     answer = httpx.Response(429, json=spent, headers={"retry-after": "86400"})

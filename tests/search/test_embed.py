@@ -192,7 +192,7 @@ def test_what_is_missing_is_told_before_a_load(tmp_path, inputs, monkeypatch, ar
     register("needs", EngineKind(EngineSettings, load, needs_checkpoint=True))
     monkeypatch.setattr("engines.registry.create_engine", load)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setattr("httpx.Client.request", _refuse)
+    monkeypatch.setattr("httpx.Client.send", _refuse)
     (tmp_path / "empty").mkdir()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "embedding.json").touch()

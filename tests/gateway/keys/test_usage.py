@@ -265,8 +265,9 @@ async def test_a_bad_query_names_its_field(team: Team):
     for query, param in BAD_QUERIES:
         answer = await ask(team, f"?{query}")
         assert code(answer)[::2] == (400, param), answer.text
-    wrong = await run_command(team.gateways[0], "usage", "--by", "color")
-    assert (wrong.exit_code, "day, key, tag, model" in wrong.stderr) == (4, True)
+    for by in ("color", ""):
+        wrong = await run_command(team.gateways[0], "usage", "--by", by)
+        assert (wrong.exit_code, "day, key, tag, model" in wrong.stderr) == (4, True)
 
 
 async def test_a_budget_needs_prices(redis_server, redis_prefix, store):
