@@ -244,7 +244,13 @@ class Packages(DeployResource):
         start = await asyncio.to_thread(store.partial, digest)
         return Response(status_code=404, headers={"upload-offset": str(start)})
 
-    @operation("PUT", "/v1/blobs/{digest}", media_type="application/octet-stream", is_upload=True)
+    @operation(
+        "PUT",
+        "/v1/blobs/{digest}",
+        media_type="application/octet-stream",
+        is_upload=True,
+        status=201,
+    )
     async def upload_blob(self, caller: Caller) -> Response:
         """Store a file, or with `Content-Range` the rest of an interrupted upload."""
         digest, key = _check_digest(caller), caller.context.tenant
@@ -496,7 +502,7 @@ class Applications(DeployResource):
         if name in self._models.cards:
             raise invalid("name", "a worker serves a model of this name; send another name")
 
-    @operation("PUT", _PATH, answer_type=Application)
+    @operation("PUT", _PATH, answer_type=Application, status=202)
     async def deploy_application(self, caller: Caller, body: Deploy) -> Response:
         """Deploy a package under a name. The current version serves until the new one is ready."""
         name = _check_name(caller)

@@ -96,7 +96,7 @@ def describe(endpoint: Endpoint, path: str, limits: LimitSettings) -> dict[str, 
         "operationId": endpoint.name,
         "summary": endpoint.summary,
         "tags": [endpoint.tag],
-        "responses": {"200": {"description": "The answer", "content": answers}},
+        "responses": {str(endpoint.status): {"description": "The answer", "content": answers}},
     }
     if parameters := _parameters(endpoint, path):
         described["parameters"] = parameters

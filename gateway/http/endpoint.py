@@ -58,6 +58,7 @@ class Endpoint:
     is_documented: bool = True
     request_type: type[Struct] | None = None
     answer_type: type[Struct] | None = None
+    status: int = 200  #: of the answer
     #: Type of a stream's events.
     chunk_type: type[Struct] | None = None
     error_type: type[Struct] = ErrorBody
@@ -141,8 +142,8 @@ def operation(method: str, path: str, **attributes: Any) -> Callable[[H], H]:
     """Mark a method as an operation of the same name. The docstring's first line is the summary.
 
     The method's parameters are the `Caller`, a `body` and a `query`; it returns the answer.
-    `attributes`: of `Endpoint`; `status`: of the answer; `commas`: name of the limit on commas in the body;
-    `is_upload`: the method reads the body.
+    `attributes`: of `Endpoint`; `commas`: name of the limit on commas in the body; `is_upload`: the method reads the
+    body.
     """
 
     def mark(handler: H) -> H:
@@ -160,7 +161,6 @@ class Operation(Endpoint):
         services: OperationServices,
         *,
         is_upload: bool = False,
-        status: int = 200,
         commas: str = "max_input_commas",
         **attributes: Any,
     ) -> None:
@@ -177,7 +177,7 @@ class Operation(Endpoint):
         for name, value in attributes.items():
             setattr(self, name, value)
         self._resource, self._handler, self._services = resource, handler, services
-        self._is_upload, self._status = is_upload, status
+        self._is_upload = is_upload
         self._max_commas: int = getattr(services.limits, commas)
         self._body: JsonBody[Any] | None = None
         if body is not None and self.request_type is not None:
@@ -202,7 +202,7 @@ class Operation(Endpoint):
             if isinstance(answer, Response):
                 await answer({"type": "http"}, exchange.receive, exchange.send)
             else:
-                await exchange.answer(self._status, JSON_HEADERS, msgspec.json.encode(answer))
+                await exchange.answer(self.status, JSON_HEADERS, msgspec.json.encode(answer))
 
     async def _answer(self, exchange: Exchange, held: HeldBody) -> Struct | Response:
         context, services, body = exchange.context, self._services, b""

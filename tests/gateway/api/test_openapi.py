@@ -30,6 +30,8 @@ async def test_routes_are_described(document):
     assert parameters == [("path", "id"), ("header", "last-event-id")]
     assert set(resumed["responses"]["200"]["content"]) == {"text/event-stream"}
     assert {"400", "401", "404", "429", "503"} <= set(resumed["responses"])
+    scale = document["paths"]["/v1/applications/{name}:scale"]["post"]["responses"]
+    assert ("200" in scale, "202" in scale) == (False, True)
     others = {"/v1/models", "/v1/models/{name}", "/healthz", "/readyz", "/metrics"}
     assert others <= set(document["paths"])
 
