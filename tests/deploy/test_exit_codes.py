@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from email.message import Message
 from io import BytesIO
 from pathlib import Path
 from unittest.mock import Mock
@@ -124,19 +123,15 @@ def test_a_store_that_takes_nothing_ends_with_3(package: Path):
         assert "store" in said(done)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["apps"], ["scale", "n", "--max", "2"], ["gc"], ["run", "n", "1"], ["session", "list"]],
-)
-def test_a_gateway_that_is_not_there_ends_with_4(arguments: list[str]):
-    done = run(*arguments)
-    assert done.exit_code == 4
-    assert "does not answer" in said(done)
+@pytest.mark.parametrize("command", ["apps", "scale n --max 2", "gc", "run n 1", "session list"])
+def test_a_gateway_that_is_not_there_ends_with_4(command: str):
+    done = run(*command.split())
+    assert (done.exit_code, "does not answer" in said(done)) == (4, True)
 
 
-@pytest.mark.parametrize("arguments", [["run", "n", "[NaN]"], ["app", "n\x01"]])
-def test_what_no_request_can_hold_ends_with_4(arguments: list[str]):
-    done = run(*arguments)
+@pytest.mark.parametrize("command", ["run n [NaN]", "app n\x01"])
+def test_what_no_request_can_hold_ends_with_4(command: str):
+    done = run(*command.split(" "))
     assert (done.exit_code, "cannot be sent" in said(done)) == (4, True)
 
 
@@ -147,8 +142,7 @@ def test_tasks_beyond_a_budget_do_not_wait_for_the_next_month(monkeypatch: pytes
     monkeypatch.setattr("time.sleep", Mock(side_effect=AssertionError))
     done = run("session", "run", "s", "1")
     assert (done.exit_code, said(done)) == (4, "Spent.")
-    failed = HTTPError("", 429, "", Message(), BytesIO(answer.content))
-    failed.headers["retry-after"] = "86400"
+    failed = HTTPError("", 429, "", answer.headers, BytesIO(answer.content))
     monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=failed))
     with pytest.raises(SessionError, match="Spent"):
         Session("s", url=NOBODY).submit(1)

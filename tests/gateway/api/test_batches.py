@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from functools import partial
+from unittest.mock import AsyncMock
 
 import msgspec
 import openai
@@ -357,12 +358,8 @@ async def test_a_store_that_does_not_answer_fails_no_line(batches, monkeypatch):
     monkeypatch.setattr("gateway.batches._MAX_PAUSE_S", 0.0)
     error = b'{"error": {"code": "store_unavailable"}}'
     away = LineAnswer(503, {b"x-should-retry": b"true"}, "r", error)
-    answers = iter([*[away] * 9, LineAnswer(200, {}, "r", b"{}")])
-
-    async def ask(*_):
-        return next(answers)
-
-    record = make_batch(batches, [LINE])
+    record, ask = make_batch(batches, [LINE]), AsyncMock()
+    ask.side_effect = [*[away] * 9, LineAnswer(200, {}, "r", b"{}")]
     runner = BatchRunner(batches, None, ask, lambda _: True, max_lines=9, keep_s=9)
     assert await runner._compute(batches.get("owner", record.id)) == ("completed", [])
     assert batches.get("owner", record.id).counts == (1, 0)

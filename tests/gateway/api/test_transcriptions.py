@@ -3,7 +3,8 @@
 import asyncio
 import json
 from functools import partial
-from typing import IO, Any
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from msgspec.structs import replace
@@ -165,15 +166,11 @@ async def test_a_resumable_request_is_one_call(gateway, worker):
     assert (len(worker.requests), answers[0]["duration"]) == (1, 5.0)
 
 
-class Fetcher:
-    async def fetch(self, url: str, file: IO[bytes], *_: Any) -> None:
-        file.write(sound("wav"))
-
-
 @pytest.mark.parametrize("changes", [{"limits": {"max_key_requests_per_minute": 1}}])
 async def test_a_file_on_disk_is_sent_twice_and_counts_as_one_request(gateway, worker, monkeypatch):
     monkeypatch.setattr(gateway.services.loader, "uses_disk", True)
-    monkeypatch.setattr(gateway.services.loader, "fetcher", Fetcher())
+    fetch = AsyncMock(side_effect=lambda _, file, *more: file.write(sound("wav")))
+    monkeypatch.setattr(gateway.services.loader, "fetcher", Mock(fetch=fetch))
     body = {"model": "tiny", "file": "http://a.example/a.wav"}
     assert (await gateway.client.post(PATH, json=body)).status_code == 200
     assert len(parts_of(worker)) == len(ENDS)
