@@ -469,7 +469,11 @@ def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:
     ready, starting = app.of(candidate.digest, "ready"), app.of(candidate.digest, "starting")
     if candidate.num_failed > spec.retry_limit:
         return Outcome("rolled_back", app.message or "its instances ended")
-    if not ready and candidate.started_at and now - candidate.started_at > spec.start_s:
+    since = candidate.started_at
+    if candidate.is_canary:  # it was ready, and lost its instances
+        new = app.of(candidate.digest, "wanted", "starting")
+        since = max((slot.since for slot in new), default=now)
+    if not ready and candidate.started_at and now - since > spec.start_s:
         return Outcome("rolled_back", f"not ready within {spec.start_s:g} s")
     if candidate.is_canary:
         old = loads.get(app.active.digest, NO_LOAD) if app.active else NO_LOAD

@@ -215,6 +215,23 @@ def test_a_canary_that_crashes_is_rolled_back(world: World):
     assert not world.app.of(B)
 
 
+def test_a_canary_that_served_for_long_may_start_again(world: World):
+    world.behaviour = {B: "start"}
+    world.deploy(B, replace(SPEC, canary=0.5))
+    world.run(9)
+    world.behaviour = {}
+    world.run(70)
+    world.fail(B)
+    world.run(9)
+    assert (world.app.state, world.num_ready(B)) == ("canary", 1)
+    world.behaviour = {B: "start"}
+    world.fail(B)
+    world.run(50)
+    assert world.app.state == "canary"
+    world.run(20)
+    assert "not ready within" in world.outcomes[-1][1].message
+
+
 def test_rollback_in_the_middle_of_an_update(world: World):
     for digest in (B, A, C):
         world.deploy(digest)
