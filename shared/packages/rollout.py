@@ -372,6 +372,9 @@ def _follow(app: App, nodes: Mapping[str, NodeRecord], now: float, *, trusts_abs
         if node is None or (report is None and now - slot.since > FORGOTTEN_S):
             where = f"node {slot.node} " + ("is gone" if node is None else "does not report it")
             app = _free(app, slot, now, where)
+        elif report is not None and node.is_stopping and report.state in ("starting", "ready"):
+            if slot.state != "draining":  # another node starts an instance meanwhile
+                app = _put(app, replace(slot, state="draining", since=now))
         elif report is not None:
             app = _apply_report(app, slot, report, now)
     return app

@@ -29,6 +29,7 @@ class World:
     outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
     least_ready: int = 1_000_000
     secrets: dict[str, tuple[str, ...]] = field(default_factory=dict)  #: by node
+    stopping: str = ""  #: a node
 
     def deploy(
         self, digest: str, spec: Spec = SPEC, environment: Environment = Environment()
@@ -40,7 +41,7 @@ class World:
     def nodes(self) -> dict[str, NodeRecord]:
         return {
             name: NodeRecord(
-                name, room.cpu, room.memory_bytes, room.gpu,
+                name, room.cpu, room.memory_bytes, room.gpu, name == self.stopping,
                 slots=tuple(report for node, report in self.running.values() if node == name),
                 secrets=self.secrets.get(name, ()),
             )
@@ -230,6 +231,15 @@ def test_a_canary_that_served_for_long_may_start_again(world: World):
     assert world.app.state == "canary"
     world.run(20)
     assert "not ready within" in world.outcomes[-1][1].message
+
+
+def test_other_nodes_start_the_instances_of_a_node_that_stops_while_it_finishes(world: World):
+    world.rooms["two"] = Resources(8)
+    world.stopping = "one"
+    world.step()
+    assert [(s.state, s.node) for s in world.app.of(A)] == [("draining", "one"), ("wanted", "")]
+    world.run(5)
+    assert [(s.state, s.node) for s in world.app.of(A)] == [("ready", "two")]
 
 
 def test_rollback_in_the_middle_of_an_update(world: World):
