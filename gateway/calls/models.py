@@ -419,6 +419,8 @@ def _to_route(app: App) -> Route | None:
     card = _renamed(app.name, active.card)
     if candidate is None or not candidate.is_canary or candidate.card is None:
         return Route(card)
+    if not app.of(candidate.digest, "ready"):  # it starts again
+        return Route(card)
     return Route(card, ((_renamed(app.name, candidate.card), candidate.spec.canary),))
 
 

@@ -270,8 +270,9 @@ async def test_requests_go_to_the_version_that_serves_and_answers_name_it(deploy
         "n", 2,
         active=Revision(1, digest, spec, card=card),
         candidate=Revision(2, "sha256:new", spec, card=other, is_canary=True),
+        slots=(Slot(1, "sha256:new", "ready"),),
     )  # fmt: skip
-    await deployments.deployments.put(None, app)
+    written = await deployments.deployments.put(None, app)
     async with fleet.worker(card), fleet.worker(other):
         await deployments.gateway.services.models.refresh()
         seen = set()
@@ -289,6 +290,10 @@ async def test_requests_go_to_the_version_that_serves_and_answers_name_it(deploy
         assert seen == {f"n@{digest}", "n@sha256:new"}
         models = (await deployments.client.get("/v1/models")).json()["data"]
         assert "n" in {model["id"] for model in models}
+        await deployments.deployments.put(written, replace(app, slots=()))  # it starts again
+        await deployments.gateway.services.models.refresh()
+        answers = [await deployments.gateway.chat({**body, "user": str(n)}) for n in range(12)]
+        assert {answer.headers["x-vlm-package"] for answer in answers} == {f"n@{digest}"}
 
 
 async def test_a_deployment_is_listed_after_models_of_workers_and_before_its_versions(deployments):
