@@ -330,8 +330,11 @@ class NodeAgent:
             model = version_name(app.name, digest)
             if any(each.card.name == model for each in others):  # as on Kubernetes
                 continue
-            if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
-                logger.warning("%s: %d requests failed: no instance is left", model, num)
+            with contextlib.suppress(
+                QueueUnavailable
+            ):  # of a shard; those of the others have failed
+                if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
+                    logger.warning("%s: %d requests failed: no instance is left", model, num)
             if digest in gone:
                 await self._registry.forget(model)
         if after.state == "undeployed" and not after.slots and not after.retiring:

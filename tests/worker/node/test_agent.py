@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -16,6 +16,7 @@ from shared.packages.deployments import Generation, Resources, Spec, record_gene
 from shared.packages.rollout import App, Revision, Slot, SlotReport
 from shared.packages.store import FileStore, blob_key
 from shared.protocol import ModelCard
+from shared.queue.api import QueueUnavailable
 from shared.queue.gateway import RedisGatewayQueue
 from shared.queue.keys import RedisKeys
 from shared.queue.registry import Registry, WorkerRecord
@@ -278,6 +279,17 @@ async def test_a_request_to_a_version_that_cannot_start_fails(machines, redis, r
 
     await until(has_failed)
     await queue.close()
+
+
+async def test_a_shard_that_is_down_holds_up_no_rollout(machines):
+    node = machines.start("one")
+    node._queue.fail_all = AsyncMock(side_effect=QueueUnavailable("the shard is down"))
+    bad, good = machines.add_package("{}"), machines.add_package("[]")
+    FakeInstance.failing.add(bad)
+    machines.deploy(bad, retry_limit=0)
+    await until(lambda: node._queue.fail_all.called)
+    record_generation(machines.store, Generation("z", 1, good, Spec(min_instances=1)))
+    await until(lambda: machines.active("z"))
 
 
 async def test_requests_of_other_workers_do_not_fail_as_nodes_retire(machines, redis, redis_prefix):
