@@ -198,19 +198,19 @@ class Lifecycle:
         """
         models, context, names = self.models, recorder.context, self.settings.fallbacks
         name = asked if asked in names else models.target(asked)
-        other = names.get(name, "")
+        other, side = names.get(name, ""), recorder.user or context.id
         is_possible = (
             other
             and recorder.surface.task == "generate"
             and context.route  # lines of a batch wait
             and models.may_use(context.tenant, other)
-            and models.num_ready(other) > 0
+            and models.num_ready(other, side) > 0
         )
         if not is_possible:
             return await ask(asked)
         models.check_use(context.tenant, asked)
         refused = None
-        if models.num_ready(asked) or models.is_at_rest(asked):
+        if models.num_ready(asked, side) or models.is_at_rest(asked):
             try:
                 return await ask(asked)
             except Overloaded as error:

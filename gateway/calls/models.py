@@ -202,9 +202,9 @@ class ModelDirectory:
         """The model of an alias, even if it is unknown; a name that is no alias is returned unchanged."""
         return self._aliases.get(name, name)
 
-    def num_ready(self, name: str) -> int:
-        """Number of workers that accept requests to a name now."""
-        card = self._known(name, "")
+    def num_ready(self, name: str, side: str) -> int:
+        """Number of workers that accept the requests of a side to a name now."""
+        card = self._known(name, side)
         return 0 if card is None else self.num_workers[card.queue]
 
     def is_at_rest(self, name: str) -> bool:

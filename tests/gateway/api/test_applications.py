@@ -354,6 +354,12 @@ async def test_each_version_has_its_weight_and_few_clients_move_as_it_changes(de
     assert (await route(deployments, {old: 1, new: 1})).status_code == 200
     still = {side for side in moved if (await models.find("n", side)).package.endswith(new)}
     assert still == moved
+    await models.registry.withdraw(f"w-{old}")
+    await models.refresh()
+    for side in map(str, range(20)):  # for the fallback of a version that no worker serves
+        is_new = (await models.find("n", side)).package.endswith(new)
+        assert models.num_ready("n", side) == is_new
+    await announce(deployments, old)
     assert (await route(deployments, {old: 0, new: 100})).status_code == 200
     assert await picked(deployments) == {new: 1000}
     listed = (await deployments.client.get("/v1/models")).json()["data"]
