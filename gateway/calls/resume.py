@@ -168,7 +168,7 @@ class Resume:
                         context.fallback_from = head.model
                     head = msgspec.structs.replace(head, package=known.package, model=known.model)
             if call is None:
-                if known is not None and known.queue != queue:  # a fallback or another version
+                if known is not None:  # it lives as long as the call, which a fallback may run
                     names = {"queue": queue, "model": head.model, "package": head.package}
                     await self.note(context.id, **names)
                 call = await self._submit(call_id, queue, submit, known is None)

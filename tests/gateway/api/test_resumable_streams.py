@@ -327,7 +327,9 @@ async def test_a_follower_ends_at_its_deadline_while_redis_is_away(
     assert json.loads(parse(text)[-1][1])["error"]["code"] == "deadline_exceeded"
 
 
-async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(gateway, other, worker):
+async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(
+    gateway, other, worker, redis, redis_prefix
+):
     async def fail_first(answer: Answer) -> None:
         if len(worker.answers) == 1:
             await answer.fail(failure)
@@ -341,12 +343,15 @@ async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(gateway, 
         failure = ErrorCode.IMAGE_UNAVAILABLE
         failed = await gateway.chat(body, headers=key)
         assert (failed.status_code, failed.headers["x-should-retry"]) == (503, "true")
+        record = RedisKeys(redis_prefix).stream(failed.headers["x-request-id"][4:])
+        assert await redis.pexpire(record, 60_000)  # it was sent long ago
 
         retries = [each.chat(body, headers=key) for each in (gateway, other, gateway, other)]
         answers = await asyncio.gather(*retries)
 
         assert [answer.status_code for answer in answers] == [200] * 4
         assert len(worker.answers) == 2
+        assert await redis.pttl(record) > 60_000
     worker.answers.clear()
     key, failure = {"idempotency-key": "order-80"}, ErrorCode.ENGINE_FAILURE  # which is final
     answers = [await gateway.chat(headers=key) for _ in range(2)]
