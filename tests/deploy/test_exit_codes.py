@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import vlm
+from shared.gateway_client import Client
 from shared.settings.tree import DeploySettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 from vlm_app import Session, SessionError

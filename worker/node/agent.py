@@ -330,9 +330,8 @@ class NodeAgent:
             model = version_name(app.name, digest)
             if any(each.card.name == model for each in others):  # as on Kubernetes
                 continue
-            with contextlib.suppress(
-                QueueUnavailable
-            ):  # of a shard; those of the others have failed
+            # of a shard; requests in the others have failed
+            with contextlib.suppress(QueueUnavailable):
                 if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
                     logger.warning("%s: %d requests failed: no instance is left", model, num)
             if digest in gone:
