@@ -20,14 +20,13 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def fleet(browser, tmp_path_factory) -> Iterator[Served]:
-    fleet = start_fleet(
+    with start_fleet(
         tmp_path_factory.mktemp("page"),
         VLM_ENGINE__MOCK__DECODE_S=str(DECODE_S),
         VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS=str(NUM_TOKENS),
         VLM_GATEWAY__ALIASES='{"shapes": "mock"}',
-    )
-    yield fleet
-    fleet.end()
+    ) as fleet:
+        yield fleet
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ REFUSALS = ("401 (Unauthorized)", "403 (Forbidden)", "409 (Conflict)", "503 (Ser
 
 @pytest.fixture(scope="module")
 def managed(browser, tmp_path_factory) -> Iterator[Served]:
-    fleet = start_fleet(tmp_path_factory.mktemp("admin"), VLM_GATEWAY__ROOT_KEY=ROOT_KEY)
-    yield fleet
-    browser.get("about:blank")
-    fleet.end()
+    folder = tmp_path_factory.mktemp("admin")
+    with start_fleet(folder, VLM_GATEWAY__ROOT_KEY=ROOT_KEY) as fleet:
+        yield fleet
+        browser.get("about:blank")
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def page(browser, managed) -> Iterator[ChatPage]:
     assert [line for line in page.complaints() if not any(r in line for r in REFUSALS)] == []
 
 
-def enter(page: ChatPage, key: str = ROOT_KEY) -> None:
+def enter(page: ChatPage) -> None:
     page.wait_for(lambda: page.find("#key-dialog").is_displayed())
-    page.find("#key").send_keys(key, Keys.ENTER)
+    page.find("#key").send_keys(ROOT_KEY, Keys.ENTER)
     page.wait_for(lambda: page.find_all("#models tr"))
 
 

@@ -1,13 +1,13 @@
 """The page of deployments, on a fleet that serves one, with a canary of it."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
 from tests.browser.chat_page import DESK, PHONE, ChatPage
-from tests.integration.fleet_process import Served, run_vlm, start_fleet
+from tests.integration.deployer import Deployer
+from tests.integration.fleet_process import Served, start_fleet
 from tests.long import long
 
 ROWS = """return [...document.querySelectorAll(arguments[0])].map(
@@ -18,22 +18,14 @@ ROWS = """return [...document.querySelectorAll(arguments[0])].map(
 def deployed(browser, tmp_path_factory) -> Iterator[tuple[Served, str]]:
     """A fleet, and its key to deploy."""
     folder = tmp_path_factory.mktemp("apps")
-    fleet = start_fleet(folder)
-    key = (folder / "deploy.key").read_text()
-    for number, more in ((1, ("--min-instances", "1")), (2, ("--canary", "25%"))):
-        package = folder / f"version-{number}"
-        package.mkdir()
-        (package / "config.json").write_text(f'{{"version": {number}}}')
-        done = run_vlm(
-            *("deploy", "--name", "captioner", "--application", str(package), "--set", "kind=mock"),
-            *("--url", fleet.url, *more),
-            env={**os.environ, "DEPLOY_KEY": key},
-        )
-        assert done.returncode == 0, done.stderr
-    yield fleet, key
-    browser.get("about:blank")  # the page would complain of a fleet that ended
-    browser.get_log("browser")
-    fleet.end()
+    with start_fleet(folder) as fleet:
+        deployer = Deployer(fleet, folder)
+        for version, more in ((1, ("--min-instances", "1")), (2, ("--canary", "25%"))):
+            done = deployer.deploy(version, *more)
+            assert done.returncode == 0, done.stderr
+        yield fleet, deployer.key
+        browser.get("about:blank")  # the page would complain of a fleet that ended
+        browser.get_log("browser")
 
 
 @long("browser-test")
@@ -50,7 +42,7 @@ def test_versions_instances_and_events_are_shown_to_who_may_deploy(browser, depl
         return browser.execute_script(ROWS, f".app .{kind} tbody tr")  # at one moment
 
     page.wait_for(lambda: len(rows("versions")) == 2)
-    assert page.find(".app .name").text == "captioner"
+    assert page.find(".app .name").text == "cap"
     assert page.find(".app .state").text == "canary"
     assert [row[0] for row in rows("versions")] == ["active", "candidate"]
     assert [row[3] for row in rows("versions")] == ["75 %", "25 %"]

@@ -543,12 +543,11 @@ indexedDB.open("vlm-fleet").onsuccess = ({target: {result: database}}) => {
 @pytest.fixture
 def keyed(browser, tmp_path) -> Iterator[Served]:
     """A fleet of its own that wants a key."""
-    fleet = start_fleet(
+    with start_fleet(
         tmp_path, VLM_GATEWAY__API_KEYS="sk-one", VLM_ENGINE__MOCK__DECODE_S="0.05",
         VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS="1000",
-    )  # fmt: skip
-    yield fleet
-    fleet.end()
+    ) as fleet:  # fmt: skip
+        yield fleet
 
 
 @long("browser-test")

@@ -19,30 +19,25 @@ SAMPLES = sorted((Path(PACKAGE).parent / "samples").glob("*.png"))
 def clip(browser, tmp_path_factory) -> Iterator[Served]:
     """A fleet of shapes-clip alone, that wants a key."""
     folder = tmp_path_factory.mktemp("clip")
-    fleet = start_fleet(
+    with start_fleet(
         folder, "--model", "shapes-clip", engine="auto", VLM_GATEWAY__API_KEYS="sk-one"
-    )
-    yield fleet
-    fleet.end()
+    ) as fleet:
+        yield fleet
 
 
 @pytest.fixture
 def search(browser, clip) -> Iterator[ChatPage]:
     """The search view, its key given."""
     page = ChatPage(browser, f"{clip.url}/#search")
-    open_search(page)
-    yield page
-    refused = ("401 (Unauthorized)", "400 (Bad Request)")  # no key yet, a broken image
-    complaints = page.complaints()
-    assert [line for line in complaints if not any(text in line for text in refused)] == []
-
-
-def open_search(page: ChatPage, size: tuple[int, int] = DESK, scheme: str = "light") -> None:
-    page.open(size, scheme)
+    page.open()
     page.wait_for(lambda: page.find("#key-dialog").is_displayed())
     page.find("#key").send_keys("sk-one", Keys.ENTER)
     page.wait_for(lambda: page.find("#search-welcome").is_displayed())
     assert page.find("#search-model").get_property("value") == "shapes-clip"
+    yield page
+    refused = ("401 (Unauthorized)", "400 (Bad Request)")  # no key yet, a broken image
+    complaints = page.complaints()
+    assert [line for line in complaints if not any(text in line for text in refused)] == []
 
 
 def hits(page: ChatPage) -> list[tuple[str, float]]:

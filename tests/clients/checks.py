@@ -48,6 +48,7 @@ PARTS = [
     {"type": "text", "text": QUESTION},
 ]
 CHAT = [{"role": "user", "content": PARTS}]
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 ITEMS = [
     {
         "role": "user",
@@ -93,10 +94,6 @@ def openai_checks(url: str = URL) -> dict[str, Check]:
     client = OpenAI(base_url=f"{url}/v1", max_retries=0)
     ask = client.chat.completions.create
     respond = client.responses.create
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
-    }
     text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
 
     def follow() -> None:
@@ -151,7 +148,7 @@ def openai_checks(url: str = URL) -> dict[str, Check]:
         ),
         "stream": lambda: right(stream()),
         "JSON schema": lambda: right_json(
-            ask(model=MODEL, messages=CHAT, response_format=form).choices[0].message.content
+            ask(model=MODEL, messages=CHAT, response_format=FORM).choices[0].message.content
         ),
         "parse()": parse,
         "tools": call,
@@ -302,10 +299,6 @@ def litellm_checks() -> dict[str, Check]:
 
     litellm.suppress_debug_info = True
     wish = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "temperature": 0}
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
-    }
 
     def follow() -> str:
         first = litellm.completion(**wish, messages=CHAT).choices[0].message
@@ -339,7 +332,7 @@ def litellm_checks() -> dict[str, Check]:
         "stream": lambda: right(stream()),
         "multi-turn": lambda: follow().index("red") >= 0,
         "JSON schema": lambda: right_json(
-            litellm.completion(**wish, messages=CHAT, response_format=form)
+            litellm.completion(**wish, messages=CHAT, response_format=FORM)
             .choices[0]
             .message.content
         ),

@@ -98,15 +98,15 @@ def install(command: Sequence[str | Path], **variables: str) -> None:
 def ask_programs() -> Told:
     """What each program does."""
     told: Told = {}
-    with tempfile.TemporaryDirectory() as folder, run_scripted() as upstream:
-        served = start_fleet(Path(folder), "--url", upstream, engine="openai")
-        try:
-            for each in COMMAND_LINES:
-                told[f"{each.package} {each.version}"] = _edit(each, served.url)
-            for spec in RUNNERS:
-                told[f"{spec.replace('==', ' ')} tools"] = ask_runner(spec, served.url, MODEL)
-        finally:
-            served.end()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        run_scripted() as upstream,
+        start_fleet(Path(folder), "--url", upstream, engine="openai") as served,
+    ):
+        for each in COMMAND_LINES:
+            told[f"{each.package} {each.version}"] = _edit(each, served.url)
+        for spec in RUNNERS:
+            told[f"{spec.replace('==', ' ')} tools"] = ask_runner(spec, served.url, MODEL)
     return told
 
 

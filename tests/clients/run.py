@@ -80,12 +80,11 @@ def ask(python: Path, node: Path | None, sources: Path) -> dict[str, dict[str, s
     """What each client says of each feature."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "generation_config.json").write_text(json.dumps(SAMPLING))
-        served = start_fleet(
+        with start_fleet(
             Path(folder), "--also", "shapes-clip",
             engine="torch", VLM_ENGINE__GENERATION_CONFIG=folder,
-        )  # fmt: skip
-        wish = [served.url, "shapes"]
-        try:
+        ) as served:  # fmt: skip
+            wish = [served.url, "shapes"]
             told = run("Python", [python, HERE / "checks.py", *wish, SAMPLE])
             if node is None:
                 told["clients of Node"] = {"all": "not run: there is no npm"}
@@ -97,8 +96,6 @@ def ask(python: Path, node: Path | None, sources: Path) -> dict[str, dict[str, s
             )
             told[SPEC.replace("==", " ")] = ask_open_webui(*wish, SAMPLE)
             told |= run("SDKs' tests", [python, HERE / "sdk.py", *wish, sources])
-        finally:
-            served.end()
     return told
 
 

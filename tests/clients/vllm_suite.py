@@ -128,13 +128,12 @@ def _run(
         "VLM_GATEWAY__ALIASES": json.dumps(aliases),
         f"{MOCK}DECODE_S": "0.0005",
     }
-    served = start_fleet(folder, **options, **variables)
     report = folder / "report.xml"
     command = [python, "-m", "pytest", "-q", "-n", "0", "-p", "vllm_stub", "-p", "no:cacheprovider"]
     command += ["-c", os.devnull]  # not this repository's options
     command += ["--continue-on-collection-errors", f"--rootdir={sources}", f"--junitxml={report}"]
-    environment = {"VLM_URL": served.url, "PYTHONPATH": f"{HERE}{os.pathsep}{sources}"}
-    try:
+    with start_fleet(folder, **options, **variables) as served:
+        environment = {"VLM_URL": served.url, "PYTHONPATH": f"{HERE}{os.pathsep}{sources}"}
         done = subprocess.run(
             [*command, *paths],
             cwd=sources,
@@ -144,8 +143,6 @@ def _run(
             timeout=TIMEOUT_S,
             check=False,
         )
-    finally:
-        served.end()
     assert done.returncode in (0, 1), (done.stdout + done.stderr)[-500:]
     counts: dict[str, tuple[int, int]] = dict.fromkeys(files, (0, 0))
     for case in ElementTree.parse(report).iter("testcase"):

@@ -11,6 +11,5 @@ from tests.integration.fleet_process import Served, start_fleet
 def shapes_fleet(tmp_path_factory) -> Iterator[Served]:
     """One fleet for all questions."""
     folder = tmp_path_factory.mktemp("shapes")
-    served = start_fleet(folder, "--also", "shapes-clip", engine="torch")
-    yield served
-    served.end()
+    with start_fleet(folder, "--also", "shapes-clip", engine="torch") as served:
+        yield served

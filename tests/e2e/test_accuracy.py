@@ -75,14 +75,13 @@ def score_of(tmp_path_factory) -> Callable[[str], Score]:
     @cache
     def measure(precision: str) -> Score:
         folder = tmp_path_factory.mktemp(precision)
-        fleet = start_fleet(folder, *PRECISIONS[precision], engine="torch")
-        try:
-            url = f"{fleet.url}/v1"
-            with OpenAI(base_url=url, api_key="unused") as client, ThreadPoolExecutor(16) as pool:
-                answers = pool.map(lambda case: ask(client, case.messages), cases)
-                return Score(list(zip(cases, answers, strict=True)))
-        finally:
-            fleet.end()
+        with (
+            start_fleet(folder, *PRECISIONS[precision], engine="torch") as fleet,
+            OpenAI(base_url=f"{fleet.url}/v1", api_key="unused") as client,
+            ThreadPoolExecutor(16) as pool,
+        ):
+            answers = pool.map(lambda case: ask(client, case.messages), cases)
+            return Score(list(zip(cases, answers, strict=True)))
 
     return measure
 

@@ -3,7 +3,6 @@
 On demand, as torch is large: `COMPOSE_TORCH=1 make compose-test`. `TORCH_ARGS` are pip's options for it.
 """
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from loadtest.client import ChatClient
 from loadtest.fleet import ROOT, free_port
 from loadtest.scenarios import image_part, text_part, to_chat_body, user_message
 from tests.e2e.compose_stack import WITHIN_S, ComposeStack, docker, run_stack
+from tests.integration.fleet_process import SAMPLE, is_ready
 from tests.waiting import wait_for
 
 pytestmark = [
@@ -23,8 +23,6 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif("COMPOSE_TORCH" not in os.environ, reason="on demand: COMPOSE_TORCH=1"),
 ]
-
-SAMPLE = ROOT / "engines/packages/shapes/samples/shapes.png"
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +85,3 @@ def test_the_docker_run_of_the_readme_is_a_whole_machine(stack):
             assert client.ask(question()).text == "3"
     finally:
         docker("stop", "--time", "40", container)
-
-
-def is_ready(url: str) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/readyz?workers=1", trust_env=False).is_success
-    return False

@@ -1,6 +1,5 @@
 """The first hour of a user, with the checkout, and installed from a wheel, by pipx and by uv (`make first-hour`)."""
 
-import base64
 import json
 import os
 import re
@@ -16,6 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from loadtest.albums import to_png_url
+from tests.factories_images import image_part
 from tests.integration.fleet_process import ROOT, SAMPLE, Served
 from tests.long import long
 from tests.waiting import wait_for
@@ -101,18 +102,14 @@ def user(request, tmp_path_factory) -> User:
 @pytest.fixture(scope="module")
 def serving(user: User) -> Iterator[User]:
     command = f"{user.programs}/vlm serve --also shapes-clip --port 0 --data-dir {user.folder}/data"
-    user.served = Served.start(command.split(), user.folder)
-    yield user
-    user.served.end()
+    with Served.start(command.split(), user.folder) as user.served:
+        yield user
 
 
 def ask(user: User, **body) -> dict:
     assert user.served is not None
-    url = f"data:image/png;base64,{base64.b64encode(SAMPLE.read_bytes()).decode()}"
-    content = [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": "What shape is at the top left?"},
-    ]
+    image = image_part(to_png_url(SAMPLE.read_bytes()))
+    content = [image, {"type": "text", "text": "What shape is at the top left?"}]
     messages = [{"role": "user", "content": content}]
     body = {"model": "shapes", "temperature": 0, "messages": messages, **body}
     answer = httpx.post(f"{user.served.url}/v1/chat/completions", json=body, timeout=120)

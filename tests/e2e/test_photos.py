@@ -44,10 +44,6 @@ def write_model(directory: Path) -> None:
 @pytest.mark.timeout(400)  # 130 s with other work beside it
 def test_a_stream_goes_on_beside_a_photo_and_the_worker_lives(tmp_path: Path) -> None:
     write_model(tmp_path / "photos")
-    served = start_fleet(
-        tmp_path / "serve", "--model", str(tmp_path / "photos"), engine="torch",
-        VLM_ENGINE__DTYPE="float32", VLM_WORKER__WATCHDOG_S=str(WATCHDOG_S), VLM_ENGINE__NUM_THREADS="2",
-    )  # fmt: skip
     told_at: list[float] = []
     begun, is_answered = threading.Event(), threading.Event()
 
@@ -63,33 +59,36 @@ def test_a_stream_goes_on_beside_a_photo_and_the_worker_lives(tmp_path: Path) ->
                 if is_answered.is_set():
                     break
 
-    try:
-        with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-            worker = client.models.retrieve("photos")
-            assert worker.limits["scaled_image_pixels"] == 1024 * 1024  # type: ignore[attr-defined]
-            reader = threading.Thread(target=read, args=[client])
-            reader.start()
-            assert begun.wait(60)
-            asked_at = time.monotonic()
-            photo = Image.effect_noise((2048, 1536), 64).convert("RGB")
-            content: Any = [
-                {"type": "image_url", "image_url": {"url": png_url(photo)}},
-                {"type": "text", "text": "What is it?"},
-            ]
-            try:
-                answer = client.chat.completions.create(
-                    model="photos", messages=[{"role": "user", "content": content}], max_tokens=3,
-                    extra_body={"ignore_eos": True},
-                )  # fmt: skip
-            finally:
-                is_answered.set()
-                answered_at = time.monotonic()
-                reader.join(60)
-            details: Any = answer.usage and answer.usage.prompt_tokens_details
-            assert 1200 < details.image_tokens <= worker.limits["max_image_tokens"]  # type: ignore[attr-defined]
-            assert client.models.retrieve("photos").created == worker.created
-    finally:
-        served.end()
+    with (
+        start_fleet(
+            tmp_path / "serve", "--model", str(tmp_path / "photos"), engine="torch",
+            VLM_ENGINE__DTYPE="float32", VLM_WORKER__WATCHDOG_S=str(WATCHDOG_S), VLM_ENGINE__NUM_THREADS="2",
+        ) as served,
+        OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):  # fmt: skip
+        worker = client.models.retrieve("photos")
+        assert worker.limits["scaled_image_pixels"] == 1024 * 1024  # type: ignore[attr-defined]
+        reader = threading.Thread(target=read, args=[client])
+        reader.start()
+        assert begun.wait(60)
+        asked_at = time.monotonic()
+        photo = Image.effect_noise((2048, 1536), 64).convert("RGB")
+        content: Any = [
+            {"type": "image_url", "image_url": {"url": png_url(photo)}},
+            {"type": "text", "text": "What is it?"},
+        ]
+        try:
+            answer = client.chat.completions.create(
+                model="photos", messages=[{"role": "user", "content": content}], max_tokens=3,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+        finally:
+            is_answered.set()
+            answered_at = time.monotonic()
+            reader.join(60)
+        details: Any = answer.usage and answer.usage.prompt_tokens_details
+        assert 1200 < details.image_tokens <= worker.limits["max_image_tokens"]  # type: ignore[attr-defined]
+        assert client.models.retrieve("photos").created == worker.created
     beside = [at for at in told_at if asked_at <= at <= answered_at]
     gaps = [later - before for before, later in pairwise(beside)]
     assert len(gaps) > 20

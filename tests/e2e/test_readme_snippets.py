@@ -45,14 +45,9 @@ def test_the_make_of_the_readme_starts_a_fleet(tmp_path):
     """What it installs is here already: the stamp counts as new."""
     [command] = re.findall(r"^(make serve) ", README, re.M)
     options = ["-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}"]
-    served = Served.start(
-        [*command.split(), *options, f"ARGS=--engine mock --port 0 --data-dir {tmp_path}"]
-    )
-    try:
-        with served.client() as client:
-            assert client.get("/readyz").status_code == 200
-    finally:
-        served.end()
+    options.append(f"ARGS=--engine mock --port 0 --data-dir {tmp_path}")
+    with Served.start([*command.split(), *options]) as served, served.client() as client:
+        assert client.get("/readyz").status_code == 200
 
 
 def test_the_deployments_of_the_readme_are_those_of_the_tutorial():

@@ -1,6 +1,5 @@
 """Answers of the built-in model held to schemas, through OpenAI's own client."""
 
-import base64
 import json
 import re
 from enum import Enum
@@ -12,6 +11,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from gateway.page import FOLDER
+from loadtest.albums import to_png_url
+from tests.factories_images import image_part
 from tests.integration.fleet_process import SAMPLE
 
 
@@ -56,8 +57,7 @@ def client(shapes_fleet):
 
 
 def messages(text: str):
-    url = "data:image/png;base64," + base64.b64encode(SAMPLE.read_bytes()).decode()
-    image = {"type": "image_url", "image_url": {"url": url}}
+    image = image_part(to_png_url(SAMPLE.read_bytes()))
     return [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
 
 

@@ -51,25 +51,23 @@ def test_answers_over_http_have_the_tokens_of_transformers(family: Family, tmp_p
     text = {"type": "text", "text": QUESTION}
     url = png_url(Image.open(BytesIO(make_image(*SHOWN))))
     image = {"type": "image_url", "image_url": {"url": url}}
-    served = start_fleet(
-        tmp_path / "serve", "--model", str(directory), engine="torch", VLM_ENGINE__DTYPE="float32"
-    )
-    try:
-        with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-            limits: Any = client.models.retrieve("tiny-vl").limits  # type: ignore[attr-defined]
-            assert limits["scaled_image_pixels"] == MAX_IMAGE_PIXELS_ON_CPU
-            for content, answer in (
-                ([text], expected(QUESTION)),
-                ([image, text], expected(SHOWN, QUESTION)),
-            ):
-                asked: dict[str, Any] = {
-                    "model": "tiny-vl", "messages": [{"role": "user", "content": content}],
-                    "temperature": 0, "max_tokens": NUM_TOKENS, "extra_body": {"ignore_eos": True},
-                }  # fmt: skip
-                whole = client.chat.completions.create(**asked)
-                assert whole.choices[0].message.content == answer
-                chunks = client.chat.completions.create(**asked, stream=True)
-                streamed = (c.choices[0].delta.content or "" for c in chunks if c.choices)
-                assert "".join(streamed) == answer
-    finally:
-        served.end()
+    options = {"engine": "torch", "VLM_ENGINE__DTYPE": "float32"}
+    with (
+        start_fleet(tmp_path / "serve", "--model", str(directory), **options) as served,
+        OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        limits: Any = client.models.retrieve("tiny-vl").limits  # type: ignore[attr-defined]
+        assert limits["scaled_image_pixels"] == MAX_IMAGE_PIXELS_ON_CPU
+        for content, answer in (
+            ([text], expected(QUESTION)),
+            ([image, text], expected(SHOWN, QUESTION)),
+        ):
+            asked: dict[str, Any] = {
+                "model": "tiny-vl", "messages": [{"role": "user", "content": content}],
+                "temperature": 0, "max_tokens": NUM_TOKENS, "extra_body": {"ignore_eos": True},
+            }  # fmt: skip
+            whole = client.chat.completions.create(**asked)
+            assert whole.choices[0].message.content == answer
+            chunks = client.chat.completions.create(**asked, stream=True)
+            streamed = (c.choices[0].delta.content or "" for c in chunks if c.choices)
+            assert "".join(streamed) == answer

@@ -24,14 +24,12 @@ WITHIN_S = 240.0
 @pytest.fixture
 def deployer(tmp_path: Path) -> Iterator[Deployer]:
     """With its own node's room for two instances, one of which runs."""
-    fleet = start_fleet(tmp_path, VLM_ENGINE__MOCK__DECODE_S="0.02", VLM_DEPLOY__CPU="2")
-    deployer = Deployer(fleet, tmp_path, within_s=WITHIN_S)
-    try:
+    options = {"VLM_ENGINE__MOCK__DECODE_S": "0.02", "VLM_DEPLOY__CPU": "2"}
+    with start_fleet(tmp_path, **options) as fleet:
+        deployer = Deployer(fleet, tmp_path, within_s=WITHIN_S)
         done = deployer.deploy(1, "--min-instances", "1")
         assert done.returncode == 0, done.stderr
         yield deployer
-    finally:
-        fleet.end()
 
 
 @pytest.fixture

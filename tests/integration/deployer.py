@@ -1,9 +1,6 @@
 """Deployments by the command line, on a fleet of processes, and load of which not one request may fail."""
 
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +9,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.integration.fleet_process import ROOT, Served, invoke_vlm
+from tests.integration.fleet_process import Served, invoke_vlm
 from tests.processes import environment_of
 from tests.waiting import wait_for
 
@@ -31,14 +28,6 @@ class Deployer:
 
     def vlm(self, *arguments: str):
         return invoke_vlm(*arguments, "--url", self.fleet.url, DEPLOY_KEY=self.key)
-
-    def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """A command that runs."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "vlm", *arguments, "--url", self.fleet.url],
-            cwd=ROOT, env={**os.environ, "DEPLOY_KEY": self.key},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
 
     def deploy(self, version: int, *more: str):
         package = self.folder / f"version-{version}"

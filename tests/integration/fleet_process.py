@@ -61,6 +61,12 @@ class Served:
         [found] = [p for p in self.family() if p.name() == "redis-server"]
         return found
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, trust_env=False, timeout=60)
 
@@ -85,6 +91,12 @@ def start_fleet(
         cwd,
         **variables,
     )  # fmt: skip
+
+
+def is_ready(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/readyz?workers=1", trust_env=False).is_success
+    return False
 
 
 def run_vlm(*arguments: str, timeout: float = 60, **options) -> subprocess.CompletedProcess[str]:

@@ -60,15 +60,16 @@ def deployer(tmp_path_factory) -> Iterator[Deployer]:
     folder = tmp_path_factory.mktemp("serve")
     (folder / "secrets").mkdir()
     (folder / "secrets" / "api-token").write_text(SECRETS[0] + "\n")
-    fleet = start_fleet(
+    with start_fleet(
         folder, VLM_DEPLOY__CPU="16", VLM_NODE__SECRETS_DIR=str(folder / "secrets"),
         VLM_NODE__SECRETS="OWN_TOKEN", OWN_TOKEN=SECRETS[1],
-    )  # fmt: skip
-    deployer = Deployer(fleet, folder)
-    done = deploy_source(deployer, "greeter", APPLICATION, "--min-instances", "1", "--wait", "50")
-    assert done.returncode == 0, done.stderr
-    yield deployer
-    fleet.end()
+    ) as fleet:  # fmt: skip
+        deployer = Deployer(fleet, folder)
+        done = deploy_source(
+            deployer, "greeter", APPLICATION, "--min-instances", "1", "--wait", "50"
+        )
+        assert done.returncode == 0, done.stderr
+        yield deployer
 
 
 def test_a_task_without_a_session(deployer: Deployer):

@@ -42,31 +42,23 @@ def store_of(served: Served, num_items: int) -> str:
 
 
 def test_a_copy_of_a_stopped_fleet_serves_what_it_had(tmp_path):
-    served = start(tmp_path / "data")
-    try:
+    with start(tmp_path / "data") as served:
         store = store_of(served, 20)
-        form = {
-            "files": {"file": ("a.jsonl", '{"custom_id": "one"}')},
-            "data": {"purpose": "batch"},
-        }
-        file = patiently(served, "POST", "/v1/files", **form)
+        lines = {"file": ("a.jsonl", '{"custom_id": "one"}')}
+        purpose = {"purpose": "batch"}
+        file = patiently(served, "POST", "/v1/files", files=lines, data=purpose)
         served.process.send_signal(signal.SIGTERM)
         served.process.wait(60)
-    finally:
-        served.end()
     shutil.copytree(tmp_path / "data", tmp_path / "copy", ignore=shutil.ignore_patterns("*.sock"))
     shutil.rmtree(tmp_path / "data")
 
-    served = start(tmp_path / "copy")
-    try:
+    with start(tmp_path / "copy") as served:
         assert patiently(served, "GET", f"{STORES}/{store}")["num_items"] == 20
         query = {"query": "text 7", "max_num_results": 1}
         found = patiently(served, "POST", f"{STORES}/{store}/search", json=query)
         assert len(found["data"]) == 1
         with served.client() as client:
             assert client.get(f"/v1/files/{file['id']}/content").json() == {"custom_id": "one"}
-    finally:
-        served.end()
 
 
 def test_a_copy_of_a_running_redis_has_all_that_was_saved_before(tmp_path):

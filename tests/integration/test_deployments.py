@@ -40,14 +40,13 @@ def streaming(deployer: Deployer, key: str = "none") -> Iterator[Iterator[str]]:
 def deployer(tmp_path_factory) -> Iterator[Deployer]:
     """Its node keeps no package but those that run. The last test ends it."""
     folder = tmp_path_factory.mktemp("serve")
-    fleet = start_fleet(
+    with start_fleet(
         folder,
         VLM_DEPLOY__CACHE_DIR=str(folder / "cache"),
         VLM_DEPLOY__MAX_CACHE_BYTES="1",
         VLM_ENGINE__MOCK__DECODE_S="0.02",
-    )
-    yield Deployer(fleet, folder)
-    fleet.end()
+    ) as fleet:
+        yield Deployer(fleet, folder)
 
 
 def test_an_update_a_bad_version_and_a_rollback_under_load(deployer: Deployer):
@@ -163,9 +162,8 @@ def test_streams_of_a_retiring_version_that_cannot_start_again_end_at_once(deplo
 def test_a_version_that_ends_on_requests_of_two_tenants_is_taken_back(tmp_path):
     keys = [name * 40 for name in "ab"]
     slow = {"VLM_ENGINE__MOCK__DECODE_S": "0.05"}
-    fleet = start_fleet(tmp_path, VLM_GATEWAY__API_KEYS=",".join(keys), **slow)
-    deployer = Deployer(fleet, tmp_path)
-    try:
+    with start_fleet(tmp_path, VLM_GATEWAY__API_KEYS=",".join(keys), **slow) as fleet:
+        deployer = Deployer(fleet, tmp_path)
         for version, more in ((1, ()), (2, ("--retry-limit", "0"))):
             done = deployer.deploy(version, "--min-instances", "1", *more)
             assert done.returncode == 0, done.stderr
@@ -183,8 +181,6 @@ def test_a_version_that_ends_on_requests_of_two_tenants_is_taken_back(tmp_path):
         assert [each["cause"] for each in app["generations"]][-2:] == ["deploy", "rollback"]
         shown = " ".join(deployer.vlm("app", "cap").stdout.split())
         assert re.search(r"failed \d times", shown)
-    finally:
-        fleet.end()
 
 
 def test_a_second_ctrl_c_waits_for_no_instance(deployer: Deployer):

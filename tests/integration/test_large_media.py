@@ -25,16 +25,14 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     pytest.importorskip("obstore")
     folder = tmp_path_factory.mktemp("large")
     is_bucket = request.param == "bucket"
-    fleet = start_fleet(
+    store = request.getfixturevalue("s3_url") if is_bucket else f"file://{folder / 'blobs'}"
+    with start_fleet(
         folder,
-        VLM_BLOBS__STORE=request.getfixturevalue("s3_url")
-        if is_bucket
-        else f"file://{folder / 'blobs'}",
+        VLM_BLOBS__STORE=store,
         VLM_LIMITS__MAX_VIDEO_BYTES=str(NUM_BYTES),
         VLM_LIMITS__MAX_KEY_RESPONSE_BYTES=str(2 * NUM_BYTES),
-    )
-    yield fleet
-    fleet.end()
+    ) as fleet:
+        yield fleet
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +97,13 @@ def test_a_file_beyond_the_limit_is_refused_while_it_arrives(
         with larger.open("r+b") as file:
             file.truncate(NUM_BYTES + 2 * MIB)
         response = upload(client, larger)
-        assert (response.status_code, response.json()["error"]["code"]) == (
-            413,
-            "request_too_large",
-        )
+        code = response.json()["error"]["code"]
+        assert (response.status_code, code) == (413, "request_too_large")
 
 
 def test_limits_above_64_mib_need_a_store():
     environment = {**os.environ, "VLM_LIMITS__MAX_AUDIO_BYTES": str(NUM_BYTES)}
     done = run_vlm("gateway", "--redis-url", "unix:///nowhere", env=environment)
     assert done.returncode
-    assert (
-        "VLM_LIMITS__MAX_AUDIO_BYTES: above 67108864 bytes, set VLM_BLOBS__STORE too" in done.stderr
-    )
+    reason = "VLM_LIMITS__MAX_AUDIO_BYTES: above 67108864 bytes, set VLM_BLOBS__STORE too"
+    assert reason in done.stderr

@@ -26,9 +26,8 @@ TEXT = {"type": "text", "text": "What is it?"}
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = start_fleet(tmp_path_factory.mktemp("serve"))
-    yield served
-    served.end()
+    with start_fleet(tmp_path_factory.mktemp("serve")) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -244,13 +243,12 @@ def test_eight_videos_at_once_are_all_answered(served: Served):
 
 
 def test_videos_beyond_the_limits_are_refused_until_later_and_beyond_the_context(tmp_path: Path):
-    served = start_fleet(
+    with start_fleet(
         tmp_path,
         VLM_LIMITS__MAX_OPEN_BODY_BYTES=str(2 * len(clip_url("large"))),
         VLM_LIMITS__MAX_QUEUE_DEPTH="2",
         VLM_ENGINE__MAX_MODEL_LEN="40",
-    )
-    try:
+    ) as served:
         responses = ask_eight_at_once(served, 2)
         assert {200} <= {each.status_code for each in responses} <= {200, 429, 503}
         for each in responses:
@@ -260,8 +258,6 @@ def test_videos_beyond_the_limits_are_refused_until_later_and_beyond_the_context
             assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
             assert "the video has 32 frames, 32 tokens" in error["message"]
             assert num_tokens(chat(client, video(clip_url(), num_frames=8))) == 8
-    finally:
-        served.end()
 
 
 # Transcriptions

@@ -7,17 +7,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 from redis import Redis
 
 from tests.factories_queue import wait_until_written
-from tests.integration.fleet_process import ROOT, SAMPLE, Served, run_vlm, start_fleet
+from tests.integration.fleet_process import (
+    ROOT,
+    SAMPLE,
+    Served,
+    is_ready,
+    run_vlm,
+    start_fleet,
+)
 from tests.processes import environment_of
 from tests.waiting import wait_for
 
@@ -32,13 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(folder: Path) -> Iterator[Served]:
     """Its processes are killed one after another; the last test ends it."""
-    fleet = start_fleet(
+    with start_fleet(
         folder, "--log-level", "info",
         VLM_REDIS__MAX_MEMORY_BYTES=str(REDIS_BYTES),
         VLM_ENGINE__MOCK__DECODE_S="0.04",  # an answer is seen to grow
-    )  # fmt: skip
-    yield fleet
-    fleet.end()
+    ) as fleet:  # fmt: skip
+        yield fleet
 
 
 def test_chat_streams_an_answer(fleet):
@@ -132,12 +136,6 @@ def test_the_start_is_shown_from_its_beginning_and_every_few_seconds(tmp_path):
     assert 1 <= first < second
 
 
-def is_ready(url: str) -> bool:
-    with suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/readyz?workers=1", trust_env=False).is_success
-    return False
-
-
 def text_of(lines: list[str]) -> str:
     """The text of a complete stream of chunks."""
     assert [line for line in lines if line][-1] == "data: [DONE]"
@@ -150,11 +148,10 @@ def test_it_serves_with_a_root_key_alone_and_each_process_has_only_its_own_secre
     (tmp_path / "vlm.yaml").write_text("gateway: {root_key: key-of-the-file}\n")
     shared = {"OTEL_SERVICE_NAME": "mine", "CUDA_VISIBLE_DEVICES": "0", "PATH": os.environ["PATH"]}
     key, own = "key-of-the-environment", {"VLM_WORKER__ID": "named", "HF_TOKEN": "token-of-the-hub"}
-    fleet = start_fleet(
+    with start_fleet(
         tmp_path / "data", **shared, **own, VLM_CONFIG=str(tmp_path / "vlm.yaml"),
         VLM_GATEWAY__ROOT_KEY=key, OPENAI_API_KEY=key, API_KEY=key,
-    )  # fmt: skip
-    try:
+    ) as fleet:  # fmt: skip
         assert f"{fleet.url}/admin" in fleet.screen
         assert "$API_KEY" in fleet.curl
         with fleet.client() as client:
@@ -174,5 +171,3 @@ def test_it_serves_with_a_root_key_alone_and_each_process_has_only_its_own_secre
         fleet.process.kill()
         _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive, "an orphan"
-    finally:
-        fleet.end()

@@ -56,10 +56,7 @@ def test_models_are_listed(path: str):
 
 
 def test_a_fleet_on_the_mock_engine_answers(path: str, tmp_path: Path):
-    fleet = start_fleet(tmp_path, PYTHONPATH=path)
-    try:
+    with start_fleet(tmp_path, PYTHONPATH=path) as fleet:
         done = run_vlm("chat", "--url", fleet.url, "hello", env={**os.environ, "PYTHONPATH": path})
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()
-    finally:
-        fleet.end()
