@@ -27,9 +27,9 @@ SERVER_NAMES = {
 def slow(tmp_path_factory):
     """A fleet whose engine is so slow that the way of a request is little beside it."""
     times = {"VLM_ENGINE__MOCK__VISION_S": VISION_S, "VLM_ENGINE__MOCK__DECODE_S": DECODE_S}
-    fleet = start_fleet(tmp_path_factory.mktemp("slow"), **{k: str(v) for k, v in times.items()})
-    yield fleet
-    fleet.end()
+    variables = {name: str(value) for name, value in times.items()}
+    with start_fleet(tmp_path_factory.mktemp("slow"), **variables) as fleet:
+        yield fleet
 
 
 def read_sums(client: httpx.Client) -> Counter[tuple[str, str]]:
