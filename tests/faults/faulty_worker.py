@@ -112,15 +112,8 @@ def main() -> None:
     engines.mock_pooling.engine.MockPoolingModel = FaultyPoolingModel
     engines.mock_pooling.engine.PoolingEngine = FaultyPoolingEngine
     shared.queue.worker.Publisher = FaultyPublisher
-    sys.argv = [
-        "vlm",
-        "worker",
-        "--engine",
-        "mock",
-        "--die-with-parent",
-        str(os.getppid()),
-        *sys.argv[1:],
-    ]
+    parent = ("--die-with-parent", str(os.getppid()))
+    sys.argv = ["vlm", "worker", "--engine", "mock", *parent, *sys.argv[1:]]
     vlm.main()
 
 

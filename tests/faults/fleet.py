@@ -57,18 +57,25 @@ class Fleet:
         name = f"worker-{next(self._worker_numbers)}"
         return await self.processes.worker(name, command, **variables)
 
+    @property
+    def workers(self) -> list[Process]:
+        """Those that live."""
+        return [p for p in self.processes.all if p.name.startswith("worker") and p.lives]
+
     async def some_worker(self) -> Process:
         """A worker that lives; a new one if there is none."""
-        for process in self.processes.all:
-            if process.name.startswith("worker") and process.process.returncode is None:
-                return process
-        return await self.worker()
+        return self.workers[0] if self.workers else await self.worker()
+
+    async def only_worker(self) -> Process:
+        """As `some_worker`, once the others have ended."""
+        for process in self.workers[1:]:
+            await process.end()
+        return await self.some_worker()
 
     async def retire_workers(self) -> None:
         """No worker is left, nor any request."""
-        for process in self.processes.all:
-            if process.name.startswith("worker"):
-                await process.end()
+        for process in self.workers:
+            await process.end()
 
     async def until(self, holds: Callable[[], Awaitable[bool]], within_s: float = WITHIN_S) -> None:
         """Wait until something holds; while Redis is away it does not."""

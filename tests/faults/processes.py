@@ -43,6 +43,10 @@ class Process:
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def lives(self) -> bool:
+        return self.process.returncode is None
+
     async def _read(self) -> None:
         assert self.process.stderr is not None
         async for line in self.process.stderr:
@@ -67,7 +71,7 @@ class Process:
         return await asyncio.wait_for(self.process.wait(), WITHIN_S)
 
     async def end(self) -> None:
-        if self.process.returncode is None:
+        if self.lives:
             self.signal(signal.SIGKILL)
         await self.process.wait()
         await self._reader
@@ -111,14 +115,8 @@ class Processes:
 
     async def gateway(self, **variables: str) -> tuple[Process, str]:
         """A gateway that listens, and its URL."""
-        command = (
-            "tests.factories_settings",
-            "gateway",
-            "--port",
-            "0",
-            "--die-with-parent",
-            str(os.getpid()),
-        )
+        options = ("--port", "0", "--die-with-parent", str(os.getpid()))
+        command = ("tests.factories_settings", "gateway", *options)
         process = await self.start("gateway", *command, **variables)
         line = await process.says("gateway listens")
         found = re.search(r"http://[\d.:]+", line)

@@ -22,8 +22,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)
 
 async def test_an_answer_held_to_a_schema_goes_on_when_its_worker_is_killed(fleet):
     """P3: the other worker follows the grammar from where the tokens are."""
-    await fleet.retire_workers()
-    victim = await fleet.worker()
+    victim = await fleet.only_worker()
     schema = {"type": "array", "items": {"type": "string"}, "minItems": 3, "maxItems": 5}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     text = fleet.name("!kill-decode")
@@ -43,14 +42,13 @@ async def test_an_answer_held_to_a_schema_goes_on_when_its_worker_is_killed(flee
 
 async def test_a_request_that_kills_every_worker_takes_no_other_with_it(fleet):
     """P5: three workers at most, a clear error, a dead letter, and its batch-mates finish."""
-    await fleet.retire_workers()
-    victim = await fleet.worker()
+    victim = await fleet.only_worker()
     poison = fleet.name("!kill-always")
     async with playing(fleet, [poison, *(fleet.name() for _ in range(3))]) as clients:
         for _ in range(3):
             assert await victim.ended() == -signal.SIGKILL
             victim = await fleet.worker()
-    assert victim.process.returncode is None
+    assert victim.lives
     assert clients.history.outcomes() == {FINISHED: 3, FAILED: 1}
     assert clients.errors[poison]["code"] == "request_kills_workers"
     [letter] = await fleet.dead_letters()
@@ -87,8 +85,7 @@ async def test_clients_that_leave_free_their_slots_and_nothing_grows(fleet):
 
 async def test_workers_join_and_leave_under_load_without_a_failed_request(fleet):
     """P4: workers join and leave without configuration."""
-    await fleet.retire_workers()
-    first = await fleet.worker()
+    first = await fleet.only_worker()
     texts = [fleet.name() for _ in range(24)]
     async with playing(fleet, texts) as clients:
         await tokens_seen(fleet, clients, texts[:1], 5)
@@ -111,8 +108,7 @@ async def test_streams_go_on_when_redis_has_lost_all_its_data(fleet):
 
 async def test_a_worker_and_redis_killed_in_decode_are_not_noticed_by_any_client(fleet):
     """P2, P3, P4: the answers are those of a fleet in which nothing happened, and are counted once."""
-    await fleet.retire_workers()
-    victim = await fleet.worker()
+    victim = await fleet.only_worker()
     before = await used(fleet)
     texts = [fleet.name("!kill-decode"), *(fleet.name() for _ in range(3))]
     async with playing(fleet, texts, num_tokens=120) as clients:
@@ -129,8 +125,7 @@ async def test_a_worker_and_redis_killed_in_decode_are_not_noticed_by_any_client
 
 async def test_the_reply_lost_at_the_end_of_a_request_ends_it_once(fleet):
     """The worker dies after Redis took the last event and before it knows; P1."""
-    await fleet.retire_workers()
-    victim = await fleet.worker()
+    victim = await fleet.only_worker()
     async with playing(fleet, [fleet.name("!kill-finish")]) as clients:
         assert await victim.ended() == -signal.SIGKILL
     assert clients.history.outcomes() == {FINISHED: 1}
