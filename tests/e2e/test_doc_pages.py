@@ -4,6 +4,7 @@ A block that follows a `python` or `bash` block is what that prints: `text` with
 keys and types are the same, strings without `...` too.
 """
 
+import asyncio
 import contextlib
 import io
 import json
@@ -18,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.fleet_process import ROOT, Served, start_fleet
+from tests.factories_keys import KEYS, run_team
+from tests.integration.fleet_process import ROOT, Served
 
 #: In the order of their examples: later pages of the API use names of the first.
 API = ("chat", "output", "completions", "responses", "messages", "ollama", "errors")
 PAGES = ("tutorial", *(f"api-{name}" for name in API))
-ROOT_KEY = "root-key-of-the-tutorial"
 Names = dict[str, Any]
 
 pytestmark = pytest.mark.timeout(300)
@@ -112,14 +113,13 @@ def test_every_block_prints_what_the_page_shows(
             check_output(kind, shown, printed)
 
 
-def test_the_key_of_a_colleague_works(folder: Path):
+async def test_the_key_of_a_colleague_works(folder: Path, redis_server: str, redis_prefix: str):
     """The commands that need keys; the tutorial restarts its server with keys before them."""
     page = read("tutorial")
     [create] = re.findall(r"^(VLM_API_KEY=.* vlm keys create .*)$", page, re.M)
     [ask] = re.findall(r"^VLM_API_KEY=vlm-\.\.\. (vlm chat) --url \S+ (.*)$", page, re.M)
-    fleet = start_fleet(folder / "keys", engine="mock", VLM_GATEWAY__ROOT_KEY=ROOT_KEY)
-    try:
-        created = run(create, folder, fleet.url, VLM_GATEWAY__ROOT_KEY=ROOT_KEY)
-        assert run(" ".join(ask), folder, fleet.url, VLM_API_KEY=created.split()[-1]).strip()
-    finally:
-        fleet.end()
+    async with run_team(redis_server, redis_prefix, f"file://{folder}/store", 1) as team:
+        place, root_key = (folder, team.gateways[0].url), KEYS["root_key"]
+        created = await asyncio.to_thread(run, create, *place, VLM_GATEWAY__ROOT_KEY=root_key)
+        key = created.split()[-1]
+        assert (await asyncio.to_thread(run, " ".join(ask), *place, VLM_API_KEY=key)).strip()

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tests.faults.fleet import Fleet, playing, tokens_seen
 from tests.faults.history import FINISHED
 from tests.faults.processes import ROOT, Process, run_processes
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 #: The last commit of the release.
 COMMIT = "2ca2ff1"
@@ -30,10 +33,10 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     """A fleet whose gateway is of this version."""
-    async with run_processes(tmp_path) as processes:
+    async with run_processes(tmp_path_factory.mktemp("fleet")) as processes:
         gateway, url = await processes.gateway()
         yield Fleet(processes, gateway, url)
 

@@ -3,20 +3,26 @@
 import io
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import psutil
+import pytest
 from rich.console import Console
 
 from benchmarks.gateway.client import Result
 from benchmarks.gateway.run import (
     BARE,
     FLEET,
+    INSTANT,
     ROLES,
     Cell,
+    Target,
     cpu_per_request,
     create_cells,
     measure,
+    run_vlm_fleet,
     to_tables,
 )
 from benchmarks.gateway.server import write_fleet_figures
@@ -28,10 +34,27 @@ MAX_CPU_RATIO = 24
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.fixture(scope="module")
+def one_fleet() -> Iterator[None]:
+    """The fleet of this checkout with the default settings is started once."""
+    with run_vlm_fleet() as fleet, pytest.MonkeyPatch.context() as patch:
+
+        def run(
+            settings: Mapping[str, str] = INSTANT, folder: Path | None = None
+        ) -> AbstractContextManager[Target]:
+            is_usual = settings is INSTANT and folder is None
+            return nullcontext(fleet) if is_usual else run_vlm_fleet(settings, folder)
+
+        for module in ("run", "server"):
+            patch.setattr(f"benchmarks.gateway.{module}.run_vlm_fleet", run)
+        yield
+
+
 def results(*p50s: float) -> list[Result]:
     return [Result([p50_s], 0.001, 1, 0, dict.fromkeys(ROLES, 0.05)) for p50_s in p50s]
 
 
+@pytest.mark.usefixtures("one_fleet")
 def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi():
     measured = measure(create_cells([8]), seconds=0.1, num_turns=1)
     assert len(measured) == 6
@@ -40,6 +63,7 @@ def test_a_request_costs_not_many_times_the_cpu_of_bare_fastapi():
         assert fleet < MAX_CPU_RATIO * bare, cell
 
 
+@pytest.mark.usefixtures("one_fleet")
 def test_two_checkouts_are_measured_alternately():
     measured = measure(create_cells([1])[:2], 0.1, num_turns=2, folder=ROOT)
     assert len(measured) == 2
@@ -60,6 +84,7 @@ def test_tables_fit_a_terminal_of_80_columns_and_a_pipe():
         assert all(line in out.getvalue() for cell in column.cells for line in str(cell).split())
 
 
+@pytest.mark.usefixtures("one_fleet")
 def test_figures_for_a_plan_have_the_cost_of_each_process(tmp_path: Path):
     path = tmp_path / "figures.json"
     write_fleet_figures(path, seconds=0.2, rounds=1)
