@@ -60,6 +60,14 @@ class HostileFleet:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    async def knows(self, model: str) -> None:
+        """Wait until the gateway lists a model."""
+
+        async def status() -> int:
+            return (await self.client.get(f"/v1/models/{model}")).status_code
+
+        await until_equal(status, 200, WITHIN_S)
+
     async def learn_labels(self) -> None:
         """What metrics hold from here on is known."""
         self.labels = labels((await self.client.get("/metrics")).text)
@@ -194,9 +202,7 @@ async def run_hostile_fleet(
 
 
 async def _settle(fleet: HostileFleet) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while (await fleet.client.get("/v1/models/" + MODEL)).status_code != 200:
-            await asyncio.sleep(0.02)
+    await fleet.knows(MODEL)
     for _ in range(3):
         await fleet.canary()
     await fleet.learn_labels()

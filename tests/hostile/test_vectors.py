@@ -103,8 +103,7 @@ async def test_attacks_on_vectors_and_stores(tmp_path) -> None:
         )
         command = ("vlm", "worker", "--engine", "mock_pooling")
         worker = await fleet.processes.worker("pooling", command=command, VLM_LOGS__FORMAT="json")
-        while (await fleet.client.get(f"/v1/models/{MODEL}")).status_code != 200:
-            await asyncio.sleep(0.02)
+        await fleet.knows(MODEL)
         stores = {}
         for client in (fleet.client, fleet.other):
             created = await client.post(STORES, json={"embedding_model": MODEL})

@@ -15,6 +15,7 @@ from tests.factories_gateway import make_body
 from tests.factories_images import data_url, image_part
 from tests.integration.fleet_process import Served, start_fleet
 from tests.otlp_collector import Collector, Span, run_collector
+from tests.waiting import wait_for
 
 VISION_S, PREFILL_S, DECODE_S, NUM_TOKENS = 0.08, 0.0004, 0.01, 12
 TOLD = [stage for stage in STAGES if stage != "media_decode"]  # of videos alone
@@ -30,7 +31,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory, collector: Collector) -> Iterator[Served]:
     """A fleet whose engine takes known times, and which exports its traces."""
-    fleet = start_fleet(
+    with start_fleet(
         tmp_path_factory.mktemp("slow"),
         VLM_ENGINE__MOCK__VISION_S=str(VISION_S),
         VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN=str(PREFILL_S),
@@ -40,9 +41,8 @@ def slow(tmp_path_factory, collector: Collector) -> Iterator[Served]:
         VLM_TRACES__EXPORT="otlp",
         OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
         OTEL_BSP_SCHEDULE_DELAY="50",
-    )
-    yield fleet
-    fleet.end()
+    ) as fleet:
+        yield fleet
 
 
 def ask(fleet: Served, seed: int, **extra) -> tuple[httpx.Response, float]:
@@ -167,17 +167,16 @@ def test_gauges_tell_of_two_streams_while_they_are_open(slow):
         asked = [client.stream("POST", "/v1/chat/completions", json=body) for _ in range(2)]
         streams = [stack.enter_context(each).iter_lines() for each in asked]
         assert all(next(lines).startswith("data: ") for lines in streams)
-        deadline = time.monotonic() + 20
-        while True:
+
+        def read() -> tuple[float, ...]:
             worker, gateway = worker_metrics(slow), client.get("/metrics").text
-            seen = (
+            return (
                 value(worker, "vlm_num_requests_running"),
                 value(worker, "vlm_num_requests_waiting"),
                 value(gateway, "vlm_queue_depth", model="mock"),
                 value(gateway, "vlm_open_requests"),
             )
-            if seen == (2, 0, 2, 2):
-                break
-            assert time.monotonic() < deadline, seen
-        assert 0 < value(worker, "vlm_kv_cache_usage_ratio") < 0.5
+
+        wait_for(lambda: read() == (2, 0, 2, 2), 20)
+        assert 0 < value(worker_metrics(slow), "vlm_kv_cache_usage_ratio") < 0.5
     assert at_rest == 0
