@@ -20,6 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from benchmarks.peers.gguf_files import describe_decoder, finish, interleave_halves
+
 Kind = gguf.GGMLQuantizationType
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "▁", "a", "b", "▁a", "ab"]
 SHAPE = {
@@ -102,14 +104,7 @@ def write_text(
     """Returns: what its weights stand for, by transformers' names."""
     config: Any = model.config
     writer = gguf.GGUFWriter(file, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    describe_decoder(writer, config)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
@@ -130,17 +125,14 @@ def write_text(
             prefix = f"blk.{number}."
         theirs = f"{prefix}{_NAMES[stem]}.{part}"
         count = heads.get(stem, 0) if arch == "llama" else 0
-        value = _to_pairs(tensor.float().numpy(), count)
+        value = (interleave_halves(tensor, count) if count else tensor).float().numpy()
         kind = choose(theirs) if value.ndim == 2 else Kind.F32
         data, numbers = quantize(value, kind, seed=len(meant))
         writer.add_tensor(theirs, data, raw_dtype=kind)
         meant[name] = torch.from_numpy(_to_halves(numbers.astype(np.float32), count).copy())
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return meant
 
 
@@ -156,15 +148,8 @@ def _describe_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_unk_token_id(0)
 
 
-def _to_pairs(value: np.ndarray, num_heads: int) -> np.ndarray:
-    """llama.cpp turns neighbours, transformers halves."""
-    if not num_heads:
-        return value
-    halves = value.reshape(num_heads, 2, -1, *value.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
-
-
 def _to_halves(value: np.ndarray, num_heads: int) -> np.ndarray:
+    """As before `interleave_halves`."""
     if not num_heads:
         return value
     pairs = value.reshape(num_heads, -1, 2, *value.shape[1:])
@@ -190,7 +175,4 @@ def write_tower(
         is_matrix = value.ndim == 2 and "position" not in name
         used = kind if is_matrix else Kind.F32
         writer.add_tensor(name, gguf.quants.quantize(value, used), raw_dtype=used)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

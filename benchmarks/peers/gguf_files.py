@@ -26,13 +26,13 @@ def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
     """The decoder, its matrices as `kind` (F32, F16, BF16). Raises: OSError, ValueError."""
     text: Any = AutoConfig.from_pretrained(checkpoint).get_text_config(decoder=True)
     writer = gguf.GGUFWriter(target, "llama")
-    _describe_decoder(writer, text)
+    describe_decoder(writer, text)
     _describe_tokenizer(writer, checkpoint, text.vocab_size)
     heads = {"attn_q": text.num_attention_heads, "attn_k": text.num_key_value_heads}
 
     def arrange(name: str, tensor: Tensor) -> Tensor:
         count = heads.get(name.split(".")[-2])
-        return tensor if count is None else _interleave_halves(tensor, count)
+        return tensor if count is None else interleave_halves(tensor, count)
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, text.num_hidden_layers)
 
@@ -61,7 +61,7 @@ def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
     _write_tensors(writer, checkpoint, kind, rename, lambda name, tensor: tensor)
 
 
-def _describe_decoder(writer: "gguf.GGUFWriter", text: Any) -> None:
+def describe_decoder(writer: "gguf.GGUFWriter", text: Any) -> None:
     rope, num_heads = text.rope_parameters, text.num_attention_heads
     writer.add_context_length(text.max_position_embeddings)
     writer.add_embedding_length(text.hidden_size)
@@ -129,13 +129,18 @@ def _write_tensors(
         tensor_kind = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
         data = gguf.quants.quantize(tensor, tensor_kind)
         writer.add_tensor(name, data, raw_dtype=tensor_kind)
+    finish(writer)
+
+
+def finish(writer: "gguf.GGUFWriter") -> None:
+    """Write what was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _interleave_halves(tensor: Tensor, num_heads: int) -> Tensor:
-    """llama.cpp rotates neighbours where transformers rotates halves. Shapes: (N, C), kept."""
-    halves = tensor.view(num_heads, 2, -1, tensor.shape[1])
+def interleave_halves(tensor: Tensor, num_heads: int) -> Tensor:
+    """llama.cpp rotates neighbours where transformers rotates halves. Shapes: (N, ...), kept."""
+    halves = tensor.view(num_heads, 2, -1, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)
