@@ -4,27 +4,20 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from engines.base import (
-    Adapter,
-    AdapterLimits,
-    Capabilities,
-    Decode,
     Engine,
     EngineCall,
     EngineInput,
     EngineOutput,
-    EngineStats,
     LoadedEngine,
     PreparedImage,
-    Tokenization,
 )
 from engines.registry import create_engine
 from shared.blobs.object_store import UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore
-from shared.protocol import Call, CallEvent, Failed, Finished, ImageRef, Task, Tokenize, Tokens
+from shared.protocol import Call, CallEvent, Failed, Finished, Tokens
 from shared.queue.registry import Registry
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import WorkerSettings
@@ -37,7 +30,7 @@ from worker.prepare.preparer import Preprocessor
 from worker.worker import Worker
 
 
-class StoppableEngine(Engine):
+class StoppableEngine:
     """Any engine, whose steps can be held up or made to raise."""
 
     def __init__(self, engine: Engine) -> None:
@@ -52,28 +45,13 @@ class StoppableEngine(Engine):
         self.aborted: list[str] = []
         self.threads: set[int] = set()
 
-    def capabilities(self) -> Capabilities:
-        return self.engine.capabilities()
-
-    def can_continue(self, task: Task) -> bool:
-        return self.engine.can_continue(task)
-
-    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        return self.engine.prepare_image(data, image, decode)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> EngineInput:
         prepared = self.engine.prepare(call, images)
         self.num_prepared += 1
         return prepared
-
-    def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
-        return self.engine.tokenize(task, images)
-
-    def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
-        return self.engine.load_adapter(directory, limits)
-
-    def unload_adapter(self, digest: str) -> None:
-        self.engine.unload_adapter(digest)
 
     def add(self, request: EngineInput) -> None:
         self.threads.add(threading.get_ident())
@@ -98,12 +76,6 @@ class StoppableEngine(Engine):
             raise self.error
         return self.engine.step()
 
-    def has_work(self) -> bool:
-        return self.engine.has_work()
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
-
     def close(self) -> None:
         self.threads.add(threading.get_ident())
         self.engine.close()
@@ -124,7 +96,8 @@ def load_mock(max_num_seqs: int = 8, **mock: Any) -> LoadedEngine:
 
 def stoppable(loaded: LoadedEngine) -> LoadedEngine:
     """The same engine, under the test's control."""
-    return LoadedEngine(StoppableEngine(loaded.engine), loaded.card)
+    engine: Any = StoppableEngine(loaded.engine)
+    return LoadedEngine(engine, loaded.card)
 
 
 class RunningWorker:
@@ -160,7 +133,6 @@ async def run_worker(
     options: dict[str, Any] = {"heartbeat_s": 0.05, "lease_s": 10.0, "drain_s": 5.0, **settings}
     worker_settings = make_group(WorkerSettings, **options)
     async with AsyncExitStack() as stack:
-        running: list[RunningWorker] = []
         thread = EngineThread(
             lambda: stoppable(load()) if load else load_mock(max_num_seqs, **(mock or {}))
         )
@@ -186,16 +158,16 @@ async def run_worker(
             worker_id, worker_settings, "mock",
             loaded, thread, queues, registry, preprocessor, tracer, adapters,
         )  # fmt: skip
-        running.append(RunningWorker(worker, loaded.engine, thread))
+        running = RunningWorker(worker, loaded.engine, thread)
         try:
-            yield running[0]
+            yield running
         finally:
             loaded.engine.gate.set()
-            if not running[0].task.done():
+            if not running.task.done():
                 worker.stop()
                 worker.stop()
             with suppress(EngineBroken, asyncio.CancelledError):
-                await running[0].task
+                await running.task
 
 
 class Answers:
