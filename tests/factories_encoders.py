@@ -101,19 +101,11 @@ def make_encoder(
         *((f"{index}_Dense", "Dense") for index, _ in enumerate(dense, 2)),
         *([("2_Normalize", "Normalize")] if normalize else []),
     ]
-    (directory / "modules.json").write_text(
-        json.dumps(
-            [
-                {
-                    "idx": index,
-                    "name": str(index),
-                    "path": path,
-                    "type": f"sentence_transformers.models.{type_}",
-                }
-                for index, (path, type_) in enumerate(modules)
-            ]
-        )
-    )
+    listed = [
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind_}"}
+        for n, (path, kind_) in enumerate(modules)
+    ]
+    (directory / "modules.json").write_text(json.dumps(listed))
     (directory / "1_Pooling").mkdir()
     modes = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "last": "lasttoken"}
     (directory / "1_Pooling" / "config.json").write_text(
@@ -141,17 +133,18 @@ def make_dense(folder: Path, values: dict[str, Any]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+
+
 def make_siglip(directory: Path, padding_side: str = "right") -> Path:
     """Two towers of two layers; texts of 16 tokens."""
     torch.manual_seed(7)
     text = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 16, "projection_size": 32}
-    vision = {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-        "image_size": 32, "patch_size": 8,
-    }  # fmt: skip
-    spread(SiglipModel(SiglipConfig(text_config=text, vision_config=vision))).save_pretrained(
-        directory
-    )
+    config = SiglipConfig(text_config=text, vision_config=VISION)
+    spread(SiglipModel(config)).save_pretrained(directory)
     make_tokenizer(directory, padding_side=padding_side)
     SiglipImageProcessor(size={"height": 32, "width": 32}).save_pretrained(directory)
     return directory
@@ -174,11 +167,7 @@ def make_clip(directory: Path) -> Path:
     """Two towers of two layers."""
     torch.manual_seed(7)
     text = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 24}
-    vision = {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-        "image_size": 32, "patch_size": 8,
-    }  # fmt: skip
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    config = CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16)
     spread(CLIPModel(config)).save_pretrained(directory)
     make_tokenizer(directory)
     CLIPImageProcessor(
@@ -195,9 +184,8 @@ def reference(directory: Path, text: str, pooling: str, *, normalize: bool = Fal
     if getattr(model.config, "type_vocab_size", 0) <= 1 or model.config.model_type == "mpnet":
         inputs.pop("token_type_ids", None)
     hidden = model(**inputs).last_hidden_state[0]
-    pooled = {"cls": hidden[0], "mean": hidden.mean(0), "max": hidden.amax(0), "last": hidden[-1]}[
-        pooling
-    ]
+    ways = {"cls": hidden[0], "mean": hidden.mean(0), "max": hidden.amax(0), "last": hidden[-1]}
+    pooled = ways[pooling]
     return torch.nn.functional.normalize(pooled, dim=0) if normalize else pooled
 
 

@@ -156,16 +156,15 @@ def packed(
     *,
     symmetric: bool = True,
     ordered: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Write, dict[str, Any]]:
     """compressed-tensors' `pack-quantized`."""
 
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         group = groups_of(weight.shape[1], group_size, ordered)
-        rounded = round_weights(weight, group, bits, symmetric, dtype)
+        rounded = round_weights(weight, group, bits, symmetric, torch.bfloat16)
         parts = {
             "weight_packed": pack(rounded.integers, bits, 1),
-            "weight_scale": to_numbers(rounded.scale, dtype),
+            "weight_scale": to_numbers(rounded.scale, torch.bfloat16),
             "weight_shape": torch.tensor(weight.shape),
         }
         if not symmetric:
@@ -213,14 +212,14 @@ def float8(strategy: str = "channel", block: int = 128) -> tuple[Write, dict[str
     return write, _compressed("float-quantized", weights, activations=True)
 
 
-def deepseek(block: int = 128) -> tuple[Write, dict[str, Any]]:
+def deepseek() -> tuple[Write, dict[str, Any]]:
     config = {
         "quant_method": "fp8",
         "fmt": "e4m3",
-        "weight_block_size": [block, block],
+        "weight_block_size": [128, 128],
         "activation_scheme": "dynamic",
     }
-    return _fp8_writer("block", block, "weight_scale_inv"), config
+    return _fp8_writer("block", 128, "weight_scale_inv"), config
 
 
 def _fp8_writer(strategy: str, block: int, name: str) -> Write:

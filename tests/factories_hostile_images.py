@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image, PngImagePlugin
 
 from tests.factories_images import encoded, make_image, two_headed_png
+from tests.factories_images import png_chunk as chunk
 
 SIZE = (64, 48)
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -29,13 +30,8 @@ class Case:
     pixel: tuple[int, int, int] | None = None  #: its colour in the upper left corner, within 3
 
 
-def chunk(kind: bytes, content: bytes, crc: int | None = None) -> bytes:
-    crc = zlib.crc32(kind + content) if crc is None else crc
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", crc)
-
-
-def ihdr(width: int, height: int, depth: int = 8, colour: int = 2, interlace: int = 0) -> bytes:
-    return chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace))
+def ihdr(width: int, height: int, depth: int = 8, colour: int = 2) -> bytes:
+    return chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
 
 
 def png(*chunks: bytes) -> bytes:

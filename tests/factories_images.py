@@ -48,14 +48,14 @@ def image_part(url: str) -> dict[str, Any]:
 def two_headed_png(first: tuple[int, int], second: tuple[int, int]) -> bytes:
     """A black image that says one size where a reader of headers looks, and another to a decoder."""
     headers = [
-        _png_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0))
+        png_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0))
         for size in (first, second)
     ]
-    rows = _png_chunk(b"IDAT", zlib.compress(bytes((second[0] + 1) * second[1])))
-    return b"".join([b"\x89PNG\r\n\x1a\n", *headers, rows, _png_chunk(b"IEND", b"")])
+    rows = png_chunk(b"IDAT", zlib.compress(bytes((second[0] + 1) * second[1])))
+    return b"".join([b"\x89PNG\r\n\x1a\n", *headers, rows, png_chunk(b"IEND", b"")])
 
 
-def _png_chunk(kind: bytes, content: bytes) -> bytes:
+def png_chunk(kind: bytes, content: bytes) -> bytes:
     crc = struct.pack(">I", zlib.crc32(kind + content))
     return struct.pack(">I", len(content)) + kind + content + crc
 

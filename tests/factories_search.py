@@ -36,7 +36,7 @@ def make_vectors(count: int, dimensions: int = 8, seed: int = 0) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def make_items(count: int, dimensions: int = 8, seed: int = 0) -> list[Item]:
+def make_items(count: int, dimensions: int = 8) -> list[Item]:
     """Items with a text and attributes of each type."""
     return [
         Item(
@@ -49,7 +49,7 @@ def make_items(count: int, dimensions: int = 8, seed: int = 0) -> list[Item]:
                 "word": f"w{number % 5}",
             },
         )
-        for number, row in enumerate(make_vectors(count, dimensions, seed))
+        for number, row in enumerate(make_vectors(count, dimensions))
     ]
 
 

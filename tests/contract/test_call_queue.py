@@ -63,8 +63,8 @@ async def join(opened: Ends, name: str, **options: float) -> WorkerQueue:
     return worker
 
 
-def make_envelope(payload: bytes = b"any bytes: \x00\xff", **changes) -> Envelope:
-    return seal(make_request(**changes))._replace(payload=payload)
+def make_envelope(**changes) -> Envelope:
+    return seal(make_request(**changes))._replace(payload=b"any bytes: \x00\xff")
 
 
 async def submit(
@@ -99,8 +99,8 @@ def tokens(claim: Claim, number: int, index: int, count: int) -> Publication:
     return Publication(claim, number, index, count, b'"%d+%d"' % (index, count))
 
 
-def end(claim: Claim, number: int = 1, index: int = 0, count: int = 0) -> Publication:
-    return Publication(claim, number, index, count, b'"end"', "finished")
+def end(claim: Claim, number: int = 1, index: int = 0) -> Publication:
+    return Publication(claim, number, index, 0, b'"end"', "finished")
 
 
 async def state(opened: Ends, envelope: Envelope) -> str:

@@ -93,10 +93,10 @@ def ids_of(outputs: list[EngineOutput]) -> list[int]:
     return ids(outputs)
 
 
-def expected_ids(engine: UpstreamEngine, call: EngineCall, num_tokens: int = 8) -> list[int]:
+def expected_ids(engine: UpstreamEngine, call: EngineCall) -> list[int]:
     prompt = engine.prepare(call, []).prompt_token_ids
     ids = list(prompt)
-    for _ in range(num_tokens):
+    for _ in range(8):
         ids.append(next_token(ids, (None, [])))
     return ids[len(prompt) :]
 
