@@ -3,7 +3,7 @@
 import base64
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tests.factories_hostile_images import CASES, ihdr, png
@@ -61,21 +61,22 @@ def turn(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-BODIES: dict[str, list[Attack]] = {
+#: Each row is made when it is played: some take seconds.
+BODIES: dict[str, Callable[[], Iterable[Attack]]] = {
     # Refused at the door, or let in for a decoder to judge.
-    "images": [
+    "images": lambda: [
         *[(encoded_image(case.make()), BAD if case.door else EITHER) for case in CASES],
         (encoded_image(png(ihdr(1, 65_500))), BAD),
         (image(data_url(), *[{"type": "image_url", "image_url": data_url()}] * 999), BAD),
         *[(encoded_image(encoded(seed)), FINE) for seed in (*range(12), 1)],
     ],
-    "media types": [
+    "media types": lambda: [
         (encoded_image(encoded(format="JPEG"), "image/png"), FINE),
         (encoded_image(encoded(), "image/svg+xml"), FINE),
         (encoded_image(encoded(), "IMAGE/PNG;charset=x"), FINE),
         (encoded_image(b"<svg/>", "image/png"), BAD),
     ],
-    "urls": [(image(url), BAD) for url in (
+    "urls": lambda: [(image(url), BAD) for url in (
         "http://169.254.169.254/latest", "http://[fd00:ec2::254]/", "http://metadata.google.internal",
         "http://127.1/", "http://2130706433/", "http://0x7f.1/", "http://①②⑦.⓪.⓪.①/",
         "http://[::ffff:169.254.169.254]/", "http://[2002:a9fe:a9fe::]/", "http://[fe80::1%25eth0]/",
@@ -84,8 +85,8 @@ BODIES: dict[str, list[Attack]] = {
         "file:///etc/passwd", "ftp://x/y", "gopher://x", "dict://x", "HTTP://x/y", "javascript:alert(1)",
     )],
     # The gateway's own table; its limits are smaller than those of this fleet.
-    "fields": [({**body(), **row[1]}, {row[2], 200}) for row in FIELDS],
-    "values": [
+    "fields": lambda: [({**body(), **row[1]}, {row[2], 200}) for row in FIELDS],
+    "values": lambda: [
         *values("an_unknown_field", 1, statuses=FINE), *values("max_tokens", 32_000, statuses=EITHER),
         *values("seed", -1, 2**63 - 1, statuses=FINE), *values("logit_bias", {"99999999": 1}),
         *values("temperature", 1e-45, 1e-4, 2, statuses=FINE), *values("top_p", 1e-9, 1, statuses=FINE),
@@ -97,8 +98,8 @@ BODIES: dict[str, list[Attack]] = {
         *[(body(**{name: CANARY}), FINE) for name in ("cache_salt", "priority", "request_id", "attempt")],
         *[(body(model=name), {404, 400}) for name in (CANARY, "../../etc", "\n", "🙂", "")],
     ],
-    "samplings": list(samplings()),
-    "json": [
+    "samplings": samplings,
+    "json": lambda: [
         *[(raw(f'"{name}": {value}'), BAD) for value in ("NaN", "Infinity", "-Infinity", "1e999")
           for name in ("n", "temperature", "top_p", "seed", "max_tokens", "frequency_penalty")],
         (raw('"user": "\\ud83d"'), BAD), (raw('"stop": ["\\ud800"]'), BAD),
@@ -111,7 +112,7 @@ BODIES: dict[str, list[Attack]] = {
         (raw('"user": "x').replace(b'"x', b'"\xff'), BAD),
         *[(text, BAD) for text in (b"", b"null", b"[]", b'"x"', b"{}", raw('"n": 1') + b"{}", raw('"n": 1') + b"x")],
     ],
-    "long": [
+    "long": lambda: [
         (body("x " * 50_000), BAD), (body("x" * 200_001), BAD), *values("n", CANARY * 30_000),
         *values("tools", [{"type": "function"}] * 5000), *values("stop", ["x"] * 10_000, "x" * 1_000_000),
         (messages(*[turn("user", "x")] * 10_000), BAD), (body(model="x" * 1_000_000), {404, 400}),
@@ -120,7 +121,7 @@ BODIES: dict[str, list[Attack]] = {
         (body(max_tokens=200, ignore_eos=True, logit_bias={"2": -100}), FINE),
         (body("x " * 3950, max_tokens=32_000, ignore_eos=True), EITHER),
     ],
-    "text": [
+    "text": lambda: [
         *[(body(f"{odd}{CANARY}"), FINE) for odd in ("\0", "\ufffe", "\u202e", "e" + "\u0301" * 500)],
         *[(body(f"<image>{CANARY}" * count), FINE) for count in (1, 8)],
         *[(body(f"{token} {CANARY}"), FINE)

@@ -45,7 +45,7 @@ async def under_attack(fleet: HostileFleet) -> AsyncIterator[None]:
 @pytest.mark.parametrize("row", BODY_ROWS)
 async def test_a_body(fleet: HostileFleet, row: str) -> None:
     async with under_attack(fleet):
-        for body, statuses in BODIES[row]:
+        for body, statuses in BODIES[row]():
             content = {"content": body} if isinstance(body, bytes) else {"json": body}
             response = await fleet.client.post(CHAT, headers=JSON_TYPE, **content)
             check(response, statuses)
