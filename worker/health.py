@@ -184,7 +184,8 @@ async def collect_metrics(sockets: Iterable[tuple[Labels, str]]) -> CollectorReg
 
 async def _fetch(path: str) -> str:
     """The metrics page of a worker; empty if the worker does not answer."""
-    transport = httpx.AsyncHTTPTransport(uds=path)
+    # Without TLS: to read the authorities' certificates holds up the event loop for 20 ms.
+    transport = httpx.AsyncHTTPTransport(uds=path, verify=False)
     try:
         async with httpx.AsyncClient(transport=transport, timeout=_TIMEOUT_S) as client:
             return (await client.get("http://worker/metrics")).text
