@@ -102,7 +102,7 @@ class Fleet:
 
     async def num_accepted(self) -> int:
         """Accepted requests that have ended, by the gateway's own count."""
-        async with httpx.AsyncClient(trust_env=False, timeout=WITHIN_S) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=WITHIN_S) as client:
             text = (await client.get(f"{self.url}/metrics")).text
         return sum(
             int(sample.value)

@@ -134,7 +134,7 @@ def check_declared(metrics: tuple[Metric, ...], text: str) -> None:
 def worker_metrics(fleet: Served) -> str:
     worker = fleet.child("worker")
     [port] = {c.laddr.port for c in worker.net_connections() if c.status == "LISTEN"}
-    return httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+    return httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, verify=False).text
 
 
 def test_each_process_shows_exactly_its_declared_metrics(slow):

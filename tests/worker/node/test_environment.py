@@ -119,7 +119,9 @@ def test_a_worker_of_a_node_has_its_own_redis_user_and_the_nodes_metrics(redis_p
             assert node.poll() is None
 
             def read() -> str:
-                page = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+                page = httpx.get(
+                    f"http://127.0.0.1:{port}/metrics", trust_env=False, verify=False
+                ).text
                 return page if "vlm_num_requests_running{" in page else ""
 
             page = wait_for(read, WITHIN_S)
