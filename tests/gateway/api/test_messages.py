@@ -13,7 +13,7 @@ from tests.factories_images import data_url
 
 @pytest.fixture
 async def client(gateway):
-    http = anthropic.DefaultAsyncHttpxClient(trust_env=False)
+    http = anthropic.DefaultAsyncHttpxClient(trust_env=False, verify=False)
     async with anthropic.AsyncAnthropic(
         base_url=gateway.url,
         api_key="sk-right",
