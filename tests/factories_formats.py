@@ -151,11 +151,7 @@ def awq(group_size: int = 64) -> tuple[Write, dict[str, Any]]:
 
 
 def packed(
-    bits: int = 4,
-    group_size: int = -1,
-    *,
-    symmetric: bool = True,
-    ordered: bool = False,
+    bits: int = 4, group_size: int = -1, *, symmetric: bool = True, ordered: bool = False
 ) -> tuple[Write, dict[str, Any]]:
     """compressed-tensors' `pack-quantized`."""
 

@@ -143,11 +143,7 @@ def make_model_pair(config: VLMConfig, std: float = 0.3) -> ModelPair:
 
 
 def quantize_pair(
-    pair: ModelPair,
-    scheme: QuantizedMethod,
-    *,
-    same_weights: bool = True,
-    ops: Ops | None = None,
+    pair: ModelPair, scheme: QuantizedMethod, *, same_weights: bool = True, ops: Ops | None = None
 ) -> ModelPair:
     """Ours over quantized weights; theirs over what these stand for, or over the full ones as before."""
     with torch.device("meta"):

@@ -6,14 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
-from engines.base import (
-    Engine,
-    EngineCall,
-    EngineInput,
-    EngineOutput,
-    LoadedEngine,
-    PreparedImage,
-)
+from engines.base import Engine, EngineCall, EngineInput, EngineOutput, LoadedEngine, PreparedImage
 from engines.registry import create_engine
 from shared.blobs.object_store import UrlBlobReader
 from shared.blobs.redis_store import RedisBlobStore

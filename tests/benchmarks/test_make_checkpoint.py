@@ -54,12 +54,7 @@ def test_a_large_checkpoint_is_sharded_and_indexed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"),
-    [
-        ("llava-1b", 1.41),
-        ("llava-1.5-7b", 7.06),
-        ("smolvlm2-500m", 0.507),
-    ],
+    ("shape", "billions"), [("llava-1b", 1.41), ("llava-1.5-7b", 7.06), ("smolvlm2-500m", 0.507)]
 )
 def test_shapes_have_the_parameters_of_their_models(shape: str, billions: float) -> None:
     if shape in LLAVA_SHAPES:

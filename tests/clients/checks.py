@@ -43,10 +43,7 @@ SCHEMA = {
     "required": ["kind"],
     "additionalProperties": False,
 }
-PARTS = [
-    {"type": "image_url", "image_url": {"url": DATA_URL}},
-    {"type": "text", "text": QUESTION},
-]
+PARTS = [{"type": "image_url", "image_url": {"url": DATA_URL}}, {"type": "text", "text": QUESTION}]
 CHAT = [{"role": "user", "content": PARTS}]
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 ITEMS = [
@@ -193,11 +190,7 @@ def anthropic_checks(url: str = URL) -> dict[str, Check]:
 
     def follow() -> str:
         first = client.messages.create(**wish)
-        turns = [
-            *TURNS,
-            first.to_param(),
-            {"role": "user", "content": "What color is it?"},
-        ]
+        turns = [*TURNS, first.to_param(), {"role": "user", "content": "What color is it?"}]
         return client.messages.create(**{**wish, "messages": turns}).content[0].text
 
     return {
@@ -439,10 +432,7 @@ def instructor_checks() -> dict[str, Check]:
             model=MODEL, messages=CHAT, response_model=Shape, max_retries=0
         ).kind
 
-    modes = {
-        "tools": instructor.Mode.TOOLS,
-        "JSON": instructor.Mode.JSON_SCHEMA,
-    }
+    modes = {"tools": instructor.Mode.TOOLS, "JSON": instructor.Mode.JSON_SCHEMA}
     return {name: lambda mode=mode: ask(mode) for name, mode in modes.items()}
 
 

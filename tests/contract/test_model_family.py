@@ -97,12 +97,7 @@ LLAVA_REFUSALS = (
     ({"text_config": {"rope_scaling": {"type": "yarn", "factor": 4.0}}}, "'yarn' is not supported"),
 )
 CASES = [
-    FamilyCase(
-        llava.FAMILY,
-        partial(make_checkpoint, "tiny", seed=5),
-        load_llava,
-        LLAVA_REFUSALS,
-    ),
+    FamilyCase(llava.FAMILY, partial(make_checkpoint, "tiny", seed=5), load_llava, LLAVA_REFUSALS),
     FamilyCase(
         tiled.FAMILY,
         write_tiled,

@@ -108,8 +108,7 @@ def test_a_wrong_or_missing_candidate_is_refused_and_the_next_one_serves(
 
 
 @pytest.mark.parametrize(
-    ("disabled", "left"),
-    [("double", REFERENCE), ("double.first", "second"), ("first", "second")],
+    ("disabled", "left"), [("double", REFERENCE), ("double.first", "second"), ("first", "second")]
 )
 def test_what_is_switched_off_is_not_even_tried(
     disabled: str, left: str, caplog: pytest.LogCaptureFixture

@@ -301,15 +301,9 @@ DIALECTS = {
         calling=CHAT_CALLING,
     ),
     "/v1/completions": Dialect(body={"prompt": "hello"}, text_of=completion_text, end="[DONE]"),
-    "/tokenize": Dialect(
-        body={"prompt": "hello"},
-        text_of=tokenized,
-        wrong=("prompt", 5),
-    ),
+    "/tokenize": Dialect(body={"prompt": "hello"}, text_of=tokenized, wrong=("prompt", 5)),
     "/detokenize": Dialect(
-        body={"tokens": TOKEN_IDS},
-        text_of=lambda answer: answer["prompt"],
-        wrong=("tokens", "you"),
+        body={"tokens": TOKEN_IDS}, text_of=lambda answer: answer["prompt"], wrong=("tokens", "you")
     ),
     "/v1/responses": Dialect(
         body={"input": "hello"},
@@ -319,9 +313,7 @@ DIALECTS = {
         calling=RESPONSE_CALLING,
     ),
     "/v1/responses/input_tokens": Dialect(
-        body={"input": "hello"},
-        text_of=counted,
-        wrong=("input", 5),
+        body={"input": "hello"}, text_of=counted, wrong=("input", 5)
     ),
     "/v1/messages": Dialect(
         body={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9},
@@ -367,31 +359,20 @@ DIALECTS = {
         error_of=ollama_error,
         wrong=("prompt", 5),
     ),
-    "/v1/embeddings": Dialect(
-        body={"input": "hello"},
-        text_of=embedded,
-        wrong=("input", 5),
-    ),
+    "/v1/embeddings": Dialect(body={"input": "hello"}, text_of=embedded, wrong=("input", 5)),
     "/v1/rerank": Dialect(
         body={"query": "hello", "documents": ["you", "me"]},
         text_of=reranked,
         wrong=("documents", "you"),
     ),
     "/v1/score": Dialect(
-        body={"text_1": "hello", "text_2": ["you", "me"]},
-        text_of=scored,
-        wrong=("text_2", 5),
+        body={"text_1": "hello", "text_2": ["you", "me"]}, text_of=scored, wrong=("text_2", 5)
     ),
     "/v1/applications/{name}/run": Dialect(
-        body={"input": "hello"},
-        text_of=task_text,
-        wrong=("stream", "at once"),
-        end="[DONE]",
+        body={"input": "hello"}, text_of=task_text, wrong=("stream", "at once"), end="[DONE]"
     ),
     "/v1/audio/transcriptions": Dialect(
-        body={"file": AUDIO},
-        text_of=transcript,
-        end='"transcript.text.done"',
+        body={"file": AUDIO}, text_of=transcript, end='"transcript.text.done"'
     ),
     "/v1/audio/translations": Dialect(body={"file": AUDIO}, text_of=transcript),
     "/v1/echo": Dialect(

@@ -20,12 +20,7 @@ from tests.waiting import wait_for
 
 PROJECT = f"vlm-test-{os.getpid()}"
 PASSWORDS = dict.fromkeys(
-    (
-        "REDIS_GATEWAY_PASSWORD",
-        "REDIS_WORKER_PASSWORD",
-        "VLM_SEARCH__TOKEN",
-        "POSTGRES_PASSWORD",
-    ),
+    ("REDIS_GATEWAY_PASSWORD", "REDIS_WORKER_PASSWORD", "VLM_SEARCH__TOKEN", "POSTGRES_PASSWORD"),
     "0f1e2d3c4b5a6978",
 )
 PROFILES = "gpu,metrics,search"

@@ -32,10 +32,7 @@ def stack() -> Iterator[ComposeStack]:
 
 
 def question() -> dict:
-    content = [
-        image_part(to_png_url(SAMPLE.read_bytes())),
-        text_part("How many shapes are there?"),
-    ]
+    content = [image_part(to_png_url(SAMPLE.read_bytes())), text_part("How many shapes are there?")]
     return {**to_chat_body("shapes", [user_message(content)], 8, stream=False), "temperature": 0}
 
 

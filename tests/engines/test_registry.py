@@ -62,10 +62,7 @@ def test_an_installed_package_brings_an_engine(monkeypatch):
         return load_mock_engine(MockEngineSettings(), progress)
 
     kind = EngineKind(
-        Settings,
-        create,
-        models=("org/theirs",),
-        prepare_process=lambda: events.append("prepared"),
+        Settings, create, models=("org/theirs",), prepare_process=lambda: events.append("prepared")
     )
     point = SimpleNamespace(name="remote", load=lambda: kind)
     monkeypatch.setattr("engines.registry.entry_points", lambda group: [point])

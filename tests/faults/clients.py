@@ -69,10 +69,7 @@ class Clients:
         priority: str = "interactive",
     ) -> None:
         """One streamed request, named by its text, from start to end."""
-        request = {
-            "json": body_of(text, num_tokens),
-            "headers": {"x-vlm-priority": priority},
-        }
+        request = {"json": body_of(text, num_tokens), "headers": {"x-vlm-priority": priority}}
         async with (
             self._asking(url, text, answer_to(text, num_tokens)) as client,
             client.stream("POST", "/v1/chat/completions", **request) as response,

@@ -14,10 +14,7 @@ from tests.integration.deployer import Deployer, load
 from tests.integration.fleet_process import ROOT, start_fleet
 from tests.long import long
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    long("faults"),
-]
+pytestmark = [pytest.mark.timeout(900), long("faults")]
 WITHIN_S = 240.0
 
 

@@ -24,11 +24,7 @@ from tests.faults.processes import MODEL, PREFIX, WITHIN_S
 from tests.faults.proxy import run_proxy
 from tests.long import long
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(900),
-    long("faults"),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900), long("faults")]
 
 CHAT = "/v1/chat/completions"
 NUM_LINES = 80  #: of a batch

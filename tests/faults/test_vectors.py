@@ -39,10 +39,7 @@ def search(place) -> SearchProcess:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(place, tmp_path_factory) -> AsyncIterator[Fleet]:
-    async with run_fleet(
-        tmp_path_factory.mktemp("faults"),
-        VLM_SEARCH__URL=place.url,
-    ) as fleet:
+    async with run_fleet(tmp_path_factory.mktemp("faults"), VLM_SEARCH__URL=place.url) as fleet:
         yield fleet
 
 

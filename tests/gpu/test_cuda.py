@@ -33,10 +33,7 @@ from tests.contract.test_model_family import ask
 from tests.factories_torch import make_text_config, run_to_end
 from tests.triton_device import REAL_SHAPES, has_gpu, import_kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not has_gpu(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
 KERNELS = [op for op in discover() if any(c.name == "triton" for c in op.candidates)]
 FAST = (*(op.name for op in KERNELS), "paged_attention.triton_varlen", "cuda_graph")
@@ -303,8 +300,7 @@ def test_graphs_sample_what_is_sampled_without(tiny: Path, sampling: dict[str, A
         loaded = load(tiny, "cuda", disabled_ops=off)
         requests = [
             replace(
-                r,
-                sampling=msgspec.structs.replace(r.sampling, temperature=0.8, seed=5, **sampling),
+                r, sampling=msgspec.structs.replace(r.sampling, temperature=0.8, seed=5, **sampling)
             )
             for r in make_requests(loaded)
         ]

@@ -15,14 +15,7 @@ import pytest
 from redis import Redis
 
 from tests.factories_queue import wait_until_written
-from tests.integration.fleet_process import (
-    ROOT,
-    SAMPLE,
-    Served,
-    is_ready,
-    run_vlm,
-    start_fleet,
-)
+from tests.integration.fleet_process import ROOT, SAMPLE, Served, is_ready, run_vlm, start_fleet
 from tests.processes import environment_of
 from tests.waiting import wait_for
 

@@ -22,10 +22,7 @@ LEAST_TAKEN = 180
 MOST_REJECTED = 50
 
 #: `jsonschema` reads patterns as Python does, and divides floating-point numbers.
-NOT_FOR_THE_ORACLE = (
-    "optional/ecmascript-regex",
-    "multipleOf---by small number",
-)
+NOT_FOR_THE_ORACLE = ("optional/ecmascript-regex", "multipleOf---by small number")
 
 
 @pytest.fixture(scope="module")

@@ -403,12 +403,7 @@ def test_in_its_sandbox_it_sees_no_files_processes_or_network(inside, outside):
 
 @pytest.mark.parametrize(
     ("folder", "code"),
-    [
-        ("/tmp", errno.ENOSPC),
-        ("/dev/shm", errno.ENOSPC),
-        ("/dev", errno.EROFS),
-        ("/", errno.EROFS),
-    ],
+    [("/tmp", errno.ENOSPC), ("/dev/shm", errno.ENOSPC), ("/dev", errno.EROFS), ("/", errno.EROFS)],
 )
 def test_files_of_a_sandbox_are_bounded_by_its_memory(inside, folder, code):
     found, written = inside.ask({"do": "fill", "folder": folder})

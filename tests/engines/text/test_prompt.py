@@ -294,10 +294,7 @@ def test_control_tokens_that_swallow_spaces_do_so(tmp_path: Path) -> None:
 
 def test_an_images_text_is_in_its_place_before_the_prompt_is_tokenized(llava: Pair) -> None:
     slots = "<image>" * 3
-    items = [
-        Item("a", 9, "pa", f"<s>{slots}\n{slots}</s>"),
-        Item("b", 2, "pb", "<image>" * 2),
-    ]
+    items = [Item("a", 9, "pa", f"<s>{slots}\n{slots}</s>"), Item("b", 2, "pb", "<image>" * 2)]
 
     prompt = build(llava.chat, [user("Look:", 0, 1, "and", 0)], items)
 

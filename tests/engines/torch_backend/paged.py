@@ -35,9 +35,7 @@ def make_inputs(
 
 
 def make_pool(
-    dtype: torch.dtype = torch.float32,
-    num_kv_heads: int = 2,
-    head_dim: int = 8,
+    dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, head_dim: int = 8
 ) -> KVCachePool:
     """Whose slots are written."""
     text = make_text_config(num_kv_heads=num_kv_heads, head_dim=head_dim)

@@ -15,14 +15,7 @@ import pytest
 from gateway.batches import Batches, BatchFiles, BatchRunner, LineAnswer, LineResult, check_lines
 from shared.packages.store import FileStore
 from shared.protocol import ErrorCode, Priority
-from tests.factories_gateway import (
-    CARD,
-    CHAT,
-    answer_any,
-    openai_client,
-    say_hello,
-    say_nothing,
-)
+from tests.factories_gateway import CARD, CHAT, answer_any, openai_client, say_hello, say_nothing
 from tests.gateway.api.test_image_files import PNG
 from tests.waiting import until
 

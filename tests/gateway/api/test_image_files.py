@@ -27,9 +27,7 @@ def api_key() -> str:
 #: Fields of a request about an image, by the path of each API.
 WORDS = {
     CHAT: lambda image: make_body([image_part(image)]),
-    "/v1/responses": lambda image: {
-        "input": turn({"type": "input_image", "file_id": image}),
-    },
+    "/v1/responses": lambda image: {"input": turn({"type": "input_image", "file_id": image})},
     "/v1/messages": lambda image: {
         "max_tokens": 9,
         "messages": turn({"type": "image", "source": {"type": "file", "file_id": image}}),

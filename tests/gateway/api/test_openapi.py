@@ -50,10 +50,7 @@ async def test_limits_and_unsupported_values_are_in_the_schema(document):
     assert all(name in body for name in UNSUPPORTED[CHAT])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"limits": {"max_text_chars": 7001, "max_image_bytes": 7003}}],
-)
+@pytest.mark.parametrize("changes", [{"limits": {"max_text_chars": 7001, "max_image_bytes": 7003}}])
 async def test_every_limit_of_a_request_is_in_the_document(document, changes):
     text = str(document["components"]["schemas"]["ChatCompletionRequest"])
     text += str(document["paths"][CHAT]["post"])

@@ -8,14 +8,7 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from shared.protocol import (
-    CallPiece,
-    FinishReason,
-    TextPart,
-    Tokenize,
-    Tokenized,
-    ToolCall,
-)
+from shared.protocol import CallPiece, FinishReason, TextPart, Tokenize, Tokenized, ToolCall
 from tests.factories_gateway import CARD, MODEL, Answer, fail_halfway, openai_client, think
 from tests.factories_images import data_url
 

@@ -314,10 +314,7 @@ async def test_a_follower_ends_at_its_deadline_while_redis_is_away(
     Paced(worker).go(1)
     async with run_proxy(redis_server.removeprefix("unix://")) as proxy:
         settings = make_settings(proxy.url, redis_prefix, **changes)
-        async with (
-            run_gateway_on_socket(settings) as other,
-            begun(gateway) as (response, events),
-        ):
+        async with run_gateway_on_socket(settings) as other, begun(gateway) as (response, events):
             await read_until(events, 1)
             path = response.headers["x-vlm-stream"]
             async with other.client.stream("GET", path) as followed:

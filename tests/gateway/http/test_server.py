@@ -298,10 +298,7 @@ async def test_models_are_listed_and_shown_as_their_workers_describe_them(fleet)
 async def test_every_request_brings_the_smallest_pixel_limit_of_its_models_workers(fleet):
     large = replace(CARD, max_image_pixels=5000, image_tokens=50, supports_video=True)
     small = replace(CARD, created_at=CARD.created_at - 1, max_image_pixels=1000, image_tokens=10)
-    async with (
-        fleet.worker(large) as worker,
-        fleet.gateway() as gateway,
-    ):
+    async with fleet.worker(large) as worker, fleet.gateway() as gateway:
         await worker.registry.announce(WorkerRecord("second", small, "mock"), ttl_s=60)
         models = gateway.services.models
         await until(lambda: models.cards["tiny"].max_image_pixels == 1000)

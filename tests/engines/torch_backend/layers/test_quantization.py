@@ -26,10 +26,7 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def quantize(
-    scheme: str,
-    weight: Tensor,
-    dtype: torch.dtype = torch.float32,
-    bias: Tensor | None = None,
+    scheme: str, weight: Tensor, dtype: torch.dtype = torch.float32, bias: Tensor | None = None
 ) -> Linear:
     """The linear of one weight, as the loader makes it."""
     model = make_linear(weight, bias)

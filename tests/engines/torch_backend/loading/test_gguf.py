@@ -79,8 +79,7 @@ def expected_logits(model: Any, weights: dict[str, torch.Tensor] | None = None) 
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K],
+    "kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
 )
 def test_numbers_are_those_of_the_formats_own_package(kind: Kind, file: Path) -> None:
     meant = factories.write_text(file, factories.make_model("llama"), "llama", lambda name: kind)

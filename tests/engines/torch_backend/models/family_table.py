@@ -237,11 +237,7 @@ OMNI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2,
 
 
 def qwen(
-    name: str,
-    config_class: str,
-    vision: dict[str, Any],
-    shares_prefixes: bool = True,
-    **more: Any,
+    name: str, config_class: str, vision: dict[str, Any], shares_prefixes: bool = True, **more: Any
 ) -> Family:
     rope: dict[str, Any] = OMNI_ROPE
     if is_third := "3" in config_class:

@@ -58,11 +58,7 @@ NO_PREFIXES = "*"  #: after the name of a family without a prefix cache
 CROWDED = (ways.run_preempted, ways.run_overlapped, ways.run_with_drafts_under_all_of_it)
 NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
 #: of the ways, those that are made of the others
-QUICK_WAYS: list[Way] = [
-    ways.run_prefix_cached,
-    ways.run_overlapped,
-    ways.run_under_all_of_it,
-]
+QUICK_WAYS: list[Way] = [ways.run_prefix_cached, ways.run_overlapped, ways.run_under_all_of_it]
 #: What families of images are asked: texts, and images as (width, height, seed).
 QUESTIONS: dict[str, list[str | tuple[int, int, int]]] = {
     "text": ["Say a word."],

@@ -674,8 +674,7 @@ def test_memory_is_asked_for_matrices_as_they_will_be(
 
 
 @pytest.mark.parametrize(
-    "name",
-    few(["Mistral, window", "Gemma 3, text", "Qwen2.5-VL", "Qwen3-VL"], ["Qwen3-VL"]),
+    "name", few(["Mistral, window", "Gemma 3, text", "Qwen2.5-VL", "Qwen3-VL"], ["Qwen3-VL"])
 )
 def test_a_gpu_computes_it_as_a_native_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
