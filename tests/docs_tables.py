@@ -42,7 +42,6 @@ _TABLE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table in Markdown."""
     lines = [list(columns)]
     lines += [["---"] * len(lines[0]), *([str(cell) for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
@@ -77,7 +76,6 @@ def alerts() -> str:
 
 
 def error_codes() -> str:
-    """Codes by status."""
     codes: dict[int, list[str]] = {}
     for name, (status, _) in ERROR_CODES.items():
         codes.setdefault(status, []).append(name)

@@ -40,7 +40,6 @@ def make_changes(
 def write_adapter(
     directory: Path, changes: dict[str, tuple[Tensor, Tensor]], **config: Any
 ) -> Path:
-    """An adapter's directory."""
     directory.mkdir(parents=True, exist_ok=True)
     rank = max((len(down) for down, _ in changes.values()), default=4)
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "bias": "none", **config}

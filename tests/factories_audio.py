@@ -70,7 +70,6 @@ def with_picture(mp3: bytes) -> bytes:
 
 @cache
 def sound(name: str) -> bytes:
-    """A file by name."""
     return SOUNDS[name][0]()
 
 

@@ -177,7 +177,6 @@ class Answer:
         await self._publish(number, num_tokens, events)
 
     async def publish_raw(self, *events: CallEvent) -> None:
-        """Publish events as they are."""
         await self._publish(next(self._numbers), self.num_tokens, events)
 
     async def _publish(self, number: int, num_tokens: int, events: Sequence[CallEvent]) -> None:
@@ -368,7 +367,6 @@ class RunningGateway:
         return response.text
 
     async def begin_batch(self, headers: dict[str, str], *bodies: dict[str, Any]) -> dict[str, Any]:
-        """Begin a batch of chat requests."""
         line = {"method": "POST", "url": CHAT}
         lines = [{**line, "custom_id": str(n), "body": body} for n, body in enumerate(bodies)]
         form = {"file": ("lines", "\n".join(map(json.dumps, lines))), "purpose": (None, "batch")}

@@ -28,13 +28,11 @@ def encoded(seed: int = 0, size: tuple[int, int] = (64, 48), format: str = "PNG"
 
 
 def data_url(seed: int = 0, size: tuple[int, int] = (64, 48), format: str = "PNG") -> str:
-    """It as a data URL."""
     text = base64.b64encode(encoded(seed, size, format)).decode()
     return f"data:image/{format.lower()};base64,{text}"
 
 
 def png_url(image: Image.Image) -> str:
-    """Any image as a data URL."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

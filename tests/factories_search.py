@@ -31,7 +31,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def make_vectors(count: int, dimensions: int = 8, seed: int = 0) -> np.ndarray:
-    """Random directions."""
     rows = np.random.default_rng(seed).standard_normal((count, dimensions)).astype("<f4")
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
@@ -96,7 +95,6 @@ class SearchProcess:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """`kill -9`"""
         assert self._process is not None
         self._process.kill()
         self._process.wait()

@@ -14,27 +14,19 @@ def has_gpu() -> bool:
         return torch.cuda.is_available()
 
 
+_NUMBERS = ("num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size")
 #: Decoders of real models, of which kernels have met other parts: grouped and odd heads, wide heads, few of them.
 REAL_SHAPES: dict[str, dict[str, Any]] = {
-    "llava-1.5-7b": {
-        "num_heads": 32, "num_kv_heads": 32, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 11008,
-    },
-    "qwen2.5-vl-3b": {
-        "num_heads": 16, "num_kv_heads": 2, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 11008,
-    },
-    "qwen3-vl-4b": {
-        "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 2560, "intermediate_size": 9728,
-    },
-    "smolvlm2-500m": {
-        "num_heads": 15, "num_kv_heads": 5, "head_dim": 64, "hidden_size": 960, "intermediate_size": 2560,
-    },
-    "gemma-3-4b": {
-        "num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "hidden_size": 2560, "intermediate_size": 10240,
-    },
-    "internvl3-1b": {
-        "num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "hidden_size": 896, "intermediate_size": 4864,
-    },
-}  # fmt: skip
+    name: dict(zip(_NUMBERS, numbers, strict=True))
+    for name, *numbers in (
+        ("llava-1.5-7b", 32, 32, 128, 4096, 11008),
+        ("qwen2.5-vl-3b", 16, 2, 128, 2048, 11008),
+        ("qwen3-vl-4b", 32, 8, 128, 2560, 9728),
+        ("smolvlm2-500m", 15, 5, 64, 960, 2560),
+        ("gemma-3-4b", 8, 4, 256, 2560, 10240),
+        ("internvl3-1b", 14, 2, 64, 896, 4864),
+    )
+}
 DEVICE = torch.device("cuda" if has_gpu() else "cpu")
 
 

@@ -109,7 +109,6 @@ class ChatPage:
         self.find("#files").send_keys("\n".join(map(str, images)))
 
     def give(self, kind: str, base64: str, name: str, media_type: str) -> None:
-        """Drop or paste a file."""
         self.browser.execute_script(GIVE_FILES, kind, name, media_type, base64)
 
     def drop(self, *paths: Path) -> None:
@@ -186,7 +185,6 @@ class ChatPage:
         return [json.loads(r["postData"]) for r in requests if r["url"].endswith("/completions")]
 
     def barriers(self) -> list[str]:
-        """What axe finds."""
         if not AXE.exists():
             pytest.skip("axe is not installed: make browser-test")
         self.browser.execute_script(AXE.read_text())

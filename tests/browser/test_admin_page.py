@@ -42,7 +42,6 @@ def enter(page: ChatPage) -> None:
 
 
 def create(page: ChatPage, name: str, **fields: str) -> str:
-    """Create a key; returns it."""
     page.find("#create").click()
     page.find("#create-dialog [name=name]").send_keys(name)
     for field, value in fields.items():
@@ -53,7 +52,6 @@ def create(page: ChatPage, name: str, **fields: str) -> str:
 
 
 def item(page: ChatPage, name: str) -> WebElement:
-    """The key in the list."""
     return page.wait_for(
         lambda: next(
             (i for i in page.find_all(".keys > li") if i.text.startswith(name + "\n")), None

@@ -57,7 +57,6 @@ async def opened(redis_url: str, redis_prefix: str) -> AsyncIterator[Ends]:
 
 
 async def join(opened: Ends, name: str, **options: float) -> WorkerQueue:
-    """Another worker."""
     worker = opened.worker(name, max_attempts=MAX_ATTEMPTS, **options)
     await worker.create_group()
     return worker

@@ -251,7 +251,6 @@ def case(
     application: Path,
     shared: dict[str, LoadedEngine],
 ) -> Iterator[Case]:
-    """Any engine."""
     models = {"application": application} | dict.fromkeys(("torch", "vllm", "sglang"), checkpoint)
     case = Case(request.param, models, shared=shared)
     if case.name in STAND_INS:
@@ -270,7 +269,6 @@ def case(
 
 @pytest.fixture
 def generating(case: Case) -> Case:
-    """An engine that generates."""
     if "generate" not in case.capabilities.tasks:
         pytest.skip("it does not generate")
     return case

@@ -122,7 +122,6 @@ def tokenized(answer: Json) -> str:
 
 
 def response_text(answer: Json) -> str:
-    """Of a whole answer, or of an event."""
     items = answer.get("output", ())
     whole = "".join(part["text"] for item in items for part in item.get("content", ()))
     return answer["delta"] if answer.get("type") == "response.output_text.delta" else whole
@@ -150,12 +149,10 @@ def ollama_error(answer: Json) -> tuple[str, str | None]:
 
 
 def task_text(answer: Json) -> str:
-    """Of a whole answer, or of an event."""
     return "".join(answer.get("output") or ()) + answer.get("item", "")
 
 
 def transcript(answer: Json) -> str:
-    """Of a whole answer, or of an event."""
     return answer.get("delta", "") if "type" in answer else answer["text"]
 
 
@@ -426,7 +423,6 @@ class Speaker:
         return await self.client.post(self.url(model), json=body, headers=headers)
 
     async def numbers(self) -> dict[str, float]:
-        """The gateway's metrics."""
         lines = (await self.client.get("/metrics")).text.splitlines()
         pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
         return {name: float(value) for name, _, value in pairs}

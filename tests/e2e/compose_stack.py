@@ -52,8 +52,6 @@ def docker(*arguments: str, timeout_s: float = WITHIN_S) -> str:
 
 
 class ComposeStack:
-    """The running stack."""
-
     def __init__(self, variables: dict[str, str], files: Sequence[str]) -> None:
         self._command = ["docker", "compose", *files, "--project-name", PROJECT]
         ports = {"GATEWAY_PORT": str(free_port())}

@@ -43,7 +43,6 @@ class User:
     served: Served | None = None
 
     def vlm(self, *arguments: str) -> str:
-        """What a command prints."""
         ours = ("VLM_", "PYTHON")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         if self.served is not None:

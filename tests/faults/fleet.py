@@ -53,13 +53,11 @@ class Fleet:
         return f"{fault} question {next(self._numbers)}".strip()
 
     async def worker(self, command: tuple[str, ...] = FAULTY, **variables: str) -> Process:
-        """One more worker."""
         name = f"worker-{next(self._worker_numbers)}"
         return await self.processes.worker(name, command, **variables)
 
     @property
     def workers(self) -> list[Process]:
-        """Those that live."""
         return [p for p in self.processes.all if p.name.startswith("worker") and p.lives]
 
     async def some_worker(self) -> Process:

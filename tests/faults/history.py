@@ -51,7 +51,6 @@ class History:
         self.seen: dict[str, Seen] = {}
 
     def ask(self, request: str, deadline: float, expected: Sequence[str]) -> None:
-        """A client sends a request."""
         self.seen[request] = Seen(deadline, expected)
 
     def token(self, request: str, token: str, answer_id: str) -> None:

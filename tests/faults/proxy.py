@@ -127,7 +127,6 @@ class FaultProxy:
                 await asyncio.sleep(self._line_is_free_at - now)
 
     async def close(self) -> None:
-        """End all connections."""
         self.thaw()
         self.reset()
         for task in list(self._tasks):
@@ -137,7 +136,6 @@ class FaultProxy:
 
 @asynccontextmanager
 async def run_proxy(target: Path) -> AsyncIterator[FaultProxy]:
-    """A proxy on a free port of loopback."""
     proxy = FaultProxy(target)
     listening = socket.socket()
     # Else loopback swallows megabytes that a sender takes for delivered; connections inherit it.

@@ -44,8 +44,6 @@ async def _queue_leftovers(redis: Redis, key: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a process holds."""
-
     num_threads: int
     num_files: int
     num_connections: int

@@ -46,7 +46,6 @@ def write(
 
 
 def received(outputs: Sequence[EngineOutput]) -> tuple[object, ...]:
-    """What a client has received."""
     token_ids: list[int] = []
     for output in outputs:
         assert output.index == len(token_ids)

@@ -62,7 +62,6 @@ ENVIRONMENT = {
 
 
 def write_model(directory: Path) -> Path:
-    """A tiny Qwen2.5-VL."""
     write_checkpoint(named("Qwen2.5-VL"), directory)
     return directory
 

@@ -45,7 +45,6 @@ CHANGES = {"text_config": {"num_attention_heads": 2, "num_key_value_heads": 2}}
 
 
 def write_model(directory: Path) -> Path:
-    """A tiny LLaVA."""
     make_checkpoint("tiny", directory, seed=6, dtype=torch.float32, changes=CHANGES)
     return directory
 

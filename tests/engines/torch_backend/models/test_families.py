@@ -115,7 +115,6 @@ def load_only(
     scheme: QuantizedMethod | None = None,
     **how: Any,
 ) -> Any:
-    """The model of a checkpoint."""
     config = family.check(read_fields(directory))
     return load_model(directory, family, config, CPU, dtype, scheme, **how)
 

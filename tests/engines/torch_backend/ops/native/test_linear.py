@@ -34,7 +34,6 @@ def make_numbers(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def make_linear(form: str, shape: tuple[int, int], *, bias: bool = True, seed: int = 0) -> Linear:
-    """As a loaded model holds it."""
     linear = Linear(shape[1], shape[0], bias=bias).requires_grad_(False)
     linear.weight.copy_(make_numbers(*shape, seed))
     if form in ("float32", "bfloat16", "float16"):
