@@ -24,7 +24,8 @@ from deploy.pack import pack
 from shared.gateway_client import Client
 from shared.packages.deployments import Spec
 from shared.packages.store import FileStore
-from tests.gateway.api.test_applications import DEPLOY, Deployments, run
+from tests.factories_gateway import make_settings, run_gateway_on_socket
+from tests.gateway.api.test_applications import DEPLOY, Deployments
 from tests.integration.fleet_process import ROOT, invoke_vlm
 from tests.waiting import wait_for
 from worker.node.serve import find_port
@@ -129,8 +130,11 @@ def cluster(tmp_path, capsys, redis_server, redis_prefix) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def gateway(redis_server, redis_prefix, tmp_path) -> AsyncIterator[Deployments]:
-    async with run(redis_server, redis_prefix, tmp_path) as gateway:
-        yield gateway
+    url = f"file://{tmp_path}/store"
+    groups = {"gateway": {"deploy_keys": ("may-deploy",)}, "deploy": {"store": url}}
+    settings = make_settings(redis_server, redis_prefix, **groups)
+    async with run_gateway_on_socket(settings, refresh=False) as running:
+        yield Deployments(running, url)
 
 
 async def route(gateway: Deployments, *weights: str) -> None:
