@@ -46,6 +46,8 @@ PROBATION_S = 600.0
 MIN_ANSWERS = 50
 MAX_MORE_FAILED = 0.05
 MAX_EVENTS = 50
+#: Phases before the start of an instance, which do not count toward `start_s`.
+_INSTALLS = ("", "fetch", "install")
 
 
 class Slot(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,7 +69,8 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str  #: of the version: the package and its environment
     spec: Spec
     since: float = 0.0
-    started_at: float = 0.0  #: when an installed instance was first started; 0: never
+    #: When an installed instance was first started; of a canary, last. 0: never.
+    started_at: float = 0.0
     #: Failed starts and failed instances since the last stable instance. Crashes that the requests of one tenant may
     #: have caused are counted in `num_crashes` instead.
     num_failed: int = 0
@@ -389,9 +392,10 @@ def _apply_report(app: App, slot: Slot, report: SlotReport, now: float) -> App:
         return app
     revision = app.revision(slot.digest)
     if report.state == "starting":
-        is_installed = report.phase not in ("fetch", "install")
-        if is_installed and revision is not None and not revision.started_at:
-            app = _change(app, replace(revision, started_at=now))
+        if revision is not None and report.phase not in _INSTALLS:
+            starts_again = revision.is_canary and slot.phase in _INSTALLS
+            if starts_again or not revision.started_at:
+                app = _change(app, replace(revision, started_at=now))
         return _put(app, replace(slot, phase=report.phase)) if report.phase != slot.phase else app
     if slot.state != "ready":
         app = _put(app, replace(slot, state="ready", since=now, phase=""))
@@ -474,8 +478,9 @@ def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:
         return Outcome("rolled_back", app.message or "its instances ended")
     since = candidate.started_at
     if candidate.is_canary:  # it was ready, and lost its instances
-        new = app.of(candidate.digest, "wanted", "starting")
-        since = max((slot.since for slot in new), default=now)
+        begins = [slot.since for slot in app.of(candidate.digest, "wanted")]
+        begins += [now if slot.phase in _INSTALLS else candidate.started_at for slot in starting]
+        since = max(begins, default=now)
     if not ready and candidate.started_at and now - since > spec.start_s:
         return Outcome("rolled_back", f"not ready within {spec.start_s:g} s")
     if candidate.is_canary:
