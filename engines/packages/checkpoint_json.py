@@ -24,7 +24,7 @@ def shown(value: Any) -> str:
     return _repr.repr(value)
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: Exception | str) -> str:
     """The start of an error's message, for messages."""
     return " ".join(str(error).split())[:300]
 

@@ -170,7 +170,7 @@ class _File:
             header = GgufHeader.from_file(str(file))
         except Exception as error:  # of any type, for a damaged file
             # without the path of the link in the cache
-            reason = one_line(error).replace(str(file), name)
+            reason = one_line(str(error).replace(str(file), name))
             raise UnsupportedCheckpoint(f"{name}: is not a readable GGUF file: {reason}") from None
         opened = cls(file, metadata, {info.name: info for info in header.tensors}, header)
         if metadata.get("split.count", 1) > 1:
