@@ -550,6 +550,7 @@ class Sessions(Resource):
             while (left_s := until - time.monotonic()) > 0 and not call.choices[0].is_finished:
                 for _, event in await call.receive(left_s):
                     if isinstance(event, KeyEnded):
+                        call.is_resumable = True  # the task goes on
                         raise from_failed(event)
         except Gone:
             pass
