@@ -101,7 +101,7 @@ class Sglang(Dialect):
         server = client.request("GET", "/server_info").raise_for_status().json()
         if not server.get("incremental_streaming_output"):
             raise ValueError("start SGLang with --incremental-streaming-output")
-        video = (server.get("mm_process_config") or {}).get("video", {})
+        video = (server.get("mm_process_config") or {}).get("video") or {}
         if wrong := {"fps", "nframes", "max_frames"} & video.keys():
             names = ", ".join(sorted(wrong))
             raise ValueError(f"start SGLang without {names} of videos in --mm-process-config")

@@ -219,6 +219,7 @@ class ResponseTool(FunctionField, frozen=True, kw_only=True):
     """A function; tools of other types are ignored."""
 
     type: str
+    name: str | None = ""  # type: ignore[assignment]  # null in tools of other types
 
 
 class ResponseNamedTool(EchoedStruct, frozen=True, kw_only=True):

@@ -330,7 +330,7 @@ class NodeAgent:
             model = version_name(app.name, digest)
             if any(each.card.name == model for each in others):  # as on Kubernetes
                 continue
-            # of a shard; requests in the others have failed
+            # If a shard is down, its requests wait for their deadlines; those of the other shards have failed.
             with contextlib.suppress(QueueUnavailable):
                 if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
                     logger.warning("%s: %d requests failed: no instance is left", model, num)
