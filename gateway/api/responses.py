@@ -510,7 +510,7 @@ def template_options(
 
 def _show_tool(tool: ResponseTool) -> ShownTool:
     schema = msgspec.Raw(b"null") if tool.parameters is UNSET else tool.parameters.copy()
-    return ShownTool(tool.name, tool.description, schema, tool.strict)
+    return ShownTool(tool.name or "", tool.description, schema, tool.strict)
 
 
 def _word_of(choice: ResponseToolChoice | None) -> ResponseToolChoice:
