@@ -52,7 +52,7 @@ inline Part multiply_words(PartWords a, Part b) { return (Part)_mm512_madd_epi16
 inline Part multiply_words(PartWords a, Part b) { return (Part)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 #endif
 #if defined(VLM_DOT_BYTES)
-constexpr float ADDED_TO_BYTES = 128;  // the first factor, int8 weights, must be unsigned
+constexpr float ADDED_TO_BYTES = 128;  // makes int8 weights unsigned, as the instruction needs them
 #else
 constexpr float ADDED_TO_BYTES = 0;
 #endif
@@ -199,9 +199,10 @@ inline PartFloats load_scale(const uint8_t* source, int kind, int64_t place) {
 template <int KIND, class X, int M>
 void multiply_tile(const uint8_t* block, const Activations& x, int64_t first_token, PartFloats (&y)[M][PARTS]) {
     const int64_t group = x.group, block_bytes = scale_bytes<KIND> + TILE * group / (KIND == INT8 ? 1 : 2);
-    const float added = KIND == INT8 && sizeof(X) == 1 ? ADDED_TO_BYTES : 0;
+    constexpr bool is_offset = KIND == INT8 && sizeof(X) == 1 && ADDED_TO_BYTES != 0;
     for (int m = 0; m < M; m++)
-        for (int part = 0; part < PARTS; part++) y[m][part] = PartFloats{} - added * x.total[first_token + m];
+        for (int part = 0; part < PARTS; part++)
+            y[m][part] = PartFloats{} - (is_offset ? ADDED_TO_BYTES * x.total[first_token + m] : 0.0f);
     for (int64_t g = 0; g < x.num_groups; g++, block += block_bytes) {
         const X* inputs[M];
         const int64_t place = g * x.num_tokens + first_token;
