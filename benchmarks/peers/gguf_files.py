@@ -133,7 +133,7 @@ def _write_tensors(
 
 
 def finish(writer: "gguf.GGUFWriter") -> None:
-    """Write what was added."""
+    """Write the file and close it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

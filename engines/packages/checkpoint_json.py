@@ -25,7 +25,7 @@ def shown(value: Any) -> str:
 
 
 def one_line(error: Exception | str) -> str:
-    """The start of an error's message, for messages."""
+    """An error's message on one line, at most 300 characters."""
     return " ".join(str(error).split())[:300]
 
 

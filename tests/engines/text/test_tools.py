@@ -285,7 +285,7 @@ def test_a_model_without_tools_is_told_in_text():
     ],
 )
 def test_templates_see_arguments_as_an_object_if_it_can_be_written(arguments, shown):
-    """Half of a surrogate pair is no text."""
+    """Half of a surrogate pair cannot be encoded as UTF-8."""
     call = ToolCall("c", "get_weather", arguments)
     assert to_shown(call)["function"] == {"name": "get_weather", "arguments": shown}
 
