@@ -130,6 +130,9 @@ def test_threads_are_timed_once_for_a_model_and_machine(
     steps = Steps({8: (1.0, 1.0), 4: (0.5, 0.6), 2: (1.5, 2.0)})
     monkeypatch.setattr(threads, "Trial", lambda runner: runner)
     kernels, waits = tmp_path / "kernels.so", iter([0, 10**12])
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "schedstat").write_text("5 0 2")  # a quiet machine
+    monkeypatch.setattr(threads, "OWN_THREADS", tmp_path)
     with monkeypatch.context() as busy:
         busy.setattr(threads, "_lines", lambda file: [f"5 {next(waits, 10**12)} 2"])
         assert steps.settle(kernels, 8)
