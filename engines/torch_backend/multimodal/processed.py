@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,10 @@ class ProcessedImage:
     slots_of: MediaKind = "image"
     slot_id: int | None = None
     num_frames: int = 0  #: of a video
-    #: Parts of one size, such as the frames of a video, whose features do not depend on each other.
-    num_steps: int = 1
+    #: Slots of each step: parts of one size, such as the frames of a video, whose features do not depend on each other.
+    step_slots: tuple[int, ...] = ()
+    step_dim: int = 0  #: of the pixels; other inputs have their steps in the first dimension
+    kept: Tensor | None = None  #: mask of the encoder's rows that have slots; None: the first rows
 
     @property
     def nbytes(self) -> int:
@@ -44,34 +47,44 @@ class ProcessedImage:
 
     def steps(self, start: int, stop: int) -> "ProcessedImage":
         """The steps from `start` to before `stop`."""
+
+        def part(x: Any, dim: int = 0) -> Any:
+            if not isinstance(x, Tensor) or x.shape[dim] % len(self.step_slots):
+                return x
+            size = x.shape[dim] // len(self.step_slots)
+            return x.narrow(dim, start * size, (stop - start) * size)
+
         inputs = {}
         for name, x in self.inputs.items():
             if name in _COUNT_STEPS:
                 inputs[name] = x.clone()
                 inputs[name].view(-1)[0] = stop - start
-            elif isinstance(x, Tensor) and len(x) % self.num_steps == 0:
-                size = len(x) // self.num_steps
-                inputs[name] = x[start * size : stop * size]
             else:
-                inputs[name] = x
-        num_slots = self.num_slots // self.num_steps * (stop - start)
-        return replace(self, inputs=inputs, num_slots=num_slots, num_steps=stop - start)
+                inputs[name] = part(x, self.step_dim if name.startswith("pixel_") else 0)
+        slots = self.step_slots[start:stop]
+        return replace(
+            self, inputs=inputs, num_slots=sum(slots), step_slots=slots, kept=part(self.kept)
+        )
+
+
+def equal_steps(num_slots: int, num_steps: int) -> tuple[int, ...]:
+    """The slots of each step, if all have as many; else none."""
+    return () if num_slots % num_steps else (num_slots // num_steps,) * num_steps
 
 
 def split(image: ImageInput) -> list[ImageInput]:
     """Chunks of about `CHUNK_SLOTS` slots of a processed image, so that the decoder can start after the first."""
     pixels: ProcessedImage = image.pixels
-    if pixels.num_slots % pixels.num_steps:
-        return [image]
-    per_step = pixels.num_slots // pixels.num_steps
-    size = max(1, CHUNK_SLOTS // per_step)
-    if size >= pixels.num_steps:
+    num_steps = len(pixels.step_slots)
+    size = max(1, CHUNK_SLOTS * num_steps // max(1, pixels.num_slots))
+    if size >= num_steps:
         return [image]
     chunks = []
     slots = np.concatenate([np.arange(start, stop) for start, stop in image.slot_runs])
-    for start in range(0, pixels.num_steps, size):
-        stop = min(start + size, pixels.num_steps)
-        own = slots[start * per_step : stop * per_step]
+    ends = [0, *accumulate(pixels.step_slots)]
+    for start in range(0, num_steps, size):
+        stop = min(start + size, num_steps)
+        own = slots[ends[start] : ends[stop]]
         first, last = int(own[0]), int(own[-1])
         runs = np.split(own - first, np.flatnonzero(np.diff(own) > 1) + 1)
         chunks.append(

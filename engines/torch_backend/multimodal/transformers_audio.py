@@ -14,7 +14,7 @@ from engines.base import InvalidImage, InvalidRequest, OpenAudio, UnsupportedChe
 from engines.packages.checkpoint_json import one_line
 from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import Item, MultimodalProcessor
-from engines.torch_backend.multimodal.processed import ProcessedImage
+from engines.torch_backend.multimodal.processed import ProcessedImage, equal_steps
 
 #: Models whose audio the tests compare with transformers'; others are refused.
 TAKES_AUDIO = frozenset(
@@ -106,8 +106,14 @@ class Audios:
         # without masks, all windows have as many slots
         num_steps = len(inputs["input_features"]) if inputs.keys() == {"input_features"} else 1
         return ProcessedImage(
-            inputs, text, num_slots, kind="audio", slots_of="audio", slot_id=self._slot_id, num_steps=num_steps
-        )  # fmt: skip
+            inputs,
+            text,
+            num_slots,
+            kind="audio",
+            slots_of="audio",
+            slot_id=self._slot_id,
+            step_slots=equal_steps(num_slots, num_steps),
+        )
 
     def _check(self, length_s: float) -> None:
         if length_s > self.max_s + _LENGTH_TOLERANCE_S:

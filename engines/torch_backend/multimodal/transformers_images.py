@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from threading import Lock
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -38,31 +38,38 @@ from engines.core.sequence import ImageInput, Positions, Prompt
 from engines.packages.checkpoint_json import one_line
 from engines.text.processor import Item, MultimodalProcessor
 from engines.torch_backend.multimodal.image_masks import INSTEAD, bidirectional_layers
-from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage
+from engines.torch_backend.multimodal.processed import TYPES, ProcessedImage, equal_steps
 from engines.torch_backend.multimodal.transformers_audio import find_audio, load_processor, unfit
 from shared.protocol import MediaKind
 
-#: Models whose videos the tests compare with transformers'; others are refused. Whether temporal steps are encoded
-#: independently, so that a long video is encoded in chunks.
+
+class _Steps(NamedTuple):
+    """The temporal steps of a model's videos, which are encoded independently: long videos in chunks."""
+
+    dim: int = 0  #: of the pixels
+    num_after: int = 0  #: features after those of the last step
+
+
+#: Models whose videos the tests compare with transformers'; others are refused.
 TAKES_VIDEO = {
-    "Exaone4_5_ForConditionalGeneration": True,
-    "Gemma4ForConditionalGeneration": True,
-    "Glm46VForConditionalGeneration": True,
-    "Glm4vForConditionalGeneration": True,
-    "Glm4vMoeForConditionalGeneration": True,
-    "InternVLForConditionalGeneration": True,
-    "LlavaNextVideoForConditionalGeneration": False,
-    "LlavaOnevisionForConditionalGeneration": False,
-    "MiniCPMV4_6ForConditionalGeneration": False,
-    "Qwen2VLForConditionalGeneration": True,
-    "Qwen2_5OmniThinkerForConditionalGeneration": True,
-    "Qwen2_5_VLForConditionalGeneration": True,
-    "Qwen3VLForConditionalGeneration": True,
-    "Qwen3VLMoeForConditionalGeneration": True,
-    "Qwen3_5ForConditionalGeneration": True,
-    "Qwen3_5MoeForConditionalGeneration": True,
-    "SmolVLMForConditionalGeneration": False,
-    "VideoLlama3ForConditionalGeneration": False,
+    "Exaone4_5_ForConditionalGeneration": _Steps(),
+    "Gemma4ForConditionalGeneration": _Steps(),
+    "Glm46VForConditionalGeneration": _Steps(),
+    "Glm4vForConditionalGeneration": _Steps(),
+    "Glm4vMoeForConditionalGeneration": _Steps(),
+    "InternVLForConditionalGeneration": _Steps(),
+    "LlavaNextVideoForConditionalGeneration": _Steps(1),
+    "LlavaOnevisionForConditionalGeneration": _Steps(1, num_after=1),
+    "MiniCPMV4_6ForConditionalGeneration": _Steps(3),
+    "Qwen2VLForConditionalGeneration": _Steps(),
+    "Qwen2_5OmniThinkerForConditionalGeneration": _Steps(),
+    "Qwen2_5_VLForConditionalGeneration": _Steps(),
+    "Qwen3VLForConditionalGeneration": _Steps(),
+    "Qwen3VLMoeForConditionalGeneration": _Steps(),
+    "Qwen3_5ForConditionalGeneration": _Steps(),
+    "Qwen3_5MoeForConditionalGeneration": _Steps(),
+    "SmolVLMForConditionalGeneration": _Steps(1),
+    "VideoLlama3ForConditionalGeneration": _Steps(),
 }
 #: Outputs of the image encoder that a model's source reads, and that the engine retains.
 _READ = re.compile(r"""mm_encoder_outputs(?:\["image"\]|\.get\("image"\))\.(\w+)""")
@@ -263,8 +270,8 @@ class TransformersImages(MultimodalProcessor):
             slots = {"video": (tokenizer.convert_ids_to_tokens(own), own), **slots}
         if getattr(processor.video_processor, "cap_pixels_per_frame", 0) is None:
             options["cap_pixels_per_frame"] = False  # its default will change
-        is_split = TAKES_VIDEO[model_class.__name__]
-        return _Videos(processor, options, placeholder, slots, self._hooks, is_split)
+        steps = TAKES_VIDEO[model_class.__name__]
+        return _Videos(processor, options, placeholder, slots, self._hooks, steps)
 
     def process_video(self, video: OpenVideo) -> ProcessedImage:
         return super().process_video(video) if self._videos is None else self._videos.process(video)
@@ -394,7 +401,7 @@ class _Videos:
     #: Texts and ids of slot tokens that a video may have.
     _slots: Mapping[MediaKind, tuple[str, int]]
     _hooks: PositionHooks
-    _is_split: bool  #: as in `TAKES_VIDEO`
+    _steps: _Steps
 
     def process(self, video: OpenVideo) -> ProcessedImage:
         info = video.info
@@ -431,19 +438,28 @@ class _Videos:
             if name in wanted
         }
         slot, slot_id = self._slots[found]
-        num_steps = 1
-        if self._is_split:
-            grid = inputs.get("video_grid_thw")
-            num_steps = len(indices) if grid is None else int(grid[0, 0])
+        num_slots = text.count(slot)
+        grid = inputs.get("video_grid_thw")
+        num_frames = len(indices)
+        num_steps = num_frames if grid is None else int(grid[0, 0])
+        if int(made.get("num_frames_per_video", [num_frames])[0]) != num_frames:
+            num_steps = 1  # some frames are joined
+        kept = made.get("video_compression_mask")
+        if kept is not None:
+            steps = tuple(kept.view(num_steps, -1).sum(1).tolist())
+        elif steps := equal_steps(num_slots - self._steps.num_after, num_steps):
+            steps = (*steps[:-1], steps[-1] + self._steps.num_after)
         return ProcessedImage(
             inputs,
             text,
-            text.count(slot),
+            num_slots,
             kind="video",
             slots_of=found,
             slot_id=slot_id,
-            num_frames=len(indices),
-            num_steps=num_steps,
+            num_frames=num_frames,
+            step_slots=steps,
+            step_dim=self._steps.dim,
+            kept=kept,
         )
 
     def _choose(self, video: OpenVideo) -> list[int]:

@@ -378,6 +378,7 @@ class GenericModel(FamilyModel):
         encoded = encode(**inputs, return_dict=True)
         form = self._forms[pixels.slots_of] = ImageForm.of(encoded)
         rows = form.rows(encoded)
+        rows = rows[: pixels.num_slots] if pixels.kept is None else rows[pixels.kept.to(device)]
         if not pixels.indicators:
             return rows
         table: Tensor = encoded.visual_indicator_features
