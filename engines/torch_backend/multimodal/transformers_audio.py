@@ -103,8 +103,6 @@ class Audios:
         # Gemma 3n has the same number of slots for audio of any length
         if num_slots == 0 or any(x.numel() == 0 for x in inputs.values()):
             raise InvalidImage("The audio is too short: it results in no tokens.")
-        # without masks, all windows have as many slots
-        num_steps = len(inputs["input_features"]) if inputs.keys() == {"input_features"} else 1
         return ProcessedImage(
             inputs,
             text,
@@ -112,8 +110,18 @@ class Audios:
             kind="audio",
             slots_of="audio",
             slot_id=self._slot_id,
-            step_slots=equal_steps(num_slots, num_steps),
+            step_slots=self._slots_of_windows(inputs, num_slots),
         )
+
+    def _slots_of_windows(self, inputs: dict[str, Tensor], num_slots: int) -> tuple[int, ...]:
+        """The slots of each window; none if windows are not encoded independently."""
+        if inputs.keys() == {"input_features"}:  # without masks, all have as many
+            return equal_steps(num_slots, len(inputs["input_features"]))
+        count = getattr(self._processor, "_get_audio_token_length", None)
+        if count is None or inputs.keys() != {"input_features", "input_features_mask"}:
+            return ()
+        slots = tuple(count(inputs["input_features_mask"].sum(-1)).tolist())
+        return slots if all(slots) and sum(slots) == num_slots else ()
 
     def _check(self, length_s: float) -> None:
         if length_s > self.max_s + _LENGTH_TOLERANCE_S:
