@@ -5,6 +5,7 @@ import os
 import signal
 import warnings
 from contextlib import suppress
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from search.lance import LanceIndexes
 from search.postgres import open_postgres
 from tests.search.postgres_server import postgres
 
-KINDS = ("lance", "postgres")
+KINDS = ("lance", "postgres") if find_spec("pgserver") else ("lance",)
 DIMENSIONS = 4
 
 

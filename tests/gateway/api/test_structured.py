@@ -120,7 +120,8 @@ def test_what_cannot_be_meant_is_refused():
     for fields, param in BAD:
         with pytest.raises(InvalidRequest) as caught:
             grammar_of(fields)
-        assert caught.value.param == param
+        # Python 3.13 decodes deeper JSON, whose schemas are refused by their place
+        assert caught.value.param.partition("/")[0] == param
 
 
 KINDS = {"type": "object", "properties": {"kind": {"type": "string"}}, "required": ["kind"]}
