@@ -11,7 +11,7 @@ from typing import IO, Any
 import av
 
 from engines.base import AudioInfo, InvalidImage
-from engines.video_decoder import OPTIONS, decode_stream, open_container, read_packets
+from engines.video_decoder import OPTIONS, check_length, decode_stream, open_container, read_packets
 
 #: FFmpeg's name of a container by media type. It is not probed.
 CONTAINERS = {
@@ -89,8 +89,7 @@ class AudioFile:
         if start is not None and end is not None:
             num_ticks = max(num_ticks, end - start)
         length_s = num_ticks * float(self._stream.time_base or 0)
-        if length_s > self._max_s:
-            raise self._too_long(length_s)
+        check_length("audio", length_s, self._max_s)
         return length_s
 
     def _find_segments(self, length_s: float, longest_s: float) -> tuple[float, ...]:
@@ -101,8 +100,7 @@ class AudioFile:
         for at_s, piece in self._pieces(_LOUDNESS_RATE, 0.0):
             samples = memoryview(piece).cast("f")
             end_s = max(end_s, at_s + len(samples) / _LOUDNESS_RATE)
-            if end_s > self._max_s:
-                raise self._too_long(end_s)
+            check_length("audio", end_s, self._max_s)
             first = max(0, int(at_s * _STEPS_PER_S))
             for step, start in enumerate(range(0, len(samples), _STEP_SAMPLES), first):
                 loudness += [0.0] * (step + 1 - len(loudness))
@@ -135,7 +133,7 @@ class AudioFile:
                 kept = kept[: 4 * left]
             left -= len(kept) // 4
             if left < 0:
-                raise self._too_long(self._max_s + 1)
+                check_length("audio", self._max_s + 1, self._max_s)
             is_empty = is_empty and not kept
             yield kept
         if is_empty:
@@ -160,6 +158,3 @@ class AudioFile:
             for piece in pieces:
                 yield at_s, bytes(piece.planes[0])[: 4 * piece.samples]
                 at_s += piece.samples / rate
-
-    def _too_long(self, length_s: float) -> InvalidImage:
-        return InvalidImage(f"The audio is {length_s:.0f} s long: send at most {self._max_s:g} s.")

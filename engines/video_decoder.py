@@ -68,11 +68,10 @@ class VideoFile:
         self._base = float(self._stream.time_base or 0) or 1e-6
         self._keys: list[int] = []
         pts, length_s = self._scan()
-        if length_s > max_s:
-            raise InvalidImage(f"The video is {length_s:.0f} s long: send at most {max_s:g} s.")
+        check_length("video", length_s, max_s)
         if start_s and start_s >= length_s:
             raise InvalidImage("The video ends before start_s.", "start_s")
-        self._pts = self._cut(pts, start_s, end_s)
+        self._pts = self._cut(pts, start_s, min(end_s, length_s))
         begin_s = (self._pts[0] - pts[0]) * self._base
         self.info = self._describe(min(end_s or length_s, length_s) - begin_s)
 
@@ -115,7 +114,7 @@ class VideoFile:
     def _cut(self, pts: list[int], start_s: float, end_s: float) -> list[int]:
         first = pts[0] + round(start_s / self._base)
         last = pts[0] + round(end_s / self._base) if end_s else pts[-1] + 1
-        kept = [each for each in pts if each < last]
+        kept = [each for each in pts if each < last] or pts[:1]
         # the frame that is shown at the start
         return kept[max(0, bisect_right(kept, first) - 1) :]
 
@@ -124,7 +123,9 @@ class VideoFile:
         if frame is None:
             raise InvalidImage("No frame of the video can be decoded.")
         self._limits.check(frame.width, frame.height)
-        self._rotation = int(frame.rotation or 0) % 360
+        # Encoders round the matrix; one of zeros means none.
+        turns = round(frame.rotation / 90) if abs(frame.rotation) <= 360 else 0
+        self._rotation = 90 * turns % 360
         width, height = frame.width, frame.height
         if self._rotation % 180:
             width, height = height, width
@@ -227,10 +228,16 @@ def decode_stream(container: Any, stream: Any, damaged: str) -> Iterator[Any]:
         yield from decoded
 
 
+def check_length(kind: str, length_s: float, max_s: float, param: str | None = None) -> None:
+    """Raises: InvalidImage."""
+    if length_s > max_s:
+        raise InvalidImage(f"The {kind} is {length_s:.6g} s long: send at most {max_s:g} s.", param)
+
+
 class FrameFile:
     """A video of JPEG frames, as `VideoFile`. `info.fps` is their rate."""
 
-    def __init__(self, data: bytes, limits: FrameLimits, fps: float) -> None:
+    def __init__(self, data: bytes, limits: FrameLimits, max_s: float, fps: float) -> None:
         """Raises: InvalidImage."""
         try:
             self._frames = msgspec.msgpack.decode(data, type=list[bytes])
@@ -238,13 +245,13 @@ class FrameFile:
             raise InvalidImage(DAMAGED) from None
         if not self._frames:
             raise InvalidImage("The video has no frames.")
+        length_s = len(self._frames) / fps
+        check_length("video", length_s, max_s, "fps")
         self._limits = limits
         self._fps = fps
         self._size = decode_image(self._frames[0]).size
         limits.check(*self._size)
-        self.info = VideoInfo(
-            *self._size, len(self._frames), len(self._frames) / fps, is_sampled=True
-        )
+        self.info = VideoInfo(*self._size, len(self._frames), length_s, is_sampled=True)
 
     def frames(self, times: Sequence[float]) -> Iterator[Image.Image]:
         size = self._limits.scale(*self._size, len(times))
@@ -267,7 +274,7 @@ def open_video(
 ) -> VideoFile | FrameFile:
     """Open a file or frames, by media type. Raises: InvalidImage."""
     if media_type == FRAMES_TYPE:
-        return FrameFile(file.read(), limits, fps)
+        return FrameFile(file.read(), limits, max_s, fps)
     if media_type not in CONTAINERS:
         raise InvalidImage(f"The video is of another type; {CONTAINER_NAMES} are understood.")
     return VideoFile(file, media_type, limits, max_s, start_s, end_s)

@@ -1,8 +1,10 @@
 """Small video files, made by PyAV."""
 
 import io
+import math
 import struct
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -34,7 +36,7 @@ def make_clip(
     form: str = "mp4",
     num_frames: int = 50,
     *,
-    fps: int = 25,
+    fps: Fraction | int = 25,
     size: tuple[int, int] = SIZE,
     times: Callable[[int], int] = int,
     gop: int = 12,
@@ -75,12 +77,12 @@ def _boxes(data: bytes, name: bytes) -> Iterator[int]:
         place = data.find(name, place + 4)
 
 
-def rotated(data: bytes) -> bytes:
-    """The same MP4 file, to be shown turned by 90 degrees clockwise."""
+def rotated(data: bytes, degrees: float = 90, unit: int = 1 << 16) -> bytes:
+    """The same MP4 file, to be shown turned clockwise."""
     out = bytearray(data)
     for place in _boxes(data, b"tkhd"):
-        matrix = (0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30)
-        out[place + 40 : place + 76] = struct.pack(">9i", *matrix)
+        cos, sin = (int(unit * f(math.radians(degrees))) for f in (math.cos, math.sin))
+        out[place + 40 : place + 76] = struct.pack(">9i", cos, sin, 0, -sin, cos, 0, 0, 0, 1 << 30)
     return bytes(out)
 
 
@@ -103,17 +105,18 @@ def spoilt(data: bytes) -> bytes:
 
 
 def with_cover() -> bytes:
-    """An MP3-like file: sound, and a picture as its cover."""
+    """An MP4 file of sound, and a picture as its cover."""
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("aac", rate=48000)
-        for _ in range(5):
-            frame = av.AudioFrame(format="fltp", layout="mono", samples=1024)
-            frame.rate = 48000
-            for plane in frame.planes:
-                plane.update(bytes(plane.buffer_size))
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+        stream, cover = container.add_stream("aac", rate=48000), container.add_stream("mjpeg")
+        cover.width, cover.height, cover.pix_fmt = *SIZE, "yuvj420p"
+        cover.disposition = av.stream.Disposition.attached_pic
+        frame = av.AudioFrame(format="fltp", layout="mono", samples=1024)
+        frame.rate = 48000
+        frame.planes[0].update(bytes(frame.planes[0].buffer_size))
+        container.mux(stream.encode(frame))
+        container.mux(cover.encode(av.VideoFrame.from_image(picture(0))))
+        container.mux([*stream.encode(None), *cover.encode(None)])
     return file.getvalue()
 
 

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from tempfile import TemporaryFile
 from weakref import WeakKeyDictionary
 
+import msgspec
 from PIL import Image
 
 from engines.base import InvalidImage
@@ -56,7 +57,7 @@ class Child(ChildProcess):
         try:
             self.wait_until_ready()
             yield
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, msgspec.MsgspecError) as error:
             self.is_lost = True
             logger.warning("a decoder process failed on a file: %s", type(error).__name__)
             is_late = isinstance(error, TimeoutError) or self._was_stopped()

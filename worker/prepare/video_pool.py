@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import UnsupportedOperation
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 from PIL import Image
@@ -94,8 +94,7 @@ class VideoPool(ChildPool):
         )
         with self.borrow() as child:
             with child.talking(CANNOT_DECODE, TOO_LONG):
-                answer, until = self._ask(child, head, file)
-            info = msgspec.json.decode(answer, type=VideoInfo)
+                info, until = self._ask(child, head, file, VideoInfo)
             video = DecodedVideo(child, info, options, self._limits.max_video_frames, limits, until)
             try:
                 yield video
@@ -122,8 +121,7 @@ class VideoPool(ChildPool):
         )
         with self.borrow() as child:
             with child.talking(CANNOT_DECODE_AUDIO, AUDIO_TOO_LONG):
-                answer, until = self._ask(child, head, file)
-            info = msgspec.json.decode(answer, type=AudioInfo)
+                info, until = self._ask(child, head, file, AudioInfo)
             audio = DecodedAudio(child, info, limits.max_audio_s, until)
             try:
                 yield audio
@@ -132,15 +130,15 @@ class VideoPool(ChildPool):
                     audio.samples(0)
 
     def _ask(
-        self, child: Child, head: Head | AudioHead, file: IO[bytes]
-    ) -> tuple[bytearray, float]:
-        """Send a file. Returns: its info, and the time limit of decoding. Raises: InvalidImage; EOFError, OSError."""
+        self, child: Child, head: Head | AudioHead, file: IO[bytes], kind: type[Any]
+    ) -> tuple[Any, float]:
+        """Send a file. Returns: its info, and the time limit of decoding. Raises: InvalidImage; as `_receive`."""
         until = time.monotonic() + self.timeout_s
         child.socket.settimeout(self.timeout_s)
         send_message(child.socket, msgspec.json.encode(head))
         with _on_disk(file) as stored:
             socket.send_fds(child.socket, [b"="], [stored.fileno()])
-        return _receive(child, until, _MAX_JSON_BYTES), until
+        return msgspec.json.decode(_receive(child, until, _MAX_JSON_BYTES), type=kind), until
 
 
 @dataclass(eq=False)

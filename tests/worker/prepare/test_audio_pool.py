@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import pairwise
 
 import numpy as np
@@ -25,9 +25,8 @@ BAD = [name for name, (_, _, problem) in SOUNDS.items() if problem]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[VideoPool]:
-    pool = VideoPool(1, LimitSettings())
-    yield pool
-    pool.close()
+    with closing(VideoPool(1, LimitSettings())) as pool:
+        yield pool
 
 
 def decode(pool: VideoPool, data: bytes, media_type: str) -> tuple[AudioInfo, np.ndarray]:
@@ -66,13 +65,10 @@ def test_bad_audio_is_refused_in_a_sentence_and_the_next_file_is_decoded(
 
 def test_audio_longer_than_its_header_says_is_refused_by_its_samples():
     """Its packets have no timestamps, so the limit is enforced on the decoded samples."""
-    small = VideoPool(1, make_group(LimitSettings, max_audio_s=1.0))
-    try:
+    with closing(VideoPool(1, make_group(LimitSettings, max_audio_s=1.0))) as small:
         with pytest.raises(InvalidImage, match="send at most 1 s"):
             named(small, "aac")
         assert len(decode(small, make_audio(seconds=0.5), "audio/wav")[1]) == RATE // 2
-    finally:
-        small.close()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from engines.child_process import can_filter
 from shared.protocol import FRAMES_TYPE, ImageRef, VideoOptions
 from shared.settings.limits import MIB, LimitSettings
 from tests.factories_settings import make_group
-from tests.factories_video import CLIPS, clip, make_clip, number_of, slower_later
+from tests.factories_video import CLIPS, clip, make_clip, number_of, rotated, slower_later
 from tests.fuzzing import num_examples, takes_its_time
 from worker.prepare.video_pool import VideoPool
 
@@ -27,9 +29,8 @@ BAD = [name for name, (_, _, problem) in CLIPS.items() if problem]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[VideoPool]:
-    pool = VideoPool(1, LimitSettings())
-    yield pool
-    pool.close()
+    with closing(VideoPool(1, LimitSettings())) as pool:
+        yield pool
 
 
 def decode(
@@ -90,17 +91,22 @@ def test_a_variable_rate_is_made_even(pool: VideoPool):
 
 
 def test_a_rotated_video_is_turned(pool: VideoPool):
-    info, [first, *_] = named(pool, "rotated")
-    assert (info.width, info.height) == first.size == (48, 64)
-    bright = [first.getpixel(place)[0] > 200 for place in ((44, 4), (4, 4), (4, 60))]  # type: ignore[index]
-    assert bright == [True, False, False]
+    for degrees, corner in ((0, 0), (89.99, 1), (180, 2), (270, 3)):
+        info, [first, *_] = decode(pool, rotated(clip("mp4"), degrees))
+        assert (info.width, info.height) == first.size == ((48, 64) if corner % 2 else (64, 48))
+        right, bottom = first.width - 4, first.height - 4
+        places = ((4, 4), (right, 4), (right, bottom), (4, bottom))
+        bright = [first.getpixel(place)[0] > 200 for place in places]  # type: ignore[index]
+        assert (bright.count(True), bright.index(True)) == (1, corner)
+    assert decode(pool, rotated(clip("mp4"), unit=0))[1][0].size == (64, 48)
 
 
 def test_a_part_of_a_video(pool: VideoPool):
     info, frames = named(pool, "mp4", start_s=0.8, end_s=1.2)
     assert (info.num_frames, info.length_s) == (10, pytest.approx(0.4))
     assert [number_of(frame) for frame in frames] == pytest.approx(range(20, 30), abs=1.5)
-    assert named(pool, "mp4", start_s=1.98)[0].num_frames == 1  # the last one
+    for part, count in (({"start_s": 1.98}, 1), ({"end_s": 1e-9}, 1), ({"end_s": 1e308}, 50)):
+        assert named(pool, "mp4", **part)[0].num_frames == count
     with pytest.raises(InvalidImage, match="ends before start_s"):
         named(pool, "mp4", start_s=2.0)
 
@@ -122,13 +128,11 @@ def test_a_bad_video_is_refused_in_a_sentence_and_the_next_one_is_decoded(
 
 def test_a_video_that_takes_too_long_ends_only_itself():
     bomb = make_clip("mpeg4", size=(1920, 1080), num_frames=350, gop=9999, is_still=True)
-    hurried = VideoPool(1, make_group(LimitSettings, max_video_cpu_s=0.15, max_video_frames=9999))
-    try:
+    limits = make_group(LimitSettings, max_video_cpu_s=0.15, max_video_frames=9999)
+    with closing(VideoPool(1, limits)) as hurried:
         with pytest.raises(InvalidImage, match="takes too long"):
             decode(hurried, bomb)
         assert named(hurried, "mp4")[0].num_frames == 50
-    finally:
-        hurried.close()
 
 
 def test_a_video_of_jpeg_frames(pool: VideoPool):
@@ -136,34 +140,29 @@ def test_a_video_of_jpeg_frames(pool: VideoPool):
     info, found = decode(pool, msgspec.msgpack.encode(frames), FRAMES_TYPE, fps=2.0)
     assert (info.num_frames, info.length_s, info.is_sampled) == (3, 1.5, True)
     assert [max(range(3), key=image.getpixel((0, 0)).__getitem__) for image in found] == [0, 1, 2]  # type: ignore[union-attr]
+    with pytest.raises(InvalidImage, match="send at most 3600 s") as refused:
+        decode(pool, msgspec.msgpack.encode(frames), FRAMES_TYPE, fps=1e-320)
+    assert (refused.value.param, named(pool, "mp4")[0].num_frames) == ("fps", 50)
 
 
 def test_frames_above_the_limit_are_refused_wherever_they_are():
     """By the header before decoding, and by each frame: its size may change within a stream."""
-    small = VideoPool(1, make_group(LimitSettings, max_image_pixels=64 * 48))
     larger = make_clip(form="mpegts", size=(80, 48))
     frames = msgspec.msgpack.encode([jpeg("red", (80, 48))])
     files = {"video/mp2t": larger, "video/mp4": make_clip(size=(80, 48)), FRAMES_TYPE: frames}
-    try:
-        for media_type, data in files.items():
+    later = make_clip(form="mpegts", size=(80, 48), times=lambda number: 50 + number)
+    with closing(VideoPool(1, make_group(LimitSettings, max_image_pixels=64 * 48))) as small:
+        for media_type, data in (*files.items(), ("video/mp2t", clip("mpegts") + later)):
             with pytest.raises(InvalidImage, match="of 80 x 48 are too large: send at most 3072"):
                 decode(small, data, media_type)
-        later = make_clip(form="mpegts", size=(80, 48), times=lambda number: 50 + number)
-        with pytest.raises(InvalidImage, match="of 80 x 48 are too large"):
-            decode(small, clip("mpegts") + later, "video/mp2t")
         assert named(small, "mp4")[0].num_frames == 50
-    finally:
-        small.close()
 
 
 def test_many_large_frames_are_scaled_down_to_a_sum():
     size, count, most = (640, 360), 36, 2_000_000
     data = make_clip(num_frames=count, size=size, is_still=True)
-    small = VideoPool(1, make_group(LimitSettings, max_video_pixels=most))
-    try:
+    with closing(VideoPool(1, make_group(LimitSettings, max_video_pixels=most))) as small:
         info, frames = decode(small, data)
-    finally:
-        small.close()
     assert (info.width, info.height, len(frames)) == (*size, count)
     assert 0.99 * most <= sum(frame.width * frame.height for frame in frames) <= most
 
@@ -193,8 +192,11 @@ def test_a_video_of_changed_bytes_is_refused_or_decoded(pool: VideoPool, name: s
 
 
 @settings(max_examples=num_examples(25))
-@given(fps=st.sampled_from([1, 12, 15, 24, 25, 30, 48, 50, 60, 120]), num_frames=st.integers(1, 40))
-def test_no_frame_is_seen_twice_or_left_out(pool: VideoPool, fps: int, num_frames: int):
+@given(
+    fps=st.sampled_from([1, 12, 15, 24, 25, Fraction(30_000, 1001), 30, 48, 50, 60, 120]),
+    num_frames=st.integers(1, 40),
+)
+def test_no_frame_is_seen_twice_or_left_out(pool: VideoPool, fps: Fraction | int, num_frames: int):
     for form, media_type in (("mp4", "video/mp4"), ("mpegts", "video/mp2t")):
         data = make_clip(form=form, num_frames=num_frames, fps=fps)
         _, frames = decode(pool, data, media_type)
