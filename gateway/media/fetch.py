@@ -1,4 +1,4 @@
-"""Fetch an image or video from an http(s) URL without giving access to the operator's network.
+"""Fetch a file from an http(s) URL without giving access to the operator's network.
 
 Off until the operator names hosts, or `any-public`. A URL is parsed once, and its name is resolved once. All of its
 addresses must be global, and the connection goes to one of them. URL, Host header, TLS name and the pool's key keep the
@@ -162,7 +162,7 @@ class ImageFetcher:
         target = (url.path or "/") + (f"?{url.query}" if url.query else "")
         headers = [
             ("Host", url.netloc),
-            ("Accept", "image/*, video/*"),
+            ("Accept", "image/*, video/*, audio/*"),
             ("Accept-Encoding", "identity"),
         ]
         where = httpcore.URL(scheme=url.scheme, host=host, port=port, target=target)
