@@ -5,9 +5,14 @@ import io
 import random
 import struct
 import zlib
+from contextlib import closing
 from typing import Any
 
 from PIL import Image, ImageDraw
+
+from gateway.media.loader import ImageLoader, ImageSource, LoadedImage
+from shared.settings.limits import LimitSettings
+from tests.factories_settings import make_group
 
 
 def make_image(seed: int = 0, size: tuple[int, int] = (64, 48), mode: str = "RGB") -> Image.Image:
@@ -58,5 +63,10 @@ def png_chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + crc
 
 
-def ignore(num_bytes: int) -> None:
-    """Reserves nothing: an `ImageLoader`'s `reserve` where memory is not the subject."""
+async def load(
+    *sources: ImageSource, fetcher: Any = None, uses_disk: bool = False, **limits: Any
+) -> list[LoadedImage]:
+    """Load images in a gateway that has room for them."""
+    own = make_group(LimitSettings, **limits)
+    with closing(ImageLoader(own, fetcher, uses_disk=uses_disk)) as loader:
+        return await loader.load_all(sources, lambda _: None)

@@ -232,22 +232,19 @@ def _fields(body: bytes, content_type: bytes) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for part in read_form(body, content_type):
         name = part.name.removesuffix("[]")
+        is_file, shown = name == "file", name[:MAX_NAME_CHARS]
         try:
-            text = "" if name == "file" else part.data.decode()
+            text = (b64encode(part.data) if is_file else part.data).decode()
         except UnicodeDecodeError:
-            raise invalid(name[:MAX_NAME_CHARS], "send text in UTF-8") from None
+            raise invalid(shown, "send text in UTF-8") from None
+        value = f"data:audio/wav;base64,{text}" if is_file else text
         earlier = fields.get(name, [])
         if part.name != name and isinstance(earlier, list):
-            fields[name] = [*earlier, text]
-            continue
-        if name in fields:
-            raise InvalidRequest(
-                f"Send one {name[:MAX_NAME_CHARS]}.", param=name, code="invalid_form"
-            )
-        if name == "file":
-            fields[name] = f"data:audio/wav;base64,{b64encode(part.data).decode()}"
+            fields[name] = [*earlier, value]
+        elif name in fields:
+            raise InvalidRequest(f"Send one {shown}.", param=shown, code="invalid_form")
         else:
-            fields[name] = _plain_value(text) if name in _NUMBERS else text
+            fields[name] = _plain_value(text) if name in _NUMBERS else value
     return fields
 
 

@@ -157,7 +157,7 @@ WORKER_METRICS = (
     Metric("vlm_result_cache_hits_total", "counter", "Inputs found in the result cache, or being computed for another request."),
     Metric("vlm_result_cache_bytes", "gauge", "Bytes of cached vectors and scores."),
     Metric("vlm_media_seconds_total", "counter", "Seconds of the videos and audio that were decoded."),
-    Metric("vlm_media_decode_seconds_total", "counter", "Time for decoding and resizing videos and audio."),
+    Metric("vlm_media_decode_seconds_total", "counter", "CPU time for decoding videos and audio."),
     Metric("vlm_media_refusals_total", "counter",
            "Refused videos and audio by reason: `file`, `time` (to decode), or the name of an option.", ("reason",)),
     Metric("vlm_preemptions_total", "counter", "Sequences that were preempted: their KV blocks were freed."),

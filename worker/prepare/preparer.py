@@ -73,7 +73,7 @@ class MediaCounts:
     """Counts of decoded videos and audio. Units: seconds."""
 
     length_s: float = 0.0
-    decode_s: float = 0.0  #: time until they were prepared
+    decode_s: float = 0.0  #: CPU time of the decoders
     refusals: Counter[str] = field(default_factory=Counter)  #: by "time", "file" or an option
 
 
@@ -205,16 +205,15 @@ class Preprocessor:
         self, key: str, image: ImageRef, tenant: str
     ) -> tuple[PreparedImage, int]:
         """Decode a video or audio. A video's hash covers its file and its frames, not how they were chosen."""
-        file, videos, engine = await self._media_file(image, tenant), self.videos, self._engine
-        assert videos is not None
+        file, engine = await self._media_file(image, tenant), self._engine
 
         def work() -> tuple[PreparedImage, int]:
             name, counts = key, None
             if image.kind == "audio":
-                with file, self._counting(AUDIO_TOO_LONG), videos.open_audio(file, image) as media:
+                with file, self._counting() as videos, videos.open_audio(file, image) as media:
                     content = engine.prepare_audio(media)
             else:
-                with file, self._counting(TOO_LONG), videos.open(file, image) as media:
+                with file, self._counting() as videos, videos.open(file, image) as media:
                     content = engine.prepare_video(media)
                 start_s = media.options.start_s  # `indices` are relative to it
                 frames = f"{image.sha256} {start_s} {media.info} {media.indices} {media.size}"
@@ -247,12 +246,7 @@ class Preprocessor:
         longest_s = min(MAX_SEGMENT_S, self._capabilities.max_audio_s)
 
         def find(file: IO[bytes]) -> tuple[float, ...]:
-            assert self.videos is not None
-            with (
-                file,
-                self._counting(AUDIO_TOO_LONG),
-                self.videos.open_audio(file, image, longest_s) as audio,
-            ):
+            with file, self._counting() as pool, pool.open_audio(file, image, longest_s) as audio:
                 return audio.info.segment_ends
 
         try:
@@ -262,17 +256,17 @@ class Preprocessor:
             raise ImageRefused(0, error) from error
 
     @contextmanager
-    def _counting(self, too_long: str) -> Iterator[None]:
-        """Count the time and refusals of the block."""
-        started = time.perf_counter()
+    def _counting(self) -> Iterator[VideoPool]:
+        """The decoders; counts their CPU time, and the refusals of the block."""
+        assert self.videos is not None
         try:
-            yield
+            yield self.videos
         except InvalidImage as error:
-            reason = "time" if str(error) == too_long else "file"
+            reason = "time" if str(error) in (TOO_LONG, AUDIO_TOO_LONG) else "file"
             self.media.refusals[error.param or reason] += 1
             raise
         finally:
-            self.media.decode_s += time.perf_counter() - started
+            self.media.decode_s = self.videos.cpu_s
 
     async def _fetch(
         self, ref: BlobRef, what: str, read: Callable[[BlobRef], Awaitable[Result | None]]

@@ -4,13 +4,15 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from io import UnsupportedOperation
+from io import BytesIO
+from shutil import copyfileobj
 from tempfile import TemporaryFile
 from typing import IO, Any
 
 import msgspec
+import psutil
 from PIL import Image
 
 from engines.base import AudioInfo, FrameLimits, InvalidImage, OpenAudio, OpenVideo, VideoInfo
@@ -64,6 +66,7 @@ class VideoPool(ChildPool):
 
     module = "worker.prepare.video_child"  # it imports PyAV, which this process does not
     max_files = 50
+    cpu_s = 0.0  #: CPU time of the children for their files
 
     def __init__(self, num_processes: int, limits: LimitSettings) -> None:
         super().__init__(
@@ -73,6 +76,19 @@ class VideoPool(ChildPool):
         )
         self._limits = limits
         self.num_processes = num_processes
+
+    @contextmanager
+    def borrow(self) -> Iterator[Child]:
+        with super().borrow() as child:
+            process = psutil.Process(child.process.pid)
+            before_s = sum(process.cpu_times()[:2])
+            try:
+                yield child
+            finally:
+                try:
+                    self.cpu_s += sum(process.cpu_times()[:2]) - before_s
+                except psutil.NoSuchProcess:  # it was stopped
+                    self.cpu_s += self._max_cpu_s
 
     @contextmanager
     def open(self, file: IO[bytes], ref: ImageRef) -> Iterator["DecodedVideo"]:
@@ -136,7 +152,12 @@ class VideoPool(ChildPool):
         until = time.monotonic() + self.timeout_s
         child.socket.settimeout(self.timeout_s)
         send_message(child.socket, msgspec.json.encode(head))
-        with _on_disk(file) as stored:
+        file.seek(0)
+        is_on_disk = not isinstance(file, BytesIO)
+        with nullcontext(file) if is_on_disk else TemporaryFile() as stored:
+            if not is_on_disk:
+                copyfileobj(file, stored)
+                stored.seek(0)
             socket.send_fds(child.socket, [b"="], [stored.fileno()])
         return msgspec.json.decode(_receive(child, until, _MAX_JSON_BYTES), type=kind), until
 
@@ -197,21 +218,6 @@ class DecodedVideo(OpenVideo):
                 pixels = data[SIZE.size :]
                 images[index] = Image.frombuffer("RGB", self.size, pixels, "raw", "RGB", 0, 1)
         return [images[index] for index in indices]
-
-
-@contextmanager
-def _on_disk(file: IO[bytes]) -> Iterator[IO[bytes]]:
-    """The file, or a copy on disk if it has no descriptor; at its beginning. Only a copy is closed after the block."""
-    file.seek(0)
-    try:
-        file.fileno()
-    except UnsupportedOperation:
-        with TemporaryFile() as copy:
-            copy.write(file.read())
-            copy.seek(0)
-            yield copy
-        return
-    yield file
 
 
 def _receive(child: Child, until: float, max_bytes: int) -> bytearray:

@@ -15,11 +15,11 @@ from gateway.calls.lifecycle import check_images
 from gateway.http.body import Admission, HeldBody, JsonBody, read_body
 from gateway.http.errors import InvalidRequest
 from gateway.http.exchange import Exchange, RequestContext
-from gateway.media.loader import ImageHeader, ImageLoader, ImageRefused, ImageSource, check_header
+from gateway.media.loader import ImageHeader, ImageRefused, ImageSource, check_header
 from shared.settings import limits as limits_module
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import CARD, make_body
-from tests.factories_images import data_url, encoded, ignore
+from tests.factories_images import data_url, encoded, load
 from tests.factories_settings import make_group
 
 JSON = {b"content-type": b"application/json"}
@@ -138,13 +138,9 @@ async def test_images_at_the_limit_of_bytes_pass():
     data = encoded()
     source = ImageSource(data_url(), "p")
     for room in (0, 1):
-        loader = ImageLoader(LimitSettings(max_image_bytes=len(data) + room), None)
-        assert (await loader.load_all([source], ignore))[0].data == data
-        loader.close()
-    loader = ImageLoader(LimitSettings(max_image_bytes=len(data) - 1), None)
+        assert (await load(source, max_image_bytes=len(data) + room))[0].data == data
     with pytest.raises(InvalidRequest, match=f"at most {len(data) - 1} bytes") as raised:
-        await loader.load_all([source], ignore)
-    loader.close()
+        await load(source, max_image_bytes=len(data) - 1)
     assert raised.value.param == "p"
 
 

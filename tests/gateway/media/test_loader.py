@@ -16,10 +16,9 @@ from PIL import Image
 
 import gateway.media.loader as loader_module
 from gateway.http.errors import InvalidRequest
-from gateway.media.loader import ImageLoader, ImageRefused, ImageSource, decode_base64, read_header
+from gateway.media.loader import ImageRefused, ImageSource, decode_base64, read_header
 from shared.protocol import VideoOptions
-from shared.settings.limits import LimitSettings
-from tests.factories_images import data_url, encoded, ignore
+from tests.factories_images import data_url, encoded, load
 from tests.factories_video import clip
 
 
@@ -89,9 +88,7 @@ async def test_large_images_are_decoded_off_the_event_loop(monkeypatch):
     Image.effect_noise((700, 700), 100).save(buffer, "PNG")
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     assert len(url) > 256 * 1024
-    loader = ImageLoader(LimitSettings(), None)
-    [image] = await loader.load_all([ImageSource(url, "p")], ignore)
-    loader.close()
+    [image] = await load(ImageSource(url, "p"))
     assert threading.current_thread() not in decoded_in
     assert len(decoded_in) == 1
     assert image.data == buffer.getvalue()
@@ -99,10 +96,8 @@ async def test_large_images_are_decoded_off_the_event_loop(monkeypatch):
 
 
 async def test_the_bytes_decide_and_not_the_media_type():
-    loader = ImageLoader(LimitSettings(), None)
     url = data_url(format="JPEG").replace("image/jpeg", "IMAGE/PNG;name=x")
-    [image] = await loader.load_all([ImageSource(url, "p")], ignore)
-    loader.close()
+    [image] = await load(ImageSource(url, "p"))
     assert image.ref.media_type == "image/jpeg"
 
 
@@ -130,12 +125,10 @@ class Fetcher:
 
 async def test_the_siblings_of_a_refused_image_are_given_up():
     fetcher = Fetcher()
-    loader = ImageLoader(LimitSettings(), fetcher)  # type: ignore[arg-type]
     sources = [ImageSource(f"http://x.example/{name}", name) for name in ("a", "missing", "b")]
     with pytest.raises(InvalidRequest) as raised:
         async with asyncio.timeout(5):
-            await loader.load_all(sources, ignore)
-    loader.close()
+            await load(*sources, fetcher=fetcher)
     assert raised.value.param == "missing"
     assert fetcher.num_cancelled == len(fetcher.files) - 1 >= 1
 
@@ -144,9 +137,7 @@ async def test_a_video_by_url_is_a_file_on_disk_if_the_store_takes_files():
     fetcher = Fetcher()
     source = ImageSource("http://x.example/clip", "p", video=VideoOptions())
     for uses_disk in (False, True):
-        loader = ImageLoader(LimitSettings(), fetcher, uses_disk=uses_disk)  # type: ignore[arg-type]
-        [loaded] = await loader.load_all([source], ignore)
-        loader.close()
+        [loaded] = await load(source, fetcher=fetcher, uses_disk=uses_disk)
         assert (loaded.data is fetcher.files[-1]) == uses_disk
         data = loaded.data if isinstance(loaded.data, bytes) else loaded.data.read()  # type: ignore[union-attr]
         loaded.close()

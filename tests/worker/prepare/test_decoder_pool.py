@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from engines.base import InvalidImage
 from engines.child_process import can_filter
 from gateway.http.errors import InvalidRequest
-from gateway.media.loader import ImageLoader, ImageSource
+from gateway.media.loader import ImageSource
 from shared.settings.limits import LimitSettings
 from tests.factories_hostile_images import CASES, SIZE, Case
-from tests.factories_images import encoded, ignore
+from tests.factories_images import encoded, load
 from tests.fuzzing import num_examples, takes_its_time
 from worker.prepare import decoder_pool
 from worker.prepare.decoder_pool import DecoderPool
@@ -50,12 +50,8 @@ def children() -> set[int]:
 
 async def admit(data: bytes) -> tuple[int, int]:
     """The size of an image that the gateway lets in. Raises: InvalidRequest."""
-    loader = ImageLoader(LIMITS, None)
     url = "data:image/png;base64," + base64.b64encode(data).decode()
-    try:
-        [image] = await loader.load_all([ImageSource(url, "p")], ignore)
-    finally:
-        loader.close()
+    [image] = await load(ImageSource(url, "p"))
     return image.ref.width, image.ref.height
 
 

@@ -28,7 +28,7 @@ from tests.factories_audio import make_audio
 from tests.factories_queue import make_request
 from tests.factories_settings import make_group
 from tests.factories_video import CLIPS, clip
-from worker.prepare.preparer import Preprocessor
+from worker.prepare.preparer import ImageRefused, Preprocessor
 from worker.prepare.video_pool import VideoPool
 
 LIMITS = make_group(LimitSettings, max_video_frames=40)
@@ -126,6 +126,14 @@ async def test_the_same_frames_of_a_file_are_one_video_whatever_is_asked(preproc
         assert await video(preprocessor, **other) != first
     half = await video(preprocessor, num_frames=4, end_s=1.0)
     assert await video(preprocessor, num_frames=4, start_s=1.0, end_s=2.0) != half
+
+
+async def test_refusals_are_counted_by_their_reason(preprocessor):
+    for options in ({"start_s": 9.0}, {"fps": 999.0}, {"name": "nonsense"}, {"name": "sound"}):
+        with pytest.raises(ImageRefused):
+            await video(preprocessor, **options)
+    assert preprocessor.media.refusals == {"start_s": 1, "fps": 1, "file": 2}
+    assert preprocessor.media.decode_s == preprocessor.videos.cpu_s > 0
 
 
 @pytest.mark.parametrize(("max_audio_s", "ends"), [(1000.0, [28, 50]), (12.0, [11, 22])])
