@@ -84,7 +84,9 @@ class VideoFile:
         found = next((each for each in streams if not each.disposition & is_cover), None)
         if found is None:
             is_empty = not len(self._container.streams)
-            raise InvalidImage(DAMAGED if is_empty else "The file has no video: it has only sound.")
+            raise InvalidImage(
+                DAMAGED if is_empty else "The file has only sound: send it as audio."
+            )
         self._stream: Any = found
         context = found.codec_context
         if context is None or context.codec.name not in CODECS:

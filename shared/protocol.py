@@ -112,7 +112,7 @@ class ImageRef(BlobRef, frozen=True, omit_defaults=True):
     min_pixels: int = 0  #: smaller images are scaled up to this; 0: the model's minimum
     max_pixels: int = 0  #: larger images are scaled down to this; 0: the model's maximum
     video: VideoOptions | None = None  #: only for videos
-    param: str = ""  #: path of the field in the request; empty: the `KIND_url` of a message
+    param: str = ""  #: path of the field in the client's request
     start_s: float = 0.0  #: start of the part of an audio file to use
     end_s: float = 0.0  #: end of that part; 0: the end of the file
 
@@ -203,10 +203,6 @@ class _Task(Message, frozen=True, tag_field="task", tag=str.lower, omit_defaults
         """The same task with the images of its request."""
         return self
 
-    def param_of_image(self, index: int) -> str | None:
-        """The path of an image in the client's request."""
-        return None
-
 
 class Generate(_Task, frozen=True):
     """Generate one answer to a conversation or a prompt. `n` choices are `n` calls with the same images."""
@@ -244,14 +240,6 @@ class Generate(_Task, frozen=True):
     def with_images(self, images: Sequence[ImageRef]) -> Self:
         return replace(self, images=tuple(images))
 
-    def param_of_image(self, index: int) -> str | None:
-        for i, message in enumerate(self.messages):
-            for j, part in enumerate(message.parts):
-                if isinstance(part, ImagePart) and part.image == index:
-                    ref = self.images[index]
-                    return ref.param or f"messages.[{i}].content.[{j}].{ref.kind}_url"
-        return None
-
 
 #: Which end of an input is truncated if the input is too long; none: refuse the input.
 Truncate = Literal["none", "start", "end"]
@@ -288,12 +276,6 @@ class Embed(_Task, frozen=True):
     def param(self, index: int) -> str:
         """The path of an input in the client's request."""
         return "input" if self.first is None else f"input.[{self.first + index}]"
-
-    def param_of_image(self, index: int) -> str | None:
-        for i, part in enumerate(self.inputs):
-            if isinstance(part, ImagePart) and part.image == index:
-                return f"{self.param(i)}.image"
-        return None
 
 
 class Rerank(_Task, frozen=True):
@@ -336,9 +318,6 @@ class Tokenize(_Task, frozen=True):
 
     def with_images(self, images: Sequence[ImageRef]) -> Self:
         return self if self.of is None else replace(self, of=self.of.with_images(images))
-
-    def param_of_image(self, index: int) -> str | None:
-        return None if self.of is None else self.of.param_of_image(index)
 
 
 class Run(_Task, frozen=True):

@@ -165,7 +165,7 @@ CLIPS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "nonsense": (
         lambda: b"\0\0\0\x18ftypisom" + b"\xff" * 4096, "video/mp4", "damaged, or no video",
     ),
-    "sound": (with_cover, "video/mp4", "no video"),
+    "sound": (with_cover, "video/mp4", "has only sound: send it as audio"),
     "another codec": (lambda: make_clip("mpeg1video", "mpegts"), "video/mp2t", "another codec"),
     "large frames": (
         lambda: make_clip(size=(4112, 2304), num_frames=1), "video/mp4", "Frames of 4112 x 2304",

@@ -545,9 +545,8 @@ class ActiveRequests:
         code = next(code for kind, code in _CODES if isinstance(cause, kind))
         param = error.param
         if isinstance(error, ImageRefused):
-            param = active.call.task.param_of_image(error.index)
-            if param is not None and cause.param is not None:
-                param = f"{param}.{cause.param}"
+            names = (active.call.task.images[error.index].param, cause.param)
+            param = ".".join(filter(None, names)) or None
         elif param is None and isinstance(error, PromptTooLong):
             param = active.call.task.param if isinstance(active.call.task, Generate) else None
         self.fail(active, code, str(cause), param)

@@ -455,6 +455,8 @@ class ChatCompletions(Surface):
         "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
         "functions": "Send tools instead.",
         "function_call": "Send tools and tool_choice instead.",
+        "mm_processor_kwargs.fps": "Send media_io_kwargs.video.fps instead.",
+        "mm_processor_kwargs.num_frames": "Send media_io_kwargs.video.num_frames instead.",
     }
 
     def plan(

@@ -66,7 +66,8 @@ _TEXT: Unsupported = {
     "xtc_probability": (0,),
 }
 _MESSAGES: Unsupported = {"container": (), "mcp_servers": ([],), "thread": ()}
-_RESPONSES: Unsupported = {"conversation": (), "moderation": (), "prompt": ()}
+_MEDIA: Unsupported = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}
+_RESPONSES: Unsupported = {"conversation": (), "moderation": (), "prompt": (), **_MEDIA}
 _OLLAMA: Unsupported = {"options.mirostat": (0,), "options.tfs_z": (1,), "options.typical_p": (1,)}
 #: Unsupported fields that would change the answer, by path, with their no-op values; null is always a no-op.
 #: Other unknown fields are ignored.
@@ -82,6 +83,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "messages.audio": ({}, [], ""),
         "mm_processor_kwargs.fps": (),
         "mm_processor_kwargs.num_frames": (),
+        "mm_processor_kwargs.use_audio_in_video": (False,),
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),
@@ -95,7 +97,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "/api/chat": _OLLAMA,
     "/api/generate": {**_OLLAMA, "suffix": ("",), "template": ("",)},
     "/v1/vector_stores/{id}/items": {"items.vector": ()},
-    "/tokenize": {"chat_template": (), "mm_processor_kwargs": ({},)},
+    "/tokenize": {"chat_template": (), **_MEDIA},
 }
 
 

@@ -600,10 +600,9 @@ def check_images(
 
 def _scaled(card: ModelCard, source: ImageSource, ref: ImageRef) -> ImageRef:
     """An image, video or audio with the pixel limits for workers."""
-    param = source.param if ref.kind == "audio" else ""
     limits = filter(None, (source.max_pixels, card.max_image_pixels))
     most = min(limits, default=0)
-    return replace(ref, min_pixels=source.min_pixels, max_pixels=most, param=param)
+    return replace(ref, min_pixels=source.min_pixels, max_pixels=most, param=source.param)
 
 
 def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:

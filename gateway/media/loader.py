@@ -372,7 +372,7 @@ class ImageLoader:
     async def _fetch(self, source: ImageSource, reserve: Callable[[int], None]) -> IO[bytes]:
         url = source.url
         if not url[:8].lower().startswith(("http://", "https://")):
-            message = "Unknown URL: send a data: URL in base64, or an http(s) URL."
+            message = "Unknown URL: send a data: URL in base64, an http(s) URL, or the id of a file for vision."
             raise ImageRefused(message, code="invalid_image_url")
         if self.fetcher is None:
             message = "Remote URLs are disabled: send a data: URL (the operator may set VLM_GATEWAY__REMOTE_IMAGES)."

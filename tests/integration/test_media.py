@@ -4,7 +4,6 @@ For it a frame is a token, and so is a tenth of a second. The decoders are teste
 """
 
 import base64
-import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from PIL import Image
 
 from tests.factories_audio import SOUNDS, make_audio, sound
 from tests.factories_images import data_url, encoded, image_part
@@ -66,10 +64,27 @@ def audio(url: str) -> dict[str, Any]:
     return {"type": "audio_url", "audio_url": url}
 
 
+def file(file_id: str) -> dict[str, Any]:
+    return {"type": "file", "file": {"file_id": file_id}}
+
+
 def num_tokens(response: httpx.Response) -> int:
     """Prompt tokens of an answer beyond those of its text."""
     assert response.status_code == 200, response.text
-    return response.json()["usage"]["prompt_tokens"] - len("user: What is it?\nassistant:")
+    usage = response.json()["usage"]
+    num = usage.get("input_tokens") or usage["prompt_tokens"]
+    return num - len("user: What is it?\nassistant:")
+
+
+def respond(client: httpx.Client, *parts: dict[str, Any], **fields: Any) -> httpx.Response:
+    asked = [{"role": "user", "content": [*parts, TEXT | {"type": "input_text"}]}]
+    body = {"model": "mock", "input": asked, "max_output_tokens": 2, **fields}
+    return client.post("/v1/responses", json=body)
+
+
+def frames_url(num_frames: int) -> str:
+    files = [to_base64(encoded(seed, (32, 24), "JPEG")) for seed in range(num_frames)]
+    return "data:video/jpeg;base64," + ",".join(files)
 
 
 def upload(client: httpx.Client, name: str, data: bytes) -> str:
@@ -131,6 +146,7 @@ def test_usage_and_metrics_count_tokens_by_the_kind_of_medium(client: httpx.Clie
         (lambda: video(clip_url("nonsense")), "video_url"),
         (lambda: video(clip_url("playlist")), "video_url"),
         (lambda: video(clip_url(), start_s=5), "video_url.start_s"),
+        (lambda: video(frames_url(2), fps=1e-320), "video_url.fps"),
         (lambda: input_audio(to_base64(sound("no samples"))), "input_audio"),
         (lambda: audio(sound_url("another codec")), "audio_url"),
         (lambda: input_audio(""), "input_audio"),
@@ -152,32 +168,32 @@ def test_a_bad_part_is_a_400_that_names_its_field(client: httpx.Client, make, fi
 def test_uploaded_files_are_used_by_their_ids(client: httpx.Client):
     clip_id, sound_id = upload(client, "a.mp4", clip("mp4")), upload(client, "a.wav", sound("wav"))
     five = {"media_io_kwargs": {"video": {"num_frames": 5}}}
-    part = {"type": "file", "file": {"file_id": clip_id}}
-    assert num_tokens(chat(client, part, **five)) == 5
+    assert num_tokens(chat(client, file(clip_id), **five)) == 5
     assert num_tokens(chat(client, video(clip_id, num_frames=6))) == 6
-    for part in (
-        {"type": "file", "file": {"file_id": sound_id}},
-        {"type": "audio_url", "audio_url": {"url": sound_id}},
-    ):
+    for part in (file(sound_id), audio(sound_id)):
         assert num_tokens(chat(client, part)) == 20
-    for part in (video(sound_id), audio(clip_id)):
-        refused = chat(client, part)
-        expected = (400, f"messages.[0].content.[0].{part['type']}")
-        assert (refused.status_code, refused.json()["error"]["param"]) == expected
+    for file_id, num in ((clip_id, 32), (sound_id, 20)):
+        assert num_tokens(respond(client, {"type": "input_file", "file_id": file_id})) == num
+    silent = upload(client, "a.mp4", clip("sound"))
+    part = {"type": "input_file", "file_id": silent}
+    for refused, field in (
+        (chat(client, video(sound_id)), "messages.[0].content.[0].video_url"),
+        (chat(client, audio(clip_id)), "messages.[0].content.[0].audio_url"),
+        (chat(client, file(silent)), "messages.[0].content.[0].file.file_id"),
+        (respond(client, part), "input.[0].content.[0].file_id"),
+    ):
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
     told = client.post(TRANSCRIPTIONS, json={"model": "mock", "file": sound_id}).json()
     assert told["text"] == transcribe(client, sound("wav")).json()["text"]
 
 
 def test_responses_take_media_and_remember_them(client: httpx.Client):
     clip = {"type": "input_video", "video_url": clip_url(), "num_frames": 7}
-    content = [clip, input_audio(sound_url()), TEXT | {"type": "input_text"}]
-    body = {"model": "mock", "max_output_tokens": 2}
-    body["input"] = [{"role": "user", "content": content}]
-    first = client.post("/v1/responses", json=body).json()
-    assert first["usage"]["input_tokens"] - len("user: What is it?\nassistant:") == 7 + 20
+    answer = respond(client, clip, input_audio(sound_url()))
+    assert num_tokens(answer) == 7 + 20
+    first = answer.json()
     assert first["usage"]["input_tokens_details"]["audio_tokens"] == 20
-    body |= {"input": "And now?", "previous_response_id": first["id"]}
-    second = client.post("/v1/responses", json=body).json()
+    second = respond(client, input="And now?", previous_response_id=first["id"]).json()
     assert 0 < second["usage"]["input_tokens"] - first["usage"]["input_tokens"] < 60
 
 
@@ -203,12 +219,7 @@ def test_the_tokenizer_says_how_many_frames_are_used(client: httpx.Client):
 
 
 def test_frames_are_a_video(client: httpx.Client):
-    files = []
-    for shade in (0, 90, 180):
-        file = io.BytesIO()
-        Image.new("L", (32, 24), shade).convert("RGB").save(file, "JPEG")
-        files.append(to_base64(file.getvalue()))
-    url = "data:video/jpeg;base64," + ",".join(files)
+    url = frames_url(3)
     assert num_tokens(chat(client, video(url, fps=0.5))) == 3
     for options, part in (({"num_frames": 2}, url), ({}, f"{url},AAAA")):
         assert chat(client, video(part, **options)).status_code == 400

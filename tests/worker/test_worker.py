@@ -42,18 +42,17 @@ def make_image(colour: str = "red") -> tuple[bytes, ImageRef]:
     buffer = BytesIO()
     Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
     data = buffer.getvalue()
-    return data, ImageRef(sha256(data).hexdigest(), len(data), "image/png", 8, 8)
+    return data, ImageRef(sha256(data).hexdigest(), len(data), "image/png", 8, 8, param=colour)
 
 
 async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
     _, missing = make_image("blue")
     data, good = make_image()
     junk = b"no image"
-    broken = ImageRef(sha256(junk).hexdigest(), len(junk), "image/png", 8, 8)
+    broken = ImageRef(sha256(junk).hexdigest(), len(junk), "image/png", 8, 8, param="input.[0].url")
     store = RedisBlobStore(ends.redis, ends.prefix)
     for content in (data, junk):
         await store.put(content, "request", ttl_s=60)
-    image = "messages.[0].content.[0].image_url"
     two_images = (
         ChatMessage("system", (TextPart("look"),)),
         ChatMessage("user", (ImagePart(0), TextPart("and"), ImagePart(1))),
@@ -62,9 +61,9 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
     biased = make_request(sampling=SamplingParams(logit_bias={10**9: 1.0}))
     stopped = make_request(sampling=SamplingParams(stop=("a",) * 99))
     cases = [
-        (make_request(images=(missing,)), ErrorCode.IMAGE_UNAVAILABLE, image),
-        (make_request(images=(broken,)), ErrorCode.INVALID_IMAGE, image),
-        (second, ErrorCode.INVALID_IMAGE, "messages.[1].content.[2].image_url"),
+        (make_request(images=(missing,)), ErrorCode.IMAGE_UNAVAILABLE, "blue"),
+        (make_request(images=(broken,)), ErrorCode.INVALID_IMAGE, broken.param),
+        (second, ErrorCode.INVALID_IMAGE, broken.param),
         (make_request("x" * 20_000), ErrorCode.CONTEXT_LENGTH_EXCEEDED, "messages"),
         (biased, ErrorCode.INVALID_REQUEST, "logit_bias"),
         (stopped, ErrorCode.INVALID_REQUEST, None),

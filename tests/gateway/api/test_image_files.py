@@ -53,8 +53,7 @@ async def test_an_image_is_uploaded_once_and_named_in_every_api(client, gateway,
         response = await ask(gateway, path, name, ONE)
         assert response.status_code == 200, response.text
     tasks = [request.task for request in worker.requests]
-    assert len({task.images for task in tasks}) == 1
-    assert tasks[0].images[0].sha256 == sha256
+    assert {task.images[0].sha256 for task in tasks} == {sha256}
     assert all(task.messages[0].parts == (ImagePart(0),) for task in tasks)
     assert await worker.blobs.get(tasks[0].images[0]) == PNG
     assert (await client.files.retrieve(file.id)).id == file.id

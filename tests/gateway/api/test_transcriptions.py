@@ -37,6 +37,11 @@ async def read_out(answer: Answer) -> None:
     await answer.finish(*TEXTS[answer.choice].split("o"))
 
 
+async def say(texts: list[str], answer: Answer) -> None:
+    await answer.start()
+    await answer.finish(texts[answer.choice])
+
+
 def post(gateway: RunningGateway, path: str = PATH, **fields: Any):
     form = {"model": "tiny", **fields}
     files = {"file": ("a.wav", sound("wav"))}
@@ -96,11 +101,7 @@ async def test_times_are_those_of_the_cuts_in_each_format(gateway, worker):
 
 
 async def test_a_segment_without_speech_has_no_caption(gateway, worker):
-    async def mumble(answer: Answer) -> None:
-        await answer.start()
-        await answer.finish("" if answer.choice == 1 else " Yes")
-
-    worker.script = mumble
+    worker.script = partial(say, [" Yes", "", " Yes"])
     srt = (await post(gateway, response_format="srt")).text
     assert [block.splitlines()[0] for block in srt.strip().split("\n\n")] == ["1", "2"]
     assert (await post(gateway)).json()["text"] == " Yes Yes"
@@ -127,10 +128,6 @@ async def test_a_stream_has_the_text_in_the_order_of_the_segments(gateway, worke
 
 
 async def test_a_space_joins_segments_of_languages_that_have_spaces(gateway, worker):
-    async def say(texts: list[str], answer: Answer) -> None:
-        await answer.start()
-        await answer.finish(texts[answer.choice])
-
     for texts, joined in (
         (["one.", "two", "three"], "one. two three"),
         (["\u4f60\u597d\u3002", "\u4e16\u754c", "ok"], "\u4f60\u597d\u3002\u4e16\u754c ok"),

@@ -89,13 +89,12 @@ class World(httpcore.AsyncNetworkBackend):
         return file.getvalue()
 
     async def is_fetched(self, url: str) -> bool:
-        error = None
         try:
-            await self.fetch(url)
+            return bool(await self.fetch(url))
         except ImageRefused as refused:
-            error = refused
-        assert error is None or (error.message, error.code) == (CANNOT_FETCH, "invalid_image_url")
-        return error is None
+            error = (refused.message, refused.code)
+        assert error == (CANNOT_FETCH, "invalid_image_url")
+        return False
 
     async def connect_tcp(
         self, host: str, port: int, *args: Any, **options: Any

@@ -170,4 +170,3 @@ def test_a_part_of_a_request_has_its_own_images_alone():
     part = task.with_images(images)
     assert part.images == (images[2], images[1])
     assert part.inputs == (ImagePart(0), TextPart("hi"), ImagePart(1), ImagePart(0))
-    assert part.param_of_image(1) == "input.[7].image"

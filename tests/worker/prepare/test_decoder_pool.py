@@ -1,12 +1,12 @@
 """Hostile images: each is refused by the gateway or in a child process, or decoded as image viewers do."""
 
 import base64
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -35,9 +35,8 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[DecoderPool]:
-    pool = DecoderPool(1, LIMITS.max_image_bytes, LIMITS.max_image_pixels, max_cpu_s=2.0)
-    yield pool
-    pool.close()
+    with closing(DecoderPool(1, LIMITS.max_image_bytes, LIMITS.max_image_pixels, 2.0)) as pool:
+        yield pool
 
 
 def children() -> set[int]:
@@ -88,23 +87,22 @@ async def test_an_image_of_changed_bytes_is_refused_or_decoded(pool: DecoderPool
     data = bytearray(encoded(format=form))
     for place, value in edits:
         data[place % len(data)] = value
-    with contextlib.suppress(InvalidRequest, InvalidImage):
+    with suppress(InvalidRequest, InvalidImage):
         size = await admit(bytes(data))
         image = pool.decode(bytes(data), size)
         assert image.width * image.height == size[0] * size[1]
 
 
 def test_an_image_beyond_the_limits_is_refused_and_its_memory_is_freed():
-    pool = DecoderPool(1, 10_000_000, 4_000_000, max_cpu_s=5.0)
-    before = psutil.Process().memory_info().shared
-    for size in ((4000, 1000), (1000, 4000)):
-        assert pool.decode(encoded(size=size), size).size == size
-    assert psutil.Process().memory_info().shared - before < 6_000_000
-    for data, size in ((encoded(), (4001, 1000)), (bytes(12_000_001), SIZE)):
-        with pytest.raises(InvalidImage, match="limits"):
-            pool.decode(data, size)
-    assert pool.decode(encoded(), SIZE).size == SIZE
-    pool.close()
+    with closing(DecoderPool(1, 10_000_000, 4_000_000, max_cpu_s=5.0)) as pool:
+        before = psutil.Process().memory_info().shared
+        for size in ((4000, 1000), (1000, 4000)):
+            assert pool.decode(encoded(size=size), size).size == size
+        assert psutil.Process().memory_info().shared - before < 6_000_000
+        for data, size in ((encoded(), (4001, 1000)), (bytes(12_000_001), SIZE)):
+            with pytest.raises(InvalidImage, match="limits"):
+                pool.decode(data, size)
+        assert pool.decode(encoded(), SIZE).size == SIZE
 
 
 def test_a_child_that_dies_costs_one_image(pool: DecoderPool):
@@ -118,15 +116,14 @@ def test_a_child_that_dies_costs_one_image(pool: DecoderPool):
 
 
 def test_a_child_that_hangs_costs_one_image():
-    pool = DecoderPool(1, 100_000, 10_000, max_cpu_s=1.0)
     before = children()
-    pool.decode(encoded(), SIZE)
-    [victim] = children() - before
-    os.kill(victim, signal.SIGSTOP)
-    with pytest.raises(InvalidImage, match="too long"):
+    with closing(DecoderPool(1, 100_000, 10_000, max_cpu_s=1.0)) as pool:
         pool.decode(encoded(), SIZE)
-    assert victim not in children()
-    pool.close()
+        [victim] = children() - before
+        os.kill(victim, signal.SIGSTOP)
+        with pytest.raises(InvalidImage, match="too long"):
+            pool.decode(encoded(), SIZE)
+        assert victim not in children()
     assert children() == before
 
 
@@ -183,19 +180,16 @@ def test_a_confined_process_opens_no_file_and_no_socket():
 
 
 def test_memory_beyond_the_limit_is_not_given():
-    pool = DecoderPool(1, 90_000_000, -15_000_000, max_cpu_s=5.0)
-    with pytest.raises(InvalidImage):
-        pool.decode(encoded(size=(6000, 5000)), (6000, 5000))
-    pool.close()
+    small = DecoderPool(1, 90_000_000, -15_000_000, max_cpu_s=5.0)
+    with closing(small), pytest.raises(InvalidImage):
+        small.decode(encoded(size=(6000, 5000)), (6000, 5000))
 
 
 def test_a_child_is_replaced_after_many_images(monkeypatch):
     monkeypatch.setattr(DecoderPool, "max_files", 2)
-    pool = DecoderPool(1, 100_000, 10_000, max_cpu_s=5.0)
-    before = children()
-    seen = set()
-    for _ in range(4):
-        pool.decode(encoded(), SIZE)
-        seen |= children() - before
-    pool.close()
+    before, seen = children(), set[int]()
+    with closing(DecoderPool(1, 100_000, 10_000, max_cpu_s=5.0)) as pool:
+        for _ in range(4):
+            pool.decode(encoded(), SIZE)
+            seen |= children() - before
     assert len(seen) == 3  # the last has nothing to do yet

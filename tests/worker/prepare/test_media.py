@@ -1,6 +1,7 @@
 """Videos and audio are fetched and decoded once: what a cache entry is, and segments for any engine that takes audio."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace as replace_fields
 from functools import cache
 from hashlib import sha256
@@ -75,12 +76,10 @@ def preprocessor(
     engine = create_engine({"kind": "mock"}).engine
     own = replace_fields(engine.capabilities(), tasks=("generate",), max_audio_s=max_audio_s)
     monkeypatch.setattr(engine, "capabilities", lambda: own)
-    pool = VideoPool(1, LIMITS)
-    preprocessor = Preprocessor(engine, UrlBlobReader(store), LIMITS, 1, videos=pool)  # type: ignore[arg-type]
-    yield preprocessor
-    preprocessor.close()
-    pool.close()
-    engine.close()
+    with closing(engine), closing(VideoPool(1, LIMITS)) as pool:
+        reader = UrlBlobReader(store)  # type: ignore[arg-type]
+        with closing(Preprocessor(engine, reader, LIMITS, 1, videos=pool)) as preprocessor:
+            yield preprocessor
 
 
 def ask(ref: ImageRef, tenant: str = "a", text: str = "?") -> Call:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from hashlib import sha256
 from typing import Any
 
@@ -207,13 +208,9 @@ async def prepare(
     image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
     await store.put(data, "request", ttl_s=60)
     engine = create_engine({"kind": "mock"}).engine
-    preprocessor = Preprocessor(
-        engine, UrlBlobReader(store), make_group(LimitSettings, **limits), 1
-    )
-    try:
+    own = make_group(LimitSettings, **limits)
+    with closing(Preprocessor(engine, UrlBlobReader(store), own, 1)) as preprocessor:
         await preprocessor.prepare(make_request(images=(image,)), "r")
-    finally:
-        preprocessor.close()
 
 
 async def test_an_image_of_another_size_than_its_header_says_is_refused(store: RedisBlobStore):

@@ -207,7 +207,6 @@ def test_no_frame_is_seen_twice_or_left_out(pool: VideoPool, fps: Fraction | int
 def test_many_videos_at_once_share_the_children(pool: VideoPool):
     """Each video is decoded, and as many confined children as the pool has are left, with bounded memory."""
     bad = ["nonsense", "large frames", "sound"]
-    before_s = pool.cpu_s
     names = ["mp4", bad[0], "large", "vp9", bad[1], "large", "hevc", bad[2]]
 
     def try_one(name: str) -> int | str:
@@ -223,7 +222,6 @@ def test_many_videos_at_once_share_the_children(pool: VideoPool):
             assert CLIPS[name][2] in str(result)
         else:
             assert result == (200 if name == "large" else 50)
-    assert 0.05 < pool.cpu_s - before_s < 60
     statuses = [Path(f"/proc/{child.pid}/status").read_text() for child in children()]
     assert len(statuses) == pool.num_processes
     for status in statuses:
