@@ -188,7 +188,8 @@ class VideoFile:
 
     def _to_rgb(self, frame: Any, size: tuple[int, int]) -> Image.Image:
         self._limits.check(frame.width, frame.height)  # it may change within a stream
-        image: Image.Image = frame.to_image(width=size[0], height=size[1])
+        rgb = frame.reformat(*size, "rgb24").planes[0]
+        image = Image.frombuffer("RGB", size, rgb, "raw", "RGB", rgb.line_size, 1)
         turn = _TURNS.get(self._rotation)
         return image if turn is None else image.transpose(turn)
 

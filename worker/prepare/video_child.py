@@ -1,9 +1,9 @@
 """A child process of the worker that decodes untrusted videos and audio, sandboxed like `decoder_child`.
 
 For each file, the worker sends a head (`Head` or `AudioHead`) and the file's descriptor; the child answers with
-`VideoInfo` or `AudioInfo`. For a video, the worker then sends times as JSON, and the child answers with the pixels of
-each frame. For audio, the worker sends a rate, and the child answers with messages of samples, the last one empty. An
-answer is a status (`VALUE` or `REFUSAL`) and a message; a refusal ends the file.
+`VideoInfo` or `AudioInfo`. For a video, the worker then sends times as JSON, and the child answers with the size of
+each frame, whose pixels follow. For audio, the worker sends a rate, and the child answers with messages of samples,
+the last one empty. An answer is a status (`VALUE` or `REFUSAL`) and a message; a refusal ends the file.
 """
 
 import io
@@ -52,7 +52,8 @@ def _serve_video(sock: socket.socket, video: VideoFile | FrameFile) -> None:
     _send(sock, VALUE, msgspec.json.encode(video.info))
     times = msgspec.json.decode(receive_message(sock), type=list[float])
     for image in video.frames(times):
-        _send(sock, VALUE, SIZE.pack(*image.size) + image.tobytes())
+        _send(sock, VALUE, SIZE.pack(*image.size))
+        send_message(sock, image.tobytes())
 
 
 def _serve_audio(sock: socket.socket, audio: AudioFile) -> None:

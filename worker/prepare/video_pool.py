@@ -26,7 +26,7 @@ TOO_LONG = "The video takes too long to decode: send a shorter or smaller one."
 CANNOT_DECODE_AUDIO = "The audio cannot be decoded."
 AUDIO_TOO_LONG = "The audio takes too long to decode: send a shorter file."
 VALUE, REFUSAL = b"=", b"!"  #: status of an answer
-SIZE = struct.Struct(">II")  #: width and height, before the pixels of a frame
+SIZE = struct.Struct(">II")  #: width and height of a frame, whose pixels follow
 _BASE_BYTES = 1024 * 1024 * 1024  #: address space; FFmpeg maps much more than it uses
 PIECE_BYTES = 256 * 1024  #: minimum size of a message of samples
 _MAX_JSON_BYTES = 64 * 1024
@@ -207,15 +207,15 @@ class DecodedVideo(OpenVideo):
         wanted = sorted({*indices})
         times = [index / self.info.fps for index in wanted]
         self.size = self._limits.scale(self.info.width, self.info.height, len(wanted))
-        num_bytes = SIZE.size + 3 * self.size[0] * self.size[1]
+        num_bytes = 3 * self.size[0] * self.size[1]
         images = {}
         with self._child.talking(CANNOT_DECODE, TOO_LONG):
             send_message(self._child.socket, msgspec.json.encode(times))
             for index in wanted:
-                data = _receive(self._child, self._until, num_bytes)
-                if len(data) != num_bytes or SIZE.unpack_from(data) != self.size:
+                head = _receive(self._child, self._until, SIZE.size)
+                pixels = receive_message(self._child.socket, self._until, num_bytes)
+                if (head, len(pixels)) != (SIZE.pack(*self.size), num_bytes):
                     raise EOFError
-                pixels = data[SIZE.size :]
                 images[index] = Image.frombuffer("RGB", self.size, pixels, "raw", "RGB", 0, 1)
         return [images[index] for index in indices]
 
