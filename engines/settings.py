@@ -28,7 +28,7 @@ class BadEngineSettings(EngineStartError):
 class EngineSettings(BaseModel):
     """Settings of every engine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     #: What to do instead of removed settings, by their names.
     removed: ClassVar[Mapping[str, str]] = {}
 

@@ -90,7 +90,7 @@ NO_THINKING = list(b"<think>\n\n</think>\n\n")
 class MockSettings(BaseModel):
     """What the mock simulates. Units: seconds, tokens."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     vision_s: float = Field(default=0.02, ge=0)
     """Simulated time to encode one image."""

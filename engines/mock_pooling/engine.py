@@ -35,7 +35,7 @@ VOCAB_SIZE = 65_536
 class MockPooling(BaseModel):
     """Parameters of the simulation. Units: seconds, tokens."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     dimensions: int = Field(default=64, ge=1, le=4096)
     """Length of the embeddings."""

@@ -16,7 +16,7 @@ MIB = 1024 * 1024
 class Group(BaseModel):
     """Base of the sub-trees: frozen, no unknown keys. A docstring below a field is for the table of settings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 MAX_MODEL_CHARS = 256  #: `model`

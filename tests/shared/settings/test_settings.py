@@ -51,7 +51,7 @@ def test_api_keys_are_split_at_commas_and_never_shown(monkeypatch):
 REFUSED = [
     ("GATEWAY__PORT", "70000", "VLM_GATEWAY__PORT"),
     ("CONFIG", "/does/not/exist.yaml", "VLM_CONFIG"),
-    ("WORKER__LEASE_S", "0.1", "VLM_WORKER__LEASE_S"),
+    ("WORKER__LEASE_S", "0.1", "VLM_WORKER__LEASE_S"), ("GATEWAY__DRAIN_S", "inf", "DRAIN_S: .*finite"),
     ("GATEWAY", "{port", "gateway"),
     ("GATEWAY__PRT", "80", r"VLM_GATEWAY__PRT: .* did you mean VLM_GATEWAY__PORT\? .*`vlm settings`"),
     ("GATEWY__PORT", "80", r"VLM_GATEWY__PORT: .* did you mean VLM_GATEWAY__PORT\?"),
