@@ -957,8 +957,8 @@ class ResponseAnswer(BlockStream):
     the text and of the part, `output_item.done`; then `completed` or `incomplete`. Reasoning is an item before the message.
     Each function call is an item after the message, whose deltas are parts of the arguments.
 
-    Each token takes one sequence number, also if tokens are sent together. So a resumed stream, which groups tokens
-    differently, continues with the same numbers.
+    Each token and each new item takes one sequence number besides those of its events, also if tokens are sent together,
+    as a token may add to two items. So a resumed stream, which groups tokens differently, continues with the same numbers.
 
     Source: OpenAI API reference, "Streaming events" of Responses.
     """
@@ -1006,15 +1006,16 @@ class ResponseAnswer(BlockStream):
         return created + self._event("response.in_progress", response=response)
 
     def grown(self, event: Tokens, added: Sequence[Addition]) -> bytes:
-        data, num_deltas = b"", 0
+        data, num_unused = b"", event.num_tokens
         for block, text, logprobs in added:
-            data += self.grow(block)
+            opening = self.grow(block)
+            data += opening
+            num_unused += bool(opening) - bool(text or logprobs)
             if text or logprobs:
-                num_deltas += 1
                 shown = self._logprobs(logprobs) if block.kind == "text" else None
                 type_ = f"response.{_KINDS[block.kind]}.delta"
                 data += self._event(type_, **self._place(block), delta=text, logprobs=shown)
-        self._sequence += max(0, event.num_tokens - num_deltas)
+        self._sequence += max(0, num_unused)
         return data
 
     def opened(self, block: Block) -> bytes:
