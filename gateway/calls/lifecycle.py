@@ -266,7 +266,6 @@ class Lifecycle:
             if surface.keeps_answers and reply.call.images:
                 try:
                     await self.kept.hold(reply.head.id, reply.call.images, self.resume.keep_s)
-                    await self.resume.note(context.id, images=reply.call.images)
                 except BaseException:
                     reply.call.close()
                     raise
@@ -363,6 +362,8 @@ class Lifecycle:
             for place, (start_s, end_s) in enumerate(plan.audio_parts):
                 part = [replace(ref, start_s=start_s, end_s=end_s) for ref in scaled]
                 tasks[place] = tasks[place].with_images(part)
+            if call_id and recorder.surface.keeps_answers:  # another gateway may store the answer
+                await self.resume.note(recorder.context.id, images=refs)
             call = await self._queue(plan, tasks, card, recorder, call_id)
             call.images = refs
         except BaseException as error:

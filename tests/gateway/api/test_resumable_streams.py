@@ -157,14 +157,24 @@ async def test_a_stream_that_is_not_known_is_a_404(gateway, redis, redis_prefix)
     assert not gateway.services.dispatcher.has_open(MODEL)
 
 
-async def test_a_request_whose_images_cannot_be_held_has_no_reader(gateway, worker, monkeypatch):
-    hold = AsyncMock(side_effect=BlobsUnavailable("full"))
-    monkeypatch.setattr(gateway.services.lifecycle.kept, "hold", hold)
+async def test_a_request_whose_images_cannot_be_held_has_no_reader_and_a_retry_stores_them(
+    gateway, worker, monkeypatch
+):
     content = [{"type": "input_image", "image_url": data_url()}]
     body = {"model": MODEL, "input": [{"role": "user", "content": content}]}
-    answer = await gateway.client.post("/v1/responses", json=body, headers={"idempotency-key": "k"})
-    assert answer.status_code == 503
+
+    async def ask(**fields) -> httpx.Response:
+        headers = {"idempotency-key": f"k{len(fields)}"}
+        return await gateway.client.post("/v1/responses", json=body | fields, headers=headers)
+
+    with monkeypatch.context() as broken:
+        hold = AsyncMock(side_effect=BlobsUnavailable("full"))
+        broken.setattr(gateway.services.lifecycle.kept, "hold", hold)
+        assert (await ask()).status_code == 503
     await until(lambda: not gateway.services.dispatcher.has_open(MODEL))
+    await ask(input="and now?", previous_response_id=(await ask()).json()["id"])
+    first, second = worker.requests
+    assert second.task.images == first.task.images != ()
 
 
 async def test_a_reader_that_ends_leaves_the_key(gateway, other, worker, monkeypatch):
