@@ -74,6 +74,7 @@ class Services:
         self.queue, self.mailbox, small = self._connect()
         self.usage = UsageLog(self.queue, self.durable)
         self.records = ResumableCalls(self._redis, prefix)
+        self.leases = Leases(self._redis, prefix)
         self.blobs = self._open_blobs(small)
         self.blob_reader = UrlBlobReader(self.blobs)
         self.answers = RecordStore(
@@ -112,7 +113,6 @@ class Services:
         self.search = SearchClient(settings.search)
         files = _open_store("VLM_GATEWAY__FILES", gateway.files)
         self.batches = None if files is None else Batches(files, BatchFiles(files))
-        self.leases = Leases(self._redis, prefix)
         self.runner: BatchRunner | None = None
 
     def _connect(self) -> tuple[GatewayQueue, Mailbox, BlobStore]:
@@ -185,7 +185,9 @@ class Services:
             loader=self.loader,
             blobs=self.blobs,
             dispatcher=self.dispatcher,
-            resume=Resume(self.queue, self.records, self.dispatcher, settings.request_timeout_s),
+            resume=Resume(
+                self.queue, self.records, self.leases, self.dispatcher, settings.request_timeout_s
+            ),
             refunds=self.refunds,
             hooks=hooks,
             kept=KeptAnswers(

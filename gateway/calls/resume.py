@@ -12,8 +12,8 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -26,7 +26,7 @@ from gateway.http.errors import InvalidRequest, NotFound, from_failed, invalid, 
 from gateway.http.exchange import RequestContext
 from shared.protocol import Failed, ImageRef, decode_log
 from shared.queue.api import DuplicateRequest, GatewayQueue, QueueUnavailable, RequestState
-from shared.queue.resume import ResumableCalls
+from shared.queue.resume import Leases, ResumableCalls
 
 RESUMABLE_HEADER = b"x-vlm-resumable"
 KEY_HEADER = b"idempotency-key"
@@ -35,6 +35,9 @@ STREAM_PATH = "/v1/streams/"
 
 #: How long a request that another gateway is accepting may be missing in Redis.
 BEGINS_WITHIN_S = 10.0
+#: Time to load the images of a request and to queue it, after which its gateway counts as gone.
+_ATTEMPT_S = 60.0
+_ATTEMPT_PAUSE_S = 0.05
 #: Records outlive their requests' deadlines.
 RECORD_GRACE_S = 60.0
 #: How often a record may disappear while it is read, before the client gets an error.
@@ -116,6 +119,7 @@ class Resume:
 
     queue: GatewayQueue
     records: ResumableCalls
+    leases: Leases
     dispatcher: Dispatcher
     request_timeout_s: float
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
@@ -155,8 +159,7 @@ class Resume:
             queue=queue,
             shard=shard,
         )
-        # One attempt at a time: a request that is refused must not be found by another attempt.
-        async with self._locks.setdefault(context.id, asyncio.Lock()):
+        async with self._only_attempt(context.id):
             known = await self._remember(context.id, record)
             call = None
             call_id = _to_call_id(context.id, (known or record).shard)
@@ -183,6 +186,25 @@ class Resume:
                 raise
         answer = surface.answer(plan.options, head)
         return Reply(surface, call, answer, plan.is_streamed, plan.shows_timings, head, last_id)
+
+    @asynccontextmanager
+    async def _only_attempt(self, request_id: str) -> AsyncIterator[None]:
+        """One attempt at a time, over all gateways: others may choose another queue, or find a refused request.
+
+        An attempt that waits for longer than `_ATTEMPT_S` begins nevertheless. Raises: QueueUnavailable.
+        """
+        lease, until = (
+            (request_id, self.dispatcher.mailbox.gateway_id),
+            time.monotonic() + _ATTEMPT_S,
+        )
+        async with self._locks.setdefault(request_id, asyncio.Lock()):
+            while not await self.leases.hold(*lease, _ATTEMPT_S) and time.monotonic() < until:
+                await asyncio.sleep(_ATTEMPT_PAUSE_S)
+            try:
+                yield
+            finally:
+                with suppress(QueueUnavailable):
+                    await self.leases.drop(*lease)
 
     async def reopen(
         self, answer_id: str, context: RequestContext, surfaces: Mapping[str, Surface]

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from unittest.mock import AsyncMock
 
 import pytest
 from msgspec.structs import replace
@@ -100,6 +101,36 @@ async def test_a_retry_that_fell_back_is_followed_there(gateway, other, worker):
     resumed = await gateway.client.get(moved.headers["x-vlm-stream"], timeout=5)
     assert all(f'"model":"{OTHER}"' in each.text for each in (moved, again, resumed))
     assert len(other.requests) == 1
+
+
+async def test_a_request_that_two_gateways_retry_at_once_is_queued_once(
+    fleet, changes, gateway, other, worker, monkeypatch
+):
+    """The first is about to queue it when the second would fall back."""
+    begun, go_on, submit = asyncio.Event(), asyncio.Event(), gateway.services.queue.submit
+
+    async def submit_late(submission):
+        begun.set()
+        await go_on.wait()
+        return await submit(submission)
+
+    monkeypatch.setattr(gateway.services.queue, "submit", submit_late)
+    async with fleet.gateway(**changes) as second:
+        hold = AsyncMock(wraps=second.services.leases.hold)
+        monkeypatch.setattr(second.services.leases, "hold", hold)
+        key = {"idempotency-key": "three"}
+        first = asyncio.create_task(gateway.chat(headers=key))
+        await begun.wait()
+        async with filled(second, worker):
+            retry = asyncio.create_task(second.chat(headers=key))
+            await until(lambda: hold.await_count or retry.done())
+        await until_equal(lambda: num_open(gateway, MODEL), 0)
+        go_on.set()
+        await until_equal(lambda: num_open(gateway, MODEL), 1)
+        await until(lambda: second.services.dispatcher.has_open(MODEL))
+        first.cancel()
+        retry.cancel()
+    assert not other.requests
 
 
 async def test_what_the_fallback_refuses_and_what_is_no_text_gets_the_models_own_error(full, other):
