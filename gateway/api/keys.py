@@ -179,7 +179,7 @@ class TenantData:
             found, has_more = page
             for session in [each.session for each in found]:
                 await self._sessions.close_session(session)
-                for task, _ in await self._sessions.tasks(session.id):
+                for task in await self._sessions.tasks(session.id):
                     await queue.cancel(task.model, [task.request_id])
                 after = session.id
 
@@ -198,7 +198,7 @@ class TenantData:
         while (page := await self._sessions.page(owner, "", _PAGE, 0)) is not None and page[0]:
             for state in page[0]:
                 session = state.session
-                for task, _ in await self._sessions.tasks(session.id):
+                for task in await self._sessions.tasks(session.id):
                     await queue.cancel(task.model, [task.request_id])
                     known = await queue.state(task.model, task.request_id)
                     if known is not None and known.attempt:

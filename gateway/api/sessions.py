@@ -430,12 +430,10 @@ class Sessions(Resource):
     async def list_tasks(self, caller: Caller, query: TasksQuery) -> TaskList:
         """List the tasks of a session."""
         session = (await self._find(caller)).session
-        tasks = await self._store.tasks(session.id)
-        names = [task.id for task, _ in tasks]
-        if query.after and query.after not in names:
+        found = await self._store.task_page(session.id, query.after, query.limit)
+        if found is None:
             raise invalid("after", "send the id of a task of this session, or leave it out")
-        first = names.index(query.after) + 1 if query.after else 0
-        page = tasks[first : first + query.limit]
+        page, has_more = found
         states = await self._stand(session, page)
         shown = [
             _show_task(session, task, state) for (task, _), state in zip(page, states, strict=True)
@@ -444,7 +442,7 @@ class Sessions(Resource):
             ended = zip(shown, page, strict=True)
             results = [self._complete(one, task) for one, (task, _) in ended if one.state in ENDED]
             await asyncio.gather(*results)
-        return TaskList(shown, has_more=len(tasks) > first + query.limit)
+        return TaskList(shown, has_more=has_more)
 
     @operation("GET", _TASK)
     async def retrieve_task(self, caller: Caller, query: TaskQuery) -> TaskObject:

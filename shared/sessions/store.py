@@ -165,8 +165,12 @@ class SessionStore(RedisStore):
             rank = await self._ask("ZREVRANK", index, after) if after else -1
             if rank is None:
                 return None
-            later = await self._ask("ZREVRANGE", index, rank + 1, -1)
-            names = [name for name in later if not name.startswith(_TO_COME.encode())]
+            names: list[bytes] = []
+            while len(names) <= limit and (
+                later := await self._ask("ZREVRANGE", index, rank + 1, rank + 1 + limit)
+            ):
+                names += [name for name in later if not name.startswith(_TO_COME.encode())]
+                rank += len(later)
             shown = names[:limit]
             found = await self._states([name.decode() for name in shown], max_open)
             gone = [name for name, state in zip(shown, found, strict=True) if state is None]
@@ -194,7 +198,13 @@ class SessionStore(RedisStore):
         """
         keys, ttl_ms = self._task_keys(session.id), to_ms(session.ttl_s)
         verdict, known = await self._run(
-            ADD_TASK, keys, encode(task), id=task.id, max_tasks=max_tasks, ttl_ms=ttl_ms
+            ADD_TASK,
+            keys,
+            encode(task),
+            id=task.id,
+            at=task.created_at,
+            max_tasks=max_tasks,
+            ttl_ms=ttl_ms,
         )
         if verdict == b"known":
             return _read(known)
@@ -217,16 +227,28 @@ class SessionStore(RedisStore):
         found = await self._ask("HGET", self._keys.session_tasks(session_id), task_id)
         return None if found is None else _read(found)
 
-    async def tasks(self, session_id: str) -> list[tuple[TaskRecord, str]]:
-        """All tasks, the oldest first."""
-        found = await self._ask("HGETALL", self._keys.session_tasks(session_id))
-        return sorted(map(_read, found[1::2]), key=lambda pair: (pair[0].created_at, pair[0].id))
+    async def tasks(self, session_id: str) -> list[TaskRecord]:
+        """All tasks, in no order."""
+        found = await self._ask("HVALS", self._keys.session_tasks(session_id))
+        return [_read(each)[0] for each in found]
 
-    def _task_keys(self, session_id: str) -> tuple[str, str, str]:
+    async def task_page(
+        self, session_id: str, after: str, limit: int
+    ) -> tuple[list[tuple[TaskRecord, str]], bool] | None:
+        """A page of tasks, the oldest first, and whether there are more. None: `after` does not exist."""
+        order = self._keys.session_order(session_id)
+        rank = await self._ask("ZRANK", order, after) if after else -1
+        if rank is None:
+            return None
+        ids = await self._ask("ZRANGE", order, rank + 1, rank + 1 + limit)
+        key = self._keys.session_tasks(session_id)
+        found = await self._ask("HMGET", key, *ids[:limit]) if ids else []
+        return [_read(each) for each in found if each is not None], len(ids) > limit
+
+    def _task_keys(self, session_id: str) -> list[str]:
         keys = self._keys
-        return (
-            keys.session(session_id), keys.session_tasks(session_id), keys.session_open(session_id),
-        )  # fmt: skip
+        kinds = (keys.session, keys.session_tasks, keys.session_open, keys.session_order)
+        return [key(session_id) for key in kinds]
 
 
 def _limits(session: Session) -> str:

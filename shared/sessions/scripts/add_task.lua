@@ -1,7 +1,7 @@
 -- Add a task to a session before it is queued, and renew the session.
--- KEYS: session, tasks, open    args: id, max_tasks, ttl_ms    raw: the task's record
+-- KEYS: session, tasks, open, order    args: id, at (its creation, in seconds), max_tasks, ttl_ms    raw: the task's record
 -- Returns {added | known | closed | full | gone, the known record}.
-local session, tasks, open = KEYS[1], KEYS[2], KEYS[3]
+local session, tasks, open, order = unpack(KEYS)
 local args = cmsgpack.unpack(ARGV[1])
 local state = redis.call('HGET', session, 'state')
 if not state then return {'gone', ''} end
@@ -14,6 +14,6 @@ if state ~= 'open' then return {'closed', ''} end
 if redis.call('HLEN', tasks) >= args.max_tasks then return {'full', ''} end
 redis.call('HSET', tasks, args.id, 'open ' .. ARGV[2])
 redis.call('HSET', open, args.id, ARGV[2])
-redis.call('PEXPIRE', tasks, args.ttl_ms)
-redis.call('PEXPIRE', open, args.ttl_ms)
+redis.call('ZADD', order, string.format('%.6f', args.at), args.id)
+for _, key in ipairs({tasks, open, order}) do redis.call('PEXPIRE', key, args.ttl_ms) end
 return {'added', ''}

@@ -1,6 +1,6 @@
 -- Record how tasks ended, each once; or delete those that were not queued.
--- KEYS: session, tasks, open    args: states (by task id: succeed, failed, cancelled, or forgotten)
-local session, tasks, open = KEYS[1], KEYS[2], KEYS[3]
+-- KEYS: session, tasks, open, order    args: states (by task id: succeed, failed, cancelled, or forgotten)
+local session, tasks, open, order = unpack(KEYS)
 local args = cmsgpack.unpack(ARGV[1])
 if redis.call('EXISTS', session) == 0 then return 0 end
 for id, state in pairs(args.states) do
@@ -9,6 +9,7 @@ for id, state in pairs(args.states) do
     redis.call('HDEL', open, id)
     if state == 'forgotten' then
       redis.call('HDEL', tasks, id)
+      redis.call('ZREM', order, id)
     else
       redis.call('HSET', tasks, id, state .. ' ' .. record)
       redis.call('HINCRBY', session, state, 1)
