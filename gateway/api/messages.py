@@ -377,6 +377,9 @@ class _Anthropic(Surface):
     tag = "messages"
     error_type = AnthropicError
     statuses: ClassVar = {"503": "529"}
+    hints: ClassVar = {
+        "messages.content.type": "Send text, image, document, search_result, thinking, tool_use or tool_result."
+    }
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         return render_error(error)

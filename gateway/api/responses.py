@@ -717,6 +717,7 @@ class _Input(Surface):
     keeps_answers = True
     hints: ClassVar = {
         "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
+        "input.type": "Send message, reasoning, item_reference, or a call or output such as function_call.",
     }
 
     def previous(self, request: ResponseFields) -> str | None:

@@ -280,6 +280,7 @@ class _NamesModel(msgspec.Struct):
 
 _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_INDEX = re.compile(r"\.\[\d+\]")
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 JSON = b"application/json"
 _FEW_BYTES, _FEW_COMMAS = 4096, 64  #: that are counted at once, or one by one
@@ -443,7 +444,7 @@ def _too_large(limit: str) -> InvalidRequest:
 
 
 class JsonBody(Generic[T]):
-    """Decodes bodies of one type. `hints`: errors for values outside a closed set, by the field's path or name."""
+    """Decodes bodies of one type. `hints`: errors for values outside a closed set, by the field's path without indexes, or its name."""
 
     def __init__(
         self,
@@ -552,7 +553,7 @@ def locate(
 
 def _explain(reason: str, path: str, hints: Mapping[str, str], info: inspect.Type | None) -> str:
     subject = f"Invalid value for {path}" if path else "Invalid body"
-    hint = hints.get(path) or hints.get(path.rpartition(".")[2], "")
+    hint = hints.get(_INDEX.sub("", path)) or hints.get(path.rpartition(".")[2], "")
     is_pattern = bool(hint) and "matching regex" in reason
     if reason.startswith("Invalid") or is_pattern:  # msgspec would quote the value
         if not hint and info is not None and (values := _values_at(info, path)):

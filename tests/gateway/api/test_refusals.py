@@ -251,6 +251,8 @@ CLOSED_SETS: list[tuple[str, dict[str, Any], str, set[str]]] = [
     (CHAT, {"thinking": {"type": "?"}}, "thinking.type", {"enabled", "disabled", "adaptive"}),
     (CHAT, with_parts({"type": "?"}), f"{PLACE}.type", {"text", "input_audio", "file"}),
     (RESPONSES, {"tool_choice": {"type": "?"}}, "tool_choice.type", {"function", "allowed_tools"}),
+    (RESPONSES, {"input": [{"type": "?"}]}, "input.[0].type", {"message", "function_call"}),
+    (MESSAGES, message(content=[{"type": "?"}]), f"{PLACE}.type", {"image", "tool_result"}),
     (MESSAGES, {"service_tier": "?"}, "service_tier", {"auto", "standard_only"}),
     (MESSAGES, source("", "image/bmp"), f"{IMAGE}.media_type", {"png", "webp"}),
     (EMBEDDINGS, {"messages": [{"role": "?", "content": "x"}]}, "messages.[0].role", {"user"}),
@@ -340,6 +342,7 @@ async def test_a_value_outside_a_closed_set_is_told_the_set(fleet, path, change,
     assert (response.status_code, error["param"]) == (400, param)
     assert values <= set(re.findall(r"\w+", error["message"]))
     assert "?" not in error["message"]
+    assert len(error["message"]) < 160
 
 
 def raw(text: str) -> bytes:
