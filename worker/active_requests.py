@@ -76,6 +76,11 @@ _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
     (GrammarTooComplex, ErrorCode.GRAMMAR_TOO_COMPLEX),
     (RequestError, ErrorCode.INVALID_REQUEST),
 )
+#: Failures for which a canary is rolled back. Clients cause the others: by wrong input, and by the length of the answer or
+#: the time limit of a task. An application fails a task for its own faults and for wrong input alike.
+FAULTS_OF_VERSION = frozenset(
+    (ErrorCode.ENGINE_FAILURE, ErrorCode.TASK_FAILED, ErrorCode.REQUEST_KILLS_WORKERS)
+)
 
 
 class _Draft(Struct):
@@ -208,6 +213,8 @@ def _publication(active: "ActiveRequest", events: Sequence[CallEvent]) -> Public
     if isinstance(active.call.task, Run) and active.call.task.keep_s:
         publication = replace(publication, keep_s=active.call.task.keep_s)
     active.num_tokens += publication.num_new_tokens
+    last = events[-1]
+    active.is_refused = isinstance(last, Failed) and last.code not in FAULTS_OF_VERSION
     return publication
 
 
@@ -281,6 +288,7 @@ class ActiveRequest(Struct, eq=False):
     added_at: float = 0.0  #: when the engine accepted it
     num_tokens: int = 0  #: output tokens published so far
     num_publications: int = 0
+    is_refused: bool = False  #: it failed, and not by a fault of the version
     is_announced: bool = False  #: whether `Started` was posted
     is_traced: bool = False  #: whether its spans were recorded
     preparation: asyncio.Task[None] | None = None

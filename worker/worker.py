@@ -375,7 +375,8 @@ class QueueLoops:
             if active.request_id in refused:
                 self._active_requests.drop(active, refused[active.request_id])
             elif publication.ending is not None:
-                self._num_ended[publication.ending] += 1
+                if not active.is_refused:
+                    self._num_ended[publication.ending] += 1
                 self._active_requests.forget(active)
 
     async def _renew_once(self) -> None:

@@ -26,7 +26,7 @@ class WorkerRecord(Report, frozen=True, omit_defaults=True):
     max_num_seqs: int = 1
     num_steps: int = 0
     num_finished: int = 0  #: requests since its start
-    num_failed: int = 0
+    num_failed: int = 0  #: by a fault of the version, not of the request
     state: Literal["ready", "draining"] = "ready"
 
 

@@ -4,7 +4,7 @@ import asyncio
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from PIL import Image
@@ -27,6 +27,7 @@ from shared.protocol import (
 )
 from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
 from shared.queue.keys import GROUP
+from shared.queue.registry import Registry
 from shared.queue.worker import OVERTAKES_PER_AGED
 from tests.factories_queue import MODEL, events_of, make_request
 from tests.factories_worker import Answers, run_worker, token_ids
@@ -68,7 +69,14 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
         (biased, ErrorCode.INVALID_REQUEST, "logit_bias"),
         (stopped, ErrorCode.INVALID_REQUEST, None),
     ]
-    async with run_worker(ends):
+    registry = Registry(ends.redis, ends.prefix)
+
+    async def counts() -> tuple[int, int]:
+        await running.worker.announce_first()
+        [record] = await registry.workers()
+        return record.num_finished, record.num_failed
+
+    async with run_worker(ends) as running:
         for request, code, param in cases:
             [failed] = await answers.end(await ends.enqueue(request))
             assert isinstance(failed, Failed)
@@ -76,8 +84,13 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
             assert failed.param == param
             assert failed.message
         assert isinstance((await answers.end(await ends.enqueue()))[-1], Finished)
+        running.engine.prepare = Mock(side_effect=RuntimeError("a bug"))
+        [failed] = await answers.end(await ends.enqueue())
+        assert failed.code is ErrorCode.ENGINE_FAILURE
+        await until_equal(counts, (1, 1))  # a rollout counts what is the version's fault
     assert await ends.num_open() == 0
     await store.close()
+    await registry.close()
 
 
 async def test_a_worker_claims_no_more_than_its_engine_can_run(ends):
