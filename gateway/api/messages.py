@@ -378,7 +378,8 @@ class _Anthropic(Surface):
     error_type = AnthropicError
     statuses: ClassVar = {"503": "529"}
     hints: ClassVar = {
-        "messages.content.type": "Send text, image, document, search_result, thinking, tool_use or tool_result."
+        "messages.content.type": "Send text, image, document, search_result, thinking, tool_use or tool_result.",
+        "messages.content.source.type": "Send base64, url or file for an image, text or content for a document.",
     }
 
     def error(self, error: ApiError) -> tuple[int, bytes]:

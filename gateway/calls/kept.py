@@ -71,12 +71,13 @@ class KeptAnswers:
         return [await self._find_image(tenant, source) for source in sources]
 
     async def _find_image(self, tenant: str, source: ImageSource) -> ImageSource:
-        if not source.url.startswith(BY_NAME):
+        name, is_name = source.url, source.url.startswith(BY_NAME)
+        if not is_name and not source.param.endswith("file_id"):
             return source
-        name = source.url
         if name.startswith(_BY_SHA256):
             name = image_name(tenant, name.removeprefix(_BY_SHA256).lower())
-        record = await self.get(tenant, name) if len(name) <= _MAX_NAME_CHARS else None
+        is_name &= len(name) <= _MAX_NAME_CHARS
+        record = await self.get(tenant, name) if is_name else None
         if record is None:
             message = "This key has no such image, or it has expired: upload it again, or send a data: URL."
             raise InvalidRequest(message, param=source.param, code="file_not_found")

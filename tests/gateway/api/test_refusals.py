@@ -197,6 +197,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     *[(RESPONSES, {"input": [{"type": f"{kind}_output", "call_id": "c", "output": "x"}]}, "invalid_value", "input.[0].call_id")
       for kind in ("function_call", "custom_tool_call")],  # no call has this id
     (RESPONSES, {"input": [{"type": "local_shell_call_output", "output": "ok"}]}, "missing_field", "input.[0].call_id"),
+    (RESPONSES, {"input": user({"type": "input_image", "file_id": "file-5"})}, "file_not_found", "input.[0].content.[0].file_id"),
     (RESPONSES, {"tools": [{"type": "function"}]}, "missing_field", "tools.[0].name"),
     (MESSAGES, {"tools": [{"input_schema": {}}]}, "missing_field", "tools.[0].name"),
     (CHAT, {"tools": [function(parameters={})]}, "missing_field", "tools.[0].function.name"),
@@ -253,6 +254,12 @@ CLOSED_SETS: list[tuple[str, dict[str, Any], str, set[str]]] = [
     (RESPONSES, {"tool_choice": {"type": "?"}}, "tool_choice.type", {"function", "allowed_tools"}),
     (RESPONSES, {"input": [{"type": "?"}]}, "input.[0].type", {"message", "function_call"}),
     (MESSAGES, message(content=[{"type": "?"}]), f"{PLACE}.type", {"image", "tool_result"}),
+    (
+        MESSAGES,
+        message(content=[{"type": "document", "source": {"type": "base64"}}]),
+        f"{PLACE}.source.type",
+        {"document", "text"},
+    ),
     (MESSAGES, {"service_tier": "?"}, "service_tier", {"auto", "standard_only"}),
     (MESSAGES, source("", "image/bmp"), f"{IMAGE}.media_type", {"png", "webp"}),
     (EMBEDDINGS, {"messages": [{"role": "?", "content": "x"}]}, "messages.[0].role", {"user"}),
