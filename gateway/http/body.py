@@ -39,67 +39,95 @@ _WHOLE_FLOAT = re.compile(rb"(-?\d{1,19})\.0+")
 _members = msgspec.json.Decoder(dict[str, Raw])
 _items = msgspec.json.Decoder(list[Raw])
 _NULL = b"null"
+_ARRAYS = (inspect.ListType, inspect.VarTupleType)
+_INNER = (inspect.StructType, inspect.ListType)  #: of items that are cleaned
+_NULLABLE = (inspect.NoneType, inspect.RawType, inspect.AnyType)
+_MAX_CLEANED = 50_000  #: fields of a body with unknown or null ones, which takes longer to read
 
 logger = logging.getLogger(__name__)
 
 
+class _Shape:
+    """What `Cleaner` needs to know of a type; computed once, as a body may have many values of it."""
+
+    def __init__(self, type_: inspect.Type) -> None:
+        kinds = list(members_of(type_))
+        structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
+        self.structs = [(each, {f.encode_name: f for f in each.fields}) for each in structs]
+        self.by_tag = {msgspec.json.encode(each[0].tag): each for each in self.structs}
+        self.tag_field = structs[0].tag_field or "" if structs else ""
+        items = [kind.item_type for kind in kinds if isinstance(kind, _ARRAYS)][:1]
+        self.items = [i for i in items if any(isinstance(k, _INNER) for k in members_of(i))]
+        self.takes_null = any(isinstance(kind, _NULLABLE) for kind in kinds)
+        self.is_int = any(isinstance(kind, inspect.IntType) for kind in kinds)
+        self.is_int &= not any(isinstance(kind, inspect.FloatType) for kind in kinds)
+
+
 @dataclass(slots=True)
 class Cleaner:
-    """Removes unknown and null fields from one body."""
+    """Removes unknown and null fields from one body. `_shapes`: of the body's types, by id."""
 
     _context: RequestContext
     _unsupported: Unsupported
     _hints: Mapping[str, str]
+    _shapes: dict[int, _Shape]
+    _num_members: int = 0
 
     def clean(self, body: bytes, type_: inspect.Type) -> Raw:
         """The body without unknown fields and needless nulls, and 1.0 as 1 for integers. Raises: InvalidRequest."""
-        cleaned = self._clean(Raw(body.strip()), type_, "", "")
+        cleaned = self._clean(Raw(body.strip()), self._shape(type_), "", "")
         if self._context.ignored:
             _log(self._context.ignored)
         return cleaned
 
-    def _clean(self, value: Raw, type_: inspect.Type, path: str, place: str) -> Raw:
+    def _shape(self, type_: inspect.Type) -> _Shape:
+        if (shape := self._shapes.get(id(type_))) is None:
+            shape = self._shapes[id(type_)] = _Shape(type_)
+        return shape
+
+    def _clean(self, value: Raw, shape: _Shape, path: str, place: str) -> Raw:
         """`path` has names only; `place` has indexes, for errors."""
         start = bytes(memoryview(value)[:1])
-        kinds = list(members_of(type_))
-        if start == b"{":
-            structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
-            return self._clean_object(value, structs, path, place) if structs else value
-        lists = [
-            kind for kind in kinds if isinstance(kind, inspect.ListType | inspect.VarTupleType)
-        ]
-        if start != b"[" or not lists or not any(map(_has_fields, members_of(lists[0].item_type))):
+        if start == b"{" and shape.structs:
+            return self._clean_object(value, shape, path, place)
+        if start != b"[" or not shape.items:
             return value
-        items = _items.decode(value)
+        items, inner = _items.decode(value), self._shape(shape.items[0])
         cleaned = [
-            self._clean(item, lists[0].item_type, path, f"{place}.[{index}]")
-            for index, item in enumerate(items)
+            self._clean(item, inner, path, f"{place}.[{index}]") for index, item in enumerate(items)
         ]
         is_same = all(old is new for old, new in zip(items, cleaned, strict=True))
         return value if is_same else Raw(msgspec.json.encode(cleaned))
 
-    def _clean_object(
-        self, value: Raw, structs: list[inspect.StructType], path: str, place: str
-    ) -> Raw:
+    def _clean_object(self, value: Raw, shape: _Shape, path: str, place: str) -> Raw:
         members = _members.decode(value)
-        struct = _find_struct(structs, members)
-        if struct is None:
+        self._num_members += len(members)
+        if self._num_members > _MAX_CLEANED:
+            raise _too_large(f"{_MAX_CLEANED} fields if some are unknown or null")
+        found = shape.structs[0]
+        if len(shape.structs) > 1:
+            found = shape.by_tag.get(bytes(members.get(shape.tag_field, b"")))
+        if found is None:
             return value
-        fields = {field.encode_name: field for field in struct.fields}
+        struct, fields = found
         cleaned: dict[str, Raw] = {}
         for name, member in members.items():
             field = fields.get(name)
             if field is not None:
-                if not _is_needless_null(member, field):
-                    cleaned[name] = _whole(member, field.type)
+                inner = self._shape(field.type)
+                is_null = bytes(memoryview(member)[:5]) == _NULL
+                if field.required or inner.takes_null or not is_null:  # else it is the default
+                    cleaned[name] = _whole(member) if inner.is_int else member
             elif name == struct.tag_field or not struct.forbid_unknown_fields:
                 cleaned[name] = member
             else:
                 self._drop(name, member, struct.cls, path, place)
         for name, member in cleaned.items():
             if name in fields:
-                inner = f"{path}.{name}" if path else name
-                cleaned[name] = self._clean(member, fields[name].type, inner, join(place, name))
+                inner = self._shape(fields[name].type)
+                if inner.structs or inner.items:
+                    way = f"{path}.{name}" if path else name
+                    cleaned[name] = self._clean(member, inner, way, join(place, name))
         is_same = len(cleaned) == len(members) and all(
             cleaned[name] is member for name, member in members.items()
         )
@@ -119,37 +147,8 @@ class Cleaner:
             self._context.ignore(known)
 
 
-def _find_struct(
-    structs: list[inspect.StructType], members: Mapping[str, Raw]
-) -> inspect.StructType | None:
-    if len(structs) == 1:
-        return structs[0]
-    for struct in structs:
-        tag = members.get(struct.tag_field or "")
-        if tag is not None and bytes(tag) == msgspec.json.encode(struct.tag):
-            return struct
-    return None
-
-
-def _has_fields(type_: inspect.Type) -> bool:
-    return isinstance(type_, inspect.StructType | inspect.ListType)
-
-
-def _is_needless_null(value: Raw, field: inspect.Field) -> bool:
-    """Whether null stands for the default of a field that is not nullable."""
-    if field.required or bytes(memoryview(value)[:5]) != _NULL:
-        return False
-    takes_null = inspect.NoneType | inspect.RawType | inspect.AnyType
-    return not any(isinstance(kind, takes_null) for kind in members_of(field.type))
-
-
-def _whole(value: Raw, type_: inspect.Type) -> Raw:
+def _whole(value: Raw) -> Raw:
     """1.0 as 1, for an integer field."""
-    kinds = list(members_of(type_))
-    if not any(isinstance(kind, inspect.IntType) for kind in kinds) or any(
-        isinstance(kind, inspect.FloatType) for kind in kinds
-    ):
-        return value
     match = _WHOLE_FLOAT.fullmatch(bytes(memoryview(value)[:64]))
     return Raw(match[1]) if match else value
 
@@ -287,7 +286,7 @@ _FEW_BYTES, _FEW_COMMAS = 4096, 64  #: that are counted at once, or one by one
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}:,]', re.DOTALL)
 _SEARCHED = 1 << 20  #: leading bytes that are searched for the field that nests too deeply
 _TYPED_LEVELS = 8  #: maximum nesting of typed fields around a field with free JSON
-_LISTS = (inspect.ListType, inspect.VarTupleType, inspect.SetType)
+_LISTS = (*_ARRAYS, inspect.SetType)
 _CONTAINERS = (inspect.StructType, *_LISTS)
 _ANY_KEY = "[...]"  #: msgspec's placeholder for keys of the client, which are not echoed
 
@@ -457,6 +456,7 @@ class JsonBody(Generic[T]):
         self._decoder = msgspec.json.Decoder(type_)
         self._hints = hints
         self._unsupported = unsupported
+        self._shapes: dict[int, _Shape] = {}
 
     def decode(self, body: bytes, context: RequestContext | None = None) -> T:
         """Decode a body. Without a `context`, unknown fields are refused. Raises: InvalidRequest that names one."""
@@ -468,7 +468,7 @@ class JsonBody(Generic[T]):
             except msgspec.ValidationError:
                 if context is None:
                     raise
-                cleaner = Cleaner(context, self._unsupported, self._hints)
+                cleaner = Cleaner(context, self._unsupported, self._hints, self._shapes)
                 decoded = self._decoder.decode(cleaner.clean(body, self._info))
         except msgspec.ValidationError as error:
             raise locate(str(error), self._hints, self._info) from None

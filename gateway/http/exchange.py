@@ -74,7 +74,7 @@ class RequestContext(Struct):
         return Priority.BATCH if Priority.BATCH in (priority, self.max_priority) else priority
 
     def ignore(self, name: str) -> None:
-        if name not in self.ignored and len(self.ignored) < _MAX_IGNORED:
+        if len(self.ignored) < _MAX_IGNORED and name not in self.ignored:
             self.ignored.append(name)
 
 
