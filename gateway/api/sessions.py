@@ -593,7 +593,7 @@ class Sessions(Resource):
         if wanted is None or (found and fits(wanted, Resources(**found))):
             return
         raise conflict(
-            f"Instances of this application have {found or 'unknown resources'}, less than the session requires: "
+            f"Instances of this application have {Resources(**found) if found else 'unknown resources'}, less than the session requires: "
             "require less, or deploy the application with more.",
             code="insufficient_resources",
         )

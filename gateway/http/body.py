@@ -279,6 +279,7 @@ class _NamesModel(msgspec.Struct):
 
 _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_NO_NEWLINE = r"$(?!\\n)"  #: end of a pattern, as msgspec shows it
 _INDEX = re.compile(r"\.\[\d+\]")
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 JSON = b"application/json"
@@ -559,7 +560,7 @@ def _explain(reason: str, path: str, hints: Mapping[str, str], info: inspect.Typ
         if not hint and info is not None and (values := _values_at(info, path)):
             hint = f"Send {' or '.join(filter(None, (', '.join(values[:-1]), values[-1])))}."
         return f"{subject}. {hint}".rstrip()
-    return f"{subject}: {reason[0].lower()}{reason[1:]}."
+    return f"{subject}: {reason[0].lower()}{reason[1:]}.".replace(_NO_NEWLINE, "$")
 
 
 def _values_at(info: inspect.Type, path: str) -> list[str]:

@@ -390,7 +390,9 @@ async def test_a_bad_body_is_refused(fleet):
         for _ in range(100):
             yield bytes(32_000)
 
-    check_error(await fleet.send(too_much()), 413, "request_too_large", None)
+    unknown = raw(",".join(f'"z{number}": 1' for number in range(50_000)))
+    for body in (too_much(), unknown):
+        check_error(await fleet.send(body), 413, "request_too_large", None)
     for headers in (
         {"content-type": "application/json; charset=latin-1"},
         {**JSON_TYPE, "content-encoding": "gzip"},
