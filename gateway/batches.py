@@ -353,33 +353,15 @@ class Batches:
         self._store = store
         self.files = files
 
-    def create(
-        self,
-        owner: str,
-        tenant: str,
-        endpoint: str,
-        input_file_id: str,
-        metadata: dict[str, str] | None,
-        max_open: int,
-        guest: str = "",
-    ) -> BatchRecord | None:
-        """Create a batch, unless its owner has `max_open` open batches.
+    def create(self, owner: str, max_open: int, **fields: Any) -> BatchRecord | None:
+        """Create a batch with fields of its record, unless its owner has `max_open` open batches.
 
         The marker of the batch is written before open batches are counted. So concurrent calls never exceed the limit,
         but may create fewer batches.
         """
         now = time.time()  # noqa: TID251
-        record = BatchRecord(
-            make_id(BATCH_ID, now),
-            owner,
-            tenant,
-            endpoint,
-            input_file_id,
-            int(now),
-            int(now + WINDOW_S),
-            metadata,
-            guest,
-        )
+        times = {"created_at": int(now), "expires_at": int(now + WINDOW_S)}
+        record = BatchRecord(make_id(BATCH_ID, now), owner, **times, **fields)
         self._store.put_if_absent(f"{_OPEN}/{owner}/{record.id}", b"")
         if len(self.open_ids(owner)) > max_open:
             self._store.delete(f"{_OPEN}/{owner}/{record.id}")

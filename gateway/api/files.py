@@ -145,8 +145,8 @@ class BatchResource(Resource):
                 problem = f"the file has another purpose; upload it with the purpose {PURPOSE}"
                 raise invalid("input_file_id", problem)
             record = batches.create(
-                caller.tenant, tenant, body.endpoint, file_id, body.metadata, most,
-                self._find_guest(tenant),
+                caller.tenant, most, tenant=tenant, endpoint=body.endpoint, input_file_id=file_id,
+                metadata=body.metadata, guest=self._find_guest(tenant),
             )  # fmt: skip
             if record is None:
                 many = f"This key has {most} open batches: wait until one has ended, or cancel it."

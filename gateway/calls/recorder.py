@@ -204,7 +204,7 @@ class Recorder:
         tracer.measure("gen_ai.server.request.duration", e2e_s, attributes | error)
         if record is None:
             return
-        counts = {"input": record.num_prompt_tokens, "output": record.num_output_tokens}
+        counts = {"input": record.prompt.num_prompt_tokens, "output": record.num_output_tokens}
         for kind, count in counts.items():
             typed = attributes | {"gen_ai.token.type": kind}
             tracer.measure("gen_ai.client.token.usage", count, typed)
@@ -218,20 +218,16 @@ class Recorder:
         if ttft_s is not None and not self._is_streamed:
             # Tokens of a whole answer arrive together; the worker measured the first one.
             ttft_s = sum([s for name, s in stages.items() if name not in ("decode", "relay")])
-        prompt = self.totals.prompt
         record = RequestRecord(
             model=self.model,
             priority=self.priority.value,
             stages=stages,
             e2e_s=e2e_s,
             ttft_s=ttft_s,
-            num_prompt_tokens=prompt.num_prompt_tokens,
-            num_image_tokens=prompt.num_image_tokens,
-            num_cached_tokens=prompt.num_cached_tokens,
+            prompt=self.totals.prompt,
             num_output_tokens=self.totals.num_output_tokens,
             num_choices=self._num_choices,
             key=self.key,
-            num_audio_tokens=prompt.num_audio_tokens,
         )
         self.metrics.record_finished(record)
         return record

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from shared.packages.rollout import App
+from shared.protocol import Usage
 from shared.queue.api import QueueStats
 from shared.queue.registry import WorkerRecord
 
@@ -254,14 +255,11 @@ class RequestRecord(Struct, frozen=True):
     stages: dict[str, float]
     e2e_s: float
     ttft_s: float | None
-    num_prompt_tokens: int
-    num_image_tokens: int
-    num_cached_tokens: int
+    prompt: Usage
     num_output_tokens: int  #: of all choices
     num_choices: int = 1
     priority: str = "interactive"
     key: str = ""  #: name of the stored key
-    num_audio_tokens: int = 0
 
     @property
     def per_token_s(self) -> float | None:
@@ -312,7 +310,9 @@ class GatewayMetrics:
             if len(self._keys) < _MAX_KEYS:
                 self._keys.add(record.key)
             name = record.key if record.key in self._keys else "other"
-            self._counter("vlm_key_tokens_total", name, "input").inc(record.num_prompt_tokens)
+            self._counter("vlm_key_tokens_total", name, "input").inc(
+                record.prompt.num_prompt_tokens
+            )
             self._counter("vlm_key_tokens_total", name, "output").inc(record.num_output_tokens)
 
     def record_tokens(self, model: str, gap_s: float, num_tokens: int) -> None:
@@ -452,14 +452,9 @@ class _ModelMetrics:
         self.first_token = metrics.histograms["vlm_time_to_first_token_seconds"].labels(model)
         self.per_token = metrics.histograms["vlm_time_per_output_token_seconds"].labels(model)
         self.inter_token = metrics.histograms["vlm_inter_token_latency_seconds"].labels(model)
-        #: Counters by the field of a record.
-        self.tokens = {
-            f"num_{field}_tokens": metrics.counters[f"vlm_{name}_tokens_total"].labels(model)
-            for name, field in (
-                ("prompt", "prompt"), ("image", "image"), ("audio", "audio"), ("cached", "cached"),
-                ("generation", "output"),
-            )
-        }  # fmt: skip
+        names = ("prompt", "image", "audio", "cached", "generation")
+        tokens = {n: metrics.counters[f"vlm_{n}_tokens_total"].labels(model) for n in names}
+        self.output_tokens, self.prompt_tokens = tokens.pop("generation"), tokens
         self._records: list[RequestRecord] = []  # not counted yet
 
     def record(self, record: RequestRecord) -> None:
@@ -478,5 +473,6 @@ class _ModelMetrics:
         self.duration.add_all([each.e2e_s for each in records])
         self.first_token.add_all([each.ttft_s for each in records if each.ttft_s is not None])
         self.per_token.add_all([s for each in records if (s := each.per_token_s) is not None])
-        for field, counter in self.tokens.items():
-            counter.inc(sum([getattr(each, field) for each in records]))
+        for name, counter in self.prompt_tokens.items():
+            counter.inc(sum([getattr(each.prompt, f"num_{name}_tokens") for each in records]))
+        self.output_tokens.inc(sum([each.num_output_tokens for each in records]))

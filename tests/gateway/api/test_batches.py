@@ -370,7 +370,8 @@ def batches(tmp_path):
 def make_batch(batches, lines):
     data = to_file(lines)
     file = batches.files.put("owner", "in", "batch", [data], len(data))
-    record = batches.create("owner", "tenant", CHAT, file.id, None, 100)
+    asked = {"tenant": "tenant", "endpoint": CHAT, "input_file_id": file.id}
+    record = batches.create("owner", 100, **asked)
     batches.begin(record, len(lines))
     return record
 

@@ -11,7 +11,7 @@ from prometheus_client import Histogram as LibraryHistogram
 
 from shared.packages.deployments import Spec
 from shared.packages.rollout import App, Revision, Slot
-from shared.protocol import ModelCard
+from shared.protocol import ModelCard, Usage
 from shared.queue.registry import WorkerRecord
 from shared.telemetry.logs import JsonFormatter, TextFormatter
 from shared.telemetry.metrics import STAGES, GatewayMetrics, Histogram, Metric, RequestRecord
@@ -20,8 +20,8 @@ from shared.telemetry.tracing import parse_trace_parent
 
 def record(**overrides) -> RequestRecord:
     values = {
-        "model": "m", "stages": dict.fromkeys(STAGES, 0.1), "e2e_s": 1.2, "ttft_s": 0.2, "num_prompt_tokens": 5,
-        "num_image_tokens": 0, "num_cached_tokens": 0, "num_output_tokens": 11,
+        "model": "m", "stages": dict.fromkeys(STAGES, 0.1), "e2e_s": 1.2, "ttft_s": 0.2, "prompt": Usage(5),
+        "num_output_tokens": 11,
     }  # fmt: skip
     return RequestRecord(**{**values, **overrides})
 
