@@ -48,7 +48,13 @@ from shared.protocol import (
     Run,
     decode_log,
 )
-from shared.queue.api import DuplicateRequest, QueueRefused, QueueUnavailable, RequestState
+from shared.queue.api import (
+    DuplicateRequest,
+    QueueRefused,
+    QueueUnavailable,
+    RequestState,
+    Submission,
+)
 from shared.sessions.store import (
     ENDED,
     Session,
@@ -405,23 +411,22 @@ class Sessions(Resource):
     ) -> None:
         """Raises: Overloaded, QueueUnavailable."""
         lifecycle, tenant = self._lifecycle, caller.context.tenant
-        lifecycle.key_limits.check(task.model, tenant)
+        key_limits = lifecycle.key_limits
+        key_limits.check(task.model, tenant)
         call = Call(
             id=task.request_id, reply_to=lifecycle.gateway_id, model=task.model, task=run,
             tenant=tenant, priority=session.priority, trace_parent=caller.context.trace_parent,
             is_resumable=True,
         )  # fmt: skip
-        limits = lifecycle.key_limits.limits(session.priority, tenant)
+        limits = key_limits.limits(session.priority, tenant)
+        reservation = key_limits.reservation([call], card, limits)
+        left_s, most = task.deadline_at - time.time(), key_limits.max_waiting(session.priority)  # noqa: TID251
+        charge = key_limits.charge([call], card)
+        submission = Submission((), left_s, most, reservation, charge=charge)
         try:
-            submitted = await lifecycle.dispatcher.submit(
-                [call],
-                timeout_s=task.deadline_at - time.time(),  # noqa: TID251
-                max_waiting=lifecycle.key_limits.max_waiting(session.priority),
-                reservation=lifecycle.key_limits.reservation([call], card, limits),
-                charge=lifecycle.key_limits.charge([call], card),
-            )
+            submitted = await lifecycle.dispatcher.submit([call], submission)
         except QueueRefused as refused:
-            raise lifecycle.key_limits.to_error(refused, task.model, tenant) from None
+            raise key_limits.to_error(refused, task.model, tenant) from None
         except DuplicateRequest:
             return
         submitted.close()  # it continues without a client

@@ -20,15 +20,12 @@ from gateway.calls.open_call import ChoiceProgress, LookUp, OpenCall
 from gateway.http.errors import KeyEnded
 from shared.protocol import Call, CallEvent, ErrorCode, Failed, decode_events, decode_log, seal
 from shared.queue.api import (
-    Affinity,
     Budget,
-    Charge,
     DuplicateRequest,
     GatewayQueue,
     Mailbox,
     QueueRefused,
     QueueUnavailable,
-    Reservation,
     Submission,
     Submitted,
     UnknownBudget,
@@ -97,19 +94,11 @@ class Dispatcher:
         return (route for routes in list(self._routes.values()) for route in list(routes))
 
     async def submit(
-        self,
-        calls: Sequence[Call],
-        *,
-        timeout_s: float,
-        max_waiting: int,
-        reservation: Reservation | None = None,
-        affinity: Affinity | None = None,
-        charge: Charge | None = None,
-        grace_s: float = 0.0,
+        self, calls: Sequence[Call], submission: Submission, grace_s: float = 0.0
     ) -> OpenCall:
-        """Queue the choices of one request if fewer than `max_waiting` requests wait.
+        """Queue the choices of one request, which `submission` lacks.
 
-        With an `affinity`, the request may be reserved for the preferred worker for up to `grace_s`. If this raises,
+        With an affinity, the request may be reserved for the preferred worker for up to `grace_s`. If this raises,
         nothing stays queued.
         Raises: QueueRefused, QueueUnavailable, DuplicateRequest.
         """
@@ -119,15 +108,14 @@ class Dispatcher:
             routes = self._routes.get(each.id, ())
             if any(not c.is_follower and not choice.is_finished for c, choice in routes):
                 raise DuplicateRequest(f"request {each.id} is open")
-        deadline_at = time.monotonic() + timeout_s
+        deadline_at = time.monotonic() + submission.timeout_s
         call = OpenCall(first.model, [each.id for each in calls], deadline_at, self._forget)
         call.tenant, call.is_resumable = first.tenant, first.is_resumable
         call.begins_by = math.inf
         self._add(call)
-        call.charge = charge
+        call.charge = submission.charge
         try:
-            choices = [seal(each) for each in calls]
-            submission = Submission(choices, timeout_s, max_waiting, reservation, affinity, charge)
+            submission = replace(submission, choices=[seal(each) for each in calls])
             submitted = await self._enqueue(first, submission)
         except BaseException as error:
             for choice in call.choices:

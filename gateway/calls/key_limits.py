@@ -119,17 +119,13 @@ class KeyLimits:
         if (key := self._find_key(tenant)) is not None:
             if not key.is_active(time.time()):  # noqa: TID251
                 raise AuthenticationError("The key was revoked or expired.", code="invalid_api_key")
-            quota = replace(
-                quota,
-                max_tenant_requests=_part(priority, key.open_requests) or quota.max_tenant_requests,
-                max_tenant_requests_per_minute=(
-                    key.requests_per_minute or quota.max_tenant_requests_per_minute
-                ),
-                max_tenant_tokens_per_minute=(
-                    key.tokens_per_minute or quota.max_tenant_tokens_per_minute
-                ),
-                has_budget=key.budget > 0,
-            )
+            own = {
+                "max_tenant_requests": _part(priority, key.open_requests),
+                "max_tenant_requests_per_minute": key.requests_per_minute,
+                "max_tenant_tokens_per_minute": key.tokens_per_minute,
+            }
+            own = {name: most for name, most in own.items() if most}
+            quota = replace(quota, has_budget=key.budget > 0, **own)
         return None if quota == NO_LIMITS else quota
 
     def reservation(

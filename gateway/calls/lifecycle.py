@@ -54,7 +54,7 @@ from shared.protocol import (
     Tokens,
     Vectors,
 )
-from shared.queue.api import QueueRefused, QueueUnavailable
+from shared.queue.api import QueueRefused, QueueUnavailable, Submission
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings
 from shared.telemetry.metrics import GatewayMetrics
@@ -442,17 +442,12 @@ class Lifecycle:
             calls = [replace(call, id=call.id + shard) for call in calls] if shard else calls
         reservation = self.key_limits.reservation(calls, card, limits)
         recorder.submitted_at = time.perf_counter()
-        timeout_s = self.settings.request_timeout_s
+        left_s = self.settings.request_timeout_s - recorder.image_decode_s
+        charge = self.key_limits.charge(calls, card, plan.num_prompts)
+        limited = (self.key_limits.max_waiting(plan.priority), reservation, affinity, charge)
+        submission = Submission((), max(_LEAST_TIMEOUT_S, left_s), *limited)
         try:
-            call = await self.dispatcher.submit(
-                calls,
-                timeout_s=max(_LEAST_TIMEOUT_S, timeout_s - recorder.image_decode_s),
-                max_waiting=self.key_limits.max_waiting(plan.priority),
-                reservation=reservation,
-                affinity=affinity,
-                charge=self.key_limits.charge(calls, card, plan.num_prompts),
-                grace_s=self.settings.home_grace_s,
-            )
+            call = await self.dispatcher.submit(calls, submission, self.settings.home_grace_s)
         except QueueRefused as refused:
             raise self.key_limits.to_error(refused, card.queue, context.tenant) from None
         if reservation is not None and call.full_in_s is not None:

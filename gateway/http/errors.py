@@ -52,7 +52,7 @@ class ApiError(Exception):
     """An error. Its code determines its status by default. `retry_after_s` tells clients when to retry."""
 
     status = 500
-    type = "server_error"
+    type = ""  #: empty: by the status
     model: str | None = None  #: model that a refused body names, as a metrics label
     request_id: str | None = None  #: id of the request in the answer's headers
     allow = ""  #: methods of the path, for a 405
@@ -72,6 +72,7 @@ class ApiError(Exception):
         self.param = param
         known, _ = ERROR_CODES.get(code or "", (self.status, ""))
         self.status = status or known
+        self.type = self.type or ("invalid_request_error" if self.status < 500 else "server_error")
         self.retry_after_s = retry_after_s
 
     @property
@@ -110,22 +111,18 @@ Render = Callable[[ApiError], tuple[int, bytes]]
 
 class InvalidRequest(ApiError):
     status = 400
-    type = "invalid_request_error"
 
 
 class AuthenticationError(ApiError):
     status = 401
-    type = "invalid_request_error"
 
 
 class Forbidden(ApiError):
     status = 403
-    type = "invalid_request_error"
 
 
 class NotFound(ApiError):
     status = 404
-    type = "invalid_request_error"
 
 
 class Overloaded(ApiError):

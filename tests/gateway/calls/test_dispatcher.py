@@ -25,7 +25,7 @@ from shared.protocol import (
     Usage,
     encode_events,
 )
-from shared.queue.api import Budget, Charge, DuplicateRequest, QueueUnavailable
+from shared.queue.api import Budget, Charge, DuplicateRequest, QueueUnavailable, Submission
 from shared.queue.gateway import RedisGatewayQueue, RedisMailbox
 from shared.queue.keys import RedisKeys
 from shared.telemetry.metrics import GatewayMetrics
@@ -258,7 +258,7 @@ async def dispatcher(redis, redis_blocking, redis_prefix):
 
 
 async def submit_one(dispatcher: Dispatcher, *choices: Call, **options: Any) -> OpenCall:
-    return await dispatcher.submit(list(choices), timeout_s=60.0, max_waiting=100_000, **options)
+    return await dispatcher.submit(choices, Submission((), 60.0, 100_000, **options))
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
