@@ -322,20 +322,15 @@ async def test_another_tenants_ids_do_not_exist(gateway, client, store):
     theirs = (await gateway.client.post(STORES, json={}, headers=AS_TWO)).json()["id"]
     item = {"items": [{"id": "a", "text": "x"}]}
     for method, path, body in (
-        ("GET", "", None),
+        *(("GET", path, None) for path in (
+            "", "/items", "/items/secret", "/files", f"/files/{file.id}", f"/files/{file.id}/content")),
+        *(("DELETE", path, None) for path in ("", f"/files/{file.id}")),
         ("POST", "", {"name": "theirs"}),
-        ("DELETE", "", None),
         ("POST", "/search", {"query": "secret"}),
         ("PUT", "/items", item),
-        ("GET", "/items", None),
-        ("GET", "/items/secret", None),
         ("DELETE", "/items", {"ids": ["secret"]}),
         ("POST", "/files", {"file_id": file.id}),
-        ("GET", "/files", None),
-        ("GET", f"/files/{file.id}", None),
-        ("GET", f"/files/{file.id}/content", None),
-        ("DELETE", f"/files/{file.id}", None),
-    ):
+    ):  # fmt: skip
         response, missing = [
             await gateway.client.request(method, f"{STORES}/{id_}{path}", json=body, headers=AS_TWO)
             for id_ in (store, "vs_" + "0" * 32)

@@ -107,20 +107,20 @@ async def test_a_request_that_two_gateways_retry_at_once_is_queued_once(
     fleet, changes, gateway, other, worker, monkeypatch
 ):
     """The first is about to queue it when the second would fall back."""
-    begun, go_on, submit = asyncio.Event(), asyncio.Event(), gateway.services.queue.submit
+    go_on, submit = asyncio.Event(), gateway.services.queue.submit
 
     async def submit_late(submission):
-        begun.set()
         await go_on.wait()
         return await submit(submission)
 
-    monkeypatch.setattr(gateway.services.queue, "submit", submit_late)
+    late = AsyncMock(side_effect=submit_late)
+    monkeypatch.setattr(gateway.services.queue, "submit", late)
     async with fleet.gateway(**changes) as second:
         hold = AsyncMock(wraps=second.services.leases.hold)
         monkeypatch.setattr(second.services.leases, "hold", hold)
         key = {"idempotency-key": "three"}
         first = asyncio.create_task(gateway.chat(headers=key))
-        await begun.wait()
+        await until(lambda: late.called)
         async with filled(second, worker):
             retry = asyncio.create_task(second.chat(headers=key))
             await until(lambda: hold.await_count or retry.done())

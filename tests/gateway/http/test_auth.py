@@ -23,24 +23,17 @@ async def test_only_known_keys_pass_by_any_host_name_and_each_has_a_tenant_of_it
 ):
     for headers in (
         {},
-        {"authorization": ""},
-        {"authorization": "Bearer"},
-        {"authorization": "Bearer  sk-one"},
-        {"authorization": "Bearer sk-one "[:-1] + "x"},
-        {"authorization": "Bearer sk-on"},
-        {"authorization": "Basic sk-one"},
-        {"authorization": "sk-one"},
-        {"authorization": b"Bearer sk-\xff\xfe"},
-        {"authorization": "Bearer ' OR 1=1--"},
-        {"authorization": "Bearer *"},
-        {"authorization": "Bearer " + "x" * 20_000},
+        *({"authorization": value} for value in (
+            "", "Bearer", "Bearer  sk-one", "Bearer sk-onex", "Bearer sk-on", "Basic sk-one", "sk-one",
+            b"Bearer sk-\xff\xfe", "Bearer ' OR 1=1--", "Bearer *", "Bearer " + "x" * 20_000,
+        )),
         [("authorization", "Bearer sk-one"), ("authorization", "Bearer sk-one")],
         [("authorization", "Bearer nobody"), ("authorization", "Bearer sk-one")],
         {"x-api-key": "sk-on", "cookie": "key=sk-one"},
         {"x-api-key": "Bearer sk-one"},
         [("x-api-key", "sk-one"), ("x-api-key", "sk-one")],
         {"authorization": "Bearer nobody", "x-api-key": "sk-one"},
-    ):
+    ):  # fmt: skip
         response = await gateway.client.post(CHAT, json=make_body(), headers=headers)
         assert response.status_code == 401, headers
         assert response.headers["www-authenticate"] == "Bearer"

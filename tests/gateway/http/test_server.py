@@ -396,6 +396,15 @@ async def test_redis_away_is_told_quickly(redis_prefix):
         assert (await gateway.client.get("/healthz")).status_code == 200
 
 
+async def open_and_stop(gateway, worker, script) -> asyncio.Future[str]:
+    """An open stream of a gateway that is told to stop."""
+    worker.script = script
+    open_request = asyncio.ensure_future(gateway.stream())
+    await until(lambda: len(worker.answers) == 1)
+    gateway.server.handle_exit(signal.SIGTERM, None)
+    return open_request
+
+
 async def test_open_requests_are_finished_before_the_end(gateway, worker):
     go_on = asyncio.Event()
 
@@ -404,10 +413,7 @@ async def test_open_requests_are_finished_before_the_end(gateway, worker):
         await go_on.wait()
         await answer.finish("done")
 
-    worker.script = script
-    open_request = asyncio.ensure_future(gateway.stream())
-    await until(lambda: len(worker.answers) == 1)
-    gateway.server.handle_exit(signal.SIGTERM, None)
+    open_request = await open_and_stop(gateway, worker, script)
     assert (await gateway.client.get("/readyz")).json() == {"status": "draining"}
     refused = await gateway.chat()
     assert refused.status_code == 503
@@ -424,9 +430,5 @@ async def test_what_outlasts_the_drain_ends_with_an_error(gateway, worker, chang
         await answer.start()
         await answer.say("half")
 
-    worker.script = script
-    open_request = asyncio.ensure_future(gateway.stream())
-    await until(lambda: len(worker.answers) == 1)
-    gateway.server.handle_exit(signal.SIGTERM, None)
-    *_, last = read_events(await open_request)
+    *_, last = read_events(await (await open_and_stop(gateway, worker, script)))
     assert last["error"]["code"] == "cancelled"

@@ -170,15 +170,14 @@ async def test_where_a_request_says_nothing_the_model_is_sampled_as_its_makers_s
 
 async def test_an_unknown_path_is_told_the_right_one(gateway):
     for path, near in (
-        ("/chat/completions", "serves /v1/chat/completions;"),
-        ("/v1/v1/chat/completions", "serves /v1/chat/completions;"),
-        ("/v1/chat/completions/", "serves /v1/chat/completions;"),
+        *((path, "serves /v1/chat/completions;") for path in (
+            "/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/")),
         ("/embeddings", "serves /v1/embeddings;"),
         ("/models", "serves /v1/models;"),
         ("/v1/assistants", "GET /docs lists all paths."),
         ("/v1/responces", "the nearest path is /v1/responses;"),
         ("/qqq", "Not Found: GET /docs lists all paths."),
-    ):
+    ):  # fmt: skip
         error = (await gateway.client.post(path, json=make_body())).json()["error"]
         assert near in error["message"]
         assert error["code"] == "not_found"

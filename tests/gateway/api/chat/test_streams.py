@@ -1,6 +1,7 @@
 """Streams on the wire: the order of chunks, usage, timings, failures before and after the status line."""
 
 import json
+from itertools import product
 from operator import methodcaller
 
 import pytest
@@ -95,20 +96,14 @@ async def test_tokens_that_complete_no_text_make_no_chunk(gateway, worker):
 
 
 async def test_a_failure_before_the_answer_has_a_status(gateway, worker):
-    for code, status, retry in (
-        (ErrorCode.CONTEXT_LENGTH_EXCEEDED, 400, None),
-        (ErrorCode.INVALID_IMAGE, 400, None),
-        (ErrorCode.INVALID_REQUEST, 400, None),
-        (ErrorCode.IMAGE_UNAVAILABLE, 503, "true"),
-        (ErrorCode.WORKER_LOST, 503, "true"),
-        (ErrorCode.CANCELLED, 503, "true"),
-        (ErrorCode.TOO_MANY_ATTEMPTS, 503, "true"),
-        (ErrorCode.REQUEST_KILLS_WORKERS, 500, "false"),
-        (ErrorCode.DEADLINE_EXCEEDED, 504, "false"),
-        (ErrorCode.ENGINE_FAILURE, 500, "false"),
+    for status, retry, codes in (
+        (400, None, ("context_length_exceeded", "invalid_image", "invalid_request")),
+        (503, "true", ("image_unavailable", "worker_lost", "cancelled", "too_many_attempts")),
+        (500, "false", ("request_kills_workers", "engine_failure")),
+        (504, "false", ("deadline_exceeded",)),
     ):
-        worker.script = methodcaller("fail", code)
-        for stream in (False, True):
+        for code, stream in product(map(ErrorCode, codes), (False, True)):
+            worker.script = methodcaller("fail", code)
             response = await gateway.chat(make_body(stream=stream))
             assert response.status_code == status, code
             assert response.json()["error"]["code"] == code.value
