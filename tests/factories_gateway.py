@@ -223,6 +223,20 @@ def in_words(answer: Answer, text: str) -> str:
     return json.dumps({"item": text}) + "\n" if is_run else text
 
 
+def says(*pieces: str, begins: str = "", after: asyncio.Event | None = None, **end: Any) -> Script:
+    """A script that begins, waits for an event, and ends with `pieces`."""
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        if begins:
+            await answer.say(in_words(answer, begins))
+        if after is not None:
+            await after.wait()
+        await answer.finish(*[in_words(answer, piece) for piece in pieces], **end)
+
+    return script
+
+
 async def think(answer: Answer) -> None:
     """A script that thinks before it answers."""
     name = (answer.request.id, answer.claim.attempt)

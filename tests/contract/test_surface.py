@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 from uuid import uuid4
 
@@ -38,6 +39,7 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
     run_worker,
     say_nothing,
+    says,
     talk_on,
 )
 from tests.factories_images import data_url
@@ -704,10 +706,7 @@ async def test_the_deadline_ends_a_call(speaker, worker):
 
 
 async def test_a_failure_before_the_first_event_has_its_status(speaker, worker):
-    async def fail(answer: Answer) -> None:
-        await answer.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED)
-
-    worker.script = fail
+    worker.script = methodcaller("fail", ErrorCode.CONTEXT_LENGTH_EXCEEDED)
     for more in ({}, {"stream": True} if speaker.dialect.is_streamed else {}):
         response = await speaker.ask(**more)
         assert response.status_code == 400
@@ -759,14 +758,7 @@ async def test_a_waiting_stream_is_kept_alive(speaker, worker, changes):
 @only_numbered
 async def test_a_resumable_stream_goes_on_where_it_was_left(speaker, worker):
     go_on = asyncio.Event()
-
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        await answer.say(in_words(answer, "Hello "))
-        await go_on.wait()
-        await answer.finish(in_words(answer, "you"))
-
-    worker.script = script
+    worker.script = says("you", begins="Hello ", after=go_on)
     text = ""
     async with begun(speaker, **{"x-vlm-resumable": "true"}) as response:
         where = response.headers["x-vlm-stream"]

@@ -3,7 +3,7 @@
 import json
 
 from shared.protocol import FinishReason, ImagePart, StageTimings, TextPart
-from tests.factories_gateway import CARD, HELLO, MODEL, Answer, think
+from tests.factories_gateway import CARD, HELLO, MODEL, says, think
 from tests.factories_images import data_url
 
 PNG = data_url().partition(",")[2]
@@ -24,12 +24,8 @@ async def test_the_curl_of_ollamas_own_examples_is_answered(gateway, worker):
 
 
 async def test_a_whole_answer_to_images_options_and_a_tag(gateway, worker):
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        timings = StageTimings(vision_s=1, prefill_s=2, decode_s=3)
-        await answer.finish("a cat", reason=FinishReason.LENGTH, timings=timings)
-
-    worker.script = script
+    timings = StageTimings(vision_s=1, prefill_s=2, decode_s=3)
+    worker.script = says("a cat", reason=FinishReason.LENGTH, timings=timings)
     body = {
         "model": f"{MODEL}:latest",
         "stream": False,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from gateway.api.responses import ResponseAnswer, ResponseObject, ResponseOptions
 from gateway.calls.surface import AnswerHead
 from shared.protocol import CallPiece, FinishReason, TextPart, Tokenize, Tokenized, Tokens, ToolCall
-from tests.factories_gateway import CARD, MODEL, Answer, fail_halfway, openai_client, think
+from tests.factories_gateway import CARD, MODEL, Answer, fail_halfway, openai_client, says, think
 from tests.factories_images import data_url
 
 CONTENT = [
@@ -61,11 +61,7 @@ async def test_a_stream_has_its_events_in_order(client, worker):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_was_cut_is_incomplete(client, worker, stream):
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        await answer.finish("half", reason=FinishReason.LENGTH)
-
-    worker.script = script
+    worker.script = says("half", reason=FinishReason.LENGTH)
     answer = await client.responses.create(model=MODEL, input="hi", stream=stream)
     if stream:
         last = [event async for event in answer][-1]
@@ -204,14 +200,7 @@ async def test_an_answer_that_another_reader_completes_is_kept_with_its_images(
     gateway, worker, client
 ):
     go_on = asyncio.Event()
-
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        await answer.say("Hel")
-        await go_on.wait()
-        await answer.finish("lo")
-
-    worker.script = script
+    worker.script = says("lo", begins="Hel", after=go_on)
     body = {"model": MODEL, "input": ITEMS, "stream": True}
     headers = {"x-vlm-resumable": "true"}
     async with gateway.client.stream("POST", "/v1/responses", json=body, headers=headers) as cut:

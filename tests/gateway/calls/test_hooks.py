@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from gateway.calls import hooks
 from shared.protocol import Embed, OutputLogprob, TokenLogprob
 from shared.settings import SettingsError
-from tests.factories_gateway import CARD, CHAT, MODEL, TEXT_BODIES, answer_any, make_body
+from tests.factories_gateway import CARD, CHAT, MODEL, TEXT_BODIES, answer_any, make_body, says
 from tests.factories_images import data_url, image_part
 from tests.factories_keys import code
 
@@ -240,11 +240,7 @@ async def test_the_examples_mask_addresses_and_refuse_what_a_moderation_server_f
     assert moderation == [["hello"], ["Hello you"], ["bad"], ["[email]"], ["Hello you"]]
     await gateway.client.post("/v1/embeddings", json={"model": MODEL, "input": [1, 2]})
     assert isinstance(worker.requests[-1].task, Embed)
-
-    async def say_bad(answer):
-        await answer.finish("so ", "bad")
-
-    worker.script = say_bad
+    worker.script = says("so ", "bad")
     assert code(await gateway.chat())[:2] == (400, "content_refused")
 
 

@@ -20,7 +20,7 @@ from gateway.http.errors import Overloaded, RateLimited
 from shared.protocol import ModelCard, Priority, Rerank, SamplingParams, Tokenize
 from shared.queue.api import QueueRefused, Reason
 from shared.settings.limits import LimitSettings
-from tests.factories_gateway import CARD, CHAT, Answer, RunningGateway, make_body, say_nothing
+from tests.factories_gateway import CARD, CHAT, RunningGateway, make_body, say_nothing, says
 from tests.factories_keys import code
 from tests.factories_queue import make_image, make_request
 from tests.waiting import until
@@ -142,10 +142,7 @@ FEW = {"limits": {"max_key_tokens_per_minute": 1000}}
 few_tokens = pytest.mark.parametrize(("card", "changes"), [(ROOMY, FEW)])
 
 
-async def say_much(answer: Answer) -> None:
-    """3000 tokens: three minutes' worth."""
-    await answer.start()
-    await answer.finish(*["on "] * 3000)
+MUCH = ["on "] * 3000  #: three minutes' worth
 
 
 async def refunded(gateway: RunningGateway) -> None:
@@ -155,7 +152,7 @@ async def refunded(gateway: RunningGateway) -> None:
 @few_tokens
 async def test_a_key_pays_for_an_answer_that_became_longer_than_anybody_said(gateway, worker):
     """Else it would get many times its tokens of each minute, for ever."""
-    worker.script = say_much
+    worker.script = says(*MUCH)
     assert (await gateway.chat(make_body(n=2))).status_code == 200
     await refunded(gateway)
     refused = await gateway.chat()
@@ -181,13 +178,7 @@ async def test_a_key_gets_back_what_an_answer_did_not_take(gateway, worker):
 @few_tokens
 async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(gateway, worker):
     is_left = asyncio.Event()
-
-    async def say_much_later(answer: Answer) -> None:
-        await answer.start()
-        await is_left.wait()
-        await answer.finish(*["on "] * 3000)
-
-    worker.script = say_much_later
+    worker.script = says(*MUCH, after=is_left)
     body, headers = make_body(stream=True, max_tokens=10), {"x-vlm-resumable": "1"}
     async with gateway.client.stream("POST", CHAT, json=body, headers=headers):
         pass

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from loadtest.fleet import ROOT
-from tests.factories_gateway import CHAT, Answer, make_body
+from tests.factories_gateway import CHAT, make_body, says
 from tests.waiting import until
 
 NGINX = shutil.which("nginx") or os.environ.get("NGINX", "")
@@ -83,14 +83,7 @@ def client(url: str, address: str = "127.0.0.1", key: str = KEY) -> httpx.AsyncC
 
 async def test_a_token_reaches_the_client_before_the_next_is_made(proxy, gateway, worker):
     has_come = asyncio.Event()
-
-    async def talk(answer: Answer) -> None:
-        await answer.start()
-        await answer.say("one")
-        await has_come.wait()
-        await answer.finish("two")
-
-    worker.script = talk
+    worker.script = says("two", begins="one", after=has_come)
     async with (
         client(proxy) as https,
         https.stream("POST", CHAT, json=make_body(stream=True)) as response,

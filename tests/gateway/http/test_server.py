@@ -23,13 +23,12 @@ from tests.factories_gateway import (
     CHAT,
     CHAT_HEAD,
     MODEL,
-    Answer,
     chat_over_http,
     make_body,
     make_settings,
     openai_client,
     run_gateway_on_socket,
-    say_hello,
+    says,
 )
 from tests.factories_images import data_url, image_part
 from tests.factories_keys import code
@@ -343,11 +342,7 @@ async def test_requests_and_bodies_beyond_the_limits_are_sent_away(gateway, work
         await go_on.wait()
         yield body[-1:]
 
-    async def script(answer: Answer) -> None:
-        await go_on.wait()
-        await say_hello(answer)
-
-    worker.script = script
+    worker.script = says("Hello you", after=go_on)
     headers = {"content-type": "application/json"}
     first = asyncio.ensure_future(gateway.client.post(CHAT, content=slow(), headers=headers))
     await until(lambda: gateway.services.admission.num_body_bytes > 90_000)
@@ -407,13 +402,7 @@ async def open_and_stop(gateway, worker, script) -> asyncio.Future[str]:
 
 async def test_open_requests_are_finished_before_the_end(gateway, worker):
     go_on = asyncio.Event()
-
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        await go_on.wait()
-        await answer.finish("done")
-
-    open_request = await open_and_stop(gateway, worker, script)
+    open_request = await open_and_stop(gateway, worker, says("done", after=go_on))
     assert (await gateway.client.get("/readyz")).json() == {"status": "draining"}
     refused = await gateway.chat()
     assert refused.status_code == 503
@@ -426,9 +415,6 @@ async def test_open_requests_are_finished_before_the_end(gateway, worker):
 
 @pytest.mark.parametrize("changes", [{"gateway": {"drain_s": 0.2}}])
 async def test_what_outlasts_the_drain_ends_with_an_error(gateway, worker, changes):
-    async def script(answer: Answer) -> None:
-        await answer.start()
-        await answer.say("half")
-
+    script = says(begins="half", after=asyncio.Event())
     *_, last = read_events(await (await open_and_stop(gateway, worker, script)))
     assert last["error"]["code"] == "cancelled"

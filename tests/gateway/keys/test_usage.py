@@ -20,12 +20,12 @@ from shared.redis.embedded import EmbeddedRedis
 from tests.factories_gateway import (
     CARD,
     MODEL,
-    Answer,
     make_body,
     make_settings,
     run_gateway_on_socket,
     run_worker,
     say_nothing,
+    says,
     talk_on,
 )
 from tests.factories_keys import KEYS, PATH, ROOT, Team, bearer, code, run_command, run_team
@@ -140,13 +140,7 @@ async def test_requests_at_once_overspend_by_at_most_one(team: Team):
     most = (30 * 10 + 64 * 100) / 1e6
     key = await team.create(budget=8 * most)
     await team.refresh()
-
-    async def talk(answer: Answer) -> None:
-        await answer.start()
-        await answer.say(*["a"] * 63)
-        await answer.finish("b")
-
-    team.worker.script = talk
+    team.worker.script = says(*["a"] * 64)
     answers = await asyncio.gather(*(team.chat(key, n % 2, max_tokens=64) for n in range(64)))
     others = [each.text for each in answers if each.status_code not in (200, 429)]
     assert not others
