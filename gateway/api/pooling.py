@@ -67,11 +67,8 @@ QUERY_PROMPTS = ("query", "search_query")
 DOCUMENT_PROMPTS = ("document", "passage", "search_document")
 #: Names of prompts by `input_type`, a field of other APIs. The first name that the model has is used.
 _PROMPTS_OF_TYPE = {
-    "search_query": QUERY_PROMPTS,
-    "query": QUERY_PROMPTS,
-    "search_document": DOCUMENT_PROMPTS,
-    "document": DOCUMENT_PROMPTS,
-    "passage": DOCUMENT_PROMPTS,
+    **dict.fromkeys(QUERY_PROMPTS, QUERY_PROMPTS),
+    **dict.fromkeys(DOCUMENT_PROMPTS, DOCUMENT_PROMPTS),
     "classification": ("classification",),
     "clustering": ("clustering",),
 }

@@ -19,7 +19,7 @@ from gateway.calls.surface import Surface, Totals
 from gateway.http.errors import ApiError, Headers, Overloaded, from_failed
 from gateway.http.exchange import RequestContext, short_hash
 from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Priority, Tokens
-from shared.telemetry.metrics import GatewayMetrics, RequestRecord
+from shared.telemetry.metrics import STAGES, GatewayMetrics, RequestRecord
 from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns, trace_id_of
 
 if TYPE_CHECKING:
@@ -151,16 +151,8 @@ class Recorder:
         """The stages before the end of the answer."""
         timings = [event.timings for event in self.totals.finished]
         worker = max(timings, key=lambda each: each.total_s) if len(timings) > 1 else timings[0]
-        return {
-            "ingest": self._ingest_s,
-            "image_decode": self.image_decode_s,
-            "queue": worker.queue_s,
-            "media_decode": worker.media_decode_s,
-            "preprocess": worker.preprocess_s,
-            "vision": worker.vision_s,
-            "prefill": worker.prefill_s,
-            "decode": worker.decode_s,
-        }
+        own = {"ingest": self._ingest_s, "image_decode": self.image_decode_s}
+        return own | {name: getattr(worker, f"{name}_s") for name in STAGES[len(own) : -1]}
 
     def known_timing(self) -> Headers:
         stages = {"ingest": self._ingest_s, "image_decode": self.image_decode_s}
@@ -246,11 +238,8 @@ class Recorder:
         if self.user:
             fields["user"] = short_hash(self.user)
         if stages:
-            prompt = self.totals.prompt
-            fields["prompt_tokens"] = prompt.num_prompt_tokens
-            fields["image_tokens"] = prompt.num_image_tokens
-            fields["audio_tokens"] = prompt.num_audio_tokens
-            fields["cached_tokens"] = prompt.num_cached_tokens
+            for kind in ("prompt", "image", "audio", "cached"):
+                fields[f"{kind}_tokens"] = getattr(self.totals.prompt, f"num_{kind}_tokens")
             fields["output_tokens"] = self.totals.num_output_tokens
             fields.update(body_timings(stages, e2e_s))
         else:
