@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from gateway.http.errors import ApiError, InvalidRequest, NotFound, conflict, unavailable
+from gateway.http.errors import ApiError, InvalidRequest, NotFound, unavailable
 from shared.search import Fault, Request
 from shared.settings.tree import SearchSettings
 
@@ -19,6 +19,10 @@ _CONNECT_S = 2.0
 #: Expected restart time of the search process before one was measured; largest retry-after.
 RESTART_S, MAX_RETRY_S = 5.0, 30.0
 _away = partial(unavailable, "search", "The vector stores are")
+_CODES = {
+    "conflict": "model_changed", "read_only": "store_read_only", "full": "store_full",
+    "too_large": "request_too_large", "invalid": "invalid_value",
+}  # fmt: skip
 T = TypeVar("T")
 
 
@@ -70,21 +74,11 @@ class SearchClient:
 def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> ApiError:
     """The client's error for a fault of the search process."""
     param: Any = (name(fault.param) if name else fault.param) or None
-    match fault.code:
-        case "not_found":
-            return NotFound(fault.message, param=fault.param, code="not_found")
-        case "conflict":
-            return conflict(fault.message, code="model_changed", param=param)
-        case "read_only":
-            return conflict(fault.message, code="store_read_only")
-        case "full":
-            return InvalidRequest(fault.message, param=param, code="store_full")
-        case "too_large":
-            return InvalidRequest(fault.message, code="request_too_large")
-        case "invalid":
-            return InvalidRequest(fault.message, param=param, code="invalid_value")
-        case _:
-            return _away()
+    if fault.code == "not_found":
+        return NotFound(fault.message, param=fault.param, code="not_found")
+    if (code := _CODES.get(fault.code)) is None:
+        return _away()
+    return InvalidRequest(fault.message, param=param, code=code)
 
 
 class Outage:

@@ -37,7 +37,6 @@ STREAM_PATH = "/v1/streams/"
 BEGINS_WITHIN_S = 10.0
 #: Time to load the images of a request and to queue it, after which its gateway counts as gone.
 _ATTEMPT_S = 60.0
-_ATTEMPT_PAUSE_S = 0.05
 #: Records outlive their requests' deadlines.
 RECORD_GRACE_S = 60.0
 #: How often a record may disappear while it is read, before the client gets an error.
@@ -199,7 +198,7 @@ class Resume:
         )
         async with self._locks.setdefault(request_id, asyncio.Lock()):
             while not await self.leases.hold(*lease, _ATTEMPT_S) and time.monotonic() < until:
-                await asyncio.sleep(_ATTEMPT_PAUSE_S)
+                await asyncio.sleep(0.05)
             try:
                 yield
             finally:
