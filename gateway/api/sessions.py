@@ -460,7 +460,7 @@ class Sessions(Resource):
         if state in ENDED:
             await self._complete(shown, task)
             if state == "succeed" and shown.output is UNSET:
-                raise NotFound("The task's result is no longer stored.", code="result_expired")
+                raise _expired()
         return shown
 
     @operation("POST", _TASK + ":cancel")
@@ -475,7 +475,10 @@ class Sessions(Resource):
     @operation("GET", _TASK + "/events")
     async def stream_task(self, caller: Caller) -> Response:
         """Stream a task from its first item."""
-        session, task, _ = await self._find_task(caller)
+        session, task, state = await self._find_task(caller)
+        queue = self._lifecycle.dispatcher.queue
+        if state in ENDED and await queue.state(task.model, task.request_id) is None:
+            raise _expired()
         call = await self._follow(task, session.timeout_s)
         call.tenant = caller.context.tenant
         head = AnswerHead(task.id, int(task.created_at), session.application, task.package)
@@ -541,7 +544,7 @@ class Sessions(Resource):
             error = from_failed(events[-1])
             shown.error = ErrorFields(error.message, error.type, error.param, error.code)
         elif shown.state == "failed":
-            text = "The task did not end in time, or was lost; send it again under another id."
+            text = "The task's result has expired, or the task did not end in time or was lost."
             shown.error = ErrorFields(text, "server_error", None, ErrorCode.DEADLINE_EXCEEDED.value)
 
     async def _wait(self, task: TaskRecord, wait_s: float, tenant: str) -> None:
@@ -613,6 +616,10 @@ class Sessions(Resource):
                 code="wrong_task",
             )
         return card
+
+
+def _expired() -> NotFound:
+    return NotFound("The task's result is no longer stored.", code="result_expired")
 
 
 def _by_model(tasks: Sequence[TaskRecord]) -> dict[str, list[TaskRecord]]:

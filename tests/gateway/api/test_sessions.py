@@ -271,6 +271,8 @@ async def test_a_cancelled_task_stops_its_worker(session, scripted, worker, redi
     assert (await session.end_of("y"))["state"] == "failed"
     keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*:request:*")]
     assert await redis.delete(*keys)  # as when nobody has asked for long
+    gone = await session.ask("GET", "/tasks/x/events", status=404)
+    assert gone["error"]["code"] == "result_expired"
     worker.script = say_nothing
     await session.send({"input": 0, "id": "z"})
     await until(lambda: len(worker.requests) == 3)
