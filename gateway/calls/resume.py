@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -158,7 +158,7 @@ class Resume:
             queue=queue,
             shard=shard,
         )
-        async with self._only_attempt(context.id):
+        async with self._only_attempt(context.id) if fingerprint else nullcontext():
             known = await self._remember(context.id, record)
             call = None
             call_id = _to_call_id(context.id, (known or record).shard)
