@@ -15,6 +15,7 @@ import gateway.cli
 import loadtest.cli
 import search.cli
 import worker.cli
+from shared.options import FiniteCommand
 from shared.settings import SettingsError
 from shared.version import package_version
 
@@ -67,7 +68,7 @@ for command in (
     engines.cli.rm,
     settings,
 ):
-    app.command()(command)
+    app.command(cls=FiniteCommand)(command)
 app.command("ray-workers", hidden=True)(worker.cli.ray_workers)
 app.command("search-node")(search.cli.search_node)
 app.command("search")(search.cli.find)
@@ -82,7 +83,7 @@ if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
     from benchmarks.cli import app as bench
 
     app.add_typer(bench, name="bench")
-app.command()(loadtest.cli.loadtest)
+app.command(cls=FiniteCommand)(loadtest.cli.loadtest)
 
 #: Headings of `vlm --help`, in their order.
 _GROUPS = {

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from shared.gateway_url import URL, DeployKey, Url
+from shared.options import FiniteCommand
 
 if TYPE_CHECKING:
     from shared.gateway_client import Client
@@ -48,7 +49,7 @@ def _many(option: str, metavar: str, text: str) -> Any:
     return typer.Option(option, metavar=metavar, help=text, show_default=False)
 
 
-class GatewayCommand(TyperCommand):
+class GatewayCommand(FiniteCommand):
     """A command that asks a gateway. A failure is one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:

@@ -6,10 +6,12 @@ Settings are imported only when a command runs, so that `--help` is fast.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from shared.settings import SettingsError
 
@@ -61,6 +63,18 @@ _Assignments = Annotated[
 ]
 #: Process id of the parent: the command ends when the parent ends.
 _DieWithParent = Annotated[int | None, typer.Option("--die-with-parent", hidden=True)]
+
+
+class FiniteCommand(TyperCommand):
+    """A command that refuses `nan` and `inf` as numbers."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for param in self.params:
+            value = ctx.params.get(param.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise typer.BadParameter(f"{value} is not a finite number", ctx, param)
+        return rest
 
 
 def takes_settings(

@@ -74,7 +74,7 @@ def test_a_setting_that_is_set_goes_before_the_environment(started, monkeypatch)
     [
         "serve --port zero", "serve --nothing", "serve --workers 0", "bench gateway --connections 1-8",
         "bench engine --batch-sizes 1,,8", "bench embeddings --shapes minilm", "bench search --kinds flat,hnsw",
-        "loadtest --profile unheard", "loadtest --rate 0", "loadtest --slo speed=3",
+        "loadtest --profile unheard", "loadtest --rate 0", "loadtest --slo speed=3", "node --cpu inf",
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_refused(wrong, started):

@@ -67,6 +67,7 @@ def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
         (["deploy", "--name", "a b", "--application", "shapes"], "--name a b: send 1 to 63"),
         ([*SHAPES, "--resources", "memory=4x"], "--resources memory=4x: write"),
         ([*SHAPES, "--canary", "200%"], "--canary 200%: write"),
+        ([*SHAPES, "--start-s", "nan"], "'--start-s': nan is not"),
         ([*SHAPES, "--command", "'bin/x"], "--command: No closing quotation"),
         (["rollback", "n", "--to", "first"], "--to"),
         (["scale", "n"], "--min"),
