@@ -33,6 +33,10 @@ class FleetFigures(msgspec.Struct):
     image_s: dict[str, float]  #: of a new image of `image_bytes`
     image_bytes: Positive
 
+    def __post_init__(self) -> None:
+        if not self.request_s.keys() & self.token_s.keys() & self.image_s.keys() >= set(ROLES):
+            raise ValueError(f"times of {', '.join(ROLES)} are needed")
+
 
 class EngineFigures(msgspec.Struct):
     """Seconds of one worker's engine, when it runs batches of `batch_size`."""

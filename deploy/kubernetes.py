@@ -166,8 +166,10 @@ def _pod(
 
 def _scaling(unique: str, model: str, manifest: Manifest, spec: Spec) -> dict[str, Any]:
     config = manifest.config
-    seats = int(config.engine.get("max_num_seqs", 32)) if config.kind == "model" else 1
-    most = str(max(1, seats * 3 // 4))
+    seats = config.engine.get("max_num_seqs", "32") if config.kind == "model" else "1"
+    if not seats.isdecimal():  # of an engine that only the workers know
+        raise CannotRender(f"--set max_num_seqs={seats}: give a whole number")
+    most = str(max(1, int(seats) * 3 // 4))
 
     def prometheus(name: str, metric: str, kind: str, threshold: str) -> dict[str, Any]:
         query = f'max({metric}{{model="{model}"}})'  # all gateways report the same

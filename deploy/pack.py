@@ -224,7 +224,11 @@ def _read_tool(files: Mapping[str, Path]) -> Mapping[str, object]:
         project = tomllib.loads(files["pyproject.toml"].read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadPackage(f"pyproject.toml: not valid TOML: {error}") from None
-    return project.get("tool", {}).get("vlm", {})
+    tools = project.get("tool", {})
+    tool = tools.get("vlm", {}) if isinstance(tools, dict) else tools
+    if not isinstance(tool, dict):
+        raise BadPackage("pyproject.toml: tool.vlm is not a table: write [tool.vlm]")
+    return tool
 
 
 def _find_application(files: Mapping[str, Path]) -> str:

@@ -46,6 +46,13 @@ def test_a_model_without_images_has_no_plan_for_images():
     assert make_plan(replace(LOAD, images=0), FLEET, text_only).workers == 3
 
 
+def test_figures_without_the_times_of_a_role_are_refused(tmp_path):
+    path = tmp_path / "figures.json"
+    path.write_text(BUILT_IN.read_text().replace("redis-server", "redis"))
+    done = plan("--rate", 1, "--figures", path)
+    assert (done.exit_code, "redis-server are needed" in done.stderr) == (1, True)
+
+
 def plan(*arguments: object) -> Result:
     return CliRunner().invoke(vlm.app, ["plan", *map(str, arguments)], env={"COLUMNS": "200"})
 

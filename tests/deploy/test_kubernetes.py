@@ -22,8 +22,8 @@ def printed(
     folder: Path, capsys, name: str = "captioner", store: str = "s3://b/p", **more: Any
 ) -> list[Any]:
     """Documents of a model, or of an application with these variables and secrets."""
-    engine = ["kind=mock", "max_num_seqs=16"]
-    if more:
+    engine = more.pop("engine", ["kind=mock", "max_num_seqs=16"])
+    if {"env", "secret"} & more.keys():
         (folder / "app.py").write_text(APPLICATION)
         engine = []
     else:
@@ -111,7 +111,11 @@ def test_an_application_has_the_files_of_its_secrets(tmp_path, capsys):
 
 def test_what_pods_cannot_have_is_refused(tmp_path, capsys):
     store, key = {"store": "file:///srv/packages"}, {"signing_key": Path("key")}
-    for change, says in (({"name": "A_2"}, "--name"), (store, "--store s3://"), (key, "--sign")):
+    (tmp_path / "model.safetensors").touch()
+    of_other = {"engine": ["kind=other", "max_num_seqs=many"]}
+    for change, says in (
+        ({"name": "A_2"}, "--name"), (store, "--store s3://"), (key, "--sign"), (of_other, "--set max_num_seqs=many"),
+    ):  # fmt: skip
         with pytest.raises(CommandFailed, match=says) as failed:
             printed(tmp_path, capsys, **change)
         assert failed.value.code == 1

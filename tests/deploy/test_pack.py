@@ -221,6 +221,9 @@ def test_what_it_is_is_found(tmp_path):
         pack(str(write(tmp_path / "none", {"readme.md": b""})))
     with pytest.raises(BadPackage, match="no such file"):
         pack(str(tmp_path / "missing"))
+    for table in (b"tool = 3", b"tool.vlm = 3"):
+        with pytest.raises(BadPackage, match=r"tool\.vlm is not a table"):
+            pack(str(write(python, {"pyproject.toml": table})))
 
 
 def test_a_model_of_the_hubs_cache_is_read_through_its_links(tmp_path, monkeypatch):
