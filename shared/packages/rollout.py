@@ -184,6 +184,7 @@ class Load(msgspec.Struct, frozen=True):
     #: Instances that open sessions request, in total; 0: unspecified.
     min_instances: int = 0
     max_instances: int = 0
+    is_whole: bool = True  #: False: a shard is down, and may have more requests
 
 
 NO_LOAD = Load()
@@ -552,7 +553,8 @@ def _place(app: App, loads: Mapping[str, Load], now: float) -> App:
         wanted[app.candidate.digest] = _size_of_candidate(app, app.candidate)
     for revision in app.retiring:
         num_slots = len(app.of(revision.digest, "starting", "ready"))
-        is_needed = _can_work(revision) and loads.get(revision.digest, NO_LOAD).num_open > 0
+        has_work = _can_work(revision) and loads.get(revision.digest, NO_LOAD).num_open > 0
+        is_needed = has_work and now - revision.since <= RETIRE_S
         wanted.setdefault(revision.digest, max(num_slots, int(is_needed)))
     for digest in {slot.digest for slot in app.slots} | wanted.keys():
         app = _resize(app, digest, wanted.get(digest, 0), now)
@@ -594,12 +596,14 @@ def _retire(app: App, revision: Revision | None, now: float) -> App:
 def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
     """Drain idle retiring versions, and remove those without instances."""
     for revision in app.retiring:
-        age_s = now - revision.since
-        is_idle = not loads.get(revision.digest, NO_LOAD).num_open or not _can_work(revision)
-        if age_s <= SETTLE_S or not (is_idle or age_s > RETIRE_S):
+        age_s, load = now - revision.since, loads.get(revision.digest, NO_LOAD)
+        may_have_work = _can_work(revision) and (load.num_open > 0 or not load.is_whole)
+        if age_s <= SETTLE_S or (may_have_work and age_s <= RETIRE_S):
             continue
         app = _resize(app, revision.digest, 0, now)
-        if not app.of(revision.digest):
+        if load.is_whole and not app.of(
+            revision.digest
+        ):  # its last requests are known, to fail them
             left = tuple(each for each in app.retiring if each.digest != revision.digest)
             app = _note(replace(app, retiring=left), now, f"{revision.digest[:19]} is gone")
     return app

@@ -82,6 +82,7 @@ class QueueStats:
     num_open: int  #: calls that wait or run
     num_backlog: int  #: batch calls among `num_open` that are not in the queue yet
     age_s: float
+    is_whole: bool = True  #: False: a shard does not answer, and may have more calls
 
 
 class Claim(Struct, frozen=True, eq=False):

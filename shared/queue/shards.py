@@ -315,6 +315,7 @@ class ShardedGatewayQueue(GatewayQueue):
             sum(stats.num_open for stats in there),
             sum(stats.num_backlog for stats in there),
             max(stats.age_s for stats in there),
+            is_whole=len(there) == len(found),
         )
 
     async def servers(self) -> dict[str, dict[str, str]]:

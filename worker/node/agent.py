@@ -376,7 +376,7 @@ class NodeAgent:
             stats.num_open, stats.age_s,
             sum(worker.num_finished for worker in workers),
             sum(worker.num_failed for worker in workers),
-            *limits,
+            *limits, stats.is_whole,
         )  # fmt: skip
 
     async def _claim(self, app: App, nodes: Mapping[str, NodeRecord], now: float) -> None:

@@ -460,10 +460,19 @@ def test_weights_that_no_node_has_memory_for_are_placed_on_none(world: World):
         assert fits is ("memory=2000000000" not in app.message)
 
 
-def test_an_old_version_whose_instance_was_lost_finishes_its_queue(world: World):
-    world.loads = {A: Load(num_open=3)}
+@pytest.mark.parametrize("load", [Load(num_open=3), Load(is_whole=False)])
+def test_an_old_version_finishes_its_queue_for_a_limited_time(world: World, load: Load):
+    """Also if its instance was lost. While a shard may have requests, the version is not forgotten."""
+    world.loads = {A: load}
     world.deploy(B)
     world.run(10)
-    world.fail(A)
-    world.run(10)
+    if load.num_open:
+        world.fail(A)
+    world.run(570)
     assert world.num_ready(A) == 1
+    world.run(50)
+    assert not world.app.of(A)
+    assert bool(world.app.retiring) is not load.is_whole
+    world.loads = {}
+    world.step()
+    assert not world.app.retiring

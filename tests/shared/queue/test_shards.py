@@ -124,7 +124,9 @@ async def test_a_shard_that_fails_gets_no_new_requests_until_it_answers(shards, 
     [down, *_] = shards.rank("name")
     down.note_failure()
     assert queue.place("name", "", None, None) != f"@{down.name}"
+    assert not (await queue.stats(MODEL)).is_whole
     await until(lambda: down.is_up)
+    assert (await queue.stats(MODEL)).is_whole
     assert queue.place("name", "", None, None) == f"@{down.name}"
     down.note_failure()  # one that is full answers, and fails again
     began_at = time.monotonic()
