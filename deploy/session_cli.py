@@ -223,7 +223,7 @@ def _read_input(text: str) -> Any:
             raise CommandFailed(f"{text}: not UTF-8: {error}", ARGUMENTS) from None
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

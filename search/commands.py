@@ -123,7 +123,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Source]:
         try:
             row = json.loads(line)
             json.dumps(row, ensure_ascii=False).encode()
-        except ValueError:
+        except (ValueError, RecursionError):
             raise EmbedError(f"{path}:{number} is not valid JSON") from None
         if isinstance(row, str):
             row = {text_field: row}
@@ -367,6 +367,8 @@ def _image_ref(path: Path, data: bytes) -> Any:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             kind, (width, height) = (image.format or "").lower(), image.size
+    except Image.DecompressionBombError as error:
+        raise EmbedError(f"{path}: {error}") from None
     except (UnidentifiedImageError, OSError):
         raise EmbedError(f"{path}: use an image in {FORMAT_NAMES}") from None
     return ImageRef(hashlib.sha256(data).hexdigest(), len(data), f"image/{kind}", width, height)

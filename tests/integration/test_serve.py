@@ -34,6 +34,7 @@ def fleet(folder: Path) -> Iterator[Served]:
         folder, "--log-level", "info",
         VLM_REDIS__MAX_MEMORY_BYTES=str(REDIS_BYTES),
         VLM_ENGINE__MOCK__DECODE_S="0.04",  # an answer is seen to grow
+        XDG_STATE_HOME="/proc/nothing",  # a home that cannot be written
     ) as fleet:  # fmt: skip
         yield fleet
 

@@ -49,6 +49,14 @@ def test_a_misspelled_model_is_one_sentence_with_what_to_do(tmp_path):
     [
         ["--data-dir", "/proc/nothing"],
         ["--data-dir", "/proc" + "/nothing" * 20],
+        [
+            "--data-dir",
+            "/dev/null",
+            "--redis-url",
+            "unix:///none",
+            "--set",
+            "deploy.store=file:///none",
+        ],
         ["--host", "192.0.2.1", "--port", "0", "--allow-open"],
         ["--redis-url", "bla"],
         ["--host", "0.0.0.0"],

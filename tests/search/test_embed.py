@@ -131,6 +131,8 @@ def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
         ("a.jsonl", b'{"text": "\\ud83d"}', "a.jsonl:1 is not valid JSON"),
         ("a.txt", b"\xff", "not UTF-8"),
         ("a.png", b"x", "a.png"),
+        pytest.param("a.jsonl", b"[" * 10**5, "a.jsonl:1 is not valid JSON", id="deep"),
+        ("a.gif", b"GIF89a\xff\xff\xff\xff\0\0\0,\0\0\0\0\xff\xff\xff\xff\0\x08", "pixels"),
     ],
 )
 def test_a_bad_input_is_told_with_its_place(tmp_path, embedder, name, content, reported):

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_urlsafe
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -134,28 +134,36 @@ def _with_key(settings: Settings) -> Settings:
 
 
 def _deploy_key(folder: Path) -> str:
-    """The deploy key of this machine; it is created once, readable for its owner."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """The deploy key of this machine; it is created once, readable for its owner. Raises: NodeError."""
     file = folder / "deploy.key"
-    with suppress(FileExistsError):
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as out:
-            out.write(token_urlsafe(32))
-    return file.read_text().strip()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError), NamedTemporaryFile("w", dir=folder) as new:
+            new.write(token_urlsafe(32))
+            new.flush()
+            os.link(new.name, file)  # whole, or not at all
+        return file.read_text().strip()
+    except OSError as error:
+        text = (
+            f"{file} cannot be written ({error.strerror}): make room, or choose another --data-dir"
+        )
+        raise NodeError(text, os.EX_CONFIG) from None
 
 
 @contextmanager
 def _key_by_port(by_port: Path, folder: Path) -> Iterator[None]:
-    """Link the key where `vlm deploy` looks, if it is in another data directory."""
+    """Link the key where `vlm deploy` looks, if it is in another data directory and the home can be written."""
     link, key = by_port / "data-dir.key", folder / "deploy.key"
-    link.unlink(missing_ok=True)  # of a killed process
-    if folder != by_port and key.exists():
-        by_port.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(key)
+    with suppress(OSError):
+        link.unlink(missing_ok=True)  # of a killed process
+        if folder != by_port and key.exists():
+            by_port.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(key)
     try:
         yield
     finally:
-        link.unlink(missing_ok=True)
+        with suppress(OSError):
+            link.unlink(missing_ok=True)
 
 
 async def _run(
