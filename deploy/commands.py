@@ -76,7 +76,9 @@ def make_spec(*, resources: str, canary: str, **fields: Any) -> Spec:
         spec = Spec(resources=parse_resources(resources), canary=_parse_share(canary), **fields)
         return msgspec.json.decode(msgspec.json.encode(spec), type=Spec)  # validates it
     except (ValueError, msgspec.ValidationError) as error:
-        raise CommandFailed(str(error), ARGUMENTS) from None
+        problem, _, field = str(error).partition(" - at `$.")
+        option = f"--{re.split('[`.]', field)[0].replace('_', '-')}: " if field else ""
+        raise CommandFailed(option + problem, ARGUMENTS) from None
 
 
 def make_environment(env: list[str] | None, secret: list[str] | None) -> Environment:
@@ -132,9 +134,10 @@ def _parse_share(text: str) -> float:
     share = text.strip()
     with suppress(ValueError):
         number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
-        if 0 <= number <= 1:
+        if 0 <= number <= 0.99:
             return number
-    raise CommandFailed(f"--canary {text}: write a share of the requests, such as 10%", ARGUMENTS)
+    text = f"--canary {text}: write a share of the requests up to 99%, such as 10%"
+    raise CommandFailed(text, ARGUMENTS)
 
 
 def run_deploy(
@@ -339,7 +342,7 @@ def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator
             upload(packed, store)
             yield
     except StoreError as error:
-        raise CommandFailed(f"{url}: {error}", UPLOAD) from None
+        raise CommandFailed(str(error), UPLOAD) from None
 
 
 def _is_reachable(url: str, client: Client) -> bool:
@@ -485,7 +488,7 @@ def run_gc(url: str, older_than_s: float, num_kept: int, *, is_dry: bool) -> Non
     try:
         found = collect(open_store(url), grace_s=older_than_s, num_kept=num_kept, is_dry=is_dry)
     except StoreError as error:
-        raise CommandFailed(f"{url}: {error}", UPLOAD) from None
+        raise CommandFailed(str(error), UPLOAD) from None
     for blob in found.blobs if is_dry else ():
         print(f"{blob.size:>14} {blob.key}")
     did = "would be removed" if is_dry else "removed"

@@ -197,8 +197,7 @@ def _from_cache(repo: str, revision: str | None) -> Path:
         raise ModelUnavailable(
             f"{constants.ENDPOINT} cannot be reached{' (HF_HUB_OFFLINE)' if offline else ''}, and "
             f"{constants.HF_HUB_CACHE} holds no complete copy of "
-            f"{repo}{f'@{revision}' if revision else ''}: {way}, or name a directory that holds "
-            "the model with --model"
+            f"{repo}{f'@{revision}' if revision else ''}: {way}, or name a directory that holds the model"
         ) from None
 
 

@@ -11,7 +11,7 @@ from engines.settings import EngineSettings
 class ServerSettings(EngineSettings):
     """A running server."""
 
-    url: str = ""
+    url: str = Field(default="", pattern="^(https?://.+)?$")
     """Address of a running server, such as http://127.0.0.1:8001; if it is empty, engines with `command` start one."""
     api_key: SecretStr = SecretStr("")
     """API key of that server."""
