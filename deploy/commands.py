@@ -31,6 +31,7 @@ from shared.gateway_client import ApiFailed, Client, read_content
 from shared.packages.deployments import (
     NAME,
     NAME_RULE,
+    VERSION,
     BadEnvironment,
     Environment,
     Resources,
@@ -404,7 +405,7 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
                 f"{name}: generation {generation} has {share:.0%} of the requests; vlm promote"
             )
             return
-        if (doing := found["message"] or _phase(found)) not in ("", shown):
+        if (doing := found["message"] or _phase(client, found)) not in ("", shown):
             shown = doing
             console.print(f"{name}: {shown}", soft_wrap=True)
         waited_s = time.monotonic() - began_at
@@ -437,10 +438,12 @@ def _start_s_of_idle(found: dict[str, Any], generation: int) -> float | None:
     return None if any(slot["node"] for slot in slots) else candidate["spec"]["start_s"]
 
 
-def _phase(found: dict[str, Any]) -> str:
-    """The furthest phase of the new version's instances; empty if there are none."""
+def _phase(client: Client, found: dict[str, Any]) -> str:
+    """The furthest phase of the new version's instances, or that there is no node; empty if there are none."""
     digest = found["candidate"]["digest"] if found["candidate"] else ""
     nodes = {slot["phase"]: slot["node"] for slot in found["slots"] if slot["digest"] == digest}
+    if not found["slots"] and not client.ask("GET", "/v1/nodes")["data"]:
+        return "there is no node to run it: start `vlm node`"
     return next((f"{phase} on {nodes[phase]}" for phase in _PHASES if phase in nodes), "")
 
 
@@ -466,7 +469,8 @@ def run_change(
 def run_route(client: Client, name: str, weights: list[str]) -> None:
     """Set the weights of versions such as `3f2a91b0c4d5=90`; without any, remove the route. Raises: CommandFailed."""
     parts = [each.partition("=") for each in weights]
-    if len({version for version, _, weight in parts if weight.isdecimal()}) < len(parts):
+    good = {v for v, _, weight in parts if weight.isdecimal() and re.match(VERSION, v)}
+    if len(good) < len(parts):
         text = (
             f"{' '.join(weights)}: write VERSION=WEIGHT, each version once, such as 3f2a91b0c4d5=90"
         )

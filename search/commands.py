@@ -702,7 +702,7 @@ def _find_model(directory: Path, model: str, url: str | None, engine: str) -> st
         return model
     model = read_manifest(directory).model
     if url is None and model not in BUILT_IN:  # a manifest must not choose what is loaded
-        raise EmbedError(f"name the collection's model with --model: {model}")
+        raise EmbedError(f"give --url, or name the collection's model with --model: {model}")
     return model
 
 

@@ -125,7 +125,8 @@ def read_content(answer: httpx.Response) -> Any:
     try:
         content = answer.json() if answer.content else {}
     except ValueError:
-        raise ApiFailed(f"the gateway answers {answer.status_code} without JSON") from None
+        text = f"the server answers {answer.status_code} without JSON: is it a gateway? --url is its address"
+        raise ApiFailed(text) from None
     if answer.is_success:
         return content
     try:

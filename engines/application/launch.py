@@ -25,7 +25,11 @@ def main(arguments: list[str]) -> None:
         _, hard = resource.getrlimit(number)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(number, (most, most))
-    os.execv(arguments[place + 1], arguments[place + 1 :])
+    program = arguments[place + 1]
+    try:
+        os.execv(program, arguments[place + 1 :])
+    except OSError as error:  # which does not name the program
+        sys.exit(f"{program}: {error.strerror}")
 
 
 if __name__ == "__main__":

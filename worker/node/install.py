@@ -152,9 +152,9 @@ def _fetch_all(store: PackageStore, missing: Sequence[Layer], cache: Path, uses:
     blobs.mkdir(parents=True, exist_ok=True)
     blobs.chmod(0o755)
     free = shutil.disk_usage(blobs).free
-    if _size(missing) + RESERVE_BYTES > free:
+    if (needed := _size(missing) + RESERVE_BYTES) > free:
         raise InstallError(
-            f"the package needs {_size(missing) / 1e9:.1f} GB in {cache}, and {free / 1e9:.1f} GB are free"
+            f"the package and a reserve need {needed / 1e9:.2f} GB in {cache}, and {free / 1e9:.2f} GB are free"
         )
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(lambda layer: _fetch(store, layer, blobs, uses), missing))
