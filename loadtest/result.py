@@ -241,13 +241,12 @@ def to_rate_table(result: Result) -> Table:
 
 def to_stage_table(result: Result) -> Table:
     """Mean time of each stage of the server, by kind; no rows if the server reports none."""
-    means = {kind: mean_stages_s(records) for kind, records in by_kind(counted(result)).items()}
-    names = list(dict.fromkeys(name for found in means.values() for name in found))
-    table = new_table("Mean time of each stage, ms", ["kind", *names, "all"])
-    for kind, found in means.items():
-        if found:
-            stages = [in_ms(found.get(name, 0.0)) for name in names]
-            table.add_row(kind, *stages, in_ms(sum(found.values())))
+    table = new_table("Mean time of each stage, ms", ["kind", "all", "stages"])
+    table.columns[-1].justify = "left"  # a line that wraps: a column each does not fit a terminal
+    for kind, records in by_kind(counted(result)).items():
+        if found := mean_stages_s(records):
+            stages = " + ".join(f"{name} {in_ms(value)}" for name, value in found.items() if value)
+            table.add_row(kind, in_ms(sum(found.values())), stages)
     return table
 
 

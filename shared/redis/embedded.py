@@ -97,7 +97,7 @@ class EmbeddedRedis:
             self._lock = lock_directory(self._data_dir)
         except BlockingIOError:
             raise EmbeddedRedisError(
-                f"another server uses {self._data_dir}; stop that server or choose another directory"
+                f"another server uses {self._data_dir}; stop that server or choose another --data-dir"
             ) from None
         except OSError as error:
             raise EmbeddedRedisError(
