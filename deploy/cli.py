@@ -34,6 +34,13 @@ ARGUMENTS = 1
 _UsageError = typer.BadParameter.__mro__[1]  # typer brings a click of its own
 
 
+def commands():
+    """The implementation, which is loaded when a command runs, so that `--help` is fast."""
+    from deploy import commands
+
+    return commands
+
+
 @contextmanager
 def _ending_with_arguments() -> Iterator[None]:
     """Wrong arguments exit with 1; typer's 2 means that packaging failed."""
@@ -53,16 +60,15 @@ class GatewayCommand(FiniteCommand):
     """A command that asks a gateway. A failure is one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        from deploy import commands
         from shared.gateway_client import ApiFailed
 
         try:
             return super().invoke(ctx)
-        except (commands.CommandFailed, ApiFailed) as error:
-            commands.console.print(str(error), style="red", soft_wrap=True)
-            sys.exit(error.code if isinstance(error, commands.CommandFailed) else commands.API)
+        except (commands().CommandFailed, ApiFailed) as error:
+            commands().console.print(str(error), style="red", soft_wrap=True)
+            sys.exit(error.code if isinstance(error, commands().CommandFailed) else commands().API)
         except KeyboardInterrupt:
-            sys.exit(commands.INTERRUPTED)
+            sys.exit(commands().INTERRUPTED)
 
 
 class Command(GatewayCommand):
@@ -171,11 +177,9 @@ def deploy(
     command: Program = "", installed: Installed = False, env: Env = None, secret: Secret = None,
 ) -> None:  # fmt: skip
     """Package an application or a model, and deploy it under a name."""
-    from deploy import commands
-
     given = context.params
-    spec = commands.make_spec(**{option: given[option] for option in SPEC})
-    commands.run_deploy(
+    spec = commands().make_spec(**{option: given[option] for option in SPEC})
+    commands().run_deploy(
         connect(url, api_key), name, application, spec, {option: given[option] for option in PACKAGE},
         store_url=store, signing_key=sign, is_dry=dry_run, form=output,
         image=image if target == "kubernetes" else None, wait_s=0 if no_wait else wait,
@@ -191,16 +195,12 @@ def connect(url: str, key: str | None) -> "Client":
 def _change(
     url: str, key: str | None, method: str, path: str, body: dict[str, Any] | None, wait: float = 0
 ) -> None:
-    from deploy import commands
-
-    commands.run_change(connect(url, key), method, path, body, wait)
+    commands().run_change(connect(url, key), method, path, body, wait)
 
 
 def apps(url: Url = URL, api_key: DeployKey = None, output: Form = None) -> None:
     """List the deployments."""
-    from deploy import commands
-
-    commands.run_apps(connect(url, api_key), output)
+    commands().run_apps(connect(url, api_key), output)
 
 
 def app(
@@ -211,10 +211,8 @@ def app(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
 ) -> None:
     """Show a deployment: its generations, instances and events."""
-    from deploy import commands
-
     pause_s = 1.0 if watch else None
-    commands.run_app(connect(url, api_key), name, output, pause_s)
+    commands().run_app(connect(url, api_key), name, output, pause_s)
 
 
 def logs(
@@ -227,9 +225,7 @@ def logs(
     api_key: DeployKey = None,
 ) -> None:
     """Show the log of a deployment's instances, including stopped ones and failed starts."""
-    from deploy import commands
-
-    commands.run_logs(connect(url, api_key), name, slot, lines)
+    commands().run_logs(connect(url, api_key), name, slot, lines)
 
 
 def promote(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
@@ -282,11 +278,9 @@ def route(
     api_key: DeployKey = None,
 ) -> None:
     """Split a name's requests between versions by weight, for example between versions on Kubernetes."""
-    from deploy import commands
-
     if delete == bool(weights):
         raise typer.BadParameter("give VERSION=WEIGHT, or --delete")
-    commands.run_route(connect(url, api_key), name, weights or [])
+    commands().run_route(connect(url, api_key), name, weights or [])
 
 
 def undeploy(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
@@ -296,9 +290,7 @@ def undeploy(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
 
 def nodes(url: Url = URL, api_key: DeployKey = None, output: Form = None) -> None:
     """List the nodes that run deployments."""
-    from deploy import commands
-
-    commands.run_nodes(connect(url, api_key), output)
+    commands().run_nodes(connect(url, api_key), output)
 
 
 def drain(
@@ -308,9 +300,7 @@ def drain(
     wait: Wait = 300,
 ) -> None:
     """Stop a node after its current requests; other nodes start its instances again."""
-    from deploy import commands
-
-    commands.run_drain(connect(url, api_key), node, wait)
+    commands().run_drain(connect(url, api_key), node, wait)
 
 
 def plan(
@@ -360,10 +350,8 @@ def gc(
     api_key: DeployKey = None,
 ) -> None:
     """Remove packages that no deployment references from the store."""
-    from deploy import commands
-
-    commands.run_gc(
-        store or commands.find_store(connect(url, api_key)),
+    commands().run_gc(
+        store or commands().find_store(connect(url, api_key)),
         older_than_h * 3600, keep, is_dry=dry_run,
     )  # fmt: skip
 

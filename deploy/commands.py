@@ -43,7 +43,7 @@ from shared.packages.deployments import (
 from shared.packages.garbage import blobs_of, collect, hold
 from shared.packages.manifest import MANIFEST_TYPE, BadPackage, Manifest, config_bytes, digest_of
 from shared.packages.signature import BadSignature, sign
-from shared.packages.store import PackageStore, Report, StoreError, open_store
+from shared.packages.store import PackageStore, Report, StoreError, ignore, open_store
 from shared.settings import is_loopback
 
 ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as in Flame
@@ -233,13 +233,9 @@ def find_store(client: Client) -> str:
 def _plan(
     name: str, packed: Packed, spec: Spec, environment: Environment, url: str
 ) -> dict[str, Any]:
-    config = packed.manifest.config
     return {
         "name": name,
-        "kind": config.kind,
-        "entry": config.entry,
-        "command": list(config.command),
-        "engine": dict(config.engine),
+        **in_full(packed.manifest.config),
         "url": url,
         "digest": packed.manifest.digest,
         "version": version_digest(packed.manifest.digest, environment),
@@ -281,14 +277,13 @@ class GatewayStore:
         """See `FileStore.size`."""
         return self._there.get(digest)
 
-    def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
+    def put(self, digest: str, file: IO[bytes], report: Report = ignore) -> None:
         """See `FileStore.put`; resumes after a broken connection. Raises: ApiFailed."""
         size = file.seek(0, os.SEEK_END)
         start = self._starts.get(digest, 0)
         for is_last in (*[False] * (_TRIES - 1), True):
             file.seek(start)
-            if report is not None:
-                report(start)
+            report(start)
             try:
                 sent = self._send(digest, file, start, size, report)
                 if sent.status_code != 409 or is_last:
@@ -299,17 +294,15 @@ class GatewayStore:
                     raise
             else:
                 start = self._start(digest)
-            if report is not None:
-                report(-file.tell())
+            report(-file.tell())
 
     def _send(
-        self, digest: str, file: IO[bytes], start: int, size: int, report: Report | None
+        self, digest: str, file: IO[bytes], start: int, size: int, report: Report
     ) -> httpx.Response:
         def pieces() -> Iterator[bytes]:
             while piece := file.read(_PIECE_BYTES):
                 yield piece
-                if report is not None:
-                    report(len(piece))
+                report(len(piece))
 
         headers = {"content-length": str(size - start), "content-type": "application/octet-stream"}
         if start:

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlencode
 
 import typer
 
-from deploy.cli import GatewayCommand, connect
+from deploy.cli import GatewayCommand, commands, connect
 from shared.gateway_url import URL, Url
 
 app = typer.Typer(help="Create, list, change, rotate and revoke API keys.", no_args_is_help=True)
@@ -127,9 +127,7 @@ def _limits(context: typer.Context) -> dict[str, Any]:
 @app.command("list", cls=GatewayCommand)
 def list_keys(url: Url = URL, api_key: Key = None) -> None:
     """List the keys."""
-    from deploy import commands
-
-    table = commands.new_table(
+    table = commands().new_table(
         "name", "state", "roles", "models", "rpm", "tpm", "open", "budget", "tag", "expires"
     )
     for key in connect(url, api_key).ask("GET", _PATH)["data"]:
@@ -140,15 +138,13 @@ def list_keys(url: Url = URL, api_key: Key = None) -> None:
             f"{key['budget']:g} per {key['period']}" if key["budget"] else "-", key["tag"] or "-",
             _date(key["expires_at"]),
         )  # fmt: skip
-    commands.screen.print(table)
+    commands().screen.print(table)
 
 
 @app.command(cls=GatewayCommand)
 def show(name: Name, url: Url = URL, api_key: Key = None) -> None:
     """Show a key as JSON."""
-    from deploy import commands
-
-    commands.show(connect(url, api_key).ask("GET", f"{_PATH}/{quote(name, safe='')}"), "json")
+    commands().show(connect(url, api_key).ask("GET", f"{_PATH}/{quote(name, safe='')}"), "json")
 
 
 @app.command(cls=GatewayCommand)
@@ -166,23 +162,19 @@ def revoke(name: Name, url: Url = URL, api_key: Key = None) -> None:
 def _change(
     method: str, name: str, told: str, url: str, api_key: str | None, body: Any = None
 ) -> None:
-    from deploy import commands
-
     connect(url, api_key).ask(method, f"{_PATH}/{quote(name, safe='')}", body)
-    commands.console.print(f"{name}: {told}")
+    commands().console.print(f"{name}: {told}")
 
 
 def forget(
     key: Annotated[str, typer.Option(help="The key's name.")], url: Url = URL, api_key: Key = None
 ) -> None:
     """Delete the stored data of a key: answers, sessions, batches, files, vector stores."""
-    from deploy import commands
-
     found = connect(url, api_key).ask("POST", f"{_PATH}/{quote(key, safe='')}:forget")
     counts = ", ".join(
         f"{count} {name.replace('_', ' ')}" for name, count in found.items() if name != "object"
     )
-    commands.console.print(f"{key}: deleted {counts}")
+    commands().console.print(f"{key}: deleted {counts}")
 
 
 def audit(
@@ -191,13 +183,11 @@ def audit(
     api_key: Key = None,
 ) -> None:
     """List who asked to change keys, deployments, nodes and adapters, newest first."""
-    from deploy import commands
-
-    table = commands.new_table("time", "key", "address", "action", "name")
+    table = commands().new_table("time", "key", "address", "action", "name")
     for each in connect(url, api_key).ask("GET", f"/v1/admin/audit?limit={limit}")["data"]:
         at = datetime.fromtimestamp(each["at"], UTC).isoformat(" ", "seconds")
         table.add_row(at, each["key"], each["address"], each["action"], each["name"])
-    commands.screen.print(table)
+    commands().screen.print(table)
 
 
 def usage(
@@ -211,8 +201,6 @@ def usage(
     api_key: AnyKey = None,
 ) -> None:
     """Show what keys used: all with VLM_GATEWAY__ROOT_KEY or a key with the role admin, else your own."""
-    from deploy import commands
-
     asked = {"from": begin, "to": end, "by": by, "format": "csv" if csv else None}
     query = urlencode({name: value for name, value in asked.items() if value is not None})
     if csv:
@@ -220,19 +208,17 @@ def usage(
         return
     counts = ("requests", "input_tokens", "cached_input_tokens", "output_tokens", "images")
     groups = by.split(",")
-    table = commands.new_table(*groups, *(name.replace("_", " ") for name in counts), "cost ($)")
+    table = commands().new_table(*groups, *(name.replace("_", " ") for name in counts), "cost ($)")
     for row in connect(url, api_key).ask("GET", f"/v1/usage?{query}")["data"]:
         cost = "-" if row["cost"] is None else f"{row['cost']:.6f}"
         table.add_row(
             *(row[name] or "-" for name in groups), *(str(row[name]) for name in counts), cost
         )
-    commands.screen.print(table)
+    commands().screen.print(table)
 
 
 def _show_new(found: dict[str, Any]) -> None:
-    from deploy import commands
-
-    commands.console.print(f"{found['name']}: expires {_date(found['expires_at'])}")
+    commands().console.print(f"{found['name']}: expires {_date(found['expires_at'])}")
     sys.stdout.write(found["key"] + "\n")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from deploy.cli import Command, Form, Group, connect
+from deploy.cli import ARGUMENTS, Command, Form, Group, commands, connect
 from shared.gateway_url import URL, ApiKey, AskUrl
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ def run(
     api_key: ApiKey = None,
 ) -> None:
     """Run tasks of an application in order, and print the result of each as a line of JSON."""
-    from deploy import commands
     from shared.gateway_client import ApiFailed
 
     client, num_failed = connect(url, api_key), 0
@@ -54,7 +53,7 @@ def run(
             answer = client.ask("POST", f"/v1/applications/{name}/run", body)
         except ApiFailed as error:
             if error.code not in _TASK_ERRORS:
-                raise commands.CommandFailed(f"task {number}: {error}", commands.API) from None
+                raise commands().CommandFailed(f"task {number}: {error}", commands().API) from None
             num_failed += 1
             print(f"task {number}: {error}", file=sys.stderr)
         else:
@@ -71,6 +70,7 @@ session = typer.Typer(
 
 @session.command(cls=Command)
 def create(
+    context: typer.Context,
     application: Annotated[
         str, typer.Argument(help="Name of the application.", show_default=False)
     ],
@@ -98,17 +98,10 @@ def create(
     api_key: ApiKey = None,
 ) -> None:
     """Open a session, and print its id."""
-    from deploy import commands
-
-    body: dict[str, Any] = {
-        "priority": priority,
-        "idle_s": idle_s,
-        "timeout_s": timeout_s,
-        "min_instances": min_instances,
-        "max_instances": max_instances,
-    }
+    names = ("priority", "idle_s", "timeout_s", "min_instances", "max_instances")
+    body: dict[str, Any] = {name: context.params[name] for name in names}
     if resources:
-        body["resources"] = wanted = msgspec.structs.asdict(commands.parse_resources(resources))
+        body["resources"] = wanted = msgspec.structs.asdict(commands().parse_resources(resources))
         if "cpu" not in resources:  # do not require the default of 1
             del wanted["cpu"]
     if common_data:
@@ -158,14 +151,13 @@ def run_in(
 @session.command("list", cls=Command)
 def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> None:
     """List the sessions and the states of their tasks."""
-    from deploy import commands
     from shared.packages.deployments import Resources
 
     found = list(connect(url, api_key).pages("/v1/sessions"))
     if output is not None:
-        commands.show(found, output)
+        commands().show(found, output)
         return
-    table = commands.new_table(
+    table = commands().new_table(
         "ID", "State", "App", "Resources", "Priority", *map(str.capitalize, _COUNTS), "Created"
     )
     for each in found:
@@ -175,7 +167,7 @@ def show_all(url: AskUrl = URL, api_key: ApiKey = None, output: Form = None) -> 
             str(Resources(**each["resources"])) if each["resources"] else "", each["priority"],
             *counts, _ago(each["created"]),
         )  # fmt: skip
-    commands.screen.print(table)
+    commands().screen.print(table)
 
 
 @session.command(cls=Command)
@@ -183,22 +175,20 @@ def view(
     session_id: Session, url: AskUrl = URL, api_key: ApiKey = None, output: Form = None
 ) -> None:
     """Show a session and its tasks."""
-    from deploy import commands
-
     client, path = connect(url, api_key), f"/v1/sessions/{session_id}"
     found = client.ask("GET", path)
     found["tasks"] = list(client.pages(f"{path}/tasks", include="results"))
     if output is not None:
-        commands.show(found, output)
+        commands().show(found, output)
         return
     counts = ", ".join(f"{found[state]} {state}" for state in _COUNTS)
     print(f"{found['id']} of {found['application']}: {found['state']}; {counts}")
-    table = commands.new_table("Task", "State", "Input", "Result")
+    table = commands().new_table("Task", "State", "Input", "Result")
     for task in found["tasks"]:
         result = json.dumps(task["output"]) if "output" in task else ""
         said = task.get("error", {}).get("message", result)
         table.add_row(task["id"], task["state"], task["input"], said[:_MAX_SHOWN_CHARS])
-    commands.screen.print(table)
+    commands().screen.print(table)
 
 
 @session.command("close", cls=Command)
@@ -212,15 +202,15 @@ def close_session(session_id: Session, url: AskUrl = URL, api_key: ApiKey = None
 
 def _read_input(text: str) -> Any:
     """The input as JSON, or as a string if it is not JSON. `@FILE` reads it from a file. Raises: CommandFailed."""
-    from deploy.commands import ARGUMENTS, CommandFailed
-
     if text.startswith("@"):
         try:
             text = Path(text[1:]).read_text(encoding="utf-8")
         except OSError as error:
-            raise CommandFailed(f"{text}: cannot be read: {error.strerror}", ARGUMENTS) from None
+            raise commands().CommandFailed(
+                f"{text}: cannot be read: {error.strerror}", ARGUMENTS
+            ) from None
         except UnicodeDecodeError as error:
-            raise CommandFailed(f"{text}: not UTF-8: {error}", ARGUMENTS) from None
+            raise commands().CommandFailed(f"{text}: not UTF-8: {error}", ARGUMENTS) from None
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -229,10 +219,10 @@ def _read_input(text: str) -> Any:
 
 def _end(num_failed: int, num_tasks: int) -> None:
     """Raises: CommandFailed."""
-    from deploy.commands import ROLLOUT, CommandFailed
-
     if num_failed:
-        raise CommandFailed(f"{num_failed} of {num_tasks} tasks failed", ROLLOUT)
+        raise commands().CommandFailed(
+            f"{num_failed} of {num_tasks} tasks failed", commands().ROLLOUT
+        )
 
 
 def _send(client: "Client", path: str, tasks: Sequence[dict[str, Any]]) -> None:

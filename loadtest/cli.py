@@ -107,6 +107,6 @@ def loadtest(
     order = Order(target=target, workload=workload, plan=plan)
     try:
         sys.exit(run(order, objective, max_failures, engine, json, html))
-    except LoadTestError as error:
+    except (LoadTestError, OSError) as error:
         typer.secho(str(error), err=True, fg="red")
         sys.exit(1)

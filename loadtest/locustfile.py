@@ -84,14 +84,9 @@ def find_whom_to_ask(environment: Environment, **_: Any) -> None:
     """Create the state that users share. An unreachable server is reported as a failed request."""
     options, url = environment.parsed_options, environment.host or ""
     assert options is not None
-    workload = Workload(
-        profile=options.mix,
-        seed=options.seed,
-        max_tokens=options.max_tokens,
-        image_bytes=options.image_bytes,
-        stream_ratio=options.stream_ratio,
-        think_s=options.think_time,
-    )
+    names = ("seed", "max_tokens", "image_bytes", "stream_ratio")
+    given = {name: getattr(options, name) for name in names}
+    workload = Workload(profile=options.mix, think_s=options.think_time, **given)
     ChatUser.asker = None
     try:
         model = options.model or first_model(url, options.api_key)

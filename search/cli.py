@@ -40,6 +40,14 @@ def _require(use: str = "this command") -> None:
             raise SettingsError(f"{use} needs the package {package!r}: {INSTALL}")
 
 
+def _load():
+    """The implementation, which is loaded when a command runs. Raises: SettingsError."""
+    _require()
+    from search import commands
+
+    return commands
+
+
 Engine = Annotated[str, typer.Option(help="Engine to embed with, without --url.")]
 LocalUrl = Annotated[
     str | None,
@@ -80,11 +88,9 @@ def embed(
     api_key: ApiKey = None,
 ) -> None:
     """Embed texts and images into a directory that can be searched; resumes an interrupted run."""
-    _require()
-    from search.commands import open_embedder, run_embed
-
-    open_ = partial(open_embedder, engine, model, url, api_key, prompt)
-    run_embed(inputs, output, text_field, dtype, part_items, open_)
+    commands = _load()
+    open_ = partial(commands.open_embedder, engine, model, url, api_key, prompt)
+    commands.run_embed(inputs, output, text_field, dtype, part_items, open_)
 
 
 store = typer.Typer(help="Vector stores of a gateway.", no_args_is_help=True)
@@ -103,10 +109,7 @@ def store_load(
     api_key: ApiKey = None,
 ) -> None:
     """Load a collection into a vector store."""
-    _require()
-    from search.commands import run_load
-
-    run_load(directory, name, url, model, api_key)
+    _load().run_load(directory, name, url, model, api_key)
 
 
 @store.command("export")
@@ -120,10 +123,7 @@ def store_export(
     api_key: ApiKey = None,
 ) -> None:
     """Write a vector store as a collection."""
-    _require()
-    from search.commands import run_export
-
-    run_export(name, output, url, dtype, api_key)
+    _load().run_export(name, output, url, dtype, api_key)
 
 
 def find(
@@ -146,7 +146,4 @@ def find(
     api_key: ApiKey = None,
 ) -> None:
     """Search a directory, or a store of a gateway, by a text or an image."""
-    _require()
-    from search.commands import run_search
-
-    run_search(target, text, image, limit, url, engine, model, api_key)
+    _load().run_search(target, text, image, limit, url, engine, model, api_key)
