@@ -20,6 +20,7 @@ from transformers import (
 
 from engines.base import EngineStartError, LoadedEngine, Progress, UnsupportedCheckpoint
 from engines.heap import keep_freed_memory
+from engines.packages.checkpoint_json import one_line
 from engines.packages.resolve import default_name, resolve_model
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import digest_of, read_sentence_config, read_shorter_dimensions
@@ -30,6 +31,7 @@ from engines.pooling.layers import build_head, pack_linears, quantize_linears, t
 from engines.pooling.settings import EncoderSettings
 from engines.pooling.texts import Texts, Words
 from engines.silent_transformers import silent_transformers
+from engines.text.tokenizer import readable
 from engines.torch_backend.loading.check import check_memory, check_model
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.loading.stored_tensors import finite
@@ -91,7 +93,8 @@ def load_encoder(
     texts = Texts(tokenizer.backend_tokenizer, most, text.vocab_size, sentence)
     if has_images:
         filling = _filling(text, tokenizer) if kind is SiglipModel else None
-        processor = AutoImageProcessor.from_pretrained(directory)
+        with readable("preprocessor_config.json"):
+            processor = AutoImageProcessor.from_pretrained(directory)
         return ClipEncoder(model, texts, processor, filling)
     is_scorer = kind is AutoModelForSequenceClassification
     head = build_head(sentence.modules, directory).to(device)
@@ -112,6 +115,7 @@ def prepare_linears(model: torch.nn.Module, device: torch.device, is_int8: bool)
         pack_linears(model)
 
 
+@readable("the tokenizer")
 def _load_tokenizer(directory: Path) -> Any:
     """The tokenizer of transformers, else of `tokenizer.json`. Raises: UnsupportedCheckpoint."""
     try:
@@ -141,8 +145,8 @@ def find_kind(directory: Path) -> tuple[Any, Any]:
     """The class of transformers for a model, and its configuration. Raises: UnsupportedCheckpoint."""
     try:
         config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedCheckpoint(f"config.json: {error}") from error
+    except Exception as error:  # of any type, for wrong values
+        raise UnsupportedCheckpoint(f"config.json: {one_line(error)}") from error
     return _kind((config.architectures or [""])[0], config, directory), config
 
 
@@ -194,8 +198,8 @@ def _load_model(kind: Any, directory: Path, dtype: torch.dtype) -> Any:
             model, info = kind.from_pretrained(
                 directory, use_safetensors=True, dtype=dtype, output_loading_info=True
             )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UnsupportedCheckpoint(f"the weights cannot be loaded: {error}") from error
+    except Exception as error:  # of any type
+        raise UnsupportedCheckpoint(f"the weights cannot be loaded: {one_line(error)}") from error
     missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         raise UnsupportedCheckpoint(

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from engines.base import UnsupportedCheckpoint
-from engines.packages.checkpoint_json import Fields, read_json, shown
+from engines.packages.checkpoint_json import Fields, one_line, read_json, shown
 from engines.text.detokenizer import ControlToken
 
 MAX_VOCAB_SIZE = 2**21
@@ -113,7 +113,7 @@ class HfTokenizer:
 
 def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
     """Ids that the post-processor adds before and behind a text, such as BOS."""
-    with _readable():
+    with readable():
         plain = backend.encode("a", add_special_tokens=False).ids
         full = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
@@ -160,7 +160,7 @@ def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
     for name in ("normalizer", "decoder"):
         if _growth(fields.section(name).values) > MAX_GROWTH:
             raise fields.refuse(name, f"makes texts more than {MAX_GROWTH} times as long")
-    with _readable():
+    with readable():
         backend = Backend.from_str(json.dumps(content))
     declared = settings.section("added_tokens_decoder")
     if not all(index.isascii() and index.isdigit() for index in declared.values):
@@ -177,14 +177,14 @@ def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
 
 
 @contextmanager
-def _readable() -> Iterator[None]:
-    """Raises: UnsupportedCheckpoint for errors of the library: bare `Exception`, and panics beyond it."""
+def readable(name: str = "tokenizer.json") -> Iterator[None]:
+    """Raises: UnsupportedCheckpoint for errors of the library: of any type, and panics, which are no `Exception`."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (UnsupportedCheckpoint, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise UnsupportedCheckpoint(f"tokenizer.json cannot be read: {str(error)[:200]}") from None
+        raise UnsupportedCheckpoint(f"{name} cannot be read: {one_line(str(error))}") from None
 
 
 def _growth(step: Mapping[str, Any]) -> float:

@@ -31,7 +31,7 @@ from engines.pooling.batch import Row
 from engines.pooling.checkpoint import SentenceConfig, read_sentence_config, read_shorter_dimensions
 from engines.pooling.engine import PoolingEngine, PoolingModel
 from engines.pooling.texts import Texts, Words
-from engines.text.tokenizer import MAX_VOCAB_SIZE
+from engines.text.tokenizer import MAX_VOCAB_SIZE, readable
 from engines.upstream.client import UpstreamClient
 from engines.upstream.load import DEFAULT_MAX_LEN, closed_on_failure, connect
 from engines.upstream.settings import VectorSettings
@@ -178,7 +178,8 @@ def load_vector_engine(settings: VectorSettings, progress: Progress | None) -> L
     client, found = connect(settings, 1, TIMEOUT_S, progress)
     limits = (settings.max_model_len, config.max_tokens, found.get("max_model_len"))
     max_tokens = min((limit for limit in limits if limit), default=DEFAULT_MAX_LEN)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    with readable():
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     model = VectorModel(
         client, found["id"], Texts(tokenizer, max_tokens, vocab_size, config), config
     )

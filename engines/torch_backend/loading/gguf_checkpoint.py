@@ -28,6 +28,7 @@ from transformers.integrations.gguf.reader import GgufHeader, TensorInfo, read_g
 
 from engines.packages.checkpoint_json import one_line, shown
 from engines.text.chat_template import LLAVA_TEMPLATE
+from engines.text.tokenizer import readable
 from engines.torch_backend.layers.rotary import llama3_frequencies
 from engines.torch_backend.loading.formats.gguf import DTYPE, FLOATS, GgufTensor
 from engines.torch_backend.loading.stored_tensors import StoredTensor, list_tensors
@@ -401,14 +402,10 @@ def _has_swapped_names(file: _File) -> bool:
 
 def write_tokenizer(file: Path, target: Path) -> None:
     """Write tokenizer and chat template of a GGUF file. Raises: UnsupportedCheckpoint, OSError."""
-    try:
+    with readable(f"{file.resolve().name}: the tokenizer"):
         architecture, content, settings = get_gguf_tokenizer(str(file))
         backend, _ = convert_gguf_tokenizer(architecture, content)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
-    except Exception as error:  # of any type, by kind of tokenizer
-        raise UnsupportedCheckpoint(
-            f"{file.resolve().name}: transformers cannot convert its tokenizer: {one_line(error)}"
-        ) from None
     tokenizer.save_pretrained(target)
 
 

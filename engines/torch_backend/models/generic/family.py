@@ -52,9 +52,9 @@ class GenericFamily:
             if not config.takes_images:
                 return TransformersAudio(directory, config.model_class)
             return TransformersImages(directory, config.model_class, config.full)
-        except UnsupportedCheckpoint:
+        except (UnsupportedCheckpoint, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # of any type, for inconsistent values
+        except BaseException as error:  # of any type, for inconsistent values; a panic of tokenizers is no Exception
             raise UnsupportedCheckpoint(
                 f"transformers' processor and {config.model_class.__name__} do not fit: {one_line(error)}"
             ) from error

@@ -93,6 +93,7 @@ def test_a_file_that_is_no_object(file: str, content: str, tiny: Path) -> None:
     assert file in refusal(tiny)
 
 
+PREFIX = "model.continuing_subword_prefix", "a longer one than a token"  #: tokenizers panics
 #: Wrong values by file and field. The error names the last part of the field, or has the given words.
 FIELDS: dict[str, list[tuple[Any, ...]]] = {
     "config.json": [
@@ -129,7 +130,7 @@ FIELDS: dict[str, list[tuple[Any, ...]]] = {
         ("model.vocab", {"<image>": 4_000_000_000}, ""), ("model.type", "Unigram", ""),
         ("pre_tokenizer", {"type": "Surprise"}, ""), ("added_tokens", [{"content": 5}], ""),
         ("added_tokens", "9" * 5000, ""), ("post_processor.special_tokens", {}, ""),
-        ("model.continuing_subword_prefix", "a longer one than a token", ""),
+        (*PREFIX, ""),
     ],
     "model.safetensors.index.json": [("weight_map", value, "") for value in (5, {"a": 5}, {"a": "../b"})],
 }  # fmt: skip
@@ -207,6 +208,7 @@ def _tower(field: str, value: Any) -> Callable[[Path], object]:
         (_tower("model_args", {"pretrained_cfg": {"url": "http://x"}}), "vision_config.model_args is "),
         (_tower("model_args", "x"), "vision_config.model_args is "),
         (_of("Qwen2.5-VL", "config.json", "text_config.hidden_act", ""), "ForConditionalGeneration do not fit"),
+        (_of("Qwen2.5-VL", "tokenizer.json", *PREFIX), "ForConditionalGeneration do not fit"),
         *((_of("Qwen2.5-VL", "processor_config.json", f"image_processor.{name}", value), "number of tokens of an image")
           for name, value in (("size.longest_edge", "x"), ("merge_size", 0))),
     ],
