@@ -6,6 +6,7 @@ lost, `step` raises: the worker ends, and other workers continue its requests fr
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +29,7 @@ RETRY_S = 0.2
 BUSY = (429, 503)
 DONE = b"[DONE]"
 _ERROR = b'"error"'
+_stream_numbers = count()
 OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
 #: In messages about a prompt that does not fit, of vLLM and SGLang.
 _TOO_LONG = ("context", "max_model_len", "maximum allowed length", "too long")
@@ -44,7 +46,7 @@ class StreamBroken(Exception):
 class OpenRequest(ABC):
     """A request at the server. A subclass reads its stream."""
 
-    num_sends = 0
+    stream_id = ""  #: of its last send; no other stream of this process has it
     num_breaks = 0
     num_tokens = 0  #: output tokens, those of earlier attempts included
     is_started = False  #: whether there is output of this attempt
@@ -54,11 +56,6 @@ class OpenRequest(ABC):
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-
-    @property
-    def stream_id(self) -> str:
-        """Name of the stream since the last send."""
-        return f"{self.request_id}/{self.num_sends}"
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
@@ -155,7 +152,7 @@ class StreamEngine(Engine[Request]):
     def _send(self, request: OpenRequest, delay_s: float = 0.0) -> None:
         self._open[request.request_id] = request
         body = request.body()
-        request.num_sends += 1
+        request.stream_id = f"{request.request_id}/{next(_stream_numbers)}"
         self._client.start(request.stream_id, self._path, msgspec.json.encode(body), delay_s)
 
     def _handle(self, request: OpenRequest, event: StreamEvent) -> list[EngineOutput]:

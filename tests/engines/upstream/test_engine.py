@@ -320,6 +320,15 @@ def test_an_aborted_or_stopped_request_is_closed(engine: UpstreamEngine, api: st
     wait_for(lambda: server.aborted == rids)
 
 
+def test_a_request_that_is_sent_again_gets_no_tokens_of_the_closed_one(
+    engine: UpstreamEngine, server: StandIn
+):
+    start(engine, max_tokens=200)
+    wait_for(lambda: not server.num_open)  # the other tokens are pending
+    engine.abort("r")
+    assert ids_of(answer(engine, make_call())) == expected_ids(engine, make_call())
+
+
 def test_images_tenants_and_bans_are_in_the_body(engine: UpstreamEngine, api: str, server: StandIn):
     call = make_call(num_images=1, logit_bias={70: 5.0}, tenant="salt")
     outputs = answer(engine, call, prepare_image(engine))
