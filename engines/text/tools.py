@@ -191,7 +191,7 @@ class CallReader:
         self._form = form
         self._held = ""
         self.is_calling = False  #: whether the first call has begun
-        self._arguments: _JsonEnd | None = None  # parser of the current call's JSON arguments
+        self._arguments: JsonEnd | None = None  # parser of the current call's JSON arguments
         self._keywords: KeywordArguments | None = None  # parser of its Python arguments
         self._name = self._written = ""  # of a Python call: its name and its text so far
         self._is_text = False  # the rest is text
@@ -245,7 +245,7 @@ class CallReader:
                 return False
             pieces.append(CallPiece(self.num_calls, name))
             self.num_calls += 1
-            self._held, self._arguments = rest, _JsonEnd()
+            self._held, self._arguments = rest, JsonEnd()
             return True
         end = self._arguments.find(self._held)
         arguments, self._held = self._held[:end], self._held[end:]
@@ -293,7 +293,9 @@ _BEGUN = re.compile(r"[\[,]\s*([\w.:/-]{1,256})\(")
 _MAY_BEGIN = re.compile(r"([\[,]\s*[\w.:/-]{0,256})?")
 
 
-class _JsonEnd:
+class JsonEnd:
+    """Finds the end of a JSON object in pieces of text."""
+
     def __init__(self) -> None:
         self.is_found = False
         self._depth = 0

@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from engines.base import (
     can_decode_video,
 )
 from engines.core.runner import PixelLimits
-from engines.text.tools import to_openai
+from engines.text.tools import JsonEnd, to_openai
 from engines.upstream.client import UpstreamClient
 from engines.upstream.dialect import TokenUsage, refuse
 from engines.upstream.media import MediaFile, data_url, to_jpegs, to_png, to_wav
@@ -37,6 +38,7 @@ from shared.protocol import (
     ChatMessage,
     ErrorCode,
     FinishReason,
+    Function,
     Generate,
     ImagePart,
     ImageRef,
@@ -85,6 +87,25 @@ class _Event(msgspec.Struct):
 _events = msgspec.json.Decoder(_Event)
 
 
+@dataclass(slots=True)
+class _OpenCall:
+    """A function call whose arguments may be incomplete."""
+
+    name: str
+    pieces: list[CallPiece]  #: not reported yet; the first has the name
+    number: int
+    end: JsonEnd = field(default_factory=JsonEnd)
+
+    def precedes(self, name: str, arguments: str) -> bool:
+        """Whether a delta with this name begins the next call, although index and id are the same."""
+        return bool(name) and (name != self.name or (bool(arguments) and self.end.is_found))
+
+    def add(self, arguments: str) -> None:
+        if arguments and not self.end.is_found:
+            written = arguments[: self.end.find(arguments)]
+            self.pieces.append(CallPiece(self.number, arguments=written))
+
+
 class ChatRequest(OpenRequest):
     def __init__(self, request_id: str, body: dict[str, Any], priority: Priority) -> None:
         super().__init__(request_id)
@@ -92,11 +113,12 @@ class ChatRequest(OpenRequest):
         self.added_at = 0.0
         self._body = body
         self._first_token_at: float | None = None
-        self._usage = Usage(0)
+        self._usage: Usage | None = None
         self._finish: FinishReason | None = None
-        self._has_called = False
-        self._calls: dict[tuple[int, str | None], int] = {}  # numbers by the server's index and id
-        self._numbers: dict[int, int] = {}  # of the last call by the server's index
+        self._calls: dict[tuple[int, str | None], _OpenCall] = {}  # by the server's index and id
+        self._latest: dict[int, _OpenCall] = {}  # by the server's index
+        self._num_calls = 0
+        self._unreported: list[_OpenCall] = []
 
     def body(self) -> dict[str, Any]:
         return self._body
@@ -110,8 +132,13 @@ class ChatRequest(OpenRequest):
 
     def fail(self, message: str, code: ErrorCode) -> EngineOutput:
         output = EngineOutput(self.request_id, self.num_tokens, error=message, error_code=code)
-        output.usage, output.timings = self._usage, self._timings()
+        output.usage, output.timings = self.usage, self._timings()
         return output
+
+    @property
+    def usage(self) -> Usage:
+        """The server's; if it sends none, the number of deltas."""
+        return self._usage or Usage(0, self.num_tokens)
 
     def read(self, data: bytes) -> list[EngineOutput]:
         if data == DONE:
@@ -139,46 +166,60 @@ class ChatRequest(OpenRequest):
 
     def _output(self, delta: _Delta) -> EngineOutput | None:
         reasoning = delta.reasoning_content or delta.reasoning or ""
-        calls = tuple(piece for call in delta.tool_calls or () for piece in self._pieces(call))
-        if not (delta.content or reasoning or calls):
+        for call in delta.tool_calls or ():
+            self._add_call(call, call.function or _Function())
+        if not (delta.content or reasoning or delta.tool_calls):
             return None
-        self._has_called |= bool(calls)
         output = EngineOutput(
-            self.request_id, self.num_tokens, text=delta.content or "", reasoning=reasoning, calls=calls,
-            num_without_id=1, usage=None if self.is_started else self._usage,
+            self.request_id, self.num_tokens, text=delta.content or "", reasoning=reasoning,
+            calls=self._take_calls(), num_without_id=1, usage=None if self.is_started else self.usage,
         )  # fmt: skip
         if not self.is_started:
             self.is_started, self._first_token_at = True, time.perf_counter()
         self.num_tokens += 1
         return output
 
-    def _pieces(self, call: _Call) -> list[CallPiece]:
-        function = call.function or _Function()
-        if not (function.name or function.arguments):
-            return []
-        call_id = (function.name and call.id) or None
-        # Some servers give all calls one index, others one id.
-        if call_id or call.index not in self._numbers:
-            number = self._calls.setdefault((call.index, call_id), len(self._calls))
-            self._numbers[call.index] = number
-        number = self._numbers[call.index]
-        pieces = [CallPiece(number, function.name)] if function.name else []
-        if function.arguments:
-            pieces.append(CallPiece(number, arguments=function.arguments))
-        return pieces
+    def _add_call(self, delta: _Call, function: _Function) -> None:
+        """Some servers give all calls one index, others one id, and some repeat the name."""
+        name, arguments = function.name or "", function.arguments or ""
+        call = self._calls.get((delta.index, delta.id))
+        if call is None and not (name and delta.id):
+            call = self._latest.get(delta.index)
+        if (name or arguments) and (call is None or call.precedes(name, arguments)):
+            number = self._num_calls
+            call = _OpenCall(name, [CallPiece(number, name)], number)
+            self._calls[delta.index, delta.id] = call
+            self._unreported.append(call)
+            self._num_calls += 1
+        if call is not None:
+            call.add(arguments)
+            self._latest[delta.index] = call
+
+    def _take_calls(self, *, is_end: bool = False) -> tuple[CallPiece, ...]:
+        """New pieces. Those of a call wait until the calls before it are complete."""
+        pieces: list[CallPiece] = []
+        while self._unreported:
+            call = self._unreported[0]
+            pieces += call.pieces
+            call.pieces = []
+            if not (call.end.is_found or is_end):
+                break
+            del self._unreported[0]
+        return tuple(pieces)
 
     def _end(self) -> list[EngineOutput]:
         if self._finish is None:
             raise StreamBroken("the stream has no finish_reason")
-        if self._finish is FinishReason.STOP and self._has_called:
+        if self._finish is FinishReason.STOP and self._num_calls:
             self._finish = FinishReason.TOOL_CALLS
         # A delta may contain several tokens, and the last tokens have no text: the usage has the true number.
-        num_more = max(0, self._usage.num_output_tokens - self.num_tokens)
+        num_more = max(0, self.usage.num_output_tokens - self.num_tokens)
         output = EngineOutput(
-            self.request_id, self.num_tokens, finish_reason=self._finish, num_without_id=num_more
-        )
+            self.request_id, self.num_tokens, calls=self._take_calls(is_end=True), finish_reason=self._finish,
+            num_without_id=num_more,
+        )  # fmt: skip
         self.num_tokens += num_more
-        output.usage, output.timings = self._usage, self._timings()
+        output.usage, output.timings = self.usage, self._timings()
         return [output]
 
     def _timings(self) -> StageTimings:
@@ -231,8 +272,10 @@ class ChatEngine(StreamEngine[ChatRequest]):
             if value := getattr(sampling, name):
                 body[name] = value
         if task.tools is not None:
-            body["tools"] = [to_openai(function) for function in task.tools.functions]
+            body["tools"] = [_to_tool(function) for function in task.tools.functions]
             body["tool_choice"] = "required" if task.tools.is_required else "auto"
+            if not task.tools.is_parallel:
+                body["parallel_tool_calls"] = False
         if task.grammar is not None:
             schema = json.loads(task.grammar.source or "{}")
             form: dict[str, Any] = {"type": "json_object"}
@@ -273,6 +316,13 @@ def _check(task: Generate) -> None:
     if task.grammar is not None and task.grammar.kind != "json":
         raise InvalidRequest("this model's engine supports JSON schemas only", task.grammar.param)
     refuse(task.sampling, "this model's engine", *_UNSUPPORTED)
+
+
+def _to_tool(function: Function) -> dict[str, Any]:
+    shown = to_openai(function)
+    if function.is_strict:
+        shown["function"]["strict"] = True
+    return shown
 
 
 def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[str, Any]:

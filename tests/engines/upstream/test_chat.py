@@ -1,5 +1,6 @@
 """The engine for any server of OpenAI's API: messages in, text out."""
 
+import json
 from base64 import b64decode
 from collections.abc import Iterator
 from io import BytesIO
@@ -37,7 +38,7 @@ from tests.engines.upstream import asking
 from tests.engines.upstream.asking import Clip, Tone, make_call
 from tests.engines.upstream.stand_in import StandIn
 
-TOOLS = Tools((Function("look", "{}"),))
+TOOLS = Tools((Function("look", "{}", is_strict=True),), is_parallel=False)
 
 
 @pytest.fixture
@@ -103,7 +104,9 @@ def test_function_calls_and_tokens_are_those_of_the_server(loaded: LoadedEngine,
     assert [each.get("reasoning_content") for each in sent] == ["because", None, None, None]
     pieces = [piece for output in outputs for piece in output.calls]
     assert [(piece.name, piece.arguments) for piece in pieces] == [("look", ""), ("", "{}")]
-    assert server.bodies[-1]["tools"][0]["function"]["name"] == "look"
+    function = {"name": "look", "parameters": {}, "strict": True}
+    assert server.bodies[-1]["tools"] == [{"type": "function", "function": function}]
+    assert server.bodies[-1]["parallel_tool_calls"] is False
     assert outputs[-1].usage.num_output_tokens == sum(each.num_without_id for each in outputs) == 8
 
 
@@ -131,21 +134,43 @@ def test_an_unreadable_event_breaks_its_own_stream(
     assert answer(loaded, make_call())[-1].error_code == ErrorCode.ENGINE_FAILURE
 
 
-def test_events_beside_the_standard_are_read(loaded: LoadedEngine, server: StandIn):
-    """Empty fields, calls of one index or id, another reason than `tool_calls`, and an end without `[DONE]`."""
-    call = '{"index": %d, "id": "%s", "function": {"name": "look", "arguments": "{}"}}'
-    calls = ", ".join(call % each for each in ((0, ""), (1, "a"), (1, "b"), (2, "b")))
-    events = [
-        "", '{"choices": null}', '{"choices": [{"delta": {"content": "hi"}}]}',
-        f'{{"choices": [{{"delta": {{"tool_calls": [{calls}, {{"index": 3, "function": null}}]}}}}]}}',
-        '{"choices": [{"delta": null, "finish_reason": "stop"}]}',
-    ]  # fmt: skip
-    server.streams = [[f"data: {event}" for event in events]]
+def delta(index: int, call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"tool_calls": [{"index": index, "id": call_id, "function": function}]}
+
+
+ONE, TWO = (0, "look", '{"a": "}"}'), (1, "see", '{"b": 2}')
+
+
+@pytest.mark.parametrize(
+    ("deltas", "calls"),
+    [
+        ([delta(0, "", *ONE[1:]), delta(1, "a", *TWO[1:])], [ONE, TWO]),
+        ([delta(0, "a", *ONE[1:]), delta(0, "b", *TWO[1:])], [ONE, TWO]),  # one index
+        ([delta(0, "a", *ONE[1:]), delta(1, "a", *TWO[1:])], [ONE, TWO]),  # one id
+        ([delta(0, "", *ONE[1:]), delta(0, "", *TWO[1:])], [ONE, TWO]),  # one of both
+        ([delta(0, "a", "look", "")] + [delta(0, "a", "look", each) for each in ONE[2]], [ONE]),
+        ([delta(0, "a", "look", ""), delta(1, "b", "see", "{}")], [(0, "look", ""), (1, "see", "{}")]),
+        ([delta(0, "a", *ONE[1:]), {"tool_calls": [{"index": 1, "function": None}]}], [ONE]),
+        ([delta(0, "a", "look", ""), delta(1, "b", "see", ""),  # in turns
+          *(delta(index, "", "", each) for pair in zip(ONE[2], TWO[2].ljust(10), strict=True)
+            for index, each in enumerate(pair))], [ONE, TWO]),
+    ],
+)  # fmt: skip
+def test_calls_follow_each_other_whatever_their_deltas(
+    loaded: LoadedEngine, server: StandIn, deltas: list[Any], calls: list[tuple[int, str, str]]
+):
+    """The server sends no usage, null for what is empty, and no `[DONE]`."""
+    events = [None, *({"choices": [{"delta": each}]} for each in ({"content": "hi"}, *deltas))]
+    events += [{"choices": None}, {"choices": [{"delta": None, "finish_reason": "stop"}]}]
+    server.streams = [[f"data: {json.dumps(event) if event else ''}" for event in events]]
     outputs = answer(loaded, make_call(tools=TOOLS))
     assert ["".join(each.text for each in outputs), len(server.bodies)] == ["hi", 1]
-    pieces = [piece for output in outputs for piece in output.calls]
-    assert join_calls(pieces) == tuple(CallPiece(index, "look", "{}") for index in range(4))
+    assert join_calls(piece for each in outputs for piece in each.calls) == tuple(
+        CallPiece(*each) for each in calls
+    )
     assert outputs[-1].finish_reason is FinishReason.TOOL_CALLS
+    assert outputs[-1].usage.num_output_tokens == 1 + len(deltas)
 
 
 @pytest.mark.parametrize(
