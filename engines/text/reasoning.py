@@ -103,9 +103,9 @@ class TagSplitter:
         if not self._has_thought:
             start = self._form.start
             known = known.lstrip()
-            if known.startswith(start):  # some models repeat the marker of the prompt
+            while known.startswith(start):  # some models repeat the marker of the prompt
                 known = known[len(start) :].lstrip()
-            elif known and start.startswith(known):
+            if known and start.startswith(known):
                 self._held = known
                 return "", ""
         before, marker, behind = known.partition(self._form.end)
@@ -132,22 +132,21 @@ class ChannelSplitter:
         said = {State.THINKING: "", State.CONTENT: ""}
         known, self._held = self._held + text, ""
         while known:
-            mark = self._form.head_end if self.state is State.HEAD else self._form.end
+            is_head = self.state is State.HEAD
+            mark = self._form.head_end if is_head else self._form.end
             before, found, behind = known.partition(mark)
-            if not found:
-                num_held = num_begun(known, mark)
-                if self.state is State.HEAD:
-                    if len(known) < _MAX_HEAD_CHARS:
-                        num_held = len(known)
-                    else:
-                        self.state = State.CONTENT
-                before = known[: len(known) - num_held]
-                self._held = known[len(before) :]
-            if self.state is not State.HEAD:
+            if not is_head:
+                if not found:
+                    self._held = known[len(known) - num_begun(known, mark) :]
+                    before = known[: len(known) - len(self._held)]
                 said[self.state] += before
                 self.state = State.HEAD if found else self.state
-            elif found:
+            elif found and len(before) + len(mark) <= _MAX_HEAD_CHARS:
                 self.state = State.THINKING if self._form.start in before else State.CONTENT
+            elif len(known) < _MAX_HEAD_CHARS:
+                self._held = known
+            else:
+                self.state, behind = State.CONTENT, known
             known = behind
         return said[State.THINKING], said[State.CONTENT]
 

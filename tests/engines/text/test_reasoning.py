@@ -69,6 +69,7 @@ def test_thinking_is_told_apart_at_every_way_to_cut_it(form):
         ("<think>a</think>What is <think>?", ("a", "What is <think>?")),
         ("What is <think>?", ("", "What is <think>?")),
         ("<think><think>a</think>b", ("a", "b")),
+        ("<think>\n<think><think>a</think>b", ("a", "b")),
     ],
 )
 def test_answers_of_every_kind(text, told):
@@ -91,6 +92,7 @@ HARMONY_FORM = {"form": REASONING_FORMATS["harmony"]}
         (HARMONY, HARMONY_FORM, ("hm, 2, so 4", "I look. Four.")),
         ("Plain words.", HARMONY_FORM, ("", "Plain words.")),
         ("Plain words, " * 30, HARMONY_FORM, ("", "Plain words, " * 30)),
+        (f"{'a' * 200}<|message|>b", HARMONY_FORM, ("", f"{'a' * 200}<|message|>b")),
     ],
 )
 def test_prompts_stop_strings_and_channels(text, options, told):
