@@ -166,6 +166,8 @@ def _wait_until_ready(
             if status == httpx.codes.OK:
                 client.is_ready = True
                 return
+            if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+                raise EngineStartError(f"VLM_ENGINE__API_KEY: {client.url} refuses it ({status})")
             reason = f"the server answers {status}"
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__

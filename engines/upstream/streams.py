@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any, TypeVar
 
+import httpx
 import msgspec
 
 from engines.base import (
@@ -30,7 +31,7 @@ BUSY = (429, 503)
 DONE = b"[DONE]"
 _ERROR = b'"error"'
 _stream_numbers = count()
-OPERATOR = (401, 403, 404)  #: a wrong key or address, not the client's fault
+OPERATOR = (401, 402, 403, 404, 405)  #: a wrong key, account or address, not the client's fault
 #: In messages about a prompt that does not fit, of vLLM and SGLang.
 _TOO_LONG = ("context", "max_model_len", "maximum allowed length", "too long")
 
@@ -172,7 +173,7 @@ class StreamEngine(Engine[Request]):
             outputs = request.read(data)
         except StreamBroken as error:
             return self._refuse(request, error.status, str(error))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             return self._retry(request, f"an event is not readable: {error}")
         if outputs and outputs[-1].finish_reason is not None:
             del self._open[request.request_id]
@@ -185,14 +186,15 @@ class StreamEngine(Engine[Request]):
             self._client.cancel(request.stream_id)
             self._send(request, delay_s=RETRY_S)
             return []
-        if status >= 500:
+        if status >= 500 or status in (httpx.codes.REQUEST_TIMEOUT, *BUSY):
             return self._retry(request, message or f"status {status}")
         code = ErrorCode.INVALID_REQUEST
-        if status in OPERATOR:
+        if status in OPERATOR or status < 400:  # a redirect
             code = ErrorCode.ENGINE_FAILURE
         elif any(words in message for words in _TOO_LONG):
             code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
-        return self._fail(request, code, message or "The model's engine refuses the request.")
+        told = message or f"The model's engine refuses the request with status {status}."
+        return self._fail(request, code, told)
 
     def _retry(self, request: OpenRequest, reason: str) -> list[EngineOutput]:
         """Continue a broken request from its tokens."""
@@ -214,7 +216,7 @@ def error_message(data: bytes) -> str:
     """The message of an error body; empty: it has none."""
     try:
         found = msgspec.json.decode(data)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return ""
     for name in ("error", "message", "detail", "error_message"):
         while isinstance(found, dict) and found.get(name):

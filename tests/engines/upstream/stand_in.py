@@ -35,6 +35,7 @@ class StandIn:
     has_plugin: bool = False  #: the logits processor for vLLM
     token_s: float = 0.0  #: pause before each token
     is_healthy: bool = True
+    key: str = ""
     refuse_with: tuple[int, str] | None = None  #: status and message of the next request
     refuses_in_stream: bool = False  #: as vLLM and SGLang do
     #: Status and message with which SGLang's scheduler aborts the next request.
@@ -100,6 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
                 b'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
                 b'vllm:num_requests_running{engine="0"} %d\n' % state.num_open,
             )
+        elif state.key not in (self.headers["authorization"] or ""):
+            self._answer(401, b"{}")
         elif self.path == "/health" and not state.is_healthy:
             self._answer(503, b"{}")
         else:

@@ -123,8 +123,9 @@ def test_a_broken_stream_is_sent_again_before_its_first_token_only(
 
 
 @pytest.mark.parametrize(
-    "data", ['{"choices": [{"delta": {"content": "a', '{"choices": 1}', '["error"]']
-)
+    "data",
+    ['{"choices": [{"delta": {"content": "a', '{"choices": 1}', '["error"]', '{"error": ' + 9999 * "["],
+)  # fmt: skip
 def test_an_unreadable_event_breaks_its_own_stream(
     loaded: LoadedEngine, server: StandIn, data: str
 ):
@@ -173,12 +174,11 @@ def test_calls_follow_each_other_whatever_their_deltas(
     assert outputs[-1].usage.num_output_tokens == 1 + len(deltas)
 
 
-@pytest.mark.parametrize(
-    ("status", "code"), [(400, ErrorCode.INVALID_REQUEST), (401, ErrorCode.ENGINE_FAILURE)]
-)
+@pytest.mark.parametrize("status", [307, 400, 401, 402, 405])
 def test_a_refusal_has_a_code_that_names_who_is_to_act(
-    loaded: LoadedEngine, server: StandIn, status: int, code: ErrorCode
+    loaded: LoadedEngine, server: StandIn, status: int
 ):
+    code = ErrorCode.INVALID_REQUEST if status == 400 else ErrorCode.ENGINE_FAILURE
     server.refuse_with = (status, "no")
     (last,) = answer(loaded, make_call())
     assert (last.error, last.error_code) == ("no", code)
@@ -208,6 +208,9 @@ def test_a_server_that_cannot_be_used_is_refused_in_one_sentence(server: StandIn
             create_engine({"kind": "openai", **given})
     with pytest.raises(EngineStartError, match="serves model, not other"):
         create_engine({"kind": "openai", "url": server.url, "upstream_model": "other"})
+    server.key = "secret"
+    with pytest.raises(EngineStartError, match=r"API_KEY: .* refuses it \(401\)"):
+        create_engine({"kind": "openai", "url": server.url})
     with pytest.raises(EngineLoadFailed, match="not ready"):
         create_engine({"kind": "openai", "url": "http://127.0.0.1:9", "start_s": 0.1})
     assert caplog.text.count("waiting for http://127.0.0.1:9: ") == 1
