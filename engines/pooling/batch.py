@@ -13,6 +13,7 @@ from hashlib import sha256
 from operator import attrgetter
 from typing import Any
 
+NOT_FINITE = "The model's numbers for an input are not finite: send another input."
 _key = attrgetter("key")
 #: Overhead of an entry.
 _ENTRY_BYTES = 256

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.pooling.batch import Row
+from engines.pooling.batch import NOT_FINITE, Row
 from engines.pooling.checkpoint import Pooling, SentenceConfig
 from engines.pooling.engine import PoolingModel
 from engines.pooling.layers import Keeps, PackedLayers, num_bytes, num_outputs
@@ -32,7 +32,6 @@ PACKED_TYPES: dict[str, int | None] = {
     "electra": 0,
 }
 _KEEPS: dict[Pooling, Keeps] = {"cls": "first", "last": "last"}
-NOT_FINITE = "The model's numbers for an input are not finite: send another input."
 #: Model types that can score pairs.
 SCORER_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 

@@ -11,7 +11,7 @@ from array import array
 from base64 import b64decode
 from collections.abc import Sequence
 from itertools import groupby
-from math import sqrt
+from math import isfinite, nan, sqrt
 from typing import Any, NamedTuple
 
 import httpx
@@ -27,7 +27,7 @@ from engines.base import (
 )
 from engines.packages.checkpoint_json import read_json
 from engines.packages.resolve import default_name, resolve_model
-from engines.pooling.batch import Row
+from engines.pooling.batch import NOT_FINITE, Row
 from engines.pooling.checkpoint import SentenceConfig, read_sentence_config, read_shorter_dimensions
 from engines.pooling.engine import PoolingEngine, PoolingModel
 from engines.pooling.texts import Texts, Words
@@ -146,17 +146,24 @@ def _read(answer: Any, rows: Sequence[Row]) -> None:
     if isinstance(rows[0].content, Words):
         entries = sorted(answer["data"], key=lambda entry: entry["index"])
         for row, entry in zip(rows, entries, strict=True):
-            row.result = _unit(entry["embedding"], row.dimensions)
+            _give(row, _unit(entry["embedding"], row.dimensions))
         return
     entries = answer if isinstance(answer, list) else answer["results"]
     if len(entries) != len(rows):
         raise ValueError(f"{len(entries)} scores of {len(rows)} documents")
     for entry in entries:
         score = entry["relevance_score"] if "relevance_score" in entry else entry["score"]
-        rows[entry["index"]].result = array("f", [float(score)]).tobytes()
+        _give(rows[entry["index"]], array("f", [nan if score is None else score]))
 
 
-def _unit(embedding: str | list[float], dimensions: int) -> bytes:
+def _give(row: Row, numbers: "array[float]") -> None:
+    if all(map(isfinite, numbers)):
+        row.result = numbers.tobytes()
+    else:
+        row.error = NOT_FINITE
+
+
+def _unit(embedding: str | list[float], dimensions: int) -> "array[float]":
     """The first numbers of a vector, scaled to length 1."""
     vector = array("f")
     if isinstance(embedding, str):
@@ -165,7 +172,7 @@ def _unit(embedding: str | list[float], dimensions: int) -> bytes:
         vector.extend(embedding)
     vector = vector[: dimensions or None]
     length = sqrt(sum(x * x for x in vector)) or 1.0
-    return array("f", [x / length for x in vector]).tobytes()
+    return array("f", [x / length for x in vector])
 
 
 def load_vector_engine(settings: VectorSettings, progress: Progress | None) -> LoadedEngine:

@@ -4,6 +4,7 @@ Their tokens are a function of all before them. They are for laws and faults; `m
 """
 
 import json
+import math
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ PROBE = {"version": "probe"}
 EOS_ID = 2
 MAX_CHARS = 200_000  #: of a body
 BAD_ID = 203  #: of an input that the server refuses
+NAN_ID = 202  #: of an input whose vector is not finite
 FIRST_ID, NUM_IDS = 67, 26  #: tokens that are printable in the tiny checkpoint
 
 
@@ -259,7 +261,8 @@ def _embeddings(body: dict[str, Any]) -> tuple[int, Any]:
     data = []
     for index, ids in enumerate(body["input"]):
         digest = sha256(str(ids).encode()).digest()
-        numbers = array("f", [byte - 128.0 for byte in digest[:16]])
+        spoilt = math.nan if NAN_ID in ids else 128.0
+        numbers = array("f", [byte - spoilt for byte in digest[:16]])
         vector = b64encode(numbers.tobytes()).decode()
         data.append({"index": index, "embedding": vector})
     return 200, {"data": data[::-1]}
@@ -268,7 +271,7 @@ def _embeddings(body: dict[str, Any]) -> tuple[int, Any]:
 def _rerank(body: dict[str, Any]) -> tuple[int, Any]:
     scores = [(len(text), index) for index, text in enumerate(body["documents"])]
     ordered = sorted(scores, reverse=True)
-    return 200, {"results": [{"index": i, "relevance_score": n / 100} for n, i in ordered]}
+    return 200, {"results": [{"index": i, "relevance_score": n / 100 or None} for n, i in ordered]}
 
 
 _VECTORS = {"/v1/embeddings": _embeddings, "/v1/rerank": _rerank}

@@ -9,10 +9,11 @@ import pytest
 
 import engines.torch_backend  # noqa: F401 - before transformers
 from engines.base import Engine, EngineCall, EngineLoadFailed, EngineOutput, InvalidRequest
+from engines.pooling.batch import NOT_FINITE
 from engines.registry import create_engine
 from shared.protocol import Embed, ErrorCode, FinishReason, Rerank, TextPart, TokensPart
 from tests.engines.upstream import asking
-from tests.engines.upstream.stand_in import BAD_ID, StandIn
+from tests.engines.upstream.stand_in import BAD_ID, NAN_ID, StandIn
 from tests.factories_encoders import make_encoder
 
 EMBED, RERANK = "/v1/embeddings", "/v1/rerank"
@@ -59,6 +60,19 @@ def test_a_refused_input_fails_its_request_alone(load):
     bad, good = Embed((TokensPart((BAD_ID,)),)), Embed((TokensPart((5,)),))
     first, second = run(load(EMBED), bad, good)
     assert (first.error, first.error_code) == ("a bad id", ErrorCode.INVALID_REQUEST)
+    assert second.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("path", "bad", "good"),
+    [
+        (EMBED, Embed((TokensPart((NAN_ID,)),)), Embed((TokensPart((5,)),))),
+        (RERANK, Rerank(("w1",), ("w2", "")), Rerank(("w2",), ("w1",))),  # null, as in JSON
+    ],
+)
+def test_numbers_that_are_not_finite_fail_their_request_alone(load, path: str, bad, good):
+    first, second = run(load(path), bad, good)
+    assert first.error == NOT_FINITE
     assert second.finish_reason is FinishReason.STOP
 
 
