@@ -357,10 +357,7 @@ class Answer(Struct, eq=False):
             self._decide(token_ids, logprobs)
             if detokenizer.is_stopped:
                 reason = FinishReason.STOP
-        output = EngineOutput(
-            self.request_id, self.num_tokens, tuple(token_ids), text, tuple(logprobs)
-        )
-        return self._emit(output, reason)
+        return self._emit(token_ids, text, logprobs, reason)
 
     def output_bytes(self, data: bytes, num_tokens: int) -> EngineOutput:
         """Add tokens whose bytes are known, but not their ids."""
@@ -371,18 +368,19 @@ class Answer(Struct, eq=False):
         reason = FinishReason.STOP if self.is_stopped else None
         if reason is not None:
             text += self.detokenizer.finish()
-        output = EngineOutput(
-            self.request_id, self.num_tokens, tuple(token_ids), text, tuple(logprobs)
-        )
-        output.num_without_id = num_tokens
-        return self._emit(output, reason)
+        return self._emit(token_ids, text, logprobs, reason, num_tokens)
 
-    def _emit(self, output: EngineOutput, reason: FinishReason | None) -> EngineOutput:
-        """Count an output's tokens, and add usage, reasoning and calls."""
+    def _emit(
+        self, token_ids: list[int], text: str, logprobs: list[OutputLogprob], reason: FinishReason | None,
+        num_without_id: int = 0,
+    ) -> EngineOutput:  # fmt: skip
+        """An output with usage, reasoning and calls. Counts its tokens."""
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         detokenizer = self.detokenizer
-        self.num_tokens += len(output.token_ids) + output.num_without_id
+        output = EngineOutput(self.request_id, self.num_tokens, tuple(token_ids), text)
+        output.logprobs, output.num_without_id = tuple(logprobs), num_without_id
+        self.num_tokens += len(token_ids) + num_without_id
         self._with_usage(output)
         if detokenizer.reasoning:
             output.reasoning, detokenizer.reasoning = detokenizer.reasoning, ""

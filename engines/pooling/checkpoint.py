@@ -4,25 +4,16 @@ Source: sentence-transformers, `modules.json` and the `config.json` of its modul
 """
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from engines.base import UnsupportedCheckpoint
 from engines.packages.checkpoint_json import load_json, read_json, shown
 
 Pooling = Literal["cls", "mean", "max", "last"]
-#: Names in the files: flags in older versions, one word in newer ones.
-_MODES: dict[str, Pooling] = {
-    "cls": "cls",
-    "mean": "mean",
-    "max": "max",
-    "lasttoken": "last",
-    "last": "last",
-    "cls_token": "cls",
-    "mean_tokens": "mean",
-    "max_tokens": "max",
-}
+_TOKENS = re.compile("_?tokens?$")  #: end of the names of flags in older versions
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 _MAX_SIZE = 1 << 16  # of a vector
 _MAX_TOKENS = 2**31 - 1
@@ -119,12 +110,12 @@ def _read_pooling(folder: Path) -> Pooling:
         for name, value in values.items()
         if name.startswith("pooling_mode_") and value is True
     ]
-    modes = [str(named)] if named else flags
-    if len(modes) != 1 or modes[0] not in _MODES:
+    modes: list[Any] = [_TOKENS.sub("", name) for name in ([str(named)] if named else flags)]
+    if len(modes) != 1 or modes[0] not in get_args(Pooling):
         raise UnsupportedCheckpoint(
             f"the Pooling module combines {modes}: one of cls, mean, max and lasttoken is supported"
         )
-    return _MODES[modes[0]]
+    return modes[0]
 
 
 def _read_dense(folder: Path, path: str) -> DenseConfig:

@@ -38,7 +38,6 @@ from shared.protocol import (
     ChatMessage,
     ErrorCode,
     FinishReason,
-    Function,
     Generate,
     ImagePart,
     ImageRef,
@@ -91,19 +90,10 @@ _events = msgspec.json.Decoder(_Event)
 class _OpenCall:
     """A function call whose arguments may be incomplete."""
 
-    name: str
-    pieces: list[CallPiece]  #: not reported yet; the first has the name
     number: int
+    name: str
+    pieces: list[CallPiece]  #: not reported yet
     end: JsonEnd = field(default_factory=JsonEnd)
-
-    def precedes(self, name: str, arguments: str) -> bool:
-        """Whether a delta with this name begins the next call, although index and id are the same."""
-        return bool(name) and (name != self.name or (bool(arguments) and self.end.is_found))
-
-    def add(self, arguments: str) -> None:
-        if arguments and not self.end.is_found:
-            written = arguments[: self.end.find(arguments)]
-            self.pieces.append(CallPiece(self.number, arguments=written))
 
 
 class ChatRequest(OpenRequest):
@@ -185,15 +175,17 @@ class ChatRequest(OpenRequest):
         call = self._calls.get((delta.index, delta.id))
         if call is None and not (name and delta.id):
             call = self._latest.get(delta.index)
-        if (name or arguments) and (call is None or call.precedes(name, arguments)):
-            number = self._num_calls
-            call = _OpenCall(name, [CallPiece(number, name)], number)
+        is_next = call is not None and (name != call.name or (arguments and call.end.is_found))
+        if (call is None and arguments) or (name and (call is None or is_next)):
+            call = _OpenCall(self._num_calls, name, [CallPiece(self._num_calls, name)])
             self._calls[delta.index, delta.id] = call
             self._unreported.append(call)
             self._num_calls += 1
         if call is not None:
-            call.add(arguments)
             self._latest[delta.index] = call
+            if arguments and not call.end.is_found:
+                arguments = arguments[: call.end.find(arguments)]
+                call.pieces.append(CallPiece(call.number, arguments=arguments))
 
     def _take_calls(self, *, is_end: bool = False) -> tuple[CallPiece, ...]:
         """New pieces. Those of a call wait until the calls before it are complete."""
@@ -272,7 +264,9 @@ class ChatEngine(StreamEngine[ChatRequest]):
             if value := getattr(sampling, name):
                 body[name] = value
         if task.tools is not None:
-            body["tools"] = [_to_tool(function) for function in task.tools.functions]
+            body["tools"] = tools = [to_openai(function) for function in task.tools.functions]
+            for tool, function in zip(tools, task.tools.functions, strict=True):
+                tool["function"] |= {"strict": True} if function.is_strict else {}
             body["tool_choice"] = "required" if task.tools.is_required else "auto"
             if not task.tools.is_parallel:
                 body["parallel_tool_calls"] = False
@@ -303,26 +297,20 @@ class ChatEngine(StreamEngine[ChatRequest]):
 
 def _check(task: Generate) -> None:
     """Raises: InvalidRequest for parameters that the API does not have."""
-    if task.prompt is not None:
-        raise InvalidRequest("this model's engine supports chat only: send messages", "prompt")
-    if task.ending != "answer":
-        raise InvalidRequest(
-            "this model's engine cannot continue the last message", "continue_final_message"
-        )
-    if task.template_options:
-        raise InvalidRequest(
-            "this model's engine takes no variables of the chat template", "chat_template_kwargs"
-        )
-    if task.grammar is not None and task.grammar.kind != "json":
-        raise InvalidRequest("this model's engine supports JSON schemas only", task.grammar.param)
+    grammar, has_options = task.grammar, bool(task.template_options)
+    for is_wrong, what, param in (
+        (task.prompt is not None, "supports chat only: send messages", "prompt"),
+        (task.ending != "answer", "cannot continue the last message", "continue_final_message"),
+        (has_options, "takes no variables of the chat template", "chat_template_kwargs"),
+        (
+            grammar and grammar.kind != "json",
+            "supports JSON schemas only",
+            grammar and grammar.param,
+        ),
+    ):
+        if is_wrong:
+            raise InvalidRequest(f"this model's engine {what}", param)
     refuse(task.sampling, "this model's engine", *_UNSUPPORTED)
-
-
-def _to_tool(function: Function) -> dict[str, Any]:
-    shown = to_openai(function)
-    if function.is_strict:
-        shown["function"]["strict"] = True
-    return shown
 
 
 def _to_message(message: ChatMessage, images: Sequence[PreparedImage]) -> dict[str, Any]:

@@ -126,9 +126,10 @@ class UpstreamClient:
         self._aborting: set[asyncio.Task[None]] = set()
         self._idle: list[Connection] = []  # connections to use again
         self._tls = httpx.create_ssl_context(trust_env=False) if url.startswith("https:") else None
+        no_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # without certificates, which load slowly
         self._client = httpx.AsyncClient(
             base_url=url,
-            verify=self._tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # without the slow certificates
+            verify=self._tls or no_tls,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             trust_env=False,
             timeout=httpx.Timeout(CONNECT_TIMEOUT_S, read=None),

@@ -54,7 +54,7 @@ class GenericFamily:
             return TransformersImages(directory, config.model_class, config.full)
         except (UnsupportedCheckpoint, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # of any type, for inconsistent values; a panic of tokenizers is no Exception
+        except BaseException as error:  # of any type; a panic of tokenizers is no Exception
             raise UnsupportedCheckpoint(
                 f"transformers' processor and {config.model_class.__name__} do not fit: {one_line(error)}"
             ) from error
