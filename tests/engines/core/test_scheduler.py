@@ -114,6 +114,12 @@ COURSES = {
         {"num_blocks": 6, **NO_CACHE}, make_sequence(4, "old"), make_batch(4), make_sequence(4, "young"), 5,
         {"old": 1, "young": 1}, ["batch"],
     ),
+    "a batch stream is not overtaken and yields its slot however many come": (
+        {"max_num_seqs": 3}, make_batch(4), 1,
+        *(each for n in range(MAX_OVERTAKES + 2)
+          for each in (other(4, f"n{n}", n, max_output_tokens=1), {"batch": 1, f"n{n}": 4})),
+        *(other(4, f"late-{n}", 99 + n) for n in range(3)), 2, ["batch"],
+    ),
     "prompts are cut beside streams and not alone": (
         {"prefill_limit": PrefillLimit(6)}, make_sequence(20, "a"), {"a": 20}, other(20, "b"), other(20, "c", 8),
         *({"a": 1, "b": 6} for _ in range(3)), {"a": 1, "b": 2, "c": 4}, {"a": 1, "b": 1, "c": 6},
@@ -170,20 +176,6 @@ def test_batch_work_is_passed_a_limited_number_of_times(config, num_tokens, has_
         assert batch.num_computed_tokens > 0 or not has_image
     assert batch.finish_reason is not None
     assert number >= least
-
-
-def test_a_batch_stream_is_not_overtaken_and_yields_its_slot_however_many_come():
-    scheduler = make_scheduler(max_num_seqs=3)
-    scheduler.add(make_batch(4))
-    run_step(scheduler)
-    for number in range(MAX_OVERTAKES + 2):
-        scheduler.add(other(4, f"n{number}", number, max_output_tokens=1))
-        assert shares(run_step(scheduler))["batch"] == 1
-    for number in range(3):
-        scheduler.add(other(4, f"late-{number}", 99 + number))
-    run_step(scheduler)
-    run_step(scheduler)
-    assert list(scheduler.waiting) == ["batch"]
 
 
 def test_batch_work_that_was_overtaken_too_often_precedes_other_batch_work():

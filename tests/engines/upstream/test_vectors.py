@@ -56,23 +56,17 @@ def test_token_ids_go_to_the_server_in_one_request(load, server: StandIn):
     assert output.usage.num_prompt_tokens == 6
 
 
-def test_a_refused_input_fails_its_request_alone(load):
-    bad, good = Embed((TokensPart((BAD_ID,)),)), Embed((TokensPart((5,)),))
-    first, second = run(load(EMBED), bad, good)
-    assert (first.error, first.error_code) == ("a bad id", ErrorCode.INVALID_REQUEST)
-    assert second.finish_reason is FinishReason.STOP
-
-
 @pytest.mark.parametrize(
-    ("path", "bad", "good"),
+    ("bad", "good", "error"),
     [
-        (EMBED, Embed((TokensPart((NAN_ID,)),)), Embed((TokensPart((5,)),))),
-        (RERANK, Rerank(("w1",), ("w2", "")), Rerank(("w2",), ("w1",))),  # null, as in JSON
+        (Embed((TokensPart((BAD_ID,)),)), Embed((TokensPart((5,)),)), "a bad id"),
+        (Embed((TokensPart((NAN_ID,)),)), Embed((TokensPart((5,)),)), NOT_FINITE),
+        (Rerank(("w1",), ("w2", "")), Rerank(("w2",), ("w1",)), NOT_FINITE),  # null
     ],
 )
-def test_numbers_that_are_not_finite_fail_their_request_alone(load, path: str, bad, good):
-    first, second = run(load(path), bad, good)
-    assert first.error == NOT_FINITE
+def test_a_bad_input_fails_its_request_alone(load, bad: Any, good: Any, error: str):
+    first, second = run(load(RERANK if isinstance(bad, Rerank) else EMBED), bad, good)
+    assert (first.error, first.error_code) == (error, ErrorCode.INVALID_REQUEST)
     assert second.finish_reason is FinishReason.STOP
 
 
