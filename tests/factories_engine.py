@@ -22,7 +22,7 @@ from engines.mock.engine import (
     MockSettings,
     MockStep,
 )
-from shared.protocol import FinishReason, Priority, SamplingParams, Usage
+from shared.protocol import FinishReason, Priority, PromptLogprob, SamplingParams, Usage
 from tests.integrity import check_scheduler
 
 EOS_ID = 9999
@@ -286,6 +286,8 @@ class Transcript:
     text: str = ""
     reasoning: str = ""
     first_usage: Usage | None = None
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
     last: EngineOutput | None = None
 
     def append(self, output: EngineOutput) -> None:
@@ -294,7 +296,10 @@ class Transcript:
         if self.first_usage is None:
             assert output.usage is not None
             self.first_usage = output.usage
-        self.next_index += len(output.token_ids)
+        assert not (output.prompt_logprobs and self.next_index), "the prompt's come first"
+        self.prompt_logprobs += output.prompt_logprobs
+        self.logprobs += [entry.chosen.logprob for entry in output.logprobs]
+        self.next_index += len(output.token_ids) + output.num_without_id
         self.token_ids += output.token_ids
         self.text += output.text
         self.reasoning += output.reasoning

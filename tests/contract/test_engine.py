@@ -23,7 +23,6 @@ from engines.base import (
     Capabilities,
     Engine,
     EngineCall,
-    EngineOutput,
     LoadedEngine,
     PreparedImage,
     RequestError,
@@ -41,7 +40,6 @@ from shared.protocol import (
     Generate,
     ImagePart,
     ImageRef,
-    PromptLogprob,
     Run,
     SamplingParams,
     Task,
@@ -56,7 +54,7 @@ from tests.contract.toys.engine import TOY
 from tests.engines.upstream import sglang, vllm
 from tests.engines.upstream.llama import run_llama_server, write_model
 from tests.engines.upstream.stand_in import StandIn, run_stand_in
-from tests.factories_engine import make_mock
+from tests.factories_engine import Transcript, make_mock
 from tests.factories_gateway import RunningGateway, make_body, make_settings, run_gateway_on_socket
 from tests.factories_images import encoded
 from tests.factories_queue import MODEL, Ends, make_request
@@ -320,48 +318,21 @@ def skip_if_refused(engine: Engine, call: EngineCall) -> None:
         pytest.skip(f"it refuses {error.param}")
 
 
-@dataclass
-class Said:
-    """What came of one request, the laws of outputs checked."""
-
-    has_begun: bool = False
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    num_tokens: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    prompt_logprobs: tuple[PromptLogprob, ...] = ()
-    last: EngineOutput | None = None
-
-    def take(self, output: EngineOutput) -> None:
-        assert self.last is None, "an output after the last"
-        assert output.index == self.num_tokens
-        assert output.usage is not None or self.has_begun
-        self.has_begun = True
-        self.text += output.text
-        self.token_ids += output.token_ids
-        self.num_tokens += len(output.token_ids) + output.num_without_id
-        assert not (output.prompt_logprobs and self.num_tokens), "the prompt's come first"
-        self.prompt_logprobs += output.prompt_logprobs
-        self.logprobs += [entry.chosen.logprob for entry in output.logprobs]
-        if output.finish_reason is not None or output.error is not None:
-            self.last = output
-
-
-def run(engine: Engine, *request_ids: str) -> dict[str, Said]:
+def run(engine: Engine, *request_ids: str) -> dict[str, Transcript]:
     """Step until nothing is left."""
-    said = {request_id: Said() for request_id in request_ids}
+    said = {request_id: Transcript() for request_id in request_ids}
     for _ in range(1000):
         if not engine.has_work():
             break
         for output in engine.step():
-            said[output.request_id].take(output)
+            said[output.request_id].append(output)
     assert not engine.has_work()
     for one in said.values():
         assert one.last is not None, "no last output"
     return said
 
 
-def answer(engine: Engine, call: EngineCall, *seeds: int) -> Said:
+def answer(engine: Engine, call: EngineCall, *seeds: int) -> Transcript:
     add(engine, call, *seeds)
     return run(engine, call.request_id)[call.request_id]
 
@@ -379,7 +350,7 @@ def test_capabilities_do_not_change(case: Case):
 def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(generating: Case):
     said = answer(generating.engine, make_call(max_tokens=5))
     assert said.text
-    assert said.num_tokens == 5
+    assert said.next_index == 5
     assert said.last is not None
     assert said.last.finish_reason is FinishReason.LENGTH
     assert said.last.usage is not None
@@ -412,7 +383,7 @@ def test_a_text_is_itself_again(generating: Case):
     said = answer(
         engine, EngineCall("r", structs.replace(of, sampling=SamplingParams(max_tokens=3)))
     )
-    assert said.num_tokens == 3
+    assert said.next_index == 3
     with pytest.raises(RequestError):
         engine.tokenize(Tokenize(token_ids=(10**6,)), [])
     with pytest.raises(RequestError):
@@ -458,7 +429,7 @@ def test_abort_is_silent_and_idempotent(case: Case):
     after = run_rest(engine)
     assert "a" not in after
     assert "b" in before | after
-    assert answer(engine, case.call("a")).num_tokens > 0
+    assert answer(engine, case.call("a")).next_index > 0
 
 
 def run_rest(engine: Engine) -> set[str]:
@@ -514,7 +485,7 @@ def test_logprobs_come_for_each_token(generating: Case):
     call = make_call(num_logprobs=2)
     skip_if_refused(generating.engine, call)
     said = answer(generating.engine, call)
-    assert len(said.logprobs) == said.num_tokens
+    assert len(said.logprobs) == said.next_index
 
 
 @pytest.mark.parametrize("num_asked", [0, 2])
@@ -539,7 +510,7 @@ def test_a_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
     assert all(
         (entry.token_id, entry.chosen) == entry.top[0] and len(entry.top) == 2 for entry in later
     )
-    assert scored.num_tokens == num_asked
+    assert scored.next_index == num_asked
     assert scored.last is not None
     assert scored.last.finish_reason is FinishReason.LENGTH
     assert scored.last.usage is not None
@@ -575,8 +546,8 @@ def test_an_id_is_used_once_at_a_time(case: Case):
     add(engine, case.call())
     with pytest.raises(RequestError):
         add(engine, case.call())
-    assert run(engine, "r")["r"].num_tokens > 0
-    assert answer(engine, case.call()).num_tokens > 0
+    assert run(engine, "r")["r"].next_index > 0
+    assert answer(engine, case.call()).next_index > 0
 
 
 def test_who_can_continue_continues_as_if_nothing_had_happened(generating: Case):
@@ -589,13 +560,12 @@ def test_who_can_continue_continues_as_if_nothing_had_happened(generating: Case)
     images = range(num_images)
     whole = answer(engine, call, *images)
     other = generating.start()
-    add(other, replace(call, output_token_ids=whole.token_ids[:3]), *images)
-    token_ids: tuple[int, ...] = ()
+    add(other, replace(call, output_token_ids=tuple(whole.token_ids[:3])), *images)
+    rest = Transcript(3)
     while other.has_work():
         for output in other.step():
-            assert output.index == 3 + len(token_ids)
-            token_ids += output.token_ids
-    assert token_ids == whole.token_ids[3:]
+            rest.append(output)
+    assert rest.token_ids == whole.token_ids[3:]
 
 
 def test_every_step_counts(case: Case):
@@ -635,11 +605,11 @@ async def test_an_answer_over_http_is_the_engines_own(generating: Case, ends: En
     assert response.status_code == 200, response.text
     whole = response.json()
     assert whole["choices"][0]["message"]["content"] == expected.text
-    assert whole["usage"]["completion_tokens"] == expected.num_tokens
+    assert whole["usage"]["completion_tokens"] == expected.next_index
     chunks = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
     texts = [c["delta"].get("content") or "" for chunk in chunks for c in chunk["choices"]]
     assert "".join(texts) == expected.text
-    assert chunks[-1]["usage"]["completion_tokens"] == expected.num_tokens
+    assert chunks[-1]["usage"]["completion_tokens"] == expected.next_index
     assert refused.status_code == 400, refused.text
 
 
