@@ -40,11 +40,6 @@ _OWN_OPTIONS = OPTIONS | {
 MAX_PACKETS = 500_000
 _PADDING_PIXELS = 256 * 256  #: FFmpeg counts the padding of its buffers as pixels
 _MAX_ERRORS = 100  #: damaged packets
-_TURNS = {
-    90: Image.Transpose.ROTATE_90,
-    180: Image.Transpose.ROTATE_180,
-    270: Image.Transpose.ROTATE_270,
-}
 
 
 class VideoFile:
@@ -190,8 +185,8 @@ class VideoFile:
         self._limits.check(frame.width, frame.height)  # it may change within a stream
         rgb = frame.reformat(*size, "rgb24").planes[0]
         image = Image.frombuffer("RGB", size, rgb, "raw", "RGB", rgb.line_size, 1)
-        turn = _TURNS.get(self._rotation)
-        return image if turn is None else image.transpose(turn)
+        is_turned = self._rotation in (90, 180, 270)
+        return image.rotate(self._rotation, expand=True) if is_turned else image
 
 
 def open_container(file: IO[bytes], form: str, options: dict[str, str], damaged: str) -> Any:

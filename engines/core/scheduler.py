@@ -102,9 +102,8 @@ class Scheduler:
         num_output_tokens = len(token_ids) - sequence.num_prompt_tokens
         if num_output_tokens == 0:
             return None
-        if token_ids[-1] in self.eos_token_ids and not sequence.sampling.ignore_eos:
-            return FinishReason.STOP
-        if token_ids[-1] in sequence.sampling.stop_token_ids:
+        is_end = token_ids[-1] in self.eos_token_ids and not sequence.sampling.ignore_eos
+        if is_end or token_ids[-1] in sequence.sampling.stop_token_ids:
             return FinishReason.STOP
         if num_output_tokens >= sequence.max_output_tokens:
             return FinishReason.LENGTH
@@ -239,19 +238,11 @@ class Scheduler:
         if started.is_preemptible:
             return
         for queue in (self.running, self.waiting):
-            if not _ends_with_batch_work(queue):
-                continue
-            overtaken = next(
-                (
-                    s
-                    for s in queue.values()
-                    if s.is_preemptible and (not s.is_running or s.num_pending_tokens > 1)
-                ),
-                None,
-            )
-            if overtaken is not None:
-                overtaken.num_overtakes += 1
-                _enter(queue, overtaken)
+            for other in queue.values() if _ends_with_batch_work(queue) else ():
+                if other.is_preemptible and (not other.is_running or other.num_pending_tokens > 1):
+                    other.num_overtakes += 1
+                    _enter(queue, other)
+                    break
 
     def _limit_by_images(
         self, sequence: Sequence, start: int, num_new: int, budget: StepBudget

@@ -52,7 +52,9 @@ class SentenceConfig:
 
 def read_sentence_config(directory: Path) -> SentenceConfig:
     """Without `modules.json`: mean pooling, not normalized. Raises: UnsupportedCheckpoint."""
-    modules = _read_modules(directory)
+    modules = load_json(directory / "modules.json", [])
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise UnsupportedCheckpoint("modules.json is not a list of objects")
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if unknown := [kind for kind in kinds if kind not in _KINDS]:
         raise UnsupportedCheckpoint(
@@ -91,13 +93,6 @@ def read_shorter_dimensions(directory: Path, whole: int) -> tuple[int, ...]:
     if not isinstance(found, list) or not all(isinstance(each, int) and each > 0 for each in found):
         raise fields.refuse(name, f"is {shown(found)}, no list of positive integers")
     return tuple(sorted(each for each in found if each < whole))
-
-
-def _read_modules(directory: Path) -> list[dict[str, Any]]:
-    modules = load_json(directory / "modules.json", [])
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise UnsupportedCheckpoint("modules.json is not a list of objects")
-    return modules
 
 
 def _read_pooling(folder: Path) -> Pooling:

@@ -51,7 +51,6 @@ _WIDTH_FROM_VALUE = re.compile(r"%[^a-zA-Z%]*\*|\{[^}]*\{")
 _AMPLIFYING = frozenset({"batch", "center", "indent", "join", "slice", "tojson", "truncate"})
 #: Filters and functions with unbounded time that no prompt needs.
 _DROPPED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
-_DROPPED_GLOBALS = ("lipsum",)
 
 
 #: Variables that requests may not set.
@@ -252,8 +251,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         )
         for name in _DROPPED_FILTERS:
             del self.filters[name]
-        for name in _DROPPED_GLOBALS:
-            del self.globals[name]
+        del self.globals["lipsum"]
         self.filters["tojson"] = _to_json
         self.filters.update({name: _bounded(name, f) for name, f in self.filters.items()})
         self.globals["raise_exception"] = _raise_exception

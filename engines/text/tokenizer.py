@@ -99,13 +99,9 @@ class HfTokenizer:
         names |= {self.image_token} | {
             self._texts[i] for i in self.eos_token_ids if i in self._texts
         }
+        strips = {name: (token.lstrip, token.rstrip) for name, token in added.items()}
         return {
-            name: ControlToken(
-                self._ids[name],
-                name,
-                lstrip=name in added and added[name].lstrip,
-                rstrip=name in added and added[name].rstrip,
-            )
+            name: ControlToken(self._ids[name], name, *strips.get(name, ()))
             for name in sorted(names)
             if len(name) > 1
         }

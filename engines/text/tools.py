@@ -294,8 +294,6 @@ _MAY_BEGIN = re.compile(r"([\[,]\s*[\w.:/-]{0,256})?")
 
 
 class JsonEnd:
-    """Finds the end of a JSON object in pieces of text."""
-
     def __init__(self) -> None:
         self.is_found = False
         self._depth = 0

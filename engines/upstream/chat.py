@@ -28,11 +28,11 @@ from engines.base import (
 )
 from engines.core.runner import PixelLimits
 from engines.text.tools import JsonEnd, to_openai
-from engines.upstream.client import UpstreamClient
+from engines.upstream.client import DONE, UpstreamClient
 from engines.upstream.dialect import TokenUsage, refuse
 from engines.upstream.media import MediaFile, data_url, to_jpegs, to_png, to_wav
 from engines.upstream.settings import OpenAiSettings
-from engines.upstream.streams import DONE, OpenRequest, StreamBroken, StreamEngine
+from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine
 from shared.protocol import (
     CallPiece,
     ChatMessage,
@@ -107,8 +107,7 @@ class ChatRequest(OpenRequest):
         self._finish: FinishReason | None = None
         self._calls: dict[tuple[int, str | None], _OpenCall] = {}  # by the server's index and id
         self._latest: dict[int, _OpenCall] = {}  # by the server's index
-        self._num_calls = 0
-        self._unreported: list[_OpenCall] = []
+        self._open_calls: list[_OpenCall] = []
 
     def body(self) -> dict[str, Any]:
         return self._body
@@ -177,10 +176,10 @@ class ChatRequest(OpenRequest):
             call = self._latest.get(delta.index)
         is_next = call is not None and (name != call.name or (arguments and call.end.is_found))
         if (call is None and arguments) or (name and (call is None or is_next)):
-            call = _OpenCall(self._num_calls, name, [CallPiece(self._num_calls, name)])
+            number = len(self._open_calls)
+            call = _OpenCall(number, name, [CallPiece(number, name)])
             self._calls[delta.index, delta.id] = call
-            self._unreported.append(call)
-            self._num_calls += 1
+            self._open_calls.append(call)
         if call is not None:
             self._latest[delta.index] = call
             if arguments and not call.end.is_found:
@@ -190,19 +189,17 @@ class ChatRequest(OpenRequest):
     def _take_calls(self, *, is_end: bool = False) -> tuple[CallPiece, ...]:
         """New pieces. Those of a call wait until the calls before it are complete."""
         pieces: list[CallPiece] = []
-        while self._unreported:
-            call = self._unreported[0]
+        for call in self._open_calls:
             pieces += call.pieces
             call.pieces = []
             if not (call.end.is_found or is_end):
                 break
-            del self._unreported[0]
         return tuple(pieces)
 
     def _end(self) -> list[EngineOutput]:
         if self._finish is None:
             raise StreamBroken("the stream has no finish_reason")
-        if self._finish is FinishReason.STOP and self._num_calls:
+        if self._finish is FinishReason.STOP and self._open_calls:
             self._finish = FinishReason.TOOL_CALLS
         # A delta may contain several tokens, and the last tokens have no text: the usage has the true number.
         num_more = max(0, self.usage.num_output_tokens - self.num_tokens)

@@ -24,6 +24,7 @@ HEALTH_TIMEOUT_S = 5.0
 WATCH_EVERY_S = 1.0
 END_S = 0.1  #: time after which a stream that ended without its last event counts as broken
 HOLD_S_PER_STREAM = 0.0001  #: delay of events, so that one wakeup of the engine delivers several
+DONE = b"[DONE]"  #: data of a stream's last event
 _DATA = b"data:"
 _SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.\deE]+)$", re.M)
 
@@ -126,10 +127,9 @@ class UpstreamClient:
         self._aborting: set[asyncio.Task[None]] = set()
         self._idle: list[Connection] = []  # connections to use again
         self._tls = httpx.create_ssl_context(trust_env=False) if url.startswith("https:") else None
-        no_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # without certificates, which load slowly
         self._client = httpx.AsyncClient(
             base_url=url,
-            verify=self._tls or no_tls,
+            verify=self._tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # loads no certificates
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             trust_env=False,
             timeout=httpx.Timeout(CONNECT_TIMEOUT_S, read=None),

@@ -103,7 +103,7 @@ class Dialect(ABC):
         return None
 
     @abstractmethod
-    def parse(self, data: bytes) -> Chunk | None:
+    def parse(self, data: bytes) -> Chunk:
         """Read one event. Raises: msgspec.MsgspecError."""
 
     def recover(self, chunk: Chunk, num_missing: int) -> None:

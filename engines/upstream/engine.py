@@ -25,7 +25,7 @@ from engines.core.runner import Processor, TokenChoice
 from engines.packages.adapter_files import read_adapter
 from engines.text.grammar import GrammarCompiler
 from engines.text.processor import ChatProcessor
-from engines.upstream.client import UpstreamClient
+from engines.upstream.client import DONE, UpstreamClient
 from engines.upstream.dialect import Chunk, Dialect, PromptText, UpstreamRequest
 from engines.upstream.server import ServerProcess
 from engines.upstream.settings import UpstreamSettings
@@ -197,9 +197,9 @@ class _TokenRequest(OpenRequest):
         return self.answer.fail(message, code)
 
     def read(self, data: bytes) -> list[EngineOutput]:
-        chunk = self._dialect.parse(data)
-        if chunk is None:
+        if data == DONE:
             return []
+        chunk = self._dialect.parse(data)
         if chunk.finish or chunk.error:
             self.abort = None
         if chunk.error:

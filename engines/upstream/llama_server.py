@@ -135,7 +135,7 @@ class LlamaServer(Dialect):
             "multimodal_data": [b64encode(image.pixels).decode() for image in request.images],
         }
 
-    def parse(self, data: bytes) -> Chunk | None:
+    def parse(self, data: bytes) -> Chunk:
         event = _events.decode(data)
         chunk = Chunk(num_cached_tokens=None if event.timings is None else event.timings.cache_n)
         if event.stop:  # earlier events had the tokens

@@ -145,9 +145,7 @@ class Sglang(Dialect):
         """SGLang aborts the request of a closed stream only after 2 s."""
         return "/abort_request", {"rid": body["rid"]}
 
-    def parse(self, data: bytes) -> Chunk | None:
-        if data == b"[DONE]":
-            return None
+    def parse(self, data: bytes) -> Chunk:
         event = _events.decode(data)
         meta = event.meta_info
         chunk = Chunk(

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any, TypeVar
 
-import httpx
 import msgspec
 
 from engines.base import (
@@ -20,7 +19,7 @@ from engines.base import (
     EngineStats,
     InvalidRequest,
 )
-from engines.upstream.client import ServerLost, StreamEvent, UpstreamClient
+from engines.upstream.client import DONE, ServerLost, StreamEvent, UpstreamClient
 from engines.upstream.server import ServerProcess
 from shared.protocol import ErrorCode
 
@@ -28,7 +27,6 @@ POLL_S = 0.05
 MAX_TRIES = 3  #: of a stream that breaks while the server is healthy
 RETRY_S = 0.2
 BUSY = (429, 503)
-DONE = b"[DONE]"
 _ERROR = b'"error"'
 _stream_numbers = count()
 OPERATOR = (401, 402, 403, 404, 405)  #: a wrong key, account or address, not the client's fault
@@ -186,7 +184,7 @@ class StreamEngine(Engine[Request]):
             self._client.cancel(request.stream_id)
             self._send(request, delay_s=RETRY_S)
             return []
-        if status >= 500 or status in (httpx.codes.REQUEST_TIMEOUT, *BUSY):
+        if status >= 500 or status in (408, *BUSY):  # 408: a timeout
             return self._retry(request, message or f"status {status}")
         code = ErrorCode.INVALID_REQUEST
         if status in OPERATOR or status < 400:  # a redirect

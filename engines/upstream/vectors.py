@@ -6,12 +6,12 @@ the result cache are those of the pooling engine.
 Source: OpenAI API reference, "Create embeddings"; Jina API reference, "Reranker".
 """
 
+import math
 import time
 from array import array
 from base64 import b64decode
 from collections.abc import Sequence
 from itertools import groupby
-from math import isfinite, nan, sqrt
 from typing import Any, NamedTuple
 
 import httpx
@@ -146,24 +146,21 @@ def _read(answer: Any, rows: Sequence[Row]) -> None:
     if isinstance(rows[0].content, Words):
         entries = sorted(answer["data"], key=lambda entry: entry["index"])
         for row, entry in zip(rows, entries, strict=True):
-            _give(row, _unit(entry["embedding"], row.dimensions))
-        return
-    entries = answer if isinstance(answer, list) else answer["results"]
-    if len(entries) != len(rows):
-        raise ValueError(f"{len(entries)} scores of {len(rows)} documents")
-    for entry in entries:
-        score = entry["relevance_score"] if "relevance_score" in entry else entry["score"]
-        _give(rows[entry["index"]], array("f", [nan if score is None else score]))
-
-
-def _give(row: Row, numbers: "array[float]") -> None:
-    if all(map(isfinite, numbers)):
-        row.result = numbers.tobytes()
+            row.result = _unit(entry["embedding"], row.dimensions)
     else:
-        row.error = NOT_FINITE
+        entries = answer if isinstance(answer, list) else answer["results"]
+        if len(entries) != len(rows):
+            raise ValueError(f"{len(entries)} scores of {len(rows)} documents")
+        for entry in entries:
+            score = entry["relevance_score"] if "relevance_score" in entry else entry["score"]
+            score = array("f", [math.nan if score is None else float(score)])
+            rows[entry["index"]].result = score.tobytes()
+    for row in rows:
+        if not all(map(math.isfinite, array("f", row.result))):
+            row.error = NOT_FINITE
 
 
-def _unit(embedding: str | list[float], dimensions: int) -> "array[float]":
+def _unit(embedding: str | list[float], dimensions: int) -> bytes:
     """The first numbers of a vector, scaled to length 1."""
     vector = array("f")
     if isinstance(embedding, str):
@@ -171,8 +168,8 @@ def _unit(embedding: str | list[float], dimensions: int) -> "array[float]":
     else:
         vector.extend(embedding)
     vector = vector[: dimensions or None]
-    length = sqrt(sum(x * x for x in vector)) or 1.0
-    return array("f", [x / length for x in vector])
+    length = math.sqrt(sum(x * x for x in vector)) or 1.0
+    return array("f", [x / length for x in vector]).tobytes()
 
 
 def load_vector_engine(settings: VectorSettings, progress: Progress | None) -> LoadedEngine:

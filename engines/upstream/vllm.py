@@ -171,9 +171,7 @@ class Vllm(Dialect):
             ]
         return body
 
-    def parse(self, data: bytes) -> Chunk | None:
-        if data == b"[DONE]":
-            return None
+    def parse(self, data: bytes) -> Chunk:
         event = _events.decode(data)
         chunk = Chunk()
         if event.metrics is not None and event.metrics.queue_time_ms is not None:

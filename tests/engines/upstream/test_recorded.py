@@ -8,6 +8,7 @@ import pytest
 
 from engines.base import EngineCall, EngineOutput
 from engines.registry import create_engine
+from engines.upstream.client import DONE
 from engines.upstream.dialect import Chunk, Dialect
 from engines.upstream.settings import SglangSettings, VllmSettings
 from engines.upstream.sglang import Sglang
@@ -46,7 +47,7 @@ def read_whole(api: str, whole: dict[str, Any]) -> tuple[list[int], str, int, li
 
 def read(api: str, lines: list[str]) -> list[Chunk]:
     events = (line.removeprefix("data: ").encode() for line in lines)
-    return [chunk for event in events if (chunk := DIALECTS[api].parse(event)) is not None]
+    return [DIALECTS[api].parse(event) for event in events if event != DONE]
 
 
 def is_answered(line: dict[str, Any]) -> bool:
