@@ -7,7 +7,7 @@ overwritten in place.
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,12 @@ def load_model(
     quantized decoder's tower and projector then become int8 too.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
+    stored = list_weights(directory)
     rename = partial(family.rename, config=config)
-    published, stored = find_published(directory, list_weights(directory), device, rename)
+    if _has_own_head(stored, rename):
+        config = replace(config, text=replace(config.text, tie_word_embeddings=False))
+        rename = partial(family.rename, config=config)
+    published, stored = find_published(directory, stored, device, rename)
     form = choose_form(scheme, published)
     model = build_empty(family, config, form, dtype)
     # matrices of these types are read by operators as they are stored
@@ -197,6 +201,13 @@ def load_model(
     if scheme is not None and seconds is not None:
         seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
     return model.requires_grad_(False).eval()
+
+
+def _has_own_head(stored: list[StoredTensor], rename: Callable[[str], str | None]) -> bool:
+    """Whether a head that `config.json` ties to the embeddings differs from them; transformers loads both then."""
+    heads = [x for x in stored if x.name.endswith("lm_head.weight") and rename(x.name) is None]
+    tables = [x for x in stored if x.name.endswith("embed_tokens.weight")]
+    return bool(heads and tables) and not torch.equal(heads[0].map(), tables[0].map())
 
 
 def _pack(model: FamilyModel, ops: Ops, dtype: torch.dtype) -> None:

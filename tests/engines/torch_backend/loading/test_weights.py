@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlavaForConditionalGeneration
+from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
 
 from benchmarks.make_checkpoint import make_checkpoint
 from engines.torch_backend.layers.linear import METHODS
@@ -72,6 +72,18 @@ def test_what_transformers_saves_again_is_the_same_model(
     theirs.save_pretrained(tmp_path / "again")
 
     check_same_weights(load(tmp_path / "tiny"), load(tmp_path / "again"))
+
+
+def test_a_head_that_differs_from_the_embeddings_is_not_tied_to_them(tmp_path: Path) -> None:
+    write_checkpoint(text("Llama", "Llama", tie_word_embeddings=True), tmp_path)
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    for head in (table, table + 1):
+        edit(tmp_path, lm_head__weight=head.clone())
+        theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+        ours = load(tmp_path).language_model
+        found = (ours.model.embed_tokens if ours.lm_head is None else ours.lm_head).weight
+        assert torch.equal(found, theirs.lm_head.weight)
+        assert torch.equal(found, head)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
